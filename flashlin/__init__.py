@@ -1,0 +1,55 @@
+"""flashlin: linear attention that runs, is right, is fast, and otherwise says in one sentence what is wrong and what to do.
+
+Names are loaded when first used, so ``import flashlin`` imports neither torch nor Triton, touches no GPU and prints nothing; and
+``flashlin.doctor()`` still answers when one of them is broken.
+"""
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "flashlin.ops.simple_gla": ("chunk_simple_gla", "fused_recurrent_simple_gla", "simple_gla"),
+    "flashlin.ops.retention": ("chunk_retention", "fused_recurrent_retention", "retention"),
+    "flashlin.ops.linear_attn": ("chunk_linear_attn", "fused_recurrent_linear_attn", "linear_attn"),
+    "flashlin.ops.lightning_attn": ("chunk_lightning_attn", "fused_recurrent_lightning_attn"),
+    "flashlin.dispatch": ("plan",),
+    "flashlin.policy": ("settings", "Policy"),
+    "flashlin.compat.target": ("Target",),
+    "flashlin.guards.problem": ("Problem", "UnsupportedError"),
+}
+_WHERE = {name: module for module, names in _HOME.items() for name in names}
+__all__ = sorted([*_WHERE, "__version__"])
+
+if TYPE_CHECKING:
+    from flashlin.compat.target import Target as Target
+    from flashlin.dispatch import plan as plan
+    from flashlin.guards.problem import Problem as Problem
+    from flashlin.guards.problem import UnsupportedError as UnsupportedError
+    from flashlin.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn
+    from flashlin.ops.lightning_attn import fused_recurrent_lightning_attn as fused_recurrent_lightning_attn
+    from flashlin.ops.linear_attn import chunk_linear_attn as chunk_linear_attn
+    from flashlin.ops.linear_attn import fused_recurrent_linear_attn as fused_recurrent_linear_attn
+    from flashlin.ops.linear_attn import linear_attn as linear_attn
+    from flashlin.ops.retention import chunk_retention as chunk_retention
+    from flashlin.ops.retention import fused_recurrent_retention as fused_recurrent_retention
+    from flashlin.ops.retention import retention as retention
+    from flashlin.ops.simple_gla import chunk_simple_gla as chunk_simple_gla
+    from flashlin.ops.simple_gla import fused_recurrent_simple_gla as fused_recurrent_simple_gla
+    from flashlin.ops.simple_gla import simple_gla as simple_gla
+    from flashlin.policy import Policy as Policy
+    from flashlin.policy import settings as settings
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'flashlin' has no attribute {name!r}")
+    value = getattr(import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

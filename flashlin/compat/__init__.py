@@ -1,0 +1,1 @@
+"""What differs between machines and releases: versions, targets, Triton's moved names, known issues."""

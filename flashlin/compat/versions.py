@@ -1,0 +1,51 @@
+"""Release comparisons that mean the same for every release of ``packaging``.
+
+``SpecifierSet`` treats nightlies and release candidates differently from one packaging release to the next, so ranges are
+two plain bounds instead: a version is compared by its release number alone, and an unreleased build (dev, rc, ``+git``)
+of the release that carries a fix counts as affected, because nobody can say whether the fix is in it.
+"""
+from __future__ import annotations
+
+from functools import lru_cache
+
+from packaging.version import InvalidVersion, Version
+
+
+@lru_cache(maxsize=256)
+def release(version: str) -> tuple[int, ...]:
+    """``"3.7.1+gitabc"`` -> ``(3, 7, 1)``; an unreadable or empty version -> ``()``, which is older than everything."""
+    try:
+        return Version(version).release
+    except InvalidVersion:
+        return ()
+
+
+@lru_cache(maxsize=256)
+def is_unreleased(version: str) -> bool:
+    """True for nightlies, release candidates and builds from git."""
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        return bool(version)
+    return parsed.is_prerelease or (parsed.local or "").startswith("git")
+
+
+@lru_cache(maxsize=4096)
+def affected(version: str, since: str | None, fixed_in: str | None) -> bool:
+    """Whether ``version`` lies in ``since .. fixed_in`` (fixed_in itself excluded; None leaves that side open).
+
+    An empty ``version`` (the part is not installed) is never affected.
+    """
+    if not version:
+        return False
+    here = _padded(release(version))
+    if since is not None and here < _padded(release(since)):
+        return False
+    if fixed_in is None:
+        return True
+    fix = _padded(release(fixed_in))
+    return here < fix or (here == fix and is_unreleased(version))
+
+
+def _padded(parts: tuple[int, ...]) -> tuple[int, ...]:
+    return (*parts, 0, 0, 0)[:3]

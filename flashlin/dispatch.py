@@ -1,0 +1,70 @@
+"""plan(problem, target, policy): the only place that decides.
+
+How it works. A family's recipe says which launches the problem would make on the target. The checks look at them in order; the first
+one that objects answers with a Reason, which names remedies, best first. The first remedy that the policy allows and that can still
+make the problem smaller rewrites it. Then everything is asked again, from the start, so that a remedy that runs into another limit is
+caught and remedies combine. When nothing objects, the trail is the Plan; when no remedy is left, the Plan is a refusal, which is a
+value too: only ops raise. Pure and cached; imports neither torch nor triton.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from flashlin.compat.target import Target
+from flashlin.guards.limits import CHECKS
+from flashlin.guards.problem import Launch, Plan, Problem, Reason
+from flashlin.kernels.norm import recipe as norm
+from flashlin.kernels.simple_gla import recipe as simple_gla
+from flashlin.kernels.variants import VARIANTS
+from flashlin.policy import Policy
+
+RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {"simple_gla": simple_gla.launches, "norm": norm.launches}
+
+
+@lru_cache(maxsize=4096)
+def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
+    """What this call would do on that machine, and why. Never raises for an unsupported call: see ``Plan.refused``.
+
+    Raises KeyError for a family nobody has a recipe for.
+    """
+    recipe = RECIPES[problem.family]
+    asked, steps = problem, []
+    while True:
+        launches = recipe(problem, target) if problem.path == "triton" else ()
+        found = _first_reason(problem, launches, target, policy)
+        if found is None:
+            return Plan(asked, problem, target, launches, tuple(steps))
+        remedy = _remedy(found, problem, target, policy)
+        if remedy is None:
+            return Plan(asked, problem, target, (), tuple(steps), (found,))
+        name, problem = remedy
+        steps.append((found, name))
+
+
+def _first_reason(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+    if problem.path == "torch":  # plain torch: none of the limits of a kernel applies
+        return None
+    for check in CHECKS:
+        found = check(problem, launches, target, policy)
+        if found is not None:
+            return found
+    return None
+
+
+def _remedy(found: Reason, problem: Problem, target: Target, policy: Policy) -> tuple[str, Problem] | None:
+    for name in found.remedies:
+        variant = VARIANTS[name]
+        if policy.policy == "strict" and found.forced and not variant.exact:
+            continue
+        if policy.path == "triton" and name == "torch_path":
+            continue
+        smaller = variant.rewrite(problem, target)
+        if smaller is not None:
+            return name, smaller
+    return None
+
+
+def inexact_steps(the_plan: Plan) -> tuple[tuple[Reason, str], ...]:
+    """The steps a user should hear about once: forced, and not the same kernels on the same operands."""
+    return tuple((reason, name) for reason, name in the_plan.steps if reason.forced and not VARIANTS[name].exact)

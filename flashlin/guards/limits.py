@@ -1,0 +1,107 @@
+"""The checks. Each looks at the launches it is handed and answers with the first Reason against them, or None.
+
+They know no kernel by name. Adding one is a function in CHECKS.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flashlin.compat.known_issues import issues_here
+from flashlin.compat.target import Target
+from flashlin.compat.versions import release
+from flashlin.guards.problem import Launch, Problem, Reason
+from flashlin.policy import Policy
+
+Check = Callable[[Problem, tuple[Launch, ...], Target, Policy], "Reason | None"]
+
+AXIS_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA's maximum grid, by axis
+OFFSET_LIMIT = 2**31 - 1
+MAX_HEAD_DIM = 512
+# Up to here a token-by-token kernel without gradients beats the chunked one: it is one short launch, and a chunk would be mostly padding.
+FEW_TOKENS = 16
+
+
+def check_path(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+    if policy.path == "torch":
+        return Reason("setting", "path=torch", "a path other than torch for kernels", ("torch_path",), forced=False)
+    return None
+
+
+def check_backend(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+    if target.backend == "cpu":
+        return Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels", ("torch_path",), forced=False)
+    if target.backend == "hip":
+        return Reason("backend", "an AMD GPU", "an NVIDIA GPU: nobody has run these kernels on AMD yet", ("torch_path",))
+    if not target.triton or release(target.triton)[:2] < (3, 0):
+        return Reason("triton", f"Triton {target.triton or 'not usable'}", "Triton 3.0 or newer", ("torch_path",))
+    return None
+
+
+def check_mode(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+    if problem.mode != "auto":
+        return None
+    if problem.needs_grad:
+        return Reason("mode", "mode=auto with gradients", "chunk, whose matmuls backward needs anyway", ("chunk_mode",), forced=False)
+    if problem.T <= FEW_TOKENS:
+        return Reason("mode", f"mode=auto and T={problem.T}", f"fused_recurrent for T <= {FEW_TOKENS} without gradients",
+                      ("recurrent_mode",), forced=False)
+    if target.backend == "cuda" and target.capability < (8, 0):
+        return Reason("mode", f"mode=auto on {target.sm}", "fused_recurrent below sm80: Triton has no tensor cores there "
+                      "(users measured 9 s against 22 s chunked on a V100)", ("recurrent_mode",),
+                      "https://github.com/fla-org/flash-linear-attention/issues/458", forced=False)
+    return Reason("mode", f"mode=auto and T={problem.T}", f"chunk for T > {FEW_TOKENS}", ("chunk_mode",), forced=False)
+
+
+def check_dtype(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+    if problem.dtype not in ("float16", "bfloat16", "float32"):
+        return Reason("dtype", problem.dtype, "float16, bfloat16 or float32 for the kernels", ("torch_path",))
+    if target.backend == "interpreter" and any("bf16" in launch.traits for launch in launches):
+        return Reason("interpreter-bf16", "bf16 in Triton's interpreter, which multiplies the raw bits", "fp32 operands", ("via_fp32",))
+    return None
+
+
+def check_head_dim(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+    if problem.mode and max(problem.K, problem.V) > MAX_HEAD_DIM:
+        return Reason("head-dim", f"K={problem.K} V={problem.V}", f"K and V up to {MAX_HEAD_DIM} for the kernels", ("torch_path",))
+    return None
+
+
+def check_grid(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+    for launch in launches:
+        for axis, (size, limit) in enumerate(zip(launch.grid, AXIS_LIMITS, strict=False)):
+            if size > limit:
+                return Reason("grid", f"{launch.kernel} starts {size} programs on grid axis {axis}", f"at most {limit}", ("chunk_batch",))
+    return None
+
+
+def check_offsets(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+    for launch in launches:
+        if launch.span > OFFSET_LIMIT:
+            return Reason("offset", f"{launch.kernel} reaches element {launch.span} with 32-bit offsets", f"at most {OFFSET_LIMIT}",
+                          ("chunk_batch", "torch_path"))
+    return None
+
+
+def check_shared(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+    for launch in launches:
+        if launch.shared > target.shared:
+            return Reason("shared-memory", f"{launch.kernel} needs {launch.shared} bytes per block", f"at most {target.shared} on {target.sm}",
+                          ("torch_path",))
+    return None
+
+
+def check_known_issues(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+    if policy.policy == "off":
+        return None
+    for issue in issues_here(target):
+        if not issue.remedies or issue.id in policy.ignore:
+            continue
+        for launch in launches:
+            if issue.hits(launch.traits, launch.num_warps, launch.num_stages):
+                got = f"{launch.kernel} with {launch.num_warps} warps, {problem.dtype} on {target.sm}, triton {target.triton} ({issue.effect})"
+                return Reason(issue.id, got, issue.need, issue.remedies, issue.url)
+    return None
+
+
+CHECKS: tuple[Check, ...] = (check_path, check_backend, check_mode, check_dtype, check_head_dim, check_grid, check_offsets,
+                             check_shared, check_known_issues)

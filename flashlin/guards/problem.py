@@ -1,0 +1,118 @@
+"""The nouns: Problem (a call), Launch (one kernel start), Reason (what stands against it), Plan (the decision trail)."""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flashlin.compat.target import Target
+
+
+class Problem(NamedTuple):
+    """A call as facts: ints, bools and strings out of its tensors, never a tensor.
+
+    op: the public name; family: whose recipe serves it; mode: ``chunk``, ``fused_recurrent``, or ``auto`` until the plan decides
+    (``""`` for ops without modes). N: number of sequences (B unless varlen). dtype: torch's name without ``torch.``.
+    options: names of the optional tensors and flags in use, sorted. The last four are what remedies rewrite.
+    """
+    op: str
+    family: str
+    mode: str
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+    N: int
+    dtype: str
+    varlen: bool = False
+    needs_grad: bool = False
+    options: tuple[str, ...] = ()
+    path: str = "triton"
+    max_warps: int = 8
+    dot: str = "native"
+    batch_part: int = 0
+
+    def __str__(self) -> str:
+        flags = [flag for flag, on in (("varlen", self.varlen), ("needs_grad", self.needs_grad)) if on]
+        mode = [f"mode={self.mode}"] if self.mode else []
+        sizes = f"B={self.B} T={self.T} H={self.H} K={self.K} V={self.V}" + (f" N={self.N}" if self.N != self.B else "")
+        return " ".join([sizes, self.dtype, *self.options, *flags, *mode, f"path={self.path}"])
+
+
+class Launch(NamedTuple):
+    """One kernel start as facts. tile: block sizes by name. shared: bytes, an upper estimate. span: the largest offset that
+    the kernel computes in 32 bits, in elements. traits: what known issues look for (``dot``, ``half_dot``, ``rmw_acc`` ...)."""
+    kernel: str
+    grid: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+    tile: tuple[tuple[str, int], ...]
+    shared: int
+    span: int
+    traits: frozenset[str]
+
+    def block(self, name: str) -> int:
+        return dict(self.tile)[name]
+
+
+class Reason(NamedTuple):
+    """What stands against a launch: what was got, what is needed, and the remedies that take it away, best first.
+
+    forced: False where a remedy is the normal way (CPU tensors take the torch path), so nothing is announced and strict accepts it.
+    """
+    code: str
+    got: str
+    need: str
+    remedies: tuple[str, ...] = ()
+    url: str = ""
+    forced: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.got}, need {self.need}" + (f"   {self.url}" if self.url else "")
+
+
+class Plan(NamedTuple):
+    """asked -> problem by the steps (reason, remedy); the launches of the rewritten problem; or refused, and why."""
+    asked: Problem
+    problem: Problem
+    target: Target
+    launches: tuple[Launch, ...]
+    steps: tuple[tuple[Reason, str], ...]
+    refused: tuple[Reason, ...] = ()
+
+    @property
+    def path(self) -> str:
+        return "refused" if self.refused else self.problem.path
+
+    def launch(self, kernel: str) -> Launch:
+        return next(launch for launch in self.launches if launch.kernel == kernel)
+
+    def __str__(self) -> str:
+        lines = [f"{self.asked.op}: {'cannot run' if self.refused else self.path + ' path'}",
+                 f"  call     {self.asked}", f"  target   {self.target}"]
+        lines += [f"  because  {reason}\n  so       {remedy}" for reason, remedy in self.steps]
+        lines += [f"  because  {reason}" for reason in self.refused]
+        lines += [f"  launch   {_shown(launch)}" for launch in self.launches]
+        return "\n".join(lines)
+
+
+def _shown(launch: Launch) -> str:
+    tile = " ".join(f"{name}={size}" for name, size in launch.tile)
+    return f"{launch.kernel} grid={launch.grid} {tile} num_warps={launch.num_warps} num_stages={launch.num_stages}"
+
+
+class UnsupportedError(NotImplementedError):
+    """This call cannot run on this machine. Four lines: the call, the target, the reasons, what to do."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        because = "\n           ".join(str(reason) for reason in plan.refused)
+        super().__init__(f"{plan.asked.op} cannot run here.\n  call     {plan.asked}\n  target   {plan.target}\n"
+                         f"  because  {because}\n  do       {advice(plan)}")
+
+
+def advice(plan: Plan) -> str:
+    """What a user can do about a refusal."""
+    offered = {remedy for reason in plan.refused for remedy in reason.remedies}
+    if "torch_path" in offered:
+        return "FLASHLIN_PATH=auto and FLASHLIN_POLICY=auto allow the torch path, which runs this call anywhere"
+    return "; ".join(f"{reason.got}: bring it to {reason.need}" for reason in plan.refused)

@@ -1,0 +1,96 @@
+"""Checks of the tensors themselves: shape, dtype, device, cu_seqlens. Wrong arguments are ValueError or TypeError that name the argument,
+what it got and what it needs. Metadata is always checked; values only where no GPU has to be waited for, or in debug mode."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def shown(shape: Any) -> str:
+    return "[" + ", ".join(str(size) for size in shape) + "]"
+
+
+def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, device: torch.device) -> None:
+    """``x`` is a floating-point tensor of that shape (None: any size) on that device. ``meaning`` spells the shape out in the error."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, need a tensor of shape {meaning}")
+    if x.ndim != len(shape) or any(want is not None and want != got for want, got in zip(shape, x.shape, strict=False)):
+        sizes = shown("any" if size is None else size for size in shape)
+        raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning} = {sizes}")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name}: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
+    if x.device != device:
+        raise ValueError(f"{name}: got device {x.device}, need {device}, where q is")
+
+
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q, k [B, T, H, K] and v [B, T, H, V] agree. Heads of size zero are refused; empty batches and sequences are fine."""
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"q: got {type(q).__name__}, need a tensor of shape [B, T, H, K]")
+    need_tensor("q", q, (None, None, None, None), "[B, T, H, K]", q.device)
+    need_tensor("k", k, tuple(q.shape), "[B, T, H, K]", q.device)
+    need_tensor("v", v, (*q.shape[:3], None), "[B, T, H, V]", q.device)
+    if q.shape[3] == 0 or v.shape[3] == 0:
+        raise ValueError(f"{'q' if q.shape[3] == 0 else 'v'}: got a head dimension of 0, need at least 1")
+
+
+def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None, rows: torch.Size, device: torch.device,
+                     debug: bool) -> torch.Tensor:
+    """The bounds that kernels may trust: rising, within 0 .. T.
+
+    Values that can be read without waiting for a GPU (cu_seqlens_cpu, CPU tensors), or that debug mode insists on, must start at 0, never
+    fall and end at T, else ValueError. Other values are brought into order on the device, so that a wrong table cannot reach outside the
+    tensors; rows it does not cover are zeros in outputs and gradients.
+    """
+    B, T = rows[0], rows[1]
+    if B != 1:
+        raise ValueError(f"q: The batch size is expected to be 1 rather than {B} when using `cu_seqlens`; pack the sequences along T")
+    for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor) or x.dtype not in (torch.int32, torch.int64):
+            got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            raise TypeError(f"{name}: got {got}, need an int32 or int64 tensor of shape [N + 1]")
+        if x.ndim != 1 or x.numel() == 0:
+            raise ValueError(f"{name}: got shape {shown(x.shape)}, need [N + 1]")
+    if cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, need {device}, where q is")
+    if cu_seqlens_cpu is not None:
+        if cu_seqlens_cpu.device.type != "cpu":
+            raise ValueError(f"cu_seqlens_cpu: got device {cu_seqlens_cpu.device}, need cpu")
+        if cu_seqlens_cpu.shape != cu_seqlens.shape:
+            raise ValueError(f"cu_seqlens_cpu: got shape {shown(cu_seqlens_cpu.shape)}, need {shown(cu_seqlens.shape)}, as cu_seqlens")
+    readable = cu_seqlens if debug or device.type == "cpu" else cu_seqlens_cpu
+    if readable is not None and not torch.compiler.is_compiling():
+        check_bounds(readable.tolist(), T)
+        return cu_seqlens
+    return cu_seqlens.clamp(0, T).cummax(0).values
+
+
+def check_bounds(edges: list[int], T: int) -> None:
+    """Raises ValueError that names the first entry that is wrong."""
+    if edges[0] != 0:
+        raise ValueError(f"cu_seqlens: got a first value of {edges[0]}, need 0")
+    for n in range(1, len(edges)):
+        if edges[n] < edges[n - 1]:
+            raise ValueError(f"cu_seqlens: got {edges[n]} after {edges[n - 1]} at position {n}, need values that never fall")
+    if edges[-1] != T:
+        raise ValueError(f"cu_seqlens: got a last value of {edges[-1]}, need T = {T}: sequences must cover the packed tensor")
+
+
+def check_state(name: str, state: torch.Tensor, N: int, H: int, K: int, V: int, v_first: bool, device: torch.device, packed: bool) -> None:
+    if packed and isinstance(state, torch.Tensor) and state.ndim > 0 and state.shape[0] != N:
+        raise ValueError(f"{name}: The number of initial states is expected to be equal to the number of input sequences, "
+                         f"got {state.shape[0]} states, need {N}")
+    need_tensor(name, state, (N, H, V, K) if v_first else (N, H, K, V), "[N, H, V, K]" if v_first else "[N, H, K, V]", device)
+
+
+def no_unknown(op: str, unknown: dict[str, Any]) -> None:
+    """fla swallows unknown keywords, so a misspelt gate runs ungated; here they are a TypeError."""
+    if "head_first" in unknown:
+        raise TypeError(f"{op}: head_first is gone; pass [B, T, H, D] tensors (x.transpose(1, 2) if yours are [B, H, T, D])")
+    if unknown:
+        raise TypeError(f"{op}: got unexpected keyword {', '.join(sorted(unknown))}")

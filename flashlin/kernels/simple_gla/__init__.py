@@ -1,0 +1,1 @@
+"""Scalar decay: simple GLA, retention, lightning attention, linear attention."""

@@ -1,0 +1,232 @@
+"""Backward of the scalar-decay family: three scans, each split so that nothing is a partial sum. Deterministic: no atomics.
+
+dq needs the state and dk its gradient, both contracted over V: those two split K. dv contracts over K: it splits V. With the notation of
+forward.py and dh the gradient of the state leaving a chunk, ds_ij = scale e^{G_i - G_j} (do_i . v_j) for j <= i:
+    dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j                    dk_j = e^{G_L - G_j} v_j dh^T + sum_i ds_ij q_i
+    dv_j = e^{G_L - G_j} k_j dh + sum_i scale e^{G_i - G_j} (q_i . k_j) do_i          dh' = e^{G_L} dh + scale sum_i e^{G_i} q_i^T do_i
+The gate: dg_t = sum_{i >= t in the chunk} (q_i . dq_i - k_i . dk_i) + <h_out, dh>. Pairs i = j cancel exactly on paper but not in
+floating point, and under strong decays they dwarf everything else, so they are left out of both sums; and the sum starts anew in each
+chunk from <h_out, dh>, so rounding does not add up along the sequence. For that the dq scan stores each chunk's leaving state.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.simple_gla.forward import (
+    decay_of,
+    decays,
+    fills_gaps,
+    parts,
+    precision,
+    put,
+    sequence_of,
+    state_offsets,
+    tile,
+    within,
+    zero_gaps,
+)
+
+
+@triton.jit
+def first_slot(n, first, BT: tl.constexpr):
+    """Where sequence n's chunks go in a table of chunks. Sequences never overlap, and no host has to count them."""
+    return first // BT + n
+
+
+@triton.jit(do_not_specialize=["T", "N", "scale"])
+def simple_gla_dq(k, v, do, q, g, gamma, h0, dq, inner, states, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr,
+                  BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_DG: tl.constexpr,
+                  V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+    """dq, and for the gate: inner [rows, H, NK] = q . dq without the diagonal, states [slots, H, K, V] = h leaving each chunk."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    program = tl.program_id(0)
+    i_k = program % NK
+    k0 = i_k * BK
+    nh = program // NK
+    i_h = nh % H
+    n = nh // H
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:
+        zero_gaps(dq, bounds, n, T, N, i_h, H, K, k0, BT, BK)
+    at, inside = state_offsets(nh, k0, 0, K, V, BK, BV, V_FIRST)
+    if HAS_H0:
+        h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        h = tl.zeros([BK, BV], dtype=tl.float32)
+    rows = tl.arange(0, BT)
+    if HAS_DG:
+        causal = rows[:, None] > rows[None, :]
+    else:
+        causal = rows[:, None] >= rows[None, :]
+    for t0 in range(0, length, BT):
+        b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK)
+        b_v = tile(v, first, t0, length, i_h, H, V, 0, BT, BV)
+        b_do = tile(do, first, t0, length, i_h, H, V, 0, BT, BV).to(b_v.dtype)
+        G, total = decays(g, gamma, first, t0, length, i_h, H, BT, DECAY)
+        p = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION) * scale
+        if DECAY == 0:
+            ds = tl.where(causal, p, 0.0)
+            b_dq = tl.dot(b_do, tl.trans(h).to(b_do.dtype), input_precision=PRECISION) * scale
+            b_w = b_k
+        else:
+            ds = tl.where(causal, p * tl.exp(tl.where(causal, G[:, None] - G[None, :], 0.0)), 0.0)
+            b_dq = tl.dot(b_do, tl.trans(h).to(b_do.dtype), input_precision=PRECISION) * (tl.exp(G) * scale)[:, None]
+            b_w = (b_k * tl.exp(total - G)[:, None]).to(b_k.dtype)
+            h *= tl.exp(total)
+        b_dq += tl.dot(ds.to(b_k.dtype), b_k, input_precision=PRECISION)
+        h += tl.dot(tl.trans(b_w), b_v, input_precision=PRECISION)
+        if HAS_DG:
+            b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
+            tl.store(inner + ((first + t0 + rows) * H + i_h) * NK + i_k, tl.sum(b_q * b_dq, 1), mask=t0 + rows < length)
+            slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
+            to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
+            tl.store(states + to, h.to(states.dtype.element_ty), mask=whole)
+            diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
+            b_dq += diagonal[:, None] * b_k.to(tl.float32)
+        put(dq, b_dq, first, t0, length, i_h, H, K, k0, BT, BK)
+
+
+@triton.jit(do_not_specialize=["T", "N", "scale"])
+def simple_gla_dk(q, v, do, k, g, gamma, dht, dk, dh0, inner, states, dg, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr,
+                  BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
+                  HAS_DG: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+    """dk and dh0, walking the chunks backwards; with the gate, dg [rows, H, NK] by parts of K."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    program = tl.program_id(0)
+    i_k = program % NK
+    k0 = i_k * BK
+    nh = program // NK
+    i_h = nh % H
+    n = nh // H
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:
+        zero_gaps(dk, bounds, n, T, N, i_h, H, K, k0, BT, BK)
+        if HAS_DG:
+            zero_gaps(dg, bounds, n, T, N, i_h, H, NK, i_k, BT, 1)
+    at, inside = state_offsets(nh, k0, 0, K, V, BK, BV, V_FIRST)
+    if HAS_DHT:
+        dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        dh = tl.zeros([BK, BV], dtype=tl.float32)
+    rows = tl.arange(0, BT)
+    if HAS_DG:
+        later = rows[:, None] < rows[None, :]
+    else:
+        later = rows[:, None] <= rows[None, :]
+    chunks = (length + BT - 1) // BT
+    for c in range(0, chunks):
+        t0 = (chunks - 1 - c) * BT
+        b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK)
+        b_v = tile(v, first, t0, length, i_h, H, V, 0, BT, BV)
+        b_do = tile(do, first, t0, length, i_h, H, V, 0, BT, BV).to(b_v.dtype)
+        G, total = decays(g, gamma, first, t0, length, i_h, H, BT, DECAY)
+        p = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION) * scale
+        b_dk = tl.dot(b_v, tl.trans(dh).to(b_v.dtype), input_precision=PRECISION)
+        if DECAY == 0:
+            ds = tl.where(later, p, 0.0)
+            b_w = (b_q * scale).to(b_q.dtype)
+        else:
+            ds = tl.where(later, p * tl.exp(tl.where(later, G[None, :] - G[:, None], 0.0)), 0.0)
+            b_dk *= tl.exp(total - G)[:, None]
+            b_w = (b_q * (tl.exp(G) * scale)[:, None]).to(b_q.dtype)
+        b_dk += tl.dot(ds.to(b_q.dtype), b_q, input_precision=PRECISION)
+        if HAS_DG:
+            slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
+            to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
+            h = tl.load(states + to, mask=whole, other=0.0).to(tl.float32)
+            across = tl.sum(tl.sum(h * dh, 1), 0)
+            b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
+            line = ((first + t0 + rows) * H + i_h) * NK + i_k
+            change = tl.load(inner + line, mask=t0 + rows < length, other=0.0) - tl.sum(b_k * b_dk, 1)
+            b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], change[:, None], 0.0), 0) + across
+            tl.store(dg + line, b_dg, mask=t0 + rows < length)
+            diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
+            b_dk += diagonal[:, None] * b_q.to(tl.float32)
+        if DECAY != 0:
+            dh *= tl.exp(total)
+        dh += tl.dot(tl.trans(b_w), b_do, input_precision=PRECISION)
+        put(dk, b_dk, first, t0, length, i_h, H, K, k0, BT, BK)
+    if HAS_DH0:
+        tl.store(dh0 + at, dh, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "N", "scale"])
+def simple_gla_dv(q, k, do, g, gamma, dht, dv, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                  BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+                  GAPS: tl.constexpr, PRECISION: tl.constexpr):
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    v0 = program % NV * BV
+    nh = program // NV
+    i_h = nh % H
+    n = nh // H
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:
+        zero_gaps(dv, bounds, n, T, N, i_h, H, V, v0, BT, BV)
+    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    if HAS_DHT:
+        dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        dh = tl.zeros([BK, BV], dtype=tl.float32)
+    rows = tl.arange(0, BT)
+    later = rows[:, None] <= rows[None, :]
+    chunks = (length + BT - 1) // BT
+    for c in range(0, chunks):
+        t0 = (chunks - 1 - c) * BT
+        b_q = tile(q, first, t0, length, i_h, H, K, 0, BT, BK)
+        b_k = tile(k, first, t0, length, i_h, H, K, 0, BT, BK)
+        b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_q.dtype)
+        G, total = decays(g, gamma, first, t0, length, i_h, H, BT, DECAY)
+        s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale
+        b_dv = tl.dot(b_k, dh.to(b_k.dtype), input_precision=PRECISION)
+        if DECAY == 0:
+            s = tl.where(later, s, 0.0)
+            b_w = (b_q * scale).to(b_q.dtype)
+        else:
+            s = tl.where(later, s * tl.exp(tl.where(later, G[None, :] - G[:, None], 0.0)), 0.0)
+            b_dv *= tl.exp(total - G)[:, None]
+            b_w = (b_q * (tl.exp(G) * scale)[:, None]).to(b_q.dtype)
+            dh *= tl.exp(total)
+        b_dv += tl.dot(s.to(b_do.dtype), b_do, input_precision=PRECISION)
+        dh += tl.dot(tl.trans(b_w), b_do, input_precision=PRECISION)
+        put(dv, b_dv, first, t0, length, i_h, H, V, v0, BT, BV)
+
+
+def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
+        h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, v_first: bool, do: torch.Tensor,
+        dht: torch.Tensor | None, needs_dg: bool, needs_dh0: bool,
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(dq, dk, dv, dg or None, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg and dh0 are fp32."""
+    B, T, H, K = q.shape
+    V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
+    for_dq, for_dk, for_dv = plan.launch("simple_gla_dq"), plan.launch("simple_gla_dk"), plan.launch("simple_gla_dv")
+    split = parts(plan, N)
+    new = torch.empty_like if fills_gaps(split, bounds) and N and H else torch.zeros_like
+    dq, dk, dv = new(q), new(k), new(v)
+    dh0 = torch.empty_like(h0, dtype=torch.float32) if needs_dh0 and h0 is not None else None
+    NK = -(-K // for_dk.block("BK"))
+    dg = inner = states = None
+    if needs_dg and g is not None:
+        dg, inner = (make(g.unsqueeze(-1).expand(*g.shape, NK), dtype=torch.float32, memory_format=torch.contiguous_format)
+                     for make in (new, torch.empty_like))
+    constants = dict(K=K, V=V, DECAY=decay_of(g, gamma), V_FIRST=v_first, VARLEN=bounds is not None,
+                     GAPS=bounds is not None and len(split) == 1, PRECISION=precision(plan))
+    for part in split if H else ():
+        n = part.stop - part.start
+        q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_, inner_ = (within(x, part, bounds) for x in (q, k, v, g, do, dq, dk, dv, dg, inner))
+        h0_, dh0_, dht_ = (None if x is None else x[part] for x in (h0, dh0, dht))
+        bounds_ = None if bounds is None else bounds[part.start:part.stop + 1]
+        if dg is not None:
+            slots = q_.shape[0] * T // for_dq.block("BT") + n + 1
+            states = torch.empty(slots, H, K, V, dtype=q.dtype, device=q.device)
+        start(for_dq, simple_gla_dq, n * H * NK, (k_, v_, do_, q_, g_, gamma, h0_, dq_, inner_, states, bounds_, scale, T, n, H),
+              dict(constants, HAS_H0=h0 is not None, HAS_DG=dg is not None))
+        start(for_dk, simple_gla_dk, n * H * NK, (q_, v_, do_, k_, g_, gamma, dht_, dk_, dh0_, inner_, states, dg_, bounds_, scale, T, n, H),
+              dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, HAS_DG=dg is not None))
+        start(for_dv, simple_gla_dv, n * H * -(-V // for_dv.block("BV")),
+              (q_, k_, do_, g_, gamma, dht_, dv_, bounds_, scale, T, n, H), dict(constants, HAS_DHT=dht is not None))
+    return dq, dk, dv, None if dg is None else dg.sum(-1), dh0

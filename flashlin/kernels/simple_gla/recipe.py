@@ -1,0 +1,57 @@
+"""Which launches a scalar-decay problem makes. Plain Python: no tensor, no torch, no triton."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flashlin.compat.target import Target
+from flashlin.guards.problem import Launch, Problem
+from flashlin.kernels.configs import Config, over_k, over_v, token
+
+
+def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
+    """Forward's launch, then backward's three if gradients are wanted; backward of the token kernel is the chunked one."""
+    if problem.mode == "auto":  # nothing to say before the mode is chosen
+        return ()
+    bytes_each = 4 if problem.dot == "fp32" or problem.dtype == "float32" else 2
+    dots = _dot_traits(problem, bytes_each)
+    wide = list(over_v(problem.K, problem.V, bytes_each))
+    if problem.mode == "fused_recurrent":
+        found = [_launch("simple_gla_step", token(problem.K, problem.V), problem, 0, dots & {"bf16"})]
+    else:
+        found = [_fitting("simple_gla_scan", wide, problem, target, bytes_each, dots)]
+    if problem.needs_grad:
+        tall = list(over_k(problem.K, problem.V, bytes_each))
+        found += [_fitting("simple_gla_dq", tall, problem, target, bytes_each, dots),
+                  _fitting("simple_gla_dk", tall, problem, target, bytes_each, dots),
+                  _fitting("simple_gla_dv", wide, problem, target, bytes_each, dots)]
+    return tuple(found)
+
+
+def shared_bytes(config: Config, bytes_each: int) -> int:
+    """An upper estimate of a scan's shared memory: its tiles once per stage, the state and the scores as operands of dots."""
+    tiles = config.BT * (2 * max(config.BK, config.BV) + min(config.BK, config.BV))
+    return bytes_each * (config.num_stages * tiles + config.BK * config.BV + config.BT * config.BT)
+
+
+def _fitting(kernel: str, configs: Iterable[Config], problem: Problem, target: Target, bytes_each: int, traits: frozenset[str]) -> Launch:
+    """The first candidate whose shared memory fits; the last one, which check_shared then refuses, if none does."""
+    config = None
+    for config in configs:
+        if shared_bytes(config, bytes_each) <= target.shared:
+            break
+    assert config is not None  # a kernel without candidates is a mistake in configs.py
+    return _launch(kernel, config, problem, shared_bytes(config, bytes_each), traits)
+
+
+def _launch(kernel: str, config: Config, problem: Problem, shared: int, traits: frozenset[str]) -> Launch:
+    strips = -(-problem.K // config.BK) * -(-problem.V // config.BV)
+    span = config.BT * problem.H * max(problem.K, problem.V)
+    return Launch(kernel, ((problem.batch_part or problem.N) * problem.H * strips,), min(config.num_warps, problem.max_warps), config.num_stages,
+                  (("BT", config.BT), ("BK", config.BK), ("BV", config.BV)), shared, span, traits)
+
+
+def _dot_traits(problem: Problem, bytes_each: int) -> frozenset[str]:
+    kinds = {"dot", "rmw_acc", "half_dot" if bytes_each == 2 else "fp32_dot"}
+    if problem.dtype == "bfloat16" and problem.dot == "native":
+        kinds.add("bf16")
+    return frozenset(kinds)

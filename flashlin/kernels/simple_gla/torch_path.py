@@ -1,0 +1,102 @@
+"""The family in plain, differentiable torch: chunked matmuls, no loop over tokens. Serves CPUs and cards that no Triton compiles for.
+
+Chunks of 64 tokens are handled all at once; the states between them come from one matmul with the chunks' decays, so nothing depends on
+the value of T and torch.compile traces one graph for all lengths. Past 8,192 tokens the sequence is walked in segments, which keeps
+that matmul small.
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+CHUNK, SEGMENT = 64, 8192
+
+
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None, h0: torch.Tensor | None,
+        bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. Arguments as reference.recurrence.
+
+    With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
+    """
+    compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    decay = None if g is None else g.to(compute)
+    if gamma is not None:
+        decay = gamma.to(compute).expand(q.shape[:3]) if decay is None else decay + gamma.to(compute)
+    q, k, v = q.to(compute) * scale, k.to(compute), v.to(compute)
+    h0 = None if h0 is None else h0.to(compute)
+    return _rows(q, k, v, decay, h0) if bounds is None else _packed(q, k, v, decay, h0, bounds)
+
+
+def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    B, T, H, K = q.shape
+    if h is None:
+        h = q.new_zeros(B, H, K, v.shape[-1])
+    if T <= SEGMENT:
+        return _segment(q, k, v, g, h)
+    outputs = []
+    for t in range(0, T, SEGMENT):
+        at = slice(t, min(t + SEGMENT, T))
+        o, h = _segment(q[:, at], k[:, at], v[:, at], None if g is None else g[:, at], h)
+        outputs.append(o)
+    return torch.cat(outputs, 1), h
+
+
+def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    T = q.shape[1]
+    if T == 0:
+        return torch.zeros_like(v), h.clone()
+    short = -T % CHUNK
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2, 4) for x in (q, k, v))  # [B, H, chunks, 64, D]
+    chunks = q.shape[2]
+    if g is None:
+        G = total = None
+        inside = _lower(CHUNK, q).to(q.dtype)
+        between = _lower(chunks + 1, q).to(q.dtype)
+        into, onwards = q, k
+    else:
+        G = F.pad(g, (0, 0, 0, short)).unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2).cumsum(-1)
+        total = G[..., -1]
+        inside = _decay_between(G)
+        # row c of between: how much of h (column 0) and of each earlier chunk (column c' + 1) is left when chunk c begins
+        between = _decay_between(F.pad(total, (1, 0)).cumsum(-1))
+        into, onwards = q * G.exp()[..., None], k * (total[..., None] - G).exp()[..., None]
+    added = torch.cat([h[:, :, None], onwards.mT @ v], 2)
+    states = (between @ added.flatten(-2)).unflatten(-1, h.shape[-2:])
+    o = (q @ k.mT * inside) @ v + into @ states[:, :, :-1]
+    return o.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], states[:, :, -1]
+
+
+def _lower(size: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.ones(size, size, dtype=torch.bool, device=like.device).tril()
+
+
+def _decay_between(G: torch.Tensor) -> torch.Tensor:
+    """e^{G_i - G_j} for j <= i, zero above: masked before exp, because above the diagonal the difference is positive and overflows."""
+    lower = _lower(G.shape[-1], G)
+    return (G[..., :, None] - G[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+
+
+def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
+            bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences of about the same length are padded to one batch: at most twice the work, and no loop over thousands of them."""
+    edges = bounds.tolist()
+    H, K, V = q.shape[2], q.shape[3], v.shape[3]
+    groups: dict[int, list[int]] = {}
+    for n in range(len(edges) - 1):
+        groups.setdefault((edges[n + 1] - edges[n] - 1).bit_length(), []).append(n)
+    o = torch.zeros_like(v)
+    states = q.new_zeros(len(edges) - 1, H, K, V)
+    for members in groups.values():
+        first = torch.tensor([edges[n] for n in members], device=q.device)
+        length = torch.tensor([edges[n + 1] - edges[n] for n in members], device=q.device)
+        at = torch.arange(max(edges[n + 1] - edges[n] for n in members), device=q.device)
+        inside = at < length[:, None]
+        rows = torch.where(inside, first[:, None] + at, 0)
+        which = torch.tensor(members, device=q.device)
+        # past a sequence's end: no key, no decay, so the state stands still
+        k_, v_ = (torch.where(inside[..., None, None], x[0][rows], 0) for x in (k, v))
+        g_ = None if g is None else torch.where(inside[..., None], g[0][rows], 0)
+        o_, h_ = _rows(q[0][rows], k_, v_, g_, None if h0 is None else h0[which])
+        o = o.index_put((torch.zeros_like(rows[inside]), rows[inside]), o_[inside])
+        states = states.index_put((which,), h_)
+    return o, states

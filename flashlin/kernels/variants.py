@@ -1,0 +1,56 @@
+"""The remedies. Each makes one field of the Problem smaller, or answers None where it cannot help: that is why planning ends.
+
+Nothing wraps a call: the rewritten Problem is the instruction, and the family's ``run`` reads it. Adding one is a function in VARIANTS.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from flashlin.compat.target import Target
+from flashlin.guards.problem import Problem
+
+
+def chunk_mode(problem: Problem, target: Target) -> Problem | None:
+    return problem._replace(mode="chunk") if problem.mode == "auto" else None
+
+
+def recurrent_mode(problem: Problem, target: Target) -> Problem | None:
+    return problem._replace(mode="fused_recurrent") if problem.mode == "auto" else None
+
+
+def limit_num_warps(problem: Problem, target: Target) -> Problem | None:
+    """8 -> 4 -> 2: two warps use no warpgroup instructions, so nothing smaller helps."""
+    return problem._replace(max_warps=problem.max_warps // 2) if problem.max_warps > 2 else None
+
+
+def via_fp32(problem: Problem, target: Target) -> Problem | None:
+    """16-bit tensors are cast to fp32 in torch before the launch and results back after it (a 16-bit load may not even compile)."""
+    return problem._replace(dot="fp32") if problem.dot == "native" and problem.dtype in ("float16", "bfloat16") else None
+
+
+def chunk_batch(problem: Problem, target: Target) -> Problem | None:
+    """Half as many sequences per launch; with cu_seqlens a part is the view ``cu_seqlens[n0:n1 + 1]``, so nothing is read on the host."""
+    whole = problem.batch_part or problem.N
+    return problem._replace(batch_part=-(-whole // 2)) if whole > 1 else None
+
+
+def torch_path(problem: Problem, target: Target) -> Problem | None:
+    return problem._replace(path="torch") if problem.path != "torch" else None
+
+
+class Variant(NamedTuple):
+    """rewrite: the remedy. exact: the same kernels on the same operands, so the same numbers at the same speed class."""
+    rewrite: Callable[[Problem, Target], Problem | None]
+    exact: bool
+    means: str
+
+
+VARIANTS: dict[str, Variant] = {
+    "chunk_mode": Variant(chunk_mode, True, "runs chunk by chunk"),
+    "recurrent_mode": Variant(recurrent_mode, True, "runs token by token"),
+    "limit_num_warps": Variant(limit_num_warps, True, "runs with fewer warps"),
+    "chunk_batch": Variant(chunk_batch, True, "runs the batch in parts"),
+    "via_fp32": Variant(via_fp32, False, "runs on fp32 copies"),
+    "torch_path": Variant(torch_path, False, "runs in plain torch"),
+}

@@ -1,0 +1,1 @@
+"""The drop-in functions, one module per family, named as in ``fla.ops``."""

@@ -1,0 +1,70 @@
+"""Linear attention: simple GLA without decay, optionally normalised; mirrors ``fla.ops.linear_attn``. Source: Katharopoulos et al. 2020.
+
+    normalize:   z_t = z_{t-1} + k_t        o_t <- o_t / (scale q_t . z_t + 1e-10)
+The normaliser is what the recurrence makes of one more value channel that is always 1, so it takes the same path, has the same
+gradients, and its state z is that channel's column of the state.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
+from flashlin.ops import simple_gla as family
+
+State = Tensor | tuple[Tensor, Tensor]
+
+
+def chunk_linear_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State | None = None,
+                      output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
+                      **unknown: Any) -> tuple[Tensor, State | None]:
+    """Linear attention, chunk by chunk. Drop-in for ``fla.ops.linear_attn.chunk_linear_attn``.
+
+    Arguments as ``chunk_simple_gla``, without gates. With normalize (the default here) states are pairs (kv [N, H, K, V] float32,
+    z [N, 1, H, K] in k's dtype), in and out; without it they are kv alone. The final state is None unless asked for.
+    """
+    no_unknown("chunk_linear_attn", unknown)
+    return _run("chunk_linear_attn", "chunk", q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+
+
+def fused_recurrent_linear_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State | None = None,
+                                output_final_state: bool = False, reverse: bool = False, normalize: bool = False,
+                                cu_seqlens: Tensor | None = None, **unknown: Any) -> tuple[Tensor, State | None]:
+    """Linear attention, token by token; normalize is off by default here, as in fla. Drop-in for
+    ``fla.ops.linear_attn.fused_recurrent_linear_attn``."""
+    no_unknown("fused_recurrent_linear_attn", unknown)
+    return _run("fused_recurrent_linear_attn", "fused_recurrent", q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens,
+                reverse)
+
+
+def linear_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State | None = None,
+                output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
+                mode: str = "auto") -> tuple[Tensor, State | None]:
+    """Linear attention in the mode that suits the call; see ``simple_gla`` and ``chunk_linear_attn``."""
+    return _run("linear_attn", mode, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+
+
+def _run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None, initial_state: State | None, has_ht: bool,
+         normalize: bool, cu_seqlens: Tensor | None, reverse: bool = False) -> tuple[Tensor, State | None]:
+    if not normalize:
+        if isinstance(initial_state, tuple):
+            raise TypeError("initial_state: got a tuple with normalize=False, need a tensor [N, H, K, V]")
+        return family.run(op, mode, q, k, v, None, None, scale, initial_state, has_ht, False, cu_seqlens, reverse=reverse)
+    check_qkv(q, k, v)
+    V = v.shape[3]
+    if isinstance(initial_state, tuple):
+        kv, z = initial_state
+        need_tensor("initial_state[1]", z, (None, 1, q.shape[2], q.shape[3]), "[N, 1, H, K]", q.device)
+        need_tensor("initial_state[0]", kv, (z.shape[0], q.shape[2], q.shape[3], V), "[N, H, K, V]", q.device)
+        state = torch.cat([kv.float(), z.float().transpose(1, 2).transpose(2, 3)], 3)
+    elif initial_state is not None:
+        raise TypeError("initial_state: got a tensor with normalize=True, need the pair (kv [N, H, K, V], z [N, 1, H, K])")
+    else:
+        state = None
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    both, ht = family.run(op, mode, q, k, torch.cat([v, torch.ones_like(v[..., :1])], 3), None, None, scale, state, has_ht, False,
+                          cu_seqlens, reverse=reverse, out_dtype=compute)
+    o = (both[..., :V] / (both[..., V:] + 1e-10)).to(v.dtype)
+    return o, None if ht is None else (ht[..., :V], ht[..., V].unsqueeze(1).to(k.dtype))

@@ -1,0 +1,40 @@
+"""From a Problem to a Plan that can run: what every op does before it starts anything."""
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from flashlin import dispatch, policy
+from flashlin.compat.target import probe
+from flashlin.guards.problem import Plan, Problem, UnsupportedError
+
+_told: set[tuple[str, str]] = set()
+_DTYPES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in
+                                   (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+
+
+def planned(problem: Problem, device: torch.device) -> Plan:
+    """The plan for this call here and now. Raises UnsupportedError; warns once per op and reason where results or speed differ."""
+    the_plan = dispatch.plan(problem, probe(device), policy.current())
+    if the_plan.refused:
+        raise UnsupportedError(the_plan)
+    if the_plan.steps:
+        _tell(the_plan)
+    return the_plan
+
+
+def _tell(the_plan: Plan) -> None:
+    for reason, remedy in dispatch.inexact_steps(the_plan):
+        if (the_plan.asked.op, reason.code) not in _told:
+            _told.add((the_plan.asked.op, reason.code))
+            warnings.warn(f"{the_plan.asked.op} {dispatch.VARIANTS[remedy].means} here. {reason}", stacklevel=4)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return _DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def wants_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether backward may be asked of this call. Inside autograd.Function.forward it is too late to find out."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
