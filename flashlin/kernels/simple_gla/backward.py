@@ -4,9 +4,12 @@ dq needs the state and dk its gradient, both contracted over V: those two split 
 forward.py and dh the gradient of the state leaving a chunk, ds_ij = scale e^{G_i - G_j} (do_i . v_j) for j <= i:
     dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j                    dk_j = e^{G_L - G_j} v_j dh^T + sum_i ds_ij q_i
     dv_j = e^{G_L - G_j} k_j dh + sum_i scale e^{G_i - G_j} (q_i . k_j) do_i          dh' = e^{G_L} dh + scale sum_i e^{G_i} q_i^T do_i
-The gate: dg_t = sum_{i >= t in the chunk} (q_i . dq_i - k_i . dk_i) + <h_out, dh>. Pairs i = j cancel exactly on paper but not in
-floating point, and under strong decays they dwarf everything else, so they are left out of both sums; and the sum starts anew in each
-chunk from <h_out, dh>, so rounding does not add up along the sequence. For that the dq scan stores each chunk's leaving state.
+The gate: g_t scales whatever passes from before t to t or later. Of the chunk that holds t, with a_i = q_i . dq_i, b_j = k_j . (the second
+term of dk_j) and c_j = k_j . (its first term, what token j leaves to later chunks):
+    dg_t = sum_{i >= t} (a_i - b_i) + sum_{j < t} c_j + e^{G_L} <h, dh>
+Nothing here is the difference of two large sums: pairs i = j, which cancel on paper but not in floating point and under strong decays
+dwarf everything else, are left out of a and b; and every chunk starts anew from <h, dh>, so rounding does not add up along the
+sequence. For that the dq scan stores the state entering each chunk.
 """
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def first_slot(n, first, BT: tl.constexpr):
 def simple_gla_dq(k, v, do, q, g, gamma, h0, dq, inner, states, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr,
                   BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_DG: tl.constexpr,
                   V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
-    """dq, and for the gate: inner [rows, H, NK] = q . dq without the diagonal, states [slots, H, K, V] = h leaving each chunk."""
+    """dq, and for the gate: inner [rows, H, NK] = q . dq without the diagonal, states [slots, H, K, V] = h entering each chunk."""
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     i_k = program % NK
@@ -67,6 +70,10 @@ def simple_gla_dq(k, v, do, q, g, gamma, h0, dq, inner, states, bounds, scale, T
         b_v = tile(v, first, t0, length, i_h, H, V, 0, BT, BV)
         b_do = tile(do, first, t0, length, i_h, H, V, 0, BT, BV).to(b_v.dtype)
         G, total = decays(g, gamma, first, t0, length, i_h, H, BT, DECAY)
+        if HAS_DG:
+            slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
+            to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
+            tl.store(states + to, h.to(states.dtype.element_ty), mask=whole)
         p = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION) * scale
         if DECAY == 0:
             ds = tl.where(causal, p, 0.0)
@@ -82,9 +89,6 @@ def simple_gla_dq(k, v, do, q, g, gamma, h0, dq, inner, states, bounds, scale, T
         if HAS_DG:
             b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
             tl.store(inner + ((first + t0 + rows) * H + i_h) * NK + i_k, tl.sum(b_q * b_dq, 1), mask=t0 + rows < length)
-            slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
-            to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
-            tl.store(states + to, h.to(states.dtype.element_ty), mask=whole)
             diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
             b_dq += diagonal[:, None] * b_k.to(tl.float32)
         put(dq, b_dq, first, t0, length, i_h, H, K, k0, BT, BK)
@@ -125,27 +129,29 @@ def simple_gla_dk(q, v, do, k, g, gamma, dht, dk, dh0, inner, states, dg, bounds
         b_do = tile(do, first, t0, length, i_h, H, V, 0, BT, BV).to(b_v.dtype)
         G, total = decays(g, gamma, first, t0, length, i_h, H, BT, DECAY)
         p = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION) * scale
-        b_dk = tl.dot(b_v, tl.trans(dh).to(b_v.dtype), input_precision=PRECISION)
+        onwards = tl.dot(b_v, tl.trans(dh).to(b_v.dtype), input_precision=PRECISION)
         if DECAY == 0:
             ds = tl.where(later, p, 0.0)
             b_w = (b_q * scale).to(b_q.dtype)
         else:
             ds = tl.where(later, p * tl.exp(tl.where(later, G[None, :] - G[:, None], 0.0)), 0.0)
-            b_dk *= tl.exp(total - G)[:, None]
+            onwards *= tl.exp(total - G)[:, None]
             b_w = (b_q * (tl.exp(G) * scale)[:, None]).to(b_q.dtype)
-        b_dk += tl.dot(ds.to(b_q.dtype), b_q, input_precision=PRECISION)
+        b_dk = tl.dot(ds.to(b_q.dtype), b_q, input_precision=PRECISION)
         if HAS_DG:
             slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
             to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
             h = tl.load(states + to, mask=whole, other=0.0).to(tl.float32)
-            across = tl.sum(tl.sum(h * dh, 1), 0)
+            through = tl.exp(total) * tl.sum(tl.sum(h * dh, 1), 0)
             b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
             line = ((first + t0 + rows) * H + i_h) * NK + i_k
-            change = tl.load(inner + line, mask=t0 + rows < length, other=0.0) - tl.sum(b_k * b_dk, 1)
-            b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], change[:, None], 0.0), 0) + across
+            here = tl.load(inner + line, mask=t0 + rows < length, other=0.0) - tl.sum(b_k * b_dk, 1)
+            left = tl.sum(b_k * onwards, 1)
+            b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0) + through
             tl.store(dg + line, b_dg, mask=t0 + rows < length)
             diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
             b_dk += diagonal[:, None] * b_q.to(tl.float32)
+        b_dk += onwards
         if DECAY != 0:
             dh *= tl.exp(total)
         dh += tl.dot(tl.trans(b_w), b_do, input_precision=PRECISION)

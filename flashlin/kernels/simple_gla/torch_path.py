@@ -49,7 +49,6 @@ def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor 
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2, 4) for x in (q, k, v))  # [B, H, chunks, 64, D]
     chunks = q.shape[2]
     if g is None:
-        G = total = None
         inside = _lower(CHUNK, q).to(q.dtype)
         between = _lower(chunks + 1, q).to(q.dtype)
         into, onwards = q, k
@@ -59,7 +58,7 @@ def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor 
         inside = _decay_between(G)
         # row c of between: how much of h (column 0) and of each earlier chunk (column c' + 1) is left when chunk c begins
         between = _decay_between(F.pad(total, (1, 0)).cumsum(-1))
-        into, onwards = q * G.exp()[..., None], k * (total[..., None] - G).exp()[..., None]
+        into, onwards = q * G.exp()[..., None], k * inside[..., -1, :, None]
     added = torch.cat([h[:, :, None], onwards.mT @ v], 2)
     states = (between @ added.flatten(-2)).unflatten(-1, h.shape[-2:])
     o = (q @ k.mT * inside) @ v + into @ states[:, :, :-1]
@@ -71,9 +70,14 @@ def _lower(size: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _decay_between(G: torch.Tensor) -> torch.Tensor:
-    """e^{G_i - G_j} for j <= i, zero above: masked before exp, because above the diagonal the difference is positive and overflows."""
-    lower = _lower(G.shape[-1], G)
-    return (G[..., :, None] - G[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+    """e^{G_i - G_j} for j <= i, zero above: masked before exp, because above the diagonal the difference is positive and overflows.
+
+    The diagonal is the constant 1: through G_i - G_i autograd would add and subtract the same gradient, and what rounding leaves of it
+    drowns the true one when decays are strong.
+    """
+    below = _lower(G.shape[-1], G).tril(-1)
+    one = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    return (G[..., :, None] - G[..., None, :]).masked_fill(~below, -torch.inf).exp() + one
 
 
 def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,

@@ -1,0 +1,1 @@
+"""What proves the kernels: cases against the float64 reference, recorded launches, compiling without a GPU."""
