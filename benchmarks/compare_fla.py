@@ -1,0 +1,152 @@
+"""flashlin beside fla on the same work in one run: forward, forward plus backward, peak memory, host time, first call.
+
+    python benchmarks/compare_fla.py --out benchmarks/results/
+Ratios are flashlin / fla; lower is better. fla refuses the backward of chunk_simple_gla on Hopper with Triton 3.4 to 3.7.0
+(fla-org/flash-linear-attention#640); its refusal is switched off in this process only, and the row is marked.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FIRST_CALL = """
+import time, torch, json
+import torch.nn.functional as F
+torch.zeros(1, device="cuda")
+q, k, v = (torch.randn(2, 1024, 8, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+g = F.logsigmoid(torch.randn(2, 1024, 8, device="cuda")).requires_grad_()
+torch.cuda.synchronize(); start = time.perf_counter()
+import flashlin
+o, _ = flashlin.chunk_simple_gla(q, k, v, g); torch.cuda.synchronize(); forward = time.perf_counter() - start
+o.sum().backward(); torch.cuda.synchronize()
+print(json.dumps({"forward_s": forward, "forward_backward_s": time.perf_counter() - start}))
+"""
+
+
+def inputs(B: int, T: int, H: int, D: int, gated: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    made = {name: torch.randn(B, T, H, D, device="cuda", dtype=dtype, requires_grad=True) for name in ("q", "k", "v")}
+    if gated:
+        made["g"] = torch.nn.functional.logsigmoid(torch.randn(B, T, H, device="cuda")).requires_grad_()
+    return made
+
+
+def timed(function: Callable[..., Any], tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> dict[str, float]:
+    from triton.testing import do_bench
+    do = torch.randn_like(tensors["v"])
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return function(**tensors, **extra)
+
+    def both() -> None:
+        o = function(**tensors, **extra)
+        (o[0] if isinstance(o, tuple) else o).backward(do)
+        for x in tensors.values():
+            x.grad = None
+    both()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    both()
+    peak = torch.cuda.max_memory_allocated() - before
+    return {"forward_ms": do_bench(forward, warmup=20, rep=150, return_mode="median"),
+            "both_ms": do_bench(both, warmup=20, rep=150, return_mode="median"), "peak_mb": peak / 2**20}
+
+
+def host(function: Callable[..., Any], D: int, gated: bool, extra: dict[str, Any]) -> dict[str, float]:
+    """Microseconds of host time a call takes on a shape the card finishes at once, forward and forward plus backward."""
+    tensors = inputs(1, 64, 2, D, gated, torch.bfloat16)
+    do = torch.randn_like(tensors["v"])
+    found = {}
+    for name, grad in (("host_forward_us", False), ("host_both_us", True)):
+        best = 1e9
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(50):
+                with torch.set_grad_enabled(grad):
+                    o = function(**tensors, **extra)
+                if grad:
+                    (o[0] if isinstance(o, tuple) else o).backward(do)
+            best = min(best, (time.perf_counter() - start) / 50)
+            torch.cuda.synchronize()
+        found[name] = best * 1e6
+    return found
+
+
+def fla_op(family: str, name: str) -> tuple[Callable[..., Any] | None, str]:
+    """fla's op with its Hopper refusal off, or why there is none."""
+    try:
+        module = importlib.import_module("fla.ops.common.chunk_o")
+        for flag in ("IS_NVIDIA_HOPPER",):
+            if hasattr(module, flag):
+                setattr(module, flag, False)
+        return getattr(importlib.import_module(f"fla.ops.{family}"), name), ""
+    except Exception as error:  # fla not installed or broken here: its column says so
+        return None, f"{type(error).__name__}: {error}"
+
+
+SHAPES = ((4, 4096, 32, 128), (1, 8192, 32, 128), (8, 1024, 8, 64), (2, 4096, 16, 256))
+OPS = (("simple_gla", "chunk_simple_gla", True, {}), ("retention", "chunk_retention", False, {}),
+       ("linear_attn", "chunk_linear_attn", False, {"normalize": False}),
+       ("lightning_attn", "chunk_lightning_attn", False, {"layer_idx": 2, "num_layers": 12}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    first = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, check=False,
+                           env={**__import__("os").environ, "TRITON_CACHE_DIR": f"/tmp/empty-{time.time_ns()}"})
+    first_call = json.loads(first.stdout) if first.returncode == 0 else {"failed": first.stderr[-500:]}
+    print("first call from empty caches:", first_call, flush=True)
+    import triton
+
+    import flashlin
+    rows: list[dict[str, Any]] = []
+    for family, name, gated, extra in OPS:
+        theirs, why = fla_op(family, name)
+        for shape in SHAPES if family in ("simple_gla", "retention") else SHAPES[:1]:
+            B, T, H, D = shape
+            row: dict[str, Any] = {"op": name, "B": B, "T": T, "H": H, "D": D, "dtype": "bfloat16"}
+            tensors = inputs(B, T, H, D, gated, torch.bfloat16)
+            for who, function in (("flashlin", getattr(flashlin, name)), ("fla", theirs)):
+                if function is None:
+                    row[who] = {"failed": why}
+                    continue
+                try:
+                    row[who] = timed(function, tensors, extra) | host(function, D, gated, extra)
+                except Exception as error:  # one side's failure is the row's result
+                    row[who] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+            if "both_ms" in row["flashlin"] and "both_ms" in row["fla"]:
+                row["ratio_forward"] = row["flashlin"]["forward_ms"] / row["fla"]["forward_ms"]
+                row["ratio_both"] = row["flashlin"]["both_ms"] / row["fla"]["both_ms"]
+            row["guard_off"] = gated
+            rows.append(row)
+            print(json.dumps({key: value if not isinstance(value, dict) else {k: round(v, 3) if isinstance(v, float) else v for k, v in value.items()}
+                              for key, value in row.items()}), flush=True)
+    try:
+        version = importlib.import_module("importlib.metadata").version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__, "fla": version,
+              "date": datetime.date.today().isoformat(), "first_call": first_call, "rows": rows}
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / f"compare-fla-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json").write_text(
+            json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
