@@ -106,6 +106,7 @@ OPS = (("simple_gla", "chunk_simple_gla", True, {}), ("retention", "chunk_retent
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="only the first shape of each op")
     options = parser.parse_args()
     first = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, check=False,
                            env={**__import__("os").environ, "TRITON_CACHE_DIR": f"/tmp/empty-{time.time_ns()}"})
@@ -117,7 +118,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for family, name, gated, extra in OPS:
         theirs, why = fla_op(family, name)
-        for shape in SHAPES if family in ("simple_gla", "retention") else SHAPES[:1]:
+        for shape in SHAPES if family in ("simple_gla", "retention") and not options.quick else SHAPES[:1]:
             B, T, H, D = shape
             row: dict[str, Any] = {"op": name, "B": B, "T": T, "H": H, "D": D, "dtype": "bfloat16"}
             tensors = inputs(B, T, H, D, gated, torch.bfloat16)

@@ -159,7 +159,7 @@ def main() -> None:
             print(f"   {row['ms']:.3f} ms  BT, strip, warps, stages = {row['config']}  error {row['error']:.1e} bitwise {row['bitwise']}")
         for row in broken[:3]:
             print("  ", row.get("config"), row["failed"])
-        wrong = [row for row in timed if rownot row["error"] <= 0.02 or not row["bitwise"]]
+        wrong = [row for row in timed if not row["error"] <= 0.02 or not row["bitwise"]]
         print("   wrong:", [(row["config"], round(row["error"], 3), row["bitwise"]) for row in wrong][:10])
 
 

@@ -15,24 +15,38 @@ _HOME = {
     "flashlin.ops.retention": ("chunk_retention", "fused_recurrent_retention", "retention"),
     "flashlin.ops.linear_attn": ("chunk_linear_attn", "fused_recurrent_linear_attn", "linear_attn"),
     "flashlin.ops.lightning_attn": ("chunk_lightning_attn", "fused_recurrent_lightning_attn"),
+    "flashlin.ops.norm": ("layer_norm", "rms_norm", "l2norm", "l2_norm"),
+    "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "L2Norm"),
+    "flashlin.diagnosis": ("doctor", "explain"),
     "flashlin.dispatch": ("plan",),
     "flashlin.policy": ("settings", "Policy"),
     "flashlin.compat.target": ("Target",),
     "flashlin.guards.problem": ("Problem", "UnsupportedError"),
+    "flashlin.report": ("Report",),
+    "flashlin.tokens": ("check_tokens", "embedding", "guard_embeddings", "synchronize"),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted([*_WHERE, "__version__"])
 
 if TYPE_CHECKING:
     from flashlin.compat.target import Target as Target
+    from flashlin.diagnosis import doctor as doctor
+    from flashlin.diagnosis import explain as explain
     from flashlin.dispatch import plan as plan
     from flashlin.guards.problem import Problem as Problem
     from flashlin.guards.problem import UnsupportedError as UnsupportedError
+    from flashlin.modules.norm import L2Norm as L2Norm
+    from flashlin.modules.norm import LayerNorm as LayerNorm
+    from flashlin.modules.norm import RMSNorm as RMSNorm
     from flashlin.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn
     from flashlin.ops.lightning_attn import fused_recurrent_lightning_attn as fused_recurrent_lightning_attn
     from flashlin.ops.linear_attn import chunk_linear_attn as chunk_linear_attn
     from flashlin.ops.linear_attn import fused_recurrent_linear_attn as fused_recurrent_linear_attn
     from flashlin.ops.linear_attn import linear_attn as linear_attn
+    from flashlin.ops.norm import l2_norm as l2_norm
+    from flashlin.ops.norm import l2norm as l2norm
+    from flashlin.ops.norm import layer_norm as layer_norm
+    from flashlin.ops.norm import rms_norm as rms_norm
     from flashlin.ops.retention import chunk_retention as chunk_retention
     from flashlin.ops.retention import fused_recurrent_retention as fused_recurrent_retention
     from flashlin.ops.retention import retention as retention
@@ -41,6 +55,11 @@ if TYPE_CHECKING:
     from flashlin.ops.simple_gla import simple_gla as simple_gla
     from flashlin.policy import Policy as Policy
     from flashlin.policy import settings as settings
+    from flashlin.report import Report as Report
+    from flashlin.tokens import check_tokens as check_tokens
+    from flashlin.tokens import embedding as embedding
+    from flashlin.tokens import guard_embeddings as guard_embeddings
+    from flashlin.tokens import synchronize as synchronize
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,17 @@ from flashlin.policy import Policy
 
 RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {"simple_gla": simple_gla.launches, "norm": norm.launches}
 
+# Every public op: its family, and the mode it asks for.
+OPS: dict[str, tuple[str, str]] = {
+    "chunk_simple_gla": ("simple_gla", "chunk"), "fused_recurrent_simple_gla": ("simple_gla", "fused_recurrent"),
+    "simple_gla": ("simple_gla", "auto"),
+    "chunk_retention": ("simple_gla", "chunk"), "fused_recurrent_retention": ("simple_gla", "fused_recurrent"),
+    "retention": ("simple_gla", "auto"),
+    "chunk_linear_attn": ("simple_gla", "chunk"), "fused_recurrent_linear_attn": ("simple_gla", "fused_recurrent"),
+    "linear_attn": ("simple_gla", "auto"),
+    "chunk_lightning_attn": ("simple_gla", "chunk"), "fused_recurrent_lightning_attn": ("simple_gla", "fused_recurrent"),
+    "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", "")}
+
 
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
@@ -29,7 +40,7 @@ def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
     Raises KeyError for a family nobody has a recipe for.
     """
     recipe = RECIPES[problem.family]
-    asked, steps = problem, []
+    asked, steps = problem, list[tuple[Reason, str]]()
     while True:
         launches = recipe(problem, target) if problem.path == "triton" else ()
         found = _first_reason(problem, launches, target, policy)

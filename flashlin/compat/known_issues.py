@@ -66,20 +66,31 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         capabilities=(PRE_VOLTA, VOLTA), need="a card of compute capability 7.0 or newer, or the torch path",
         remedies=("torch_path",), url="https://github.com/triton-lang/triton#compatibility", proof="Triton's readme", confidence="documented"),
     KnownIssue(
-        id="half-dot-33-pre-ampere", effect="'Unsupported conversion from bf16 to f16': every dot on 16-bit operands fails to compile",
-        triton=Range(since="3.3.0", fixed_in="3.4.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"half_dot"}),
-        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=_FLA + "458",
-        proof="tests/matrix/test_pre_ampere.py", confidence="compiled"),
-    KnownIssue(
-        id="bf16-pre-ampere-32", effect="ptxas: Feature '.bf16' requires .target sm_80 or higher",
+        id="bf16-pre-ampere-32", effect="ptxas: Feature '.bf16' requires .target sm_80 or higher; dots raise IndexError: map::at on sm_75",
         triton=Range(fixed_in="3.3.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"bf16"}),
         need="no bf16 tensor in a kernel, or Triton 3.4", remedies=("via_fp32", "torch_path"),
         url="https://github.com/Lightning-AI/pytorch-lightning/issues/18070",
         proof="tests/matrix/test_pre_ampere.py", confidence="compiled"),
     KnownIssue(
-        id="fp32-dot-turing-32", effect="IndexError: map::at while compiling a dot on fp32 operands",
-        triton=Range(fixed_in="3.3.0"), capabilities=(TURING, AMPERE), traits=frozenset({"fp32_dot"}),
-        need="fp16 operands, or Triton 3.4", remedies=("torch_path",), url=_FLA + "75",
+        id="half-dot-volta-32", effect="the compiler aborts: Failed to compute parent layout for slice layout",
+        triton=Range(since="3.2.0", fixed_in="3.3.0"), capabilities=(VOLTA, TURING), traits=frozenset({"half_dot"}),
+        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url="",
+        proof="tests/matrix/test_pre_ampere.py", confidence="compiled"),
+    KnownIssue(
+        id="half-dot-33-pre-ampere", effect="'Unsupported conversion from bf16 to f16', 'Unsupported rounding mode for conversion': every dot "
+        "on 16-bit operands fails to compile",
+        triton=Range(since="3.3.0", fixed_in="3.4.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"half_dot"}),
+        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=_FLA + "458",
+        proof="tests/matrix/test_pre_ampere.py", confidence="compiled"),
+    KnownIssue(
+        id="half-dot-34-pre-ampere", effect="no tensor cores: dots on 16-bit operands become scalar code that spills tens of kilobytes a thread",
+        triton=Range(since="3.4.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"half_dot"}),
+        need="fp32 operands, whose scalar code hardly spills, or the torch path", remedies=(), url=_TRITON + "6698",
+        proof="tests/matrix/test_pre_ampere.py", confidence="compiled"),
+    KnownIssue(
+        id="tf32-dot-turing-32", effect="IndexError: map::at while compiling a dot on fp32 operands with tf32 products",
+        triton=Range(fixed_in="3.3.0"), capabilities=(TURING, AMPERE), traits=frozenset({"tf32_dot"}),
+        need="input_precision='ieee', as flashlin's own kernels have it, or Triton 3.4", remedies=("torch_path",), url=_FLA + "75",
         proof="tests/matrix/test_pre_ampere.py", confidence="compiled"),
     KnownIssue(
         id="reshape-outs-32", effect="the process aborts: assertion in LinearLayout::reshapeOuts",

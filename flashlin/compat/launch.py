@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashlin.guards.problem import Launch
+if TYPE_CHECKING:
+    from flashlin.guards.problem import Launch
 
-Starter = Callable[[Launch, Any, int, tuple[Any, ...], dict[str, Any]], None]
+Starter = Callable[["Launch", Any, int, tuple[Any, ...], dict[str, Any]], None]
 
 
 def start(launch: Launch, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:

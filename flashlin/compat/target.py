@@ -56,7 +56,7 @@ def triton_state() -> tuple[str, str]:
     """(version, what is wrong). Either may be empty: no Triton at all is ``("", "not installed")``."""
     try:
         import triton
-        import triton.language  # noqa: F401  a wheel can be half broken: the top level imports, the language does not
+        import triton.language
     except ModuleNotFoundError as error:
         return "", "not installed" if error.name == "triton" else f"import fails: {error}"
     except Exception as error:  # whatever a broken build raises is a fact to report, not a reason to fail
@@ -155,7 +155,7 @@ def parse(text: str, *, torch_version: str = "") -> Target:
 
     Raises ValueError that lists the keys.
     """
-    pairs = dict(part.split("=", 1) if "=" in part else (part, "") for part in text.split(",") if part)
+    pairs = {part.partition("=")[0]: part.partition("=")[2] for part in text.split(",") if part}
     keys = {"triton", "sm", "ptxas", "shared", "sms", "name", "torch", "backend"}
     if set(pairs) - keys or not all(pairs.values()):
         raise ValueError(f"target: got {text!r}, need key=value pairs out of {', '.join(sorted(keys))}, for example triton=3.2.0,sm=90")

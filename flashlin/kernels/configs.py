@@ -14,6 +14,7 @@ class Config(NamedTuple):
     num_stages: int
 
 
+BLOCK = 64  # tokens over which decays are summed before the scans; the longest chunk
 STATE_TILE = 8192  # elements of an fp32 state tile: 64 registers a thread with 4 warps, which leaves room for the accumulators
 
 
@@ -22,32 +23,32 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def narrow(full: int, size: int) -> int:
-    """How much of the other side fits beside a ``full`` side in one state tile."""
-    return max(16, min(64, padded(size), STATE_TILE // full))
+def strip(full: int, size: int, bytes_each: int) -> int:
+    """How much of the other side goes beside a ``full`` side in one state tile; half as much where dots need three tf32 products."""
+    return max(16, min(64, padded(size), STATE_TILE * 2 // bytes_each // full))
 
 
 def over_v(K: int, V: int, bytes_each: int) -> Iterator[Config]:
     """Scans that hold all of K and a strip of V: forward and dv."""
     BK = padded(K)
-    yield from _chunks(BK, narrow(BK, V), bytes_each)
+    yield from _chunks(BK, strip(BK, V, bytes_each), bytes_each)
 
 
 def over_k(K: int, V: int, bytes_each: int) -> Iterator[Config]:
     """Scans that hold all of V and a strip of K: dq and dk."""
     BV = padded(V)
-    yield from _chunks(narrow(BV, K), BV, bytes_each)
+    yield from _chunks(strip(BV, K, bytes_each), BV, bytes_each)
 
 
 def _chunks(BK: int, BV: int, bytes_each: int) -> Iterator[Config]:
-    # fp32 operands take twice the registers and shared memory, so their chunks are half as long.
-    for BT in (64, 32, 16) if bytes_each == 2 else (32, 16):
+    # Chunks of 64 tokens beside a strip narrower than 64 crash: an illegal memory access on an H200 with Triton 3.6.0 and one stage
+    # (benchmarks/results/sweep-*), a segmentation fault of the compiler for sm_90 in 3.0 and 3.1. Chunks of 32 do not.
+    # fp32 operands take twice the registers and shared memory, so their chunks are half as long too.
+    longest = 64 if bytes_each == 2 and min(BK, BV) >= 64 else 32
+    for BT in (64, 32, 16):
         for num_stages in (2, 1):
-            yield Config(BT, BK, BV, 4, num_stages)
-    if BK > BV:
-        yield Config(16, BK, 16, 4, 1)
-    else:
-        yield Config(16, 16, BV, 4, 1)
+            if longest >= BT:
+                yield Config(BT, BK, BV, 4, num_stages)
 
 
 def token(K: int, V: int) -> Config:

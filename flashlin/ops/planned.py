@@ -2,12 +2,15 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
 from flashlin import dispatch, policy
 from flashlin.compat.target import probe
+from flashlin.guards import pending
 from flashlin.guards.problem import Plan, Problem, UnsupportedError
+from flashlin.kernels.variants import VARIANTS
 
 _told: set[tuple[str, str]] = set()
 _DTYPES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in
@@ -16,6 +19,7 @@ _DTYPES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for 
 
 def planned(problem: Problem, device: torch.device) -> Plan:
     """The plan for this call here and now. Raises UnsupportedError; warns once per op and reason where results or speed differ."""
+    pending.poll()
     the_plan = dispatch.plan(problem, probe(device), policy.current())
     if the_plan.refused:
         raise UnsupportedError(the_plan)
@@ -28,7 +32,14 @@ def _tell(the_plan: Plan) -> None:
     for reason, remedy in dispatch.inexact_steps(the_plan):
         if (the_plan.asked.op, reason.code) not in _told:
             _told.add((the_plan.asked.op, reason.code))
-            warnings.warn(f"{the_plan.asked.op} {dispatch.VARIANTS[remedy].means} here. {reason}", stacklevel=4)
+            warnings.warn(f"{the_plan.asked.op} {VARIANTS[remedy].means} here. {reason}", stacklevel=4)
+
+
+def constant_while_tracing(function: Any) -> Any:
+    """What torch.compiler.assume_constant_result does (run now, and take the answer as a constant of the graph), without its price:
+    that one loads the whole compiler, which eager calls do not need."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -16,8 +16,9 @@ from flashlin import policy
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, need_tensor, no_unknown
 from flashlin.kernels.simple_gla import torch_path
-from flashlin.ops.planned import name_of, planned, wants_grad
+from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
 
+GATED = ("g",)
 MODES = ("auto", "chunk", "fused_recurrent")
 
 
@@ -120,7 +121,8 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
         common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
         q, k, v = q.to(common), k.to(common), v.to(common)
     if reverse:
-        q, k, v, g = (None if x is None else x.flip(1) for x in (q, k, v, g))
+        q, k, v = q.flip(1), k.flip(1), v.flip(1)
+        g = None if g is None else g.flip(1)
         h0 = h0 if h0 is None or bounds is None else h0.flip(0)
         bounds = None if bounds is None else T - bounds.flip(0)
     o, ht = _planned_run(op, mode, q, k, v, g, gamma, h0, bounds, scale, has_ht, state_v_first, out_dtype, N)
@@ -138,7 +140,7 @@ def _planned_run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor 
         path, dot = _route(op, mode, name_of(q.dtype), H, K, V, q.device)
     else:
         needs_grad = wants_grad(q, k, v, g, h0)
-        plan = planned(problem_of(op, mode, q, V, N, bounds is not None, needs_grad), q.device)
+        plan = planned(problem_of(op, mode, q, V, N, g is not None, bounds is not None, needs_grad), q.device)
         path, dot = plan.problem.path, plan.problem.dot
     if path == "torch":
         state = h0.transpose(-1, -2) if state_v_first and h0 is not None else h0
@@ -164,12 +166,12 @@ def _planned_run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor 
     return o, ht
 
 
-def problem_of(op: str, mode: str, q: Tensor, V: int, N: int, varlen: bool, needs_grad: bool) -> Problem:
+def problem_of(op: str, mode: str, q: Tensor, V: int, N: int, gated: bool, varlen: bool, needs_grad: bool) -> Problem:
     B, T, H, K = q.shape
-    return Problem(op, "simple_gla", mode, B, T, H, K, V, N, name_of(q.dtype), varlen, needs_grad)
+    return Problem(op, "simple_gla", mode, B, T, H, K, V, N, name_of(q.dtype), varlen, needs_grad, GATED if gated else ())
 
 
-@torch.compiler.assume_constant_result
+@constant_while_tracing
 def _route(op: str, mode: str, dtype: str, H: int, K: int, V: int, device: torch.device) -> tuple[str, str]:
     """What torch.compile may know while tracing: no B and no T, so that no length is ever specialised."""
     problem = planned(Problem(op, "simple_gla", mode, 1, 1, H, K, V, 1, dtype, False, True), device).problem
@@ -212,7 +214,7 @@ def _library_op(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor
                 needs_grad: bool) -> tuple[Tensor, Tensor]:
     from flashlin.kernels.simple_gla import forward
     N = q.shape[0] if bounds is None else bounds.shape[0] - 1
-    plan = planned(problem_of(op, mode, q, v.shape[3], N, bounds is not None, needs_grad), q.device)
+    plan = planned(problem_of(op, mode, q, v.shape[3], N, g is not None, bounds is not None, needs_grad), q.device)
     o, ht = forward.run(plan, q, k, v, g, gamma, h0, bounds, scale, has_ht, state_v_first, out_dtype)
     return o, q.new_empty(0, dtype=torch.float32) if ht is None else ht
 
@@ -229,7 +231,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h
 def _library_backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
                       scale: float, state_v_first: bool, do: Tensor, dht: Tensor | None, op: str, mode: str) -> list[Tensor]:
     N = q.shape[0] if bounds is None else bounds.shape[0] - 1
-    plan = planned(problem_of(op, mode, q, v.shape[3], N, bounds is not None, True), q.device)
+    plan = planned(problem_of(op, mode, q, v.shape[3], N, g is not None, bounds is not None, True), q.device)
     found = _gradients(plan, q, k, v, g, gamma, h0, bounds, scale, state_v_first, do, dht, g is not None, h0 is not None)
     return [q.new_empty(0) if x is None else x for x in found]
 

@@ -1,4 +1,72 @@
+"""Which launches a norm makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
+
+A norm only moves memory, so the choice is how much of it is under way: enough bytes per program, enough programs per multiprocessor.
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Launch, Problem
+
+LAYER, RMS, L2 = 0, 1, 2  # what a kernel does to a row, as a constexpr
+
+
+class Config(NamedTuple):
+    """For rows of up to D elements: programs of ``elements`` (as many whole rows as that is, at least one) and ``num_warps``.
+
+    per_sm: programs per multiprocessor of a kernel whose programs share out the rows. num_stages: 2 fetches the next rows ahead.
+    """
+    D: int
+    elements: int
+    num_warps: int
+    per_sm: int = 0
+    num_stages: int = 1
+
+
+# The first entry whose D is large enough. Longer rows go in blocks of BLOCK, and their sums over rows in strips of COLUMNS.D columns.
+FORWARD = (Config(2048, 2048, 4), Config(4096, 4096, 8), Config(8192, 8192, 8), Config(16384, 16384, 16))
+BACKWARD = (Config(2048, 2048, 4, 4, 2), Config(4096, 4096, 8, 2, 2), Config(8192, 8192, 16, 1, 2))
+BLOCK, COLUMNS = Config(0, 4096, 8), Config(512, 4096, 4, 4)
+
+
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    return ()
+    """Forward's launch, then backward's one, or two where rows are too long for the registers."""
+    found = [_rows("norm_forward", _of(FORWARD, problem.K) or BLOCK, problem, target)]
+    if problem.needs_grad:
+        config = _of(BACKWARD, problem.K)
+        if config is not None:
+            found.append(_rows("norm_backward", config, problem, target))
+        else:
+            found += [_rows("norm_backward_rows", BLOCK, problem, target), _columns(problem, target)]
+    return tuple(found)
+
+
+def _of(table: tuple[Config, ...], D: int) -> Config | None:
+    return next((config for config in table if D <= config.D), None)
+
+
+def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Launch:
+    BD = min(max(8, 1 << (problem.K - 1).bit_length()), config.elements)
+    BT = config.elements // BD
+    programs = -(-problem.T // BT)
+    if config.per_sm:  # no more than run at once, or the last ones run alone; a bias's gradient takes the registers of every fourth
+        per_sm = config.per_sm - config.per_sm // 4 if "bias" in problem.options else config.per_sm
+        programs = min(programs, per_sm * target.sms)
+    return _launch(kernel, config, problem, programs, BT, BD)
+
+
+def _columns(problem: Problem, target: Target) -> Launch:
+    """Strips of D columns, each shared by enough groups of rows to fill the card."""
+    BD, BT = COLUMNS.D, COLUMNS.elements // COLUMNS.D
+    strips = -(-problem.K // BD)
+    groups = min(-(-problem.T // BT), -(-COLUMNS.per_sm * target.sms // strips))
+    return _launch("norm_backward_columns", COLUMNS, problem, strips * groups, BT, BD)
+
+
+def _launch(kernel: str, config: Config, problem: Problem, programs: int, BT: int, BD: int) -> Launch:
+    # shared: what is measured is at most 16 bits for each element and the sums of each warp
+    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
+    # Limits on warps are about matrix instructions, of which there are none here: 8, where every problem starts, is none.
+    warps = config.num_warps if problem.max_warps >= 8 else min(config.num_warps, problem.max_warps)
+    return Launch(kernel, (programs,), warps, config.num_stages, (("BT", BT), ("BD", BD)), 2 * BT * BD + 4096, BT * problem.K, traits)

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.simple_gla.forward import (
     decay_of,
     decays,
@@ -28,6 +29,7 @@ from flashlin.kernels.simple_gla.forward import (
     put,
     sequence_of,
     state_offsets,
+    summed,
     tile,
     within,
     zero_gaps,
@@ -40,11 +42,11 @@ def first_slot(n, first, BT: tl.constexpr):
     return first // BT + n
 
 
-@triton.jit(do_not_specialize=["T", "N", "scale"])
-def simple_gla_dq(k, v, do, q, g, gamma, h0, dq, inner, states, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "N", "R", "scale"])
+def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N, H, R, K: tl.constexpr, V: tl.constexpr,
                   BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_DG: tl.constexpr,
-                  V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
-    """dq, and for the gate: inner [rows, H, NK] = q . dq without the diagonal, states [slots, H, K, V] = h entering each chunk."""
+                  V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+    """dq, and for the gate: a [NK, H, R] = q . dq without the diagonal, states [slots, H, K, V] = h entering each chunk."""
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     i_k = program % NK
@@ -69,7 +71,7 @@ def simple_gla_dq(k, v, do, q, g, gamma, h0, dq, inner, states, bounds, scale, T
         b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK)
         b_v = tile(v, first, t0, length, i_h, H, V, 0, BT, BV)
         b_do = tile(do, first, t0, length, i_h, H, V, 0, BT, BV).to(b_v.dtype)
-        G, total = decays(g, gamma, first, t0, length, i_h, H, BT, DECAY)
+        D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
         if HAS_DG:
             slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
             to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
@@ -80,25 +82,25 @@ def simple_gla_dq(k, v, do, q, g, gamma, h0, dq, inner, states, bounds, scale, T
             b_dq = tl.dot(b_do, tl.trans(h).to(b_do.dtype), input_precision=PRECISION) * scale
             b_w = b_k
         else:
-            ds = tl.where(causal, p * tl.exp(tl.where(causal, G[:, None] - G[None, :], 0.0)), 0.0)
-            b_dq = tl.dot(b_do, tl.trans(h).to(b_do.dtype), input_precision=PRECISION) * (tl.exp(G) * scale)[:, None]
-            b_w = (b_k * tl.exp(total - G)[:, None]).to(b_k.dtype)
+            ds = tl.where(causal, p * tl.exp(tl.where(causal, D[:, None] - D[None, :], 0.0)), 0.0)
+            b_dq = tl.dot(b_do, tl.trans(h).to(b_do.dtype), input_precision=PRECISION) * (tl.exp(D) * scale)[:, None]
+            b_w = (b_k * tl.exp(total - D)[:, None]).to(b_k.dtype)
             h *= tl.exp(total)
         b_dq += tl.dot(ds.to(b_k.dtype), b_k, input_precision=PRECISION)
         h += tl.dot(tl.trans(b_w), b_v, input_precision=PRECISION)
         if HAS_DG:
             b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
-            tl.store(inner + ((first + t0 + rows) * H + i_h) * NK + i_k, tl.sum(b_q * b_dq, 1), mask=t0 + rows < length)
+            tl.store(a + (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows, tl.sum(b_q * b_dq, 1), mask=t0 + rows < length)
             diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
             b_dq += diagonal[:, None] * b_k.to(tl.float32)
         put(dq, b_dq, first, t0, length, i_h, H, K, k0, BT, BK)
 
 
-@triton.jit(do_not_specialize=["T", "N", "scale"])
-def simple_gla_dk(q, v, do, k, g, gamma, dht, dk, dh0, inner, states, dg, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "N", "R", "slots", "scale"])
+def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bounds, scale, T, N, H, R, slots, K: tl.constexpr, V: tl.constexpr,
                   BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
-                  HAS_DG: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
-    """dk and dh0, walking the chunks backwards; with the gate, dg [rows, H, NK] by parts of K."""
+                  HAS_DG: tl.constexpr, V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+    """dk and dh0, walking the chunks backwards. For the gate: b, c [NK, H, R], and through [NK, slots, H] = e^{G_L} <h, dh>."""
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     i_k = program % NK
@@ -109,8 +111,6 @@ def simple_gla_dk(q, v, do, k, g, gamma, dht, dk, dh0, inner, states, dg, bounds
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
         zero_gaps(dk, bounds, n, T, N, i_h, H, K, k0, BT, BK)
-        if HAS_DG:
-            zero_gaps(dg, bounds, n, T, N, i_h, H, NK, i_k, BT, 1)
     at, inside = state_offsets(nh, k0, 0, K, V, BK, BV, V_FIRST)
     if HAS_DHT:
         dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
@@ -122,33 +122,31 @@ def simple_gla_dk(q, v, do, k, g, gamma, dht, dk, dh0, inner, states, dg, bounds
     else:
         later = rows[:, None] <= rows[None, :]
     chunks = (length + BT - 1) // BT
-    for c in range(0, chunks):
-        t0 = (chunks - 1 - c) * BT
+    for i_c in range(chunks):
+        t0 = (chunks - 1 - i_c) * BT
         b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK)
         b_v = tile(v, first, t0, length, i_h, H, V, 0, BT, BV)
         b_do = tile(do, first, t0, length, i_h, H, V, 0, BT, BV).to(b_v.dtype)
-        G, total = decays(g, gamma, first, t0, length, i_h, H, BT, DECAY)
+        D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
         p = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION) * scale
         onwards = tl.dot(b_v, tl.trans(dh).to(b_v.dtype), input_precision=PRECISION)
         if DECAY == 0:
             ds = tl.where(later, p, 0.0)
             b_w = (b_q * scale).to(b_q.dtype)
         else:
-            ds = tl.where(later, p * tl.exp(tl.where(later, G[None, :] - G[:, None], 0.0)), 0.0)
-            onwards *= tl.exp(total - G)[:, None]
-            b_w = (b_q * (tl.exp(G) * scale)[:, None]).to(b_q.dtype)
+            ds = tl.where(later, p * tl.exp(tl.where(later, D[None, :] - D[:, None], 0.0)), 0.0)
+            onwards *= tl.exp(total - D)[:, None]
+            b_w = (b_q * (tl.exp(D) * scale)[:, None]).to(b_q.dtype)
         b_dk = tl.dot(ds.to(b_q.dtype), b_q, input_precision=PRECISION)
         if HAS_DG:
             slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
             to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
             h = tl.load(states + to, mask=whole, other=0.0).to(tl.float32)
-            through = tl.exp(total) * tl.sum(tl.sum(h * dh, 1), 0)
+            tl.store(through + i_k * slots * H + slot, tl.exp(total) * tl.sum(tl.sum(h * dh, 1), 0))
             b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
-            line = ((first + t0 + rows) * H + i_h) * NK + i_k
-            here = tl.load(inner + line, mask=t0 + rows < length, other=0.0) - tl.sum(b_k * b_dk, 1)
-            left = tl.sum(b_k * onwards, 1)
-            b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0) + through
-            tl.store(dg + line, b_dg, mask=t0 + rows < length)
+            line = (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows
+            tl.store(b + line, tl.sum(b_k * b_dk, 1), mask=t0 + rows < length)
+            tl.store(c + line, tl.sum(b_k * onwards, 1), mask=t0 + rows < length)
             diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
             b_dk += diagonal[:, None] * b_q.to(tl.float32)
         b_dk += onwards
@@ -160,9 +158,9 @@ def simple_gla_dk(q, v, do, k, g, gamma, dht, dk, dh0, inner, states, dg, bounds
         tl.store(dh0 + at, dh, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "N", "scale"])
-def simple_gla_dv(q, k, do, g, gamma, dht, dv, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                  BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "N", "R", "scale"])
+def simple_gla_dv(q, k, do, G, gamma, dht, dv, bounds, scale, T, N, H, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                  BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr,
                   GAPS: tl.constexpr, PRECISION: tl.constexpr):
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -181,25 +179,52 @@ def simple_gla_dv(q, k, do, g, gamma, dht, dv, bounds, scale, T, N, H, K: tl.con
     rows = tl.arange(0, BT)
     later = rows[:, None] <= rows[None, :]
     chunks = (length + BT - 1) // BT
-    for c in range(0, chunks):
-        t0 = (chunks - 1 - c) * BT
+    for i_c in range(chunks):
+        t0 = (chunks - 1 - i_c) * BT
         b_q = tile(q, first, t0, length, i_h, H, K, 0, BT, BK)
         b_k = tile(k, first, t0, length, i_h, H, K, 0, BT, BK)
         b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_q.dtype)
-        G, total = decays(g, gamma, first, t0, length, i_h, H, BT, DECAY)
+        D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
         s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale
         b_dv = tl.dot(b_k, dh.to(b_k.dtype), input_precision=PRECISION)
         if DECAY == 0:
             s = tl.where(later, s, 0.0)
             b_w = (b_q * scale).to(b_q.dtype)
         else:
-            s = tl.where(later, s * tl.exp(tl.where(later, G[None, :] - G[:, None], 0.0)), 0.0)
-            b_dv *= tl.exp(total - G)[:, None]
-            b_w = (b_q * (tl.exp(G) * scale)[:, None]).to(b_q.dtype)
+            s = tl.where(later, s * tl.exp(tl.where(later, D[None, :] - D[:, None], 0.0)), 0.0)
+            b_dv *= tl.exp(total - D)[:, None]
+            b_w = (b_q * (tl.exp(D) * scale)[:, None]).to(b_q.dtype)
             dh *= tl.exp(total)
         b_dv += tl.dot(s.to(b_do.dtype), b_do, input_precision=PRECISION)
         dh += tl.dot(tl.trans(b_w), b_do, input_precision=PRECISION)
         put(dv, b_dv, first, t0, length, i_h, H, V, v0, BT, BV)
+
+
+@triton.jit(do_not_specialize=["T", "N", "R", "slots", "S"])
+def simple_gla_dg(a, b, c, through, dg, bounds, T, N, H, R, slots, S, BT: tl.constexpr, NK: tl.constexpr, VARLEN: tl.constexpr,
+                  GAPS: tl.constexpr):
+    """dg [rows, H] out of the scans' parts, chunk by chunk. S programs share a sequence."""
+    program = tl.program_id(0)
+    i_h = program % H
+    share = program // H % S
+    n = program // H // S
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:
+        if share == 0:
+            zero_gaps(dg, bounds, n, T, N, i_h, H, 1, 0, BT, 1)
+    rows = tl.arange(0, BT)
+    for t0 in range(share * BT, length, S * BT):
+        inside = t0 + rows < length
+        here = tl.zeros([BT], dtype=tl.float32)
+        left = tl.zeros([BT], dtype=tl.float32)
+        across = 0.0
+        for i_k in range(NK):
+            line = (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows
+            here += tl.load(a + line, mask=inside, other=0.0) - tl.load(b + line, mask=inside, other=0.0)
+            left += tl.load(c + line, mask=inside, other=0.0)
+            across += tl.load(through + i_k * slots * H + (first_slot(n, first, BT) + t0 // BT) * H + i_h)
+        b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0) + across
+        tl.store(dg + (first + t0 + rows) * H + i_h, b_dg, mask=inside)
 
 
 def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
@@ -213,26 +238,33 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
     split = parts(plan, N)
     new = torch.empty_like if fills_gaps(split, bounds) and N and H else torch.zeros_like
     dq, dk, dv = new(q), new(k), new(v)
+    dg = new(g, dtype=torch.float32) if needs_dg and g is not None else None
     dh0 = torch.empty_like(h0, dtype=torch.float32) if needs_dh0 and h0 is not None else None
-    NK = -(-K // for_dk.block("BK"))
-    dg = inner = states = None
-    if needs_dg and g is not None:
-        dg, inner = (make(g.unsqueeze(-1).expand(*g.shape, NK), dtype=torch.float32, memory_format=torch.contiguous_format)
-                     for make in (new, torch.empty_like))
-    constants = dict(K=K, V=V, DECAY=decay_of(g, gamma), V_FIRST=v_first, VARLEN=bounds is not None,
-                     GAPS=bounds is not None and len(split) == 1, PRECISION=precision(plan))
+    BT, NK = for_dk.block("BT"), -(-K // for_dk.block("BK"))
+    gaps = dict(VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1)
+    constants = dict(gaps, K=K, V=V, DECAY=decay_of(g, gamma), V_FIRST=v_first, BLOCK=BLOCK, PRECISION=precision(plan))
     for part in split if H else ():
         n = part.stop - part.start
-        q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_, inner_ = (within(x, part, bounds) for x in (q, k, v, g, do, dq, dk, dv, dg, inner))
+        q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_ = (within(x, part, bounds) for x in (q, k, v, g, do, dq, dk, dv, dg))
         h0_, dh0_, dht_ = (None if x is None else x[part] for x in (h0, dh0, dht))
         bounds_ = None if bounds is None else bounds[part.start:part.stop + 1]
+        rows = B * T if bounds is not None else n * T
+        slots = rows // BT + n + 1
+        a = b = c = through = states = None
         if dg is not None:
-            slots = q_.shape[0] * T // for_dq.block("BT") + n + 1
+            a, b, c = (torch.empty(NK, H, rows, dtype=torch.float32, device=q.device) for _ in range(3))
+            through = torch.empty(NK, slots, H, dtype=torch.float32, device=q.device)
             states = torch.empty(slots, H, K, V, dtype=q.dtype, device=q.device)
-        start(for_dq, simple_gla_dq, n * H * NK, (k_, v_, do_, q_, g_, gamma, h0_, dq_, inner_, states, bounds_, scale, T, n, H),
+        G = summed(plan, g_, bounds_, n)
+        start(for_dq, simple_gla_dq, n * H * NK, (k_, v_, do_, q_, G, gamma, h0_, dq_, a, states, bounds_, scale, T, n, H, rows),
               dict(constants, HAS_H0=h0 is not None, HAS_DG=dg is not None))
-        start(for_dk, simple_gla_dk, n * H * NK, (q_, v_, do_, k_, g_, gamma, dht_, dk_, dh0_, inner_, states, dg_, bounds_, scale, T, n, H),
+        start(for_dk, simple_gla_dk, n * H * NK,
+              (q_, v_, do_, k_, G, gamma, dht_, dk_, dh0_, b, c, through, states, bounds_, scale, T, n, H, rows, slots),
               dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, HAS_DG=dg is not None))
         start(for_dv, simple_gla_dv, n * H * -(-V // for_dv.block("BV")),
-              (q_, k_, do_, g_, gamma, dht_, dv_, bounds_, scale, T, n, H), dict(constants, HAS_DHT=dht is not None))
-    return dq, dk, dv, None if dg is None else dg.sum(-1), dh0
+              (q_, k_, do_, G, gamma, dht_, dv_, bounds_, scale, T, n, H, rows), dict(constants, HAS_DHT=dht is not None))
+        if dg is not None:
+            shares = max(1, -(-rows // (BT * n)))
+            start(plan.launch("simple_gla_dg"), simple_gla_dg, n * H * shares,
+                  (a, b, c, through, dg_, bounds_, T, n, H, rows, slots, shares), dict(gaps, NK=NK))
+    return dq, dk, dv, dg, dh0

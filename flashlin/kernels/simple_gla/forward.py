@@ -13,6 +13,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.configs import BLOCK
 
 # How a kernel gets its decay, as a constexpr.
 NO_DECAY, HEAD_DECAY, TOKEN_DECAY = 0, 1, 2
@@ -30,14 +31,35 @@ def sequence_of(n, bounds, T, VARLEN: tl.constexpr):
     return first, length
 
 
+@triton.jit(do_not_specialize=["T", "N", "R", "S"])
+def simple_gla_cumsum(g, G, bounds, T, N, H, R, S, BT: tl.constexpr, BH: tl.constexpr, VARLEN: tl.constexpr):
+    """G [H, R]: g summed within blocks of BT tokens of each sequence. S programs share a sequence. Laid out so that the scans load a
+    chunk's decays as one line, straight into the layouts they need, instead of exchanging them between warps in every chunk."""
+    NH = (H + BH - 1) // BH
+    program = tl.program_id(0)
+    heads = program % NH * BH + tl.arange(0, BH)
+    share = program // NH % S
+    first, length = sequence_of(program // NH // S, bounds, T, VARLEN)
+    rows = tl.arange(0, BT)
+    for t0 in range(share * BT, length, S * BT):
+        mask = (t0 + rows < length)[:, None] & (heads < H)[None, :]
+        x = tl.load(g + (first + t0 + rows)[:, None] * H + heads[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(G + heads.to(tl.int64)[None, :] * R + (first + t0 + rows)[:, None], tl.cumsum(x, 0), mask=mask)
+
+
 @triton.jit
-def decays(g, gamma, first, t0, length, i_h, H, BT: tl.constexpr, DECAY: tl.constexpr):
+def decays(G, gamma, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr):
     """G_i of the chunk's tokens, and G_L. Rows past the end add nothing, so they hold G_L."""
     rows = tl.arange(0, BT)
     if DECAY == 2:
-        x = tl.load(g + (first + t0) * H + i_h + rows * H, mask=t0 + rows < length, other=0.0).to(tl.float32)
-        cumulated = tl.cumsum(x, 0)
-        total = tl.sum(x, 0)
+        line = G + i_h.to(tl.int64) * R + first + t0
+        inside = t0 + rows < length
+        total = tl.load(line + tl.minimum(BT, length - t0) - 1)
+        cumulated = tl.where(inside, tl.load(line + rows, mask=inside, other=0.0), total)
+        if BT < BLOCK:  # the sums began at the block's start, not at the chunk's
+            before = tl.load(line - 1, mask=t0 % BLOCK != 0, other=0.0)
+            cumulated -= before
+            total -= before
     elif DECAY == 1:
         rate = tl.load(gamma + i_h).to(tl.float32)
         n = tl.minimum(length - t0, BT)
@@ -45,7 +67,7 @@ def decays(g, gamma, first, t0, length, i_h, H, BT: tl.constexpr, DECAY: tl.cons
         total = rate * n.to(tl.float32)
     else:
         cumulated = tl.zeros([BT], dtype=tl.float32)
-        total = tl.sum(cumulated, 0)
+        total = 0.0
     return cumulated, total
 
 
@@ -95,10 +117,10 @@ def state_offsets(nh, k0, v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr
     return nh.to(tl.int64) * (K * V) + offsets, (k < K)[:, None] & (v < V)[None, :]
 
 
-@triton.jit(do_not_specialize=["T", "N", "scale"])
-def simple_gla_scan(q, k, v, g, gamma, h0, o, ht, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "N", "R", "scale"])
+def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                     BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
-                    V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+                    V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -119,16 +141,16 @@ def simple_gla_scan(q, k, v, g, gamma, h0, o, ht, bounds, scale, T, N, H, K: tl.
         b_q = tile(q, first, t0, length, i_h, H, K, 0, BT, BK)
         b_k = tile(k, first, t0, length, i_h, H, K, 0, BT, BK)
         b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
-        G, total = decays(g, gamma, first, t0, length, i_h, H, BT, DECAY)
+        D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
         if DECAY == 0:
             s = tl.where(causal, s, 0.0)
             b_o = tl.dot(b_q, h.to(b_q.dtype), input_precision=PRECISION) * scale
             b_w = b_k
         else:
-            s = tl.where(causal, s * tl.exp(tl.where(causal, G[:, None] - G[None, :], 0.0)), 0.0)
-            b_o = tl.dot(b_q, h.to(b_q.dtype), input_precision=PRECISION) * (tl.exp(G) * scale)[:, None]
-            b_w = (b_k * tl.exp(total - G)[:, None]).to(b_k.dtype)
+            s = tl.where(causal, s * tl.exp(tl.where(causal, D[:, None] - D[None, :], 0.0)), 0.0)
+            b_o = tl.dot(b_q, h.to(b_q.dtype), input_precision=PRECISION) * (tl.exp(D) * scale)[:, None]
+            b_w = (b_k * tl.exp(total - D)[:, None]).to(b_k.dtype)
             h *= tl.exp(total)
         b_o += tl.dot(s.to(b_v.dtype), b_v, input_precision=PRECISION)
         h += tl.dot(tl.trans(b_w), b_v, input_precision=PRECISION)
@@ -140,7 +162,7 @@ def simple_gla_scan(q, k, v, g, gamma, h0, o, ht, bounds, scale, T, N, H, K: tl.
 @triton.jit(do_not_specialize=["T", "N", "scale"])
 def simple_gla_step(q, k, v, g, gamma, h0, o, ht, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                     BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
-                    V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+                    V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr):
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -157,7 +179,7 @@ def simple_gla_step(q, k, v, g, gamma, h0, o, ht, bounds, scale, T, N, H, K: tl.
         h = tl.zeros([BK, BV], dtype=tl.float32)
     in_k = tl.arange(0, BK)
     in_v = v0 + tl.arange(0, BV)
-    for t in range(0, length):
+    for t in range(length):
         row = (first + t) * H + i_h
         b_q = tl.load(q + row * K + in_k, mask=in_k < K, other=0.0).to(tl.float32) * scale
         b_k = tl.load(k + row * K + in_k, mask=in_k < K, other=0.0).to(tl.float32)
@@ -184,16 +206,35 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
     ht = torch.empty((N, H, V, K) if v_first else (N, H, K, V), dtype=torch.float32, device=q.device) if has_ht else None
     if N == 0 or H == 0:  # no program would run to write them
         return o.zero_(), ht
-    launch = plan.launches[0]
-    kernel = simple_gla_scan if launch.kernel == "simple_gla_scan" else simple_gla_step
+    constants = dict(K=K, V=V, DECAY=decay_of(g, gamma), HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first,
+                     VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1)
     for part in split:
+        n = part.stop - part.start
         q_, k_, v_, g_, o_ = (within(x, part, bounds) for x in (q, k, v, g, o))
-        start(launch, kernel, (part.stop - part.start) * H * -(-V // launch.block("BV")),
-              (q_, k_, v_, g_, gamma, _of(h0, part), o_, _of(ht, part), _of(bounds, slice(part.start, part.stop + 1)), scale, T,
-               part.stop - part.start, H),
-              dict(K=K, V=V, DECAY=decay_of(g, gamma), HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first,
-                   VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1, PRECISION=precision(plan)))
+        h0_, ht_, bounds_ = _of(h0, part), _of(ht, part), _of(bounds, slice(part.start, part.stop + 1))
+        if plan.problem.mode == "fused_recurrent":
+            launch = plan.launch("simple_gla_step")
+            start(launch, simple_gla_step, n * H * -(-V // launch.block("BV")),
+                  (q_, k_, v_, g_, gamma, h0_, o_, ht_, bounds_, scale, T, n, H), constants)
+        else:
+            launch = plan.launch("simple_gla_scan")
+            start(launch, simple_gla_scan, n * H * -(-V // launch.block("BV")),
+                  (q_, k_, v_, summed(plan, g_, bounds_, n), gamma, h0_, o_, ht_, bounds_, scale, T, n, H, B * T if bounds is not None else n * T),
+                  dict(constants, BLOCK=BLOCK, PRECISION=precision(plan)))
     return o, ht
+
+
+def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: int) -> torch.Tensor | None:
+    """[H, rows] float32: the decays summed within blocks, as the scans want them. N: sequences in this launch."""
+    if g is None:
+        return None
+    B, T, H = g.shape
+    launch = plan.launch("simple_gla_cumsum")
+    G = torch.empty(H, B * T, dtype=torch.float32, device=g.device)
+    shares = max(1, -(-B * T // (BLOCK * max(N, 1))))
+    start(launch, simple_gla_cumsum, N * shares * -(-H // launch.block("BH")), (g, G, bounds, T, N, H, B * T, shares),
+          dict(VARLEN=bounds is not None))
+    return G
 
 
 def decay_of(g: torch.Tensor | None, gamma: torch.Tensor | None) -> int:

@@ -5,18 +5,21 @@ from collections.abc import Iterable
 
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import Config, over_k, over_v, token
+from flashlin.kernels.configs import BLOCK, Config, over_k, over_v, token
+
+HEADS = 16  # heads per program of the cumulative sum
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launch, then backward's three if gradients are wanted; backward of the token kernel is the chunked one."""
+    """Forward's launches, then backward's if gradients are wanted; backward of the token kernel is the chunked one."""
     if problem.mode == "auto":  # nothing to say before the mode is chosen
         return ()
     bytes_each = 4 if problem.dot == "fp32" or problem.dtype == "float32" else 2
     dots = _dot_traits(problem, bytes_each)
     wide = list(over_v(problem.K, problem.V, bytes_each))
+    gated = "g" in problem.options
     if problem.mode == "fused_recurrent":
-        found = [_launch("simple_gla_step", token(problem.K, problem.V), problem, 0, dots & {"bf16"})]
+        found = [_launch("simple_gla_step", token(problem.K, problem.V), problem, 4096, dots & {"bf16"})]
     else:
         found = [_fitting("simple_gla_scan", wide, problem, target, bytes_each, dots)]
     if problem.needs_grad:
@@ -24,7 +27,19 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         found += [_fitting("simple_gla_dq", tall, problem, target, bytes_each, dots),
                   _fitting("simple_gla_dk", tall, problem, target, bytes_each, dots),
                   _fitting("simple_gla_dv", wide, problem, target, bytes_each, dots)]
+        if gated:
+            found.append(_over_tokens("simple_gla_dg", problem, dict(BT=found[-2].block("BT")), problem.H))
+    if gated and (problem.needs_grad or problem.mode == "chunk"):
+        found.insert(0, _over_tokens("simple_gla_cumsum", problem, dict(BT=BLOCK, BH=HEADS), -(-problem.H // HEADS)))
     return tuple(found)
+
+
+def _over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: int) -> Launch:
+    """The two small kernels on the gate: a program per block of tokens and column of heads, no dots."""
+    n = problem.batch_part or problem.N
+    rows = problem.T if problem.varlen else n * problem.T
+    shares = max(1, -(-rows // (tile["BT"] * max(n, 1))))
+    return Launch(kernel, (n * shares * columns,), 4, 1, tuple(tile.items()), 4096, tile["BT"] * problem.H, frozenset())
 
 
 def shared_bytes(config: Config, bytes_each: int) -> int:

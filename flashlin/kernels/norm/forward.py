@@ -1,0 +1,121 @@
+"""Forward of the row-wise normalisations: layer norm, RMS norm, l2 norm, each after an optional residual. Tensors in, tensors out.
+
+A row of D elements is s = x + residual in fp32, and with m = mean(s) for a layer norm, else 0:
+    y = (s - m) r w + b         r = rsqrt(mean((s - m)^2) + eps)         (for an l2 norm the sum, not the mean)
+Rows are contiguous and few programs' worth of registers long: a program holds BT whole rows, so everything is read once. Rows longer
+than BD are walked in blocks of BD, twice: once for the statistics, once, out of the cache, for y.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.norm.recipe import LAYER
+
+
+@triton.jit
+def tile(x, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, EVICT: tl.constexpr):
+    """[BT, BD] of a [rows, D] tensor from row first and column d0 on, zeros outside."""
+    row = tl.arange(0, BT)
+    col = d0 + tl.arange(0, BD)
+    return tl.load(x + first * D + (row[:, None] * D + col[None, :]), mask=(first + row < rows)[:, None] & (col < D)[None, :], other=0.0,
+                   eviction_policy=EVICT)
+
+
+@triton.jit
+def put(x, value, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """Store [BT, BD] into a [rows, D] tensor."""
+    row = tl.arange(0, BT)
+    col = d0 + tl.arange(0, BD)
+    tl.store(x + first * D + (row[:, None] * D + col[None, :]), value.to(x.dtype.element_ty),
+             mask=(first + row < rows)[:, None] & (col < D)[None, :])
+
+
+@triton.jit
+def line(x, d0, D: tl.constexpr, BD: tl.constexpr):
+    """[1, BD] of a [D] tensor in fp32, zeros outside; every program reads it, so it should stay in the cache."""
+    col = d0 + tl.arange(0, BD)
+    return tl.load(x + col[None, :], mask=(col < D)[None, :], other=0.0, eviction_policy="evict_last").to(tl.float32)
+
+
+@triton.jit
+def summed(x, residual, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVICT: tl.constexpr):
+    s = tile(x, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
+    if HAS_RESIDUAL:
+        s += tile(residual, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
+    return s
+
+
+@triton.jit
+def scaled(centred, r, weight, bias, d0, D: tl.constexpr, BD: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    y = centred * r[:, None]
+    if HAS_WEIGHT:
+        y *= line(weight, d0, D, BD)
+    if HAS_BIAS:
+        y += line(bias, d0, D, BD)
+    return y
+
+
+@triton.jit(do_not_specialize=["rows", "eps"])
+def norm_forward(x, residual, weight, bias, y, total, mean, rstd, eps, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+                 KIND: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TOTAL: tl.constexpr,
+                 HAS_STATS: tl.constexpr):
+    """y, and where asked for total = s and the rows' statistics."""
+    COUNT: tl.constexpr = 1 if KIND == 2 else D
+    first = tl.program_id(0).to(tl.int64) * BT
+    inside = tl.arange(0, BD) < D
+    if BD >= D:
+        s = summed(x, residual, first, rows, 0, D, BT, BD, HAS_RESIDUAL, "evict_first")
+        if HAS_TOTAL:
+            put(total, s, first, rows, 0, D, BT, BD)
+        if KIND == 0:
+            m = tl.sum(s, 1) / D
+            s = tl.where(inside[None, :], s - m[:, None], 0.0)
+        r = tl.rsqrt(tl.sum(s * s, 1) / COUNT + eps)
+        put(y, scaled(s, r, weight, bias, 0, D, BD, HAS_WEIGHT, HAS_BIAS), first, rows, 0, D, BT, BD)
+    else:
+        m = tl.zeros([BT], dtype=tl.float32)
+        squares = tl.zeros([BT], dtype=tl.float32)
+        for d0 in range(0, D, BD):
+            s = summed(x, residual, first, rows, d0, D, BT, BD, HAS_RESIDUAL, "evict_last")
+            if HAS_TOTAL:
+                put(total, s, first, rows, d0, D, BT, BD)
+            if KIND == 0:  # means and squares of blocks combine without cancellation (Chan, Golub and LeVeque 1979)
+                here = tl.minimum(D - d0, BD) * 1.0
+                block = tl.sum(s, 1) / here
+                s = tl.where((d0 + tl.arange(0, BD) < D)[None, :], s - block[:, None], 0.0)
+                squares += (block - m) * (block - m) * (d0 * here / (d0 + here))
+                m += (block - m) * (here / (d0 + here))
+            squares += tl.sum(s * s, 1)
+        r = tl.rsqrt(squares / COUNT + eps)
+        for d0 in range(0, D, BD):
+            s = summed(x, residual, first, rows, d0, D, BT, BD, HAS_RESIDUAL, "evict_first")
+            put(y, scaled(s - m[:, None], r, weight, bias, d0, D, BD, HAS_WEIGHT, HAS_BIAS), first, rows, d0, D, BT, BD)
+    if HAS_STATS:
+        row = tl.arange(0, BT)
+        tl.store(rstd + first + row, r, mask=first + row < rows)
+        if KIND == 0:
+            tl.store(mean + first + row, m, mask=first + row < rows)
+
+
+def run(plan: Plan, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
+        kind: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, stats: bool,
+        ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(y, s or None, mean or None, rstd or None). x, residual [..., D] and weight, bias [D], contiguous, of any dtypes.
+
+    total_dtype: of s, None if it is not wanted. stats: whether backward will want mean (of a layer norm) and rstd, [...] in fp32.
+    """
+    D = x.shape[-1]
+    y = torch.empty_like(x, dtype=y_dtype)
+    total = None if total_dtype is None else torch.empty_like(x, dtype=total_dtype)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if stats else None
+    mean = torch.empty_like(rstd) if rstd is not None and kind == LAYER else None
+    if x.numel():
+        launch = plan.launch("norm_forward")
+        start(launch, norm_forward, launch.grid[0], (x, residual, weight, bias, y, total, mean, rstd, eps, x.numel() // D),
+              dict(D=D, KIND=kind, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+                   HAS_TOTAL=total is not None, HAS_STATS=stats))
+    return y, total, mean, rstd

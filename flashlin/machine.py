@@ -1,0 +1,247 @@
+"""This machine as facts, and doctor's checks on it. Each probe is guarded: what it raises is a result and never the end of the report.
+
+Offline and read-only: whether a folder can be written is asked of the system, not tried.
+"""
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flashlin
+from flashlin import policy
+from flashlin.compat.target import Target, interpreting, probe, ptxas_path, triton_state
+from flashlin.compat.versions import affected, release
+from flashlin.report import Check
+
+# The Triton each torch release was made with (Requires-Dist of its wheels on PyPI); from 2.14 on any patch release of it.
+TRITON_OF_TORCH = {"2.4.0": "3.0.0", "2.4.1": "3.0.0", "2.5.0": "3.1.0", "2.5.1": "3.1.0", "2.6.0": "3.2.0", "2.7.0": "3.3.0", "2.7.1": "3.3.1",
+                   "2.8.0": "3.4.0", "2.9.0": "3.5.0", "2.9.1": "3.5.1", "2.10.0": "3.6.0", "2.11.0": "3.6.0", "2.12.0": "3.7.0",
+                   "2.12.1": "3.7.1", "2.13.0": "3.7.1", "2.14.0": "3.8", "2.14.1": "3.8", "2.15.0": "3.9"}
+OLDEST_TORCH = (2, 4)
+# Names under which Triton's files have been published: two of them in one folder overwrite each other.
+TRITON_NAMES = ("triton", "pytorch-triton", "triton-nightly", "triton-windows", "pytorch-triton-rocm", "pytorch-triton-xpu")
+PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+
+
+class Machine(NamedTuple):
+    """torch: the module, None if unusable (torch_error says why). targets: by device name; lost: devices that could not be asked, and why."""
+    torch: Any
+    torch_error: str
+    triton: str
+    triton_error: str
+    targets: dict[str, Target]
+    lost: dict[str, str]
+    policy: policy.Policy
+    policy_error: str
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(target.backend == "cuda" for target in self.targets.values())
+
+    @property
+    def stops_everything(self) -> str:
+        """Why every call of every op fails here, if it does."""
+        return f"torch: {self.torch_error}" if self.torch_error else self.policy_error
+
+
+def attempt(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
+    """(value, "") or (None, what was raised)."""
+    try:
+        return function(*arguments), ""
+    except (Exception, SystemExit) as error:  # a broken torch, Triton or driver may raise anything at all, and that is what to report
+        text = " ".join(str(error).split())
+        return None, f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def examine() -> Machine:
+    """Ask this machine. Never raises."""
+    torch, torch_error = attempt(_torch)
+    state, error = attempt(triton_state)
+    triton, triton_error = state or ("", error)
+    settings, policy_error = attempt(policy.current)
+    targets: dict[str, Target] = {}
+    lost: dict[str, str] = {}
+    if torch is not None:
+        names, error = attempt(_devices, torch)
+        if error:
+            lost["GPUs"] = error
+        for name in names or ["cpu"]:
+            target, error = attempt(lambda name=name: probe(torch.device(name)))
+            if target is None:
+                lost[name] = error
+            else:
+                targets[name] = target
+    return Machine(torch, torch_error, triton, triton_error, targets, lost, settings or policy.Policy(), policy_error)
+
+
+def _torch() -> Any:
+    torch = import_module("torch")
+    if release(torch.__version__)[:2] < OLDEST_TORCH:
+        raise ImportError(f"torch {torch.__version__} is older than 2.4")
+    return torch
+
+
+def _devices(torch: Any) -> list[str]:
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
+def triton_for(torch_version: str) -> str:
+    """The Triton that torch release was made with; ``""`` for one nobody has looked at."""
+    return TRITON_OF_TORCH.get(".".join(map(str, release(torch_version)[:3])), "")
+
+
+def pip_triton(wanted: str) -> str:
+    return f'pip install "triton{"==" if wanted.count(".") > 1 else "~="}{wanted}{"" if wanted.count(".") > 1 else ".0"}"'
+
+
+def check_python(machine: Machine) -> Iterator[Check]:
+    yield Check(name="flashlin", status="ok", detail=f"{flashlin.__version__}, Python {platform.python_version()}, {platform.platform()}")
+
+
+def check_torch(machine: Machine) -> Iterator[Check]:
+    if machine.torch is None:
+        yield Check(name="torch", status="problem", detail=f"cannot be used: {machine.torch_error}", fix='pip install "torch>=2.4"')
+        return
+    built = machine.torch.version
+    kind = f"CUDA {built.cuda}" if built.cuda else f"ROCm {built.hip}" if built.hip else "CPU build"
+    yield Check(name="torch", status="ok", detail=f"{machine.torch.__version__}, {kind}")
+    for name, error in machine.lost.items():
+        yield Check(name=name, status="problem", detail=f"cannot be used: {error}")
+
+
+def check_triton(machine: Machine) -> Iterator[Check]:
+    wanted = triton_for(machine.torch.__version__) if machine.torch is not None else ""
+    if machine.triton_error:
+        yield Check(name="triton", status="worked around" if machine.on_gpu else "ok", fix=pip_triton(wanted) if machine.on_gpu and wanted else "",
+                    detail=f"{machine.triton_error}; without it every op runs in plain torch")
+        return
+    yield Check(name="triton", status="ok", detail=f"{machine.triton} from {_folder_of('triton')}")
+    if not wanted:
+        return
+    fits = release(machine.triton)[:wanted.count(".") + 1] == release(wanted)
+    yield Check(name="pair", status="ok" if fits else "worked around", fix="" if fits else pip_triton(wanted), detail=(
+        f"torch {machine.torch.__version__} was made with triton {wanted}" + ("" if fits else
+        f", loaded is {machine.triton}: flashlin runs on either, torch.compile may not")))
+
+
+def check_copies(machine: Machine) -> Iterator[Check]:
+    """Two Tritons on the path, and a loaded one that is not the installed one."""
+    found = {(name, dist.version, str(dist.locate_file(""))) for name in TRITON_NAMES for dist in metadata.distributions(name=name)}
+    listed = ", ".join(f"{name} {version} in {folder}" for name, version, folder in sorted(found))
+    folders = [folder for _, _, folder in found]
+    mixed = len(folders) > len(set(folders))
+    repair = "pip uninstall -y " + " ".join(sorted({name for name, _, _ in found}))
+    wanted = triton_for(machine.torch.__version__) if machine.torch is not None else ""
+    if len(found) > 1:
+        what = "their files overwrite each other" if mixed else f"the first on the path wins, which is {machine.triton or 'unusable'}"
+        yield Check(name="two Tritons", status="problem" if mixed else "worked around", detail=f"{listed}: {what}",
+                    fix=f"{repair} && {pip_triton(wanted) if wanted else 'pip install triton'}")
+    elif found and machine.triton:
+        _, version, folder = next(iter(found))
+        if release(version) != release(machine.triton):
+            yield Check(name="loaded Triton", status="worked around", detail=(
+                f"loaded is {machine.triton} from {_folder_of('triton')}, installed is {version} in {folder}: "
+                "another folder shadows it, or it was replaced while this process ran"))
+
+
+def check_ptxas(machine: Machine) -> Iterator[Check]:
+    for variable in PTXAS_VARIABLES:
+        path = os.environ.get(variable)
+        if path and not (Path(path).is_file() and os.access(path, os.X_OK)):
+            yield Check(name="ptxas", status="problem" if machine.on_gpu else "worked around", fix=f"unset {variable}",
+                        detail=f"{variable}={path} cannot be executed: Triton fails on it or, from 3.4 on, takes its own ptxas instead")
+    for where, target in {target: (where, target) for where, target in machine.targets.items()}.values():
+        if target.backend == "cuda" and target.triton:
+            path = ptxas_path(target.triton, target.capability)
+            source = next((f"by {variable}" for variable in PTXAS_VARIABLES if os.environ.get(variable) == path), "Triton's own")
+            yield Check(name="ptxas", status="ok" if target.ptxas else "could not check",
+                        detail=f"{where}: {target.ptxas or 'version unknown'}, {source}, {path or 'not found'}")
+
+
+def check_driver(machine: Machine) -> Iterator[Check]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        yield Check(name="driver", status="could not check" if machine.on_gpu else "ok", detail="nvidia-smi is not there")
+        return
+    command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    cards = [line.strip() for line in said.stdout.splitlines() if line.strip()] if said.returncode == 0 else []
+    if not cards:
+        yield Check(name="driver", status="could not check", detail=f"nvidia-smi: {(said.stdout + said.stderr).strip()[:200] or 'no GPU'}")
+        return
+    shown = "; ".join(f"{cards.count(card)} x {card.replace(', ', ', driver ')}" for card in dict.fromkeys(cards))
+    if machine.on_gpu or machine.torch is None:
+        yield Check(name="driver", status="ok", detail=shown)
+    else:
+        why = "is a CPU build" if not machine.torch.version.cuda else f"(CUDA {machine.torch.version.cuda}) finds none: driver too old, or hidden"
+        yield Check(name="driver", status="worked around", detail=f"{shown}; but torch {machine.torch.__version__} {why}",
+                    fix="" if machine.torch.version.cuda else "pip install --force-reinstall torch")
+
+
+def check_policy(machine: Machine) -> Iterator[Check]:
+    if machine.policy_error:
+        yield Check(name="policy", status="problem", detail=machine.policy_error, fix="unset the variable it names")
+        return
+    values = {**machine.policy._asdict(), "ignore": ",".join(sorted(machine.policy.ignore)) or "nothing"}
+    yield Check(name="policy", status="ok", detail=", ".join(f"{name} {value}" for name, value in values.items()))
+    valid = {f"FLASHLIN_{name.upper()}" for name in policy.Policy._fields}
+    unknown = sorted(name for name in os.environ if name.startswith("FLASHLIN_") and name not in valid)
+    if unknown:
+        yield Check(name="policy", status="worked around", detail=f"{', '.join(unknown)} means nothing; known are {', '.join(sorted(valid))}")
+
+
+def check_interpreter(machine: Machine) -> Iterator[Check]:
+    if interpreting():
+        yield Check(name="interpreter", status="worked around", fix="unset TRITON_INTERPRET",
+                    detail="TRITON_INTERPRET is set: Triton's kernels run on the CPU, thousands of times slower")
+
+
+def check_cache(machine: Machine) -> Iterator[Check]:
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        yield Check(name="cache", status="ok", detail=f"{folder} can be written")
+    else:
+        needed = machine.on_gpu and bool(machine.triton)
+        yield Check(name="cache", status="problem" if needed else "worked around", fix="export TRITON_CACHE_DIR=(a folder you can write)",
+                    detail=f"{folder} cannot be written, " + ("and Triton compiles into it" if needed else "which matters once Triton compiles"))
+
+
+def check_fla(machine: Machine) -> Iterator[Check]:
+    for name in ("flash-linear-attention", "fla-core"):
+        version, missing = attempt(metadata.version, name)
+        if missing:
+            continue
+        hit = [where for where, target in machine.targets.items() if target.backend == "cuda" and target.capability[0] == 9
+               and affected(target.triton, "3.4.0", "3.7.1")]
+        yield Check(name="fla", status="ok", detail=f"{name} {version}" + (
+            f"; called directly, its gated chunked backward gives wrong gradients on {', '.join(hit)} (Hopper, 3.4.0 <= Triton < 3.7.1), which "
+            "fla 0.6.0 answers with an exception, fla-org/flash-linear-attention#640; flashlin's own kernels are not concerned" if hit else ""))
+        return
+
+
+CHECKS: tuple[Callable[[Machine], Iterator[Check]], ...] = (
+    check_python, check_torch, check_triton, check_copies, check_ptxas, check_driver, check_policy, check_interpreter,
+    check_cache, check_fla)
+
+
+def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Check]]]) -> list[Check]:
+    """What the checks say; one that fails is a line of its own."""
+    found: list[Check] = []
+    for check in checks:
+        lines, error = attempt(lambda check=check: list(check(machine)))
+        name = check.__name__.removeprefix("check_")
+        found += lines if lines is not None else [Check(name=name, status="could not check", detail=f"could not check: {error}")]
+    return found
+
+
+def _folder_of(package: str) -> str:
+    return str(Path(sys.modules[package].__file__ or "").parent) if package in sys.modules else "nowhere"

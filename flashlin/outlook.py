@@ -1,0 +1,191 @@
+"""What dispatch plans for typical calls on a target: a line per op, the known issues met, the upgrade that helps. Pure: asks no machine."""
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from flashlin import dispatch
+from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
+from flashlin.compat.target import Target, bundled_ptxas
+from flashlin.compat.versions import is_unreleased, release
+from flashlin.dispatch import OPS
+from flashlin.guards.problem import Plan, Problem, advice
+from flashlin.kernels.variants import VARIANTS
+from flashlin.machine import PTXAS_VARIABLES, TRITON_OF_TORCH, pip_triton, triton_for
+from flashlin.policy import Policy
+from flashlin.report import STATUSES, Check, Issue, OpPlan, Status
+
+DTYPES = ("bfloat16", "float16", "float32")
+# What people call the ops with: B, T, H, K, V, number of sequences, packed. Of a norm: T rows of K elements.
+CALLS = {"training": (4, 2048, 16, 128, 128, 4, False), "packed": (1, 32768, 16, 128, 128, 16, True),
+         "heads of 256": (4, 2048, 8, 256, 256, 4, False), "decoding": (64, 1, 16, 128, 128, 64, False)}
+ROWS = {"training": (1, 16384, 1, 4096, 4096, 1, False), "decoding": (1, 64, 1, 4096, 4096, 1, False)}
+# The optional tensors that decide which kernels are started: simple GLA is called with a gate, as its name says.
+OPTIONS = {op: ("g",) for op in OPS if op.endswith("simple_gla")}
+# Releases of Triton that an upgrade may lead to.
+TRITONS = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0", "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
+
+
+class Kind(NamedTuple):
+    """What tells one typical call of an op from another."""
+    dtype: str
+    size: str
+    grad: bool
+
+
+Planned = dict[Kind, Plan]
+ISSUES = {issue.id for issue in KNOWN_ISSUES}
+
+
+def typical(op: str, target: Target, policy: Policy) -> Planned:
+    """The plans of an op's typical calls."""
+    family, mode = OPS[op]
+    found = {}
+    for size, (B, T, H, K, V, N, packed) in (ROWS if family == "norm" else CALLS).items():
+        for grad in (False,) if size == "decoding" else (False, True):
+            for dtype in DTYPES:
+                problem = Problem(op, family, mode, B, T, H, K, V, N, dtype, packed, grad, OPTIONS.get(op, ()))
+                found[Kind(dtype, size, grad)] = dispatch.plan(problem, target, policy)
+    return found
+
+
+def summary(op: str, where: str, planned: Planned) -> OpPlan:
+    """One line for all the typical calls of an op."""
+    because: dict[str, None] = {}
+    remedies: dict[str, None] = {}
+    for plan in planned.values():
+        for reason, remedy in plan.steps:
+            if reason.forced or remedy == "torch_path":
+                because[reason.code if reason.code in ISSUES else f"{reason.code}: {reason.got}"] = remedies[VARIANTS[remedy].means] = None
+        for reason in plan.refused:
+            because[str(reason)] = remedies[advice(plan)] = None
+        for issue in unguarded(plan):
+            because[f"may be wrong: {issue.id}, whose check is switched off"] = remedies["FLASHLIN_POLICY=auto and no FLASHLIN_IGNORE"] = None
+    return OpPlan(op=op, where=where, path=ways(planned), verdict=min(map(judged, planned.values()), key=STATUSES.index),
+                  because="; ".join(because), remedy="; ".join(remedies), evidence=evidence(planned.values()))
+
+
+def judged(plan: Plan) -> Status:
+    if plan.refused or unguarded(plan):
+        return "problem"
+    return "worked around" if any(reason.forced for reason, _ in plan.steps) else "ok"
+
+
+def unguarded(plan: Plan) -> list[KnownIssue]:
+    """Known issues that the plan runs into although there is a remedy, because the policy says so."""
+    return [issue for issue in issues_here(plan.target) if issue.remedies and meets(issue, plan)]
+
+
+def meets(issue: KnownIssue, plan: Plan) -> bool:
+    return any(issue.hits(launch.traits, launch.num_warps, launch.num_stages) for launch in plan.launches)
+
+
+def way(plan: Plan) -> str:
+    """In two or three words how a call runs."""
+    if plan.path != "triton":
+        return "cannot run" if plan.refused else plan.path
+    notes = [note for note, on in (("via fp32", plan.problem.dot != plan.asked.dot), ("in parts", plan.problem.batch_part > 0),
+                                   (f"with {plan.problem.max_warps} warps", plan.problem.max_warps < plan.asked.max_warps)) if on]
+    return " ".join(["triton", *notes])
+
+
+def ways(planned: Planned) -> str:
+    """How the calls run: ``triton``, or by dtype and kind of call, ``bfloat16: torch (with gradients), else triton; float16: triton``."""
+    by_dtype: dict[str, list[str]] = {}
+    for dtype in DTYPES:
+        mine = {kind: way(plan) for kind, plan in planned.items() if kind.dtype == dtype}
+        counted = sorted(dict.fromkeys(mine.values()), key=list(mine.values()).count)  # the most common one last, and without conditions
+        parts = [f"{one} ({_condition({kind for kind in mine if mine[kind] == one}, set(mine))})" for one in counted[:-1]]
+        by_dtype.setdefault(", ".join([*parts, f"else {counted[-1]}" if parts else counted[-1]]), []).append(dtype)
+    if len(by_dtype) == 1:
+        return next(iter(by_dtype))
+    return "; ".join(f"{', '.join(dtypes)}: {text}" for text, dtypes in by_dtype.items())
+
+
+def _condition(some: set[Kind], every: set[Kind]) -> str:
+    """What the calls in ``some`` have in common and the rest of ``every`` has not."""
+    for grad, words in ((True, "with gradients"), (False, "without gradients")):
+        if some == {kind for kind in every if kind.grad == grad}:
+            return words
+    sizes = sorted({kind.size for kind in some}, key=list(CALLS).index)
+    if some == {kind for kind in every if kind.size in sizes}:
+        return ", ".join(sizes)
+    return ", ".join(f"{kind.size} {'with' if kind.grad else 'without'} gradients" for kind in sorted(some))
+
+
+def evidence(plans: Iterable[Plan]) -> str:
+    """What is behind the plans that start kernels of ours: ``ran`` or ``compiled`` for this card and this minor release of Triton."""
+    kernels = [plan for plan in plans if plan.path == "triton"]
+    if not kernels:
+        return "plain torch"
+    target = kernels[0].target
+    if target.backend == "interpreter":
+        return "interpreter"
+    return proven().get(kernels[0].asked.family, {}).get(f"{target.sm} {'.'.join(map(str, release(target.triton)[:2]))}", "no record")
+
+
+@lru_cache(maxsize=1)
+def proven() -> dict[str, dict[str, str]]:
+    """The record shipped with the kernels: family -> ``"sm90 3.6"`` -> ``ran`` or ``compiled``. Empty where none is shipped."""
+    record = Path(__file__).parent / "kernels" / "proven.json"
+    return dict(json.loads(record.read_text(encoding="utf-8"))) if record.exists() else {}
+
+
+def issue_row(issue: KnownIssue, where: str, plans: list[Plan]) -> Issue:
+    status: Status = "ok"
+    detail = "the typical calls do not meet it"
+    if any(issue in unguarded(plan) for plan in plans):
+        status, detail = "problem", f"met, and its check is switched off; need {issue.need}"
+    elif any(reason.code == issue.id for plan in plans for reason, _ in plan.steps):
+        status, detail = "worked around", f"need {issue.need}"
+    elif any(meets(issue, plan) for plan in plans):
+        status, detail = "could not check", f"no plan avoids it; need {issue.need} ({issue.proof})"
+    return Issue(id=issue.id, where=where, status=status, effect=issue.effect, detail=detail, url=issue.url)
+
+
+def unreleased(where: str, target: Target) -> list[Check]:
+    """A nightly or a build from git: which fixes are in it, nobody can say."""
+    if not is_unreleased(target.triton):
+        return []
+    fixed = ".".join(map(str, release(target.triton)))
+    doubtful = [issue.id for issue in issues_here(target) if issue not in issues_here(target._replace(triton=fixed))]
+    detail = f"{where}: triton {target.triton} is an unreleased build: treated as affected by " + (
+        f"{', '.join(doubtful)}, fixed in {fixed}" if doubtful else "no more than a release would be")
+    return [Check(name="unreleased", status="worked around" if doubtful else "ok", detail=detail)]
+
+
+def upgrade(where: str, target: Target, planned: dict[str, Planned], policy: Policy) -> list[Check]:
+    """The newer Triton with the fewest ways around: of several such the one made for this torch, else the oldest."""
+    here = {op: burden(found) for op, found in planned.items() if any(judged(plan) != "ok" for plan in found.values())}
+    if target.backend != "cuda" or not here:
+        return []
+    best, left = "", here
+    for candidate in sorted(TRITONS, key=lambda version: version != triton_for(target.torch)):
+        if release(candidate) > release(target.triton):
+            ptxas = target.ptxas if any(map(os.environ.get, PTXAS_VARIABLES)) else bundled_ptxas(candidate, target.capability)
+            then = {op: burden(typical(op, target._replace(triton=candidate, ptxas=ptxas), policy)) for op in here}
+            if sum(then.values()) < sum(left.values()):
+                best, left = candidate, then
+    if not best:
+        return []
+    cleared, eased = [op for op in here if not left[op]], [op for op in here if 0 < left[op] < here[op]]
+    words = [f"{what} {len(ops)} of {len(here)}" + (f" ({', '.join(ops)})" if len(ops) <= 3 < len(here) else "")
+             for what, ops in (("clears", cleared), ("eases", eased)) if ops]
+    comes = next((f"; torch {torch} comes with it" for torch in TRITON_OF_TORCH if f"{best}.".startswith(f"{triton_for(torch)}.")), "")
+    return [Check(name="upgrade", status="worked around", fix=pip_triton(best),
+                  detail=f"{where}: of the ops that are worked around, triton {best} {' and '.join(words)}{comes}")]
+
+
+def burden(planned: Planned) -> int:
+    """How far an op's calls are from the plain way: 0 nothing in the way, then fewer warps, fp32 copies or an issue that nothing avoids, plain
+    torch, not at all."""
+    steps = {"torch_path": 3, "via_fp32": 2}
+
+    def of(plan: Plan) -> int:
+        met = [2 for issue in issues_here(plan.target) if not issue.remedies and meets(issue, plan)]
+        return 4 if plan.refused else max([*met, *(steps.get(remedy, 1) for reason, remedy in plan.steps if reason.forced)], default=0)
+    return sum(map(of, planned.values()))

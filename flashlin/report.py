@@ -1,0 +1,188 @@
+"""What doctor found, as data and as text. Nothing here asks the machine anything."""
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, computed_field, field_validator, model_validator
+
+Status = Literal["ok", "worked around", "problem", "could not check"]
+STATUSES: tuple[Status, ...] = ("problem", "worked around", "could not check", "ok")  # worst first
+
+# A report is made to be pasted into an issue: whose machine it is, and what identifies it, stays out.
+LEFT_OUT = ((r"(?<![\w.~-])(/home/[^/\s'\":]+|/Users/[^/\s'\":]+|/root\b|[A-Z]:\\Users\\[^\\\s'\"]+)", "~"),
+            (r"://[^/\s@]+@", "://"),
+            (r"(?i)\b(\w*(?:token|password|secret|api_?key)\w*)=\S+", r"\1=..."),
+            (r"(?i)\b(?:GPU-|MIG-)?[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", "(uuid)"))
+
+
+def scrub(text: str) -> str:
+    """``text`` without home folders, credentials and UUIDs."""
+    home = os.path.expanduser("~")
+    if len(home) > 3:
+        text = text.replace(home, "~")
+    for pattern, instead in LEFT_OUT:
+        text = re.sub(pattern, instead, text)
+    return text
+
+
+class Facts(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _scrubbed(cls, value: Any) -> Any:
+        return scrub(value) if isinstance(value, str) else value
+
+
+class Device(Facts):
+    """A machine that was planned for. where: torch's name of the device (``cuda:0``), or ``named`` for one described by hand."""
+    where: str
+    name: str
+    backend: str
+    sm: str
+    triton: str
+    ptxas: str
+    torch: str
+    shared: int
+    sms: int
+
+    def __str__(self) -> str:
+        card = f"{self.name} {self.sm}, " if self.backend in ("cuda", "hip") else "Triton's interpreter, " if self.backend == "interpreter" else ""
+        ptxas = f", ptxas {self.ptxas}" if self.ptxas else ""
+        return f"{self.where}: {card}triton {self.triton or 'none'}{ptxas}, torch {self.torch or 'unknown'}"
+
+
+class Check(Facts):
+    """fix: a command that repairs it, or ``""``."""
+    name: str
+    status: Status
+    detail: str
+    fix: str = ""
+
+
+class OpPlan(Facts):
+    """What dispatch plans for an op's typical calls. where: the devices it holds for. evidence: ``ran``, ``compiled``, ``no record``, and
+    ``plain torch`` or ``interpreter`` where no kernel of ours is compiled."""
+    op: str
+    where: str
+    path: str
+    verdict: Status
+    because: str
+    remedy: str
+    evidence: str
+
+
+class Issue(Facts):
+    """A known issue whose versions and cards include this machine. status: whether our launches meet it, and what happens then."""
+    id: str
+    where: str
+    status: Status
+    effect: str
+    detail: str
+    url: str
+
+
+class Ran(Facts):
+    """A case that doctor really ran, forward and backward, against the float64 reference."""
+    case: str
+    where: str
+    dtype: str
+    status: Status
+    detail: str
+    seconds: float
+
+
+class Report(Facts):
+    """The whole answer of ``flashlin.doctor()``. Text by ``str``, ``text()`` or ``markdown()``; JSON by ``model_dump_json()``."""
+    version: str
+    devices: tuple[Device, ...]
+    checks: tuple[Check, ...]
+    plans: tuple[OpPlan, ...]
+    issues: tuple[Issue, ...]
+    ran: tuple[Ran, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _computed_anew(cls, values: Any) -> Any:
+        return {name: value for name, value in values.items() if name not in ("ok", "verdict")} if isinstance(values, dict) else values
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def ok(self) -> bool:
+        """Whether every op runs here and nothing is known to be wrong."""
+        return "problem" not in self._statuses()
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        stopped = [plan for plan in self.plans if plan.verdict == "problem"]
+        bad = [f"{check.name}: {check.detail}" for check in self.checks if check.status == "problem"]
+        bad += [f"known issue {issue.id} is not worked around" for issue in self.issues if issue.status == "problem"]
+        bad += [f"{ran.case} {ran.dtype}: {ran.detail}" for ran in self.ran if ran.status == "problem"]
+        if stopped:
+            why = "" if bad else f" ({stopped[0].because})"
+            bad.append(f"{len(stopped)} of {len(self.plans)} ops cannot run, or may be wrong{why}")
+        if bad:
+            return "Not everything works here. " + "; ".join(bad[:2] + ([f"and {len(bad) - 2} more"] if len(bad) > 2 else [])) + "."
+        around = sum(plan.verdict == "worked around" for plan in self.plans)
+        if around:
+            return f"Every op runs here, {around} of {len(self.plans)} by a way around a limit of this machine (below). Nothing needs action."
+        if "worked around" in self._statuses():
+            return "Every op runs here. What is marked below does no harm; nothing needs action."
+        return "Every op runs here. If everything works for you, nothing below needs action."
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.ok else 1
+
+    def _statuses(self) -> set[Status]:
+        return {*(check.status for check in self.checks), *(plan.verdict for plan in self.plans), *(issue.status for issue in self.issues),
+                *(ran.status for ran in self.ran)}
+
+    def _tables(self) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+        """(title, columns, rows). The column ``where`` only if there is more than one device."""
+        many = len(self.devices) > 1
+        yield ("Ops", ("", "op", *["where"] * many, "path", "evidence", "because", "remedy"),
+               [(p.verdict, p.op, *[p.where] * many, p.path, p.evidence, p.because, p.remedy) for p in self.plans])
+        yield "Checks", ("", "check", "found", "fix"), [(c.status, c.name, c.detail, c.fix and f"fix: {c.fix}") for c in self.checks]
+        yield ("Known issues of this machine", ("", "issue", *["where"] * many, "effect", "here", "source"),
+               [(i.status, i.id, *[i.where] * many, i.effect, i.detail, i.url) for i in self.issues])
+        yield ("Ran here, against the float64 reference", ("", "case", "where", "dtype", "found", "time"),
+               [(r.status, r.case, r.where, r.dtype, r.detail, f"{r.seconds:.1f} s") for r in self.ran])
+
+    def text(self) -> str:
+        lines = [f"flashlin {self.version}: {self.verdict}", ""]
+        lines += [f"  {device}" for device in self.devices]
+        for title, _, rows in self._tables():
+            if rows:
+                lines += ["", title, *_aligned(rows)]
+        return "\n".join(lines)
+
+    def markdown(self) -> str:
+        lines = [f"**flashlin {self.version}: {_cell(self.verdict)}**", "", *(f"- {_cell(str(device))}" for device in self.devices)]
+        for title, columns, rows in self._tables():
+            if rows:
+                lines += ["", f"### {title}", "", _row(columns), _row("---" for _ in columns), *(_row(map(_cell, row)) for row in rows)]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Columns as wide as their widest cell, up to a point: long cells push the rest of their line to the right."""
+    widths = [min(max(len(cell) for cell in column), 64) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cell(text: str) -> str:
+    """A table cell on one line that Markdown reads as plain text."""
+    return re.sub(r"([|*_<>`\\])", r"\\\1", " ".join(text.split()))

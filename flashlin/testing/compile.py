@@ -1,0 +1,266 @@
+"""Compile recorded launches to machine code for any card, with whatever Triton is importable, without a GPU.
+
+    python -m flashlin.testing.compile --sm 90 < launches.jsonl > results.jsonl
+
+Triton's own JIT does the work, as for a call: it is handed arguments of the recorded types and a driver that only knows the target, so
+nothing here depends on how a release spells its compile function. One child process per kernel, forked from a warm parent: an MLIR
+assertion kills only the child, and some releases (3.2, 3.3) generate other code for the second kernel of a process than for the first.
+"""
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flashlin.compat.target import shared_per_block
+from flashlin.testing.record import TYPES, Recorded
+
+DTYPES = {name: dtype for dtype, name in TYPES.items()}
+NUMBERS: dict[str, Any] = {"i32": 3, "i32:1": 1, "i32:16": 16, "i64": 2**40 + 3, "i64:16": 2**40, "u64": 2**63 + 3, "u64:16": 2**63,
+                           "fp32": 0.5, "i1": True}
+TELLING = re.compile(r"Assertion|LLVM ERROR|UNREACHABLE|error:|terminate called|Unsupported")
+MATRIX_INSTRUCTIONS = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
+
+
+class Result(NamedTuple):
+    """status: ``ok``, ``exception``, ``abort`` (the compiler killed its process), ``ptxas`` (the assembler refused), ``shared`` (compiles,
+    but one block may not have that much shared memory), ``timeout``. message: of the exception; cause: the line of stderr that says why.
+    shared, registers, spills: bytes of shared memory, registers a thread, bytes of spill stores and loads. matrix: tensor-core instructions.
+    triton: the release that ran.
+    """
+    status: str
+    message: str = ""
+    cause: str = ""
+    shared: int = 0
+    registers: int = 0
+    spills: int = 0
+    matrix: tuple[str, ...] = ()
+    seconds: float = 0.0
+    triton: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+
+class Job(NamedTuple):
+    """sm: compute capability as ptxas writes it: 90, 103."""
+    sm: int
+    launch: Recorded
+
+
+def compile_launches(jobs: Iterable[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0, timeout: float = 180) -> list[Result]:
+    """Compile each job in a process that sees ``environment`` on top of this one's (see environments.py); results in the jobs' order.
+
+    at_once: children at a time, 0 for one per core. timeout: seconds for each. Raises RuntimeError if that process itself cannot run.
+    """
+    jobs = list(jobs)
+    lines = "".join(f'{{"sm": {job.sm}, "launch": {job.launch.to_json()}}}\n' for job in jobs)
+    ran = subprocess.run([sys.executable, "-m", "flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout)], input=lines,
+                         capture_output=True, text=True, env={**os.environ, **(environment or {})}, check=False)
+    if ran.returncode:
+        raise RuntimeError(f"the compiling process ended with {ran.returncode}: {ran.stderr.strip()[-2000:]}")
+    found: dict[int, Result] = {}
+    for line in ran.stdout.splitlines():
+        fields = json.loads(line)
+        found[fields.pop("job")] = Result(**{**{name: fields[name] for name in Result._fields}, "matrix": tuple(fields["matrix"])})
+    return [found[n] for n in range(len(jobs))]
+
+
+class _Pointer:
+    """A tensor as far as the JIT looks: a dtype and an address."""
+
+    def __init__(self, dtype: torch.dtype, address: int) -> None:
+        self.dtype, self.address = dtype, address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Driver:
+    """As much of a driver as the JIT asks before it launches: a current device, and what to compile for."""
+
+    def __init__(self, sm: int) -> None:
+        self.sm = sm
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+        return GPUTarget("cuda", self.sm, 32)
+
+
+def argument(kind: str | None) -> Any:
+    """A value that the JIT gives the type ``kind``."""
+    if kind is None or not kind.startswith("*"):
+        return None if kind is None else NUMBERS[kind]
+    name, _, divisible = kind[1:].partition(":")
+    return _Pointer(DTYPES[name], 0 if divisible else 4)
+
+
+def _compile(job: Job, folder: Path) -> Result:
+    """In the child: hand the launch to the JIT, and read what came out."""
+    from triton.runtime import driver
+    driver.set_active(_Driver(job.sm))
+    log = _keep_ptxas_report()
+    launch = job.launch
+    kernel = getattr(importlib.import_module(launch.module), launch.kernel)
+    try:
+        compiled = kernel.warmup(*(argument(kind) for _, kind in launch.arguments), grid=(1,), **dict(launch.constants),
+                                 num_warps=launch.num_warps, num_stages=launch.num_stages)
+        if hasattr(compiled, "result"):  # some releases compile in the background
+            compiled = compiled.result()
+        code = str(compiled.asm["ptx"])
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if error.__cause__ is not None:
+            text += f" <- {type(error.__cause__).__name__}: {error.__cause__}"
+        refusal = [line for line in str(error).splitlines() if line.startswith("ptxas ") and "error" in line]
+        return Result("ptxas", refusal[0][:2000]) if refusal else Result("ptxas" if "ptxas" in str(error) else "exception", text[:2000])
+    report = "\n".join(log)
+    registers = re.search(r"Used (\d+) registers", report)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    shared, limit = int(compiled.metadata.shared), shared_per_block((job.sm // 10, job.sm % 10))
+    return Result("ok" if shared <= limit else "shared", "" if shared <= limit else f"{shared} bytes of shared memory, {limit} on sm_{job.sm}",
+                  "", shared, int(registers[1]) if registers else 0, int(spills[1]) + int(spills[2]) if spills else 0,
+                  tuple(sorted(set(MATRIX_INSTRUCTIONS.findall(code)))))
+
+
+def _keep_ptxas_report() -> list[str]:
+    """ptxas -v writes registers and spills to a file that Triton deletes; this keeps its text, whichever way a release starts ptxas."""
+    log: list[str] = []
+    run = subprocess.run
+
+    def watched(command: Any, *args: Any, **options: Any) -> Any:
+        text = command if isinstance(command, str) else " ".join(command)
+        to_file = re.search(r"2> (\S+)", text)
+        name = to_file[1] if to_file else getattr(options.get("stderr"), "name", None)
+        try:
+            return run(command, *args, **options)
+        finally:
+            if "ptxas" in text and isinstance(name, str) and os.path.exists(name):
+                log.append(Path(name).read_text(errors="replace"))
+    subprocess.run = watched  # type: ignore[assignment]
+    return log
+
+
+def _child(job: Job, folder: Path) -> None:
+    """Never returns. Output goes to a file, because from Triton 3.3 on only stderr says which assertion failed."""
+    try:
+        os.setpgid(0, 0)
+        output = os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
+        tempfile.tempdir = str(folder)
+        (folder / "result").write_text(json.dumps(_compile(job, folder)))
+    finally:
+        os._exit(0)
+
+
+def _verdict(folder: Path, status: int | None) -> Result:
+    """From what the child left behind; status None: it took too long."""
+    stderr = (folder / "stderr").read_text(errors="replace") if (folder / "stderr").exists() else ""
+    lines = [line for line in stderr.splitlines() if TELLING.search(line)]
+    # an assertion says more than the messages that follow from it
+    lines.sort(key=lambda line: not re.search(r"Assertion|LLVM ERROR|UNREACHABLE", line))
+    cause = lines[0].strip()[:500] if lines else ""
+    if status is None:
+        return Result("timeout", cause=cause)
+    if os.WIFSIGNALED(status):
+        return Result("abort", signal.Signals(os.WTERMSIG(status)).name, cause or stderr.strip()[-500:])
+    if not (folder / "result").exists():
+        return Result("exception", f"the child ended with {os.waitstatus_to_exitcode(status)}", cause or stderr.strip()[-500:])
+    fields = json.loads((folder / "result").read_text())
+    result = Result(*fields)._replace(matrix=tuple(fields[6]))
+    return result if result.ok else result._replace(cause=cause)
+
+
+def serve(jobs: list[Job], at_once: int, timeout: float) -> Iterator[tuple[int, Result]]:
+    """(number, result) as they finish."""
+    import triton
+    _warm(jobs)
+    room = Path(tempfile.mkdtemp(prefix="flashlin-compile-"))
+    waiting = list(enumerate(jobs))[::-1]
+    running: dict[int, tuple[int, Path, float]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number, job = waiting.pop()
+                folder = room / str(number)
+                folder.mkdir()
+                child = os.fork()
+                if child == 0:
+                    _child(job, folder)
+                running[child] = (number, folder, time.monotonic())
+            for child, (number, folder, began) in list(running.items()):
+                took = time.monotonic() - began
+                done, code = os.waitpid(child, os.WNOHANG)
+                status: int | None = code
+                if not done and took > timeout:
+                    with suppress(ProcessLookupError):
+                        os.killpg(child, signal.SIGKILL)
+                    done, _ = os.waitpid(child, 0)
+                    status = None
+                if done:
+                    del running[child]
+                    yield number, _verdict(folder, status)._replace(seconds=round(took, 2), triton=triton.__version__)
+                    shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.005)
+    finally:
+        for child in running:
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+        shutil.rmtree(room, ignore_errors=True)
+
+
+def _warm(jobs: list[Job]) -> None:
+    """What every child would otherwise do again: imports, and the hash of Triton's library."""
+    for module in {job.launch.module for job in jobs}:
+        importlib.import_module(module)
+    for home in ("triton.runtime.cache", "triton.compiler.compiler"):
+        with suppress(ImportError, AttributeError):
+            importlib.import_module(home).triton_key()
+            return
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m flashlin.testing.compile", description="launches as JSON lines in, results as JSON lines out")
+    parser.add_argument("--sm", type=int, help="compute capability, 90 for instance, where a line does not say")
+    parser.add_argument("--at-once", type=int, default=0, help="kernels compiled at a time, 0 for one per core")
+    parser.add_argument("--timeout", type=float, default=180, help="seconds for each")
+    given = parser.parse_args(arguments)
+    jobs = []
+    for line in filter(None, map(str.strip, sys.stdin)):
+        fields = json.loads(line)
+        launch = fields.get("launch", fields)
+        sm = fields.get("sm", given.sm)
+        if sm is None:
+            parser.error("--sm is needed where a line does not say")
+        jobs.append(Job(sm, Recorded.from_json(json.dumps(launch))))
+    for number, result in serve(jobs, given.at_once or os.cpu_count() or 1, given.timeout):
+        print(json.dumps({"job": number, "kernel": jobs[number].launch.kernel, "sm": jobs[number].sm, **result._asdict()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

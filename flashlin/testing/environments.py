@@ -1,0 +1,75 @@
+"""Other Triton releases beside the installed one, for child processes: the way every release is tested from one environment.
+
+    subprocess.run([sys.executable, ...], env={**os.environ, **triton_environment("3.2.0")})
+
+A release is installed once, without its dependencies, into ``.cache/tritons`` of the working directory (or ``$FLASHLIN_CACHE``) and put
+in front of the installed packages by PYTHONPATH. 280 to 1,000 MB each; delete the folder to get the space back.
+"""
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flashlin.compat.versions import release
+
+# Every release that flashlin answers for, oldest first.
+RELEASES = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
+
+
+class NotInstallable(RuntimeError):
+    """pip could not install that release here: no network, or no wheel for this Python."""
+
+
+def triton_environment(version: str, *, interpreter: bool = False, cache: Path | None = None) -> dict[str, str]:
+    """Environment variables under which a child of this Python imports Triton ``version``; installs it at the first call.
+
+    interpreter: also the newest numpy that this release's interpreter works with (with numpy 2, 3.0 and 3.1 lose writes silently).
+    Raises NotInstallable, which quotes pip.
+    """
+    found = [installed([f"triton=={version}"], f"triton-{version}", cache)]
+    if release(version) < (3, 3) and importlib.util.find_spec("setuptools") is None:
+        found.append(installed(["setuptools"], "setuptools", cache))
+    if interpreter and release(version) < (3, 7):
+        bound = "numpy<2" if release(version) < (3, 2) else "numpy<2.3"
+        found.append(installed([bound], bound.replace("<", "-below-"), cache))
+    paths = [str(path) for path in found]
+    return {"PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def installed(requirements: list[str], name: str, cache: Path | None = None) -> Path:
+    """The folder ``name`` of the cache, filled by pip if it is not there yet. Safe to call from several processes at once."""
+    cache = cache or Path(os.environ.get("FLASHLIN_CACHE") or Path(".cache", "tritons"))
+    home = cache.resolve() / name
+    if home.exists():
+        return home
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(home.with_name(f".{name}.lock")):
+        if home.exists():  # another process was faster
+            return home
+        fresh = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=home.parent))
+        try:
+            ran = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
+                                  "--only-binary", ":all:", "--target", str(fresh), *requirements],
+                                 capture_output=True, text=True, check=False)
+            if ran.returncode:
+                raise NotInstallable(f"pip install {' '.join(requirements)}: {ran.stderr.strip()[-1000:]}")
+            fresh.chmod(0o755)
+            fresh.rename(home)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+    return home
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,100 @@
+"""Which kernels a call would start on a machine one does not own, as plain data.
+
+Inside ``recording(target)`` every call is planned for that target and nothing is started, so the public entry points, forward and
+backward, run on CPU tensors (their results hold whatever the memory held). What is kept of a launch is what Triton's JIT compiles for:
+two launches that share one compiled kernel are one ``Recorded``.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from flashlin.compat import launch as door
+from flashlin.compat import target as machine
+from flashlin.compat.target import Target
+from flashlin.guards.problem import Launch
+
+Constant = bool | int | float | str | None
+
+# What Triton calls torch's dtypes.
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1", torch.uint8: "u8",
+         torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
+
+
+class Recorded(NamedTuple):
+    """One kernel as the JIT specialises it.
+
+    arguments: the run-time ones in order, each with its type: ``*bf16`` for a pointer, ``i32``, ``fp32``, None for None. ``:16`` after it
+    says divisible by 16, ``:1`` equal to 1: the JIT compiles those apart. constants: the constexprs, tile included.
+    shared: bytes, the plan's upper estimate. traits: the plan's, sorted.
+    """
+    module: str
+    kernel: str
+    arguments: tuple[tuple[str, str | None], ...]
+    constants: tuple[tuple[str, Constant], ...]
+    num_warps: int
+    num_stages: int
+    shared: int
+    traits: tuple[str, ...]
+
+    def __str__(self) -> str:
+        constants = " ".join(f"{name}={value}" for name, value in self.constants)
+        return f"{self.kernel}({', '.join(str(kind) for _, kind in self.arguments)}) {constants} warps={self.num_warps} stages={self.num_stages}"
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps({**self._asdict(), "arguments": dict(self.arguments), "constants": dict(self.constants)})
+
+    @classmethod
+    def from_json(cls, line: str) -> Recorded:
+        fields = json.loads(line)
+        return cls(**{**fields, "arguments": tuple(fields["arguments"].items()), "constants": tuple(fields["constants"].items()),
+                      "traits": tuple(fields["traits"])})
+
+
+@contextmanager
+def recording(target: Target) -> Iterator[list[Recorded]]:
+    """Plan every call for ``target`` and collect what it would start, each kernel once, in order of the first launch."""
+    found: list[Recorded] = []
+
+    def keep(launch: Launch, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        seen = recorded(launch, kernel, arguments, constants)
+        if seen not in found:
+            found.append(seen)
+    machine.pretend(target)
+    door.replace_starter(keep)
+    try:
+        yield found
+    finally:
+        door.replace_starter(None)
+        machine.pretend(None)
+
+
+def recorded(launch: Launch, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Recorded:
+    """What is left of a launch once the JIT has looked at it."""
+    # Under TRITON_INTERPRET a kernel is an InterpretedFunction, which keeps the decorator's options in kwargs.
+    left_alone = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()
+    names = kernel.arg_names[:len(arguments)]
+    kinds = tuple((name, specialised(value, name not in left_alone)) for name, value in zip(names, arguments, strict=True))
+    return Recorded(kernel.fn.__module__, kernel.fn.__name__, kinds, tuple({**constants, **dict(launch.tile)}.items()),
+                    launch.num_warps, launch.num_stages, launch.shared, tuple(sorted(launch.traits)))
+
+
+def specialised(value: Any, specialise: bool = True) -> str | None:
+    """The type the JIT gives an argument. specialise: False for those in ``do_not_specialize``, of which only the type counts."""
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        return f"*{TYPES[value.dtype]}" + (":16" if specialise and value.data_ptr() % 16 == 0 else "")
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, int):
+        kind = "i32" if -2**31 <= value < 2**31 else "i64" if value < 2**63 else "u64"
+        return kind + ((":1" if value == 1 else ":16" if value % 16 == 0 else "") if specialise else "")
+    raise TypeError(f"argument: got {type(value).__name__}, need a tensor, a number, a bool or None")

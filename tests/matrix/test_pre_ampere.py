@@ -1,0 +1,110 @@
+"""Below sm_80: what fails on which Triton fails exactly where a KnownIssue says, and what is planned instead compiles.
+
+No card is needed: ``raw`` are the launches recorded with the known-issue checks off, ``planned`` those of the normal policy; both are
+compiled to machine code by the real releases.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import flashlin
+from flashlin.compat.known_issues import KNOWN_ISSUES, issues_here
+from flashlin.compat.target import parse
+from flashlin.testing.compile import Job, Result
+from flashlin.testing.record import Recorded, recording
+
+Compile = Callable[[str, list[Job]], list[Result]]
+Launches = Callable[..., list[Recorded]]
+
+RELEASES = ("3.0.0", "3.2.0", "3.3.1", "3.4.0", "3.9.0")
+CARDS = (70, 75)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+OPS = ("chunk_simple_gla", "fused_recurrent_simple_gla")
+# What the compiler says where an issue strikes; a release may meet the same wall in several places.
+SAYS = {
+    "bf16-pre-ampere-32": ("Feature '.bf16' requires .target sm_80 or higher", "IndexError: map::at",
+                           "Failed to compute parent layout for slice layout"),
+    "half-dot-volta-32": ("Failed to compute parent layout for slice layout",),
+    "half-dot-33-pre-ampere": ("Unsupported rounding mode for conversion", "Unsupported conversion from"),
+}
+SPILLING = "half-dot-34-pre-ampere"  # compiles, and one can see from the spills what it is worth
+TENS_OF_KILOBYTES = 10_000
+
+
+@pytest.fixture(scope="module")
+def launches(gated: Callable[..., None]) -> Launches:
+    def recorded(version: str, sm: int, dtype: torch.dtype, policy: str, others: torch.dtype = torch.float32) -> list[Recorded]:
+        with recording(parse(f"triton={version},sm={sm}")) as found, flashlin.settings(policy=policy):
+            for op in OPS:
+                gated(op, dtype, others=others)
+        return found
+    return recorded
+
+
+def striking(version: str, sm: int, launch: Recorded) -> list[str]:
+    """The known issues that a launch runs into."""
+    here = issues_here(parse(f"triton={version},sm={sm}"))
+    return [issue.id for issue in here if issue.hits(frozenset(launch.traits), launch.num_warps, launch.num_stages)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("version", RELEASES)
+def test_raw_launches_fail_exactly_where_a_known_issue_says(version: str, compiled: Compile, launches: Launches) -> None:
+    jobs = list(dict.fromkeys(Job(sm, launch) for sm in CARDS for dtype in DTYPES for launch in launches(version, sm, dtype, "off")))
+    if version >= "3.4":  # slow to compile; the planned ones below are the same there
+        jobs = [job for job in jobs if job.launch.kernel == "simple_gla_scan"]
+    wrong = []
+    for job, result in zip(jobs, compiled(version, jobs), strict=True):
+        issues = striking(version, job.sm, job.launch)
+        failing = [issue for issue in issues if issue in SAYS]
+        said = f"{result.message} {result.cause}"
+        if result.ok == bool(failing) or (failing and not any(text in said for issue in failing for text in SAYS[issue])):
+            wrong.append(f"sm_{job.sm} {job.launch}: known {issues}, got {result}")
+        if SPILLING in issues and result.spills < TENS_OF_KILOBYTES:
+            wrong.append(f"sm_{job.sm} {job.launch}: known {issues}, spills {result.spills}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("version", RELEASES)
+def test_planned_launches_compile(version: str, compiled: Compile, launches: Launches) -> None:
+    jobs: list[Job] = []
+    for sm in CARDS:
+        for dtype in DTYPES:
+            planned = [launch for others in {torch.float32, dtype} for launch in launches(version, sm, dtype, "auto", others)]
+            assert planned, f"sm_{sm} {dtype}: the torch path, where fp32 operands would do"
+            if version < "3.3":  # there a kernel may not even load or store bf16: torch casts, before the launch and after it
+                assert not any("bf16" in str(kind) for launch in planned for _, kind in launch.arguments), f"sm_{sm} {dtype}"
+            jobs += [Job(sm, launch) for launch in planned]
+    jobs = list(dict.fromkeys(jobs))
+    failed = [f"sm_{job.sm} {job.launch}: {result}" for job, result in zip(jobs, compiled(version, jobs), strict=True) if not result.ok]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("version", ["3.0.0", "3.2.0"])
+def test_fp32_dots_on_turing_need_ieee_products(version: str, compiled: Compile, launches: Launches) -> None:
+    """Issue tf32-dot-turing-32: the same launch with tf32 products, which is what Triton does unless told otherwise."""
+    scan = next(launch for launch in launches(version, 75, torch.float32, "off") if launch.kernel == "simple_gla_scan")
+    assert dict(scan.constants)["PRECISION"] == "ieee"
+    tf32 = scan._replace(constants=tuple((name, "tf32" if name == "PRECISION" else value) for name, value in scan.constants))
+    ours, triton_default = compiled(version, [Job(75, scan), Job(75, tf32)])
+    assert ours.ok, ours
+    assert "IndexError: map::at" in triton_default.message
+
+
+@pytest.mark.parametrize(("triton", "sm", "dtype", "remedies"), [
+    ("3.0.0", 75, "bfloat16", ["via_fp32"]), ("3.2.0", 75, "bfloat16", ["via_fp32"]), ("3.2.0", 75, "float16", []),
+    ("3.2.0", 70, "float16", ["via_fp32"]), ("3.1.0", 70, "float16", []), ("3.3.1", 75, "bfloat16", ["via_fp32"]),
+    ("3.3.1", 70, "float16", ["via_fp32"]), ("3.3.1", 75, "float32", []), ("3.2.0", 75, "float32", []),
+    ("3.9.0", 75, "float32", []), ("3.3.1", 80, "bfloat16", [])])
+def test_the_remedy_is_fp32_operands_and_only_where_needed(triton: str, sm: int, dtype: str, remedies: list[str]) -> None:
+    problem = flashlin.Problem("chunk_simple_gla", "simple_gla", "chunk", 2, 128, 4, 64, 64, 2, dtype, needs_grad=True)
+    the_plan = flashlin.plan(problem, parse(f"triton={triton},sm={sm}"))
+    assert [remedy for _, remedy in the_plan.steps] == remedies and the_plan.path == "triton"
+
+
+def test_every_issue_proven_here_is_one() -> None:
+    assert {*SAYS, SPILLING} <= {issue.id for issue in KNOWN_ISSUES}

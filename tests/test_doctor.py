@@ -1,0 +1,563 @@
+"""doctor answers on every machine, however broken, and what it says is what happens."""
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import flashlin
+from flashlin import diagnosis, dispatch, machine, outlook, policy, report
+from flashlin.__main__ import main
+from flashlin.compat.target import Target, parse
+from flashlin.dispatch import OPS
+from flashlin.machine import CHECKS, Machine, checkup
+from flashlin.policy import Policy
+from flashlin.report import Report
+from flashlin.testing import quick
+
+ROOT = Path(__file__).resolve().parent.parent
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("FLASHLIN_", "TRITON_"))}
+
+
+@pytest.fixture(autouse=True)
+def default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("FLASHLIN_", "TRITON_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(policy, "_current", None)
+
+
+# --- broken machines, each in a process of its own ---
+
+def run(*arguments: str, before: str = "", path: tuple[Path, ...] = (), cwd: str | Path = ROOT,
+        **environment: str) -> subprocess.CompletedProcess[str]:
+    """``flashlin`` with these arguments, after the script ``before``, with folders in front of the search path."""
+    script = f"{textwrap.dedent(before)}\nimport sys\nfrom flashlin.__main__ import main\nsys.exit(main({list(arguments)!r}))"
+    search = os.pathsep.join(map(str, (*path, ROOT)))
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, cwd=cwd,
+                          env={**CLEAN, "PYTHONPATH": search, **environment})
+
+
+def read(done: subprocess.CompletedProcess[str]) -> Report:
+    """The report, and nothing else on stdout; no traceback anywhere."""
+    assert "Traceback" not in done.stderr, done.stderr
+    return Report.model_validate_json(done.stdout)
+
+
+def package(folder: Path, name: str, text: str) -> Path:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(text)
+    return folder
+
+
+def installed(folder: Path, name: str, version: str) -> Path:
+    """What pip leaves of a package besides its files."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return folder
+
+
+def check(found: Report, name: str) -> report.Check:
+    return next(one for one in found.checks if one.name == name)
+
+
+NO_TORCH = "import sys; sys.modules['torch'] = None"
+BROKEN = "print('noise on stdout')\nraise OSError('libcudart.so.12: cannot open shared object file')"
+
+
+@pytest.mark.parametrize("broken", ["missing", "raising", "exiting", "old", "empty"])
+def test_a_torch_that_cannot_be_used_is_the_verdict(broken: str, tmp_path: Path) -> None:
+    text = {"missing": "", "raising": BROKEN, "exiting": "raise SystemExit(3)", "old": "__version__ = '2.1.0'", "empty": ""}[broken]
+    before, path = (NO_TORCH, ()) if broken == "missing" else ("", (package(tmp_path, "torch", text),))
+    done = run("doctor", "--json", before=before, path=path)
+    found = read(done)
+    assert done.returncode == 1 and not found.ok
+    assert check(found, "torch").status == "problem" and "pip install" in check(found, "torch").fix
+    assert {row.op for row in found.plans} == set(OPS)
+    assert {(row.path, row.verdict) for row in found.plans} == {("cannot run", "problem")}
+    assert found.verdict.startswith("Not everything works here. torch")
+
+
+def test_other_machines_are_planned_for_without_torch_and_triton() -> None:
+    done = run("doctor", "--json", "--target", "triton=3.6.0,sm=90", before=NO_TORCH + "; sys.modules['triton'] = None")
+    assert done.returncode == 0 and {row.path for row in read(done).plans} == {"triton"}
+
+
+def test_help_needs_nothing_but_python() -> None:
+    for arguments in (["--help"], ["doctor", "--help"], ["explain", "--help"]):
+        done = run(*arguments, before=NO_TORCH + "\nfor name in ('triton', 'pydantic', 'packaging'): sys.modules[name] = None")
+        assert done.returncode == 0 and "examples:" in done.stdout and not done.stderr
+
+
+# After the report, the call that it was about.
+CALL = """
+    import atexit, contextlib, sys
+    def call():
+        with contextlib.redirect_stdout(sys.stderr):
+            try:
+                import flashlin, torch
+                flashlin.chunk_simple_gla(*[torch.ones(1, 4, 1, 16)] * 3)
+                print("the call ran")
+            except Exception as error:
+                print("the call failed:", error)
+    atexit.register(call)
+    """
+
+
+def happened(done: subprocess.CompletedProcess[str], found: Report) -> None:
+    """Doctor said that the call runs in plain torch, and so it did."""
+    assert "the call ran" in done.stderr, done.stderr
+    assert (found.plans[0].path, done.returncode) == ("torch", 0)
+
+
+@pytest.mark.parametrize(("text", "said"), [("__version__ = '2.3.1'\nfrom . import language", "2.3.1 is older than 3.0"), (BROKEN, "libcudart")])
+def test_with_a_triton_that_cannot_be_used_doctor_says_what_happens(text: str, said: str, tmp_path: Path) -> None:
+    package(tmp_path, "triton", text)
+    (tmp_path / "triton" / "language.py").write_text("class dtype: pass")
+    done = run("doctor", "--json", "--op", "chunk_simple_gla", before=CALL, path=(tmp_path,))
+    found = read(done)
+    assert said in check(found, "triton").detail and "plain torch" in check(found, "triton").detail
+    happened(done, found)
+
+
+def test_two_tritons_a_home_and_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    installed(package(tmp_path, "triton", "__version__ = '3.1.0'\nfrom . import language"), "triton", "3.1.0")
+    (tmp_path / "triton" / "language.py").write_text("class dtype: pass")
+    done = run("doctor", "--json", "--op", "chunk_simple_gla", before=CALL, path=(tmp_path,), cwd="/proc", HOME="/dev/null/home")
+    found = read(done)
+    both = check(found, "two Tritons")
+    assert both.status == "worked around" and "triton 3.1.0" in both.detail and "first on the path wins, which is 3.1.0" in both.detail
+    assert both.fix.startswith("pip uninstall -y triton && pip install")
+    assert check(found, "pair").status == "worked around" and "pip install" in check(found, "pair").fix
+    assert check(found, "cache").status == "worked around" and "cannot be written" in check(found, "cache").detail
+    happened(done, found)
+
+
+def test_this_machine_in_text_and_markdown_and_nothing_written(tmp_path: Path) -> None:
+    before = "import os; os.umask(0)"
+    text = run("doctor", before=before, cwd=tmp_path, HOME=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache"), PYTHONDONTWRITEBYTECODE="1")
+    assert text.returncode == 0 and not text.stderr
+    first, _, device, *rest = text.stdout.splitlines()
+    assert first.startswith(f"flashlin {flashlin.__version__}: Every op runs here.")
+    assert "triton" in device and "torch" in device
+    assert all(sum(f"  {op} " in line for line in rest) == 1 for op in OPS), "one line per op"
+    assert not list(tmp_path.iterdir()), "doctor is read-only"
+    assert str(tmp_path) not in text.stdout, "home folders stay out"
+
+
+# --- checks, on machines made by hand ---
+
+def made(*targets: str, torch: str = "2.10.0", cuda: str | None = "12.8", **changes: Any) -> Machine:
+    found = {f"cuda:{index}": parse(target, torch_version=torch) for index, target in enumerate(targets)}
+    module = SimpleNamespace(__version__=torch, version=SimpleNamespace(cuda=cuda, hip=None))
+    triton = next(iter(found.values())).triton if found else "3.6.0"
+    return Machine(module, "", triton, "", found, {}, Policy(), "")._replace(**changes)
+
+
+H200, T4 = "triton=3.6.0,sm=90", "triton=3.6.0,sm=75"
+
+
+def test_every_check_may_fail_and_the_others_still_answer() -> None:
+    class Hostile:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(f"no {name}")
+    found = checkup(Hostile(), CHECKS)  # type: ignore[arg-type]
+    assert {one.status for one in found} == {"ok", "could not check"}
+    assert {"torch", "triton", "driver", "policy", "cache"} <= {one.name for one in found}
+    assert "could not check: RuntimeError: no torch" in [one.detail for one in found]
+
+
+def test_two_tritons_in_one_folder_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(installed(tmp_path, "triton", "3.6.0"), "pytorch-triton", "3.2.0")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (both,) = machine.check_copies(made(H200))
+    assert both.status == "problem" and "overwrite each other" in both.detail
+    assert both.fix == 'pip uninstall -y pytorch-triton triton && pip install "triton==3.6.0"'
+
+
+def test_a_loaded_triton_that_is_not_the_installed_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(installed(tmp_path, "triton", "3.7.1"))])
+    (one,) = machine.check_copies(made(H200))
+    assert one.status == "worked around" and "loaded is 3.6.0" in one.detail and "installed is 3.7.1" in one.detail
+    assert not list(machine.check_copies(made("triton=3.7.1,sm=90")))
+
+
+@pytest.mark.parametrize(("torch", "triton", "fix"), [
+    ("2.10.0+cu128", "3.6.0", ""), ("2.8.0", "3.6.0", 'pip install "triton==3.4.0"'), ("2.14.1", "3.8.3", ""),
+    ("2.15.0", "3.8.0", 'pip install "triton~=3.9.0"'), ("2.99.0", "3.6.0", None)])
+def test_the_pair_of_torch_and_triton(torch: str, triton: str, fix: str | None) -> None:
+    pairs = [one.fix for one in machine.check_triton(made(f"triton={triton},sm=90", torch=torch)) if one.name == "pair"]
+    assert pairs == ([] if fix is None else [fix])
+
+
+def test_a_gpu_without_triton_gets_the_command_that_installs_the_right_one() -> None:
+    (one,) = machine.check_triton(made("sm=90,triton=3.6.0", triton="", triton_error="not installed"))
+    assert (one.status, one.fix) == ("worked around", 'pip install "triton==3.6.0"')
+
+
+@pytest.mark.parametrize(("on", "status"), [(H200, "problem"), ("sm=90,backend=cpu", "worked around")])
+def test_a_cache_or_ptxas_that_cannot_be_used(on: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ptxas").write_text("not executable")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/dev/null/cache")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
+    (cache,) = machine.check_cache(made(on))
+    ptxas, *_ = machine.check_ptxas(made(on))
+    assert (cache.status, ptxas.status, ptxas.fix) == (status, status, "unset TRITON_PTXAS_PATH")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "to" / "be" / "made"))
+    assert [one.status for one in machine.check_cache(made(on))] == ["ok"] and not (tmp_path / "to").exists()
+
+
+def test_which_ptxas_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "ptxas"
+    program.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.9, V12.9.86\n")
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(program))
+    (one,) = machine.check_ptxas(made(H200))
+    assert one.status == "ok" and "by TRITON_PTXAS_PATH" in one.detail
+
+
+SMI = "#!/bin/sh\necho 'NVIDIA H200, 570.86'\necho 'NVIDIA H200, 570.86'\n"
+SMI_FAILS = "#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n"
+
+
+@pytest.mark.parametrize(("found", "script", "status", "said"), [
+    (made(H200), SMI, "ok", "2 x NVIDIA H200, driver 570.86"), (made(cuda=None), SMI, "worked around", "is a CPU build"),
+    (made(), SMI, "worked around", "driver too old, or hidden"), (made(H200), SMI_FAILS, "could not check", "nvidia-smi: NVIDIA-SMI has failed"),
+    (made(H200), None, "could not check", "not there"), (made(cuda=None), None, "ok", "not there")])
+def test_the_driver(found: Machine, script: str | None, status: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(script)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) + (":/bin:/usr/bin" if script else ""))
+    (one,) = machine.check_driver(found)
+    assert one.status == status and said in one.detail
+
+
+def test_a_driver_that_hangs_could_not_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(*_: Any, **__: Any) -> None:
+        raise subprocess.TimeoutExpired("nvidia-smi", 20)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name)
+    monkeypatch.setattr(machine.subprocess, "run", hangs)
+    assert [one.status for one in checkup(made(H200), (machine.check_driver,))] == ["could not check"]
+
+
+def test_a_misspelt_setting_is_told_and_a_wrong_value_stops_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHLIN_POLCY", "off")
+    assert [one.status for one in machine.check_policy(made(H200))] == ["ok", "worked around"]
+    monkeypatch.setenv("FLASHLIN_PATH", "cuda")
+    found = flashlin.doctor(target=H200)
+    assert found.exit_code == 1 and {row.path for row in found.plans} == {"cannot run"} and "need one of auto, triton, torch" in found.verdict
+
+
+@pytest.mark.parametrize(("target", "raises"), [(H200, True), ("triton=3.7.1,sm=90", False), ("triton=3.6.0,sm=80", False)])
+def test_what_fla_would_do_is_told_only_where_it_is_installed(target: str, raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert not list(machine.check_fla(made(target)))
+    installed(tmp_path, "fla-core", "0.6.0")
+    (one,) = machine.check_fla(made(target))
+    assert one.detail.startswith("fla-core 0.6.0") and ("flash-linear-attention#640" in one.detail) == raises
+
+
+# --- plans ---
+
+def row(target: str, op: str = "chunk_simple_gla") -> report.OpPlan:
+    (found,) = flashlin.doctor(target=target, op=op).plans
+    return found
+
+
+@pytest.mark.parametrize(("target", "path", "verdict"), [
+    ("triton=3.2.0,sm=75", "bfloat16: triton via fp32; float16, float32: triton", "worked around"),
+    ("triton=3.3.1,sm=75", "bfloat16, float16: triton via fp32; float32: triton", "worked around"),
+    ("triton=3.6.0,sm=90", "triton", "ok"), ("triton=3.5.0,sm=103", "torch", "worked around"),
+    ("triton=3.7.1,sm=100", "triton with 2 warps", "worked around"), ("triton=3.6.0", "torch", "ok")])
+def test_another_machine_is_planned_for(target: str, path: str, verdict: str) -> None:
+    assert (row(target).path, row(target).verdict) == (path, verdict)
+
+
+def test_calls_of_a_dtype_that_go_different_ways_are_told_apart() -> None:
+    assert row("triton=3.7.1,sm=100", "fused_recurrent_simple_gla").path == "triton with 2 warps (with gradients), else triton"
+    assert row("triton=3.7.1,sm=100", "simple_gla").path == "triton (decoding), else triton with 2 warps"
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("target", ["triton=3.2.0,sm=75", "triton=3.3.1,sm=75", "triton=3.7.1,sm=100", "triton=3.0.0,sm=90"])
+def test_what_doctor_says_is_what_dispatch_plans(op: str, target: str) -> None:
+    planned = outlook.typical(op, parse(target), Policy())
+    said = row(target, op)
+    assert {kind.dtype for kind in planned} == {"bfloat16", "float16", "float32"} and {kind.grad for kind in planned} == {True, False}
+    for plan in planned.values():
+        assert plan == dispatch.plan(plan.asked, parse(target), Policy())
+        assert plan.path in said.path and ("via fp32" in said.path or plan.problem.dot == "native" or plan.path == "torch")
+        assert all(reason.code in said.because for reason, _ in plan.steps if reason.forced)
+
+
+def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    asked = []
+
+    def recording(problem: Any, target: Target, policy: Policy) -> Any:
+        asked.append(problem)
+        return dispatch_plan(problem, target, policy)
+    dispatch_plan = dispatch.plan
+    monkeypatch.setattr(dispatch, "plan", recording)
+    x = torch.rand(1, 4, 2, 16)
+    for op in OPS:
+        extra = {"layer_idx": 0, "num_layers": 2} if "lightning" in op else {}
+        tensors = [x, torch.ones(16), torch.zeros(16)] if op in ("rms_norm", "layer_norm") else [x] if op == "l2norm" else [x, x, x]
+        getattr(flashlin, op)(*tensors, **extra)
+    assert [(problem.op, problem.family, problem.mode) for problem in asked] == [(op, *of) for op, of in OPS.items()]
+
+
+def test_a_machine_of_different_cards_has_a_line_for_each_only_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "examine", lambda: made("triton=3.3.1,sm=90", "triton=3.3.1,sm=75", "triton=3.3.1,sm=75"))
+    found = flashlin.doctor()
+    where = [(row.where, row.verdict) for row in found.plans if row.op == "chunk_simple_gla"]
+    assert where == [("cuda:0", "ok"), ("cuda:1, cuda:2", "worked around")]
+    assert [row.where for row in found.plans if row.op == "rms_norm"] == ["cuda:0, cuda:1, cuda:2"]
+    assert [device.where for device in found.devices] == ["cuda:0", "cuda:1, cuda:2"]
+    assert "cuda:1, cuda:2" in found.text() and "| cuda:1, cuda:2 |" in found.markdown()
+
+
+def test_each_gpu_is_asked_and_one_that_fails_is_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(device: str) -> Target:
+        if device == "cuda:1":
+            raise RuntimeError("CUDA error: device is busy")
+        return parse(H200)
+    cuda = SimpleNamespace(is_available=lambda: True, device_count=lambda: 3)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="2.10.0", cuda=cuda, device=str))
+    monkeypatch.setattr(machine, "probe", probe)
+    found = machine.examine()
+    assert list(found.targets) == ["cuda:0", "cuda:2"] and found.lost == {"cuda:1": "RuntimeError: CUDA error: device is busy"}
+
+
+def test_an_op_that_cannot_be_imported_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "examine", lambda: made(H200))
+    monkeypatch.setitem(sys.modules, "flashlin.ops.norm", None)
+    monkeypatch.delitem(vars(flashlin), "rms_norm", raising=False)
+    found = {row.op: row for row in flashlin.doctor().plans}
+    assert (found["rms_norm"].path, found["rms_norm"].verdict) == ("cannot run", "problem") and "flashlin.ops.norm" in found["rms_norm"].because
+    assert found["chunk_simple_gla"].verdict == "ok"
+
+
+def test_a_gpu_that_cannot_be_asked_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "examine", lambda: made(H200, lost={"cuda:1": "RuntimeError: CUDA error: out of memory"}))
+    found = flashlin.doctor(op="chunk_simple_gla")
+    assert not found.ok and check(found, "cuda:1").status == "problem"
+
+
+def test_the_upgrade_that_helps_is_named() -> None:
+    one = check(flashlin.doctor(target="triton=3.3.0,sm=120"), "upgrade")
+    assert one.fix == 'pip install "triton==3.3.1"' and "clears 11 of 11" in one.detail and "torch 2.7.1 comes with it" in one.detail
+    assert check(flashlin.doctor(target="triton=3.3.0,sm=120,torch=2.10.0"), "upgrade").fix == 'pip install "triton==3.6.0"'
+    some = check(flashlin.doctor(target="triton=3.5.0,sm=103"), "upgrade")
+    assert "clears 3 of 14 (rms_norm, layer_norm, l2norm) and eases 11 of 14" in some.detail
+
+
+@pytest.mark.parametrize("target", [H200, "triton=3.9.0,sm=100", "triton=3.3.1,sm=75"])
+def test_no_upgrade_is_named_where_none_helps(target: str) -> None:
+    # On a T4 Triton 3.4 and later compile what 3.3 cannot, into code that spills.
+    assert not [one for one in flashlin.doctor(target=target).checks if one.name == "upgrade"]
+
+
+def test_an_unreleased_build_is_treated_as_its_predecessor() -> None:
+    one = check(flashlin.doctor(target="triton=3.4.0+git1234,sm=75"), "unreleased")
+    assert one.status == "worked around" and "treated as affected by half-dot-33-pre-ampere" in one.detail
+    assert not [one for one in flashlin.doctor(target="triton=3.4.0,sm=75").checks if one.name == "unreleased"]
+
+
+def test_known_issues_of_the_machine_are_listed_with_what_comes_of_them() -> None:
+    found = {issue.id: issue.status for issue in flashlin.doctor(target="triton=3.2.0,sm=90").issues}
+    assert found["reshape-outs-32"] == "ok" and found["wgmma-register-hazard"] == "could not check"
+    assert {issue.id: issue.status for issue in flashlin.doctor(target="triton=3.2.0,sm=75").issues}["bf16-pre-ampere-32"] == "worked around"
+
+
+def test_evidence_is_what_the_shipped_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlook, "proven", lambda: {"simple_gla": {"sm90 3.6": "ran"}})
+    assert (row(H200).evidence, row("triton=3.5.1,sm=90").evidence, row("triton=3.5.0,sm=103").evidence) == ("ran", "no record", "plain torch")
+
+
+# --- the command line ---
+
+@pytest.mark.parametrize(("arguments", "code", "said"), [
+    (["doctor", "--op", "chunk_nothing"], 2, "need one of chunk_simple_gla, "), (["doctor", "--target", "cuda"], 2, "triton=3.2.0,sm=90"),
+    (["doctor", "--run", "--target", H200], 2, "only this machine"), (["explain", "chunk_nothing"], 2, "need one of chunk_simple_gla, "),
+    (["explain", "chunk_simple_gla", "--mode", "auto"], 2, "need 'chunk'"), (["explain", "chunk_simple_gla", "-K", "0"], 2, "need 1 or more"),
+    (["doctor", "--target", H200], 0, "")])
+def test_exit_codes_and_errors(arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == code
+    shown = capsys.readouterr()
+    assert said in shown.err and bool(shown.out) == (code == 0)
+
+
+@pytest.mark.parametrize(("name", "value", "target", "path"), [
+    ("FLASHLIN_PATH", "triton", "triton=3.5.0,sm=103", "cannot run"), ("FLASHLIN_IGNORE", "half-dot-33-pre-ampere", "triton=3.3.1,sm=75", "triton"),
+    ("FLASHLIN_POLICY", "off", "triton=3.3.1,sm=75", "triton"), ("FLASHLIN_POLICY", "strict", "triton=3.5.0,sm=103", "cannot run")])
+def test_an_op_that_is_refused_or_may_be_wrong_exits_1(name: str, value: str, target: str, path: str, monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(name, value)
+    assert main(["doctor", "--target", target, "--op", "chunk_simple_gla", "--json"]) == 1
+    found = Report.model_validate_json(capsys.readouterr().out)
+    assert (found.plans[0].path, found.plans[0].verdict) == (path, "problem") and found.verdict.startswith("Not everything works here.")
+
+
+def test_the_report_survives_json_and_reads_as_text_and_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+    found = flashlin.doctor(target="triton=3.2.0,sm=75")
+    assert Report.model_validate_json(found.model_dump_json()) == found
+    assert json.loads(found.model_dump_json())["ok"] is True and json.loads(found.model_dump_json())["verdict"] == found.verdict
+    assert str(found) == found.text() and found.text().startswith(f"flashlin {flashlin.__version__}: {found.verdict}")
+    tables: list[list[str]] = [table.splitlines() for table in found.markdown().split("\n\n") if table.startswith("|")]
+    assert len(tables) == 3 and all(len({line.replace("\\|", "").count("|") for line in table}) == 1 for table in tables)
+    assert main(["doctor", "--target", "triton=3.2.0,sm=75", "--markdown"]) == 0
+    assert capsys.readouterr().out == found.markdown() + "\n"
+
+
+def test_markdown_shows_names_as_they_are() -> None:
+    found = Report(version="1", devices=(), plans=(), issues=(), checks=(report.Check(name="a_b|c", status="ok", detail="<x> *y*\nz"),))
+    assert r"| ok | a\_b\|c | \<x\> \*y\* z |" in found.markdown()
+
+
+def test_what_identifies_a_machine_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/mnt/disk7/ada")
+    one = report.Check(name="x", status="ok", detail="/mnt/disk7/ada/lib, /home/grace/env/bin and /root/x of "
+                       "GPU-5f3c8a10-aaaa-bbbb-cccc-0123456789ab, https://ada:pw@host/simple, HF_TOKEN=hf_abc and FLASHLIN_TOKENS: got")
+    assert one.detail == "~/lib, ~/env/bin and ~/x of (uuid), https://host/simple, HF_TOKEN=... and FLASHLIN_TOKENS: got"
+
+
+def test_explain_tells_the_trail_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "chunk_simple_gla", "--dtype", "float16", "--target", "triton=3.3.1,sm=75", "-B", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "B=4 T=2048 H=16 K=128 V=128 float16 g needs_grad" in said and "launch   simple_gla_scan" in said
+    assert "half-dot-33-pre-ampere: needs fp32 operands, or Triton 3.4; so it runs on fp32 copies (other arithmetic" in said
+    assert "triton via fp32: 6 launches, backward included" in said
+    refused = flashlin.explain("chunk_simple_gla", target="triton=3.5.0,sm=103", policy=Policy(path="triton"))
+    assert "cannot run" in refused and "FLASHLIN_PATH=auto" in refused
+    assert "mode: takes fused_recurrent" in flashlin.explain("simple_gla", target=H200, T=1, needs_grad=False)
+    assert "B=1 T=24 H=1 K=512 V=512" in flashlin.explain("rms_norm", target=H200, B=2, T=3, H=4, K=512)
+
+
+def test_explain_says_so_where_this_machine_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(diagnosis, "examine", lambda: made(torch_error="ImportError: libcudart.so.12"))
+    assert main(["explain", "chunk_simple_gla"]) == 2
+    assert "libcudart.so.12" in capsys.readouterr().err
+
+
+# --- really running ---
+
+PLANTED = """
+    import os, sys, torch
+    from flashlin.testing import cases, quick
+    from flashlin.testing.compare import Case
+
+    def make(device, dtype, generator):
+        return {"x": torch.randn(4, 8, generator=generator).to(dtype)}
+
+    def right(x):
+        return {"y": 2 * x}
+
+    def wrong(x):
+        return {"y": 2.5 * x}
+
+    def raising(x):
+        raise IndexError("list index out of range")
+
+    def aborting(x):
+        print("Assertion `isPowerOf2(tile)' failed", file=sys.stderr, flush=True)
+        os.abort()
+
+    def noisy(x):
+        print("noise on stdout")
+        os.write(1, b"more of it, without an end of line")
+        return right(x)
+
+    cases.CASES = [Case("op", call.__name__, make, call, right, {"*": 0.01, "d*": 0.01}, quick=True)
+                   for call in (wrong, raising, aborting, noisy)] + [Case("op", "slow", make, right, right, {"*": 0.01, "d*": 0.01})]
+    quick.main()
+    """
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Let the children run this script instead."""
+    def plant(script: str) -> None:
+        (tmp_path / "child.py").write_text(textwrap.dedent(script))
+        monkeypatch.setattr(quick, "CHILD", (sys.executable, str(tmp_path / "child.py")))
+    yield plant
+
+
+def test_wrong_raising_and_aborting_kernels_are_rows_and_the_rest_goes_on(planted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    planted(PLANTED)
+    found = [(outcome.case, outcome.dtype, outcome.status) for outcome in quick.watch("cpu", None, Policy())]
+    assert found == [(f"op-{case}", dtype, "ok" if case == "noisy" else "problem")
+                     for case in ("wrong", "raising", "aborting", "noisy") for dtype in ("float32", "bfloat16")]
+    shown = capsys.readouterr()
+    assert "[8/8] op-noisy bfloat16 on cpu" in shown.err and not shown.out
+
+
+TALKING = """
+    import json, os, sys, time
+    first = int(sys.argv[sys.argv.index("--first") + 1])
+    print(json.dumps({"jobs": [["op-one", "float32"], ["op-two", "float32"], ["op-three", "float32"], ["op-four", "float32"]]}), flush=True)
+    for index in range(first, 4):
+        print(json.dumps({"start": index}), flush=True)
+        if index in {BAD}:
+            {HOW}
+        print(json.dumps({"done": index, "ok": True, "detail": "worst is o", "seconds": 0.1}), flush=True)
+    """
+HANG, ABORT = "time.sleep(600)", "print('a line'); print('LLVM ERROR: out of registers', file=sys.stderr, flush=True); os.abort()"
+
+
+def test_a_hang_is_a_row_and_the_rest_goes_on(planted: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    planted(TALKING.replace("{BAD}", "{1}").replace("{HOW}", HANG))
+    found = list(quick.watch("cpu", None, Policy(), limit=4.0))
+    assert [outcome.status for outcome in found] == ["ok", "problem", "ok", "ok"]
+    assert found[1].detail == "gave no answer for 4 s and was ended" and found[1].seconds < 15
+
+
+def test_doctor_reports_an_abort_and_exits_1(planted: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    planted(TALKING.replace("{BAD}", "{2}").replace("{HOW}", ABORT.replace("print('a line'); ", "")))
+    monkeypatch.setattr(diagnosis, "examine", lambda: made("triton=3.6.0,backend=cpu"))
+    assert main(["doctor", "--run", "--json"]) == 1
+    found = Report.model_validate_json(capsys.readouterr().out)
+    assert [ran.status for ran in found.ran] == ["ok", "ok", "problem", "ok"] and "op-three" in found.verdict
+    assert found.ran[2].detail == "ended by SIGABRT: LLVM ERROR: out of registers"
+    assert all(plan.verdict == "ok" for plan in found.plans)
+
+
+def test_a_machine_on_which_every_child_ends_early_is_left_alone(planted: Any) -> None:
+    planted(TALKING.replace("{BAD}", "{0, 1, 2, 3}").replace("{HOW}", "sys.exit('no space left')"))
+    found = list(quick.watch("cpu", None, Policy()))
+    assert [outcome.status for outcome in found] == ["problem"] * 3 + ["could not check"]
+    assert "exit code 1: no space left" in found[0].detail and "not run" in found[3].detail
+
+
+def test_a_child_that_cannot_start_is_a_row(planted: Any) -> None:
+    planted("raise ImportError('libcuda.so.1')")
+    (one,) = quick.watch("cpu", None, Policy())
+    assert one.status == "problem" and "libcuda.so.1" in one.detail
+
+
+def test_the_children_obey_the_policy_in_force(planted: Any) -> None:
+    planted("""
+        import json, os
+        print(json.dumps({"jobs": [["op", "float32"]]}))
+        detail = " ".join(os.environ[f"FLASHLIN_{name}"] for name in ("POLICY", "PATH", "IGNORE"))
+        print(json.dumps({"done": 0, "ok": True, "detail": detail, "seconds": 0.0}))
+        """)
+    (one,) = quick.watch("cpu", None, Policy("strict", "torch", frozenset({"stmatrix-33"})))
+    assert one.detail == "strict torch stmatrix-33"
+
+
+def test_a_case_of_one_op_really_runs_here() -> None:
+    found = list(quick.watch("cpu", "l2norm", Policy()))
+    assert found and {outcome.status for outcome in found} == {"ok"} and {outcome.case.split("-")[0] for outcome in found} == {"l2norm"}
+    assert {outcome.dtype for outcome in found} >= {"float32", "bfloat16"}

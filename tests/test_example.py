@@ -1,0 +1,77 @@
+"""examples/train_lm.py as a user meets it, with few steps."""
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "train_lm.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    return subprocess.run([sys.executable, str(EXAMPLE), *arguments], capture_output=True, text=True, timeout=600, check=False, env=environment)
+
+
+def test_it_learns_agrees_with_itself_and_writes() -> None:
+    done = run("--device", "cpu", "--steps", "12")
+    assert done.returncode == 0, done.stderr
+    plan, _, rest = done.stdout.partition("held-out loss  ")
+    assert plan.startswith("chunk_simple_gla: torch path") and "because  backend: tensors on the CPU" in plan
+    assert "recurrent and chunked logits differ by" in rest and "MORE" not in rest
+    assert "class Reader:\n    def __init__(self, " in rest
+    assert done.stderr.count("\n") == 10 and "\r" not in done.stderr, "a log gets ten lines, not a bar"
+
+
+def test_json_is_the_only_line_on_stdout() -> None:
+    done = run("--device", "cpu", "--steps", "12", "--seed", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert found["loss_after"] < 0.9 * found["loss_before"] and found["fell"] and found["agree"]
+    assert found["plan"] == "chunk_simple_gla: torch path"
+    assert (found["device"], found["dtype"], found["steps"], len(found["sample"])) == ("cpu", "float32", 12, 300)
+
+
+def test_a_loss_that_does_not_fall_is_an_error() -> None:
+    done = run("--device", "cpu", "--steps", "0")
+    assert done.returncode == 1
+    assert "the held-out loss went from" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_help_tells_what_it_is_about() -> None:
+    done = run("--help")
+    assert done.returncode == 0 and "chunk by chunk" in done.stdout and "Exit code" in done.stdout
+    assert all(flag in done.stdout for flag in ("--device", "--steps", "--seed", "--json"))
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_lm", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("total", [1, 3, 300])
+def test_the_bar_fills_one_line_in_a_terminal(example: ModuleType, monkeypatch: pytest.MonkeyPatch, total: int) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    bar = example.Bar(total)
+    for step in range(total):
+        bar.show(step + 1, 1.0)
+    text = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert text.count("\r") == total and text.count("\n") == 1 and text.endswith("\n")
+    assert "#" * 30 in text.rsplit("\r", 1)[1]

@@ -1,0 +1,209 @@
+"""Who may import whom, what must load without torch and Triton, and that importing flashlin changes nothing."""
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flashlin
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "flashlin"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Imports go this way only: a room may import itself and the rooms before it. What is in no room comes last.
+ROOMS = ("compat", "guards", "kernels", "dispatch", "ops", "modules")
+REST = len(ROOMS)
+# Settings belong to no room: everything from the guards on obeys them, and compat, which states facts, does not.
+ANYWHERE_BUT_COMPAT = "flashlin.policy"
+
+# Doctor answers on a machine where torch or Triton is broken, and plans are made for machines that have neither.
+NO_TORCH = ("guards/problem.py", "guards/limits.py", "kernels/*/recipe.py", "kernels/variants.py", "kernels/configs.py", "dispatch.py",
+            "diagnosis.py", "policy.py", "compat/versions.py", "compat/target.py", "compat/known_issues.py",
+            "__init__.py", "*/__init__.py", "kernels/*/__init__.py")
+
+
+def imports(tree: ast.Module, module: str, everywhere: bool) -> Iterator[str]:
+    """The modules a file imports, by full name; those inside functions only if ``everywhere``, those for type checkers never."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            waiting += node.orelse
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import; the project writes full names"
+            # "from flashlin.kernels import variants" imports a module too, and "from flashlin import dispatch" is no import of everything
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif everywhere or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            waiting += ast.iter_child_nodes(node)
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> int:
+    """The room's place in the order; ``flashlin`` itself, whose names are lazy, may be imported by the rest only."""
+    second = module.split(".")[1] if "." in module else ""
+    return ROOMS.index(second) if second in ROOMS else REST
+
+
+def wrong_way(module: str, imported: list[str]) -> list[str]:
+    """What ``module`` imports although it may not."""
+    mine = [name for name in imported if name.split(".")[0] == "flashlin"]
+    free = [name for name in mine if room(module) > 0 and f"{name}.".startswith(f"{ANYWHERE_BUT_COMPAT}.")]
+    return [name for name in mine if name not in free and room(name) > room(module)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    # Also inside functions: an import that is late only for speed still ties the rooms together.
+    module = module_of(path)
+    wrong = wrong_way(module, list(imports(ast.parse(path.read_text()), module, everywhere=True)))
+    assert not wrong, f"{module} may import {', '.join(ROOMS[:room(module) + 1])} (and flashlin.policy), not {', '.join(wrong)}"
+
+
+def test_the_settings_import_nothing_of_ours() -> None:
+    path = PACKAGE / "policy.py"
+    assert not [name for name in imports(ast.parse(path.read_text()), "flashlin.policy", everywhere=True) if name.startswith("flashlin")]
+
+
+def without_torch() -> list[Path]:
+    return sorted({path for pattern in NO_TORCH for path in PACKAGE.glob(pattern)})
+
+
+def test_every_pattern_of_torchless_files_finds_one() -> None:
+    missing = [pattern for pattern in NO_TORCH if not list(PACKAGE.glob(pattern))]
+    assert not missing
+
+
+def blocked(names: tuple[str, ...]) -> str:
+    """The beginning of a script in which importing these packages fails, as if they were broken."""
+    return f"import sys\nfor name in {names!r}:\n    sys.modules[name] = None\n"
+
+
+@pytest.mark.parametrize("path", without_torch(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_loads_without_torch_and_triton(path: Path) -> None:
+    names = {name.split(".")[0] for name in imports(ast.parse(path.read_text()), module_of(path), everywhere=False)}
+    assert not names & {"torch", "triton"}
+
+
+def test_those_files_really_load_and_plan_with_torch_and_triton_blocked() -> None:
+    # The walk above sees each file alone; this sees what they pull in.
+    modules = [module_of(path) for path in without_torch()]
+    run(blocked(("torch", "triton")), f"""
+        import importlib
+        for module in {modules!r}:
+            importlib.import_module(module)
+        from flashlin.compat.target import parse
+        problem = importlib.import_module("flashlin").Problem("chunk_simple_gla", "simple_gla", "chunk", 1, 64, 1, 64, 64, 1, "bfloat16")
+        assert importlib.import_module("flashlin.dispatch").plan(problem, parse("triton=3.7.1,sm=90")).path == "triton"
+        """)
+
+
+SAME_ENVIRONMENT = """
+    import os
+    assert dict(os.environ) == before, {k: v for k, v in os.environ.items() if before.get(k) != v}
+    """
+
+
+def test_importing_flashlin_loads_and_changes_nothing() -> None:
+    said = run("""
+        import os, sys, warnings
+        before, hooks, filters = dict(os.environ), (sys.excepthook, sys.displayhook), list(warnings.filters)
+        import flashlin
+        heavy = {"torch", "triton", "numpy", "pydantic"} & set(sys.modules)
+        assert not heavy, heavy
+        assert (sys.excepthook, sys.displayhook) == hooks and list(warnings.filters) == filters
+        """, SAME_ENVIRONMENT)
+    assert said == ""
+
+
+def test_importing_the_ops_touches_no_gpu_and_no_environment_and_loads_no_compiler() -> None:
+    # Triton and torch's compiler take seconds to load, and where Triton is broken torch's compiler does not load at all.
+    modules = [module_of(path) for path in FILES if path.parent.name in ("ops", "modules")]
+    said = run(f"""
+        import importlib, os, sys, torch
+        before, threads, dtype, loaded = dict(os.environ), torch.get_num_threads(), torch.get_default_dtype(), set(sys.modules)
+        tf32 = torch.backends.cuda.matmul.allow_tf32
+        for module in {modules!r}:
+            importlib.import_module(module)
+            heavy = {{"triton", "torch._dynamo", "torch._inductor"}} & set(sys.modules) - loaded
+            assert not heavy, f"{{module}} loads {{heavy}}"
+        assert not torch.cuda.is_initialized()
+        assert (torch.get_num_threads(), torch.get_default_dtype()) == (threads, dtype)
+        assert torch.backends.cuda.matmul.allow_tf32 == tf32
+        """, SAME_ENVIRONMENT)
+    assert said == ""
+
+
+CALL = """
+    import warnings
+    warnings.simplefilter("error")
+    import torch, flashlin
+    x = torch.ones(1, 3, 2, 8, requires_grad=True)
+    o, ht = flashlin.chunk_simple_gla(x, x, x, torch.zeros(1, 3, 2), scale=1.0, output_final_state=True)
+    assert o[0, :, 0, 0].tolist() == [8, 16, 24] and ht[0, 0, 0, 0] == 3
+    o.sum().backward()
+    assert x.grad is not None
+    from flashlin.compat.target import probe, triton_state
+    assert probe(torch.device("cpu")).backend == "cpu"
+    print(triton_state()[1])
+    """
+
+
+def test_without_triton_the_torch_path_serves() -> None:
+    assert run(blocked(("triton",)), CALL).strip() == "not installed"
+
+
+@pytest.mark.parametrize(("init", "language", "why"), [
+    ("raise ImportError('libtriton.so: undefined symbol')", "", "import fails: ImportError: libtriton.so: undefined symbol"),
+    ("raise RuntimeError('0 active drivers')", "", "import fails: RuntimeError: 0 active drivers"),
+    ("__version__ = '3.3.0'", "raise ImportError('half a wheel')", "import fails: ImportError: half a wheel"),
+    ("__version__ = '2.3.1'", "", "2.3.1 is older than 3.0"),
+], ids=["broken library", "no driver", "half a wheel", "too old"])
+def test_with_a_broken_triton_the_torch_path_serves(tmp_path: Path, init: str, language: str, why: str) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(init)
+    (tmp_path / "triton" / "language.py").write_text(language)
+    assert run(CALL, first_on_path=tmp_path).strip() == why
+
+
+def test_without_triton_a_gpu_plan_takes_the_torch_path_and_says_so() -> None:
+    run(blocked(("triton",)), """
+        import flashlin
+        from flashlin.compat.target import parse
+        problem = flashlin.Problem("chunk_simple_gla", "simple_gla", "chunk", 1, 64, 1, 64, 64, 1, "bfloat16")
+        plan = flashlin.plan(problem, parse("sm=90"))
+        assert plan.path == "torch" and plan.steps[0][0].code == "triton" and plan.steps[0][0].forced, plan
+        """)
+
+
+@pytest.mark.parametrize("name", flashlin.__all__)
+def test_public_name_resolves(name: str) -> None:
+    assert getattr(flashlin, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        flashlin.no_such_thing  # noqa: B018
+
+
+def run(*pieces: str, first_on_path: Path | None = None) -> str:
+    """What a fresh interpreter prints while it runs the pieces, one after the other; the test fails if it does."""
+    path = os.pathsep.join([*([str(first_on_path)] if first_on_path else []), str(ROOT)])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("FLASHLIN_", "TRITON_"))} | {"PYTHONPATH": path}
+    script = "\n".join(textwrap.dedent(piece) for piece in pieces)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT.parent,
+                          check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr

@@ -1,0 +1,134 @@
+"""The README tells the truth: its generated parts are what flashlin answers today, its Python runs, its settings exist.
+
+After a change of what the planner decides: ``python tests/test_readme.py --write``, and look at the difference.
+"""
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+import flashlin
+from flashlin.compat.target import USUAL_CARD, Target, parse
+from flashlin.guards.problem import Plan, Problem
+from flashlin.policy import CHOICES, Policy
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+RELEASES = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0", "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+TRAINING = Problem("chunk_simple_gla", "simple_gla", "chunk", 8, 2048, 8, 128, 128, 8, "bfloat16", needs_grad=True)
+
+
+def outcome(plan: Plan) -> str:
+    """What a plan comes to, in the table's words."""
+    if plan.refused:
+        return "refused"
+    if plan.path == "torch":
+        return "torch path"
+    details = [words for words, on in (("fp32 copies", plan.problem.dot == "fp32"),
+                                       (f"{plan.problem.max_warps} warps", plan.problem.max_warps < plan.asked.max_warps),
+                                       ("batch in parts", plan.problem.batch_part > 0)) if on]
+    return "kernels" + (f" ({', '.join(details)})" if details else "")
+
+
+def cell(target: Target) -> str:
+    """The outcome on one machine; by dtype only where they differ."""
+    found: dict[str, list[str]] = {}
+    for dtype, short in DTYPES.items():
+        found.setdefault(outcome(flashlin.plan(TRAINING._replace(dtype=dtype), target, Policy())), []).append(short)
+    if len(found) == 1:
+        return next(iter(found))
+    return ", ".join(f"{' '.join(dtypes)}: {words}" for words, dtypes in found.items())
+
+
+def ranges() -> dict[str, list[str]]:
+    """Neighbouring releases between which no card sees a difference, as one column each."""
+    def column(version: str) -> tuple[str, ...]:
+        return tuple(cell(parse(f"triton={version},sm={major}{minor}")) for major, minor in USUAL_CARD)
+
+    columns = {}
+    for _, group in groupby(RELEASES, key=column):
+        members = list(group)
+        ends = [minor(version) if set(releases_of(minor(version))) <= set(members) else version for version in (members[0], members[-1])]
+        columns[" to ".join(dict.fromkeys(ends))] = members
+    return columns
+
+
+def minor(version: str) -> str:
+    return version.rpartition(".")[0]
+
+
+def releases_of(name: str) -> list[str]:
+    return [version for version in RELEASES if minor(version) == name]
+
+
+def support_table() -> str:
+    columns = ranges()
+    rows: list[tuple[str, tuple[str, ...]]] = []
+    for (major, minor), (card, _) in USUAL_CARD.items():
+        rows.append((f"{card} (sm{major}{minor})", tuple(cell(parse(f"triton={group[0]},sm={major}{minor}")) for group in columns.values())))
+    lines = ["| card | " + " | ".join(f"Triton {name}" for name in columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for cells, group in groupby(rows, key=lambda row: row[1]):
+        lines.append("| " + " | ".join([", ".join(name for name, _ in group), *cells]) + " |")
+    elsewhere = {"An AMD GPU": "triton=3.7.1,backend=hip", "a GPU with Triton missing, broken or older than 3.0": "triton=2.3.1,sm=90",
+                 "a CPU": "triton=3.7.1,backend=cpu"}
+    return "\n".join([*lines, "", "; ".join(f"{name}: {cell(parse(target))}" for name, target in elsewhere.items()) + "."])
+
+
+def error_example() -> str:
+    plan = flashlin.plan(TRAINING, parse("triton=3.2.0,sm=75", torch_version="2.6.0"), Policy(policy="strict"))
+    return f"```\nUnsupportedError: {flashlin.UnsupportedError(plan)}\n```"
+
+
+GENERATED: dict[str, Callable[[], str]] = {"support table": support_table, "error": error_example}
+
+
+def between_markers(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {name}: generated[^>]*-->\n)(.*?)(\n<!-- end of {name} -->)", re.DOTALL)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_generated_part_is_current(name: str) -> None:
+    found = between_markers(name).search(README.read_text())
+    assert found, f"README.md has lost the markers of {name!r}"
+    assert found[2] == GENERATED[name](), "run: python tests/test_readme.py --write"
+
+
+def test_every_setting_and_choice_is_described() -> None:
+    rows = {line.split("`")[1]: line for line in README.read_text().splitlines() if line.startswith("| `FLASHLIN_")}
+    assert set(rows) == {f"FLASHLIN_{field.upper()}" for field in Policy._fields}
+    for field, choices in CHOICES.items():
+        missing = [choice for choice in choices if f"`{choice}`" not in rows[f"FLASHLIN_{field.upper()}"]]
+        assert not missing, f"FLASHLIN_{field.upper()}: README does not mention {missing}"
+
+
+def test_python_in_the_readme_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert blocks
+    done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_the_readme_names_exist() -> None:
+    named = re.findall(r"\]\(([\w./-]+)\)", README.read_text())
+    assert named
+    assert not [name for name in named if not (README.parent / name).exists()]
+
+
+def write() -> None:
+    text = README.read_text()
+    for name, made in GENERATED.items():
+        text = between_markers(name).sub(lambda found, made=made: found[1] + made() + found[3], text)  # type: ignore[misc]
+    README.write_text(text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        raise SystemExit(__doc__)
+    write()
