@@ -116,7 +116,8 @@ def loss_of(model: Model, rows: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
-def train(model: Model, text: Tensor, steps: int, device: torch.device) -> None:
+def train(model: Model, text: Tensor, steps: int, device: torch.device) -> float:
+    """Seconds it took, without loading the optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=max(steps, 2), pct_start=0.1)
     bar = Bar(steps)
@@ -131,6 +132,7 @@ def train(model: Model, text: Tensor, steps: int, device: torch.device) -> None:
         optimizer.step()
         schedule.step()
         bar.show(step + 1, loss.item())
+    return time.perf_counter() - bar.began
 
 
 @torch.no_grad()
@@ -193,9 +195,7 @@ def main() -> int:
     prompt = torch.tensor([list(b"class Reader:\n    def __init__(self, ")], device=device)
     model = Model().to(device)
     before = held_out_loss(model, rows)
-    began = time.perf_counter()
-    train(model, text[:-HELD_OUT], options.steps, device)
-    seconds = time.perf_counter() - began
+    seconds = train(model, text[:-HELD_OUT], options.steps, device)
     after = held_out_loss(model, rows)
     apart = disagreement(model, prompt)
     allowed = 0.05 if dtype == "bfloat16" else 1e-3

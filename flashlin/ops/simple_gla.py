@@ -116,6 +116,8 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
     if g is not None and gamma is not None:
         g, gamma = g.float() + gamma.float(), None
     scale = K ** -0.5 if scale is None else float(scale)
+    if scale < 0:  # the kernels keep the scale in an exponent
+        q, scale = -q, -scale
     out_dtype = out_dtype or v.dtype
     if not q.dtype == k.dtype == v.dtype:
         common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)

@@ -2,8 +2,8 @@
 
 A row of D elements is s = x + residual in fp32, and with m = mean(s) for a layer norm, else 0:
     y = (s - m) r w + b         r = rsqrt(mean((s - m)^2) + eps)         (for an l2 norm the sum, not the mean)
-Rows are contiguous and few programs' worth of registers long: a program holds BT whole rows, so everything is read once. Rows longer
-than BD are walked in blocks of BD, twice: once for the statistics, once, out of the cache, for y.
+A program holds BT whole rows in registers, so everything is read once. Rows longer than BD are walked in blocks of BD, twice: once for
+the statistics, and once, mostly out of the cache, for y.
 """
 from __future__ import annotations
 

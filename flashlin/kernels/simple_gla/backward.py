@@ -27,6 +27,7 @@ from flashlin.kernels.simple_gla.forward import (
     parts,
     precision,
     put,
+    scaled_decay,
     sequence_of,
     state_offsets,
     summed,
@@ -76,23 +77,24 @@ def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N,
             slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
             to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
             tl.store(states + to, h.to(states.dtype.element_ty), mask=whole)
-        p = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION) * scale
+        p = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+        b_dq = tl.dot(b_do, tl.trans(h).to(b_do.dtype), input_precision=PRECISION)
         if DECAY == 0:
-            ds = tl.where(causal, p, 0.0)
-            b_dq = tl.dot(b_do, tl.trans(h).to(b_do.dtype), input_precision=PRECISION) * scale
+            ds = tl.where(causal, p * scale, 0.0)
+            b_dq *= scale
             b_w = b_k
         else:
-            ds = tl.where(causal, p * tl.exp(tl.where(causal, D[:, None] - D[None, :], 0.0)), 0.0)
-            b_dq = tl.dot(b_do, tl.trans(h).to(b_do.dtype), input_precision=PRECISION) * (tl.exp(D) * scale)[:, None]
-            b_w = (b_k * tl.exp(total - D)[:, None]).to(b_k.dtype)
-            h *= tl.exp(total)
+            ds = p * scaled_decay(D, D, causal, scale)
+            b_dq *= (tl.exp2(D) * scale)[:, None]
+            b_w = (b_k * tl.exp2(total - D)[:, None]).to(b_k.dtype)
+            h *= tl.exp2(total)
         b_dq += tl.dot(ds.to(b_k.dtype), b_k, input_precision=PRECISION)
         h += tl.dot(tl.trans(b_w), b_v, input_precision=PRECISION)
         if HAS_DG:
             b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
             tl.store(a + (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows, tl.sum(b_q * b_dq, 1), mask=t0 + rows < length)
             diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
-            b_dq += diagonal[:, None] * b_k.to(tl.float32)
+            b_dq += (diagonal * scale)[:, None] * b_k.to(tl.float32)
         put(dq, b_dq, first, t0, length, i_h, H, K, k0, BT, BK)
 
 
@@ -128,30 +130,30 @@ def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bo
         b_v = tile(v, first, t0, length, i_h, H, V, 0, BT, BV)
         b_do = tile(do, first, t0, length, i_h, H, V, 0, BT, BV).to(b_v.dtype)
         D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
-        p = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION) * scale
+        p = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         onwards = tl.dot(b_v, tl.trans(dh).to(b_v.dtype), input_precision=PRECISION)
         if DECAY == 0:
-            ds = tl.where(later, p, 0.0)
+            ds = tl.where(later, p * scale, 0.0)
             b_w = (b_q * scale).to(b_q.dtype)
         else:
-            ds = tl.where(later, p * tl.exp(tl.where(later, D[None, :] - D[:, None], 0.0)), 0.0)
-            onwards *= tl.exp(total - D)[:, None]
-            b_w = (b_q * (tl.exp(D) * scale)[:, None]).to(b_q.dtype)
+            ds = p * scaled_decay(-D, -D, later, scale)
+            onwards *= tl.exp2(total - D)[:, None]
+            b_w = (b_q * (tl.exp2(D) * scale)[:, None]).to(b_q.dtype)
         b_dk = tl.dot(ds.to(b_q.dtype), b_q, input_precision=PRECISION)
         if HAS_DG:
             slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
             to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
             h = tl.load(states + to, mask=whole, other=0.0).to(tl.float32)
-            tl.store(through + i_k * slots * H + slot, tl.exp(total) * tl.sum(tl.sum(h * dh, 1), 0))
+            tl.store(through + i_k * slots * H + slot, tl.exp2(total) * tl.sum(tl.sum(h * dh, 1), 0))
             b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
             line = (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows
             tl.store(b + line, tl.sum(b_k * b_dk, 1), mask=t0 + rows < length)
             tl.store(c + line, tl.sum(b_k * onwards, 1), mask=t0 + rows < length)
             diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
-            b_dk += diagonal[:, None] * b_q.to(tl.float32)
+            b_dk += (diagonal * scale)[:, None] * b_q.to(tl.float32)
         b_dk += onwards
         if DECAY != 0:
-            dh *= tl.exp(total)
+            dh *= tl.exp2(total)
         dh += tl.dot(tl.trans(b_w), b_do, input_precision=PRECISION)
         put(dk, b_dk, first, t0, length, i_h, H, K, k0, BT, BK)
     if HAS_DH0:
@@ -185,18 +187,18 @@ def simple_gla_dv(q, k, do, G, gamma, dht, dv, bounds, scale, T, N, H, R, K: tl.
         b_k = tile(k, first, t0, length, i_h, H, K, 0, BT, BK)
         b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_q.dtype)
         D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
-        s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale
+        s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
         b_dv = tl.dot(b_k, dh.to(b_k.dtype), input_precision=PRECISION)
         if DECAY == 0:
-            s = tl.where(later, s, 0.0)
-            b_w = (b_q * scale).to(b_q.dtype)
+            s = tl.where(later, s * scale, 0.0)
+            b_w = (b_do * scale).to(b_do.dtype)
         else:
-            s = tl.where(later, s * tl.exp(tl.where(later, D[None, :] - D[:, None], 0.0)), 0.0)
-            b_dv *= tl.exp(total - D)[:, None]
-            b_w = (b_q * (tl.exp(D) * scale)[:, None]).to(b_q.dtype)
-            dh *= tl.exp(total)
+            s *= scaled_decay(-D, -D, later, scale)
+            b_dv *= tl.exp2(total - D)[:, None]
+            b_w = (b_do * (tl.exp2(D) * scale)[:, None]).to(b_do.dtype)
+            dh *= tl.exp2(total)
         b_dv += tl.dot(s.to(b_do.dtype), b_do, input_precision=PRECISION)
-        dh += tl.dot(tl.trans(b_w), b_do, input_precision=PRECISION)
+        dh += tl.dot(tl.trans(b_q), b_w, input_precision=PRECISION)
         put(dv, b_dv, first, t0, length, i_h, H, V, v0, BT, BV)
 
 

@@ -33,7 +33,7 @@ def sequence_of(n, bounds, T, VARLEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S"])
 def simple_gla_cumsum(g, G, bounds, T, N, H, R, S, BT: tl.constexpr, BH: tl.constexpr, VARLEN: tl.constexpr):
-    """G [H, R]: g summed within blocks of BT tokens of each sequence. S programs share a sequence. Laid out so that the scans load a
+    """G [H, R]: g / ln 2 summed within blocks of BT tokens of each sequence. S programs share a sequence. Laid out so that the scans load a
     chunk's decays as one line, straight into the layouts they need, instead of exchanging them between warps in every chunk."""
     NH = (H + BH - 1) // BH
     program = tl.program_id(0)
@@ -44,12 +44,12 @@ def simple_gla_cumsum(g, G, bounds, T, N, H, R, S, BT: tl.constexpr, BH: tl.cons
     for t0 in range(share * BT, length, S * BT):
         mask = (t0 + rows < length)[:, None] & (heads < H)[None, :]
         x = tl.load(g + (first + t0 + rows)[:, None] * H + heads[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(G + heads.to(tl.int64)[None, :] * R + (first + t0 + rows)[:, None], tl.cumsum(x, 0), mask=mask)
+        tl.store(G + heads.to(tl.int64)[None, :] * R + (first + t0 + rows)[:, None], tl.cumsum(x, 0) * 1.4426950408889634, mask=mask)
 
 
 @triton.jit
 def decays(G, gamma, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr):
-    """G_i of the chunk's tokens, and G_L. Rows past the end add nothing, so they hold G_L."""
+    """G_i of the chunk's tokens, and G_L, to base 2. Rows past the end add nothing, so they hold G_L."""
     rows = tl.arange(0, BT)
     if DECAY == 2:
         line = G + i_h.to(tl.int64) * R + first + t0
@@ -61,7 +61,7 @@ def decays(G, gamma, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.cons
             cumulated -= before
             total -= before
     elif DECAY == 1:
-        rate = tl.load(gamma + i_h).to(tl.float32)
+        rate = tl.load(gamma + i_h).to(tl.float32) * 1.4426950408889634
         n = tl.minimum(length - t0, BT)
         cumulated = rate * tl.minimum(rows + 1, n).to(tl.float32)
         total = rate * n.to(tl.float32)
@@ -72,12 +72,22 @@ def decays(G, gamma, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
+def scaled_decay(D_row, D_column, causal, scale):
+    """scale 2^{D_i - D_j}, zero where not causal: masked before exp2, because there the difference is positive and overflows. scale >= 0
+    goes into the exponent, which costs one addition a row instead of a product an element."""
+    return tl.exp2(tl.where(causal, (D_row + tl.log2(scale))[:, None] - D_column[None, :], float("-inf")))
+
+
+@triton.jit
 def tile(x, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
     """[BT, BD] of a [rows, H, D] tensor, zeros outside."""
     rows = tl.arange(0, BT)
     cols = d0 + tl.arange(0, BD)
     offsets = rows[:, None] * (H * D) + cols[None, :]
-    return tl.load(x + ((first + t0) * H + i_h) * D + offsets, mask=(t0 + rows < length)[:, None] & (cols < D)[None, :], other=0.0)
+    mask = (t0 + rows < length)[:, None]
+    if D % BD != 0:
+        mask = mask & (cols < D)[None, :]
+    return tl.load(x + ((first + t0) * H + i_h) * D + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -86,7 +96,10 @@ def put(x, value, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constex
     rows = tl.arange(0, BT)
     cols = d0 + tl.arange(0, BD)
     offsets = rows[:, None] * (H * D) + cols[None, :]
-    tl.store(x + ((first + t0) * H + i_h) * D + offsets, value.to(x.dtype.element_ty), mask=(t0 + rows < length)[:, None] & (cols < D)[None, :])
+    mask = (t0 + rows < length)[:, None]
+    if D % BD != 0:
+        mask = mask & (cols < D)[None, :]
+    tl.store(x + ((first + t0) * H + i_h) * D + offsets, value.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -142,18 +155,19 @@ def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, R, K: 
         b_k = tile(k, first, t0, length, i_h, H, K, 0, BT, BK)
         b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
         D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
-        s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+        s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_o = tl.dot(b_q, h.to(b_q.dtype), input_precision=PRECISION)
         if DECAY == 0:
-            s = tl.where(causal, s, 0.0)
-            b_o = tl.dot(b_q, h.to(b_q.dtype), input_precision=PRECISION) * scale
-            b_w = b_k
+            s = tl.where(causal, s * scale, 0.0)
+            b_o *= scale
+            b_w = b_v
         else:
-            s = tl.where(causal, s * tl.exp(tl.where(causal, D[:, None] - D[None, :], 0.0)), 0.0)
-            b_o = tl.dot(b_q, h.to(b_q.dtype), input_precision=PRECISION) * (tl.exp(D) * scale)[:, None]
-            b_w = (b_k * tl.exp(total - D)[:, None]).to(b_k.dtype)
-            h *= tl.exp(total)
+            s *= scaled_decay(D, D, causal, scale)
+            b_o *= (tl.exp2(D) * scale)[:, None]
+            b_w = (b_v * tl.exp2(total - D)[:, None]).to(b_v.dtype)  # the narrower side: less to move
+            h *= tl.exp2(total)
         b_o += tl.dot(s.to(b_v.dtype), b_v, input_precision=PRECISION)
-        h += tl.dot(tl.trans(b_w), b_v, input_precision=PRECISION)
+        h += tl.dot(tl.trans(b_k), b_w, input_precision=PRECISION)
         put(o, b_o, first, t0, length, i_h, H, V, v0, BT, BV)
     if HAS_HT:
         tl.store(ht + at, h, mask=inside)
