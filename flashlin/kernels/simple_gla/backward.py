@@ -99,9 +99,10 @@ def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N,
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "slots", "scale"])
-def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bounds, scale, T, N, H, R, slots, K: tl.constexpr, V: tl.constexpr,
-                  BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
-                  HAS_DG: tl.constexpr, V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bounds, scale, T, N, H, R, slots, K: tl.constexpr,
+                  V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr,
+                  HAS_DH0: tl.constexpr, HAS_DG: tl.constexpr, V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr,
+                  GAPS: tl.constexpr, PRECISION: tl.constexpr):
     """dk and dh0, walking the chunks backwards. For the gate: b, c [NK, H, R], and through [NK, slots, H] = e^{G_L} <h, dh>."""
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
@@ -211,7 +212,7 @@ def simple_gla_dg(a, b, c, through, dg, bounds, T, N, H, R, slots, S, BT: tl.con
     share = program // H % S
     n = program // H // S
     first, length = sequence_of(n, bounds, T, VARLEN)
-    if GAPS:
+    if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
         if share == 0:
             zero_gaps(dg, bounds, n, T, N, i_h, H, 1, 0, BT, 1)
     rows = tl.arange(0, BT)

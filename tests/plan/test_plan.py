@@ -1,0 +1,416 @@
+"""What plans promise, over every machine and every kind of call, and what they say today (snapshots.json, kept as data).
+
+    python tests/plan/test_plan.py --write      after a deliberate change: writes the snapshots anew, for the diff to be read
+"""
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from flashlin import dispatch
+from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
+from flashlin.compat.target import Target, bundled_ptxas, parse
+from flashlin.guards import limits
+from flashlin.guards.limits import AXIS_LIMITS, CHECKS, MAX_HEAD_DIM, OFFSET_LIMIT
+from flashlin.guards.problem import Launch, Plan, Problem
+from flashlin.kernels.variants import VARIANTS
+from flashlin.policy import CHOICES, Policy, from_environment
+
+SNAPSHOTS = Path(__file__).with_name("snapshots.json")
+
+RELEASES = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0", "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
+BUILDS = ("", "2.3.1", *RELEASES, "3.4.0.dev20250401", "3.6.0+git1a2b3c", "3.7.0rc1")
+CAPABILITIES = (60, 70, 75, 80, 86, 89, 90, 100, 103, 120, 121)
+ENDS = ("", "3.0.0", "3.2.0", "3.3.1", "3.6.0", "3.9.0")  # what is asked of every policy is asked of these
+POLICIES = tuple(Policy(policy=policy, path=path) for policy in CHOICES["policy"] for path in CHOICES["path"])
+AUTO = Policy()
+
+WAYS = tuple(dict.fromkeys(dispatch.OPS.values()))  # (family, mode), each of which several ops share
+OP_OF = {way: next(op for op, its in dispatch.OPS.items() if its == way) for way in WAYS}
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+DIMS = (16, 64, 100, 128, 256, 512, 513, 1024)
+# (B, T, H): usual, decoding, fla's B * H > 65535, none at all, more programs than a grid has, offsets beyond 32 bits
+SIZES = ((2, 2048, 8), (4, 1, 16), (10923, 64, 6), (0, 128, 4), (2**29, 64, 6), (8, 64, 2**26))
+
+
+def target(triton: str, sm: int, backend: str = "cuda") -> Target:
+    """Any machine; unlike ``parse``, also one without Triton."""
+    found = parse(f"triton={triton or '3.0.0'},sm={sm},torch=2.9.0,backend={backend}")
+    return found._replace(triton=triton, ptxas=bundled_ptxas(triton, found.capability) if backend == "cuda" else "")
+
+
+def targets(triton: str) -> Iterator[Target]:
+    yield from (target(triton, sm) for sm in CAPABILITIES)
+    yield from (target(triton, 90, "hip"), parse("backend=cpu,sm=0")._replace(triton=triton))
+    if triton:
+        yield parse(f"triton={triton},backend=interpreter")
+
+
+def problem(op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2, 2048, 8), varlen: bool = False,
+            needs_grad: bool = True) -> Problem:
+    """As the op's problem_of makes them: norms see rows of a length, everything else sees heads."""
+    (family, mode), (B, T, H) = dispatch.OPS[op], size
+    if family == "norm":
+        return Problem(op, family, mode, 1, min(B * T * H, 2**32), 1, K, K, 1, dtype, False, needs_grad, ("weight",))
+    if varlen:
+        return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, V, B, dtype, True, needs_grad, ("g",))
+    return Problem(op, family, mode, B, T, H, K, V, B, dtype, False, needs_grad, ("g",))
+
+
+def unique(found: Iterator[Problem]) -> tuple[Problem, ...]:
+    return tuple(dict.fromkeys(found))
+
+
+@lru_cache(maxsize=1)
+def usual() -> tuple[Problem, ...]:
+    """Every pair of head sizes in a usual size, with gradients, which make all launches of a call without."""
+    return unique(problem(OP_OF[way], dtype, K, V) for way, dtype, K, V in itertools.product(WAYS, DTYPES, DIMS, DIMS))
+
+
+@lru_cache(maxsize=1)
+def odd() -> tuple[Problem, ...]:
+    """Every size, packed or not, with gradients or not."""
+    return unique(problem(OP_OF[way], dtype, 128, 256, size, varlen, grad) for way, dtype, size, varlen, grad in
+                  itertools.product(WAYS, DTYPES, SIZES, (False, True), (False, True)))
+
+
+@lru_cache(maxsize=1)
+def few() -> tuple[Problem, ...]:
+    """A handful for what is asked of every policy."""
+    return unique(problem(OP_OF[way], dtype, K, K, size, needs_grad=grad) for way, dtype, K, size, grad in
+                  itertools.product(WAYS, DTYPES, (64, 512, 1024), (SIZES[0], SIZES[4]), (False, True)))
+
+
+# What every plan promises. Each answers whether the plan keeps it.
+
+def it_is_short(plan: Plan, policy: Policy) -> bool:
+    return len(plan.steps) <= 64  # 31 halvings of a batch, and then some
+
+
+def no_reason_stands(plan: Plan, policy: Policy) -> bool:
+    """Every check asked again about what the plan would start: nothing is left to say. A plan of no path answers no check."""
+    return bool(plan.refused) or plan.path == "torch" or all(
+        check(plan.problem, plan.launches, plan.target, policy) is None for check in CHECKS)
+
+
+def the_launches_are_those_of_the_problem(plan: Plan, policy: Policy) -> bool:
+    recipe = dispatch.RECIPES[plan.problem.family]
+    return plan.launches == (recipe(plan.problem, plan.target) if plan.path == "triton" else ())
+
+
+def a_refusal_had_no_remedy_left(plan: Plan, policy: Policy) -> bool:
+    """It gives its reason, which names remedies, and each of them is barred by the policy or cannot help this problem any more."""
+    def barred(name: str) -> bool:
+        return (policy.policy == "strict" and not VARIANTS[name].exact) or (policy.path == "triton" and name == "torch_path")
+    return all(reason.remedies and reason.got and reason.need
+               and all(barred(name) or VARIANTS[name].rewrite(plan.problem, plan.target) is None for name in reason.remedies)
+               for reason in plan.refused)
+
+
+def auto_refuses_nothing(plan: Plan, policy: Policy) -> bool:
+    return policy.policy == "strict" or policy.path == "triton" or not plan.refused
+
+
+def strict_stays_exact(plan: Plan, policy: Policy) -> bool:
+    return policy.policy != "strict" or all(VARIANTS[name].exact or not reason.forced for reason, name in plan.steps)
+
+
+def the_path_is_the_one_asked_for(plan: Plan, policy: Policy) -> bool:
+    return plan.path in {"auto": ("triton", "torch", "refused"), "triton": ("triton", "refused"), "torch": ("torch",)}[policy.path]
+
+
+def launches_fit_the_machine(plan: Plan, policy: Policy) -> bool:
+    """Stated without the checks: grid, shared memory, offsets, threads, and tiles that hold something."""
+    return all(launch.shared <= plan.target.shared and launch.span <= OFFSET_LIMIT and 32 * launch.num_warps <= 1024
+               and all(0 <= size <= limit for size, limit in zip(launch.grid, AXIS_LIMITS, strict=False))
+               and all(size > 0 and size & (size - 1) == 0 for _, size in launch.tile) for launch in plan.launches)
+
+
+def nothing_that_matters_was_rewritten(plan: Plan, policy: Policy) -> bool:
+    """Remedies touch how a call runs, never what it computes."""
+    how = dict(mode="", path="", max_warps=0, dot="", batch_part=0)
+    return plan.problem._replace(**how) == plan.asked._replace(**how)
+
+
+PROMISES: tuple[Callable[[Plan, Policy], bool], ...] = (
+    it_is_short, no_reason_stands, the_launches_are_those_of_the_problem, a_refusal_had_no_remedy_left, auto_refuses_nothing,
+    strict_stays_exact, the_path_is_the_one_asked_for, launches_fit_the_machine, nothing_that_matters_was_rewritten)
+
+
+def broken(plan: Plan, policy: Policy) -> list[str]:
+    return [f"{promise.__name__}, {policy}:\n{plan}" for promise in PROMISES if not promise(plan, policy)]
+
+
+def shown(failures: list[str]) -> str:
+    return f"{len(failures)} failures, the first of which are\n" + "\n\n".join(failures[:3])
+
+
+fresh: Callable[..., Plan] = dispatch.plan.__wrapped__  # past the cache
+
+
+@pytest.mark.parametrize("triton", BUILDS, ids=lambda triton: triton or "none")
+def test_plans_keep_their_promises(triton: str) -> None:
+    failures = [failure for on in targets(triton) for asked in (*usual(), *odd()) for failure in broken(fresh(asked, on, AUTO), AUTO)]
+    assert not failures, shown(failures)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{policy.policy}-{policy.path}")
+def test_plans_keep_their_promises_under_every_policy(policy: Policy) -> None:
+    failures = [failure for triton in ENDS for on in targets(triton) for asked in few()
+                for failure in broken(fresh(asked, on, policy), policy)]
+    assert not failures, shown(failures)
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    for triton, policy in itertools.product(("3.2.0", "3.7.1"), POLICIES):
+        for on, asked in itertools.product(targets(triton), few()[::5]):
+            first = fresh(asked, on, policy)
+            assert first == fresh(asked, on, policy) == dispatch.plan(asked, on, policy)
+            assert hash(first) == hash(dispatch.plan(asked, on, policy))
+
+
+def test_ops_that_share_a_family_and_mode_plan_alike() -> None:
+    for op, way in dispatch.OPS.items():
+        for triton, sm, dtype in itertools.product(("3.2.0", "3.7.1"), (75, 90), DTYPES):
+            mine, first = (fresh(problem(name, dtype, 128, 128), target(triton, sm)) for name in (op, OP_OF[way]))
+            assert mine.launches == first.launches and mine.steps == first.steps, op
+
+
+def test_every_remedy_makes_the_problem_smaller_or_answers_none() -> None:
+    """Why planning ends, whatever the checks say: a well-founded measure that every remedy lowers."""
+    def measure(p: Problem) -> tuple[int, ...]:
+        return p.path == "triton", p.mode == "auto", p.dot == "native", p.max_warps, p.batch_part or p.N + 1
+
+    on, seen, waiting = target("3.3.1", 75), set[Problem](), list(few())
+    while waiting:
+        asked = waiting.pop()
+        for name, variant in VARIANTS.items():
+            smaller = variant.rewrite(asked, on)
+            if smaller is not None:
+                pairs = list(zip(measure(smaller), measure(asked), strict=True))
+                assert all(new <= old for new, old in pairs) and any(new < old for new, old in pairs), (name, asked, smaller)
+                if smaller not in seen:
+                    seen.add(smaller)
+                    waiting.append(smaller)
+    assert seen
+
+
+def test_every_remedy_that_a_check_or_issue_names_exists() -> None:
+    found = {name for triton in RELEASES for on in targets(triton) for asked in few() for _, name in fresh(asked, on).steps}
+    assert found == set(VARIANTS)  # and each is used by some plan
+    assert {name for issue in KNOWN_ISSUES for name in issue.remedies} <= set(VARIANTS)
+
+
+@pytest.mark.xfail(strict=True, reason="check_grid offers chunk_batch only, which does not help one sequence, nor rows without sequences")
+@pytest.mark.parametrize("way", WAYS, ids=" ".join)
+def test_no_size_is_refused(way: tuple[str, str]) -> None:
+    """Sizes beyond the memory of any card, which is no reason to end without a path."""
+    for N, T in ((1, 2**40), (2**36, 64)):
+        asked = problem(OP_OF[way], "bfloat16", 64, 64, (N, T, 8))
+        for one in (asked, asked._replace(B=1, T=N * T, varlen=True)):
+            plan = dispatch.plan(one, target("3.6.0", 90))
+            assert not broken(plan, AUTO) and not plan.refused, plan
+
+
+@pytest.mark.xfail(strict=True, reason="check_offsets offers chunk_batch, though no offset depends on the batch; limit_num_warps starts at 8")
+def test_no_step_is_taken_in_vain() -> None:
+    """A reason that is still there, word for word, after its remedy was applied: the remedy did nothing."""
+    for on, asked in itertools.product(targets("3.6.0"), odd()):
+        steps = dispatch.plan(asked, on).steps
+        assert not [step for step, following in itertools.pairwise(steps) if step == following], dispatch.plan(asked, on)
+
+
+def test_remedies_combine_on_a_t4() -> None:
+    huge = problem("chunk_linear_attn", "bfloat16", 64, 64, (2**29, 64, 6))
+    plan = dispatch.plan(huge, target("3.3.1", 75))
+    assert plan.path == "triton"
+    assert {name for _, name in plan.steps} == {"chunk_batch", "via_fp32"}
+    assert plan.problem.dot == "fp32" and 0 < plan.problem.batch_part < huge.N
+
+
+def test_a_batch_of_65538_heads_needs_no_remedy() -> None:
+    """fla's grids have B * H on axis 1, which ends at 65535; ours are flat."""
+    for way in WAYS:
+        plan = dispatch.plan(problem(OP_OF[way], "bfloat16", 128, 128, (10923, 64, 6)), target("3.6.0", 90))
+        assert plan.path == "triton" and not dispatch.inexact_steps(plan)
+        assert all(name.endswith("_mode") for _, name in plan.steps)
+
+
+@pytest.mark.parametrize("triton", RELEASES)
+def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> None:
+    """What is announced or refused comes from the machine, from sizes no launch table has, or from a known issue; all else just runs."""
+    for on in targets(triton):
+        here = {issue.id for issue in issues_here(on)}
+        for asked in usual():
+            codes = {reason.code for reason, _ in fresh(asked, on).steps if reason.forced}
+            if asked.dtype == "float64" and on.backend in ("cuda", "interpreter"):
+                assert "dtype" in codes, (asked, on)
+            elif asked.mode and max(asked.K, asked.V) > MAX_HEAD_DIM and on.backend == "cuda":
+                assert codes & {"head-dim", "before-volta"}, (asked, on)
+            elif on.shared < 98304 and max(asked.K, asked.V) > 128:  # a T4 has no room for the widest heads in fp32
+                assert codes <= here | {"shared-memory"}, (asked, on)
+            elif on.backend == "cuda":
+                assert codes <= here, (asked, on)
+
+
+@pytest.mark.parametrize("sm", (80, 86, 89, 90))
+@pytest.mark.parametrize("triton", RELEASES)
+def test_ampere_to_hopper_run_everything_as_asked(triton: str, sm: int) -> None:
+    for asked in usual():
+        if asked.dtype != "float64" and (not asked.mode or max(asked.K, asked.V) <= MAX_HEAD_DIM):
+            plan = fresh(asked, target(triton, sm))
+            assert plan.path == "triton" and plan.problem._replace(mode=asked.mode) == asked, plan
+
+
+@pytest.mark.parametrize(("T", "grad", "sm", "mode"), [
+    (1, False, 90, "fused_recurrent"), (limits.FEW_TOKENS, False, 90, "fused_recurrent"), (limits.FEW_TOKENS + 1, False, 90, "chunk"),
+    (1, True, 90, "chunk"), (4096, False, 75, "fused_recurrent"), (4096, True, 75, "chunk")])
+def test_mode_auto_decides_from_tokens_gradients_and_card(T: int, grad: bool, sm: int, mode: str) -> None:
+    asked = problem("simple_gla", "float16", 64, 64, (2, T, 4), needs_grad=grad)
+    assert dispatch.plan(asked, target("3.6.0", sm)).problem.mode == mode
+
+
+# Known issues
+
+def before(version: str) -> str:
+    """A release just older than that one."""
+    major, minor, micro = Version(version).release
+    return f"{major}.{minor}.{micro - 1}" if micro else f"{major}.{minor - 1}.99" if minor else f"{major - 1}.99.99"
+
+
+def afflicted(issue: KnownIssue) -> Target:
+    """A machine that has it: the oldest card and Triton of its ranges."""
+    major, minor = issue.capabilities[0]
+    return target(issue.triton.since or "3.0.0", 10 * major + minor)._replace(ptxas=issue.ptxas and issue.ptxas.since or "12.8.93")
+
+
+def trigger(issue: KnownIssue) -> Launch:
+    return Launch("some_kernel", (1,), issue.min_warps, issue.min_stages, (), 0, 0, issue.traits)
+
+
+def by_id(issue: KnownIssue) -> str:
+    return issue.id
+
+
+def test_ids_of_known_issues_are_unique() -> None:
+    assert len({issue.id for issue in KNOWN_ISSUES}) == len(KNOWN_ISSUES)
+
+
+@pytest.mark.parametrize("issue", KNOWN_ISSUES, ids=by_id)
+def test_a_known_issue_begins_at_since_and_ends_at_fixed_in(issue: KnownIssue) -> None:
+    on = afflicted(issue)
+    assert issue.here(on)
+    since, fixed_in = issue.triton.since, issue.triton.fixed_in
+    if since:
+        assert issue.here(on._replace(triton=since + "rc1")) and not issue.here(on._replace(triton=before(since)))
+    if fixed_in:
+        assert not issue.here(on._replace(triton=fixed_in)) and not issue.here(on._replace(triton=fixed_in + ".post1"))
+        assert all(issue.here(on._replace(triton=fixed_in + build)) for build in (".dev20250401", "rc1", "+git1a2b3c"))
+        assert issue.here(on._replace(triton=before(fixed_in)))
+    if issue.ptxas and issue.ptxas.fixed_in:
+        assert not issue.here(on._replace(ptxas=issue.ptxas.fixed_in))
+    assert not issue.here(on._replace(triton=""))
+
+
+@pytest.mark.parametrize("issue", KNOWN_ISSUES, ids=by_id)
+def test_a_known_issue_keeps_to_its_cards(issue: KnownIssue) -> None:
+    on, (low, high) = afflicted(issue), issue.capabilities
+    assert issue.here(on._replace(capability=low)) and not issue.here(on._replace(capability=high))
+    assert not issue.here(on._replace(capability=(low[0], low[1] - 1)))
+    assert not any(issue.here(on._replace(backend=backend)) for backend in ("cpu", "hip", "interpreter"))
+
+
+@pytest.mark.parametrize("issue", KNOWN_ISSUES, ids=by_id)
+def test_a_known_issue_objects_to_what_triggers_it_and_to_nothing_less(issue: KnownIssue) -> None:
+    launch = trigger(issue)
+    assert issue.hits(launch.traits, launch.num_warps, launch.num_stages)
+    assert not issue.hits(launch.traits, issue.min_warps - 1, launch.num_stages)
+    assert not issue.hits(launch.traits, launch.num_warps, issue.min_stages - 1)
+    assert not any(issue.hits(launch.traits - {trait}, launch.num_warps, launch.num_stages) for trait in launch.traits)
+
+
+# Ours never launch these, by their tables: 8 warps on Hopper, plain tf32 products on Turing. They are there for other people's kernels.
+NOT_OURS = {"reshape-outs-32", "stmatrix-33", "tf32-dot-turing-32"}
+
+
+@lru_cache(maxsize=1)
+def met() -> frozenset[str]:
+    """Codes of all reasons that some plan meets."""
+    return frozenset(reason.code for triton in BUILDS for on in targets(triton) for asked in few() for reason, _ in fresh(asked, on).steps)
+
+
+@pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.remedies], ids=by_id)
+def test_a_known_issue_with_remedies_is_met_by_some_plan(issue: KnownIssue) -> None:
+    assert (issue.id in met()) == (issue.id not in NOT_OURS)
+    found = limits.check_known_issues(few()[0], (trigger(issue),), afflicted(issue), AUTO)
+    assert found is not None and found.remedies  # whoever launches it
+
+
+def test_a_known_issue_without_remedies_is_told_and_never_acted_upon() -> None:
+    assert not met() & {issue.id for issue in KNOWN_ISSUES if not issue.remedies}
+
+
+@pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.id in met()], ids=by_id)
+def test_ignoring_a_known_issue_removes_its_steps(issue: KnownIssue) -> None:
+    ignoring = from_environment({"FLASHLIN_IGNORE": f"something-else, {issue.id}"})
+    removed = 0
+    for on in filter(issue.here, itertools.chain.from_iterable(targets(triton) for triton in RELEASES)):
+        for asked in few()[::3]:
+            codes = {reason.code for reason, _ in fresh(asked, on, ignoring).steps}
+            assert issue.id not in codes
+            removed += issue.id in {reason.code for reason, _ in fresh(asked, on).steps}
+    assert removed
+
+
+def test_policy_off_takes_no_step_for_a_known_issue() -> None:
+    issues = {issue.id for issue in KNOWN_ISSUES}
+    for triton, asked in itertools.product(ENDS, few()):
+        assert not any(issues & {reason.code for reason, _ in fresh(asked, on, Policy("off")).steps} for on in targets(triton))
+
+
+# Snapshots
+
+def summary(plan: Plan) -> str:
+    """``triton via fp32: scan 32/64/64 w4 s2, ...``; sizes as the launch has them: BT/BK/BV, or BT/BD."""
+    if not plan.launches:
+        return plan.path
+    tiles: dict[str, list[str]] = {}
+    for launch in plan.launches:
+        facts = f"{'/'.join(str(size) for _, size in launch.tile)} w{launch.num_warps} s{launch.num_stages}"
+        tiles.setdefault(facts, []).append(launch.kernel.removeprefix(plan.problem.family + "_"))
+    via = " via fp32" if plan.problem.dot == "fp32" else ""
+    return f"{plan.path}{via}: " + ", ".join(f"{'+'.join(kernels)} {facts}" for facts, kernels in tiles.items())
+
+
+def snapshots() -> dict[str, str]:
+    """A row per op, dtype, head size and card, in that order, for each stretch of Triton releases in which nothing changes."""
+    rows: dict[str, str] = {}
+    for way, dtype, D, sm in itertools.product([way for way in WAYS if way[1] != "auto"], DTYPES[:3], (64, 128, 256, 512), CAPABILITIES[1:]):
+        asked = problem(OP_OF[way], dtype, D, D)
+        plans = [(summary(dispatch.plan(asked, target(triton, sm))), triton) for triton in RELEASES]
+        for text, group in itertools.groupby(plans, key=lambda pair: pair[0]):
+            stretch = [triton for _, triton in group]
+            of = f"{stretch[0]} to {stretch[-1]}" if len(stretch) > 1 else stretch[0]
+            rows[f"{' '.join(filter(None, way))} {dtype} {'D' if way[0] == 'norm' else 'K=V'}={D} sm{sm} triton {of}"] = text
+    return rows
+
+
+def test_plans_are_those_of_the_snapshots() -> None:
+    kept, now = json.loads(SNAPSHOTS.read_text()), snapshots()
+    lines = [line for row in dict.fromkeys((*kept, *now)) if kept.get(row) != now.get(row)
+             for line in (f"- {row}: {kept.get(row)}", f"+ {row}: {now.get(row)}") if not line.endswith(": None")]
+    assert not lines, ("plans changed; if that was meant, run: python tests/plan/test_plan.py --write\n" + "\n".join(lines[:60]))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(__doc__)
+    SNAPSHOTS.write_text(json.dumps(snapshots(), indent=1) + "\n")
+    print(f"wrote {len(snapshots())} rows to {SNAPSHOTS}")
