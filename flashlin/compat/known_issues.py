@@ -93,15 +93,25 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         need="input_precision='ieee', as flashlin's own kernels have it, or Triton 3.4", remedies=("torch_path",), url=_FLA + "75",
         proof="tests/matrix/test_pre_ampere.py", confidence="compiled"),
     KnownIssue(
+        id="mma-to-mma-31", effect="the process aborts: mma -> mma layout conversion is only supported on Ampere",
+        triton=Range(fixed_in="3.2.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"dot"}), min_warps=8,
+        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_TRITON + "4492",
+        proof="tests/matrix/test_hopper_warps.py", confidence="compiled"),
+    KnownIssue(
         id="reshape-outs-32", effect="the process aborts: assertion in LinearLayout::reshapeOuts",
         triton=Range(since="3.2.0", fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"dot"}), min_warps=8,
         need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_FLA + "196",
-        proof="issue thread; our kernels never ask for 8 warps there", confidence="thread"),
+        proof="tests/matrix/test_hopper_warps.py", confidence="compiled"),
     KnownIssue(
         id="stmatrix-33", effect="PassManager::run failed: chooseStMatrixLayoutLeadingOffset",
         triton=Range(since="3.3.0", fixed_in="3.4.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"dot"}), min_warps=8,
         need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_FLA + "196",
-        proof="issue thread; our kernels never ask for 8 warps there", confidence="thread"),
+        proof="tests/matrix/test_hopper_warps.py", confidence="compiled"),
+    KnownIssue(
+        id="tall-state-32", effect="the compiler aborts: 'Failed to emit transfer from register to shared' (3.2), UNREACHABLE (3.0, 3.1)",
+        triton=Range(fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"tall_state", "half_dot"}), min_warps=4,
+        need="at most 2 warps for a state of 256 rows, or Triton 3.3", remedies=("limit_num_warps", "torch_path"),
+        url="", proof="seen here, compiling and on an H200; no public thread known", confidence="compiled"),
     KnownIssue(
         id="blackwell-unknown-32", effect="the compiler aborts: the architecture is unknown to it",
         triton=Range(fixed_in="3.3.0"), capabilities=(BLACKWELL, END), need="Triton 3.4", remedies=("torch_path",),

@@ -66,7 +66,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
     readable = cu_seqlens if debug or device.type == "cpu" else cu_seqlens_cpu
     if readable is not None and not torch.compiler.is_compiling():
         check_bounds(readable.tolist(), T)
-        return cu_seqlens
+        return cu_seqlens.contiguous()  # kernels walk it with a stride of 1
     return cu_seqlens.clamp(0, T).cummax(0).values
 
 

@@ -54,16 +54,16 @@ def _run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, scale: float | Non
         return family.run(op, mode, q, k, v, None, None, scale, initial_state, has_ht, False, cu_seqlens, reverse=reverse)
     check_qkv(q, k, v)
     V = v.shape[3]
+    compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     if isinstance(initial_state, tuple):
         kv, z = initial_state
         need_tensor("initial_state[1]", z, (None, 1, q.shape[2], q.shape[3]), "[N, 1, H, K]", q.device)
         need_tensor("initial_state[0]", kv, (z.shape[0], q.shape[2], q.shape[3], V), "[N, H, K, V]", q.device)
-        state = torch.cat([kv.float(), z.float().transpose(1, 2).transpose(2, 3)], 3)
+        state = torch.cat([kv.to(compute), z.to(compute).transpose(1, 2).transpose(2, 3)], 3)
     elif initial_state is not None:
         raise TypeError("initial_state: got a tensor with normalize=True, need the pair (kv [N, H, K, V], z [N, 1, H, K])")
     else:
         state = None
-    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     both, ht = family.run(op, mode, q, k, torch.cat([v, torch.ones_like(v[..., :1])], 3), None, None, scale, state, has_ht, False,
                           cu_seqlens, reverse=reverse, out_dtype=compute)
     o = (both[..., :V] / (both[..., V:] + 1e-10)).to(v.dtype)

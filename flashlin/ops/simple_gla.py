@@ -42,7 +42,8 @@ def chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g
         transpose_state_layout: old name of state_v_first.
 
     Returns:
-        o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in float32 (laid out like initial_state), or None.
+        o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in float32 (float64 for float64 tensors), laid out like
+        initial_state, or None.
         Rows that cu_seqlens does not cover are zero, as are their gradients.
 
     Raises:
@@ -114,7 +115,8 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
     if h0 is not None:
         check_state("initial_state", h0, N, H, K, V, state_v_first, q.device, bounds is not None)
     if g is not None and gamma is not None:
-        g, gamma = g.float() + gamma.float(), None
+        wide = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+        g, gamma = g.to(wide) + gamma.to(wide), None
     scale = K ** -0.5 if scale is None else float(scale)
     if scale < 0:  # the kernels keep the scale in an exponent
         q, scale = -q, -scale
@@ -147,9 +149,12 @@ def _planned_run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor 
     if path == "torch":
         state = h0.transpose(-1, -2) if state_v_first and h0 is not None else h0
         o, ht = torch_path.run(q, k, v, g, gamma, state, bounds, scale)
-        return o.to(out_dtype), (ht.transpose(-1, -2) if state_v_first else ht).float() if has_ht else None
-    if dot == "fp32":
+        return o.to(out_dtype), (ht.transpose(-1, -2) if state_v_first else ht) if has_ht else None
+    asked_dtype = out_dtype
+    if dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
         q, k, v = q.float(), k.float(), v.float()
+        g, gamma, h0 = (None if x is None else x.float() for x in (g, gamma, h0))
+        out_dtype = torch.float32
     # Odd head sizes would make every row of a tile misaligned (and crash some ptxas, fla #1262): they are padded with zeros.
     pad_k, pad_v = -K % 8, -V % 8
     if pad_k or pad_v:
@@ -161,11 +166,10 @@ def _planned_run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor 
         o, ht = _library_op(q, k, v, g, gamma, h0, bounds, scale, has_ht, state_v_first, out_dtype, op, mode, wants_grad(q, k, v, g, h0))
     else:
         o, ht = _Scan.apply(plan, q, k, v, g, gamma, h0, bounds, scale, has_ht, state_v_first, out_dtype)
-    if not has_ht:
-        return o[..., :V] if pad_v else o, None
     if pad_k or pad_v:
-        o, ht = o[..., :V], ht[..., :V, :K] if state_v_first else ht[..., :K, :V]
-    return o, ht
+        o = o[..., :V]
+        ht = ht if not has_ht else ht[..., :V, :K] if state_v_first else ht[..., :K, :V]
+    return o.to(asked_dtype), ht if has_ht else None
 
 
 def problem_of(op: str, mode: str, q: Tensor, V: int, N: int, gated: bool, varlen: bool, needs_grad: bool) -> Problem:

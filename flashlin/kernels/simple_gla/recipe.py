@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flashlin.compat.target import Target
+from flashlin.compat.versions import release
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, over_k, over_v, token
 
@@ -39,23 +40,27 @@ def _over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: i
     n = problem.batch_part or problem.N
     rows = problem.T if problem.varlen else n * problem.T
     shares = max(1, -(-rows // (tile["BT"] * max(n, 1))))
-    return Launch(kernel, (n * shares * columns,), 4, 1, tuple(tile.items()), 4096, tile["BT"] * problem.H, frozenset())
+    return Launch(kernel, (n * shares * columns,), 4, 1, tuple(tile.items()), 8192, tile["BT"] * problem.H, frozenset())
 
 
-def shared_bytes(config: Config, bytes_each: int) -> int:
+def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
     """An upper estimate of a scan's shared memory: its tiles once per stage, the state and the scores as operands of dots."""
     tiles = config.BT * (2 * max(config.BK, config.BV) + min(config.BK, config.BV))
-    return bytes_each * (config.num_stages * tiles + config.BK * config.BV + config.BT * config.BT)
+    # Before 3.3 the two halves that three tf32 products split an operand into both go through shared memory.
+    copies = 2 if bytes_each == 4 and target.capability >= (8, 0) and release(target.triton) < (3, 3) else 1
+    return copies * bytes_each * (config.num_stages * tiles + config.BK * config.BV + config.BT * config.BT)
 
 
 def _fitting(kernel: str, configs: Iterable[Config], problem: Problem, target: Target, bytes_each: int, traits: frozenset[str]) -> Launch:
     """The first candidate whose shared memory fits; the last one, which check_shared then refuses, if none does."""
     config = None
     for config in configs:
-        if shared_bytes(config, bytes_each) <= target.shared:
+        if shared_bytes(config, bytes_each, target) <= target.shared:
             break
     assert config is not None  # a kernel without candidates is a mistake in configs.py
-    return _launch(kernel, config, problem, shared_bytes(config, bytes_each), traits)
+    if config.BK >= 256:
+        traits = traits | {"tall_state"}
+    return _launch(kernel, config, problem, shared_bytes(config, bytes_each, target), traits)
 
 
 def _launch(kernel: str, config: Config, problem: Problem, shared: int, traits: frozenset[str]) -> Launch:

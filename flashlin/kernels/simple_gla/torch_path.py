@@ -43,8 +43,8 @@ def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | N
 
 def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     T = q.shape[1]
-    if T == 0:
-        return torch.zeros_like(v), h.clone()
+    if T == 0:  # nothing, but with gradients
+        return v * (q * k).sum(-1, keepdim=True), h.clone()
     short = -T % CHUNK
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2, 4) for x in (q, k, v))  # [B, H, chunks, 64, D]
     chunks = q.shape[2]

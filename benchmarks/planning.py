@@ -1,0 +1,99 @@
+"""What planning adds to a call, measured on the CPU, where all of it happens: nothing here starts a kernel or needs a GPU.
+
+    python benchmarks/planning.py [--out benchmarks/results/planning.json]
+
+Each row is the median of many runs, in microseconds. ``added to a call`` is what an op does from its tensors to its plan when it has seen
+the call before (the plan is cached); a call with new sizes costs a miss once.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import platform
+import statistics
+import sys
+import timeit
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import flashlin
+from flashlin import dispatch, policy
+from flashlin.compat.target import parse, pretend, probe
+from flashlin.guards.problem import Problem
+from flashlin.ops import norm, simple_gla
+from flashlin.ops.planned import planned, wants_grad
+
+LIMIT = 5.0  # microseconds that planning may add to a call
+RUNS, CALLS = 101, 1000
+TARGETS = {"H100": "triton=3.6.0,sm=90", "T4": "triton=3.3.1,sm=75"}  # nothing to remedy; bf16 goes by way of fp32
+
+
+def microseconds(call: Callable[[], Any], calls: int = CALLS) -> float:
+    return statistics.median(timeit.repeat(call, number=calls, repeat=RUNS)) / calls * 1e6
+
+
+def rows() -> dict[str, float]:
+    q = torch.zeros(2, 128, 4, 64, dtype=torch.bfloat16, requires_grad=True)
+    call = norm._call_of("rms_norm", norm.RMS, q, None, None, None, q.dtype)
+
+    def gla() -> Problem:
+        return simple_gla.problem_of("chunk_simple_gla", "chunk", q, 64, 2, True, False, wants_grad(q, q, q, None, None))
+
+    def rms() -> Problem:
+        return norm.problem_of(norm._call_of("rms_norm", norm.RMS, q, None, None, None, q.dtype), q, wants_grad(q, None, None, None))
+
+    here, now, problem = probe(q.device), policy.current(), gla()
+    found = {
+        "wants_grad": microseconds(lambda: wants_grad(q, q, q, None, None)),
+        "problem_of, simple_gla": microseconds(lambda: simple_gla.problem_of("chunk_simple_gla", "chunk", q, 64, 2, True, False, True)),
+        "problem_of, norm": microseconds(lambda: norm.problem_of(call, q, True)),
+        "probe": microseconds(lambda: probe(q.device)),
+        "policy.current": microseconds(policy.current),
+        "dispatch.plan, hit": microseconds(lambda: dispatch.plan(problem, here, now))}
+    for name, text in TARGETS.items():
+        target = parse(text)
+        fresh = itertools.cycle([problem._replace(T=T) for T in range(1, 5001)])  # more than the cache holds: always a miss
+        found[f"dispatch.plan, miss, {name}"] = microseconds(lambda target=target, fresh=fresh: dispatch.plan(next(fresh), target, now), 50)
+        pretend(target)
+        planned(problem, q.device)
+        found[f"planned, {name}"] = microseconds(lambda: planned(problem, q.device))
+        found[f"added to a call, simple_gla, {name}"] = microseconds(lambda: planned(gla(), q.device))
+        found[f"added to a call, norm, {name}"] = microseconds(lambda: planned(rms(), q.device))
+        pretend(None)
+    return found
+
+
+def cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or platform.machine())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "planning.json")
+    out = parser.parse_args().out
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a T4's are announced once, before the clock starts
+        found = rows()
+    for name, value in found.items():
+        print(f"{name:36} {value:8.2f} us")
+    worst = max(value for name, value in found.items() if name.startswith("added"))
+    print(f"at most {LIMIT:g} us may be added to a call: {'kept' if worst <= LIMIT else 'NOT kept'}, {worst:.2f} us")
+    record = {"what": "microseconds, median", "runs": RUNS, "calls": CALLS, "date": datetime.date.today().isoformat(), "cpu": cpu(),
+              "versions": {"flashlin": flashlin.__version__, "python": platform.python_version(), "torch": torch.__version__,
+                           "triton": triton.__version__},
+              "limit": LIMIT, "microseconds": {name: round(value, 3) for name, value in found.items()}}
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    return worst > LIMIT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

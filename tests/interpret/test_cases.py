@@ -1,0 +1,288 @@
+"""Every case through the Triton kernels, run by Triton's interpreter; and what only the kernels' plumbing can get wrong.
+
+``TRITON_INTERPRET=1 pytest tests/interpret``. The interpreter has to be chosen before Triton is imported, so without it everything fails.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flashlin
+from flashlin.compat.target import interpreting
+from flashlin.guards import limits, tensors
+from flashlin.guards.problem import Plan
+from flashlin.kernels.simple_gla.reference import recurrence
+from flashlin.ops import norm, simple_gla
+from flashlin.ops.planned import planned
+from flashlin.testing.cases import CASES
+from flashlin.testing.compare import Case, check, judge, poisoned
+
+CPU = torch.device("cpu")
+Plans = list[Plan]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter() -> None:
+    if not interpreting():
+        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
+    """The plans that calls make; after every test it is checked that each of them ran kernels in the interpreter."""
+    made: Plans = []
+
+    def noting(*arguments: Any) -> Plan:
+        made.append(planned(*arguments))
+        return made[-1]
+    for module in (simple_gla, norm):
+        monkeypatch.setattr(module, "planned", noting)
+    yield made
+    assert made, "no op was called"
+    assert {plan.path for plan in made} == {"triton"} and {plan.target.backend for plan in made} == {"interpreter"}
+
+
+def failed(case: Case, dtype: torch.dtype) -> list[Any]:
+    return [verdict for verdict in check(case, CPU, dtype) if not verdict.ok]
+
+
+def worth_it(case: Case, dtype: torch.dtype) -> bool:
+    """All cases would take the interpreter six minutes on two cores. Left out is what takes the same way through the same kernels: lightning
+    attention is retention with other numbers in gamma; the token-by-token ops share their backward with the chunked ones and turn
+    everything into fp32 before they compute, so fp16 changes only how they load and store. tests/ops runs every case in torch."""
+    if case.quick or case.id in ("packed", "reverse", "normalized"):
+        return True
+    return "lightning" not in case.op and (dtype == torch.float32 or not case.op.startswith("fused_recurrent"))
+
+
+@pytest.mark.parametrize(("case", "dtype"), [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES
+                                             for dtype in (torch.float32, torch.float16) if worth_it(case, dtype)])
+def test_case(case: Case, dtype: torch.dtype) -> None:
+    assert not failed(case, dtype)
+
+
+# bfloat16 is cast to fp32 by the plan, so these only have to show that the cast is there and that results come back in bfloat16.
+@pytest.mark.filterwarnings("ignore:.*fp32 copies")
+@pytest.mark.parametrize("case", [case for case in CASES if (case.quick and not case.op.startswith("fused")) or str(case) in (
+    "chunk_simple_gla-packed", "fused_recurrent_simple_gla-packed", "fused_recurrent_retention-reverse")], ids=str)
+def test_bfloat16_runs_on_fp32_copies(case: Case, plans: Plans) -> None:
+    assert not failed(case, torch.bfloat16)
+    assert {plan.problem.dot for plan in plans} == {"fp32"}
+    assert {reason.code for plan in plans for reason, _ in plan.steps} == {"interpreter-bf16"}
+
+
+class Call:
+    """One call with everything there is: gate, states in and out, gradients of all of it."""
+
+    def __init__(self, *, B: int = 1, T: int = 40, H: int = 2, K: int = 16, V: int = 24, N: int | None = None, seed: int = 0,
+                 dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+        states = B if N is None else N
+        self.inputs = {"q": randn(B, T, H, K), "k": randn(B, T, H, K), "v": randn(B, T, H, V), "g": F.logsigmoid(randn(B, T, H)),
+                       "initial_state": randn(states, H, K, V)}
+        self.cotangents = [randn(B, T, H, V), randn(states, H, K, V)]
+
+    def run(self, op: str = "chunk_simple_gla", cu_seqlens: torch.Tensor | None = None, **extra: Any) -> dict[str, torch.Tensor]:
+        leaves = {name: x.clone().requires_grad_() for name, x in self.inputs.items()}
+        with poisoned():
+            o, ht = getattr(flashlin, op)(**leaves, output_final_state=True, cu_seqlens=cu_seqlens, **extra)
+            grads = torch.autograd.grad([o, ht], list(leaves.values()), self.cotangents)
+        return {"o": o.detach(), "ht": ht.detach(), **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
+
+    def expected(self, cu_seqlens: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        leaves = {name: x.double().requires_grad_() for name, x in self.inputs.items()}
+        o, ht = recurrence(*(leaves[name] for name in "qkvg"), None, leaves["initial_state"], cu_seqlens, leaves["q"].shape[3] ** -0.5)
+        nothing = sum((x.sum() * 0 for x in leaves.values()), torch.zeros(()))  # the reference of no rows hangs on no tensor
+        grads = torch.autograd.grad([o + nothing, ht + nothing], list(leaves.values()), [x.double() for x in self.cotangents])
+        return {"o": o.detach(), "ht": ht.detach(), **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
+
+
+def assert_right(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert [verdict for name in expected if not (verdict := judge(name, got[name], expected[name], 1e-4)).ok] == []
+
+
+MODES = pytest.mark.parametrize("op", ["chunk_simple_gla", "fused_recurrent_simple_gla"])
+
+
+@MODES
+@pytest.mark.parametrize("edges", [None, [0, 7, 7, 40, 41, 64]], ids=["dense", "packed"])
+@pytest.mark.parametrize("programs", [4, 8])
+def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None, programs: int, plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 sequences of 2 heads are at least 10 programs: with room for 8 they go 3 + 2 or smaller, with room for 4 as 2 + 2 + 1 or smaller."""
+    call = Call(B=5, T=9) if edges is None else Call(T=64, N=5)
+    bounds = None if edges is None else torch.tensor(edges, dtype=torch.int32)
+    whole = call.run(op, bounds)
+    assert {plan.problem.batch_part for plan in plans} == {0}
+    del plans[:]
+    flashlin.dispatch.plan.cache_clear()
+    monkeypatch.setattr(limits, "AXIS_LIMITS", (programs, 1, 1))
+    try:
+        split = call.run(op, bounds)
+    finally:
+        flashlin.dispatch.plan.cache_clear()
+    assert {plan.problem.batch_part for plan in plans} <= {1, 2, 3}
+    for name, x in whole.items():
+        torch.testing.assert_close(split[name], x, rtol=0, atol=0)
+    assert_right(whole, call.expected(bounds))
+
+
+class AsOnAGpu:
+    """Stands for the tensors' device, and says it is one whose values cannot be read without waiting."""
+    type = "cuda"
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cu_seqlens as it is treated on a GPU: not read, so brought into order on the device."""
+    check_cu_seqlens = tensors.check_cu_seqlens
+
+    def without_reading(cu_seqlens: torch.Tensor, on_host: torch.Tensor | None, rows: torch.Size, device: torch.device, debug: bool) -> torch.Tensor:
+        return check_cu_seqlens(cu_seqlens, on_host, rows, AsOnAGpu(), debug)  # type: ignore[arg-type]
+    monkeypatch.setattr(simple_gla, "check_cu_seqlens", without_reading)
+
+
+@MODES
+@pytest.mark.parametrize(("edges", "effective"), [
+    ([5, 12, 30], [5, 12, 30]), ([0, 12, 30], [0, 12, 30]), ([3, 12, 40], [3, 12, 40]), ([0, 30, 12, 35], [0, 30, 30, 35]),
+    ([-7, 12, 99], [0, 12, 40]), ([20, 20, 20], [20, 20, 20]), ([50, 60], [40, 40]), ([0, 0], [0, 0]), ([40, 0], [40, 40]), ([9], [9]),
+    ([0, 100, 400], [0, 40, 40]),
+], ids=str)
+def test_rows_of_no_sequence_are_exact_zeros(op: str, edges: list[int], effective: list[int], unread: None) -> None:
+    call = Call(N=len(edges) - 1)
+    got, expected = call.run(op, torch.tensor(edges)), call.expected(torch.tensor(effective))
+    assert_right(got, expected)
+    covered = torch.zeros(40, dtype=torch.bool)
+    covered[effective[0]:effective[-1]] = True
+    for name in ("o", "dq", "dk", "dv", "dg"):
+        assert (got[name][:, ~covered] == 0).all(), name
+
+
+def test_rows_of_no_sequence_are_exact_zeros_in_parts(unread: None, monkeypatch: pytest.MonkeyPatch, plans: Plans) -> None:
+    call, bounds = Call(N=3), torch.tensor([5, 12, 20, 30])
+    flashlin.dispatch.plan.cache_clear()
+    monkeypatch.setattr(limits, "AXIS_LIMITS", (4, 1, 1))
+    try:
+        got = call.run("chunk_simple_gla", bounds)
+    finally:
+        flashlin.dispatch.plan.cache_clear()
+    assert {plan.problem.batch_part for plan in plans} <= {1, 2}
+    assert_right(got, call.expected(bounds))
+    for name in ("o", "dq", "dk", "dv", "dg"):
+        assert (got[name][:, :5] == 0).all() and (got[name][:, 30:] == 0).all(), name
+
+
+def test_the_tables_of_reversed_sequences_are_brought_into_order_too(unread: None) -> None:
+    call = Call(N=2)
+    got = call.run("fused_recurrent_simple_gla", torch.tensor([5, 12, 30]), reverse=True)
+    for name in ("o", "dq", "dk", "dv", "dg"):
+        assert (got[name][:, :5] == 0).all() and (got[name][:, 30:] == 0).all(), name
+
+
+@MODES
+@pytest.mark.parametrize("facts", [{"T": 0}, {"B": 0}, {"H": 0}, {"B": 0, "T": 0}], ids=str)
+def test_nothing_to_do_dense(op: str, facts: dict[str, int]) -> None:
+    call = Call(**{"B": 2, **facts})
+    got = call.run(op)
+    assert_right(got, call.expected())
+    if facts == {"T": 0}:
+        torch.testing.assert_close(got["ht"], call.inputs["initial_state"], rtol=0, atol=0)
+        torch.testing.assert_close(got["dinitial_state"], call.cotangents[1], rtol=0, atol=0)
+
+
+@MODES
+@pytest.mark.parametrize("edges", [[0], [0, 0], [0, 0, 0, 0]], ids=str)
+def test_nothing_to_do_packed(op: str, edges: list[int]) -> None:
+    call = Call(T=0, N=len(edges) - 1)
+    got = call.run(op, torch.tensor(edges))
+    assert_right(got, call.expected(torch.tensor(edges)))
+    torch.testing.assert_close(got["ht"], call.inputs["initial_state"], rtol=0, atol=0)
+
+
+@MODES
+@pytest.mark.parametrize("edges", [None, [0, 0, 1, 64, 65, 129, 130, 130]], ids=["dense", "packed"])
+@pytest.mark.parametrize("state_v_first", [False, True], ids=["kv", "vk"])
+def test_state_layouts_and_sequences_around_the_chunk(op: str, edges: list[int] | None, state_v_first: bool) -> None:
+    call = Call(B=2, T=65, K=10, V=20) if edges is None else Call(T=130, N=7, K=10, V=20)
+    bounds = None if edges is None else torch.tensor(edges, dtype=torch.int64)
+    expected = call.expected(bounds)
+    if state_v_first:
+        call.inputs["initial_state"] = call.inputs["initial_state"].mT.contiguous()
+        call.cotangents[1] = call.cotangents[1].mT  # strided, as a gradient may be
+    got = call.run(op, bounds, state_v_first=state_v_first)
+    for name in ("ht", "dinitial_state"):
+        got[name] = got[name].mT if state_v_first else got[name]
+    assert_right(got, expected)
+
+
+@MODES
+def test_strided_tensors_are_read_where_they_lie(op: str) -> None:
+    """A split of a fused projection, a transposed gate, every second entry of a table, a transposed state."""
+    call = Call(T=30, K=16, V=16, N=2)
+    plain = call.run(op, torch.tensor([0, 11, 30]))
+    fused = torch.cat([call.inputs[name] for name in ("q", "k", "v")], 3).requires_grad_()
+    q, k, v = fused.split(16, 3)
+    assert not q.is_contiguous()
+    state = call.inputs["initial_state"].mT.contiguous().mT.requires_grad_()
+    table = torch.tensor([0, 99, 11, 99, 30, 99])[::2]
+    g = call.inputs["g"].mT.contiguous().mT.requires_grad_()
+    o, ht = getattr(flashlin, op)(q, k, v, g, initial_state=state, output_final_state=True, cu_seqlens=table)
+    dfused, dg, dstate = torch.autograd.grad([o, ht], [fused, g, state], call.cotangents)
+    for got, name in ((o, "o"), (ht, "ht"), (dg, "dg"), (dstate, "dinitial_state")):
+        torch.testing.assert_close(got.detach(), plain[name], rtol=0, atol=0)
+    torch.testing.assert_close(dfused, torch.cat([plain["dq"], plain["dk"], plain["dv"]], 3), rtol=0, atol=0)
+
+
+@MODES
+def test_gradients_of_the_final_state_alone_and_of_the_output_alone(op: str) -> None:
+    call = Call(T=20)
+    expected = call.expected()
+    both = {name: torch.zeros_like(x) for name, x in expected.items()}
+    for which in (0, 1):
+        leaves = {name: x.clone().requires_grad_() for name, x in call.inputs.items()}
+        with poisoned():
+            outputs = getattr(flashlin, op)(**leaves, output_final_state=True)
+            grads = torch.autograd.grad(outputs[which], list(leaves.values()), call.cotangents[which], allow_unused=True)
+        for name, grad in zip(leaves, grads, strict=True):
+            both["d" + name] += 0 if grad is None else grad
+    assert_right(both, {name: x for name, x in expected.items() if name not in ("o", "ht")})
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
+    q = torch.randn(1, 4, 1, 16, requires_grad=True)
+    o, _ = flashlin.chunk_retention(q, q, q)
+    dq, = torch.autograd.grad(o.pow(2).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7, 3.0])
+@MODES
+def test_any_scale(op: str, scale: float) -> None:
+    call = Call(T=20)
+    leaves = [call.inputs[name].double() for name in ("q", "k", "v", "g")]
+    o, _ = getattr(flashlin, op)(**call.inputs, scale=scale)
+    expected, _ = recurrence(*leaves, None, call.inputs["initial_state"], None, scale)
+    assert judge("o", o, expected, 1e-4).ok
+
+
+def test_mixed_dtypes_take_the_widest_and_answer_in_vs() -> None:
+    call = Call(T=20)
+    q, k, v = call.inputs["q"].half(), call.inputs["k"], call.inputs["v"].half()
+    o, ht = flashlin.chunk_simple_gla(q, k, v, call.inputs["g"].half(), output_final_state=True)
+    assert ht is not None and o.dtype == torch.float16 and ht.dtype == torch.float32
+    expected, state = recurrence(q, k, v, call.inputs["g"].half(), None, None, None, 0.25)
+    assert judge("o", o, expected, 1e-3).ok and judge("ht", ht, state, 1e-4).ok
+
+

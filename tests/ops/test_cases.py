@@ -1,0 +1,191 @@
+"""Every case against the float64 reference on the CPU's torch path; and the harness itself, which has to notice what is wrong."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flashlin
+from flashlin.guards.problem import Plan
+from flashlin.kernels.simple_gla.reference import recurrence
+from flashlin.ops import norm, simple_gla
+from flashlin.ops.planned import planned
+from flashlin.testing.cases import CASES
+from flashlin.testing.compare import Case, Tensors, check, judge, poisoned
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans that calls make."""
+    made: list[Plan] = []
+
+    def noting(*arguments: Any) -> Plan:
+        made.append(planned(*arguments))
+        return made[-1]
+    for module in (simple_gla, norm):
+        monkeypatch.setattr(module, "planned", noting)
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case: Case, dtype: torch.dtype, plans: list[Plan]) -> None:
+    failed = [verdict for verdict in check(case, CPU, dtype) if not verdict.ok]
+    assert not failed
+    assert {plan.path for plan in plans} == {"torch"} and {plan.target.backend for plan in plans} == {"cpu"}
+
+
+def test_cases_have_names_of_their_own_and_cover_every_op() -> None:
+    names = [str(case) for case in CASES]
+    assert len(set(names)) == len(names)
+    assert {case.op for case in CASES if case.quick} == {name for name in flashlin.dispatch.OPS if name not in (
+        "simple_gla", "retention", "linear_attn")}  # those three are the others with a mode chosen
+
+
+# What follows breaks a right op in one way each.
+
+def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Tensors:
+    made = {name: torch.randn(2, 400, 2, 8, generator=generator).to(dtype) for name in ("q", "k", "v")}
+    return {**made, "initial_state": torch.randn(2, 2, 8, 8, generator=generator)}
+
+
+def right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, initial_state: torch.Tensor) -> Tensors:
+    o, ht = flashlin.chunk_retention(q, k, v, 1.0, initial_state, True)
+    return {"o": o, "ht": ht}
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, initial_state: torch.Tensor) -> Tensors:
+    o, ht = recurrence(q, k, v, None, simple_gla_gamma(), initial_state)
+    return {"o": o, "ht": ht}
+
+
+def simple_gla_gamma() -> torch.Tensor:
+    return torch.log(1 - 2.0 ** (-5 - torch.arange(2, dtype=torch.float64)))
+
+
+def broken(call: Callable[..., Tensors], **changes: Any) -> Case:
+    return Case("chunk_retention", "broken", make, call, reference, {"*": 0.005, "d*": 0.008}, **changes)
+
+
+def failing(case: Case, dtype: torch.dtype = torch.float32) -> list[str]:
+    return [verdict.tensor for verdict in check(case, CPU, dtype) if not verdict.ok]
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Tensors]:
+    def call(**tensors: torch.Tensor) -> Tensors:
+        found = right(**tensors)
+        return {**found, name: change(found[name])}
+    return call
+
+
+class Passed(torch.autograd.Function):
+    """o as it is, with an output gradient that ``change`` has been at."""
+    @staticmethod
+    def forward(ctx: Any, o: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.change = change
+        return o.clone()
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.change(do.clone()), None
+
+
+def with_row(x: torch.Tensor, value: float) -> torch.Tensor:
+    x = x.clone()
+    x[1, 123, 1] += value
+    return x
+
+
+def test_the_right_op_passes() -> None:
+    assert failing(broken(right)) == []
+    assert failing(broken(right), torch.bfloat16) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_error_confined_to_one_row_fails(dtype: torch.dtype) -> None:
+    verdicts = {verdict.tensor: verdict for verdict in check(broken(changed("o", lambda o: with_row(o, 2.0))), CPU, dtype)}
+    assert not verdicts["o"].ok and verdicts["ht"].ok
+    if dtype == torch.bfloat16:
+        assert verdicts["o"].rms < verdicts["o"].allowed  # the field's metric alone would have let it through
+
+
+def test_a_row_of_nan_fails() -> None:
+    assert failing(broken(changed("o", lambda o: with_row(o, float("nan"))))) == ["o"]
+    assert failing(broken(changed("o", lambda o: with_row(o, float("inf"))))) == ["o"]
+
+
+def test_a_wrong_final_state_fails() -> None:
+    for wrong in (lambda ht: ht + (ht * 0.001).detach(), lambda ht: ht + (ht.flip(1) - ht).detach(), torch.zeros_like):
+        assert "ht" in failing(broken(changed("ht", wrong)))
+    assert failing(broken(changed("ht", lambda ht: ht.detach()))) == ["dk", "dv", "dinitial_state"]
+
+
+def test_a_state_of_the_wrong_shape_fails() -> None:
+    assert "ht" in [v.tensor for v in [judge("ht", torch.zeros(2, 3), torch.zeros(3, 2), 1.0)] if not v.ok]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "initial_state"])
+def test_a_missing_gradient_fails(name: str) -> None:
+    def call(**tensors: torch.Tensor) -> Tensors:
+        return right(**{**tensors, name: tensors[name].detach()})
+    assert failing(broken(call)) == ["d" + name]
+
+
+def test_a_wrong_row_of_a_gradient_fails() -> None:
+    def call(**tensors: torch.Tensor) -> Tensors:
+        return right(**{**tensors, "v": Passed.apply(tensors["v"], lambda dv: with_row(dv, 1.0))})
+    assert failing(broken(call)) == ["dv"]
+
+
+def test_a_missing_output_fails() -> None:
+    def call(**tensors: torch.Tensor) -> Tensors:
+        return {"o": right(**tensors)["o"]}
+    with pytest.raises(AssertionError, match="the reference has"):
+        check(broken(call), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("new", [lambda x: torch.empty(x.shape, dtype=x.dtype), lambda x: torch.empty_like(x)], ids=["empty", "empty_like"])
+def test_an_unwritten_element_fails(new: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Forgetful(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, o: torch.Tensor) -> torch.Tensor:
+            out = new(o)
+            out[:, :-1] = o[:, :-1]
+            out[:, -1, :, 1:] = o[:, -1, :, 1:]
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, do: torch.Tensor) -> torch.Tensor:
+            return do
+
+    class ForgetfulBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, v: torch.Tensor) -> torch.Tensor:
+            return v.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dv: torch.Tensor) -> torch.Tensor:
+            out = new(dv)
+            out[1:] = dv[1:]
+            out[0, ..., 1:] = dv[0, ..., 1:]
+            return out
+    assert failing(broken(changed("o", Forgetful.apply))) == ["o"]
+    assert failing(broken(lambda **tensors: right(**{**tensors, "v": ForgetfulBackward.apply(tensors["v"])}))) == ["dv"]
+
+
+def test_poison_ends_with_its_block_and_leaves_integers_alone() -> None:
+    before = torch.empty, torch.empty_like
+    with poisoned():
+        assert torch.empty(3).isnan().all() and torch.empty_like(torch.zeros(2)).isnan().all()
+        assert torch.empty(3, dtype=torch.int32).dtype == torch.int32
+    assert (torch.empty, torch.empty_like) == before
+
+
+def test_a_case_without_gradients_for_a_tensor_says_so() -> None:
+    named = {verdict.tensor for verdict in check(broken(right, constant=("initial_state",)), CPU, torch.float32)}
+    assert named == {"o", "ht", "dq", "dk", "dv"}
