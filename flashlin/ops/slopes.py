@@ -26,7 +26,9 @@ def _lightning(device: torch.device, H: int, layer_idx: int, num_layers: int) ->
     return (torch.arange(H, dtype=torch.float64, device=device) * (-(8 / max(H, 1)) * (1 - layer_idx / num_layers))).float()
 
 
-_cached = lru_cache(maxsize=256)(lambda make, facts, device: make(device, *facts))
+@lru_cache(maxsize=256)
+def _cached(make: Callable[..., Tensor], facts: tuple[int, ...], device: torch.device) -> Tensor:
+    return make(device, *facts)
 
 
 def _made(make: Callable[..., Tensor], facts: tuple[int, ...], device: torch.device) -> Tensor:
