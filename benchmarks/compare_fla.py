@@ -115,7 +115,13 @@ def main() -> None:
     import triton
 
     import flashlin
+    try:
+        version = importlib.import_module("importlib.metadata").version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
     rows: list[dict[str, Any]] = []
+    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__, "fla": version,
+              "date": datetime.date.today().isoformat(), "first_call": first_call, "rows": rows}
     for family, name, gated, extra in OPS:
         theirs, why = fla_op(family, name)
         for shape in SHAPES if family in ("simple_gla", "retention") and not options.quick else SHAPES[:1]:
@@ -137,16 +143,10 @@ def main() -> None:
             rows.append(row)
             print(json.dumps({key: value if not isinstance(value, dict) else {k: round(v, 3) if isinstance(v, float) else v for k, v in value.items()}
                               for key, value in row.items()}), flush=True)
-    try:
-        version = importlib.import_module("importlib.metadata").version("fla-core")
-    except importlib.metadata.PackageNotFoundError:
-        version = "none"
-    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__, "fla": version,
-              "date": datetime.date.today().isoformat(), "first_call": first_call, "rows": rows}
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"compare-fla-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json").write_text(
-            json.dumps(record, indent=1) + "\n")
+            if options.out:  # after each row: fla's tuning takes minutes, and what is measured should not be lost
+                options.out.mkdir(parents=True, exist_ok=True)
+                name_of_file = f"compare-fla-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json"
+                (options.out / name_of_file).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

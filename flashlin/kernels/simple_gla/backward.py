@@ -29,6 +29,7 @@ from flashlin.kernels.simple_gla.forward import (
     put,
     scaled_decay,
     sequence_of,
+    sliced,
     state_offsets,
     summed,
     tile,
@@ -249,8 +250,8 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
     for part in split if H else ():
         n = part.stop - part.start
         q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_ = (within(x, part, bounds) for x in (q, k, v, g, do, dq, dk, dv, dg))
-        h0_, dh0_, dht_ = (None if x is None else x[part] for x in (h0, dh0, dht))
-        bounds_ = None if bounds is None else bounds[part.start:part.stop + 1]
+        h0_, dh0_, dht_ = (sliced(x, part) for x in (h0, dh0, dht))
+        bounds_ = sliced(bounds, slice(part.start, part.stop + 1))
         rows = B * T if bounds is not None else n * T
         slots = rows // BT + n + 1
         a = b = c = through = states = None

@@ -225,7 +225,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
     for part in split:
         n = part.stop - part.start
         q_, k_, v_, g_, o_ = (within(x, part, bounds) for x in (q, k, v, g, o))
-        h0_, ht_, bounds_ = _of(h0, part), _of(ht, part), _of(bounds, slice(part.start, part.stop + 1))
+        h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds, slice(part.start, part.stop + 1))
         if plan.problem.mode == "fused_recurrent":
             launch = plan.launch("simple_gla_step")
             start(launch, simple_gla_step, n * H * -(-V // launch.block("BV")),
@@ -269,11 +269,12 @@ def fills_gaps(split: list[slice], bounds: torch.Tensor | None) -> bool:
 
 def within(x: torch.Tensor | None, part: slice, bounds: torch.Tensor | None) -> torch.Tensor | None:
     """Rows of a part: a view of the batch; packed sequences keep the whole row, their bounds are what is split."""
-    return x if bounds is not None else _of(x, part)
+    return x if bounds is not None else sliced(x, part)
 
 
-def _of(x: torch.Tensor | None, part: slice) -> torch.Tensor | None:
-    return None if x is None else x[part]
+def sliced(x: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    """x[part], without making a view where that is all of x."""
+    return x if x is None or part.stop - part.start == x.shape[0] else x[part]
 
 
 def precision(plan: Plan) -> str:

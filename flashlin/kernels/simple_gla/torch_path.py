@@ -45,15 +45,18 @@ def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor 
     T = q.shape[1]
     if T == 0:  # nothing, but with gradients
         return v * (q * k).sum(-1, keepdim=True), h.clone()
-    short = -T % CHUNK
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2, 4) for x in (q, k, v))  # [B, H, chunks, 64, D]
+    chunk = CHUNK  # shorter for short sequences, of which there may be many; a graph has one length for all
+    while not torch.compiler.is_compiling() and 16 <= chunk // 2 >= T:
+        chunk //= 2
+    short = -T % chunk
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4) for x in (q, k, v))  # [B, H, chunks, 64, D]
     chunks = q.shape[2]
     if g is None:
-        inside = _lower(CHUNK, q).to(q.dtype)
+        inside = _lower(chunk, q).to(q.dtype)
         between = _lower(chunks + 1, q).to(q.dtype)
         into, onwards = q, k
     else:
-        G = F.pad(g, (0, 0, 0, short)).unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2).cumsum(-1)
+        G = F.pad(g, (0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2).cumsum(-1)
         total = G[..., -1]
         inside = _decay_between(G)
         # row c of between: how much of h (column 0) and of each earlier chunk (column c' + 1) is left when chunk c begins
