@@ -60,7 +60,7 @@ def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor 
         total = G[..., -1]
         inside = _decay_between(G)
         # row c of between: how much of h (column 0) and of each earlier chunk (column c' + 1) is left when chunk c begins
-        between = _decay_between(F.pad(total, (1, 0)).cumsum(-1))
+        between = _decay_over(F.pad(total, (1, 0)))
         into, onwards = q * G.exp()[..., None], k * inside[..., -1, :, None]
     added = torch.cat([h[:, :, None], onwards.mT @ v], 2)
     states = (between @ added.flatten(-2)).unflatten(-1, h.shape[-2:])
@@ -81,6 +81,13 @@ def _decay_between(G: torch.Tensor) -> torch.Tensor:
     below = _lower(G.shape[-1], G).tril(-1)
     one = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     return (G[..., :, None] - G[..., None, :]).masked_fill(~below, -torch.inf).exp() + one
+
+
+def _decay_over(total: torch.Tensor) -> torch.Tensor:
+    """The same from chunk totals, each sum added up by itself: over thousands of tokens running sums grow until their differences are noise."""
+    below = _lower(total.shape[-1], total).tril(-1)
+    sums = total[..., :, None].expand(*total.shape, total.shape[-1]).masked_fill(~below, 0).cumsum(-2)
+    return sums.masked_fill(~below, -torch.inf).exp() + torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
 
 
 def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,

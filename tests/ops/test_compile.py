@@ -1,0 +1,99 @@
+"""torch.compile of the scalar-decay ops on the torch path: one graph, few compilations, the same numbers. tests/interpret has the kernels."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flashlin
+
+LENGTHS = (70, 100, 64, 33, 128, 129, 200, 500)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def leaves(B: int, T: int, H: int, K: int, V: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(T)
+    made = [torch.randn(*shape, generator=generator) for shape in ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H), (B, H, K, V))]
+    made[3] = F.logsigmoid(made[3])
+    return [x.requires_grad_() for x in made]
+
+
+def gated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor) -> Any:
+    return flashlin.chunk_simple_gla(q, k, v, g, initial_state=h0, output_final_state=True)
+
+
+def assert_same(compiled: Callable[..., Any], eager: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
+    found = []
+    for call in (compiled, eager):
+        outputs = [x for x in call(*tensors) if x is not None]
+        loss = sum(x.sin().sum() for x in outputs)
+        found.append([*outputs, *torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True)])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_eight_lengths_and_one_recompilation() -> None:
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(gated, fullgraph=True, backend=graphs)
+    for T in LENGTHS:
+        assert_same(compiled, gated, leaves(2, T, 2, 16, 8))
+    assert graphs.frame_count <= 2  # one with the first length, one for all
+
+
+def test_batches_and_lengths_together() -> None:
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(gated, fullgraph=True, backend=graphs)
+    for B, T in ((2, 70), (3, 100), (5, 64), (4, 130)):
+        assert_same(compiled, gated, leaves(B, T, 2, 16, 8))
+    assert graphs.frame_count <= 2
+
+
+def test_every_size_symbolic() -> None:
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(gated, fullgraph=True, backend=graphs, dynamic=True)
+    for sizes in ((2, 70, 3, 12, 16), (3, 80, 2, 10, 9), (4, 33, 5, 16, 11)):
+        assert_same(compiled, gated, leaves(*sizes))
+    assert graphs.frame_count == 1
+    assert_same(compiled, gated, leaves(2, 70, 3, 40, 600))  # past a power of two the plan may differ, so this is another graph
+
+
+def test_the_default_backend() -> None:
+    assert_same(torch.compile(gated, fullgraph=True), gated, leaves(2, 70, 2, 16, 8))
+
+
+@pytest.mark.parametrize("name", ["retention", "chunk_retention", "fused_recurrent_retention", "linear_attn", "fused_recurrent_linear_attn",
+                                  "chunk_lightning_attn", "simple_gla", "fused_recurrent_simple_gla"])
+def test_the_rest_of_the_family(name: str) -> None:
+    extra = {"layer_idx": 1, "num_layers": 4} if "lightning" in name else {"normalize": False} if "linear" in name else {}
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return getattr(flashlin, name)(q, k, v, output_final_state=True, **extra)
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=graphs)
+    for T in (40, 50, 60):
+        assert_same(compiled, call, leaves(2, T, 2, 16, 8)[:3])
+    assert graphs.frame_count <= 2
+
+
+def test_normalised_linear_attention_and_reverse() -> None:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        o, states = flashlin.fused_recurrent_linear_attn(q.exp(), k.exp(), v, output_final_state=True, reverse=True, normalize=True)
+        return o, *states
+    assert_same(torch.compile(call, fullgraph=True, backend="aot_eager"), call, leaves(2, 40, 2, 16, 8)[:3])
+
+
+def test_errors_are_the_same() -> None:
+    compiled = torch.compile(gated, backend="eager")
+    q, k, v, g, h0 = leaves(2, 12, 2, 16, 8)
+    with pytest.raises(ValueError, match="initial_state: got shape"):
+        compiled(q, k, v, g, h0.mT)
