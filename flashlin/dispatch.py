@@ -50,7 +50,8 @@ def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
         if remedy is None:
             return Plan(asked, problem, target, (), tuple(steps), (found,))
         name, problem = remedy
-        steps.append((found, name))
+        if not steps or steps[-1] != (found, name):  # 8 warps allowed, then 4: one step to the reader where 4 are in use
+            steps.append((found, name))
 
 
 def _first_reason(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:

@@ -85,7 +85,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="half-dot-34-pre-ampere", effect="no tensor cores: dots on 16-bit operands become scalar code that spills tens of kilobytes a thread",
         triton=Range(since="3.4.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"half_dot"}),
-        need="fp32 operands, whose scalar code hardly spills, or the torch path", remedies=("via_fp32",), url=_TRITON + "6698",
+        need="fp32 operands, whose scalar code hardly spills, or the torch path", remedies=(), url=_TRITON + "6698",
         proof="tests/matrix/test_pre_ampere.py", confidence="compiled"),
     KnownIssue(
         id="tf32-dot-turing-32", effect="IndexError: map::at while compiling a dot on fp32 operands with tf32 products",

@@ -90,7 +90,7 @@ def ptxas_version(path: str) -> str:
         return ""
     try:
         text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return ""
     found = [word.strip("V,") for line in text.splitlines() if "release" in line for word in line.split() if word.startswith("V")]
     return found[0] if found else ""
@@ -165,6 +165,9 @@ def parse(text: str, *, torch_version: str = "") -> Target:
     digits = pairs.get("sm", "0").removeprefix("sm").strip("_")
     if not digits.isdigit():
         raise ValueError(f"target: got sm={pairs['sm']}, need a compute capability such as 90 or 103")
+    for key in ("shared", "sms"):
+        if not pairs.get(key, "1").isdigit():
+            raise ValueError(f"target: got {key}={pairs[key]}, need a whole number")
     capability = divmod(int(digits), 10)
     triton = pairs.get("triton", "") or triton_state()[0]
     card, sms = USUAL_CARD.get(capability, ("GPU" if "sm" in pairs else "cpu", 64))

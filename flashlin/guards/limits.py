@@ -70,7 +70,7 @@ def check_grid(problem: Problem, launches: tuple[Launch, ...], target: Target, p
     for launch in launches:
         for axis, (size, limit) in enumerate(zip(launch.grid, AXIS_LIMITS, strict=False)):
             if size > limit:
-                return Reason("grid", f"{launch.kernel} starts {size} programs on grid axis {axis}", f"at most {limit}", ("chunk_batch",))
+                return Reason("grid", f"{launch.kernel} starts {size} programs on grid axis {axis}", f"at most {limit}", ("chunk_batch", "torch_path"))
     return None
 
 
@@ -78,7 +78,7 @@ def check_offsets(problem: Problem, launches: tuple[Launch, ...], target: Target
     for launch in launches:
         if launch.span > OFFSET_LIMIT:
             return Reason("offset", f"{launch.kernel} reaches element {launch.span} with 32-bit offsets", f"at most {OFFSET_LIMIT}",
-                          ("chunk_batch", "torch_path"))
+                          ("torch_path",))
     return None
 
 

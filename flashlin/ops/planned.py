@@ -1,6 +1,7 @@
 """From a Problem to a Plan that can run: what every op does before it starts anything."""
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -32,7 +33,15 @@ def _tell(the_plan: Plan) -> None:
     for reason, remedy in dispatch.inexact_steps(the_plan):
         if (the_plan.asked.op, reason.code) not in _told:
             _told.add((the_plan.asked.op, reason.code))
-            warnings.warn(f"{the_plan.asked.op} {VARIANTS[remedy].means} here. {reason}", stacklevel=4)
+            warnings.warn(f"{the_plan.asked.op} {VARIANTS[remedy].means} here. {reason}", stacklevel=_users_line())
+
+
+def _users_line() -> int:
+    """The stacklevel of the first frame outside flashlin, for a warning given by the caller of this function."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "flashlin":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def constant_while_tracing(function: Any) -> Any:

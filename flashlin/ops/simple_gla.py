@@ -153,8 +153,8 @@ def _planned_run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor 
     asked_dtype = out_dtype
     if dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
         q, k, v = q.float(), k.float(), v.float()
-        g, gamma, h0 = (None if x is None else x.float() for x in (g, gamma, h0))
         out_dtype = torch.float32
+    g, gamma, h0 = (None if x is None else x.float() for x in (g, gamma, h0))
     # Odd head sizes would make every row of a tile misaligned (and crash some ptxas, fla #1262): they are padded with zeros.
     pad_k, pad_v = -K % 8, -V % 8
     if pad_k or pad_v:
@@ -213,12 +213,11 @@ class _Scan(torch.autograd.Function):
 
 def _gradients(plan: Plan, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
                scale: float, state_v_first: bool, do: Tensor | None, dht: Tensor | None, needs_dg: bool, needs_dh0: bool) -> Any:
-    """Gradients in the dtypes of their tensors."""
+    """Gradients in the dtypes of their tensors: those of g and h0, like the tensors themselves by now, are float32."""
     from flashlin.kernels.simple_gla import backward
     do = torch.zeros_like(v) if do is None else do.contiguous()
     dht = None if dht is None else dht.contiguous()
-    dq, dk, dv, dg, dh0 = backward.run(plan, q, k, v, g, gamma, h0, bounds, scale, state_v_first, do, dht, needs_dg, needs_dh0)
-    return dq, dk, dv, None if dg is None or g is None else dg.to(g.dtype), None if dh0 is None or h0 is None else dh0.to(h0.dtype)
+    return backward.run(plan, q, k, v, g, gamma, h0, bounds, scale, state_v_first, do, dht, needs_dg, needs_dh0)
 
 
 # Under torch.compile the same two functions run inside one library operator per direction, planned at run time.
