@@ -70,7 +70,8 @@ def check_grid(problem: Problem, launches: tuple[Launch, ...], target: Target, p
     for launch in launches:
         for axis, (size, limit) in enumerate(zip(launch.grid, AXIS_LIMITS, strict=False)):
             if size > limit:
-                return Reason("grid", f"{launch.kernel} starts {size} programs on grid axis {axis}", f"at most {limit}", ("chunk_batch", "torch_path"))
+                return Reason("grid", f"{launch.kernel} starts {size} programs on grid axis {axis}", f"at most {limit}",
+                              ("chunk_batch", "torch_path"))
     return None
 
 

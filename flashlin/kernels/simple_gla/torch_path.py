@@ -1,8 +1,8 @@
 """The family in plain, differentiable torch: chunked matmuls, no loop over tokens. Serves CPUs and cards that no Triton compiles for.
 
 Chunks of 64 tokens are handled all at once; the states between them come from one matmul with the chunks' decays, so nothing depends on
-the value of T and torch.compile traces one graph for all lengths. Past 8,192 tokens the sequence is walked in segments, which keeps
-that matmul small.
+the value of T and torch.compile traces one graph for all lengths from 65 to 8,192 (a single chunk is another graph). Past that the
+sequence is walked in segments, which keeps that matmul small.
 """
 from __future__ import annotations
 
