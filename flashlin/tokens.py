@@ -235,7 +235,8 @@ class _Masked(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, index: Tensor, bad: Tensor, skip: int, scale_grad_by_freq: bool, sparse: bool) -> Tensor:
         ctx.save_for_backward(index, bad)
         ctx.rows, ctx.skip, ctx.scale, ctx.sparse = weight.shape[0], skip, scale_grad_by_freq, sparse
-        return torch.embedding(weight, index).masked_fill_(bad.unsqueeze(-1), 0)
+        # Not in place: torch 2.11's compiler then loses weight's gradient without a word.
+        return torch.embedding(weight, index).masked_fill(bad.unsqueeze(-1), 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -274,7 +275,7 @@ with torch.inference_mode(False):   # this module may be first imported inside i
     _ANCHOR = torch.zeros(1, dtype=torch.int8, device="cpu")
 
 
-@torch.library.custom_op("flashlin::out_of_range", mutates_args=())
+@torch.library.custom_op("flashlin::out_of_range", mutates_args=(), schema="(Tensor tokens, int vocab_size, str op, str place) -> Tensor")
 def _bad_op(tokens: Tensor, vocab_size: int, op: str, place: str) -> Tensor:
     pending.poll()
     bad = out_of_range(tokens, vocab_size)[1]
@@ -288,7 +289,9 @@ def _(tokens: Tensor, vocab_size: int, op: str, place: str) -> Tensor:
     return torch.empty_like(tokens, dtype=torch.bool)
 
 
-@torch.library.custom_op("flashlin::check_tokens", mutates_args=("anchor",))
+@torch.library.custom_op(
+    "flashlin::check_tokens", mutates_args=("anchor",),
+    schema="(Tensor tokens, Tensor(a!) anchor, int vocab_size, int? ignore_index, str name, str place) -> ()")
 def _check_op(tokens: Tensor, anchor: Tensor, vocab_size: int, ignore_index: int | None, name: str, place: str) -> None:
     pending.poll()
     if tokens.numel() and _mode() != "off":

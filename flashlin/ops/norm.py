@@ -218,7 +218,10 @@ def _gradients(plan: Plan, kept: Tensor, weight: Tensor | None, mean: Tensor | N
 
 
 # Under torch.compile the same two functions run inside one library operator per direction, planned at run time.
-@torch.library.custom_op("flashlin::norm", mutates_args=())
+@torch.library.custom_op(
+    "flashlin::norm", mutates_args=(),
+    schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, int kind, ScalarType y_dtype, ScalarType? total_dtype, "
+           "bool needs_grad, str call) -> (Tensor, Tensor, Tensor, Tensor)")
 def _library_op(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, kind: int, y_dtype: torch.dtype,
                 total_dtype: torch.dtype | None, needs_grad: bool, call: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plan = planned(problem_of(call, x, needs_grad), x.device)
@@ -238,7 +241,10 @@ def _(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | 
     return torch.empty_like(x, dtype=y_dtype), total, mean, rstd
 
 
-@torch.library.custom_op("flashlin::norm_backward", mutates_args=())
+@torch.library.custom_op(
+    "flashlin::norm_backward", mutates_args=(),
+    schema="(Tensor kept, Tensor? weight, Tensor? mean, Tensor rstd, Tensor dy, Tensor? dtotal, int kind, bool normed, ScalarType x_dtype, "
+           "ScalarType? residual_dtype, bool needs_dweight, bool needs_dbias, str call) -> Tensor[]")
 def _library_backward(kept: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, dy: Tensor, dtotal: Tensor | None, kind: int,
                       normed: bool, x_dtype: torch.dtype, residual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool,
                       call: str) -> list[Tensor]:

@@ -220,8 +220,12 @@ def _gradients(plan: Plan, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, ga
     return backward.run(plan, q, k, v, g, gamma, h0, bounds, scale, state_v_first, do, dht, needs_dg, needs_dh0)
 
 
-# Under torch.compile the same two functions run inside one library operator per direction, planned at run time.
-@torch.library.custom_op("flashlin::simple_gla", mutates_args=())
+# Under torch.compile the same two functions run inside one library operator per direction, planned at run time. The schemas are spelt out
+# because torch 2.4 cannot read them from annotations that are strings.
+@torch.library.custom_op(
+    "flashlin::simple_gla", mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gamma, Tensor? h0, Tensor? bounds, float scale, bool has_ht, "
+           "bool state_v_first, ScalarType out_dtype, str op, str mode, bool needs_grad) -> (Tensor, Tensor)")
 def _library_op(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
                 scale: float, has_ht: bool, state_v_first: bool, out_dtype: torch.dtype, op: str, mode: str,
                 needs_grad: bool) -> tuple[Tensor, Tensor]:
@@ -240,7 +244,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h
     return v.new_empty(v.shape, dtype=out_dtype), q.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("flashlin::simple_gla_backward", mutates_args=())
+@torch.library.custom_op(
+    "flashlin::simple_gla_backward", mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gamma, Tensor? h0, Tensor? bounds, float scale, bool state_v_first, "
+           "Tensor do, Tensor? dht, str op, str mode) -> Tensor[]")
 def _library_backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
                       scale: float, state_v_first: bool, do: Tensor, dht: Tensor | None, op: str, mode: str) -> list[Tensor]:
     N = q.shape[0] if bounds is None else bounds.shape[0] - 1

@@ -64,10 +64,9 @@ def test_batches_and_lengths_together() -> None:
 def test_every_size_symbolic() -> None:
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(gated, fullgraph=True, backend=graphs, dynamic=True)
-    for sizes in ((2, 70, 3, 12, 16), (3, 80, 2, 10, 9), (4, 133, 5, 16, 11)):
+    for sizes in ((2, 70, 3, 12, 16), (3, 133, 2, 10, 9)):
         assert_same(compiled, gated, leaves(*sizes))
     assert graphs.frame_count == 1
-    assert_same(compiled, gated, leaves(2, 70, 3, 40, 600))  # past a power of two the plan may differ, so this is another graph
 
 
 def test_the_default_backend() -> None:
