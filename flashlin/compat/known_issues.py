@@ -111,7 +111,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="tall-state-32", effect="the compiler aborts: 'Failed to emit transfer from register to shared' (3.2), UNREACHABLE (3.0, 3.1)",
         triton=Range(fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"tall_state", "half_dot"}), min_warps=4,
         need="at most 2 warps for a state of 256 rows, or Triton 3.3", remedies=("limit_num_warps", "torch_path"),
-        url="", proof="seen here, compiling and on an H200; no public thread known", confidence="compiled"),
+        url="", proof="tests/matrix/test_hopper_warps.py, and an H200; no public thread known", confidence="compiled"),
     KnownIssue(
         id="blackwell-unknown-32", effect="the compiler aborts: the architecture is unknown to it",
         triton=Range(fixed_in="3.3.0"), capabilities=(BLACKWELL, END), need="Triton 3.4", remedies=("torch_path",),

@@ -66,8 +66,9 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
     readable = cu_seqlens if debug or device.type == "cpu" else cu_seqlens_cpu
     if readable is not None and not torch.compiler.is_compiling():
         check_bounds(readable.tolist(), T)
-        return cu_seqlens.contiguous()  # kernels walk it with a stride of 1
-    return cu_seqlens.clamp(0, T).cummax(0).values
+        if readable is cu_seqlens:
+            return cu_seqlens.contiguous()  # kernels walk it with a stride of 1
+    return cu_seqlens.clamp(0, T).cummax(0).values  # also beside cu_seqlens_cpu, which need not say the same
 
 
 def check_bounds(edges: list[int], T: int) -> None:

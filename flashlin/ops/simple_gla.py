@@ -102,6 +102,7 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
         need_tensor("g", g, (B, T, H), "[B, T, H]", q.device)
     if gamma is not None:
         need_tensor("g_gamma", gamma, (H,), "[H]", q.device)
+        gamma = gamma.detach()  # a constant, as documented, on every path
     if chunk_size != 64 and (chunk_size < 16 or chunk_size & (chunk_size - 1)):
         raise ValueError(f"chunk_size: got {chunk_size}, need a power of two of at least 16")
     if mode not in MODES:

@@ -72,7 +72,7 @@ def compile_launches(jobs: Iterable[Job], environment: Mapping[str, str] | None 
     jobs = list(jobs)
     lines = "".join(f'{{"sm": {job.sm}, "launch": {job.launch.to_json()}}}\n' for job in jobs)
     ran = subprocess.run([sys.executable, "-m", "flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout)], input=lines,
-                         capture_output=True, text=True, env={**os.environ, **(environment or {})}, check=False)
+                         capture_output=True, text=True, env={**os.environ, **(environment or {}), "TRITON_INTERPRET": "0"}, check=False)
     if ran.returncode:
         raise RuntimeError(f"the compiling process ended with {ran.returncode}: {ran.stderr.strip()[-2000:]}")
     found: dict[int, Result] = {}
@@ -117,7 +117,7 @@ def argument(kind: str | None) -> Any:
     return _Pointer(DTYPES[name], 0 if divisible else 4)
 
 
-def _compile(job: Job, folder: Path) -> Result:
+def _compile(job: Job) -> Result:
     """In the child: hand the launch to the JIT, and read what came out."""
     from triton.runtime import driver
     driver.set_active(_Driver(job.sm))
@@ -127,8 +127,6 @@ def _compile(job: Job, folder: Path) -> Result:
     try:
         compiled = kernel.warmup(*(argument(kind) for _, kind in launch.arguments), grid=(1,), **dict(launch.constants),
                                  num_warps=launch.num_warps, num_stages=launch.num_stages)
-        if hasattr(compiled, "result"):  # some releases compile in the background
-            compiled = compiled.result()
         code = str(compiled.asm["ptx"])
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
@@ -173,7 +171,7 @@ def _child(job: Job, folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
         tempfile.tempdir = str(folder)
-        (folder / "result").write_text(json.dumps(_compile(job, folder)))
+        (folder / "result").write_text(json.dumps(_compile(job)))
     finally:
         os._exit(0)
 
@@ -212,6 +210,8 @@ def serve(jobs: list[Job], at_once: int, timeout: float) -> Iterator[tuple[int, 
                 child = os.fork()
                 if child == 0:
                     _child(job, folder)
+                with suppress(OSError):  # the child does it too: whoever comes first
+                    os.setpgid(child, child)
                 running[child] = (number, folder, time.monotonic())
             for child, (number, folder, began) in list(running.items()):
                 took = time.monotonic() - began

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -257,6 +258,16 @@ def test_gradients_of_the_final_state_alone_and_of_the_output_alone(op: str) -> 
         for name, grad in zip(leaves, grads, strict=True):
             both["d" + name] += 0 if grad is None else grad
     assert_right(both, {name: x for name, x in expected.items() if name not in ("o", "ht")})
+
+
+def test_slopes_made_for_inference_serve_training() -> None:
+    for call in (flashlin.chunk_retention, partial(flashlin.chunk_lightning_attn, layer_idx=5, num_layers=77)):
+        q = torch.randn(1, 4, 37, 16)  # a head count that no other test has used
+        with torch.inference_mode():
+            call(q, q, q)
+        q.requires_grad_()
+        call(q, q, q)[0].sum().backward()  # which saves the slopes
+        assert q.grad is not None and q.grad.any()
 
 
 def test_a_second_derivative_is_refused_rather_than_wrong() -> None:

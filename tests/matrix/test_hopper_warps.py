@@ -1,14 +1,17 @@
-"""Eight warps on Hopper: one launch, three releases, three ways to lose the compiler. Four warps compile everywhere."""
+"""Warps on Hopper: eight lose the compiler in three ways on three releases; four lose it where the state is tall. Fewer compile."""
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
 
+import flashlin
 from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import parse
 from flashlin.testing.compile import Job, Result
 from flashlin.testing.record import recording
+
+Compile = Callable[[str, list[Job]], list[Result]]
 
 
 @pytest.mark.parametrize(("version", "issue", "status", "says"), [
@@ -17,7 +20,7 @@ from flashlin.testing.record import recording
     ("3.3.1", "stmatrix-33", "exception", "chooseStMatrixLayoutLeadingOffset"),
     ("3.4.0", None, "ok", ""), ("3.9.0", None, "ok", "")])
 def test_eight_warps_fail_on_hopper_up_to_33(version: str, issue: str | None, status: str, says: str,
-                                             compiled: Callable[[str, list[Job]], list[Result]], gated: Callable[..., None]) -> None:
+                                             compiled: Compile, gated: Callable[..., None]) -> None:
     hopper = parse(f"triton={version},sm=90")
     with recording(hopper) as launches:
         gated(K=64, V=64)
@@ -29,3 +32,19 @@ def test_eight_warps_fail_on_hopper_up_to_33(version: str, issue: str | None, st
     at_eight = {known.id for known in issues_here(hopper) if "limit_num_warps" in known.remedies and known.hits(frozenset(eight.traits), 8, 2)}
     assert at_eight == ({issue} if issue else set())
     assert ours.num_warps <= 4
+
+
+@pytest.mark.parametrize(("version", "says"), [
+    ("3.0.0", "UNREACHABLE executed"), ("3.2.0", "Failed to emit transfer from register to shared"), ("3.3.1", "")])
+def test_a_state_of_256_rows_wants_two_warps_on_hopper_up_to_32(version: str, says: str, compiled: Compile, gated: Callable[..., None]) -> None:
+    """Issue tall-state-32."""
+    scans = []
+    for policy in ("off", "auto"):
+        with recording(parse(f"triton={version},sm=90")) as launches, flashlin.settings(policy=policy):
+            gated(K=256, V=64)
+        scans.append(next(launch for launch in launches if launch.kernel == "simple_gla_scan"))
+    raw, planned = scans
+    assert (raw.num_warps, planned.num_warps) == (4, 2 if says else 4)
+    as_asked, as_planned = compiled(version, [Job(90, raw), Job(90, planned)])
+    assert as_asked.status == ("abort" if says else "ok") and says in as_asked.cause, as_asked
+    assert as_planned.ok, as_planned

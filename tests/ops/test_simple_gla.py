@@ -39,10 +39,13 @@ def expected(given: Tensors, h0: torch.Tensor | None = None, bounds: torch.Tenso
     return recurrence(given["q"], given["k"], given["v"], given.get("g"), gamma, h0, bounds, scale)
 
 
-def assert_close(got: Any, wanted: Any, allowed: float = 1e-9) -> None:
-    """In double unless the caller says how much less it wants."""
+def assert_close(got: Any, wanted: Any, allowed: float | None = None) -> None:
+    """All digits of double, unless the caller says how much less it wants."""
     for x, y in zip(got if isinstance(got, tuple) else (got,), wanted if isinstance(wanted, tuple) else (wanted,), strict=True):
-        assert judge("", x, y, allowed).ok, (x, y)
+        if allowed is None:
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+        else:
+            assert judge("", x, y, allowed).ok, (x, y)
 
 
 # Errors: what was got and what is needed, by the argument's name.
