@@ -3,8 +3,8 @@
 With an NVIDIA GPU (nvidia-smi answers) it is just `pip install -e .`: pip takes the newest torch and the Triton made for it.
 
 Without one, that would fetch several gigabytes of CUDA libraries nobody can use. So torch is asked for under the name that only its CPU
-build bears (2.13.0+cpu): first wherever pip is set up to look, then in TORCH_INDEX (PyTorch's own index of CPU builds unless the
-variable names another). Only if neither has it (macOS, a closed network) the plain release is taken, and that is said.
+build bears (2.13.0+cpu): first wherever pip is set up to look, then in TORCH_INDEX (an environment variable for the index of CPU builds
+that PyTorch's installation page names). Only if neither has it (macOS, a closed network) the plain release is taken, and that is said.
 
 A second run sees from a note in the environment that nothing has changed, and is done at once.
 """
@@ -21,7 +21,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TORCH, TRITON = "2.13.0", "3.7.1"  # a pair: torch 2.13 is built with Triton 3.7.1; its CPU build just does not ask for it
 ALSO = ("numpy",)  # flashlin does without; torch warns at its start about every environment that has none
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def main(folder: str, extras: str) -> None:
@@ -66,14 +65,14 @@ def has_gpu() -> bool:
 
 
 def install_cpu_torch(python: Path) -> None:
-    index = os.environ.get("TORCH_INDEX", CPU_INDEX)
+    index = os.environ.get("TORCH_INDEX", "")
     print(f"setup_env: no NVIDIA GPU here, so the CPU build of torch {TORCH}", flush=True)
     if pip(python, f"torch=={TORCH}+cpu", may_fail=True):
         return
     if index and pip(python, f"torch=={TORCH}+cpu", "--extra-index-url", index, "--retries", "1", may_fail=True):
         return
-    print(f"setup_env: found no CPU build of torch {TORCH} (also not in TORCH_INDEX={index}), so the plain one: on Linux it brings "
-          "several gigabytes of CUDA libraries", flush=True)
+    print(f"setup_env: found no CPU build of torch {TORCH} (TORCH_INDEX={index or 'not set'}), so the plain one: on Linux it brings "
+          "several gigabytes of CUDA libraries, which TORCH_INDEX=<PyTorch's index of CPU builds> avoids", flush=True)
     pip(python, f"torch=={TORCH}")
 
 
