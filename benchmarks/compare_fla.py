@@ -10,8 +10,10 @@ import argparse
 import datetime
 import importlib
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -108,8 +110,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="only the first shape of each op")
     options = parser.parse_args()
-    first = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, check=False,
-                           env={**__import__("os").environ, "TRITON_CACHE_DIR": f"/tmp/empty-{time.time_ns()}"})
+    with tempfile.TemporaryDirectory() as empty:
+        first = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, check=False,
+                               env={**os.environ, "TRITON_CACHE_DIR": empty})
     first_call = json.loads(first.stdout) if first.returncode == 0 else {"failed": first.stderr[-500:]}
     print("first call from empty caches:", first_call, flush=True)
     import triton
