@@ -125,6 +125,10 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         capabilities=(GB300, SM11), need="Triton 3.6", remedies=("torch_path",), url=_TRITON + "8473",
         proof="compile probes of the releases", confidence="compiled"),
     KnownIssue(
+        id="sm110-36", effect="ptxas does not know sm_110, or the compiler aborts", triton=Range(since="3.3.0", fixed_in="3.7.1"),
+        capabilities=(SM11, SM12), need="Triton 3.7.1", remedies=("torch_path",), url="",
+        proof="compile probes of the releases; no public thread known", confidence="compiled"),
+    KnownIssue(
         id="sm121-35", effect="ptxas does not know sm_121", triton=Range(since="3.3.0", fixed_in="3.6.0"),
         capabilities=(SM121, END), need="Triton 3.6", remedies=("torch_path",), url=_TRITON + "10331",
         proof="compile probes of the releases", confidence="compiled"),
