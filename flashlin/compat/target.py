@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Shared memory one block can have, in bytes, by compute capability (CUDA C++ programming guide, technical specifications).
 SHARED_PER_BLOCK = {(7, 0): 98304, (7, 2): 98304, (7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (8, 7): 166912, (8, 9): 101376,
-                    (9, 0): 232448, (10, 0): 232448, (10, 3): 232448, (12, 0): 101376, (12, 1): 101376}
+                    (9, 0): 232448, (10, 0): 232448, (10, 3): 232448, (11, 0): 232448, (12, 0): 101376, (12, 1): 101376}
 # Multiprocessors of the card most people mean by a capability, for targets that are named rather than probed.
 USUAL_CARD = {(7, 0): ("V100", 80), (7, 5): ("T4", 40), (8, 0): ("A100", 108), (8, 6): ("RTX 3090", 82), (8, 9): ("RTX 4090", 128),
               (9, 0): ("H100", 132), (10, 0): ("B200", 148), (10, 3): ("B300", 148), (12, 0): ("RTX 5090", 170)}
