@@ -134,7 +134,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         proof="compile probes of the releases", confidence="compiled"),
     KnownIssue(
         id="blackwell-tcgen05-state", effect="silently wrong or varying results: a state that is decayed and read by a dot in one loop",
-        triton=Range(since="3.3.0"), capabilities=(BLACKWELL, SM11), traits=frozenset({"dot", "rmw_acc"}), min_warps=4, min_stages=2,
+        triton=Range(since="3.3.0"), capabilities=(BLACKWELL, SM12), traits=frozenset({"dot", "rmw_acc"}), min_warps=4, min_stages=2,
         need="at most 2 warps, which keeps the loop off tcgen05", remedies=("limit_num_warps",), url=_TRITON + "10993",
         proof="issue threads (also #9871, #10590, #10821 and fla #607); no hardware at hand", confidence="thread"),
     KnownIssue(

@@ -28,23 +28,24 @@ def strip(full: int, size: int, bytes_each: int) -> int:
     return max(16, min(64, padded(size), STATE_TILE * 2 // bytes_each // full))
 
 
-def over_v(K: int, V: int, bytes_each: int) -> Iterator[Config]:
+def over_v(K: int, V: int, bytes_each: int, max_warps: int) -> Iterator[Config]:
     """Scans that hold all of K and a strip of V: forward and dv."""
     BK = padded(K)
-    yield from _chunks(BK, strip(BK, V, bytes_each), bytes_each)
+    yield from _chunks(BK, strip(BK, V, bytes_each), bytes_each, max_warps)
 
 
-def over_k(K: int, V: int, bytes_each: int) -> Iterator[Config]:
+def over_k(K: int, V: int, bytes_each: int, max_warps: int) -> Iterator[Config]:
     """Scans that hold all of V and a strip of K: dq and dk."""
     BV = padded(V)
-    yield from _chunks(strip(BV, K, bytes_each), BV, bytes_each)
+    yield from _chunks(strip(BV, K, bytes_each), BV, bytes_each, max_warps)
 
 
-def _chunks(BK: int, BV: int, bytes_each: int) -> Iterator[Config]:
+def _chunks(BK: int, BV: int, bytes_each: int, max_warps: int) -> Iterator[Config]:
     # Chunks of 64 tokens beside a strip narrower than 64 crash: an illegal memory access on an H200 with Triton 3.6.0 and one stage
     # (benchmarks/results/sweep-*), a segmentation fault of the compiler for sm_90 in 3.0 and 3.1. Chunks of 32 do not.
-    # fp32 operands take twice the registers and shared memory, so their chunks are half as long too.
-    longest = 64 if bytes_each == 2 and min(BK, BV) >= 64 else 32
+    # fp32 operands take twice the registers and shared memory, so their chunks are half as long too; and with two warps a chunk of 64
+    # spills 2 to 45 KB (compiled for sm_100 with 3.6.0 and 3.9.0), one of 32 hardly.
+    longest = 64 if bytes_each == 2 and min(BK, BV) >= 64 and max_warps >= 4 else 32
     for BT in (64, 32, 16):
         for num_stages in (2, 1):
             if longest >= BT:

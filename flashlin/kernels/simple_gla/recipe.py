@@ -17,14 +17,14 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return ()
     bytes_each = 4 if problem.dot == "fp32" or problem.dtype == "float32" else 2
     dots = _dot_traits(problem, bytes_each)
-    wide = list(over_v(problem.K, problem.V, bytes_each))
+    wide = list(over_v(problem.K, problem.V, bytes_each, problem.max_warps))
     gated = "g" in problem.options
     if problem.mode == "fused_recurrent":
         found = [_launch("simple_gla_step", token(problem.K, problem.V), problem, 4096, dots & {"bf16"})]
     else:
         found = [_fitting("simple_gla_scan", wide, problem, target, bytes_each, dots)]
     if problem.needs_grad:
-        tall = list(over_k(problem.K, problem.V, bytes_each))
+        tall = list(over_k(problem.K, problem.V, bytes_each, problem.max_warps))
         found += [_fitting("simple_gla_dq", tall, problem, target, bytes_each, dots),
                   _fitting("simple_gla_dk", tall, problem, target, bytes_each, dots),
                   _fitting("simple_gla_dv", wide, problem, target, bytes_each, dots)]
