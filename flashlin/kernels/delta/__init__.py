@@ -1,0 +1,1 @@
+"""The delta families: delta rule and gated delta rule."""

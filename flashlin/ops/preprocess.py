@@ -1,0 +1,31 @@
+"""What the delta families do to q, k, g and beta before the recurrence, in plain differentiable torch: for the torch path and for calls
+with gradients, whichever kernels follow."""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+L2_EPS = 1e-6
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def l2normalized(x: Tensor) -> Tensor:
+    """x / sqrt(sum x^2 + 1e-6) over the last dimension, in x's dtype. Zero rows stay zero and have a finite gradient."""
+    full = wide(x)
+    return (full * (full.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()).to(x.dtype)
+
+
+def decay_of_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
+    """-exp(A_log) softplus(g + dt_bias): the log decay [B, T, HV] of a raw gate; A_log, dt_bias [HV]. At least float32."""
+    full = wide(g)
+    return -wide(A_log).exp() * F.softplus(full if dt_bias is None else full + wide(dt_bias))
+
+
+def beta_of_logits(beta: Tensor, allow_neg_eigval: bool) -> Tensor:
+    """sigmoid(beta), twice that with allow_neg_eigval (the state's eigenvalues then reach down to -1). At least float32."""
+    return wide(beta).sigmoid() * (2.0 if allow_neg_eigval else 1.0)
