@@ -44,7 +44,7 @@ from flashlin.kernels.pieces import (
 @triton.jit(do_not_specialize=["T", "N", "R", "RL", "scale"])
 def delta_reverse(q, k, do, A, line, G, dht, dy, dh0, dstates, bounds, scale, T, N, H, HV, R, RL, K: tl.constexpr, V: tl.constexpr,
                   BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
-                  V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+                  V_FIRST: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
     """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, and dh0."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -85,7 +85,11 @@ def delta_reverse(q, k, do, A, line, G, dht, dy, dh0, dstates, bounds, scale, T,
             b_w = (b_do * (tl.exp2(D) * scale)[:, None]).to(b_do.dtype)
             dh *= tl.exp2(total)
         du += tl.dot(s.to(b_do.dtype), b_do, input_precision=PRECISION)
-        b_dy = tl.dot(tl.trans(b_A), du.to(b_A.dtype), input_precision=PRECISION)
+        # Of keys that resemble each other A^T takes differences, so du keeps what its rounding would lose.
+        b_du = du.to(b_A.dtype)
+        b_dy = tl.dot(tl.trans(b_A), b_du, input_precision=PRECISION)
+        if HALF:
+            b_dy += tl.dot(tl.trans(b_A), (du - b_du).to(b_A.dtype), input_precision=PRECISION)
         put(dy, b_dy, first, t0, length, i_h, HV, V, v0, BT, BV)
         if DECAY == 0:
             b_dv = b_dy * b_beta[:, None]
@@ -229,7 +233,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
               dict(constants, HAS_H0=h0 is not None, V_FIRST=v_first))
         start(reversing, delta_reverse, n * HV * strips,
               (q_, k_, do_, A_, line_, G, dht_, dy, dh0_, dstates, bounds_, scale, T, n, H, HV, R, rows),
-              dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first))
+              dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first, HALF=q.dtype != torch.float32))
         shares = max(1, -(-R // (BT * n)))
         start(finishing, delta_grads, n * shares * HV,
               (q_, k_, v_, do_, u, dy, line_, G, states, dstates, dq_, dk_, dv_, dbeta_, dg_, bounds_, scale, T, n, H, HV, R, rows, shares),
