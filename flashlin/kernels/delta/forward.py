@@ -57,8 +57,7 @@ def diagonal_inverses(M, scratch, t0, length, stride, BT: tl.constexpr):
     tl.debug_barrier()
     tl.store(scratch + (top[None, :] + j[:, None]) * stride + (rows % 16)[None, :], X, mask=t0 + top[None, :] + j[:, None] < length)
     tl.debug_barrier()
-    found = tl.load(block, mask=same & inside, other=0.0)
-    return tl.where((rows[:, None] == rows[None, :]) & (t0 + rows >= length)[:, None], 1.0, found)
+    return tl.load(block, mask=same & inside, other=0.0)  # rows past the end have no inverse and need none
 
 
 @triton.jit
@@ -70,7 +69,8 @@ def product(a, b, PRECISION: tl.constexpr):
         b_high = b.to(tl.bfloat16)
         a_low = (a - a_high.to(tl.float32)).to(tl.bfloat16)
         b_low = (b - b_high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(a_high, b_high) + (tl.dot(a_low, b_high) + tl.dot(a_high, b_low))
+        small = tl.dot(a_high, b_low, tl.dot(a_low, b_high))
+        return tl.dot(a_high, b_high, small)
     else:
         return tl.dot(a, b, input_precision=PRECISION)
 
@@ -89,6 +89,27 @@ def merged(X, M, BT: tl.constexpr, PRECISION: tl.constexpr):
     return X
 
 
+@triton.jit
+def inverse_of_chunk(k, beta, G, A, line, scratch, first, t0, length, i_h, H, HV, R, RL, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                     DECAY: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+    rows = tl.arange(0, BT)
+    inside = t0 + rows < length
+    products = tl.zeros([BT, BT], dtype=tl.float32)
+    for k0 in range(0, K, BK):
+        b_k = tile(k, first, t0, length, i_h // (HV // H), H, K, k0, BT, BK)
+        products += tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+    b_beta = tl.load(beta + (first + t0 + rows) * HV + i_h, mask=inside, other=0.0).to(tl.float32)
+    tl.store(line + i_h.to(tl.int64) * RL + first + t0 + rows, b_beta, mask=inside)
+    D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
+    below = rows[:, None] > rows[None, :]
+    if DECAY == 0:
+        M = tl.where(below, products * b_beta[:, None], 0.0)
+    else:
+        M = products * b_beta[:, None] * tl.exp2(tl.where(below, D[:, None] - D[None, :], float("-inf")))
+    X = diagonal_inverses(M, scratch + ((first + t0) * HV + i_h) * 16, t0, length, HV * 16, BT)
+    put(A, merged(X, M, BT, MERGE), first, t0, length, i_h, HV, BT, 0, BT, BT)
+
+
 @triton.jit(do_not_specialize=["T", "N", "R", "RL", "S"])
 def delta_inverse(k, beta, G, A, line, scratch, bounds, T, N, H, HV, R, RL, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                   DECAY: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
@@ -97,23 +118,11 @@ def delta_inverse(k, beta, G, A, line, scratch, bounds, T, N, H, HV, R, RL, S, K
     i_h = program % HV
     share = program // HV % S
     first, length = sequence_of(program // HV // S, bounds, T, VARLEN)
-    rows = tl.arange(0, BT)
-    for t0 in range(share * BT, length, S * BT):
-        inside = t0 + rows < length
-        products = tl.zeros([BT, BT], dtype=tl.float32)
-        for k0 in range(0, K, BK):
-            b_k = tile(k, first, t0, length, i_h // (HV // H), H, K, k0, BT, BK)
-            products += tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-        b_beta = tl.load(beta + (first + t0 + rows) * HV + i_h, mask=inside, other=0.0).to(tl.float32)
-        tl.store(line + i_h.to(tl.int64) * RL + first + t0 + rows, b_beta, mask=inside)
-        D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
-        below = rows[:, None] > rows[None, :]
-        if DECAY == 0:
-            M = tl.where(below, products * b_beta[:, None], 0.0)
-        else:
-            M = products * b_beta[:, None] * tl.exp2(tl.where(below, D[:, None] - D[None, :], float("-inf")))
-        X = diagonal_inverses(M, scratch + ((first + t0) * HV + i_h) * 16, t0, length, HV * 16, BT)
-        put(A, merged(X, M, BT, MERGE), first, t0, length, i_h, HV, BT, 0, BT, BT)
+    if VARLEN:
+        for t0 in range(share * BT, length, S * BT):
+            inverse_of_chunk(k, beta, G, A, line, scratch, first, t0, length, i_h, H, HV, R, RL, K, BT, BK, DECAY, BLOCK, PRECISION, MERGE)
+    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+        inverse_of_chunk(k, beta, G, A, line, scratch, first, share * BT, length, i_h, H, HV, R, RL, K, BT, BK, DECAY, BLOCK, PRECISION, MERGE)
 
 
 @triton.jit
