@@ -74,13 +74,16 @@ def delta_reverse(q, k, do, A, A_low, line, G, dht, dy, dh0, dstates, bounds, sc
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
         tl.store(dstates + to, b_dh, mask=whole)
-        du = tl.dot(b_k, b_dh, input_precision=PRECISION)
         s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+        du = tl.dot(b_k, b_dh, input_precision=PRECISION)
         if DECAY == 0:
             s = tl.where(later, s * scale, 0.0)
+            b_w = (b_do * scale).to(b_do.dtype)
         else:
             s *= scaled_decay(-D, -D, later, scale)
             du *= tl.exp2(total - D)[:, None]
+            b_w = (b_do * (tl.exp2(D) * scale)[:, None]).to(b_do.dtype)
+            dh *= tl.exp2(total)
         du += tl.dot(s.to(b_do.dtype), b_do, input_precision=PRECISION)
         # Of keys that resemble each other A^T takes differences, so neither side may lose what rounding it would lose.
         b_du = du.to(b_A.dtype)
@@ -91,12 +94,9 @@ def delta_reverse(q, k, do, A, A_low, line, G, dht, dy, dh0, dstates, bounds, sc
             b_dy += tl.dot(tl.trans(b_low), b_du, input_precision=PRECISION)
         put(dy, b_dy, first, t0, length, i_h, HV, V, v0, BT, BV)
         if DECAY == 0:
-            b_w = (b_do * scale).to(b_do.dtype)
             b_dv = b_dy * b_beta[:, None]
         else:
-            b_w = (b_do * (tl.exp2(D) * scale)[:, None]).to(b_do.dtype)
             b_dv = b_dy * (b_beta * tl.exp2(D))[:, None]
-            dh *= tl.exp2(total)
         dh += tl.dot(tl.trans(b_q), b_w, input_precision=PRECISION)
         dh -= tl.dot(tl.trans(b_k), b_dv.to(b_k.dtype), input_precision=PRECISION)
     if HAS_DH0:

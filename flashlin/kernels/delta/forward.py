@@ -38,26 +38,25 @@ from flashlin.kernels.scans import operand_bytes
 
 
 @triton.jit
-def diagonal_inverses(M, scratch, t0, length, stride, BT: tl.constexpr):
+def diagonal_inverses(M, scratch, BT: tl.constexpr):
     """Block-diagonal inverse of I + M for M [BT, BT] strictly lower triangular, in blocks of 16 rows: substitution in float32, all blocks at
-    once. scratch: where token 0's 16 numbers go; the next token's are ``stride`` further. M's blocks go through it, since only memory lets
-    every column of the inverse read the same row of M without an exchange between threads at each of the 15 steps."""
+    once. M's blocks go through scratch [BT, 16], since only memory lets every column of the inverse read the same row of M without an
+    exchange between threads at each of the 15 steps."""
     rows = tl.arange(0, BT)
     same = (rows // 16)[:, None] == (rows // 16)[None, :]
-    inside = (t0 + rows < length)[:, None]
-    block = scratch + rows[:, None] * stride + (rows % 16)[None, :]
-    tl.store(block, M, mask=same & inside)
+    block = scratch + rows[:, None] * 16 + (rows % 16)[None, :]
+    tl.store(block, M, mask=same)
     tl.debug_barrier()
     j = tl.arange(0, 16)
+    top = rows // 16 * 256
     X = tl.where(j[:, None] == (rows % 16)[None, :], 1.0, 0.0)  # column c of this is column c % 16 of block c // 16
-    top = rows // 16 * 16
     for i in tl.static_range(1, 16):  # unrolled, so that no step waits for its row of M
-        m = tl.load(scratch + (top + i)[None, :] * stride + j[:, None], mask=(t0 + top + i < length)[None, :], other=0.0)
+        m = tl.load(scratch + top[None, :] + i * 16 + j[:, None])
         X -= tl.where(j[:, None] == i, tl.sum(m * X, 0)[None, :], 0.0)
     tl.debug_barrier()
-    tl.store(scratch + (top[None, :] + j[:, None]) * stride + (rows % 16)[None, :], X, mask=t0 + top[None, :] + j[:, None] < length)
+    tl.store(scratch + top[None, :] + j[:, None] * 16 + (rows % 16)[None, :], X)
     tl.debug_barrier()
-    return tl.load(block, mask=same & inside, other=0.0)  # rows past the end have no inverse and need none
+    return tl.load(block, mask=same, other=0.0)
 
 
 @triton.jit
@@ -98,8 +97,8 @@ def merged(X, M, BT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def inverse_of_chunk(k, beta, G, A, A_low, line, scratch, first, t0, length, i_h, H, HV, R, RL, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                     DECAY: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+def inverse_of_chunk(k, beta, G, A, A_low, line, scratch, n, first, t0, length, i_h, H, HV, R, RL, K: tl.constexpr, BT: tl.constexpr,
+                     BK: tl.constexpr, DECAY: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
     rows = tl.arange(0, BT)
     inside = t0 + rows < length
     b_beta = tl.load(beta + (first + t0 + rows) * HV + i_h, mask=inside, other=0.0).to(tl.float32)
@@ -114,7 +113,8 @@ def inverse_of_chunk(k, beta, G, A, A_low, line, scratch, first, t0, length, i_h
         M = tl.where(below, products * b_beta[:, None], 0.0)
     else:
         M = products * b_beta[:, None] * tl.exp2(tl.where(below, D[:, None] - D[None, :], float("-inf")))
-    X = diagonal_inverses(M, scratch + ((first + t0) * HV + i_h) * 16, t0, length, HV * 16, BT)
+    slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
+    X = diagonal_inverses(M, scratch + slot.to(tl.int64) * (BT * 16), BT)
     X = merged(X, M, BT, MERGE)
     put(A, X, first, t0, length, i_h, HV, BT, 0, BT, BT)
     if HAS_LOW:
@@ -125,18 +125,19 @@ def inverse_of_chunk(k, beta, G, A, A_low, line, scratch, first, t0, length, i_h
 def delta_inverse(k, beta, G, A, A_low, line, scratch, bounds, T, N, H, HV, R, RL, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                   DECAY: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
                   MERGE: tl.constexpr):
-    """A [rows, HV, BT], for backward what its rounding lost, and beta as a line [HV, RL] of float32 for the scans. scratch [rows, HV, 16].
+    """A [rows, HV, BT], for backward what its rounding lost, and beta as a line [HV, RL] of float32 for the scans. scratch [slots, HV, BT, 16].
     S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
-    first, length = sequence_of(program // HV // S, bounds, T, VARLEN)
+    n = program // HV // S
+    first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            inverse_of_chunk(k, beta, G, A, A_low, line, scratch, first, t0, length, i_h, H, HV, R, RL, K, BT, BK,
+            inverse_of_chunk(k, beta, G, A, A_low, line, scratch, n, first, t0, length, i_h, H, HV, R, RL, K, BT, BK,
                              DECAY, HAS_LOW, BLOCK, PRECISION, MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        inverse_of_chunk(k, beta, G, A, A_low, line, scratch, first, share * BT, length, i_h, H, HV, R, RL, K, BT, BK,
+        inverse_of_chunk(k, beta, G, A, A_low, line, scratch, n, first, share * BT, length, i_h, H, HV, R, RL, K, BT, BK,
                              DECAY, HAS_LOW, BLOCK, PRECISION, MERGE)
 
 
@@ -263,7 +264,6 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
     A = torch.empty(B, T, HV, BLOCK, dtype=q.dtype, device=q.device)  # rows of BT, packed: a compiler's fake tensors know no BT
     A_low = torch.empty_like(A) if keeps_low(plan, q) else None
     line = torch.empty(HV, rows, dtype=torch.float32, device=q.device)
-    scratch = torch.empty(B, T, HV, 16, dtype=torch.float32, device=q.device)
     if N == 0 or HV == 0:  # no program would run to write them
         return o.zero_(), ht, A, A_low, line
     constants = dict(K=K, BLOCK=BLOCK, VARLEN=bounds is not None, PRECISION=precision(plan), DECAY=NO_DECAY if g is None else TOKEN_DECAY)
@@ -271,11 +271,12 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
     registers = dict(maxnreg=168) if plan.target.capability == (9, 0) else {}
     for part in split:
         n = part.stop - part.start
-        q_, k_, v_, beta_, g_, o_, A_, low_, scratch_ = (within(x, part, bounds) for x in (q, k, v, beta, g, o, A, A_low, scratch))
+        q_, k_, v_, beta_, g_, o_, A_, low_ = (within(x, part, bounds) for x in (q, k, v, beta, g, o, A, A_low))
         h0_, ht_, bounds_, line_ = sliced(h0, part), sliced(ht, part), edges_of(bounds, part), columns(line, part, T, bounds)
         G, R = summed(plan, g_, bounds_, n), rows if bounds is not None else n * T
         shares = max(1, -(-R // (BT * n)))
-        start(inverting, delta_inverse, n * shares * HV, (k_, beta_, G, A_, low_, line_, scratch_, bounds_, T, n, H, HV, R, rows, shares),
+        scratch = torch.empty(R // BT + n + 1, HV, BT, 16, dtype=torch.float32, device=q.device)
+        start(inverting, delta_inverse, n * shares * HV, (k_, beta_, G, A_, low_, line_, scratch, bounds_, T, n, H, HV, R, rows, shares),
               dict(constants, HAS_LOW=A_low is not None, MERGE=merging(plan), **registers))
         start(scanning, delta_scan, n * HV * -(-V // scanning.block("BV")),
               (q_, k_, v_, A_, line_, G, h0_, o_, ht_, bounds_, scale, T, n, H, HV, R, rows),

@@ -27,8 +27,10 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     if problem.needs_grad:
         tiles = [copies * bytes_each * (stages * (3 * BT * BV + 2 * BK * BV) + 4 * BT * BK + 2 * BT ** 2) for stages in (2, 1)]
         stages = 2 if tiles[0] <= target.shared else 1
+        deep = scan._replace(num_stages=3)
+        states = deep if scan.num_stages == 2 and shared(deep) <= target.shared else scan
         reverse = scan._replace(num_stages=1)  # it has no registers to spare for a second stage (benchmarks/results/kernels-*)
-        found += [state_launch("delta_states", scan, problem, shared(scan), dots),
+        found += [state_launch("delta_states", states, problem, shared(states), dots),
                   state_launch("delta_reverse", reverse, problem, shared(reverse), dots),
                   over_tokens("delta_grads", problem, dict(BT=BT, BK=BK, BV=BV), problem.H, tiles[2 - stages],
                               dots - {"rmw_acc"}, stages)]
