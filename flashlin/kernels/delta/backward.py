@@ -19,7 +19,6 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta.forward import columns, delta_states, edges_of, rows_of
 from flashlin.kernels.pieces import (
     NO_DECAY,
@@ -34,17 +33,16 @@ from flashlin.kernels.pieces import (
     sequence_of,
     sliced,
     state_offsets,
-    summed,
     tile,
     within,
     zero_gaps,
 )
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "RL", "scale"])
-def delta_reverse(q, k, do, A, A_low, line, G, dht, dy, dh0, dstates, bounds, scale, T, N, H, HV, R, RL, K: tl.constexpr, V: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "N", "R", "scale"])
+def delta_reverse(q, k, do, A, A_low, betas, G, dht, dy, dh0, dstates, bounds, scale, T, N, H, HV, R, K: tl.constexpr, V: tl.constexpr,
                   BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
-                  V_FIRST: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+                  V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
     """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, and dh0."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -64,12 +62,12 @@ def delta_reverse(q, k, do, A, A_low, line, G, dht, dy, dh0, dstates, bounds, sc
     chunks = (length + BT - 1) // BT
     for i_c in range(chunks):
         t0 = (chunks - 1 - i_c) * BT
+        b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
         b_k = tile(k, first, t0, length, i_qk, H, K, 0, BT, BK)
         b_q = tile(q, first, t0, length, i_qk, H, K, 0, BT, BK)
         b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_q.dtype)
         b_A = tile(A, first, t0, length, i_h, HV, BT, 0, BT, BT)
-        b_beta = rows_of(line, first, t0, length, i_h, RL, BT)
-        D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
         b_dh = dh.to(b_k.dtype)
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
@@ -104,15 +102,15 @@ def delta_reverse(q, k, do, A, A_low, line, G, dht, dy, dh0, dstates, bounds, sc
 
 
 @triton.jit
-def grads_of_chunk(q, k, v, do, u, dy, line, G, states, dstates, dq, dk, dv, dbeta, dg, scale, n, first, t0, length, i_h, H, HV, R, RL,
+def grads_of_chunk(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, dbeta, dg, scale, n, first, t0, length, i_h, H, HV, R,
                    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
-                   BLOCK: tl.constexpr, PRECISION: tl.constexpr):
+                   PRECISION: tl.constexpr):
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
     below = rows[:, None] > rows[None, :]
     inside = t0 + rows < length
-    b_beta = rows_of(line, first, t0, length, i_h, RL, BT)
-    D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
+    b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
+    D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
     ds = tl.zeros([BT, BT], dtype=tl.float32)
     z = tl.zeros([BT, BT], dtype=tl.float32)
@@ -183,9 +181,9 @@ def grads_of_chunk(q, k, v, do, u, dy, line, G, states, dstates, dq, dk, dv, dbe
         tl.store(dg + (first + t0 + rows) * HV + i_h, b_dg, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "RL", "S", "scale"])
-def delta_grads(q, k, v, do, u, dy, line, G, states, dstates, dq, dk, dv, dbeta, dg, bounds, scale, T, N, H, HV, R, RL, S, K: tl.constexpr,
-                V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "N", "R", "S", "scale"])
+def delta_grads(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, dbeta, dg, bounds, scale, T, N, H, HV, R, S, K: tl.constexpr,
+                V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
                 VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
     """dq, dk [rows, HV, K], dv, dbeta and dg of a chunk. S programs share a sequence."""
     program = tl.program_id(0)
@@ -205,15 +203,15 @@ def delta_grads(q, k, v, do, u, dy, line, G, states, dstates, dq, dk, dv, dbeta,
                 zero_gaps(dg, bounds, n, T, N, i_h, HV, 1, 0, BT, 1)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            grads_of_chunk(q, k, v, do, u, dy, line, G, states, dstates, dq, dk, dv, dbeta, dg, scale, n, first, t0, length, i_h, H, HV, R, RL,
-                           K, V, BT, BK, BV, DECAY, BLOCK, PRECISION)
+            grads_of_chunk(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, dbeta, dg, scale, n, first, t0, length, i_h, H, HV, R,
+                           K, V, BT, BK, BV, DECAY, PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        grads_of_chunk(q, k, v, do, u, dy, line, G, states, dstates, dq, dk, dv, dbeta, dg, scale, n, first, share * BT, length, i_h, H, HV, R, RL,
-                       K, V, BT, BK, BV, DECAY, BLOCK, PRECISION)
+        grads_of_chunk(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, dbeta, dg, scale, n, first, share * BT, length, i_h, H, HV, R,
+                       K, V, BT, BK, BV, DECAY, PRECISION)
 
 
 def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
-        bounds: torch.Tensor | None, A: torch.Tensor, A_low: torch.Tensor | None, line: torch.Tensor, scale: float, v_first: bool, do: torch.Tensor,
+        bounds: torch.Tensor | None, A: torch.Tensor, A_low: torch.Tensor | None, lines: torch.Tensor, scale: float, v_first: bool, do: torch.Tensor,
         dht: torch.Tensor | None, needs_dh0: bool,
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dq, dk, dv, dbeta, dg or None, dh0 or None) for forward.run's tensors and what it kept; do [B, T, HV, V], dht like its final
@@ -231,27 +229,26 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
     dh0 = torch.empty_like(h0, dtype=torch.float32) if needs_dh0 and h0 is not None else None
     BT = reversing.block("BT")
     strips = -(-V // reversing.block("BV"))
-    gaps = dict(VARLEN=bounds is not None, PRECISION=precision(plan), BLOCK=BLOCK)
+    gaps = dict(VARLEN=bounds is not None, PRECISION=precision(plan))
     constants = dict(gaps, K=K, V=V, DECAY=NO_DECAY if g is None else TOKEN_DECAY)
     for part in split if HV else ():
         n = part.stop - part.start
-        q_, k_, v_, g_, A_, low_, do_ = (within(x, part, bounds) for x in (q, k, v, g, A, A_low, do))
+        q_, k_, v_, A_, low_, do_ = (within(x, part, bounds) for x in (q, k, v, A, A_low, do))
         dq_, dk_, dv_, dbeta_, dg_ = (within(x, part, bounds) for x in (dq, dk, dv, dbeta, dg))
         h0_, dh0_, dht_ = (sliced(x, part) for x in (h0, dh0, dht))
-        bounds_, line_ = edges_of(bounds, part), columns(line, part, T, bounds)
+        bounds_, (betas, G) = edges_of(bounds, part), columns(lines, part, T, bounds)
         R = rows if bounds is not None else n * T
         slots = R // BT + n + 1
         u, dy = (torch.empty(1, R, HV, V, dtype=v.dtype, device=q.device) for _ in range(2))
         states, dstates = (torch.empty(slots, HV, K, V, dtype=v.dtype, device=q.device) for _ in range(2))
-        G = summed(plan, g_, bounds_, n)
-        start(rebuilding, delta_states, n * HV * strips, (k_, v_, A_, line_, G, h0_, u, states, bounds_, T, n, H, HV, R, rows),
+        start(rebuilding, delta_states, n * HV * strips, (k_, v_, A_, betas, G, h0_, u, states, bounds_, T, n, H, HV, rows),
               dict(constants, HAS_H0=h0 is not None, V_FIRST=v_first))
         start(reversing, delta_reverse, n * HV * strips,
-              (q_, k_, do_, A_, low_, line_, G, dht_, dy, dh0_, dstates, bounds_, scale, T, n, H, HV, R, rows),
+              (q_, k_, do_, A_, low_, betas, G, dht_, dy, dh0_, dstates, bounds_, scale, T, n, H, HV, rows),
               dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first, HALF=A_low is not None))
         shares = max(1, -(-R // (BT * n)))
         start(finishing, delta_grads, n * shares * HV,
-              (q_, k_, v_, do_, u, dy, line_, G, states, dstates, dq_, dk_, dv_, dbeta_, dg_, bounds_, scale, T, n, H, HV, R, rows, shares),
+              (q_, k_, v_, do_, u, dy, betas, G, states, dstates, dq_, dk_, dv_, dbeta_, dg_, bounds_, scale, T, n, H, HV, rows, shares),
               dict(constants, GAPS=bounds is not None and len(split) == 1))
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // max(H, 1), K).sum(3, dtype=torch.float32).to(q.dtype) for x in (dq, dk))

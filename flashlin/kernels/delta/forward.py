@@ -29,7 +29,6 @@ from flashlin.kernels.pieces import (
     sequence_of,
     sliced,
     state_offsets,
-    summed,
     tile,
     within,
     zero_gaps,
@@ -97,17 +96,21 @@ def merged(X, M, BT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def inverse_of_chunk(k, beta, G, A, A_low, line, scratch, n, first, t0, length, i_h, H, HV, R, RL, K: tl.constexpr, BT: tl.constexpr,
-                     BK: tl.constexpr, DECAY: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+def inverse_of_chunk(k, beta, g, A, A_low, betas, G, scratch, n, first, t0, length, i_h, H, HV, R, K: tl.constexpr, BT: tl.constexpr,
+                     BK: tl.constexpr, DECAY: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
     rows = tl.arange(0, BT)
     inside = t0 + rows < length
-    b_beta = tl.load(beta + (first + t0 + rows) * HV + i_h, mask=inside, other=0.0).to(tl.float32)
-    D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
+    at = (first + t0 + rows) * HV + i_h
+    line = i_h.to(tl.int64) * R + first + t0 + rows
+    b_beta = tl.load(beta + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(betas + line, b_beta, mask=inside)
+    if DECAY == 2:
+        D = tl.cumsum(tl.load(g + at, mask=inside, other=0.0).to(tl.float32), 0) * 1.4426950408889634
+        tl.store(G + line, D, mask=inside)
     products = tl.zeros([BT, BT], dtype=tl.float32)
     for k0 in range(0, K, BK):
         b_k = tile(k, first, t0, length, i_h // (HV // H), H, K, k0, BT, BK)
         products += tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-    tl.store(line + i_h.to(tl.int64) * RL + first + t0 + rows, b_beta, mask=inside)
     below = rows[:, None] > rows[None, :]
     if DECAY == 0:
         M = tl.where(below, products * b_beta[:, None], 0.0)
@@ -121,12 +124,11 @@ def inverse_of_chunk(k, beta, G, A, A_low, line, scratch, n, first, t0, length, 
         put(A_low, X - X.to(A.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV, BT, 0, BT, BT)
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "RL", "S"])
-def delta_inverse(k, beta, G, A, A_low, line, scratch, bounds, T, N, H, HV, R, RL, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                  DECAY: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-                  MERGE: tl.constexpr):
-    """A [rows, HV, BT], for backward what its rounding lost, and beta as a line [HV, RL] of float32 for the scans. scratch [slots, HV, BT, 16].
-    S programs share a sequence."""
+@triton.jit(do_not_specialize=["T", "N", "R", "S"])
+def delta_inverse(k, beta, g, A, A_low, betas, G, scratch, bounds, T, N, H, HV, R, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                  DECAY: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+    """A [rows, HV, BT], and for backward what its rounding lost; for the scans betas and G [HV, R] of float32, laid out so that a chunk's are
+    one line (G: g / ln 2 summed within the chunk). scratch [slots, HV, BT, 16]. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
@@ -134,11 +136,11 @@ def delta_inverse(k, beta, G, A, A_low, line, scratch, bounds, T, N, H, HV, R, R
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            inverse_of_chunk(k, beta, G, A, A_low, line, scratch, n, first, t0, length, i_h, H, HV, R, RL, K, BT, BK,
-                             DECAY, HAS_LOW, BLOCK, PRECISION, MERGE)
+            inverse_of_chunk(k, beta, g, A, A_low, betas, G, scratch, n, first, t0, length, i_h, H, HV, R, K, BT, BK, DECAY, HAS_LOW,
+                             PRECISION, MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        inverse_of_chunk(k, beta, G, A, A_low, line, scratch, n, first, share * BT, length, i_h, H, HV, R, RL, K, BT, BK,
-                             DECAY, HAS_LOW, BLOCK, PRECISION, MERGE)
+        inverse_of_chunk(k, beta, g, A, A_low, betas, G, scratch, n, first, share * BT, length, i_h, H, HV, R, K, BT, BK, DECAY, HAS_LOW,
+                         PRECISION, MERGE)
 
 
 @triton.jit
@@ -148,10 +150,10 @@ def rows_of(line, first, t0, length, i_h, R, BT: tl.constexpr):
     return tl.load(line + i_h.to(tl.int64) * R + first + t0 + rows, mask=t0 + rows < length, other=0.0)
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "RL", "scale"])
-def delta_scan(q, k, v, A, line, G, h0, o, ht, bounds, scale, T, N, H, HV, R, RL, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "N", "R", "scale"])
+def delta_scan(q, k, v, A, betas, G, h0, o, ht, bounds, scale, T, N, H, HV, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr,
-               BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+               VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -170,12 +172,12 @@ def delta_scan(q, k, v, A, line, G, h0, o, ht, bounds, scale, T, N, H, HV, R, RL
     rows = tl.arange(0, BT)
     causal = rows[:, None] >= rows[None, :]
     for t0 in range(0, length, BT):
+        b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
         b_k = tile(k, first, t0, length, i_qk, H, K, 0, BT, BK)
         b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
         b_A = tile(A, first, t0, length, i_h, HV, BT, 0, BT, BT)
         b_q = tile(q, first, t0, length, i_qk, H, K, 0, BT, BK)
-        b_beta = rows_of(line, first, t0, length, i_h, RL, BT)
-        D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
         b_h = h.to(b_k.dtype)
         kh = tl.dot(b_k, b_h, input_precision=PRECISION)
         if DECAY == 0:
@@ -202,9 +204,9 @@ def delta_scan(q, k, v, A, line, G, h0, o, ht, bounds, scale, T, N, H, HV, R, RL
         tl.store(ht + at, h, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "RL"])
-def delta_states(k, v, A, line, G, h0, u, states, bounds, T, N, H, HV, R, RL, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                 BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "N", "R"])
+def delta_states(k, v, A, betas, G, h0, u, states, bounds, T, N, H, HV, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                 BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr,
                  VARLEN: tl.constexpr, PRECISION: tl.constexpr):
     """The scan again for backward: u [rows, HV, V], and states [slots, HV, K, V], the state entering each chunk. (The scan's own loop
     with two more flags would cost it registers that it has not got.)"""
@@ -222,11 +224,11 @@ def delta_states(k, v, A, line, G, h0, u, states, bounds, T, N, H, HV, R, RL, K:
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
     for t0 in range(0, length, BT):
+        b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
         b_k = tile(k, first, t0, length, i_qk, H, K, 0, BT, BK)
         b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
         b_A = tile(A, first, t0, length, i_h, HV, BT, 0, BT, BT)
-        b_beta = rows_of(line, first, t0, length, i_h, RL, BT)
-        D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
         b_h = h.to(b_k.dtype)
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
@@ -248,7 +250,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
         bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool,
         out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(o, final state or None), then what backward wants again: A [B, T, HV, 64] and, of 16 bits, what its
-    rounding lost, and beta as a line [HV, B * T].
+    rounding lost, and lines [2, HV, B * T] of beta and summed g.
 
     q, k [B, T, H, K], v [B, T, HV, V], contiguous, one dtype; beta, g [B, T, HV]; h0 [N, HV, K, V] or, with v_first, [N, HV, V, K];
     bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros.
@@ -263,25 +265,25 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
     ht = torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=torch.float32, device=q.device) if has_ht else None
     A = torch.empty(B, T, HV, BLOCK, dtype=q.dtype, device=q.device)  # rows of BT, packed: a compiler's fake tensors know no BT
     A_low = torch.empty_like(A) if keeps_low(plan, q) else None
-    line = torch.empty(HV, rows, dtype=torch.float32, device=q.device)
+    lines = torch.empty(2, HV, rows, dtype=torch.float32, device=q.device)
     if N == 0 or HV == 0:  # no program would run to write them
-        return o.zero_(), ht, A, A_low, line
-    constants = dict(K=K, BLOCK=BLOCK, VARLEN=bounds is not None, PRECISION=precision(plan), DECAY=NO_DECAY if g is None else TOKEN_DECAY)
+        return o.zero_(), ht, A, A_low, lines
+    constants = dict(K=K, VARLEN=bounds is not None, PRECISION=precision(plan), DECAY=NO_DECAY if g is None else TOKEN_DECAY)
     # Three blocks on a multiprocessor instead of two (H200: 0.26 to 0.23 ms); it hardly spills for that.
     registers = dict(maxnreg=168) if plan.target.capability == (9, 0) else {}
     for part in split:
         n = part.stop - part.start
         q_, k_, v_, beta_, g_, o_, A_, low_ = (within(x, part, bounds) for x in (q, k, v, beta, g, o, A, A_low))
-        h0_, ht_, bounds_, line_ = sliced(h0, part), sliced(ht, part), edges_of(bounds, part), columns(line, part, T, bounds)
-        G, R = summed(plan, g_, bounds_, n), rows if bounds is not None else n * T
-        shares = max(1, -(-R // (BT * n)))
-        scratch = torch.empty(R // BT + n + 1, HV, BT, 16, dtype=torch.float32, device=q.device)
-        start(inverting, delta_inverse, n * shares * HV, (k_, beta_, G, A_, low_, line_, scratch, bounds_, T, n, H, HV, R, rows, shares),
+        h0_, ht_, bounds_, (betas, G) = sliced(h0, part), sliced(ht, part), edges_of(bounds, part), columns(lines, part, T, bounds)
+        own_rows = rows if bounds is not None else n * T
+        shares = max(1, -(-own_rows // (BT * n)))
+        scratch = torch.empty(own_rows // BT + n + 1, HV, BT, 16, dtype=torch.float32, device=q.device)
+        start(inverting, delta_inverse, n * shares * HV, (k_, beta_, g_, A_, low_, betas, G, scratch, bounds_, T, n, H, HV, rows, shares),
               dict(constants, HAS_LOW=A_low is not None, MERGE=merging(plan), **registers))
         start(scanning, delta_scan, n * HV * -(-V // scanning.block("BV")),
-              (q_, k_, v_, A_, line_, G, h0_, o_, ht_, bounds_, scale, T, n, H, HV, R, rows),
+              (q_, k_, v_, A_, betas, G, h0_, o_, ht_, bounds_, scale, T, n, H, HV, rows),
               dict(constants, V=V, HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first, GAPS=bounds is not None and len(split) == 1))
-    return o, ht, A, A_low, line
+    return o, ht, A, A_low, lines
 
 
 def keeps_low(plan: Plan, q: torch.Tensor) -> bool:
@@ -292,9 +294,9 @@ def edges_of(bounds: torch.Tensor | None, part: slice) -> torch.Tensor | None:
     return sliced(bounds, slice(part.start, part.stop + 1))
 
 
-def columns(line: torch.Tensor, part: slice, T: int, bounds: torch.Tensor | None) -> torch.Tensor:
-    """The part's columns of a line [HV, rows]; its rows stay as far apart as they are."""
-    return line if bounds is not None else line[:, part.start * T:part.stop * T]
+def columns(lines: torch.Tensor, part: slice, T: int, bounds: torch.Tensor | None) -> torch.Tensor:
+    """The part's columns of lines [2, HV, rows]; their rows stay as far apart as they are."""
+    return lines if bounds is not None else lines[..., part.start * T:part.stop * T]
 
 
 def merging(plan: Plan) -> str:

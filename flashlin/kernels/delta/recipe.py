@@ -4,7 +4,7 @@ from __future__ import annotations
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
-from flashlin.kernels.scans import cumsum_launch, dot_traits, fitting, operand_bytes, over_tokens, shared_bytes, state_launch, tf32_copies
+from flashlin.kernels.scans import dot_traits, fitting, operand_bytes, over_tokens, shared_bytes, state_launch, tf32_copies
 
 STRIP = 64  # columns of q, k, v and of the state at a time where a program has a chunk to itself
 
@@ -22,8 +22,6 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     found = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=whole), problem.H,
                          copies * bytes_each * BT * whole + 16 * BT ** 2, dots - {"rmw_acc"}),
              state_launch("delta_scan", scan, problem, shared(scan), dots)]
-    if "g" in problem.options:
-        found.insert(0, cumsum_launch(problem))
     if problem.needs_grad:
         tiles = [copies * bytes_each * (stages * (3 * BT * BV + 2 * BK * BV) + 4 * BT * BK + 2 * BT ** 2) for stages in (2, 1)]
         stages = 2 if tiles[0] <= target.shared else 1
