@@ -26,13 +26,19 @@ def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, 
         raise ValueError(f"{name}: got device {x.device}, need {device}, where q is")
 
 
-def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """q, k [B, T, H, K] and v [B, T, H, V] agree. Heads of size zero are refused; empty batches and sequences are fine."""
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: bool = False) -> None:
+    """q, k [B, T, H, K] and v [B, T, H, V] agree. Heads of size zero are refused; empty batches and sequences are fine. groups: v may have
+    HV heads, a multiple of H."""
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"q: got {type(q).__name__}, need a tensor of shape [B, T, H, K]")
     need_tensor("q", q, (None, None, None, None), "[B, T, H, K]", q.device)
     need_tensor("k", k, tuple(q.shape), "[B, T, H, K]", q.device)
-    need_tensor("v", v, (*q.shape[:3], None), "[B, T, H, V]", q.device)
+    if groups:
+        need_tensor("v", v, (*q.shape[:2], None, None), "[B, T, HV, V]", q.device)
+        if v.shape[2] % max(q.shape[2], 1) or (q.shape[2] == 0) != (v.shape[2] == 0):
+            raise ValueError(f"v: got {v.shape[2]} heads, need HV, a multiple of the {q.shape[2]} heads of q and k")
+    else:
+        need_tensor("v", v, (*q.shape[:3], None), "[B, T, H, V]", q.device)
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise ValueError(f"{'q' if q.shape[3] == 0 else 'v'}: got a head dimension of 0, need at least 1")
 
@@ -87,6 +93,31 @@ def check_state(name: str, state: torch.Tensor, N: int, H: int, K: int, V: int, 
         raise ValueError(f"{name}: The number of initial states is expected to be equal to the number of input sequences, "
                          f"got {state.shape[0]} states, need {N}")
     need_tensor(name, state, (N, H, V, K) if v_first else (N, H, K, V), "[N, H, V, K]" if v_first else "[N, H, K, V]", device)
+
+
+def check_pool(name: str, pool: torch.Tensor | None, N: int | None, H: int, K: int, V: int, v_first: bool, device: torch.device,
+               because: str) -> None:
+    """States that are to be overwritten: [N, H, K, V] (N None: any number), each one contiguous and apart from the others."""
+    if pool is None:
+        raise ValueError(f"{name}: got None, need the states that {because} reads and overwrites")
+    meaning = ("[N" if N is not None else "[P") + (", H, V, K]" if v_first else ", H, K, V]")
+    need_tensor(name, pool, (N, H, V, K) if v_first else (N, H, K, V), meaning, device)
+    if pool.shape[0] and not (pool[0].is_contiguous() and (pool.shape[0] == 1 or pool.stride(0) >= H * K * V)):
+        raise ValueError(f"{name}: got strides {shown(pool.stride())}, need each {meaning[4:-1]} block contiguous and apart from the others, "
+                         f"since {because} overwrites it")
+
+
+def check_indices(indices: torch.Tensor, N: int, P: int, device: torch.device, readable: bool) -> None:
+    """state_indices [N]: one row of the pool for each sequence, negative ones for none. Values are only looked at where that is free."""
+    if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
+        got = indices.dtype if isinstance(indices, torch.Tensor) else type(indices).__name__
+        raise TypeError(f"state_indices: got {got}, need an int32 or int64 tensor of shape [N]")
+    if tuple(indices.shape) != (N,):
+        raise ValueError(f"state_indices: got shape {shown(indices.shape)}, need [N] = [{N}]")
+    if indices.device != device:
+        raise ValueError(f"state_indices: got device {indices.device}, need {device}, where q is")
+    if readable and N and int(indices.max()) >= P:
+        raise ValueError(f"state_indices: got {int(indices.max())}, need less than {P}, the number of states in initial_state")
 
 
 def no_unknown(op: str, unknown: dict[str, Any]) -> None:
