@@ -100,7 +100,8 @@ def problem_of(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> 
 def _way(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> tuple[str, str]:
     """Path and dot, as planned."""
     if torch.compiler.is_compiling():
-        return _static_way(op, name_of(x.q.dtype), _rounded(x.q.shape[3]), _rounded(x.v.shape[3]), x.q.device)
+        path, dot = _static_way(op, name_of(x.q.dtype), _rounded(x.q.shape[3]), _rounded(x.v.shape[3]), x.q.device)
+        return path, dot
     problem = planned(problem_of(op, x, flags, needs_grad), x.q.device).problem
     return problem.path, problem.dot
 
@@ -162,8 +163,8 @@ def _in_place(op: str, x: Inputs, flags: tuple[str, ...], scale: float, out_dtyp
         return _in_place_by_copies(op, x, flags, scale, indices).to(out_dtype)
     x = _loadable(x._replace(h0=None), dot, False)
     if torch.compiler.is_compiling():
-        return _library_in_place(*x[:13], x.bounds, pool, indices, scale, torch.float32 if dot == "fp32" else out_dtype, op,
-                                 " ".join(flags)).to(out_dtype)
+        o: Tensor = _library_in_place(*x[:13], x.bounds, pool, indices, scale, torch.float32 if dot == "fp32" else out_dtype, op, " ".join(flags))
+        return o.to(out_dtype)
     from flashlin.kernels.recurrent import forward
     plan = planned(problem_of(op, x, flags, False), x.q.device)
     o, _, _ = forward.run(plan, x._replace(h0=pool), flags, scale, False, torch.float32 if dot == "fp32" else out_dtype, True, indices)
@@ -235,7 +236,7 @@ def _library_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @_library_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    x, (scale, has_ht, out_dtype, op, flags, needs_grad) = Inputs(*arguments[:15]), arguments[15:]
+    x, (_, has_ht, out_dtype, _, flags, needs_grad) = Inputs(*arguments[:15]), arguments[15:]
     (T, _, K), (HV, V), N = x.q.shape[1:], x.v.shape[2:], x.sequences
     state = (HV, V, K) if "v_first" in flags.split() else (HV, K, V)
     ht = x.q.new_empty((N, *state) if has_ht else (0,), dtype=torch.float32)
@@ -269,7 +270,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None, _: Tensor | None) -> Any:
     *tensors, states = ctx.saved_tensors
     found = _library_backward(*tensors, states, do, dht if ctx.has_ht else None, ctx.scale, ctx.op, ctx.flags)
-    grads = {name: grad for name, grad in zip(DIFFERENTIABLE, found, strict=True)}
+    grads = dict(zip(DIFFERENTIABLE, found, strict=True))
     return *(grads.get(name) if x is not None else None for name, x in zip(Inputs._fields, tensors, strict=True)), *[None] * 6
 
 
@@ -281,12 +282,12 @@ _library_op.register_autograd(_differentiate, setup_context=_save)
 def _library_in_place(*arguments: Any) -> Tensor:
     from flashlin.kernels.recurrent import forward
     bounds, pool, indices, scale, out_dtype, op, flags = arguments[13:]
-    x = Inputs(*arguments[:13], pool, bounds)
+    x = Inputs(*arguments[:13])._replace(h0=pool, bounds=bounds)
     plan = planned(problem_of(op, x, tuple(flags.split()), False), x.q.device)
     return forward.run(plan, x, tuple(flags.split()), scale, False, out_dtype, True, indices)[0]
 
 
 @_library_in_place.register_fake
 def _(*arguments: Any) -> Tensor:
-    v, out_dtype = arguments[2], arguments[17]
-    return v.new_empty(v.shape, dtype=out_dtype)
+    v: Tensor = arguments[2]
+    return v.new_empty(v.shape, dtype=arguments[17])

@@ -181,7 +181,7 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
     size = max(1, min(plan.problem.batch_part or max(N, 1), SCRATCH // max(1, 4 * HV * NV * TS * BK * BV)))
     for part in [slice(n, min(n + size, N)) for n in range(0, N, size)] if HV else ():
         n = part.stop - part.start
-        y = Inputs(*(within(given, part, x.bounds) if name in HAVE_TOKENS else given for name, given in zip(x._fields, x, strict=True)))
+        y = x._replace(**{name: within(getattr(x, name), part, x.bounds) for name in HAVE_TOKENS})
         grads = {name: within(grad, part, x.bounds) for name, grad in own.items()}
         # with bounds every part sees all rows; a bonus has a sum for each sequence
         grads.update((name, grad if packed and name != "bonus" else grad[:, part]) for name, grad in sums.items())
@@ -197,4 +197,6 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
         found[name] = found[name].unflatten(2, (H, HV // max(H, 1))).sum(3)
     if "bonus" in found:
         found["bonus"] = found["bonus"].sum(0)
-    return {name: grad.to(getattr(x, name).dtype) for name, grad in found.items()} | ({} if dh0 is None else {"h0": dh0.to(x.h0.dtype)})
+    if dh0 is not None:
+        found["h0"] = dh0
+    return {name: grad.to(getattr(x, name).dtype) for name, grad in found.items()}
