@@ -181,7 +181,7 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
     size = max(1, min(plan.problem.batch_part or max(N, 1), SCRATCH // max(1, 4 * HV * NV * TS * BK * BV)))
     for part in [slice(n, min(n + size, N)) for n in range(0, N, size)] if HV else ():
         n = part.stop - part.start
-        y = x._replace(**{name: within(getattr(x, name), part, x.bounds) for name in HAVE_TOKENS})
+        y = Inputs(**{name: within(given, part, x.bounds) if name in HAVE_TOKENS else given for name, given in x._asdict().items()})
         grads = {name: within(grad, part, x.bounds) for name, grad in own.items()}
         # with bounds every part sees all rows; a bonus has a sum for each sequence
         grads.update((name, grad if packed and name != "bonus" else grad[:, part]) for name, grad in sums.items())
