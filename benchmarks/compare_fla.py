@@ -1,7 +1,7 @@
 """flashlin beside fla on the same work in one run: forward, forward plus backward, peak memory, host time, first call.
 
     python benchmarks/compare_fla.py --out benchmarks/results/
-Ratios are flashlin / fla; lower is better. fla refuses the backward of chunk_simple_gla on Hopper with Triton 3.4 to 3.7.0
+Ratios are flashlin / fla; lower is better. fla refuses the backward of chunk_simple_gla and chunk_gated_delta_rule on Hopper with Triton 3.4 to 3.7.0
 (fla-org/flash-linear-attention#640); its refusal is switched off in this process only, and the row is marked.
 """
 from __future__ import annotations
@@ -35,11 +35,16 @@ print(json.dumps({"forward_s": forward, "forward_backward_s": time.perf_counter(
 """
 
 
-def inputs(B: int, T: int, H: int, D: int, gated: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def inputs(B: int, T: int, H: int, D: int, gated: bool, delta: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     made = {name: torch.randn(B, T, H, D, device="cuda", dtype=dtype, requires_grad=True) for name in ("q", "k", "v")}
     if gated:
         made["g"] = torch.nn.functional.logsigmoid(torch.randn(B, T, H, device="cuda")).requires_grad_()
+    if delta:
+        with torch.no_grad():
+            made["k"] = torch.nn.functional.normalize(made["k"], dim=-1)
+        made["k"].requires_grad_()
+        made["beta"] = torch.rand(B, T, H, device="cuda", dtype=dtype).requires_grad_()
     return made
 
 
@@ -66,9 +71,9 @@ def timed(function: Callable[..., Any], tensors: dict[str, torch.Tensor], extra:
             "both_ms": do_bench(both, warmup=20, rep=150, return_mode="median"), "peak_mb": peak / 2**20}
 
 
-def host(function: Callable[..., Any], D: int, gated: bool, extra: dict[str, Any]) -> dict[str, float]:
+def host(function: Callable[..., Any], D: int, gated: bool, delta: bool, extra: dict[str, Any]) -> dict[str, float]:
     """Microseconds of host time a call takes on a shape the card finishes at once, forward and forward plus backward."""
-    tensors = inputs(1, 64, 2, D, gated, torch.bfloat16)
+    tensors = inputs(1, 64, 2, D, gated, delta, torch.bfloat16)
     do = torch.randn_like(tensors["v"])
     found = {}
     for name, grad in (("host_forward_us", False), ("host_both_us", True)):
@@ -102,12 +107,14 @@ def fla_op(family: str, name: str) -> tuple[Callable[..., Any] | None, str]:
 SHAPES = ((4, 4096, 32, 128), (1, 8192, 32, 128), (8, 1024, 8, 64), (2, 4096, 16, 256))
 OPS = (("simple_gla", "chunk_simple_gla", True, {}), ("retention", "chunk_retention", False, {}),
        ("linear_attn", "chunk_linear_attn", False, {"normalize": False}),
-       ("lightning_attn", "chunk_lightning_attn", False, {"layer_idx": 2, "num_layers": 12}))
+       ("lightning_attn", "chunk_lightning_attn", False, {"layer_idx": 2, "num_layers": 12}),
+       ("gated_delta_rule", "chunk_gated_delta_rule", True, {}), ("delta_rule", "chunk_delta_rule", False, {}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
     parser.add_argument("--quick", action="store_true", help="only the first shape of each op")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as empty:
@@ -126,17 +133,20 @@ def main() -> None:
     record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__, "fla": version,
               "date": datetime.date.today().isoformat(), "first_call": first_call, "rows": rows}
     for family, name, gated, extra in OPS:
+        if options.op and name not in options.op:
+            continue
         theirs, why = fla_op(family, name)
         for shape in SHAPES if family in ("simple_gla", "retention") and not options.quick else SHAPES[:1]:
             B, T, H, D = shape
             row: dict[str, Any] = {"op": name, "B": B, "T": T, "H": H, "D": D, "dtype": "bfloat16"}
-            tensors = inputs(B, T, H, D, gated, torch.bfloat16)
+            delta = "delta" in name
+            tensors = inputs(B, T, H, D, gated, delta, torch.bfloat16)
             for who, function in (("flashlin", getattr(flashlin, name)), ("fla", theirs)):
                 if function is None:
                     row[who] = {"failed": why}
                     continue
                 try:
-                    row[who] = timed(function, tensors, extra) | host(function, D, gated, extra)
+                    row[who] = timed(function, tensors, extra) | host(function, D, gated, delta, extra)
                 except Exception as error:  # one side's failure is the row's result
                     row[who] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
             if "both_ms" in row["flashlin"] and "both_ms" in row["fla"]:
@@ -148,7 +158,8 @@ def main() -> None:
                               for key, value in row.items()}), flush=True)
             if options.out:  # after each row: fla's tuning takes minutes, and what is measured should not be lost
                 options.out.mkdir(parents=True, exist_ok=True)
-                name_of_file = f"compare-fla-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json"
+                chosen = "-".join(["compare-fla", *options.op])
+                name_of_file = f"{chosen}-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json"
                 (options.out / name_of_file).write_text(json.dumps(record, indent=1) + "\n")
 
 

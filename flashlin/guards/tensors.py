@@ -26,17 +26,17 @@ def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, 
         raise ValueError(f"{name}: got device {x.device}, need {device}, where q is")
 
 
-def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: bool = False) -> None:
-    """q, k [B, T, H, K] and v [B, T, H, V] agree. Heads of size zero are refused; empty batches and sequences are fine. groups: v may have
-    HV heads, a multiple of H."""
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool = False) -> None:
+    """q, k [B, T, H, K] and v [B, T, H, V] agree; grouped: v may have several heads to each of q's. Heads of size zero are refused; empty
+    batches and sequences are fine."""
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"q: got {type(q).__name__}, need a tensor of shape [B, T, H, K]")
     need_tensor("q", q, (None, None, None, None), "[B, T, H, K]", q.device)
     need_tensor("k", k, tuple(q.shape), "[B, T, H, K]", q.device)
-    if groups:
+    if grouped:
         need_tensor("v", v, (*q.shape[:2], None, None), "[B, T, HV, V]", q.device)
-        if v.shape[2] % max(q.shape[2], 1) or (q.shape[2] == 0) != (v.shape[2] == 0):
-            raise ValueError(f"v: got {v.shape[2]} heads, need HV, a multiple of the {q.shape[2]} heads of q and k")
+        if v.shape[2] % max(q.shape[2], 1) or bool(q.shape[2]) != bool(v.shape[2]):
+            raise ValueError(f"v: got {v.shape[2]} heads, need a multiple of the {q.shape[2]} heads of q and k")
     else:
         need_tensor("v", v, (*q.shape[:3], None), "[B, T, H, V]", q.device)
     if q.shape[3] == 0 or v.shape[3] == 0:

@@ -1,7 +1,7 @@
 """The delta rule; mirrors ``fla.ops.delta_rule``.
 
     u_t = beta_t (v_t - S_{t-1}^T k_t)        S_t = S_{t-1} + k_t u_t^T        o_t = scale S_t^T q_t
-Source: Schlag et al. 2021 (fast weight programmers); Yang et al. 2024 (DeltaNet).
+Source: Schlag et al. 2021 (arXiv 2102.11174); Yang et al. 2024 (arXiv 2406.06484) for the chunked form.
 """
 from __future__ import annotations
 
@@ -11,7 +11,42 @@ from torch import Tensor
 
 from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import recurrent
+from flashlin.ops import delta, recurrent
+
+
+def chunk_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+                     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+                     cu_seqlens_cpu: Tensor | None = None, chunk_size: int = 64, **unknown: Any) -> tuple[Tensor, Tensor | None]:
+    """The delta rule, chunk by chunk. Drop-in for ``fla.ops.delta_rule.chunk_delta_rule``.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H (value head j reads q and k of head j // (HV / H)). bfloat16, float16,
+            float32 (float64 runs in plain torch). Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B
+            is 1 and the sequences are packed along T.
+        beta: [B, T, HV], how much of the old value a key's new one replaces, normally 0 .. 1 (to 2 with negative eigenvalues).
+        scale: factor on the scores; None means K ** -0.5.
+        initial_state: [N, HV, K, V] (N sequences) of any float dtype; gets a gradient.
+        output_final_state: also return the state after each sequence.
+        use_qk_l2norm_in_kernel: divide q and k by their lengths first, ``x rsqrt(sum x^2 + 1e-6)``. Keys longer than 1 make the
+            recurrence itself grow without bound, whoever computes it.
+        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
+        chunk_size: 16, 32 or 64, accepted for compatibility; the launch table chooses the chunk, which never changes the result beyond
+            rounding.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64 tensors), or None.
+        Rows that cu_seqlens does not cover are zero, as are their gradients.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+
+    Differs from fla where fla fails: float32, K above 256, grouped value heads, any B * H, checked cu_seqlens, CPU tensors; the inverse
+    within a chunk is exact for keys that resemble each other; and an unknown keyword is an error.
+    """
+    no_unknown("chunk_delta_rule", unknown)
+    return delta.run("chunk_delta_rule", q, k, v, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, False,
+                     cu_seqlens, cu_seqlens_cpu, chunk_size)
 
 
 def fused_recurrent_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, scale: float | None = None,

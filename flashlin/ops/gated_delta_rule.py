@@ -1,7 +1,7 @@
-"""The gated delta rule; mirrors ``fla.ops.gated_delta_rule``.
+"""The gated delta rule (Gated DeltaNet); mirrors ``fla.ops.gated_delta_rule``.
 
-    P_t = e^{g_t} S_{t-1}        u_t = beta_t (v_t - P_t^T k_t)        S_t = P_t + k_t u_t^T        o_t = scale S_t^T q_t
-Source: Yang, Kautz and Hatamizadeh 2024 (Gated DeltaNet).
+    S' = e^{g_t} S_{t-1}        u_t = beta_t (v_t - S'^T k_t)        S_t = S' + k_t u_t^T        o_t = scale S_t^T q_t
+Source: Yang et al. 2024 (arXiv 2412.06464).
 """
 from __future__ import annotations
 
@@ -9,10 +9,61 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards.tensors import no_unknown
+from flashlin.guards.tensors import need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import recurrent
+from flashlin.ops import delta, recurrent
+from flashlin.ops.preprocess import beta_of_logits, decay_of_gate
 from flashlin.ops.simple_gla import v_first
+
+
+def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+                           initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+                           use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
+                           cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None,
+                           cp_context: Any = None, *, use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
+                           dt_bias: Tensor | None = None, chunk_size: int = 64, transpose_state_layout: bool | None = None,
+                           **unknown: Any) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule, chunk by chunk. Drop-in for ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H (value head j reads q and k of head j // (HV / H)). bfloat16, float16,
+            float32 (float64 runs in plain torch). Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B
+            is 1 and the sequences are packed along T.
+        g: [B, T, HV] natural-log decays, normally <= 0; with use_gate_in_kernel the raw gate instead.
+        beta: [B, T, HV]; with use_beta_sigmoid_in_kernel its logits.
+        scale: factor on the scores; None means K ** -0.5.
+        initial_state: [N, HV, K, V] (N sequences) of any float dtype, [N, HV, V, K] with state_v_first; gets a gradient.
+        output_final_state: also return the state after each sequence.
+        use_qk_l2norm_in_kernel: divide q and k by their lengths first, ``x rsqrt(sum x^2 + 1e-6)``.
+        use_beta_sigmoid_in_kernel: beta is sigmoid(beta); allow_neg_eigval: twice that.
+        use_gate_in_kernel: g is -exp(A_log) softplus(g + dt_bias); A_log [HV], dt_bias [HV] or None. Both get gradients.
+        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
+        chunk_indices: accepted for compatibility; nothing here needs a table of chunks.
+        cp_context: must be None: there is no context parallelism.
+        chunk_size: 16, 32 or 64, accepted for compatibility; the launch table chooses the chunk, which never changes the result beyond
+            rounding.
+        transpose_state_layout: old name of state_v_first.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out like initial_state, or None.
+        Rows that cu_seqlens does not cover are zero, as are their gradients.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+
+    Differs from fla where fla fails: trains on Hopper with any Triton (fla-org/flash-linear-attention#640), K above 256, any B * H, checked
+    cu_seqlens, CPU tensors; the inverse within a chunk is exact for keys that resemble each other; and an unknown keyword is an error.
+    """
+    no_unknown("chunk_gated_delta_rule", unknown)
+    if cp_context is not None:
+        raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: flashlin has no context parallelism")
+    g, beta = gates("chunk_gated_delta_rule", g, beta, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return delta.run("chunk_gated_delta_rule", q, k, v, beta, g, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                     v_first("chunk_gated_delta_rule", state_v_first, transpose_state_layout), cu_seqlens, cu_seqlens_cpu, chunk_size)
+
+
+chunk_gdn = chunk_gated_delta_rule
 
 
 def fused_recurrent_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None,
@@ -36,7 +87,7 @@ def fused_recurrent_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor 
         initial_state: [N, HV, K, V] (N sequences) of any float dtype, [N, HV, V, K] with state_v_first.
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
-        use_gate_in_kernel: g is raw, and -exp(A_log) softplus(g + dt_bias) is the decay; A_log, dt_bias [HV], used only then.
+        use_gate_in_kernel: g is raw, and -exp(A_log) softplus(g + dt_bias) is the decay; A_log, dt_bias [HV], for that only.
         use_beta_sigmoid_in_kernel: beta is raw, and sigmoid(beta) is meant; twice that with allow_neg_eigval.
         cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
         transpose_state_layout: old name of state_v_first.
@@ -58,19 +109,38 @@ def fused_recurrent_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor 
     """
     op = "fused_recurrent_gated_delta_rule"
     no_unknown(op, unknown)
-    if use_gate_in_kernel:
-        if g is None or A_log is None:
-            raise ValueError(f"{'g' if g is None else 'A_log'}: got None, need a tensor with use_gate_in_kernel")
-    else:
-        A_log = dt_bias = None
+    for name, x, because in (("g", g, use_gate_in_kernel), ("A_log", A_log, use_gate_in_kernel), ("beta", beta, use_beta_sigmoid_in_kernel)):
+        if because and x is None:
+            raise ValueError(f"{op}: {name}: got None, need a tensor with {'use_beta_sigmoid' if name == 'beta' else 'use_gate'}_in_kernel")
+    if not use_gate_in_kernel and (A_log is not None or dt_bias is not None):
+        raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, which alone reads it")
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise ValueError("allow_neg_eigval: got True, need use_beta_sigmoid_in_kernel with it (else double beta yourself)")
-    if use_beta_sigmoid_in_kernel and beta is None:
-        raise ValueError("beta: got None, need a tensor with use_beta_sigmoid_in_kernel")
+        raise ValueError(f"{op}: got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both (or a beta in 0 .. 2)")
     asked = {"delta": True, "l2norm": use_qk_l2norm_in_kernel, "sigmoid": use_beta_sigmoid_in_kernel, "neg_eigval": allow_neg_eigval,
              "v_first": v_first(op, state_v_first, transpose_state_layout)}
-    x = Inputs(q, k, v, beta, g, None, gk, gv, A_log=A_log, dt_bias=dt_bias, h0=initial_state, bounds=cu_seqlens)
-    return recurrent.run(op, x, tuple(flag for flag, on in asked.items() if on), scale, output_final_state, state_indices, inplace_state)
+    inputs = Inputs(q, k, v, beta, g, None, gk, gv, A_log=A_log, dt_bias=dt_bias, h0=initial_state, bounds=cu_seqlens)
+    return recurrent.run(op, inputs, tuple(flag for flag, on in asked.items() if on), scale, output_final_state, state_indices, inplace_state)
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+def gates(op: str, g: Tensor, beta: Tensor, use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | None, use_sigmoid: bool,
+          allow_neg_eigval: bool) -> tuple[Tensor, Tensor]:
+    """g and beta as the recurrence wants them."""
+    if use_gate:
+        if A_log is None:
+            raise ValueError(f"{op}: A_log: got None, need a tensor [HV] when use_gate_in_kernel is set")
+        if not isinstance(g, Tensor) or g.ndim != 3:
+            raise ValueError("g: need a tensor of shape [B, T, HV]")
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if x is not None:
+                need_tensor(name, x, (g.shape[2],), "[HV]", g.device)
+        g = decay_of_gate(g, A_log, dt_bias)
+    elif A_log is not None or dt_bias is not None:
+        raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, which alone reads it")
+    if use_sigmoid:
+        beta = beta_of_logits(beta, allow_neg_eigval)
+    elif allow_neg_eigval:
+        raise ValueError(f"{op}: got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both (or a beta in 0 .. 2)")
+    return g, beta

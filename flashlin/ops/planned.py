@@ -51,6 +51,14 @@ def constant_while_tracing(function: Any) -> Any:
     return function
 
 
+def head_size_class(size: int) -> int:
+    """A head size, which may be symbolic, as the power of two that recipes round it up to: comparisons only guard, and leave it symbolic."""
+    for power in (16, 32, 64, 128, 256, 512):
+        if size <= power:
+            return power
+    return 1024
+
+
 def name_of(dtype: torch.dtype) -> str:
     return _DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
 

@@ -12,12 +12,14 @@ from torch import Tensor
 from flashlin import policy
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_indices, check_pool, check_qkv, check_state, need_tensor
+from flashlin.kernels.delta import torch_path as chunked_delta
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.kernels.recurrent.recipe import kept
-from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
+from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
 from flashlin.ops.preprocess import beta_of_logits, decay_of_gate, l2normalized
 
+LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
 Found = tuple[Tensor, "Tensor | None"]
 # What gets a gradient, in the order of the operators' arguments.
 DIFFERENTIABLE = ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b", "h0")
@@ -61,7 +63,7 @@ def prepared(x: Inputs, flags: tuple[str, ...]) -> tuple[Inputs, tuple[str, ...]
 
 
 def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool) -> Inputs:
-    check_qkv(x.q, x.k, x.v, groups=True)
+    check_qkv(x.q, x.k, x.v, grouped=True)
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
     if x.beta is not None:
@@ -100,7 +102,7 @@ def problem_of(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> 
 def _way(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> tuple[str, str]:
     """Path and dot, as planned."""
     if torch.compiler.is_compiling():
-        path, dot = _static_way(op, name_of(x.q.dtype), _rounded(x.q.shape[3]), _rounded(x.v.shape[3]), x.q.device)
+        path, dot = _static_way(op, name_of(x.q.dtype), head_size_class(x.q.shape[3]), head_size_class(x.v.shape[3]), x.q.device)
         return path, dot
     problem = planned(problem_of(op, x, flags, needs_grad), x.q.device).problem
     return problem.path, problem.dot
@@ -113,15 +115,15 @@ def _static_way(op: str, dtype: str, K: int, V: int, device: torch.device) -> tu
     return problem.path, problem.dot
 
 
-def _rounded(size: int) -> int:
-    """A head size, which may be symbolic, as the power of two that recipes round it up to."""
-    return next((power for power in (16, 32, 64, 128, 256, 512) if size <= power), 1024)
-
-
 def _on_torch(x: Inputs, flags: tuple[str, ...], scale: float) -> Found:
-    # Long calls that are a chunked family's mathematics can go to its torch path from here.
     v_first = "v_first" in flags
-    o, ht = torch_path.run(x._replace(h0=x.h0.mT) if v_first and x.h0 is not None else x, flags, scale)
+    x = x._replace(h0=x.h0.mT) if v_first and x.h0 is not None else x
+    others = (x.gamma, x.gk, x.gv, x.bonus, x.a, x.b)
+    if x.q.shape[1] > LONG and set(flags) <= {"delta", "v_first"} and all(y is None for y in others) and (x.beta is None or x.beta.ndim == 3):
+        beta = x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta
+        o, ht = chunked_delta.run(x.q, x.k, x.v, beta, x.g, x.h0, x.bounds, scale)  # the same function
+    else:
+        o, ht = torch_path.run(x, flags, scale)
     return o, ht.mT if v_first else ht
 
 

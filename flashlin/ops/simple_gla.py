@@ -16,7 +16,7 @@ from flashlin import policy
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, need_tensor, no_unknown
 from flashlin.kernels.simple_gla import torch_path
-from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
+from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
 
 GATED = ("g",)
 MODES = ("auto", "chunk", "fused_recurrent")
@@ -142,7 +142,7 @@ def _planned_run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor 
     B, T, H, K = q.shape
     V = v.shape[3]
     if torch.compiler.is_compiling():
-        path, dot = _route(op, mode, name_of(q.dtype), _static(K), _static(V), q.device)
+        path, dot = _route(op, mode, name_of(q.dtype), head_size_class(K), head_size_class(V), q.device)
     else:
         needs_grad = wants_grad(q, k, v, g, h0)
         plan = planned(problem_of(op, mode, q, V, N, g is not None, bounds is not None, needs_grad), q.device)
@@ -183,14 +183,6 @@ def _route(op: str, mode: str, dtype: str, K: int, V: int, device: torch.device)
     """What torch.compile may know while tracing: no B, T or H, so that none is ever specialised."""
     problem = planned(Problem(op, "simple_gla", mode, 1, 1, 1, K, V, 1, dtype, False, True), device).problem
     return problem.path, problem.dot
-
-
-def _static(size: int) -> int:
-    """A head size, which may be symbolic, as the power of two that recipes round it up to: comparisons only guard, and leave it symbolic."""
-    for power in (16, 32, 64, 128, 256, 512):
-        if size <= power:
-            return power
-    return 1024
 
 
 class _Scan(torch.autograd.Function):

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.pieces import sequence_of, sliced, within
 from flashlin.kernels.recurrent.forward import (
     constants_of,
     decayed,
@@ -30,7 +31,6 @@ from flashlin.kernels.recurrent.forward import (
 )
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.kernels.recurrent.recipe import SEGMENT
-from flashlin.kernels.simple_gla.forward import sequence_of, sliced, within
 
 HAVE_TOKENS = ("q", "k", "v", "beta", "g", "gk", "gv", "a", "b")
 SCRATCH = 2**30  # bytes of one launch's scratch memory: more sequences than that holds go one launch after another
@@ -181,7 +181,7 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
     size = max(1, min(plan.problem.batch_part or max(N, 1), SCRATCH // max(1, 4 * HV * NV * TS * BK * BV)))
     for part in [slice(n, min(n + size, N)) for n in range(0, N, size)] if HV else ():
         n = part.stop - part.start
-        y = Inputs(**{name: within(given, part, x.bounds) if name in HAVE_TOKENS else given for name, given in x._asdict().items()})
+        y = x._replace(**{name: within(getattr(x, name), part, x.bounds) for name in HAVE_TOKENS})  # type: ignore[arg-type]
         grads = {name: within(grad, part, x.bounds) for name, grad in own.items()}
         # with bounds every part sees all rows; a bonus has a sum for each sequence
         grads.update((name, grad if packed and name != "bonus" else grad[:, part]) for name, grad in sums.items())

@@ -11,9 +11,9 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.pieces import fills_gaps, parts, sequence_of, sliced, within, zero_gaps, zero_rows
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.kernels.recurrent.recipe import SEGMENT, kept
-from flashlin.kernels.simple_gla.forward import fills_gaps, parts, sequence_of, sliced, within, zero_gaps, zero_rows
 
 
 @triton.jit

@@ -20,10 +20,11 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.configs import BLOCK
-from flashlin.kernels.simple_gla.forward import (
+from flashlin.kernels.pieces import (
     decay_of,
     decays,
     fills_gaps,
+    first_slot,
     parts,
     precision,
     put,
@@ -36,12 +37,6 @@ from flashlin.kernels.simple_gla.forward import (
     within,
     zero_gaps,
 )
-
-
-@triton.jit
-def first_slot(n, first, BT: tl.constexpr):
-    """Where sequence n's chunks go in a table of chunks. Sequences never overlap, and no host has to count them."""
-    return first // BT + n
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])

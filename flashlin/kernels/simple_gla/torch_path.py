@@ -6,8 +6,12 @@ sequence is walked in segments, which keeps that matmul small.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+
+Rows = Callable[[tuple[torch.Tensor | None, ...], "torch.Tensor | None"], tuple[torch.Tensor, torch.Tensor]]
 
 CHUNK, SEGMENT = 64, 8192
 
@@ -24,10 +28,13 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | Non
         decay = gamma.to(compute).expand(q.shape[:3]) if decay is None else decay + gamma.to(compute)
     q, k, v = q.to(compute) * scale, k.to(compute), v.to(compute)
     h0 = None if h0 is None else h0.to(compute)
-    return _rows(q, k, v, decay, h0) if bounds is None else _packed(q, k, v, decay, h0, bounds)
+    tensors = (q, k, v, decay)
+    return _rows(tensors, h0) if bounds is None else packed(_rows, tensors, h0, bounds)
 
 
-def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, g = tensors
+    assert q is not None and k is not None and v is not None
     B, T, H, K = q.shape
     if h is None:
         h = q.new_zeros(B, H, K, v.shape[-1])
@@ -52,54 +59,62 @@ def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor 
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4) for x in (q, k, v))  # [B, H, chunks, 64, D]
     chunks = q.shape[2]
     if g is None:
-        inside = _lower(chunk, q).to(q.dtype)
-        between = _lower(chunks + 1, q).to(q.dtype)
+        inside = lower(chunk, q).to(q.dtype)
+        between = lower(chunks + 1, q).to(q.dtype)
         into, onwards = q, k
     else:
-        G = F.pad(g, (0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2).cumsum(-1)
-        total = G[..., -1]
-        inside = _decay_between(G)
+        g = F.pad(g, (0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2)
+        G, total = g.cumsum(-1), g.sum(-1)
+        inside = decay_between(G)
         # row c of between: how much of h (column 0) and of each earlier chunk (column c' + 1) is left when chunk c begins
         between = _decay_over(F.pad(total, (1, 0)))
-        into, onwards = q * G.exp()[..., None], k * inside[..., -1, :, None]
+        into, onwards = q * G.exp()[..., None], k * decay_to_end(g)[..., None]
     added = torch.cat([h[:, :, None], onwards.mT @ v], 2)
     states = (between @ added.flatten(-2)).unflatten(-1, h.shape[-2:])
     o = (q @ k.mT * inside) @ v + into @ states[:, :, :-1]
     return o.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], states[:, :, -1]
 
 
-def _lower(size: int, like: torch.Tensor) -> torch.Tensor:
+def lower(size: int, like: torch.Tensor) -> torch.Tensor:
     return torch.ones(size, size, dtype=torch.bool, device=like.device).tril()
 
 
-def _decay_between(G: torch.Tensor) -> torch.Tensor:
+def decay_between(G: torch.Tensor) -> torch.Tensor:
     """e^{G_i - G_j} for j <= i, zero above: masked before exp, because above the diagonal the difference is positive and overflows.
 
     The diagonal is the constant 1: through G_i - G_i autograd would add and subtract the same gradient, and what rounding leaves of it
     drowns the true one when decays are strong.
     """
-    below = _lower(G.shape[-1], G).tril(-1)
+    below = lower(G.shape[-1], G).tril(-1)
     one = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     return (G[..., :, None] - G[..., None, :]).masked_fill(~below, -torch.inf).exp() + one
 
 
+def decay_to_end(g: torch.Tensor) -> torch.Tensor:
+    """e^{g_{j+1} + ... + g_L}, each sum added up by itself: through G_L - G_j a chunk's last token would get the difference of its own
+    gradient, which rounding leaves a trace of."""
+    return F.pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1).exp()
+
+
 def _decay_over(total: torch.Tensor) -> torch.Tensor:
     """The same from chunk totals, each sum added up by itself: over thousands of tokens running sums grow until their differences are noise."""
-    below = _lower(total.shape[-1], total).tril(-1)
+    below = lower(total.shape[-1], total).tril(-1)
     sums = total[..., :, None].expand(*total.shape, total.shape[-1]).masked_fill(~below, 0).cumsum(-2)
     return sums.masked_fill(~below, -torch.inf).exp() + torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
 
 
-def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
-            bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences of about the same length are padded to one batch: at most twice the work, and no loop over thousands of them."""
+def packed(rows_of: Rows, tensors: tuple[torch.Tensor | None, ...], h0: torch.Tensor | None,
+           bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rows_of`` for packed sequences. tensors: q, k, v [1, T, H, D], then gates [1, T, H]. Sequences of about the same length are padded to
+    one batch: at most twice the work, and no loop over thousands of them."""
     edges = bounds.tolist()
-    H, K, V = q.shape[2], q.shape[3], v.shape[3]
+    q, k, v = tensors[:3]
+    assert q is not None and k is not None and v is not None
     groups: dict[int, list[int]] = {}
     for n in range(len(edges) - 1):
         groups.setdefault((edges[n + 1] - edges[n] - 1).bit_length(), []).append(n)
     o = torch.zeros_like(v)
-    states = q.new_zeros(len(edges) - 1, H, K, V)
+    states = q.new_zeros(len(edges) - 1, v.shape[2], q.shape[3], v.shape[3])
     for members in groups.values():
         first = torch.tensor([edges[n] for n in members], device=q.device)
         length = torch.tensor([edges[n + 1] - edges[n] for n in members], device=q.device)
@@ -108,9 +123,8 @@ def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor |
         rows = torch.where(inside, first[:, None] + at, 0)
         which = torch.tensor(members, device=q.device)
         # past a sequence's end: no key, no decay, so the state stands still
-        k_, v_ = (torch.where(inside[..., None, None], x[0][rows], 0) for x in (k, v))
-        g_ = None if g is None else torch.where(inside[..., None], g[0][rows], 0)
-        o_, h_ = _rows(q[0][rows], k_, v_, g_, None if h0 is None else h0[which])
+        padded = [None if x is None else torch.where(inside.view(*inside.shape, *[1] * (x.ndim - 2)), x[0][rows], 0) for x in tensors]
+        o_, h_ = rows_of(tuple(padded), None if h0 is None else h0[which])
         o = o.index_put((torch.zeros_like(rows[inside]), rows[inside]), o_[inside])
         states = states.index_put((which,), h_)
     return o, states

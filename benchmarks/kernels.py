@@ -1,0 +1,64 @@
+"""Time of each kernel in a forward and backward of an op, for a configuration: where the time goes, and what a tile is worth.
+
+    python benchmarks/kernels.py --op chunk_gated_delta_rule                       the planned configuration
+    python benchmarks/kernels.py --op chunk_gated_delta_rule --tile 64,64,4,2      BT, BV of the scans, warps, stages; for every kernel
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import flashlin
+from flashlin.compat import launch as door
+from flashlin.kernels.configs import Config, padded
+from flashlin.kernels.delta import recipe
+
+sys.path.insert(0, str(Path(__file__).parent))
+from compare_fla import inputs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--op", default="chunk_gated_delta_rule")
+    parser.add_argument("--shape", default="4,4096,32,128", help="B, T, H, D")
+    parser.add_argument("--tile", default="", help="BT,BV,num_warps,num_stages instead of the planned ones")
+    parser.add_argument("--only-compile", action="store_true")
+    options = parser.parse_args()
+    B, T, H, D = (int(size) for size in options.shape.split(","))
+    tile = [int(size) for size in options.tile.split(",")] if options.tile else []
+    if tile:
+        recipe.over_v = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2], tile[3])])
+    tensors = inputs(B, T, H, D, "gated" in options.op or "simple_gla" in options.op, "delta" in options.op, torch.bfloat16)
+    events: list[tuple[str, Any, Any]] = []
+
+    def timing(launch: Any, *rest: Any) -> None:
+        if tile:
+            launch = launch._replace(num_warps=tile[2], num_stages=tile[3])
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        marks[0].record()
+        door._start(launch, *rest)
+        marks[1].record()
+        events.append((launch.kernel, *marks))
+    door.replace_starter(timing)
+    do = torch.randn_like(tensors["v"])
+    for repeat in range(1 if options.only_compile else 23):
+        if repeat == 3:
+            torch.cuda.synchronize()
+            events.clear()
+        getattr(flashlin, options.op)(**tensors)[0].backward(do)
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {}
+    for kernel, begin, end in events:
+        times.setdefault(kernel, []).append(begin.elapsed_time(end))
+    print(json.dumps({"op": options.op, "shape": options.shape, "tile": options.tile or "planned", "device": torch.cuda.get_device_name(),
+                      **{kernel: round(median(found), 4) for kernel, found in times.items()}}))
+
+
+if __name__ == "__main__":
+    main()

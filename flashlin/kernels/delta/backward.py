@@ -1,0 +1,239 @@
+"""Backward of the delta families: a scan that rebuilds states, a reverse scan for their gradients, then all chunks at once. Deterministic.
+
+With the notation of forward.py, dh the gradient of the state leaving a chunk and ds_ij = scale e^{G_i - G_j} (do_i . u_j) for j <= i:
+    du_j = sum_{i >= j} scale e^{G_i - G_j} (q_i . k_j) do_i + e^{G_L - G_j} k_j dh          dy = A^T du          dv = beta dy
+    dh' = e^{G_L} dh + scale sum_i e^{G_i} q_i^T do_i - sum_i e^{G_i} k_i^T dv_i
+are the reverse scan's (split over V, like the forward). The rest contracts over V, so a program has a chunk to itself and nothing is a
+partial sum. With z_ij = -e^{G_i - G_j} (dy_i . u_j) for j < i, the gradient of (k_i . k_j) but for beta_i:
+    dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j
+    dk_i = e^{G_L - G_i} u_i dh^T - e^{G_i} dv_i h^T + sum_j ds_ji q_j + beta_i sum_j z_ij k_j + sum_j z_ji beta_j k_j
+    dbeta_i = dy_i . (v_i - e^{G_i} k_i h) + k_i . sum_j z_ij k_j
+The gate's gradient as in simple_gla: whatever passes from before t to t or later, with no difference of large sums: pairs i = j are left
+out, and every chunk starts anew from <h, dh>.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.configs import BLOCK
+from flashlin.kernels.delta.forward import columns, delta_states, edges_of, rows_of
+from flashlin.kernels.pieces import (
+    NO_DECAY,
+    TOKEN_DECAY,
+    decays,
+    fills_gaps,
+    first_slot,
+    parts,
+    precision,
+    put,
+    scaled_decay,
+    sequence_of,
+    sliced,
+    state_offsets,
+    summed,
+    tile,
+    within,
+    zero_gaps,
+)
+
+
+@triton.jit(do_not_specialize=["T", "N", "R", "RL", "scale"])
+def delta_reverse(q, k, do, A, line, G, dht, dy, dh0, dstates, bounds, scale, T, N, H, HV, R, RL, K: tl.constexpr, V: tl.constexpr,
+                  BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
+                  V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+    """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, and dh0."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    v0 = program % NV * BV
+    nh = program // NV
+    i_h = nh % HV
+    i_qk = i_h // (HV // H)
+    n = nh // HV
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    if HAS_DHT:
+        dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        dh = tl.zeros([BK, BV], dtype=tl.float32)
+    rows = tl.arange(0, BT)
+    later = rows[:, None] <= rows[None, :]
+    chunks = (length + BT - 1) // BT
+    for i_c in range(chunks):
+        t0 = (chunks - 1 - i_c) * BT
+        b_k = tile(k, first, t0, length, i_qk, H, K, 0, BT, BK)
+        b_q = tile(q, first, t0, length, i_qk, H, K, 0, BT, BK)
+        b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_q.dtype)
+        b_A = tile(A, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        b_beta = rows_of(line, first, t0, length, i_h, RL, BT)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
+        b_dh = dh.to(b_k.dtype)
+        slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
+        to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
+        tl.store(dstates + to, b_dh, mask=whole)
+        s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+        du = tl.dot(b_k, b_dh, input_precision=PRECISION)
+        if DECAY == 0:
+            s = tl.where(later, s * scale, 0.0)
+            b_w = (b_do * scale).to(b_do.dtype)
+        else:
+            s *= scaled_decay(-D, -D, later, scale)
+            du *= tl.exp2(total - D)[:, None]
+            b_w = (b_do * (tl.exp2(D) * scale)[:, None]).to(b_do.dtype)
+            dh *= tl.exp2(total)
+        du += tl.dot(s.to(b_do.dtype), b_do, input_precision=PRECISION)
+        b_dy = tl.dot(tl.trans(b_A), du.to(b_A.dtype), input_precision=PRECISION)
+        put(dy, b_dy, first, t0, length, i_h, HV, V, v0, BT, BV)
+        if DECAY == 0:
+            b_dv = b_dy * b_beta[:, None]
+        else:
+            b_dv = b_dy * (b_beta * tl.exp2(D))[:, None]
+        dh += tl.dot(tl.trans(b_q), b_w, input_precision=PRECISION)
+        dh -= tl.dot(tl.trans(b_k), b_dv.to(b_k.dtype), input_precision=PRECISION)
+    if HAS_DH0:
+        tl.store(dh0 + at, dh, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "N", "R", "RL", "S", "scale"])
+def delta_grads(q, k, v, do, u, dy, line, G, states, dstates, dq, dk, dv, dbeta, dg, bounds, scale, T, N, H, HV, R, RL, S, K: tl.constexpr,
+                V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr,
+                VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+    """dq, dk [rows, HV, K], dv, dbeta and dg of a chunk. S programs share a sequence."""
+    program = tl.program_id(0)
+    i_h = program % HV
+    i_qk = i_h // (HV // H)
+    share = program // HV % S
+    n = program // HV // S
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
+        if share == 0:
+            for k0 in range(0, K, BK):
+                zero_gaps(dq, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
+                zero_gaps(dk, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
+            for v0 in range(0, V, BV):
+                zero_gaps(dv, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+            zero_gaps(dbeta, bounds, n, T, N, i_h, HV, 1, 0, BT, 1)
+            if DECAY != 0:
+                zero_gaps(dg, bounds, n, T, N, i_h, HV, 1, 0, BT, 1)
+    rows = tl.arange(0, BT)
+    below = rows[:, None] > rows[None, :]
+    for t0 in range(share * BT, length, S * BT):
+        inside = t0 + rows < length
+        b_beta = rows_of(line, first, t0, length, i_h, RL, BT)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
+        slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
+        ds = tl.zeros([BT, BT], dtype=tl.float32)
+        z = tl.zeros([BT, BT], dtype=tl.float32)
+        b_dbeta = tl.zeros([BT], dtype=tl.float32)
+        for v0 in range(0, V, BV):
+            b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
+            b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_v.dtype)
+            b_u = tile(u, first, t0, length, i_h, HV, V, v0, BT, BV)
+            b_dy = tile(dy, first, t0, length, i_h, HV, V, v0, BT, BV)
+            ds += tl.dot(b_do, tl.trans(b_u), input_precision=PRECISION)
+            z += tl.dot(b_dy, tl.trans(b_u), input_precision=PRECISION)
+            wide = b_dy.to(tl.float32)
+            b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
+            put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, V, v0, BT, BV)
+        diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], ds, 0.0), 1) * scale
+        if DECAY == 0:
+            ds = tl.where(below, ds * scale, 0.0)
+            z = tl.where(below, -z, 0.0)
+        else:
+            between = scaled_decay(D, D, below, 1.0)
+            ds *= between * scale
+            z *= -between
+        here = tl.zeros([BT], dtype=tl.float32)
+        left = tl.zeros([BT], dtype=tl.float32)
+        across = 0.0
+        for k0 in range(0, K, BK):
+            b_q = tile(q, first, t0, length, i_qk, H, K, k0, BT, BK)
+            b_k = tile(k, first, t0, length, i_qk, H, K, k0, BT, BK)
+            b_ds = ds.to(b_k.dtype)
+            b_z = z.to(b_k.dtype)
+            from_h = tl.zeros([BT, BK], dtype=tl.float32)
+            dy_h = tl.zeros([BT, BK], dtype=tl.float32)
+            to_h = tl.zeros([BT, BK], dtype=tl.float32)
+            for v0 in range(0, V, BV):
+                at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
+                h = tl.load(states + at, mask=whole, other=0.0)
+                dh = tl.load(dstates + at, mask=whole, other=0.0)
+                b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(h.dtype)
+                b_u = tile(u, first, t0, length, i_h, HV, V, v0, BT, BV)
+                b_dy = tile(dy, first, t0, length, i_h, HV, V, v0, BT, BV)
+                from_h += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
+                dy_h += tl.dot(b_dy, tl.trans(h), input_precision=PRECISION)
+                to_h += tl.dot(b_u, tl.trans(dh), input_precision=PRECISION)
+                if DECAY != 0:
+                    across += tl.sum(tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1), 0)
+            if DECAY == 0:
+                from_h *= scale
+            else:
+                from_h *= (tl.exp2(D) * scale)[:, None]
+                dy_h *= tl.exp2(D)[:, None]
+                to_h *= tl.exp2(total - D)[:, None]
+            wide_q = b_q.to(tl.float32)
+            wide_k = b_k.to(tl.float32)
+            scaled_k = (b_k * b_beta[:, None]).to(b_k.dtype)
+            q_rows = tl.dot(b_ds, b_k, input_precision=PRECISION)
+            k_rows = tl.dot(b_z, b_k, input_precision=PRECISION)
+            k_columns = tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION) + tl.dot(tl.trans(b_z), scaled_k, input_precision=PRECISION)
+            b_dbeta += tl.sum(wide_k * (k_rows - dy_h), 1)
+            k_rows = (k_rows - dy_h) * b_beta[:, None]
+            if DECAY != 0:
+                here += tl.sum(wide_q * (from_h + q_rows), 1) + tl.sum(wide_k * (k_rows - k_columns), 1)
+                left += tl.sum(wide_k * to_h, 1)
+            put(dq, from_h + q_rows + diagonal[:, None] * wide_k, first, t0, length, i_h, HV, K, k0, BT, BK)
+            put(dk, to_h + k_rows + k_columns + diagonal[:, None] * wide_q, first, t0, length, i_h, HV, K, k0, BT, BK)
+        tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=inside)
+        if DECAY != 0:
+            b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0) + across * tl.exp2(total)
+            tl.store(dg + (first + t0 + rows) * HV + i_h, b_dg, mask=inside)
+
+
+def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
+        bounds: torch.Tensor | None, A: torch.Tensor, line: torch.Tensor, scale: float, v_first: bool, do: torch.Tensor,
+        dht: torch.Tensor | None, needs_dh0: bool,
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(dq, dk, dv, dbeta, dg or None, dh0 or None) for forward.run's tensors and what it kept; do [B, T, HV, V], dht like its final
+    state. dbeta, dg and dh0 are fp32."""
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    N, rows = (B if bounds is None else bounds.numel() - 1), B * T
+    rebuilding, reversing, finishing = plan.launch("delta_states"), plan.launch("delta_reverse"), plan.launch("delta_grads")
+    split = parts(plan, N)
+    new = torch.empty if fills_gaps(split, bounds) and N and HV else torch.zeros
+    dq, dk = (new(B, T, HV, K, dtype=q.dtype, device=q.device) for _ in range(2))
+    dv = new(B, T, HV, V, dtype=v.dtype, device=q.device)
+    dbeta, dg = (None if x is None else new(B, T, HV, dtype=torch.float32, device=q.device) for x in (beta, g))
+    assert dbeta is not None
+    dh0 = torch.empty_like(h0, dtype=torch.float32) if needs_dh0 and h0 is not None else None
+    BT = reversing.block("BT")
+    strips = -(-V // reversing.block("BV"))
+    gaps = dict(VARLEN=bounds is not None, PRECISION=precision(plan), BLOCK=BLOCK)
+    constants = dict(gaps, K=K, V=V, DECAY=NO_DECAY if g is None else TOKEN_DECAY)
+    for part in split if HV else ():
+        n = part.stop - part.start
+        q_, k_, v_, g_, A_, do_, dq_, dk_, dv_, dbeta_, dg_ = (within(x, part, bounds) for x in (q, k, v, g, A, do, dq, dk, dv, dbeta, dg))
+        h0_, dh0_, dht_ = (sliced(x, part) for x in (h0, dh0, dht))
+        bounds_, line_ = edges_of(bounds, part), columns(line, part, T, bounds)
+        R = rows if bounds is not None else n * T
+        slots = R // BT + n + 1
+        u, dy = (torch.empty(1, R, HV, V, dtype=v.dtype, device=q.device) for _ in range(2))
+        states, dstates = (torch.empty(slots, HV, K, V, dtype=v.dtype, device=q.device) for _ in range(2))
+        G = summed(plan, g_, bounds_, n)
+        start(rebuilding, delta_states, n * HV * strips, (k_, v_, A_, line_, G, h0_, u, states, bounds_, T, n, H, HV, R, rows),
+              dict(constants, HAS_H0=h0 is not None, V_FIRST=v_first))
+        start(reversing, delta_reverse, n * HV * strips,
+              (q_, k_, do_, A_, line_, G, dht_, dy, dh0_, dstates, bounds_, scale, T, n, H, HV, R, rows),
+              dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first))
+        shares = max(1, -(-R // (BT * n)))
+        start(finishing, delta_grads, n * shares * HV,
+              (q_, k_, v_, do_, u, dy, line_, G, states, dstates, dq_, dk_, dv_, dbeta_, dg_, bounds_, scale, T, n, H, HV, R, rows, shares),
+              dict(constants, GAPS=bounds is not None and len(split) == 1))
+    if HV != H:
+        dq, dk = (x.view(B, T, H, HV // max(H, 1), K).sum(3, dtype=torch.float32).to(q.dtype) for x in (dq, dk))
+    return dq, dk, dv, dbeta, dg, dh0

@@ -1,0 +1,243 @@
+"""Forward of the delta families: the inverse of each chunk, all chunks at once, then one fused scan. Tensors in, tensors out.
+
+With the decay G_i = g_1 + ... + g_i inside a chunk and the state h entering it (row i of a matrix is token i), the recurrence
+u_i = beta_i (v_i - S'^T k_i) is a triangular system:
+    u = A y,   y_i = beta_i (v_i - e^{G_i} k_i h),   A = (I + M)^-1,   M_ij = beta_i e^{G_i - G_j} (k_i . k_j) for j < i, else 0
+    o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) u_j)          h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T u_j
+The inverse does not depend on h, so a kernel with a program per chunk writes it, and the scan, which owns the state as in simple_gla, is
+left with products. Source: Yang et al. 2024 (arXiv 2406.06484; 2412.06464 with the gate).
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.configs import BLOCK
+from flashlin.kernels.pieces import (
+    NO_DECAY,
+    TOKEN_DECAY,
+    decays,
+    fills_gaps,
+    first_slot,
+    parts,
+    precision,
+    put,
+    scaled_decay,
+    sequence_of,
+    sliced,
+    state_offsets,
+    summed,
+    tile,
+    within,
+    zero_gaps,
+)
+from flashlin.kernels.scans import operand_bytes
+
+
+@triton.jit
+def inverse(M, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + M)^-1 for a strictly lower triangular M [BT, BT] of float32.
+
+    Diagonal blocks of 16 rows by substitution in float32, all of them at once; then blocks are merged by products, which is exact
+    algebra whose terms stay as small as the inverse is. Powers of M would not: for keys that resemble each other they grow like
+    binomials, while the inverse has entries of about 1.
+    """
+    NB: tl.constexpr = BT // 16
+    rows = tl.arange(0, BT)
+    same = (rows // 16)[:, None] == (rows // 16)[None, :]
+    diagonal = tl.sum(tl.reshape(tl.where(same, M, 0.0), [NB, 16, NB, 16]), 2)
+    i = tl.arange(0, 16)
+    X = tl.zeros([NB, 16, 16], dtype=tl.float32) + tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :]
+    for r in range(1, 16):
+        m = tl.sum(tl.where((i == r)[None, :, None], diagonal, 0.0), 1)
+        X -= tl.where((i == r)[None, :, None], tl.sum(m[:, :, None] * X, 1)[:, None, :], 0.0)
+    whole = tl.where(same, tl.reshape(tl.broadcast_to(X[:, :, None, :], [NB, 16, NB, 16]), [BT, BT]), 0.0)
+    if BT >= 32:
+        pair = (rows // 32)[:, None] == (rows // 32)[None, :]
+        corner = tl.where(pair, tl.where(same, 0.0, M), 0.0)
+        whole -= tl.dot(tl.dot(whole, corner, input_precision=PRECISION), whole, input_precision=PRECISION)
+        if BT >= 64:
+            whole -= tl.dot(tl.dot(whole, tl.where(pair, 0.0, M), input_precision=PRECISION), whole, input_precision=PRECISION)
+    return whole
+
+
+@triton.jit(do_not_specialize=["T", "N", "R", "RL", "S"])
+def delta_inverse(k, beta, G, A, line, bounds, T, N, H, HV, R, RL, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr,
+                  BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+    """A [rows, HV, BT], and beta as a line [HV, RL] of float32 for the scans. S programs share a sequence."""
+    program = tl.program_id(0)
+    i_h = program % HV
+    share = program // HV % S
+    first, length = sequence_of(program // HV // S, bounds, T, VARLEN)
+    rows = tl.arange(0, BT)
+    for t0 in range(share * BT, length, S * BT):
+        inside = t0 + rows < length
+        products = tl.zeros([BT, BT], dtype=tl.float32)
+        for k0 in range(0, K, BK):
+            b_k = tile(k, first, t0, length, i_h // (HV // H), H, K, k0, BT, BK)
+            products += tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+        b_beta = tl.load(beta + (first + t0 + rows) * HV + i_h, mask=inside, other=0.0).to(tl.float32)
+        tl.store(line + i_h.to(tl.int64) * RL + first + t0 + rows, b_beta, mask=inside)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
+        below = rows[:, None] > rows[None, :]
+        if DECAY == 0:
+            M = tl.where(below, products * b_beta[:, None], 0.0)
+        else:
+            M = products * b_beta[:, None] * tl.exp2(tl.where(below, D[:, None] - D[None, :], float("-inf")))
+        put(A, inverse(M, BT, MERGE), first, t0, length, i_h, HV, BT, 0, BT, BT)
+
+
+@triton.jit
+def rows_of(line, first, t0, length, i_h, R, BT: tl.constexpr):
+    """[BT] of a line [HV, R], zeros past the end."""
+    rows = tl.arange(0, BT)
+    return tl.load(line + i_h.to(tl.int64) * R + first + t0 + rows, mask=t0 + rows < length, other=0.0)
+
+
+@triton.jit(do_not_specialize=["T", "N", "R", "RL", "scale"])
+def delta_scan(q, k, v, A, line, G, h0, o, ht, bounds, scale, T, N, H, HV, R, RL, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+               BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr,
+               BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    v0 = program % NV * BV
+    nh = program // NV
+    i_h = nh % HV
+    i_qk = i_h // (HV // H)
+    n = nh // HV
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:
+        zero_gaps(o, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    if HAS_H0:
+        h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        h = tl.zeros([BK, BV], dtype=tl.float32)
+    rows = tl.arange(0, BT)
+    causal = rows[:, None] >= rows[None, :]
+    for t0 in range(0, length, BT):
+        b_k = tile(k, first, t0, length, i_qk, H, K, 0, BT, BK)
+        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
+        b_A = tile(A, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        b_q = tile(q, first, t0, length, i_qk, H, K, 0, BT, BK)
+        b_beta = rows_of(line, first, t0, length, i_h, RL, BT)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
+        b_h = h.to(b_k.dtype)
+        kh = tl.dot(b_k, b_h, input_precision=PRECISION)
+        b_o = tl.dot(b_q, b_h, input_precision=PRECISION)
+        s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        if DECAY == 0:
+            y = (b_v - kh) * b_beta[:, None]
+            s = tl.where(causal, s * scale, 0.0)
+            b_o *= scale
+        else:
+            y = (b_v - kh * tl.exp2(D)[:, None]) * b_beta[:, None]
+            s *= scaled_decay(D, D, causal, scale)
+            b_o *= (tl.exp2(D) * scale)[:, None]
+            h *= tl.exp2(total)
+        u = tl.dot(b_A, y.to(b_A.dtype), input_precision=PRECISION)
+        b_u = u.to(b_v.dtype)
+        if DECAY == 0:
+            b_w = b_u
+        else:
+            b_w = (u * tl.exp2(total - D)[:, None]).to(b_v.dtype)
+        b_o += tl.dot(s.to(b_u.dtype), b_u, input_precision=PRECISION)
+        h += tl.dot(tl.trans(b_k), b_w, input_precision=PRECISION)
+        put(o, b_o, first, t0, length, i_h, HV, V, v0, BT, BV)
+    if HAS_HT:
+        tl.store(ht + at, h, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "N", "R", "RL"])
+def delta_states(k, v, A, line, G, h0, u, states, bounds, T, N, H, HV, R, RL, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                 BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+                 VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+    """The scan again for backward: u [rows, HV, V], and states [slots, HV, K, V], the state entering each chunk. (The scan's own loop
+    with two more flags would cost it registers that it has not got.)"""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    v0 = program % NV * BV
+    nh = program // NV
+    i_h = nh % HV
+    i_qk = i_h // (HV // H)
+    n = nh // HV
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    if HAS_H0:
+        h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        h = tl.zeros([BK, BV], dtype=tl.float32)
+    for t0 in range(0, length, BT):
+        b_k = tile(k, first, t0, length, i_qk, H, K, 0, BT, BK)
+        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
+        b_A = tile(A, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        b_beta = rows_of(line, first, t0, length, i_h, RL, BT)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
+        b_h = h.to(b_k.dtype)
+        slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
+        to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
+        tl.store(states + to, b_h, mask=whole)
+        kh = tl.dot(b_k, b_h, input_precision=PRECISION)
+        if DECAY == 0:
+            y = (b_v - kh) * b_beta[:, None]
+        else:
+            y = (b_v - kh * tl.exp2(D)[:, None]) * b_beta[:, None]
+            h *= tl.exp2(total)
+        b_u = tl.dot(b_A, y.to(b_A.dtype), input_precision=PRECISION)
+        put(u, b_u, first, t0, length, i_h, HV, V, v0, BT, BV)
+        if DECAY != 0:
+            b_u *= tl.exp2(total - D)[:, None]
+        h += tl.dot(tl.trans(b_k), b_u.to(b_k.dtype), input_precision=PRECISION)
+
+
+def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
+        bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool,
+        out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """(o, final state or None), then what backward wants again: A [B, T, HV, 64], and beta as a line [HV, B * T].
+
+    q, k [B, T, H, K], v [B, T, HV, V], contiguous, one dtype; beta, g [B, T, HV]; h0 [N, HV, K, V] or, with v_first, [N, HV, V, K];
+    bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros.
+    """
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    N, rows = (B if bounds is None else bounds.numel() - 1), B * T
+    split = parts(plan, N)
+    inverting, scanning = plan.launch("delta_inverse"), plan.launch("delta_scan")
+    BT = scanning.block("BT")
+    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, HV, V, dtype=out_dtype, device=q.device)
+    ht = torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=torch.float32, device=q.device) if has_ht else None
+    A = torch.empty(B, T, HV, BLOCK, dtype=q.dtype, device=q.device)  # rows of BT, packed: a compiler's fake tensors know no BT
+    line = torch.empty(HV, rows, dtype=torch.float32, device=q.device)
+    if N == 0 or HV == 0:  # no program would run to write them
+        return o.zero_(), ht, A, line
+    constants = dict(K=K, BLOCK=BLOCK, VARLEN=bounds is not None, PRECISION=precision(plan), DECAY=NO_DECAY if g is None else TOKEN_DECAY)
+    for part in split:
+        n = part.stop - part.start
+        q_, k_, v_, beta_, g_, o_, A_ = (within(x, part, bounds) for x in (q, k, v, beta, g, o, A))
+        h0_, ht_, bounds_, line_ = sliced(h0, part), sliced(ht, part), edges_of(bounds, part), columns(line, part, T, bounds)
+        G, R = summed(plan, g_, bounds_, n), rows if bounds is not None else n * T
+        shares = max(1, -(-R // (BT * n)))
+        start(inverting, delta_inverse, n * shares * HV, (k_, beta_, G, A_, line_, bounds_, T, n, H, HV, R, rows, shares),
+              dict(constants, MERGE=merging(plan)))
+        start(scanning, delta_scan, n * HV * -(-V // scanning.block("BV")),
+              (q_, k_, v_, A_, line_, G, h0_, o_, ht_, bounds_, scale, T, n, H, HV, R, rows),
+              dict(constants, V=V, HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first, GAPS=bounds is not None and len(split) == 1))
+    return o, ht, A, line
+
+
+def edges_of(bounds: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    return sliced(bounds, slice(part.start, part.stop + 1))
+
+
+def columns(line: torch.Tensor, part: slice, T: int, bounds: torch.Tensor | None) -> torch.Tensor:
+    """The part's columns of a line [HV, rows]; its rows stay as far apart as they are."""
+    return line if bounds is not None else line[:, part.start * T:part.stop * T]
+
+
+def merging(plan: Plan) -> str:
+    """How the inverse's blocks are multiplied: for 16-bit operands tf32 is four times finer than what A is rounded to afterwards."""
+    full = precision(plan)
+    return "tf32" if full != "ieee" and operand_bytes(plan.problem) == 2 else full

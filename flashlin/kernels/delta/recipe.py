@@ -1,0 +1,30 @@
+"""Which launches a chunked delta-rule problem makes. Plain Python: no tensor, no torch, no triton. Problem.H counts value heads."""
+from __future__ import annotations
+
+from flashlin.compat.target import Target
+from flashlin.guards.problem import Launch, Problem
+from flashlin.kernels.configs import Config, over_v, padded
+from flashlin.kernels.scans import cumsum_launch, dot_traits, fitting, operand_bytes, over_tokens, shared_bytes, state_launch, tf32_copies
+
+STRIP = 64  # columns of q, k, v and of the state at a time where a program has a chunk to itself
+
+
+def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
+    """The inverse of each chunk and the scan; for gradients the scan that rebuilds states, the reverse scan, and the chunk's gradients."""
+    bytes_each, dots = operand_bytes(problem), dot_traits(problem)
+    copies = tf32_copies(bytes_each, target)
+
+    def shared(config: Config) -> int:  # the inverse too, and a product of its size
+        return shared_bytes(config, bytes_each, target) + copies * bytes_each * (config.num_stages + 1) * config.BT ** 2
+    scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), shared, target)
+    BT, BK, BV = scan.BT, min(STRIP, padded(problem.K)), min(STRIP, padded(problem.V))
+    found = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=BK), problem.H, 4, bytes_each * BT * BK + 4 * 4 * BT ** 2, dots - {"rmw_acc"}),
+             state_launch("delta_scan", scan, problem, shared(scan), dots)]
+    if "g" in problem.options:
+        found.insert(0, cumsum_launch(problem))
+    if problem.needs_grad:
+        tiles = copies * bytes_each * (BT * (3 * BV + 3 * BK) + 2 * BK * BV + 2 * BT ** 2)
+        found += [state_launch("delta_states", scan, problem, shared(scan), dots),
+                  state_launch("delta_reverse", scan, problem, shared(scan), dots),
+                  over_tokens("delta_grads", problem, dict(BT=BT, BK=BK, BV=BV), problem.H, 4, tiles, dots - {"rmw_acc"})]
+    return tuple(found)

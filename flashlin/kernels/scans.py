@@ -1,0 +1,68 @@
+"""What the recipes of the chunked families share: from candidates to Launches. Plain Python: no tensor, no torch, no triton."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from flashlin.compat.target import Target
+from flashlin.compat.versions import release
+from flashlin.guards.problem import Launch, Problem
+from flashlin.kernels.configs import BLOCK, Config
+
+HEADS = 16  # heads per program of the cumulative sum
+
+
+def operand_bytes(problem: Problem) -> int:
+    """Of an element as the dots see it."""
+    return 4 if problem.dot == "fp32" or problem.dtype == "float32" else 2
+
+
+def cumsum_launch(problem: Problem) -> Launch:
+    return over_tokens("gate_cumsum", problem, dict(BT=BLOCK, BH=HEADS), -(-problem.H // HEADS))
+
+
+def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: int, num_warps: int = 4, shared: int = 8192,
+                traits: frozenset[str] = frozenset()) -> Launch:
+    """A kernel with a program per chunk and column of heads."""
+    n = problem.batch_part or problem.N
+    rows = problem.T if problem.varlen else n * problem.T
+    shares = max(1, -(-rows // (tile["BT"] * max(n, 1))))
+    span = tile["BT"] * problem.H * max(problem.K, problem.V)
+    return Launch(kernel, (n * shares * columns,), min(num_warps, problem.max_warps), 1, tuple(tile.items()), shared, span, traits)
+
+
+def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
+    """An upper estimate of a scan's shared memory: its tiles once per stage, the state and the scores as operands of dots."""
+    tiles = config.BT * (2 * max(config.BK, config.BV) + min(config.BK, config.BV))
+    return tf32_copies(bytes_each, target) * bytes_each * (config.num_stages * tiles + config.BK * config.BV + config.BT * config.BT)
+
+
+def tf32_copies(bytes_each: int, target: Target) -> int:
+    """Before 3.3 the two halves that three tf32 products split an operand into both go through shared memory."""
+    return 2 if bytes_each == 4 and target.capability >= (8, 0) and release(target.triton) < (3, 3) else 1
+
+
+def fitting(configs: Iterable[Config], shared: Callable[[Config], int], target: Target) -> Config:
+    """The first candidate whose shared memory fits; the last one, which check_shared then refuses, if none does."""
+    config = None
+    for config in configs:
+        if shared(config) <= target.shared:
+            break
+    assert config is not None  # a kernel without candidates is a mistake in configs.py
+    return config
+
+
+def state_launch(kernel: str, config: Config, problem: Problem, shared: int, traits: frozenset[str]) -> Launch:
+    """A program per sequence, head and tile of the state."""
+    if config.BK >= 256 and "dot" in traits:
+        traits = traits | {"tall_state"}
+    strips = -(-problem.K // config.BK) * -(-problem.V // config.BV)
+    span = config.BT * problem.H * max(problem.K, problem.V)
+    return Launch(kernel, ((problem.batch_part or problem.N) * problem.H * strips,), min(config.num_warps, problem.max_warps), config.num_stages,
+                  (("BT", config.BT), ("BK", config.BK), ("BV", config.BV)), shared, span, traits)
+
+
+def dot_traits(problem: Problem) -> frozenset[str]:
+    kinds = {"dot", "rmw_acc", "half_dot" if operand_bytes(problem) == 2 else "fp32_dot"}
+    if problem.dtype == "bfloat16" and problem.dot == "native":
+        kinds.add("bf16")
+    return frozenset(kinds)
