@@ -14,7 +14,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_indices, check_pool, check_qkv, check_state, need_tensor
 from flashlin.kernels.delta import torch_path as chunked_delta
 from flashlin.kernels.recurrent import torch_path
-from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.kernels.recurrent.inputs import FLAGS, Inputs
 from flashlin.kernels.recurrent.recipe import kept
 from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
 from flashlin.ops.preprocess import beta_of_logits, decay_of_gate, l2normalized
@@ -64,9 +64,15 @@ def prepared(x: Inputs, flags: tuple[str, ...]) -> tuple[Inputs, tuple[str, ...]
 
 def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool) -> Inputs:
     check_qkv(x.q, x.k, x.v, grouped=True)
-    B, T, H, K = x.q.shape
+    B, T, _, K = x.q.shape
     HV, V = x.v.shape[2:]
+    if not set(flags) <= set(FLAGS):  # a family's mistake, not a user's
+        raise ValueError(f"flags: got {', '.join(set(flags) - set(FLAGS))}, need some of {', '.join(FLAGS)}")
+    if (x.a is None) != (x.b is None) or (x.a is not None and "delta" in flags):
+        raise ValueError("a, b: got one of them or delta with them, need both, and without delta")
     if x.beta is not None:
+        if "delta" not in flags:
+            raise ValueError("beta: got a tensor, need None without delta")
         if isinstance(x.beta, Tensor) and x.beta.ndim == 4:
             need_tensor("beta", x.beta, (B, T, HV, V), "[B, T, HV, V]", x.q.device)
         else:

@@ -57,7 +57,7 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
     everything into fp32 before they compute, so fp16 changes only how they load and store. tests/ops runs every case in torch."""
     if case.quick or case.id in ("packed", "reverse", "normalized"):
         return True
-    return "lightning" not in case.op and (dtype == torch.float32 or not case.op.startswith("fused_recurrent"))
+    return "lightning" not in case.op and (dtype == torch.float32 or not case.op.startswith(("fused_recurrent", "recurrent")))
 
 
 @pytest.mark.parametrize(("case", "dtype"), [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES

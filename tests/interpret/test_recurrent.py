@@ -1,0 +1,256 @@
+"""What only the token-by-token kernels' plumbing can get wrong; the cases are in test_cases.py. TRITON_INTERPRET=1, as there."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flashlin
+from flashlin.compat import launch as door
+from flashlin.compat.target import interpreting
+from flashlin.guards import limits, tensors
+from flashlin.kernels.delta.reference import recurrence
+from flashlin.kernels.recurrent import backward, forward, recipe
+from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.ops import recurrent
+from flashlin.testing.cases.recurrent import CASES
+from flashlin.testing.compare import Case, Tensors, check, judge, poisoned
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter() -> None:
+    if not interpreting():
+        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Every start of a kernel: launch, kernel, programs, arguments, constants."""
+    seen: list[tuple[Any, ...]] = []
+
+    def noting(*arguments: Any) -> None:
+        seen.append(arguments)
+        door._start(*arguments)
+    monkeypatch.setattr(door, "_starter", noting)
+    return seen
+
+
+class Call:
+    """A gated delta rule with states in and out, and gradients of all of it."""
+
+    def __init__(self, *, B: int = 1, T: int = 6, H: int = 1, HV: int = 2, K: int = 16, V: int = 24, N: int | None = None) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+        states = B if N is None else N
+        self.inputs = {"q": randn(B, T, H, K), "k": F.normalize(randn(B, T, H, K), dim=-1), "v": randn(B, T, HV, V),
+                       "g": F.logsigmoid(randn(B, T, HV)), "beta": randn(B, T, HV).sigmoid(), "initial_state": randn(states, HV, K, V)}
+        self.cotangents = [randn(B, T, HV, V), randn(states, HV, K, V)]
+
+    def run(self, cu_seqlens: torch.Tensor | None = None) -> Tensors:
+        leaves = {name: x.clone().requires_grad_() for name, x in self.inputs.items()}
+        with poisoned():
+            o, ht = flashlin.fused_recurrent_gated_delta_rule(**leaves, output_final_state=True, cu_seqlens=cu_seqlens)
+            assert ht is not None
+            grads = torch.autograd.grad([o, ht], list(leaves.values()), self.cotangents)
+        return {"o": o.detach(), "ht": ht.detach(), **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
+
+    def expected(self, bounds: torch.Tensor | None = None) -> Tensors:
+        leaves = {name: x.double().requires_grad_() for name, x in self.inputs.items()}
+        o, ht = recurrence(*(leaves[name] for name in ("q", "k", "v", "beta", "g", "initial_state")), bounds, leaves["q"].shape[3] ** -0.5)
+        nothing = sum((x.sum() * 0 for x in leaves.values()), torch.zeros(()))  # the reference of no rows hangs on no tensor
+        grads = torch.autograd.grad([o + nothing, ht + nothing], list(leaves.values()), [x.double() for x in self.cotangents])
+        return {"o": o.detach(), "ht": ht.detach(), **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
+
+
+def assert_right(got: Tensors, expected: Tensors) -> None:
+    assert [verdict for name in expected if not (verdict := judge(name, got[name], expected[name], 1e-4)).ok] == []
+
+
+def assert_equal(got: Tensors, wanted: Tensors) -> None:
+    for name, x in wanted.items():
+        torch.testing.assert_close(got[name], x, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in ("packed", "rwkv6-reverse", "dplr-reverse-packed", "dplr")], ids=str)
+def test_segments_of_three_tokens(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What segments of 64 do in long sequences."""
+    for module in (recipe, forward, backward):
+        monkeypatch.setattr(module, "SEGMENT", 3)
+    assert not [verdict for verdict in check(case, CPU, torch.float32) if not verdict.ok]
+
+
+@pytest.mark.parametrize("edges", [None, [0, 2, 2, 5, 6, 9]], ids=["dense", "packed"])
+def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a grid has too few programs, or the scratch memory of backward too few bytes."""
+    for module in (recipe, forward, backward):
+        monkeypatch.setattr(module, "SEGMENT", 2)
+    call = Call(B=5, T=5) if edges is None else Call(T=9, N=5)
+    bounds = None if edges is None else torch.tensor(edges)
+    whole = call.run(bounds)
+    assert_right(whole, call.expected(bounds))
+    assert len(starts) == 2
+    monkeypatch.setattr(backward, "SCRATCH", 2 * 4 * 2 * 2 * 16 * 32)  # of two sequences: fp32, heads, tokens, K, the padded V
+    assert_equal(call.run(bounds), whole)
+    assert len(starts) == 2 + 1 + 3
+    flashlin.dispatch.plan.cache_clear()
+    monkeypatch.setattr(limits, "AXIS_LIMITS", (4, 1, 1))
+    try:
+        assert_equal(call.run(bounds), whole)
+    finally:
+        flashlin.dispatch.plan.cache_clear()
+    assert len(starts) == 2 + 1 + 3 + 3 + 3
+
+
+class AsOnAGpu:
+    """Stands for the tensors' device, and says it is one whose values cannot be read without waiting."""
+    type = "cuda"
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("edges", "effective"), [([2, 4, 5], [2, 4, 5]), ([-7, 3, 99], [0, 3, 6]), ([0, 5, 3, 6], [0, 5, 5, 6]), ([9, 9], [6, 6])],
+                         ids=str)
+def test_rows_of_no_sequence_are_exact_zeros(edges: list[int], effective: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    check_cu_seqlens = tensors.check_cu_seqlens
+    monkeypatch.setattr(recurrent, "check_cu_seqlens",
+                        lambda bounds, on_host, rows, device, debug: check_cu_seqlens(bounds, on_host, rows, AsOnAGpu(), debug))  # type: ignore[arg-type]
+    call = Call(N=len(edges) - 1)
+    got = call.run(torch.tensor(edges))
+    assert_right(got, call.expected(torch.tensor(effective)))
+    covered = torch.zeros(6, dtype=torch.bool)
+    covered[effective[0]:effective[-1]] = True
+    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        assert (got[name][:, ~covered] == 0).all(), name
+
+
+@pytest.mark.parametrize(("facts", "edges"), [({"B": 2, "T": 0}, None), ({"B": 0}, None), ({"H": 0, "HV": 0}, None), ({"T": 0, "N": 0}, [0]),
+                                              ({"T": 0, "N": 3}, [0, 0, 0, 0])], ids=str)
+def test_nothing_to_do(facts: dict[str, int], edges: list[int] | None) -> None:
+    call, bounds = Call(**facts), None if edges is None else torch.tensor(edges)
+    got = call.run(bounds)
+    assert_right(got, call.expected(bounds))
+    if facts.get("T") == 0:
+        assert_equal(got, {"ht": call.inputs["initial_state"], "dinitial_state": call.cotangents[1]})
+
+
+def test_gradients_of_the_final_state_alone_and_of_the_output_alone() -> None:
+    call = Call()
+    expected = call.expected()
+    both = {name: torch.zeros_like(x) for name, x in expected.items()}
+    for which in (0, 1):
+        leaves = {name: x.clone().requires_grad_() for name, x in call.inputs.items()}
+        with poisoned():
+            outputs = flashlin.fused_recurrent_gdn(**leaves, output_final_state=True)
+            grads = torch.autograd.grad(outputs[which], list(leaves.values()), call.cotangents[which], allow_unused=True)
+        for name, grad in zip(leaves, grads, strict=True):
+            both["d" + name] += 0 if grad is None else grad
+    assert_right(both, {name: x for name, x in expected.items() if name not in ("o", "ht")})
+
+
+def test_only_the_gradients_asked_for(starts: list[Any]) -> None:
+    call = Call()
+    v = call.inputs["v"].clone().requires_grad_()
+    o, _ = flashlin.fused_recurrent_gdn(**{**call.inputs, "v": v})
+    grad, = torch.autograd.grad(o, v, call.cotangents[0])
+    arguments = dict(zip(starts[-1][1].arg_names, starts[-1][3], strict=False))
+    assert grad.any() and arguments["dg"] is None and arguments["dbeta"] is None and arguments["dh0"] is None and arguments["dq"] is not None
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
+    q = torch.randn(1, 2, 1, 16, requires_grad=True)
+    o, _ = flashlin.fused_recurrent_delta_rule(q, q, q)
+    dq, = torch.autograd.grad(o.pow(2).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_slices_of_a_projection_are_read_where_they_lie(T: int, starts: list[Any]) -> None:
+    """One launch, and no copy before it."""
+    call = Call(B=2, T=T)
+    q, k, v = (call.inputs[name] for name in "qkv")
+    fused = torch.cat([x.flatten(2) for x in (q, k, v)], 2)
+    parts = [x.unflatten(2, y.shape[2:]) for x, y in zip(fused.split([16, 16, 48], 2), (q, k, v), strict=True)]
+    assert not parts[0].is_contiguous()
+    plain = flashlin.fused_recurrent_gdn(**call.inputs, output_final_state=True)
+    found = flashlin.fused_recurrent_gdn(**{**call.inputs, **dict(zip("qkv", parts, strict=True))}, output_final_state=True)
+    assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])
+    assert [x.data_ptr() for x in starts[1][3][:3]] == [x.data_ptr() for x in parts] and len(starts) == 2
+
+
+@pytest.mark.parametrize("strides", ["transposed heads", "every second head", "every second channel"])
+def test_strides_that_no_kernel_knows_are_copied(strides: str) -> None:
+    call = Call(H=2, B=2)
+    k = call.inputs["k"]
+    given = {"transposed heads": k.transpose(1, 2).contiguous().transpose(1, 2), "every second head": k.repeat_interleave(2, 2)[:, :, ::2],
+             "every second channel": k.repeat_interleave(2, 3)[..., ::2]}[strides]
+    assert not given.is_contiguous()
+    plain = flashlin.fused_recurrent_gdn(**call.inputs)
+    assert torch.equal(flashlin.fused_recurrent_gdn(**{**call.inputs, "k": given})[0], plain[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("v_first", [False, True], ids=["kv", "vk"])
+def test_a_pool_of_pages(dtype: torch.dtype, v_first: bool, starts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages further apart than a state, in 16 bits too; indices of nothing and of no page leave everything alone."""
+    monkeypatch.setattr(recurrent, "check_indices", lambda *arguments: None)  # as on a GPU, where values are not read
+    call = Call(B=4, T=2)
+    given = {name: x.to(dtype) if name in "qkv" else x for name, x in call.inputs.items() if name != "initial_state"}
+    room = torch.full((5, 1000), 7.0, dtype=dtype)
+    pool = room[:, 100:868].unflatten(1, (2, 24, 16) if v_first else (2, 16, 24))
+    pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(1)))
+    before = room.clone()
+    where = torch.tensor([3, -1, 5, 0], dtype=torch.int32)
+    o, same = flashlin.fused_recurrent_gdn(**given, initial_state=pool, state_indices=where, output_final_state=True, state_v_first=v_first)
+    assert same is pool and len(starts) == 1
+    for n, at in ((0, 3), (3, 0)):
+        alone = {name: x[n:n + 1] for name, x in given.items()}
+        page = before[at:at + 1, 100:868].unflatten(1, pool.shape[1:])
+        wanted, state = flashlin.fused_recurrent_gdn(**alone, initial_state=page, output_final_state=True, state_v_first=v_first)
+        assert torch.equal(o[n:n + 1], wanted) and torch.equal(pool[at:at + 1], state.to(dtype))
+    assert (o[1:3] == 0).all()
+    assert torch.equal(room[[1, 2, 4]], before[[1, 2, 4]]) and (room[:, :100] == 7).all() and (room[:, 868:] == 7).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*fp32 copies")
+def test_a_pool_that_no_kernel_can_have() -> None:
+    """bfloat16 in the interpreter stands for cards where nothing of 16 bits may reach a kernel."""
+    call = Call(B=3, T=2)
+    given = {name: x.bfloat16() for name, x in call.inputs.items() if name != "initial_state"}
+    pool = call.inputs["initial_state"].bfloat16()
+    before = pool.clone()
+    o, _ = flashlin.fused_recurrent_gdn(**given, initial_state=pool, state_indices=torch.tensor([2, -1, 0]))
+    wanted, states = flashlin.fused_recurrent_gdn(**given, initial_state=before[[2, 1, 0]], output_final_state=True)
+    assert torch.equal(o[[0, 2]], wanted[[0, 2]]) and not o[1].any()
+    assert torch.equal(pool[[2, 0]], states[[0, 2]].bfloat16()) and torch.equal(pool[1], before[1])
+
+
+def test_softplus_far_from_zero() -> None:
+    """A gate of -40 lets e^-40 of the state go, of which a float32 decay knows nothing: the decay is exactly 1, not more and not NaN."""
+    x = torch.tensor([-100.0, -40, -17, -9, -5, -4.15, -1, 0, 1, 20, 80])
+    T = x.numel()
+    zeros = torch.zeros(1, 1, 1, 16)
+    for i in range(T):
+        h0 = torch.ones(1, 1, 16, 16)
+        _, ht = flashlin.fused_recurrent_gdn(zeros, zeros, zeros, x[i].reshape(1, 1, 1), initial_state=h0, output_final_state=True,
+                                             use_gate_in_kernel=True, A_log=torch.tensor([3.0]))
+        assert ht is not None
+        torch.testing.assert_close(ht.double(), (-torch.tensor(3.0).double().exp() * F.softplus(x[i].double())).exp().expand_as(ht), rtol=1e-5, atol=0)
+
+
+def test_everything_else_is_float32_or_of_the_plans_dtype() -> None:
+    """What a card may not load is decided from one dtype, so a stray one must not reach a kernel."""
+    call = Call(T=2)
+    x = Inputs(*(call.inputs[name].half() for name in "qkv"), beta=call.inputs["beta"].bfloat16(), g=call.inputs["g"].double())
+    found = recurrent._loadable(x, "native", False)
+    assert [y.dtype for y in found if y is not None] == [torch.float16] * 3 + [torch.float32] * 2
+    assert {y.dtype for y in recurrent._loadable(x, "fp32", False) if y is not None} == {torch.float32}
