@@ -1,11 +1,13 @@
 """What only the token-by-token kernels' plumbing can get wrong; the cases are in test_cases.py. TRITON_INTERPRET=1, as there."""
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashlin
 from flashlin.compat import launch as door
@@ -132,7 +134,7 @@ def test_rows_of_no_sequence_are_exact_zeros(edges: list[int], effective: list[i
         assert (got[name][:, ~covered] == 0).all(), name
 
 
-@pytest.mark.parametrize(("facts", "edges"), [({"B": 2, "T": 0}, None), ({"B": 0}, None), ({"H": 0, "HV": 0}, None), ({"T": 0, "N": 0}, [0]),
+@pytest.mark.parametrize(("facts", "edges"), [({"B": 2, "T": 0}, None), ({"B": 0}, None), ({"T": 0, "N": 0}, [0]),
                                               ({"T": 0, "N": 3}, [0, 0, 0, 0])], ids=str)
 def test_nothing_to_do(facts: dict[str, int], edges: list[int] | None) -> None:
     call, bounds = Call(**facts), None if edges is None else torch.tensor(edges)
@@ -234,17 +236,18 @@ def test_a_pool_that_no_kernel_can_have() -> None:
     assert torch.equal(pool[[2, 0]], states[[0, 2]].bfloat16()) and torch.equal(pool[1], before[1])
 
 
-def test_softplus_far_from_zero() -> None:
-    """A gate of -40 lets e^-40 of the state go, of which a float32 decay knows nothing: the decay is exactly 1, not more and not NaN."""
-    x = torch.tensor([-100.0, -40, -17, -9, -5, -4.15, -1, 0, 1, 20, 80])
-    T = x.numel()
-    zeros = torch.zeros(1, 1, 1, 16)
-    for i in range(T):
-        h0 = torch.ones(1, 1, 16, 16)
-        _, ht = flashlin.fused_recurrent_gdn(zeros, zeros, zeros, x[i].reshape(1, 1, 1), initial_state=h0, output_final_state=True,
-                                             use_gate_in_kernel=True, A_log=torch.tensor([3.0]))
-        assert ht is not None
-        torch.testing.assert_close(ht.double(), (-torch.tensor(3.0).double().exp() * F.softplus(x[i].double())).exp().expand_as(ht), rtol=1e-5, atol=0)
+def test_no_heads() -> None:
+    call = Call(H=0, HV=0)
+    assert all(x.numel() == 0 for x in call.run().values())
+
+
+def test_gates_far_below_zero_keep_their_digits() -> None:
+    """With an A_log that makes up for a small softplus: log(1 + e^x), as it stands, would be 0 below -16 and have few digits below -5."""
+    x = torch.tensor([-80.0, -40, -17, -9, -5, -4.17, -4.15, -1, 0, 1, 20, 80])
+    nothing = torch.zeros(1, 1, len(x), 16)
+    _, ht = flashlin.fused_recurrent_gdn(nothing, nothing, nothing, x.reshape(1, 1, -1), initial_state=torch.ones(1, len(x), 16, 16),
+                                         output_final_state=True, use_gate_in_kernel=True, A_log=-F.softplus(x.double()).log().float())
+    torch.testing.assert_close(ht, torch.full_like(ht, -1).exp(), rtol=2e-5, atol=0)  # A_log itself has 7 digits of up to 80
 
 
 def test_everything_else_is_float32_or_of_the_plans_dtype() -> None:
@@ -254,3 +257,73 @@ def test_everything_else_is_float32_or_of_the_plans_dtype() -> None:
     found = recurrent._loadable(x, "native", False)
     assert [y.dtype for y in found if y is not None] == [torch.float16] * 3 + [torch.float32] * 2
     assert {y.dtype for y in recurrent._loadable(x, "fp32", False) if y is not None} == {torch.float32}
+
+
+# torch.compile: the library operators, their fake kernels and their gradients.
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def leaves(**facts: int) -> list[torch.Tensor]:
+    call = Call(**facts)
+    return [call.inputs[name].requires_grad_() for name in ("q", "k", "v", "g", "beta", "initial_state")]
+
+
+def gated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, h0: torch.Tensor, **extra: Any) -> Any:
+    return flashlin.fused_recurrent_gdn(q, k, v, g, beta=beta, initial_state=h0, output_final_state=True, use_qk_l2norm_in_kernel=True, **extra)
+
+
+def assert_same(compiled: Any, eager: Any, tensors: list[torch.Tensor]) -> None:
+    found = []
+    for call in (compiled, eager):
+        outputs = call(*tensors)
+        found.append([*outputs, *torch.autograd.grad(sum(x.sin().sum() for x in outputs), tensors)])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_lengths_share_a_graph_that_starts_kernels(fresh_compiler: None, starts: list[Any]) -> None:
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(gated, fullgraph=True, backend=graphs)
+    for T in (3, 5, 2):
+        assert_same(compiled, gated, leaves(T=T, V=8))
+    assert graphs.frame_count <= 2  # one with the first length, one for all
+    assert {start[0].kernel for start in starts} == {"recurrent_forward", "recurrent_backward"}
+
+
+def test_packed_sequences_in_a_graph(fresh_compiler: None) -> None:
+    def call(*tensors: torch.Tensor) -> Any:
+        return gated(*tensors, cu_seqlens=torch.tensor([0, 2, 2, 4]))
+    assert_same(torch.compile(call, fullgraph=True, backend="aot_eager"), call, leaves(T=4, V=8, N=3))
+
+
+@pytest.mark.parametrize("T", [1, 0])
+def test_decoding_from_a_pool_in_a_graph(T: int, fresh_compiler: None, starts: list[Any]) -> None:
+    def step(pool: torch.Tensor, where: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        o: torch.Tensor = flashlin.fused_recurrent_gdn(*tensors[:4], beta=tensors[4], initial_state=pool, state_indices=where)[0]
+        return o * 2
+    *tensors, pool = (x.detach() for x in leaves(B=2, T=T, V=8, N=4))
+    other, where = pool.clone(), torch.tensor([2, -1])
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(pool, where, *tensors)
+    assert torch.equal(got, step(other, where, *tensors)) and torch.equal(pool, other)
+
+
+@pytest.mark.parametrize("facts", [{"flags": "delta v_first"}, {"needs_grad": False, "has_ht": False}, {"packed": True}], ids=str)
+def test_the_library_operators(facts: dict[str, Any]) -> None:
+    needs_grad, packed = facts.get("needs_grad", True), facts.get("packed", False)
+    q, k, v, g, beta, h0 = (x if needs_grad else x.detach() for x in leaves(T=3, V=8, N=2 if packed else 1))
+    flags = facts.get("flags", "delta")
+    h0 = h0.detach().mT.contiguous() if "v_first" in flags else h0
+    given = Inputs(q, k, v, beta, g, h0=h0, bounds=torch.tensor([0, 1, 3]) if packed else None)
+    arguments = (*given, 0.25, facts.get("has_ht", True), torch.float32, "fused_recurrent_gated_delta_rule", flags, needs_grad)
+    torch.library.opcheck(recurrent._library_op, arguments)
+    plain = [None if x is None else x.detach() for x in given]
+    states = torch.zeros(0, 2, 16, 8)
+    torch.library.opcheck(recurrent._library_backward, (*plain, states, torch.ones(1, 3, 2, 8), None, 0.25, arguments[-3], flags))
+    if not packed:
+        pool = (None, plain[13], torch.tensor([0]))
+        torch.library.opcheck(recurrent._library_in_place, (*plain[:13], *pool, 0.25, torch.float32, arguments[-3], flags))

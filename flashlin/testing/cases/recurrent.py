@@ -46,7 +46,8 @@ def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *
     sizes = {"g": (B, T, HV), "gk": (B, T, HV, K), "gv": (B, T, HV, V)}
     for name, gate in (gates or {}).items():
         shape = sizes[name]
-        made[name] = 8 * randn(*shape) if raw and name == "g" else F.logsigmoid(randn(*shape) + 2) if gate == "random" else torch.full(shape, float(gate))
+        given = F.logsigmoid(randn(*shape) + 2) if gate == "random" else torch.full(shape, float(gate))
+        made[name] = 8 * randn(*shape) if raw and name == "g" else given
     if raw:
         made.update(A_log=torch.rand(HV, generator=generator), dt_bias=randn(HV))
     shape = (B, T, HV, V) if beta == "headwise" else (B, T, HV)
