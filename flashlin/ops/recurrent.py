@@ -24,6 +24,9 @@ Found = tuple[Tensor, "Tensor | None"]
 # What gets a gradient, in the order of the operators' arguments.
 DIFFERENTIABLE = ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b", "h0")
 
+SHAPES = {"g": ("B", "T", "HV"), "gamma": ("HV",), "gk": ("B", "T", "HV", "K"), "gv": ("B", "T", "HV", "V"), "bonus": ("HV", "K"),
+          "a": ("B", "T", "HV", "K"), "b": ("B", "T", "HV", "K"), "A_log": ("HV",), "dt_bias": ("HV",)}
+
 
 def run(op: str, x: Inputs, flags: tuple[str, ...] = (), scale: float | None = None, has_ht: bool = False,
         indices: Tensor | None = None, in_place: bool = False) -> Found:
@@ -44,10 +47,10 @@ def run(op: str, x: Inputs, flags: tuple[str, ...] = (), scale: float | None = N
                              f"{'state_indices' if indices is not None else 'inplace_state'}, which overwrites states")
         o = _in_place(op, x, flags, scale, out_dtype, indices)
         return o, x.h0 if has_ht else None
-    path, dot = _way(op, x, flags, needs_grad)
+    path, dot, plan = _way(op, x, flags, needs_grad)
     if path == "torch" or needs_grad:
         x, flags = prepared(x, flags)
-    o, ht = _on_torch(x, flags, scale) if path == "torch" else _on_kernels(op, x, flags, scale, has_ht, dot, out_dtype, needs_grad)
+    o, ht = _on_torch(x, flags, scale) if path == "torch" else _on_kernels(op, plan, x, flags, scale, has_ht, dot, out_dtype, needs_grad)
     return o.to(out_dtype), ht if has_ht else None
 
 
@@ -77,12 +80,10 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
             need_tensor("beta", x.beta, (B, T, HV, V), "[B, T, HV, V]", x.q.device)
         else:
             need_tensor("beta", x.beta, (B, T, HV), "[B, T, HV] or [B, T, HV, V]", x.q.device)
-    shapes = {"g": ("[B, T, HV]", (B, T, HV)), "gamma": ("[HV]", (HV,)), "gk": ("[B, T, HV, K]", (B, T, HV, K)),
-              "gv": ("[B, T, HV, V]", (B, T, HV, V)), "bonus": ("[HV, K]", (HV, K)), "a": ("[B, T, HV, K]", (B, T, HV, K)),
-              "b": ("[B, T, HV, K]", (B, T, HV, K)), "A_log": ("[HV]", (HV,)), "dt_bias": ("[HV]", (HV,))}
-    for name, (meaning, shape) in shapes.items():
-        if getattr(x, name) is not None:
-            need_tensor(name, getattr(x, name), shape, meaning, x.q.device)
+    sizes = {"B": B, "T": T, "HV": HV, "K": K, "V": V}
+    for name, dims in SHAPES.items():
+        if (y := getattr(x, name)) is not None:
+            need_tensor(name, y, tuple([sizes[dim] for dim in dims]), f"[{', '.join(dims)}]", x.q.device)
     readable = policy.current().debug or (x.q.device.type == "cpu" and not torch.compiler.is_compiling())
     if x.bounds is not None:
         x = x._replace(bounds=check_cu_seqlens(x.bounds, None, x.q.shape, x.q.device, policy.current().debug))
@@ -105,13 +106,13 @@ def problem_of(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> 
                    tuple(sorted([*flags, *given])))
 
 
-def _way(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> tuple[str, str]:
-    """Path and dot, as planned."""
+def _way(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> tuple[str, str, Plan | None]:
+    """Path and dot, as planned, and the plan, which torch.compile only makes at run time."""
     if torch.compiler.is_compiling():
         path, dot = _static_way(op, name_of(x.q.dtype), head_size_class(x.q.shape[3]), head_size_class(x.v.shape[3]), x.q.device)
-        return path, dot
-    problem = planned(problem_of(op, x, flags, needs_grad), x.q.device).problem
-    return problem.path, problem.dot
+        return path, dot, None
+    plan = planned(problem_of(op, x, flags, needs_grad), x.q.device)
+    return plan.problem.path, plan.problem.dot, plan
 
 
 @constant_while_tracing
@@ -133,13 +134,12 @@ def _on_torch(x: Inputs, flags: tuple[str, ...], scale: float) -> Found:
     return o, ht.mT if v_first else ht
 
 
-def _on_kernels(op: str, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: bool, dot: str, out_dtype: torch.dtype,
+def _on_kernels(op: str, plan: Plan | None, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: bool, dot: str, out_dtype: torch.dtype,
                 needs_grad: bool) -> Found:
     x, out_dtype = _loadable(x, dot, needs_grad), torch.float32 if dot == "fp32" else out_dtype
-    if torch.compiler.is_compiling():
+    if plan is None:
         o, ht, _ = _library_op(*x, scale, has_ht, out_dtype, op, " ".join(flags), needs_grad)
         return o, ht
-    plan = planned(problem_of(op, x, flags, needs_grad), x.q.device)
     if needs_grad:
         o, ht = _Recurrence.apply(plan, flags, scale, has_ht, out_dtype, *x)
         return o, ht
@@ -166,15 +166,14 @@ def _in_place(op: str, x: Inputs, flags: tuple[str, ...], scale: float, out_dtyp
     """o; the states in x.h0 go forward."""
     pool = x.h0
     assert pool is not None  # _checked
-    path, dot = _way(op, x, flags, False)
+    path, dot, plan = _way(op, x, flags, False)
     if path == "torch" or pool.dtype not in ((torch.float32,) if dot == "fp32" else (x.q.dtype, torch.float32)):
         return _in_place_by_copies(op, x, flags, scale, indices).to(out_dtype)
     x = _loadable(x._replace(h0=None), dot, False)
-    if torch.compiler.is_compiling():
+    if plan is None:
         o: Tensor = _library_in_place(*x[:13], x.bounds, pool, indices, scale, torch.float32 if dot == "fp32" else out_dtype, op, " ".join(flags))
         return o.to(out_dtype)
     from flashlin.kernels.recurrent import forward
-    plan = planned(problem_of(op, x, flags, False), x.q.device)
     o, _, _ = forward.run(plan, x._replace(h0=pool), flags, scale, False, torch.float32 if dot == "fp32" else out_dtype, True, indices)
     return o.to(out_dtype)
 

@@ -23,6 +23,7 @@ from flashlin.kernels.recurrent.forward import (
     constants_of,
     decayed,
     kept_states,
+    part_of,
     strength,
     tile_of_state,
     token_of,
@@ -32,7 +33,6 @@ from flashlin.kernels.recurrent.forward import (
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.kernels.recurrent.recipe import SEGMENT
 
-HAVE_TOKENS = ("q", "k", "v", "beta", "g", "gk", "gv", "a", "b")
 SCRATCH = 2**30  # bytes of one launch's scratch memory: more sequences than that holds go one launch after another
 
 
@@ -181,16 +181,16 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
     size = max(1, min(plan.problem.batch_part or max(N, 1), SCRATCH // max(1, 4 * HV * NV * TS * BK * BV)))
     for part in [slice(n, min(n + size, N)) for n in range(0, N, size)] if HV else ():
         n = part.stop - part.start
-        y = x._replace(**{name: within(getattr(x, name), part, x.bounds) for name in HAVE_TOKENS})  # type: ignore[arg-type]
+        y = part_of(x, part)
         grads = {name: within(grad, part, x.bounds) for name, grad in own.items()}
         # with bounds every part sees all rows; a bonus has a sum for each sequence
         grads.update((name, grad if packed and name != "bonus" else grad[:, part]) for name, grad in sums.items())
         start(launch, recurrent_backward, n * HV * NV,
-              (y.q, y.k, y.v, y.beta, y.g, y.gamma, y.gk, y.gv, y.bonus, y.a, y.b, sliced(x.h0, part),
+              (y.q, y.k, y.v, y.beta, y.g, y.gamma, y.gk, y.gv, y.bonus, y.a, y.b, y.h0,
                states if packed else states[part.start * (max(T - 1, 0) // SEGMENT):], within(do, part, x.bounds), sliced(dht, part),
                *(grads.get(name) for name in ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b")), sliced(dh0, part),
                torch.empty(n * HV * NV, TS, BK, BV, dtype=torch.float32, device=x.q.device),
-               sliced(x.bounds, slice(part.start, part.stop + 1)), scale, T, N, H, HV, B * T, TS),
+               y.bounds, scale, T, N, H, HV, B * T, TS),
               constants_of(x, flags))
     found = {name: grad.sum(0) for name, grad in sums.items()} | own
     for name in ("q", "k"):

@@ -191,20 +191,18 @@ def run(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: boo
     if N == 0 or HV == 0:  # no program would run to write them
         return o.zero_(), ht, states
     launch = plan.launch("recurrent_forward")
-    q, k, v = (with_rows(y) for y in (x.q, x.k, x.v))
+    x = x._replace(q=with_rows(x.q), k=with_rows(x.k), v=with_rows(x.v))
     state_row = HV * K * V if x.h0 is None or x.h0.shape[0] <= 1 else x.h0.stride(0)
     sigmoid = (2.0 if "neg_eigval" in flags else 1.0) if "sigmoid" in flags else 0.0
     constants = dict(constants_of(x, flags), L2NORM="l2norm" in flags, SIGMOID=sigmoid, GAPS=x.bounds is not None and len(split) == 1)
     for part in split:
-        n = part.stop - part.start
-        q_, k_, v_, beta_, g_, gk_, gv_, a_, b_, o_ = (within(y, part, x.bounds) for y in (q, k, v, x.beta, x.g, x.gk, x.gv, x.a, x.b, o))
-        h0_, ht_ = (x.h0, ht) if indices is not None else (sliced(x.h0, part), sliced(ht, part))
-        states_ = states if states is None or x.bounds is not None else states[part.start * ((T - 1) // SEGMENT):]
-        bounds_ = sliced(x.bounds, slice(part.start, part.stop + 1))
+        y, n = part_of(x, part), part.stop - part.start
+        h0, after = (x.h0, ht) if indices is not None else (y.h0, sliced(ht, part))
+        kept_here = states if states is None or y.bounds is not None else states[part.start * ((T - 1) // SEGMENT):]
         start(launch, recurrent_forward, n * HV * -(-V // launch.block("BV")),
-              (q_, k_, v_, beta_, g_, x.gamma, gk_, gv_, x.bonus, a_, b_, x.A_log, x.dt_bias, h0_, o_, ht_, states_, sliced(indices, part), bounds_,
-               scale, T, n, H, HV, 0 if x.h0 is None else x.h0.shape[0], row_of(q), row_of(k), row_of(v), state_row),
-              constants)
+              (y.q, y.k, y.v, y.beta, y.g, y.gamma, y.gk, y.gv, y.bonus, y.a, y.b, y.A_log, y.dt_bias, h0, within(o, part, x.bounds), after,
+               kept_here, sliced(indices, part), y.bounds, scale, T, n, H, HV, 0 if h0 is None else h0.shape[0],
+               row_of(y.q), row_of(y.k), row_of(y.v), state_row), constants)
     return o, ht, states
 
 
@@ -212,6 +210,16 @@ def constants_of(x: Inputs, flags: tuple[str, ...]) -> dict[str, object]:
     """The constexprs that forward and backward share, besides the tile."""
     return dict(K=x.q.shape[3], V=x.v.shape[3], SEGMENT=SEGMENT, DELTA="delta" in flags, BEFORE="before" in flags, REVERSE="reverse" in flags,
                 PER_CHANNEL=x.beta is not None and x.beta.ndim == 4, V_FIRST="v_first" in flags, VARLEN=x.bounds is not None)
+
+
+def part_of(x: Inputs, part: slice) -> Inputs:
+    """The inputs of some of the sequences. With bounds all rows stay, and the bounds are what is split."""
+    if part.stop - part.start == x.sequences:
+        return x
+    found = x._asdict()
+    if x.bounds is None:
+        found.update({name: sliced(found[name], part) for name in ("q", "k", "v", "beta", "g", "gk", "gv", "a", "b")})
+    return Inputs(**{**found, "h0": sliced(x.h0, part), "bounds": sliced(x.bounds, slice(part.start, part.stop + 1))})
 
 
 def with_rows(x: torch.Tensor) -> torch.Tensor:
