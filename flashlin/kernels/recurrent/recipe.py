@@ -6,7 +6,8 @@ from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import padded
 
 SEGMENT = 64  # tokens between the states that forward keeps for backward
-FORWARD_TILE, BACKWARD_TILE = 4096, 2048  # elements of the state per program: backward holds two to four such tiles in registers
+# Elements of the state a program and a thread have: forward holds one such tile, backward two to four, and neither should spill.
+FORWARD_TILE, BACKWARD_TILE = (4096, 32), (2048, 16)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
@@ -17,10 +18,10 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     return tuple(found)
 
 
-def _launch(kernel: str, elements: int, problem: Problem) -> Launch:
-    BK = padded(problem.K)
+def _launch(kernel: str, tile: tuple[int, int], problem: Problem) -> Launch:
+    (elements, of_thread), BK = tile, padded(problem.K)
     BV = max(4, min(32, padded(problem.V), elements // BK))
-    warps = min(4, max(1, BK * BV // 1024))  # 32 elements of a tile to a thread
+    warps = min(4, max(1, BK * BV // (32 * of_thread)))
     # shared: a tile that changes its layout (states of [V, K]) and the sums that warps exchange
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     programs = (problem.batch_part or problem.N) * problem.H * -(-problem.V // BV)
