@@ -189,12 +189,12 @@ def test_slices_of_a_projection_are_read_where_they_lie(T: int, starts: list[Any
     assert [x.data_ptr() for x in starts[1][3][:3]] == [x.data_ptr() for x in parts] and len(starts) == 2
 
 
-@pytest.mark.parametrize("strides", ["transposed heads", "every second head", "every second channel"])
+@pytest.mark.parametrize("strides", ["transposed heads", "every second head", "every second channel", "some of the time"])
 def test_strides_that_no_kernel_knows_are_copied(strides: str) -> None:
     call = Call(H=2, B=2)
     k = call.inputs["k"]
     given = {"transposed heads": k.transpose(1, 2).contiguous().transpose(1, 2), "every second head": k.repeat_interleave(2, 2)[:, :, ::2],
-             "every second channel": k.repeat_interleave(2, 3)[..., ::2]}[strides]
+             "every second channel": k.repeat_interleave(2, 3)[..., ::2], "some of the time": F.pad(k, (0, 0, 0, 0, 1, 2))[:, 1:-2]}[strides]
     assert not given.is_contiguous()
     plain = flashlin.fused_recurrent_gdn(**call.inputs)
     assert torch.equal(flashlin.fused_recurrent_gdn(**{**call.inputs, "k": given})[0], plain[0])
