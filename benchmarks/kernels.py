@@ -1,7 +1,8 @@
 """Time of each kernel in a forward and backward of an op, for a configuration: where the time goes, and what a tile is worth.
 
     python benchmarks/kernels.py --op chunk_gated_delta_rule                       the planned configuration
-    python benchmarks/kernels.py --op chunk_gated_delta_rule --tile 64,64,4,2      BT, BV of the scans, warps, stages; for every kernel
+    python benchmarks/kernels.py --op chunk_gated_delta_rule --tile 64,64,4,2      BT, BV, num_warps, num_stages of the scans
+    python benchmarks/kernels.py --op chunk_gated_delta_rule --set delta_grads=4,2
 """
 from __future__ import annotations
 
@@ -28,9 +29,11 @@ def main() -> None:
     parser.add_argument("--op", default="chunk_gated_delta_rule")
     parser.add_argument("--shape", default="4,4096,32,128", help="B, T, H, D")
     parser.add_argument("--tile", default="", help="BT,BV,num_warps,num_stages instead of the planned ones")
+    parser.add_argument("--set", action="append", default=[], help="kernel=num_warps,num_stages (repeatable)")
     parser.add_argument("--only-compile", action="store_true")
     options = parser.parse_args()
     B, T, H, D = (int(size) for size in options.shape.split(","))
+    changes = {kernel: [int(n) for n in values.split(",")] for kernel, _, values in (change.partition("=") for change in options.set)}
     tile = [int(size) for size in options.tile.split(",")] if options.tile else []
     if tile:
         recipe.over_v = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2], tile[3])])
@@ -38,8 +41,8 @@ def main() -> None:
     events: list[tuple[str, Any, Any]] = []
 
     def timing(launch: Any, *rest: Any) -> None:
-        if tile:
-            launch = launch._replace(num_warps=tile[2], num_stages=tile[3])
+        if launch.kernel in changes:
+            launch = launch._replace(num_warps=changes[launch.kernel][0], num_stages=changes[launch.kernel][1])
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         marks[0].record()
         door._start(launch, *rest)
@@ -56,7 +59,8 @@ def main() -> None:
     times: dict[str, list[float]] = {}
     for kernel, begin, end in events:
         times.setdefault(kernel, []).append(begin.elapsed_time(end))
-    print(json.dumps({"op": options.op, "shape": options.shape, "tile": options.tile or "planned", "device": torch.cuda.get_device_name(),
+    print(json.dumps({"op": options.op, "shape": options.shape, "tile": options.tile or "planned", "set": options.set,
+                      "device": torch.cuda.get_device_name(),
                       **{kernel: round(median(found), 4) for kernel, found in times.items()}}))
 
 

@@ -44,7 +44,7 @@ from flashlin.kernels.pieces import (
 @triton.jit(do_not_specialize=["T", "N", "R", "RL", "scale"])
 def delta_reverse(q, k, do, A, line, G, dht, dy, dh0, dstates, bounds, scale, T, N, H, HV, R, RL, K: tl.constexpr, V: tl.constexpr,
                   BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
-                  V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+                  V_FIRST: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
     """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, and dh0."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -84,8 +84,15 @@ def delta_reverse(q, k, do, A, line, G, dht, dy, dh0, dstates, bounds, scale, T,
             du *= tl.exp2(total - D)[:, None]
             b_w = (b_do * (tl.exp2(D) * scale)[:, None]).to(b_do.dtype)
             dh *= tl.exp2(total)
-        du += tl.dot(s.to(b_do.dtype), b_do, input_precision=PRECISION)
-        b_dy = tl.dot(tl.trans(b_A), du.to(b_A.dtype), input_precision=PRECISION)
+        # Of keys that resemble each other A^T takes differences, so s and du keep what their rounding would lose.
+        b_s = s.to(b_do.dtype)
+        du += tl.dot(b_s, b_do, input_precision=PRECISION)
+        if HALF:
+            du += tl.dot((s - b_s).to(b_do.dtype), b_do, input_precision=PRECISION)
+        b_du = du.to(b_A.dtype)
+        b_dy = tl.dot(tl.trans(b_A), b_du, input_precision=PRECISION)
+        if HALF:
+            b_dy += tl.dot(tl.trans(b_A), (du - b_du).to(b_A.dtype), input_precision=PRECISION)
         put(dy, b_dy, first, t0, length, i_h, HV, V, v0, BT, BV)
         if DECAY == 0:
             b_dv = b_dy * b_beta[:, None]
@@ -97,6 +104,86 @@ def delta_reverse(q, k, do, A, line, G, dht, dy, dh0, dstates, bounds, scale, T,
         tl.store(dh0 + at, dh, mask=inside)
 
 
+@triton.jit
+def grads_of_chunk(q, k, v, do, u, dy, line, G, states, dstates, dq, dk, dv, dbeta, dg, scale, n, first, t0, length, i_h, H, HV, R, RL,
+                   K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
+                   BLOCK: tl.constexpr, PRECISION: tl.constexpr):
+    i_qk = i_h // (HV // H)
+    rows = tl.arange(0, BT)
+    below = rows[:, None] > rows[None, :]
+    inside = t0 + rows < length
+    b_beta = rows_of(line, first, t0, length, i_h, RL, BT)
+    D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
+    slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
+    ds = tl.zeros([BT, BT], dtype=tl.float32)
+    z = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dbeta = tl.zeros([BT], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
+        b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_v.dtype)
+        b_u = tile(u, first, t0, length, i_h, HV, V, v0, BT, BV)
+        b_dy = tile(dy, first, t0, length, i_h, HV, V, v0, BT, BV)
+        ds += tl.dot(b_do, tl.trans(b_u), input_precision=PRECISION)
+        z += tl.dot(b_dy, tl.trans(b_u), input_precision=PRECISION)
+        wide = b_dy.to(tl.float32)
+        b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
+        put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, V, v0, BT, BV)
+    diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], ds, 0.0), 1) * scale
+    if DECAY == 0:
+        ds = tl.where(below, ds * scale, 0.0)
+        z = tl.where(below, -z, 0.0)
+    else:
+        between = scaled_decay(D, D, below, 1.0)
+        ds *= between * scale
+        z *= -between
+    here = tl.zeros([BT], dtype=tl.float32)
+    left = tl.zeros([BT], dtype=tl.float32)
+    across = 0.0
+    for k0 in range(0, K, BK):
+        b_q = tile(q, first, t0, length, i_qk, H, K, k0, BT, BK)
+        b_k = tile(k, first, t0, length, i_qk, H, K, k0, BT, BK)
+        b_ds = ds.to(b_k.dtype)
+        b_z = z.to(b_k.dtype)
+        from_h = tl.zeros([BT, BK], dtype=tl.float32)
+        dy_h = tl.zeros([BT, BK], dtype=tl.float32)
+        to_h = tl.zeros([BT, BK], dtype=tl.float32)
+        for v0 in range(0, V, BV):
+            at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
+            h = tl.load(states + at, mask=whole, other=0.0)
+            dh = tl.load(dstates + at, mask=whole, other=0.0)
+            b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(h.dtype)
+            b_u = tile(u, first, t0, length, i_h, HV, V, v0, BT, BV)
+            b_dy = tile(dy, first, t0, length, i_h, HV, V, v0, BT, BV)
+            from_h += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
+            dy_h += tl.dot(b_dy, tl.trans(h), input_precision=PRECISION)
+            to_h += tl.dot(b_u, tl.trans(dh), input_precision=PRECISION)
+            if DECAY != 0:
+                across += tl.sum(tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1), 0)
+        if DECAY == 0:
+            from_h *= scale
+        else:
+            from_h *= (tl.exp2(D) * scale)[:, None]
+            dy_h *= tl.exp2(D)[:, None]
+            to_h *= tl.exp2(total - D)[:, None]
+        wide_q = b_q.to(tl.float32)
+        wide_k = b_k.to(tl.float32)
+        scaled_k = (b_k * b_beta[:, None]).to(b_k.dtype)
+        q_rows = tl.dot(b_ds, b_k, input_precision=PRECISION)
+        k_rows = tl.dot(b_z, b_k, input_precision=PRECISION)
+        k_columns = tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION) + tl.dot(tl.trans(b_z), scaled_k, input_precision=PRECISION)
+        b_dbeta += tl.sum(wide_k * (k_rows - dy_h), 1)
+        k_rows = (k_rows - dy_h) * b_beta[:, None]
+        if DECAY != 0:
+            here += tl.sum(wide_q * (from_h + q_rows), 1) + tl.sum(wide_k * (k_rows - k_columns), 1)
+            left += tl.sum(wide_k * to_h, 1)
+        put(dq, from_h + q_rows + diagonal[:, None] * wide_k, first, t0, length, i_h, HV, K, k0, BT, BK)
+        put(dk, to_h + k_rows + k_columns + diagonal[:, None] * wide_q, first, t0, length, i_h, HV, K, k0, BT, BK)
+    tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=inside)
+    if DECAY != 0:
+        b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0) + across * tl.exp2(total)
+        tl.store(dg + (first + t0 + rows) * HV + i_h, b_dg, mask=inside)
+
+
 @triton.jit(do_not_specialize=["T", "N", "R", "RL", "S", "scale"])
 def delta_grads(q, k, v, do, u, dy, line, G, states, dstates, dq, dk, dv, dbeta, dg, bounds, scale, T, N, H, HV, R, RL, S, K: tl.constexpr,
                 V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr,
@@ -104,7 +191,6 @@ def delta_grads(q, k, v, do, u, dy, line, G, states, dstates, dq, dk, dv, dbeta,
     """dq, dk [rows, HV, K], dv, dbeta and dg of a chunk. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
-    i_qk = i_h // (HV // H)
     share = program // HV % S
     n = program // HV // S
     first, length = sequence_of(n, bounds, T, VARLEN)
@@ -118,80 +204,13 @@ def delta_grads(q, k, v, do, u, dy, line, G, states, dstates, dq, dk, dv, dbeta,
             zero_gaps(dbeta, bounds, n, T, N, i_h, HV, 1, 0, BT, 1)
             if DECAY != 0:
                 zero_gaps(dg, bounds, n, T, N, i_h, HV, 1, 0, BT, 1)
-    rows = tl.arange(0, BT)
-    below = rows[:, None] > rows[None, :]
-    for t0 in range(share * BT, length, S * BT):
-        inside = t0 + rows < length
-        b_beta = rows_of(line, first, t0, length, i_h, RL, BT)
-        D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
-        slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
-        ds = tl.zeros([BT, BT], dtype=tl.float32)
-        z = tl.zeros([BT, BT], dtype=tl.float32)
-        b_dbeta = tl.zeros([BT], dtype=tl.float32)
-        for v0 in range(0, V, BV):
-            b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
-            b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_v.dtype)
-            b_u = tile(u, first, t0, length, i_h, HV, V, v0, BT, BV)
-            b_dy = tile(dy, first, t0, length, i_h, HV, V, v0, BT, BV)
-            ds += tl.dot(b_do, tl.trans(b_u), input_precision=PRECISION)
-            z += tl.dot(b_dy, tl.trans(b_u), input_precision=PRECISION)
-            wide = b_dy.to(tl.float32)
-            b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
-            put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, V, v0, BT, BV)
-        diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], ds, 0.0), 1) * scale
-        if DECAY == 0:
-            ds = tl.where(below, ds * scale, 0.0)
-            z = tl.where(below, -z, 0.0)
-        else:
-            between = scaled_decay(D, D, below, 1.0)
-            ds *= between * scale
-            z *= -between
-        here = tl.zeros([BT], dtype=tl.float32)
-        left = tl.zeros([BT], dtype=tl.float32)
-        across = 0.0
-        for k0 in range(0, K, BK):
-            b_q = tile(q, first, t0, length, i_qk, H, K, k0, BT, BK)
-            b_k = tile(k, first, t0, length, i_qk, H, K, k0, BT, BK)
-            b_ds = ds.to(b_k.dtype)
-            b_z = z.to(b_k.dtype)
-            from_h = tl.zeros([BT, BK], dtype=tl.float32)
-            dy_h = tl.zeros([BT, BK], dtype=tl.float32)
-            to_h = tl.zeros([BT, BK], dtype=tl.float32)
-            for v0 in range(0, V, BV):
-                at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
-                h = tl.load(states + at, mask=whole, other=0.0)
-                dh = tl.load(dstates + at, mask=whole, other=0.0)
-                b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(h.dtype)
-                b_u = tile(u, first, t0, length, i_h, HV, V, v0, BT, BV)
-                b_dy = tile(dy, first, t0, length, i_h, HV, V, v0, BT, BV)
-                from_h += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
-                dy_h += tl.dot(b_dy, tl.trans(h), input_precision=PRECISION)
-                to_h += tl.dot(b_u, tl.trans(dh), input_precision=PRECISION)
-                if DECAY != 0:
-                    across += tl.sum(tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1), 0)
-            if DECAY == 0:
-                from_h *= scale
-            else:
-                from_h *= (tl.exp2(D) * scale)[:, None]
-                dy_h *= tl.exp2(D)[:, None]
-                to_h *= tl.exp2(total - D)[:, None]
-            wide_q = b_q.to(tl.float32)
-            wide_k = b_k.to(tl.float32)
-            scaled_k = (b_k * b_beta[:, None]).to(b_k.dtype)
-            q_rows = tl.dot(b_ds, b_k, input_precision=PRECISION)
-            k_rows = tl.dot(b_z, b_k, input_precision=PRECISION)
-            k_columns = tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION) + tl.dot(tl.trans(b_z), scaled_k, input_precision=PRECISION)
-            b_dbeta += tl.sum(wide_k * (k_rows - dy_h), 1)
-            k_rows = (k_rows - dy_h) * b_beta[:, None]
-            if DECAY != 0:
-                here += tl.sum(wide_q * (from_h + q_rows), 1) + tl.sum(wide_k * (k_rows - k_columns), 1)
-                left += tl.sum(wide_k * to_h, 1)
-            put(dq, from_h + q_rows + diagonal[:, None] * wide_k, first, t0, length, i_h, HV, K, k0, BT, BK)
-            put(dk, to_h + k_rows + k_columns + diagonal[:, None] * wide_q, first, t0, length, i_h, HV, K, k0, BT, BK)
-        tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=inside)
-        if DECAY != 0:
-            b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0) + across * tl.exp2(total)
-            tl.store(dg + (first + t0 + rows) * HV + i_h, b_dg, mask=inside)
+    if VARLEN:
+        for t0 in range(share * BT, length, S * BT):
+            grads_of_chunk(q, k, v, do, u, dy, line, G, states, dstates, dq, dk, dv, dbeta, dg, scale, n, first, t0, length, i_h, H, HV, R, RL,
+                           K, V, BT, BK, BV, DECAY, BLOCK, PRECISION)
+    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+        grads_of_chunk(q, k, v, do, u, dy, line, G, states, dstates, dq, dk, dv, dbeta, dg, scale, n, first, share * BT, length, i_h, H, HV, R, RL,
+                       K, V, BT, BK, BV, DECAY, BLOCK, PRECISION)
 
 
 def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
@@ -229,7 +248,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
               dict(constants, HAS_H0=h0 is not None, V_FIRST=v_first))
         start(reversing, delta_reverse, n * HV * strips,
               (q_, k_, do_, A_, line_, G, dht_, dy, dh0_, dstates, bounds_, scale, T, n, H, HV, R, rows),
-              dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first))
+              dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first, HALF=q.dtype != torch.float32))
         shares = max(1, -(-R // (BT * n)))
         start(finishing, delta_grads, n * shares * HV,
               (q_, k_, v_, do_, u, dy, line_, G, states, dstates, dq_, dk_, dv_, dbeta_, dg_, bounds_, scale, T, n, H, HV, R, rows, shares),

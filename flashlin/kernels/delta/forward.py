@@ -38,56 +38,91 @@ from flashlin.kernels.scans import operand_bytes
 
 
 @triton.jit
-def inverse(M, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + M)^-1 for a strictly lower triangular M [BT, BT] of float32.
-
-    Diagonal blocks of 16 rows by substitution in float32, all of them at once; then blocks are merged by products, which is exact
-    algebra whose terms stay as small as the inverse is. Powers of M would not: for keys that resemble each other they grow like
-    binomials, while the inverse has entries of about 1.
-    """
-    NB: tl.constexpr = BT // 16
+def diagonal_inverses(M, scratch, t0, length, stride, BT: tl.constexpr):
+    """Block-diagonal inverse of I + M for M [BT, BT] strictly lower triangular, in blocks of 16 rows: substitution in float32, all blocks at
+    once. scratch: where token 0's 16 numbers go; the next token's are ``stride`` further. M's blocks go through it, since only memory lets
+    every column of the inverse read the same row of M without an exchange between threads at each of the 15 steps."""
     rows = tl.arange(0, BT)
     same = (rows // 16)[:, None] == (rows // 16)[None, :]
-    diagonal = tl.sum(tl.reshape(tl.where(same, M, 0.0), [NB, 16, NB, 16]), 2)
-    i = tl.arange(0, 16)
-    X = tl.zeros([NB, 16, 16], dtype=tl.float32) + tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :]
-    for r in range(1, 16):
-        m = tl.sum(tl.where((i == r)[None, :, None], diagonal, 0.0), 1)
-        X -= tl.where((i == r)[None, :, None], tl.sum(m[:, :, None] * X, 1)[:, None, :], 0.0)
-    whole = tl.where(same, tl.reshape(tl.broadcast_to(X[:, :, None, :], [NB, 16, NB, 16]), [BT, BT]), 0.0)
+    inside = (t0 + rows < length)[:, None]
+    block = scratch + rows[:, None] * stride + (rows % 16)[None, :]
+    tl.store(block, M, mask=same & inside)
+    tl.debug_barrier()
+    j = tl.arange(0, 16)
+    X = tl.where(j[:, None] == (rows % 16)[None, :], 1.0, 0.0)  # column c of this is column c % 16 of block c // 16
+    top = rows // 16 * 16
+    for i in range(1, 16):
+        m = tl.load(scratch + (top + i)[None, :] * stride + j[:, None], mask=(t0 + top + i < length)[None, :], other=0.0)
+        X -= tl.where(j[:, None] == i, tl.sum(m * X, 0)[None, :], 0.0)
+    tl.debug_barrier()
+    tl.store(scratch + (top[None, :] + j[:, None]) * stride + (rows % 16)[None, :], X, mask=t0 + top[None, :] + j[:, None] < length)
+    tl.debug_barrier()
+    return tl.load(block, mask=same & inside, other=0.0)  # rows past the end have no inverse and need none
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a b for float32 tiles. "split": each as the sum of two bf16 numbers, which keeps 16 bits at the price of three fast products: tf32's 11
+    are too few here, since in coherent rows their errors add up instead of averaging out."""
+    if PRECISION == "split":
+        a_high = a.to(tl.bfloat16)
+        b_high = b.to(tl.bfloat16)
+        a_low = (a - a_high.to(tl.float32)).to(tl.bfloat16)
+        b_low = (b - b_high.to(tl.float32)).to(tl.bfloat16)
+        small = tl.dot(a_high, b_low, tl.dot(a_low, b_high))
+        return tl.dot(a_high, b_high, small)
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def merged(X, M, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + M)^-1 out of its diagonal blocks' inverses: pairs of blocks, then pairs of pairs. Exact algebra whose terms stay as small as the
+    inverse is. (Powers of M do not: for keys that resemble each other they grow like binomials, while the inverse has entries of about 1.)"""
+    rows = tl.arange(0, BT)
     if BT >= 32:
         pair = (rows // 32)[:, None] == (rows // 32)[None, :]
-        corner = tl.where(pair, tl.where(same, 0.0, M), 0.0)
-        whole -= tl.dot(tl.dot(whole, corner, input_precision=PRECISION), whole, input_precision=PRECISION)
+        corner = tl.where(pair & ((rows // 16)[:, None] != (rows // 16)[None, :]), M, 0.0)
+        X -= product(product(X, corner, PRECISION), X, PRECISION)
         if BT >= 64:
-            whole -= tl.dot(tl.dot(whole, tl.where(pair, 0.0, M), input_precision=PRECISION), whole, input_precision=PRECISION)
-    return whole
+            X -= product(product(X, tl.where(pair, 0.0, M), PRECISION), X, PRECISION)
+    return X
+
+
+@triton.jit
+def inverse_of_chunk(k, beta, G, A, line, scratch, first, t0, length, i_h, H, HV, R, RL, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                     DECAY: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+    rows = tl.arange(0, BT)
+    inside = t0 + rows < length
+    products = tl.zeros([BT, BT], dtype=tl.float32)
+    for k0 in range(0, K, BK):
+        b_k = tile(k, first, t0, length, i_h // (HV // H), H, K, k0, BT, BK)
+        products += tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+    b_beta = tl.load(beta + (first + t0 + rows) * HV + i_h, mask=inside, other=0.0).to(tl.float32)
+    tl.store(line + i_h.to(tl.int64) * RL + first + t0 + rows, b_beta, mask=inside)
+    D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
+    below = rows[:, None] > rows[None, :]
+    if DECAY == 0:
+        M = tl.where(below, products * b_beta[:, None], 0.0)
+    else:
+        M = products * b_beta[:, None] * tl.exp2(tl.where(below, D[:, None] - D[None, :], float("-inf")))
+    X = diagonal_inverses(M, scratch + ((first + t0) * HV + i_h) * 16, t0, length, HV * 16, BT)
+    put(A, merged(X, M, BT, MERGE), first, t0, length, i_h, HV, BT, 0, BT, BT)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "RL", "S"])
-def delta_inverse(k, beta, G, A, line, bounds, T, N, H, HV, R, RL, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr,
-                  BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
-    """A [rows, HV, BT], and beta as a line [HV, RL] of float32 for the scans. S programs share a sequence."""
+def delta_inverse(k, beta, G, A, line, scratch, bounds, T, N, H, HV, R, RL, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                  DECAY: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+    """A [rows, HV, BT], and beta as a line [HV, RL] of float32 for the scans. scratch [rows, HV, 16]. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
     first, length = sequence_of(program // HV // S, bounds, T, VARLEN)
-    rows = tl.arange(0, BT)
-    for t0 in range(share * BT, length, S * BT):
-        inside = t0 + rows < length
-        products = tl.zeros([BT, BT], dtype=tl.float32)
-        for k0 in range(0, K, BK):
-            b_k = tile(k, first, t0, length, i_h // (HV // H), H, K, k0, BT, BK)
-            products += tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-        b_beta = tl.load(beta + (first + t0 + rows) * HV + i_h, mask=inside, other=0.0).to(tl.float32)
-        tl.store(line + i_h.to(tl.int64) * RL + first + t0 + rows, b_beta, mask=inside)
-        D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
-        below = rows[:, None] > rows[None, :]
-        if DECAY == 0:
-            M = tl.where(below, products * b_beta[:, None], 0.0)
-        else:
-            M = products * b_beta[:, None] * tl.exp2(tl.where(below, D[:, None] - D[None, :], float("-inf")))
-        put(A, inverse(M, BT, MERGE), first, t0, length, i_h, HV, BT, 0, BT, BT)
+    if VARLEN:
+        for t0 in range(share * BT, length, S * BT):
+            inverse_of_chunk(k, beta, G, A, line, scratch, first, t0, length, i_h, H, HV, R, RL, K, BT, BK, DECAY, BLOCK, PRECISION, MERGE)
+    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+        inverse_of_chunk(k, beta, G, A, line, scratch, first, share * BT, length, i_h, H, HV, R, RL, K, BT, BK, DECAY, BLOCK, PRECISION, MERGE)
 
 
 @triton.jit
@@ -211,16 +246,17 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
     ht = torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=torch.float32, device=q.device) if has_ht else None
     A = torch.empty(B, T, HV, BLOCK, dtype=q.dtype, device=q.device)  # rows of BT, packed: a compiler's fake tensors know no BT
     line = torch.empty(HV, rows, dtype=torch.float32, device=q.device)
+    scratch = torch.empty(B, T, HV, 16, dtype=torch.float32, device=q.device)
     if N == 0 or HV == 0:  # no program would run to write them
         return o.zero_(), ht, A, line
     constants = dict(K=K, BLOCK=BLOCK, VARLEN=bounds is not None, PRECISION=precision(plan), DECAY=NO_DECAY if g is None else TOKEN_DECAY)
     for part in split:
         n = part.stop - part.start
-        q_, k_, v_, beta_, g_, o_, A_ = (within(x, part, bounds) for x in (q, k, v, beta, g, o, A))
+        q_, k_, v_, beta_, g_, o_, A_, scratch_ = (within(x, part, bounds) for x in (q, k, v, beta, g, o, A, scratch))
         h0_, ht_, bounds_, line_ = sliced(h0, part), sliced(ht, part), edges_of(bounds, part), columns(line, part, T, bounds)
         G, R = summed(plan, g_, bounds_, n), rows if bounds is not None else n * T
         shares = max(1, -(-R // (BT * n)))
-        start(inverting, delta_inverse, n * shares * HV, (k_, beta_, G, A_, line_, bounds_, T, n, H, HV, R, rows, shares),
+        start(inverting, delta_inverse, n * shares * HV, (k_, beta_, G, A_, line_, scratch_, bounds_, T, n, H, HV, R, rows, shares),
               dict(constants, MERGE=merging(plan)))
         start(scanning, delta_scan, n * HV * -(-V // scanning.block("BV")),
               (q_, k_, v_, A_, line_, G, h0_, o_, ht_, bounds_, scale, T, n, H, HV, R, rows),
@@ -238,6 +274,6 @@ def columns(line: torch.Tensor, part: slice, T: int, bounds: torch.Tensor | None
 
 
 def merging(plan: Plan) -> str:
-    """How the inverse's blocks are multiplied: for 16-bit operands tf32 is four times finer than what A is rounded to afterwards."""
+    """How the inverse's blocks are multiplied: see product. Without bf16 products, as float32."""
     full = precision(plan)
-    return "tf32" if full != "ieee" and operand_bytes(plan.problem) == 2 else full
+    return "split" if full != "ieee" and operand_bytes(plan.problem) == 2 else full

@@ -18,13 +18,16 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return shared_bytes(config, bytes_each, target) + copies * bytes_each * (config.num_stages + 1) * config.BT ** 2
     scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), shared, target)
     BT, BK, BV = scan.BT, min(STRIP, padded(problem.K)), min(STRIP, padded(problem.V))
-    found = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=BK), problem.H, 4, bytes_each * BT * BK + 4 * 4 * BT ** 2, dots - {"rmw_acc"}),
+    found = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=BK), problem.H, bytes_each * BT * BK + 4 * 4 * BT ** 2, dots - {"rmw_acc"}),
              state_launch("delta_scan", scan, problem, shared(scan), dots)]
     if "g" in problem.options:
         found.insert(0, cumsum_launch(problem))
     if problem.needs_grad:
-        tiles = copies * bytes_each * (BT * (3 * BV + 3 * BK) + 2 * BK * BV + 2 * BT ** 2)
+        tiles = [copies * bytes_each * (stages * (3 * BT * BV + 2 * BK * BV) + 4 * BT * BK + 2 * BT ** 2) for stages in (2, 1)]
+        stages = 2 if tiles[0] <= target.shared else 1
+        reverse = scan._replace(num_stages=1)  # it has no registers to spare for a second stage (benchmarks/results/kernels-*)
         found += [state_launch("delta_states", scan, problem, shared(scan), dots),
-                  state_launch("delta_reverse", scan, problem, shared(scan), dots),
-                  over_tokens("delta_grads", problem, dict(BT=BT, BK=BK, BV=BV), problem.H, 4, tiles, dots - {"rmw_acc"})]
+                  state_launch("delta_reverse", reverse, problem, shared(reverse), dots),
+                  over_tokens("delta_grads", problem, dict(BT=BT, BK=BK, BV=BV), problem.H, tiles[2 - stages],
+                              dots - {"rmw_acc"}, stages)]
     return tuple(found)
