@@ -139,7 +139,7 @@ def recurrent_forward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, A_log, dt_bi
         zero_rows(o, first, tl.where(mine, 0, length), i_h, HV, V, v0, BT, BV)
         length = tl.where(mine, length, 0)
         here = here & mine
-    at = slot * state_row + i_h * (K * V)
+    at = slot * state_row + i_h.to(tl.int64) * (K * V)
     if h0 is not None:
         S = tl.load(h0 + at + tile, mask=here, other=0.0).to(tl.float32)
     else:
@@ -186,7 +186,7 @@ def run(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: boo
     if has_ht and not in_place:
         ht = torch.empty((N, HV, V, K) if "v_first" in flags else (N, HV, K, V), dtype=torch.float32, device=device)
     states = None
-    if plan.problem.needs_grad:
+    if any(launch.kernel == "recurrent_backward" for launch in plan.launches):
         states = torch.empty(kept(T, N, x.bounds is not None), HV, K, V, dtype=torch.float32, device=device)
     if N == 0 or HV == 0:  # no program would run to write them
         return o.zero_(), ht, states

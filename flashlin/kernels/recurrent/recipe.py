@@ -1,31 +1,34 @@
-"""Which launches a token-by-token problem makes. Plain Python: no tensor, no torch, no triton."""
+"""Which launches a token-by-token problem makes. Plain Python: no tensor, no torch, no triton. Problem.H counts value heads, which own the
+states."""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import padded
+from flashlin.kernels.configs import Config, padded, token
+from flashlin.kernels.scans import state_launch
 
 SEGMENT = 64  # tokens between the states that forward keeps for backward
-# Elements of the state a program and a thread have: forward holds one such tile, backward two to four, and neither should spill.
-FORWARD_TILE, BACKWARD_TILE = (4096, 32), (2048, 16)
+BACKWARD_TILE = 2048  # elements of the state per program, 16 to a thread: backward holds two to four such tiles, and should not spill
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launch, and backward's if gradients are wanted. Problem.H counts value heads, each of which has a state."""
-    found = [_launch("recurrent_forward", FORWARD_TILE, problem)]
-    if problem.needs_grad:
-        found.append(_launch("recurrent_backward", BACKWARD_TILE, problem))
-    return tuple(found)
+    """Forward's launch, and backward's if gradients are wanted."""
+    if not problem.needs_grad:
+        return (forward(problem),)
+    BK = padded(problem.K)
+    BV = max(4, min(32, padded(problem.V), BACKWARD_TILE // BK))
+    return forward(problem), _launch("recurrent_backward", Config(1, BK, BV, max(1, BK * BV // 512), 1), problem)
 
 
-def _launch(kernel: str, tile: tuple[int, int], problem: Problem) -> Launch:
-    (elements, of_thread), BK = tile, padded(problem.K)
-    BV = max(4, min(32, padded(problem.V), elements // BK))
-    warps = min(4, max(1, BK * BV // (32 * of_thread)))
-    # shared: a tile that changes its layout (states of [V, K]) and the sums that warps exchange
-    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
-    programs = (problem.batch_part or problem.N) * problem.H * -(-problem.V // BV)
-    return Launch(kernel, (programs,), warps, 1, (("BT", 1), ("BK", BK), ("BV", BV)), 8 * BK * BV + 4096, problem.K * problem.V, traits)
+def forward(problem: Problem) -> Launch:
+    """Forward's launch, which families with a chunked backward share."""
+    return _launch("recurrent_forward", token(problem.K, problem.V), problem)
+
+
+def _launch(kernel: str, config: Config, problem: Problem) -> Launch:
+    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()  # no dots
+    # shared: a tile that changes its layout (states of [V, K]), and the sums that warps exchange
+    return state_launch(kernel, config, problem, 8 * config.BK * config.BV + 4096, traits)
 
 
 def kept(T: int, N: int, packed: bool) -> int:
