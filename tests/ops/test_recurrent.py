@@ -225,3 +225,19 @@ def test_flags_have_names() -> None:
     with pytest.raises(ValueError, match="beta: got a tensor, need None without delta"):
         recurrent.run("recurrent", Inputs(**inputs()))
     assert set(FLAGS) >= {"delta", "before", "reverse"}
+
+
+@pytest.mark.parametrize("T", [3, recurrent.LONG + 1])
+def test_torch_compile_makes_one_graph(T: int) -> None:
+    """Of a length, that is: the loop over tokens is unrolled, and so is the one over chunks."""
+    torch._dynamo.reset()
+    tensors = [x.float().requires_grad_() for x in (*gated(T=T).values(), randn(2, 4, 8, 5))]
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor, h0: torch.Tensor) -> Any:
+        return flashlin.fused_recurrent_gdn(q, k, v, g, beta=beta, initial_state=h0, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    found = []
+    for function in (torch.compile(call, fullgraph=True, backend="aot_eager"), call):
+        outputs = function(*tensors)
+        found.append([*outputs, *torch.autograd.grad(sum(x.sin().sum() for x in outputs), tensors)])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
