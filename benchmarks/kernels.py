@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--op", default="chunk_gated_delta_rule")
     parser.add_argument("--shape", default="4,4096,32,128", help="B, T, H, D")
     parser.add_argument("--tile", default="", help="BT,BV,num_warps,num_stages instead of the planned ones")
-    parser.add_argument("--set", action="append", default=[], help="kernel=num_warps,num_stages (repeatable)")
+    parser.add_argument("--set", action="append", default=[], help="kernel=num_warps,num_stages[,registers] (repeatable)")
     parser.add_argument("--only-compile", action="store_true")
     options = parser.parse_args()
     B, T, H, D = (int(size) for size in options.shape.split(","))
@@ -40,12 +40,14 @@ def main() -> None:
     tensors = inputs(B, T, H, D, "gated" in options.op or "simple_gla" in options.op, "delta" in options.op, torch.bfloat16)
     events: list[tuple[str, Any, Any]] = []
 
-    def timing(launch: Any, *rest: Any) -> None:
+    def timing(launch: Any, kernel: Any, programs: int, arguments: Any, constants: dict[str, Any]) -> None:
         if launch.kernel in changes:
-            launch = launch._replace(num_warps=changes[launch.kernel][0], num_stages=changes[launch.kernel][1])
+            num_warps, num_stages, *registers = changes[launch.kernel]
+            launch = launch._replace(num_warps=num_warps, num_stages=num_stages)
+            constants = {**constants, **({"maxnreg": registers[0]} if registers else {})}
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         marks[0].record()
-        door._start(launch, *rest)
+        door._start(launch, kernel, programs, arguments, constants)
         marks[1].record()
         events.append((launch.kernel, *marks))
     door.replace_starter(timing)

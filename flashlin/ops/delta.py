@@ -67,7 +67,7 @@ def run(op: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None
     q, k, v, beta = q.contiguous(), k.contiguous(), v.contiguous(), beta.contiguous()
     g, h0 = (None if x is None else x.contiguous() for x in (g, h0))
     if torch.compiler.is_compiling():
-        o, ht, _, _ = _library_op(q, k, v, beta, g, h0, bounds, scale, has_ht, state_v_first, kernel_dtype, op, wants_grad(q, k, v, beta, g, h0))
+        o, ht, _, _, _ = _library_op(q, k, v, beta, g, h0, bounds, scale, has_ht, state_v_first, kernel_dtype, op, wants_grad(q, k, v, beta, g, h0))
     else:
         o, ht = _Chunk.apply(plan, q, k, v, beta, g, h0, bounds, scale, has_ht, state_v_first, kernel_dtype)
     if pad_k or pad_v:
@@ -95,69 +95,69 @@ class _Chunk(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
                 scale: float, has_ht: bool, state_v_first: bool, out_dtype: torch.dtype) -> Any:
         from flashlin.kernels.delta import forward
-        o, ht, A, line = forward.run(plan, q, k, v, beta, g, h0, bounds, scale, has_ht, state_v_first, out_dtype)
+        o, ht, A, low, line = forward.run(plan, q, k, v, beta, g, h0, bounds, scale, has_ht, state_v_first, out_dtype)
         ctx.plan, ctx.scale, ctx.v_first = plan, scale, state_v_first
-        ctx.save_for_backward(q, k, v, beta, g, h0, bounds, A, line)
+        ctx.save_for_backward(q, k, v, beta, g, h0, bounds, A, low, line)
         ctx.set_materialize_grads(False)
         return o, ht
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> Any:
-        q, k, v, beta, g, h0, bounds, A, line = ctx.saved_tensors
-        found = _gradients(ctx.plan, q, k, v, beta, g, h0, bounds, A, line, ctx.scale, ctx.v_first, do, dht, ctx.needs_input_grad[6])
+        q, k, v, beta, g, h0, bounds, A, low, line = ctx.saved_tensors
+        found = _gradients(ctx.plan, q, k, v, beta, g, h0, bounds, A, low, line, ctx.scale, ctx.v_first, do, dht, ctx.needs_input_grad[6])
         return None, *found, *[None] * 5
 
 
 def _gradients(plan: Plan, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, h0: Tensor | None, bounds: Tensor | None, A: Tensor,
-               line: Tensor, scale: float, state_v_first: bool, do: Tensor | None, dht: Tensor | None, needs_dh0: bool) -> Any:
+               low: Tensor | None, line: Tensor, scale: float, state_v_first: bool, do: Tensor | None, dht: Tensor | None, needs_dh0: bool) -> Any:
     """Gradients in the dtypes of their tensors: beta, g and h0 are float32 by now."""
     from flashlin.kernels.delta import backward
     do = torch.zeros_like(v) if do is None else do.contiguous()
     dht = None if dht is None else dht.contiguous()
-    return backward.run(plan, q, k, v, beta, g, h0, bounds, A, line, scale, state_v_first, do, dht, needs_dh0)
+    return backward.run(plan, q, k, v, beta, g, h0, bounds, A, low, line, scale, state_v_first, do, dht, needs_dh0)
 
 
 # Under torch.compile the same functions run inside one library operator per direction, planned at run time.
 @torch.library.custom_op(
     "flashlin::delta", mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? g, Tensor? h0, Tensor? bounds, float scale, bool has_ht, bool state_v_first, "
-           "ScalarType out_dtype, str op, bool needs_grad) -> (Tensor, Tensor, Tensor, Tensor)")
+           "ScalarType out_dtype, str op, bool needs_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 def _library_op(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, h0: Tensor | None, bounds: Tensor | None, scale: float,
                 has_ht: bool, state_v_first: bool, out_dtype: torch.dtype, op: str,
-                needs_grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                needs_grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from flashlin.kernels.delta import forward
     N = q.shape[0] if bounds is None else bounds.shape[0] - 1
     plan = planned(problem_of(op, q, v, N, g is not None, bounds is not None, needs_grad), q.device)
-    o, ht, A, line = forward.run(plan, q, k, v, beta, g, h0, bounds, scale, has_ht, state_v_first, out_dtype)
-    return o, q.new_empty(0, dtype=torch.float32) if ht is None else ht, A, line
+    o, ht, A, low, line = forward.run(plan, q, k, v, beta, g, h0, bounds, scale, has_ht, state_v_first, out_dtype)
+    return o, q.new_empty(0, dtype=torch.float32) if ht is None else ht, A, q.new_empty(0) if low is None else low, line
 
 
 @_library_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, h0: Tensor | None, bounds: Tensor | None, scale: float, has_ht: bool,
-      state_v_first: bool, out_dtype: torch.dtype, op: str, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+      state_v_first: bool, out_dtype: torch.dtype, op: str, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (B, T, HV, V), K = v.shape, q.shape[3]
     N = B if bounds is None else bounds.shape[0] - 1
     shape = ((N, HV, V, K) if state_v_first else (N, HV, K, V)) if has_ht else (0,)
     return (v.new_empty(v.shape, dtype=out_dtype), q.new_empty(shape, dtype=torch.float32), q.new_empty(B, T, HV, BLOCK),
-            q.new_empty(HV, B * T, dtype=torch.float32))
+            q.new_empty((B, T, HV, BLOCK) if needs_grad and q.dtype != torch.float32 else (0,)), q.new_empty(HV, B * T, dtype=torch.float32))
 
 
 @torch.library.custom_op(
     "flashlin::delta_backward", mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? g, Tensor? h0, Tensor? bounds, Tensor A, Tensor line, float scale, "
+    schema="(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? g, Tensor? h0, Tensor? bounds, Tensor A, Tensor? low, Tensor line, float scale, "
            "bool state_v_first, Tensor do, Tensor? dht, str op) -> Tensor[]")
 def _library_backward(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, h0: Tensor | None, bounds: Tensor | None, A: Tensor,
-                      line: Tensor, scale: float, state_v_first: bool, do: Tensor, dht: Tensor | None, op: str) -> list[Tensor]:
+                      low: Tensor | None, line: Tensor, scale: float, state_v_first: bool, do: Tensor, dht: Tensor | None, op: str) -> list[Tensor]:
     N = q.shape[0] if bounds is None else bounds.shape[0] - 1
     plan = planned(problem_of(op, q, v, N, g is not None, bounds is not None, True), q.device)
-    found = _gradients(plan, q, k, v, beta, g, h0, bounds, A, line, scale, state_v_first, do, dht, h0 is not None)
+    found = _gradients(plan, q, k, v, beta, g, h0, bounds, A, low, line, scale, state_v_first, do, dht, h0 is not None)
     return [q.new_empty(0) if x is None else x for x in found]
 
 
 @_library_backward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, h0: Tensor | None, bounds: Tensor | None, A: Tensor, line: Tensor,
-      scale: float, state_v_first: bool, do: Tensor, dht: Tensor | None, op: str) -> list[Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, h0: Tensor | None, bounds: Tensor | None, A: Tensor,
+      low: Tensor | None, line: Tensor, scale: float, state_v_first: bool, do: Tensor, dht: Tensor | None, op: str) -> list[Tensor]:
     return [q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, beta, g, h0)]
 
 
@@ -167,9 +167,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _differentiate(ctx: Any, do: Tensor, dht: Tensor | None, *unused: Tensor | None) -> Any:
-    q, k, v, beta, g, h0, bounds, A, line = ctx.saved_tensors
-    dq, dk, dv, dbeta, dg, dh0 = _library_backward(q, k, v, beta, g, h0, bounds, A, line, ctx.scale, ctx.v_first, do,
-                                                   dht if ctx.has_ht else None, ctx.op)
+    q, k, v, beta, g, h0, bounds, A, low, line = ctx.saved_tensors
+    dq, dk, dv, dbeta, dg, dh0 = _library_backward(q, k, v, beta, g, h0, bounds, A, low if q.dtype != torch.float32 else None, line, ctx.scale,
+                                                   ctx.v_first, do, dht if ctx.has_ht else None, ctx.op)
     return dq, dk, dv, dbeta, None if g is None else dg, None if h0 is None else dh0, *[None] * 7
 
 

@@ -42,7 +42,7 @@ from flashlin.kernels.pieces import (
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "RL", "scale"])
-def delta_reverse(q, k, do, A, line, G, dht, dy, dh0, dstates, bounds, scale, T, N, H, HV, R, RL, K: tl.constexpr, V: tl.constexpr,
+def delta_reverse(q, k, do, A, A_low, line, G, dht, dy, dh0, dstates, bounds, scale, T, N, H, HV, R, RL, K: tl.constexpr, V: tl.constexpr,
                   BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
                   V_FIRST: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
     """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, and dh0."""
@@ -74,30 +74,29 @@ def delta_reverse(q, k, do, A, line, G, dht, dy, dh0, dstates, bounds, scale, T,
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
         tl.store(dstates + to, b_dh, mask=whole)
-        s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
         du = tl.dot(b_k, b_dh, input_precision=PRECISION)
+        s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
         if DECAY == 0:
             s = tl.where(later, s * scale, 0.0)
-            b_w = (b_do * scale).to(b_do.dtype)
         else:
             s *= scaled_decay(-D, -D, later, scale)
             du *= tl.exp2(total - D)[:, None]
-            b_w = (b_do * (tl.exp2(D) * scale)[:, None]).to(b_do.dtype)
-            dh *= tl.exp2(total)
-        # Of keys that resemble each other A^T takes differences, so s and du keep what their rounding would lose.
-        b_s = s.to(b_do.dtype)
-        du += tl.dot(b_s, b_do, input_precision=PRECISION)
-        if HALF:
-            du += tl.dot((s - b_s).to(b_do.dtype), b_do, input_precision=PRECISION)
+        du += tl.dot(s.to(b_do.dtype), b_do, input_precision=PRECISION)
+        # Of keys that resemble each other A^T takes differences, so neither side may lose what rounding it would lose.
         b_du = du.to(b_A.dtype)
         b_dy = tl.dot(tl.trans(b_A), b_du, input_precision=PRECISION)
         if HALF:
+            b_low = tile(A_low, first, t0, length, i_h, HV, BT, 0, BT, BT)
             b_dy += tl.dot(tl.trans(b_A), (du - b_du).to(b_A.dtype), input_precision=PRECISION)
+            b_dy += tl.dot(tl.trans(b_low), b_du, input_precision=PRECISION)
         put(dy, b_dy, first, t0, length, i_h, HV, V, v0, BT, BV)
         if DECAY == 0:
+            b_w = (b_do * scale).to(b_do.dtype)
             b_dv = b_dy * b_beta[:, None]
         else:
+            b_w = (b_do * (tl.exp2(D) * scale)[:, None]).to(b_do.dtype)
             b_dv = b_dy * (b_beta * tl.exp2(D))[:, None]
+            dh *= tl.exp2(total)
         dh += tl.dot(tl.trans(b_q), b_w, input_precision=PRECISION)
         dh -= tl.dot(tl.trans(b_k), b_dv.to(b_k.dtype), input_precision=PRECISION)
     if HAS_DH0:
@@ -214,7 +213,7 @@ def delta_grads(q, k, v, do, u, dy, line, G, states, dstates, dq, dk, dv, dbeta,
 
 
 def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
-        bounds: torch.Tensor | None, A: torch.Tensor, line: torch.Tensor, scale: float, v_first: bool, do: torch.Tensor,
+        bounds: torch.Tensor | None, A: torch.Tensor, A_low: torch.Tensor | None, line: torch.Tensor, scale: float, v_first: bool, do: torch.Tensor,
         dht: torch.Tensor | None, needs_dh0: bool,
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dq, dk, dv, dbeta, dg or None, dh0 or None) for forward.run's tensors and what it kept; do [B, T, HV, V], dht like its final
@@ -236,7 +235,8 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
     constants = dict(gaps, K=K, V=V, DECAY=NO_DECAY if g is None else TOKEN_DECAY)
     for part in split if HV else ():
         n = part.stop - part.start
-        q_, k_, v_, g_, A_, do_, dq_, dk_, dv_, dbeta_, dg_ = (within(x, part, bounds) for x in (q, k, v, g, A, do, dq, dk, dv, dbeta, dg))
+        q_, k_, v_, g_, A_, low_, do_ = (within(x, part, bounds) for x in (q, k, v, g, A, A_low, do))
+        dq_, dk_, dv_, dbeta_, dg_ = (within(x, part, bounds) for x in (dq, dk, dv, dbeta, dg))
         h0_, dh0_, dht_ = (sliced(x, part) for x in (h0, dh0, dht))
         bounds_, line_ = edges_of(bounds, part), columns(line, part, T, bounds)
         R = rows if bounds is not None else n * T
@@ -247,8 +247,8 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
         start(rebuilding, delta_states, n * HV * strips, (k_, v_, A_, line_, G, h0_, u, states, bounds_, T, n, H, HV, R, rows),
               dict(constants, HAS_H0=h0 is not None, V_FIRST=v_first))
         start(reversing, delta_reverse, n * HV * strips,
-              (q_, k_, do_, A_, line_, G, dht_, dy, dh0_, dstates, bounds_, scale, T, n, H, HV, R, rows),
-              dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first, HALF=q.dtype != torch.float32))
+              (q_, k_, do_, A_, low_, line_, G, dht_, dy, dh0_, dstates, bounds_, scale, T, n, H, HV, R, rows),
+              dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first, HALF=A_low is not None))
         shares = max(1, -(-R // (BT * n)))
         start(finishing, delta_grads, n * shares * HV,
               (q_, k_, v_, do_, u, dy, line_, G, states, dstates, dq_, dk_, dv_, dbeta_, dg_, bounds_, scale, T, n, H, HV, R, rows, shares),

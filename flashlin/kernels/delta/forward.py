@@ -51,7 +51,7 @@ def diagonal_inverses(M, scratch, t0, length, stride, BT: tl.constexpr):
     j = tl.arange(0, 16)
     X = tl.where(j[:, None] == (rows % 16)[None, :], 1.0, 0.0)  # column c of this is column c % 16 of block c // 16
     top = rows // 16 * 16
-    for i in range(1, 16):
+    for i in tl.static_range(1, 16):  # unrolled, so that no step waits for its row of M
         m = tl.load(scratch + (top + i)[None, :] * stride + j[:, None], mask=(t0 + top + i < length)[None, :], other=0.0)
         X -= tl.where(j[:, None] == i, tl.sum(m * X, 0)[None, :], 0.0)
     tl.debug_barrier()
@@ -61,14 +61,22 @@ def diagonal_inverses(M, scratch, t0, length, stride, BT: tl.constexpr):
 
 
 @triton.jit
+def top_half(x):
+    """float32 cut to the bits that bf16 has. (Rounding to bf16 and back would be converted one number at a time, which is slow.)"""
+    return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def product(a, b, PRECISION: tl.constexpr):
     """a b for float32 tiles. "split": each as the sum of two bf16 numbers, which keeps 16 bits at the price of three fast products: tf32's 11
     are too few here, since in coherent rows their errors add up instead of averaging out."""
     if PRECISION == "split":
-        a_high = a.to(tl.bfloat16)
-        b_high = b.to(tl.bfloat16)
-        a_low = (a - a_high.to(tl.float32)).to(tl.bfloat16)
-        b_low = (b - b_high.to(tl.float32)).to(tl.bfloat16)
+        a_top = top_half(a)
+        b_top = top_half(b)
+        a_high = a_top.to(tl.bfloat16)
+        b_high = b_top.to(tl.bfloat16)
+        a_low = (a - a_top).to(tl.bfloat16)
+        b_low = (b - b_top).to(tl.bfloat16)
         small = tl.dot(a_high, b_low, tl.dot(a_low, b_high))
         return tl.dot(a_high, b_high, small)
     else:
@@ -90,39 +98,46 @@ def merged(X, M, BT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def inverse_of_chunk(k, beta, G, A, line, scratch, first, t0, length, i_h, H, HV, R, RL, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                     DECAY: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+def inverse_of_chunk(k, beta, G, A, A_low, line, scratch, first, t0, length, i_h, H, HV, R, RL, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                     DECAY: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
     rows = tl.arange(0, BT)
     inside = t0 + rows < length
+    b_beta = tl.load(beta + (first + t0 + rows) * HV + i_h, mask=inside, other=0.0).to(tl.float32)
+    D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
     products = tl.zeros([BT, BT], dtype=tl.float32)
     for k0 in range(0, K, BK):
         b_k = tile(k, first, t0, length, i_h // (HV // H), H, K, k0, BT, BK)
         products += tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-    b_beta = tl.load(beta + (first + t0 + rows) * HV + i_h, mask=inside, other=0.0).to(tl.float32)
     tl.store(line + i_h.to(tl.int64) * RL + first + t0 + rows, b_beta, mask=inside)
-    D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
     below = rows[:, None] > rows[None, :]
     if DECAY == 0:
         M = tl.where(below, products * b_beta[:, None], 0.0)
     else:
         M = products * b_beta[:, None] * tl.exp2(tl.where(below, D[:, None] - D[None, :], float("-inf")))
     X = diagonal_inverses(M, scratch + ((first + t0) * HV + i_h) * 16, t0, length, HV * 16, BT)
-    put(A, merged(X, M, BT, MERGE), first, t0, length, i_h, HV, BT, 0, BT, BT)
+    X = merged(X, M, BT, MERGE)
+    put(A, X, first, t0, length, i_h, HV, BT, 0, BT, BT)
+    if HAS_LOW:
+        put(A_low, X - X.to(A.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV, BT, 0, BT, BT)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "RL", "S"])
-def delta_inverse(k, beta, G, A, line, scratch, bounds, T, N, H, HV, R, RL, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                  DECAY: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
-    """A [rows, HV, BT], and beta as a line [HV, RL] of float32 for the scans. scratch [rows, HV, 16]. S programs share a sequence."""
+def delta_inverse(k, beta, G, A, A_low, line, scratch, bounds, T, N, H, HV, R, RL, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                  DECAY: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+                  MERGE: tl.constexpr):
+    """A [rows, HV, BT], for backward what its rounding lost, and beta as a line [HV, RL] of float32 for the scans. scratch [rows, HV, 16].
+    S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
     first, length = sequence_of(program // HV // S, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            inverse_of_chunk(k, beta, G, A, line, scratch, first, t0, length, i_h, H, HV, R, RL, K, BT, BK, DECAY, BLOCK, PRECISION, MERGE)
+            inverse_of_chunk(k, beta, G, A, A_low, line, scratch, first, t0, length, i_h, H, HV, R, RL, K, BT, BK,
+                             DECAY, HAS_LOW, BLOCK, PRECISION, MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        inverse_of_chunk(k, beta, G, A, line, scratch, first, share * BT, length, i_h, H, HV, R, RL, K, BT, BK, DECAY, BLOCK, PRECISION, MERGE)
+        inverse_of_chunk(k, beta, G, A, A_low, line, scratch, first, share * BT, length, i_h, H, HV, R, RL, K, BT, BK,
+                             DECAY, HAS_LOW, BLOCK, PRECISION, MERGE)
 
 
 @triton.jit
@@ -162,23 +177,23 @@ def delta_scan(q, k, v, A, line, G, h0, o, ht, bounds, scale, T, N, H, HV, R, RL
         D, total = decays(G, G, first, t0, length, i_h, R, BT, BLOCK, DECAY)
         b_h = h.to(b_k.dtype)
         kh = tl.dot(b_k, b_h, input_precision=PRECISION)
-        b_o = tl.dot(b_q, b_h, input_precision=PRECISION)
-        s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         if DECAY == 0:
             y = (b_v - kh) * b_beta[:, None]
-            s = tl.where(causal, s * scale, 0.0)
-            b_o *= scale
         else:
             y = (b_v - kh * tl.exp2(D)[:, None]) * b_beta[:, None]
-            s *= scaled_decay(D, D, causal, scale)
-            b_o *= (tl.exp2(D) * scale)[:, None]
-            h *= tl.exp2(total)
         u = tl.dot(b_A, y.to(b_A.dtype), input_precision=PRECISION)
         b_u = u.to(b_v.dtype)
+        s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_o = tl.dot(b_q, b_h, input_precision=PRECISION)
         if DECAY == 0:
+            s = tl.where(causal, s * scale, 0.0)
+            b_o *= scale
             b_w = b_u
         else:
+            s *= scaled_decay(D, D, causal, scale)
+            b_o *= (tl.exp2(D) * scale)[:, None]
             b_w = (u * tl.exp2(total - D)[:, None]).to(b_v.dtype)
+            h *= tl.exp2(total)
         b_o += tl.dot(s.to(b_u.dtype), b_u, input_precision=PRECISION)
         h += tl.dot(tl.trans(b_k), b_w, input_precision=PRECISION)
         put(o, b_o, first, t0, length, i_h, HV, V, v0, BT, BV)
@@ -230,8 +245,9 @@ def delta_states(k, v, A, line, G, h0, u, states, bounds, T, N, H, HV, R, RL, K:
 
 def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
         bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool,
-        out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """(o, final state or None), then what backward wants again: A [B, T, HV, 64], and beta as a line [HV, B * T].
+        out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(o, final state or None), then what backward wants again: A [B, T, HV, 64] and, of 16 bits, what its
+    rounding lost, and beta as a line [HV, B * T].
 
     q, k [B, T, H, K], v [B, T, HV, V], contiguous, one dtype; beta, g [B, T, HV]; h0 [N, HV, K, V] or, with v_first, [N, HV, V, K];
     bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros.
@@ -245,23 +261,30 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
     o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, HV, V, dtype=out_dtype, device=q.device)
     ht = torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=torch.float32, device=q.device) if has_ht else None
     A = torch.empty(B, T, HV, BLOCK, dtype=q.dtype, device=q.device)  # rows of BT, packed: a compiler's fake tensors know no BT
+    A_low = torch.empty_like(A) if keeps_low(plan, q) else None
     line = torch.empty(HV, rows, dtype=torch.float32, device=q.device)
     scratch = torch.empty(B, T, HV, 16, dtype=torch.float32, device=q.device)
     if N == 0 or HV == 0:  # no program would run to write them
-        return o.zero_(), ht, A, line
+        return o.zero_(), ht, A, A_low, line
     constants = dict(K=K, BLOCK=BLOCK, VARLEN=bounds is not None, PRECISION=precision(plan), DECAY=NO_DECAY if g is None else TOKEN_DECAY)
+    # Three blocks on a multiprocessor instead of two (H200: 0.26 to 0.23 ms); it hardly spills for that.
+    registers = dict(maxnreg=168) if plan.target.capability == (9, 0) else {}
     for part in split:
         n = part.stop - part.start
-        q_, k_, v_, beta_, g_, o_, A_, scratch_ = (within(x, part, bounds) for x in (q, k, v, beta, g, o, A, scratch))
+        q_, k_, v_, beta_, g_, o_, A_, low_, scratch_ = (within(x, part, bounds) for x in (q, k, v, beta, g, o, A, A_low, scratch))
         h0_, ht_, bounds_, line_ = sliced(h0, part), sliced(ht, part), edges_of(bounds, part), columns(line, part, T, bounds)
         G, R = summed(plan, g_, bounds_, n), rows if bounds is not None else n * T
         shares = max(1, -(-R // (BT * n)))
-        start(inverting, delta_inverse, n * shares * HV, (k_, beta_, G, A_, line_, scratch_, bounds_, T, n, H, HV, R, rows, shares),
-              dict(constants, MERGE=merging(plan)))
+        start(inverting, delta_inverse, n * shares * HV, (k_, beta_, G, A_, low_, line_, scratch_, bounds_, T, n, H, HV, R, rows, shares),
+              dict(constants, HAS_LOW=A_low is not None, MERGE=merging(plan), **registers))
         start(scanning, delta_scan, n * HV * -(-V // scanning.block("BV")),
               (q_, k_, v_, A_, line_, G, h0_, o_, ht_, bounds_, scale, T, n, H, HV, R, rows),
               dict(constants, V=V, HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first, GAPS=bounds is not None and len(split) == 1))
-    return o, ht, A, line
+    return o, ht, A, A_low, line
+
+
+def keeps_low(plan: Plan, q: torch.Tensor) -> bool:
+    return plan.problem.needs_grad and q.dtype != torch.float32
 
 
 def edges_of(bounds: torch.Tensor | None, part: slice) -> torch.Tensor | None:

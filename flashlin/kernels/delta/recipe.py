@@ -18,7 +18,9 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return shared_bytes(config, bytes_each, target) + copies * bytes_each * (config.num_stages + 1) * config.BT ** 2
     scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), shared, target)
     BT, BK, BV = scan.BT, min(STRIP, padded(problem.K)), min(STRIP, padded(problem.V))
-    found = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=BK), problem.H, bytes_each * BT * BK + 4 * 4 * BT ** 2, dots - {"rmw_acc"}),
+    whole = min(2 * STRIP, padded(problem.K))
+    found = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=whole), problem.H,
+                         copies * bytes_each * BT * whole + 16 * BT ** 2, dots - {"rmw_acc"}),
              state_launch("delta_scan", scan, problem, shared(scan), dots)]
     if "g" in problem.options:
         found.insert(0, cumsum_launch(problem))

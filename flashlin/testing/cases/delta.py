@@ -13,6 +13,12 @@ from flashlin.kernels.delta.reference import recurrence
 from flashlin.testing.compare import Case, Maker, Tensors
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dbeta": 0.02, "dg": 0.02, "dA_log": 0.02, "ddt_bias": 0.02}
+# One key with beta = 1: every token overwrites the last one's value, so what the gates' gradients gain from the state they lose again
+# through the prediction, and 16-bit states leave a trace of it (fla-core 0.6.0 on an H200 in bf16: 0.032 for dg, and 0.017 for dv).
+FORGETFUL = {"dg": 0.05}
+# One key with beta = 2 and no decay: every token reflects the state, so nothing is forgotten and each rounding of u to 16 bits is added
+# up over the sequence (fla-core 0.6.0 in bf16: 0.43). float32, which is held to 1e-4 as everywhere, keeps the digits.
+REFLECTED = {"*": 0.6, "d*": 0.6, "dbeta": 0.6}
 KEYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "random": lambda x: F.normalize(x, dim=-1),
     "one-key": lambda x: F.normalize(x[:, :1].expand_as(x), dim=-1),
@@ -67,18 +73,21 @@ def _family(op: str) -> list[Case]:
     gate = "random" if "gated" in op else "none"
     inside = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
 
-    def case(name: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
+    def case(name: str, extra: dict[str, Any] | None = None, quick: bool = False, allowed: dict[str, float] | None = None,
+             **facts: Any) -> Case:
         maker: Maker = partial(make, **{"gate": gate, **facts})
-        return Case(op, name, maker, partial(call, function, extra or {}), partial(reference, extra or {}), TOLERANCES, (), quick)
+        return Case(op, name, maker, partial(call, function, extra or {}), partial(reference, extra or {}),
+                    {**TOLERANCES, **(allowed or {})}, (), quick)
     l2 = {"use_qk_l2norm_in_kernel": True}
     cases = [case("random", quick=True), case("packed", edges=(0, 1, 1, 66, 130, 150)), case("no-state", state=False, T=64),
              case("one-token", T=1), case("odd", K=100, V=36, T=70), case("wide", K=128, V=128), case("grouped", H=2, HV=6, K=32, V=40, T=70),
-             case("one-key", keys="one-key", beta="1"), case("one-key-2", keys="one-key", beta="2"), case("alike", keys="alike", beta="1"),
+             case("one-key", allowed=FORGETFUL, keys="one-key", beta="1"),
+             case("one-key-2", allowed=None if "gated" in op else REFLECTED, keys="one-key", beta="2"), case("alike", keys="alike", beta="1"),
              case("alike-l2", l2, keys="alike"), case("period-4", keys="period-4", beta="1"), case("beta=0", beta="0"),
              case("zero-keys", l2, keys="zero", K=32, V=32, T=70)]
     if gate == "random":
         cases += [case("g=0", gate="0"), case("g=-20", gate="-20"), case("raw-keys-g=-6", keys="raw", gate="-6"),
-                  case("one-key-g=0", keys="one-key", beta="1", gate="0"), case("gates", inside | l2, raw_gates=True),
+                  case("one-key-g=0", allowed=FORGETFUL, keys="one-key", beta="1", gate="0"), case("gates", inside | l2, raw_gates=True),
                   case("v-first", {"state_v_first": True}, K=32, V=32)]
     if op == "chunk_gated_delta_rule":
         cases += [case(f"K={K},V={V}", K=K, V=V, B=1, T=80, H=1, HV=1) for K, V in ((96, 192), (256, 256), (256, 512), (512, 64), (129, 20))]
