@@ -16,12 +16,13 @@ from flashlin.guards.limits import CHECKS
 from flashlin.guards.problem import Launch, Plan, Problem, Reason
 from flashlin.kernels.delta import recipe as delta
 from flashlin.kernels.norm import recipe as norm
+from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.simple_gla import recipe as simple_gla
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 
 RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {
-    "simple_gla": simple_gla.launches, "delta": delta.launches, "norm": norm.launches}
+    "simple_gla": simple_gla.launches, "delta": delta.launches, "recurrent": recurrent.launches, "norm": norm.launches}
 
 # Every public op: its family, and the mode it asks for.
 OPS: dict[str, tuple[str, str]] = {
@@ -32,7 +33,8 @@ OPS: dict[str, tuple[str, str]] = {
     "chunk_linear_attn": ("simple_gla", "chunk"), "fused_recurrent_linear_attn": ("simple_gla", "fused_recurrent"),
     "linear_attn": ("simple_gla", "auto"),
     "chunk_lightning_attn": ("simple_gla", "chunk"), "fused_recurrent_lightning_attn": ("simple_gla", "fused_recurrent"),
-    "chunk_delta_rule": ("delta", "chunk"), "chunk_gated_delta_rule": ("delta", "chunk"),
+    "chunk_delta_rule": ("delta", "chunk"), "fused_recurrent_delta_rule": ("recurrent", "fused_recurrent"),
+    "chunk_gated_delta_rule": ("delta", "chunk"), "fused_recurrent_gated_delta_rule": ("recurrent", "fused_recurrent"),
     "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", "")}
 
 

@@ -35,7 +35,7 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool =
     need_tensor("k", k, tuple(q.shape), "[B, T, H, K]", q.device)
     if grouped:
         need_tensor("v", v, (*q.shape[:2], None, None), "[B, T, HV, V]", q.device)
-        if v.shape[2] % max(q.shape[2], 1) or v.shape[2] < q.shape[2]:
+        if v.shape[2] % max(q.shape[2], 1) or bool(q.shape[2]) != bool(v.shape[2]):
             raise ValueError(f"v: got {v.shape[2]} heads, need a multiple of the {q.shape[2]} heads of q and k")
     else:
         need_tensor("v", v, (*q.shape[:3], None), "[B, T, H, V]", q.device)
@@ -93,6 +93,31 @@ def check_state(name: str, state: torch.Tensor, N: int, H: int, K: int, V: int, 
         raise ValueError(f"{name}: The number of initial states is expected to be equal to the number of input sequences, "
                          f"got {state.shape[0]} states, need {N}")
     need_tensor(name, state, (N, H, V, K) if v_first else (N, H, K, V), "[N, H, V, K]" if v_first else "[N, H, K, V]", device)
+
+
+def check_pool(name: str, pool: torch.Tensor | None, N: int | None, H: int, K: int, V: int, v_first: bool, device: torch.device,
+               because: str) -> None:
+    """States that are to be overwritten: [N, H, K, V] (N None: any number), each one contiguous and apart from the others."""
+    if pool is None:
+        raise ValueError(f"{name}: got None, need the states that {because} reads and overwrites")
+    meaning = ("[N" if N is not None else "[P") + (", H, V, K]" if v_first else ", H, K, V]")
+    need_tensor(name, pool, (N, H, V, K) if v_first else (N, H, K, V), meaning, device)
+    if pool.shape[0] and not (pool[0].is_contiguous() and (pool.shape[0] == 1 or pool.stride(0) >= H * K * V)):
+        raise ValueError(f"{name}: got strides {shown(pool.stride())}, need each {meaning[4:-1]} block contiguous and apart from the others, "
+                         f"since {because} overwrites it")
+
+
+def check_indices(indices: torch.Tensor, N: int, P: int, device: torch.device, readable: bool) -> None:
+    """state_indices [N]: one row of the pool for each sequence, negative ones for none. Values are only looked at where that is free."""
+    if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
+        got = indices.dtype if isinstance(indices, torch.Tensor) else type(indices).__name__
+        raise TypeError(f"state_indices: got {got}, need an int32 or int64 tensor of shape [N]")
+    if tuple(indices.shape) != (N,):
+        raise ValueError(f"state_indices: got shape {shown(indices.shape)}, need [N] = [{N}]")
+    if indices.device != device:
+        raise ValueError(f"state_indices: got device {indices.device}, need {device}, where q is")
+    if readable and N and int(indices.max()) >= P:
+        raise ValueError(f"state_indices: got {int(indices.max())}, need less than {P}, the number of states in initial_state")
 
 
 def no_unknown(op: str, unknown: dict[str, Any]) -> None:

@@ -91,6 +91,8 @@ def _leaf(x: torch.Tensor, wants_grad: bool) -> torch.Tensor:
 
 
 def _gradients(outputs: Tensors, cotangents: Tensors, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    if not inputs:
+        return []
     names = [name for name, x in outputs.items() if x.requires_grad]
     found = torch.autograd.grad([outputs[name] for name in names], inputs, [cotangents[name].to(outputs[name].dtype) for name in names],
                                 allow_unused=True)

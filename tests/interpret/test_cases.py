@@ -17,7 +17,7 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import norm, simple_gla
+from flashlin.ops import delta, norm, recurrent, simple_gla
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, check, judge, poisoned
@@ -40,7 +40,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
     def noting(*arguments: Any) -> Plan:
         made.append(planned(*arguments))
         return made[-1]
-    for module in (simple_gla, norm):
+    for module in (simple_gla, delta, recurrent, norm):
         monkeypatch.setattr(module, "planned", noting)
     yield made
     assert made, "no op was called"
@@ -57,7 +57,7 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
     everything into fp32 before they compute, so fp16 changes only how they load and store. tests/ops runs every case in torch."""
     if case.quick or case.id in ("packed", "reverse", "normalized"):
         return True
-    return "lightning" not in case.op and (dtype == torch.float32 or not case.op.startswith("fused_recurrent"))
+    return "lightning" not in case.op and (dtype == torch.float32 or not case.op.startswith(("fused_recurrent", "recurrent")))
 
 
 @pytest.mark.parametrize(("case", "dtype"), [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES

@@ -115,7 +115,7 @@ simple_gla: triton path
   target   H100 sm90, triton 3.6.0, ptxas 12.8.93, torch 2.9.0
   because  mode: mode=auto and T=1, need fused_recurrent for T <= 16 without gradients
   so       recurrent_mode
-  launch   simple_gla_step grid=(32,) BT=1 BK=64 BV=32 num_warps=4 num_stages=1"""
+  launch   recurrent_forward grid=(32,) BT=1 BK=64 BV=32 num_warps=4 num_stages=1"""
 
 
 def test_dtypes_have_torchs_names() -> None:

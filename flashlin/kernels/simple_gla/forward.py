@@ -1,4 +1,4 @@
-"""Forward of the scalar-decay family: one fused scan over chunks, and one token-by-token kernel. Tensors in, tensors out.
+"""Forward of the scalar-decay family: one fused scan over chunks. (Token by token it is kernels/recurrent.) Tensors in, tensors out.
 
 With the decay G_i = g_1 + ... + g_i inside a chunk and the state h entering it (row i of a matrix is token i):
     o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) v_j)          h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T v_j
@@ -30,6 +30,8 @@ from flashlin.kernels.pieces import (
     within,
     zero_gaps,
 )
+from flashlin.kernels.recurrent import forward as recurrent
+from flashlin.kernels.recurrent.inputs import Inputs
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
@@ -75,49 +77,18 @@ def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, R, K: 
         tl.store(ht + at, h, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "N", "scale"])
-def simple_gla_step(q, k, v, g, gamma, h0, o, ht, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                    BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
-                    V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr):
-    NV: tl.constexpr = (V + BV - 1) // BV
-    program = tl.program_id(0)
-    v0 = program % NV * BV
-    nh = program // NV
-    i_h = nh % H
-    n = nh // H
-    first, length = sequence_of(n, bounds, T, VARLEN)
-    if GAPS:
-        zero_gaps(o, bounds, n, T, N, i_h, H, V, v0, BT, BV)
-    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
-    if HAS_H0:
-        h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
-    else:
-        h = tl.zeros([BK, BV], dtype=tl.float32)
-    in_k = tl.arange(0, BK)
-    in_v = v0 + tl.arange(0, BV)
-    for t in range(length):
-        row = (first + t) * H + i_h
-        b_q = tl.load(q + row * K + in_k, mask=in_k < K, other=0.0).to(tl.float32) * scale
-        b_k = tl.load(k + row * K + in_k, mask=in_k < K, other=0.0).to(tl.float32)
-        b_v = tl.load(v + row * V + in_v, mask=in_v < V, other=0.0).to(tl.float32)
-        if DECAY == 2:
-            h *= tl.exp(tl.load(g + row).to(tl.float32))
-        elif DECAY == 1:
-            h *= tl.exp(tl.load(gamma + i_h).to(tl.float32))
-        h += b_k[:, None] * b_v[None, :]
-        tl.store(o + row * V + in_v, tl.sum(h * b_q[:, None], 0).to(o.dtype.element_ty), mask=in_v < V)
-    if HAS_HT:
-        tl.store(ht + at, h, mask=inside)
-
-
 def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
         h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool,
         out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final state or None). q, k [B, T, H, K], v [B, T, H, V], contiguous, one dtype; g [B, T, H]; gamma [H]; h0 [N, H, K, V] or,
     with v_first, [N, H, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros. Starts the plan's launches."""
+    if plan.problem.mode == "fused_recurrent":
+        x = Inputs(q, k, v, g=g, gamma=gamma, h0=h0, bounds=bounds)
+        o, ht, _ = recurrent.run(plan, x, ("v_first",) if v_first else (), scale, has_ht, out_dtype)
+        return o, ht
     B, T, H, K = q.shape
     V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
-    split = parts(plan, N)
+    split, launch = parts(plan, N), plan.launch("simple_gla_scan")
     o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, H, V, dtype=out_dtype, device=q.device)
     ht = torch.empty((N, H, V, K) if v_first else (N, H, K, V), dtype=torch.float32, device=q.device) if has_ht else None
     if N == 0 or H == 0:  # no program would run to write them
@@ -128,13 +99,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
         n = part.stop - part.start
         q_, k_, v_, g_, o_ = (within(x, part, bounds) for x in (q, k, v, g, o))
         h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds, slice(part.start, part.stop + 1))
-        if plan.problem.mode == "fused_recurrent":
-            launch = plan.launch("simple_gla_step")
-            start(launch, simple_gla_step, n * H * -(-V // launch.block("BV")),
-                  (q_, k_, v_, g_, gamma, h0_, o_, ht_, bounds_, scale, T, n, H), constants)
-        else:
-            launch = plan.launch("simple_gla_scan")
-            start(launch, simple_gla_scan, n * H * -(-V // launch.block("BV")),
-                  (q_, k_, v_, summed(plan, g_, bounds_, n), gamma, h0_, o_, ht_, bounds_, scale, T, n, H, B * T if bounds is not None else n * T),
-                  dict(constants, BLOCK=BLOCK, PRECISION=precision(plan)))
+        start(launch, simple_gla_scan, n * H * -(-V // launch.block("BV")),
+              (q_, k_, v_, summed(plan, g_, bounds_, n), gamma, h0_, o_, ht_, bounds_, scale, T, n, H, B * T if bounds is not None else n * T),
+              dict(constants, BLOCK=BLOCK, PRECISION=precision(plan)))
     return o, ht

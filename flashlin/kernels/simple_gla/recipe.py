@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import Config, over_k, over_v, token
+from flashlin.kernels.configs import Config, over_k, over_v
+from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import cumsum_launch, dot_traits, fitting, operand_bytes, over_tokens, shared_bytes, state_launch
 
 
@@ -18,7 +19,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     wide = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), shared, target)
     gated = "g" in problem.options
     if problem.mode == "fused_recurrent":
-        found = [state_launch("simple_gla_step", token(problem.K, problem.V), problem, 4096, dots & {"bf16"})]
+        found = [recurrent.forward(problem)]
     else:
         found = [state_launch("simple_gla_scan", wide, problem, shared(wide), dots)]
     if problem.needs_grad:

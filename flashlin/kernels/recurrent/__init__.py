@@ -1,0 +1,1 @@
+"""The generic recurrence, token by token: every fused_recurrent op's kernels."""

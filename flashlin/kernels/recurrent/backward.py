@@ -1,0 +1,202 @@
+"""The generic recurrence, backward. Program: a [K, BV] strip of one state, walking segments of 64 tokens from the last to the first.
+
+Of each segment the states are computed anew from the one that forward kept, and written to scratch memory; then the tokens are walked
+backwards. With dS the gradient of S_t on entering token t, and what inputs.py calls P, u:
+    dS += scale q do^T     dq = scale S_t do     du = dS^T k     dk = dS u
+    delta: e = v - P^T k, dbeta = du . e, dv = beta du, dk -= P dv, dS -= k dv^T          else: dv = du
+    a, b:  db = dS (S_{t-1}^T a), w = dS^T b, da = S_{t-1} w                              (dS is by now the gradient of P)
+    decays: dg = <dS, P>, dgk its rows, dgv its columns (P without the low-rank term)
+    gradient of S_{t-1}: the decayed dS, + a w^T
+    before: o reads S_{t-1}, so scale q do^T is added last instead, and the bonus gives its own share to dq, dk, dv.
+No state is recovered by dividing by a decay. Sums over V are partial sums of a strip, added up by torch: deterministic, no atomics.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.pieces import sequence_of, sliced, within
+from flashlin.kernels.recurrent.forward import (
+    constants_of,
+    decayed,
+    kept_states,
+    part_of,
+    strength,
+    tile_of_state,
+    token_of,
+    updated,
+    vector,
+)
+from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.kernels.recurrent.recipe import SEGMENT
+
+SCRATCH = 2**30  # bytes of one launch's scratch memory: more sequences than that holds go one launch after another
+
+
+@triton.jit(do_not_specialize=["scale", "T", "N", "H", "HV", "R", "TS"])
+def recurrent_backward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, h0, states, do, dht, dq, dk, dv, dbeta, dg, dgk, dgv, dbonus, da, db, dh0,
+                       scratch, bounds, scale, T, N, H, HV, R, TS, K: tl.constexpr, V: tl.constexpr, SEGMENT: tl.constexpr,
+                       BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr,
+                       PER_CHANNEL: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr):
+    """Partial sums: dq, dk, dgk, da, db [NV, R, HV, K], dg, dbeta (one per head) [NV, R, HV], dbonus [NV, N, HV, K]; fp32.
+    scratch [programs, TS, BK, BV] fp32."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    i_v = program % NV
+    nh = program // NV
+    i_h = nh % HV
+    n = nh // HV
+    i_qk = i_h // (HV // H)
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    in_k = tl.arange(0, BK)
+    in_v = i_v * BV + tl.arange(0, BV)
+    inside = (in_k < K)[:, None] & (in_v < V)[None, :]
+    state = nh.to(tl.int64) * (K * V) + tile_of_state(in_k, in_v, K, V, V_FIRST)
+    states += ((kept_states(n, first, T, SEGMENT, VARLEN) - 1) * HV + i_h) * (K * V)
+    scratch += program.to(tl.int64) * TS * (BK * BV)
+    in_scratch = tl.arange(0, BK)[:, None] * BV + tl.arange(0, BV)[None, :]
+    if dht is not None:
+        dS = tl.load(dht + state, mask=inside, other=0.0).to(tl.float32)
+    else:
+        dS = tl.zeros([BK, BV], dtype=tl.float32)
+    if dbonus is not None:
+        sum_bonus = tl.zeros([BK], dtype=tl.float32)
+    segments = (length + SEGMENT - 1) // SEGMENT
+    for back in range(segments):
+        i0 = (segments - 1 - back) * SEGMENT
+        if i0 > 0:
+            S = tl.load(states + (i0 // SEGMENT).to(tl.int64) * HV * (K * V) + in_k[:, None] * V + in_v[None, :], mask=inside, other=0.0)
+        elif h0 is not None:
+            S = tl.load(h0 + state, mask=inside, other=0.0).to(tl.float32)
+        else:
+            S = tl.zeros([BK, BV], dtype=tl.float32)
+        tokens = tl.minimum(SEGMENT, length - i0)
+        for i in range(tokens):
+            tl.store(scratch + i * (BK * BV) + in_scratch, S)
+            token = first + token_of(i0 + i, length, REVERSE)
+            row = token * HV + i_h
+            b_k = vector(k, (token * H + i_qk) * K, in_k, K)
+            b_v = vector(v, row * V, in_v, V)
+            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, None, None, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, 0)
+        tl.debug_barrier()  # other threads may read what this one wrote
+        for j in range(tokens):
+            i = tokens - 1 - j
+            token = first + token_of(i0 + i, length, REVERSE)
+            row = token * HV + i_h
+            part = i_v.to(tl.int64) * R * HV + row
+            S = tl.load(scratch + i * (BK * BV) + in_scratch)
+            b_q = vector(q, (token * H + i_qk) * K, in_k, K) * scale
+            b_k = vector(k, (token * H + i_qk) * K, in_k, K)
+            b_v = vector(v, row * V, in_v, V)
+            b_do = vector(do, row * V, in_v, V)
+            P = decayed(S, g, gamma, gk, gv, None, None, row, i_h, in_k, in_v, K, V)
+            u = b_v
+            if DELTA:
+                error = b_v - tl.sum(P * b_k[:, None], 0)
+                u = error
+                if beta is not None:
+                    b_beta = strength(beta, row, in_v, V, PER_CHANNEL, 0)
+                    u = error * b_beta
+            if a is not None:
+                b_a = vector(a, row * K, in_k, K)
+                b_b = vector(b, row * K, in_k, K)
+                read = tl.sum(S * b_a[:, None], 0)
+            # o
+            if BEFORE:
+                b_dq = tl.sum(S * b_do[None, :], 1)
+            else:
+                dS += b_q[:, None] * b_do[None, :]
+                b_dq = tl.sum(P * b_do[None, :], 1) + b_k * tl.sum(u * b_do, 0)
+                if a is not None:
+                    b_dq += b_b * tl.sum(read * b_do, 0)
+            # S_t = P + b read^T + k u^T
+            b_dv = tl.sum(dS * b_k[:, None], 0)
+            b_dk = tl.sum(dS * u[None, :], 1)
+            if DELTA:
+                if beta is not None:
+                    if dbeta is not None:
+                        if PER_CHANNEL:
+                            tl.store(dbeta + row * V + in_v, b_dv * error, mask=in_v < V)
+                        else:
+                            tl.store(dbeta + part, tl.sum(b_dv * error, 0))
+                    b_dv *= b_beta
+                b_dk -= tl.sum(P * b_dv[None, :], 1)
+                dS -= b_k[:, None] * b_dv[None, :]
+            if a is not None:
+                b_w = tl.sum(dS * b_b[:, None], 0)
+                tl.store(db + part * K + in_k, tl.sum(dS * read[None, :], 1), mask=in_k < K)
+                tl.store(da + part * K + in_k, tl.sum(S * b_w[None, :], 1), mask=in_k < K)
+            # P = the decayed S_{t-1}
+            if dg is not None:
+                tl.store(dg + part, tl.sum(tl.sum(dS * P, 1), 0))
+            if dgk is not None:
+                tl.store(dgk + part * K + in_k, tl.sum(dS * P, 1), mask=in_k < K)
+            if dgv is not None:
+                tl.store(dgv + row * V + in_v, tl.sum(dS * P, 0), mask=in_v < V)
+            dS = decayed(dS, g, gamma, gk, gv, None, None, row, i_h, in_k, in_v, K, V)
+            if a is not None:
+                dS += b_a[:, None] * b_w[None, :]
+            if BEFORE:
+                dS += b_q[:, None] * b_do[None, :]
+                if bonus is not None:
+                    b_u = vector(bonus, i_h * K, in_k, K)
+                    both = tl.sum(b_v * b_do, 0)
+                    b_dq += b_u * b_k * both
+                    b_dk += b_u * b_q * both
+                    b_dv += tl.sum(b_u * b_q * b_k, 0) * b_do
+                    if dbonus is not None:
+                        sum_bonus += b_q * b_k * both
+            tl.store(dq + part * K + in_k, b_dq * scale, mask=in_k < K)
+            tl.store(dk + part * K + in_k, b_dk, mask=in_k < K)
+            tl.store(dv + row * V + in_v, b_dv.to(dv.dtype.element_ty), mask=in_v < V)
+        tl.debug_barrier()  # before the next segment's states take the place of these
+    if dh0 is not None:
+        tl.store(dh0 + state, dS, mask=inside)
+    if dbonus is not None:
+        tl.store(dbonus + ((i_v * N + n).to(tl.int64) * HV + i_h) * K + in_k, sum_bonus, mask=in_k < K)
+
+
+def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], scale: float, do: torch.Tensor, dht: torch.Tensor | None,
+        needed: frozenset[str]) -> dict[str, torch.Tensor]:
+    """The gradients by name, each in its tensor's dtype: of v always, of q, k, beta, g, gk, gv, bonus, a, b, h0 if ``needed``; q and k, and
+    a and b, are needed together. x: forward.run's tensors, all contiguous. do like o, dht like the final state, contiguous."""
+    B, T, H, K = x.q.shape
+    HV, V, N, packed = x.v.shape[2], x.v.shape[3], x.sequences, x.bounds is not None
+    launch = plan.launch("recurrent_backward")
+    BK, BV = launch.block("BK"), launch.block("BV")
+    NV, TS = -(-V // BV), min(T, SEGMENT)
+    headwise = x.beta is not None and x.beta.ndim == 4
+    # Sums of the strips, whose first dimension NV is added up in the end; and what a strip computes alone.
+    shapes = {"q": (B, T, HV, K), "k": (B, T, HV, K), "g": (B, T, HV), "gk": (B, T, HV, K), "a": (B, T, HV, K), "b": (B, T, HV, K),
+              "bonus": (N, HV, K), **({} if headwise else {"beta": (B, T, HV)})}
+    new = torch.zeros if packed or N == 0 or HV == 0 else torch.empty  # rows outside bounds have no program that would write them
+    sums = {name: new((NV, *shape), dtype=torch.float32, device=x.q.device) for name, shape in shapes.items() if name in needed}
+    own = {"v": new(x.v.shape, dtype=x.v.dtype, device=x.q.device)}
+    for name in {"gv", "beta"} & needed - set(shapes):
+        own[name] = new((B, T, HV, V), dtype=torch.float32, device=x.q.device)
+    dh0 = torch.empty_like(x.h0, dtype=torch.float32) if x.h0 is not None and "h0" in needed else None
+    size = max(1, min(plan.problem.batch_part or max(N, 1), SCRATCH // max(1, 4 * HV * NV * TS * BK * BV)))
+    for part in [slice(n, min(n + size, N)) for n in range(0, N, size)] if HV else ():
+        n = part.stop - part.start
+        y = part_of(x, part)
+        grads = {name: within(grad, part, x.bounds) for name, grad in own.items()}
+        # with bounds every part sees all rows; a bonus has a sum for each sequence
+        grads.update((name, grad if packed and name != "bonus" else grad[:, part]) for name, grad in sums.items())
+        start(launch, recurrent_backward, n * HV * NV,
+              (y.q, y.k, y.v, y.beta, y.g, y.gamma, y.gk, y.gv, y.bonus, y.a, y.b, y.h0,
+               states if packed else states[part.start * (max(T - 1, 0) // SEGMENT):], within(do, part, x.bounds), sliced(dht, part),
+               *(grads.get(name) for name in ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b")), sliced(dh0, part),
+               torch.empty(n * HV * NV, TS, BK, BV, dtype=torch.float32, device=x.q.device),
+               y.bounds, scale, T, N, H, HV, B * T, TS),
+              constants_of(x, flags))
+    found = {name: grad.sum(0) for name, grad in sums.items()} | own
+    for name in ("q", "k"):
+        found[name] = found[name].unflatten(2, (H, HV // max(H, 1))).sum(3)
+    if "bonus" in found:
+        found["bonus"] = found["bonus"].sum(0)
+    if dh0 is not None:
+        found["h0"] = dh0
+    return {name: grad.to(getattr(x, name).dtype) for name, grad in found.items()}

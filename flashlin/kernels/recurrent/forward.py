@@ -1,0 +1,234 @@
+"""The generic recurrence (inputs.py has its formula), forward: one program owns a [K, BV] tile of one state and walks the tokens.
+
+The tile stays in registers, so a token costs its vectors and two sums over K. Optional tensors are None where a call has none, which the
+compiler knows: each combination is a kernel of its own. Nothing is ever divided by a decay.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.pieces import fills_gaps, parts, sequence_of, sliced, within, zero_gaps, zero_rows
+from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.kernels.recurrent.recipe import SEGMENT, kept
+
+
+@triton.jit
+def vector(x, offset, at, D: tl.constexpr):
+    """x[offset + at] in fp32, zeros past D."""
+    return tl.load(x + offset + at, mask=at < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def of_unit_length(x):
+    return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), also where e^x is lost beside 1: there by its series, because log(1 + e) would keep few digits or none."""
+    e = tl.exp(-tl.abs(x))
+    return tl.maximum(x, 0.0) + tl.where(e < 0.015625, e * (1.0 - e * (0.5 - e * (0.33333333 - e * 0.25))), tl.log(1.0 + e))
+
+
+@triton.jit
+def decayed(S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k, in_v, K: tl.constexpr, V: tl.constexpr):
+    """S after the decays of one token. row: token and value head."""
+    if g is not None:
+        rate = tl.load(g + row).to(tl.float32)
+        if A_log is not None:
+            if dt_bias is not None:
+                rate += tl.load(dt_bias + i_h).to(tl.float32)
+            rate = -tl.exp(tl.load(A_log + i_h).to(tl.float32)) * softplus(rate)
+        S = S * tl.exp(rate)
+    if gamma is not None:
+        S = S * tl.exp(tl.load(gamma + i_h).to(tl.float32))
+    if gk is not None:
+        S = S * tl.exp(vector(gk, row * K, in_k, K))[:, None]
+    if gv is not None:
+        S = S * tl.exp(vector(gv, row * V, in_v, V))[None, :]
+    return S
+
+
+@triton.jit
+def strength(beta, row, in_v, V: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr):
+    """beta of one token: a number, or [BV]. SIGMOID: what a sigmoid of it is multiplied by; 0 for none."""
+    if PER_CHANNEL:
+        x = vector(beta, row * V, in_v, V)
+    else:
+        x = tl.load(beta + row).to(tl.float32)
+    if SIGMOID != 0:
+        x = SIGMOID / (1.0 + tl.exp(-x))
+    return x
+
+
+@triton.jit
+def updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K: tl.constexpr, V: tl.constexpr,
+            DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr):
+    """The state after one token."""
+    if a is not None:
+        read = tl.sum(S * vector(a, row * K, in_k, K)[:, None], 0)
+    S = decayed(S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k, in_v, K, V)
+    if a is not None:
+        S += vector(b, row * K, in_k, K)[:, None] * read[None, :]
+    u = b_v
+    if DELTA:
+        u = b_v - tl.sum(S * b_k[:, None], 0)
+        if beta is not None:
+            u *= strength(beta, row, in_v, V, PER_CHANNEL, SIGMOID)
+    return S + b_k[:, None] * u[None, :]
+
+
+@triton.jit
+def token_of(i, length, REVERSE: tl.constexpr):
+    """Where in its sequence the i-th token of the walk is."""
+    if REVERSE:
+        return length - 1 - i
+    else:
+        return i
+
+
+@triton.jit
+def kept_states(n, first, T, SEGMENT: tl.constexpr, VARLEN: tl.constexpr):
+    """Where sequence n's kept states begin. Of each sequence one is kept per full segment before its last token, so none overlap."""
+    if VARLEN:
+        return first // SEGMENT
+    else:
+        return n.to(tl.int64) * ((T - 1) // SEGMENT)
+
+
+@triton.jit
+def tile_of_state(in_k, in_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """Offsets of a tile within a state stored [K, V] or, with V_FIRST, [V, K]."""
+    if V_FIRST:
+        return in_k[:, None] + in_v[None, :] * K
+    else:
+        return in_k[:, None] * V + in_v[None, :]
+
+
+@triton.jit(do_not_specialize=["scale", "T", "N", "H", "HV", "P", "q_row", "k_row", "v_row"])
+def recurrent_forward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, A_log, dt_bias, h0, o, ht, states, indices, bounds, scale, T, N, H, HV, P,
+                      q_row, k_row, v_row, state_row, K: tl.constexpr, V: tl.constexpr, SEGMENT: tl.constexpr, BT: tl.constexpr,
+                      BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr,
+                      L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+                      GAPS: tl.constexpr):
+    """q_row, k_row, v_row: elements from one token to the next. state_row: from one state of h0 and ht to the next. With indices, h0 and
+    ht are one pool of P states, and sequence n has the one at indices[n]; one of none, or outside the pool, is left alone."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    v0 = program % NV * BV
+    nh = program // NV
+    i_h = nh % HV
+    n = nh // HV
+    i_qk = i_h // (HV // H)
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:
+        zero_gaps(o, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+    in_k = tl.arange(0, BK)
+    in_v = v0 + tl.arange(0, BV)
+    inside = (in_k < K)[:, None] & (in_v < V)[None, :]
+    tile = tile_of_state(in_k, in_v, K, V, V_FIRST)
+    here = inside
+    slot = n.to(tl.int64)
+    if indices is not None:
+        slot = tl.load(indices + n).to(tl.int64)
+        mine = (slot >= 0) & (slot < P)
+        zero_rows(o, first, tl.where(mine, 0, length), i_h, HV, V, v0, BT, BV)
+        length = tl.where(mine, length, 0)
+        here = here & mine
+    at = slot * state_row + i_h.to(tl.int64) * (K * V)
+    if h0 is not None:
+        S = tl.load(h0 + at + tile, mask=here, other=0.0).to(tl.float32)
+    else:
+        S = tl.zeros([BK, BV], dtype=tl.float32)
+    for i in range(length):
+        if states is not None:
+            if (i > 0) & (i % SEGMENT == 0):
+                keep = (kept_states(n, first, T, SEGMENT, VARLEN) + i // SEGMENT - 1) * HV + i_h
+                tl.store(states + keep * (K * V) + in_k[:, None] * V + in_v[None, :], S, mask=inside)
+        token = first + token_of(i, length, REVERSE)
+        row = token * HV + i_h
+        b_q = vector(q, token * q_row + i_qk * K, in_k, K)
+        b_k = vector(k, token * k_row + i_qk * K, in_k, K)
+        b_v = vector(v, token * v_row + i_h * V, in_v, V)
+        if L2NORM:
+            b_q = of_unit_length(b_q)
+            b_k = of_unit_length(b_k)
+        b_q *= scale
+        if BEFORE:
+            b_o = tl.sum(S * b_q[:, None], 0)
+            if bonus is not None:
+                b_o += tl.sum(vector(bonus, i_h * K, in_k, K) * b_q * b_k, 0) * b_v
+            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, SIGMOID)
+        else:
+            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, SIGMOID)
+            b_o = tl.sum(S * b_q[:, None], 0)
+        tl.store(o + row * V + in_v, b_o.to(o.dtype.element_ty), mask=in_v < V)
+    if ht is not None:
+        tl.store(ht + at + tile, S.to(ht.dtype.element_ty), mask=here)
+
+
+def run(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: bool, out_dtype: torch.dtype, in_place: bool = False,
+        indices: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(o [B, T, HV, V], final state or None, the states backward starts its segments from or None).
+
+    Everything contiguous but q, k, v, whose tokens may lie further apart, and the states of a pool, which may too. in_place: states are
+    written back to x.h0, of any float dtype; indices [N]: h0 is a pool of states, and these are the ones to use."""
+    B, T, H, K = x.q.shape
+    HV, V, N = x.v.shape[2], x.v.shape[3], x.sequences
+    split = parts(plan, N)
+    device = x.q.device
+    o = (torch.empty if fills_gaps(split, x.bounds) else torch.zeros)(B, T, HV, V, dtype=out_dtype, device=device)
+    ht = x.h0 if in_place else None
+    if has_ht and not in_place:
+        ht = torch.empty((N, HV, V, K) if "v_first" in flags else (N, HV, K, V), dtype=torch.float32, device=device)
+    states = None
+    if any(launch.kernel == "recurrent_backward" for launch in plan.launches):
+        states = torch.empty(kept(T, N, x.bounds is not None), HV, K, V, dtype=torch.float32, device=device)
+    if N == 0 or HV == 0:  # no program would run to write them
+        return o.zero_(), ht, states
+    launch = plan.launch("recurrent_forward")
+    x = x._replace(q=with_rows(x.q), k=with_rows(x.k), v=with_rows(x.v))
+    state_row = HV * K * V if x.h0 is None or x.h0.shape[0] <= 1 else x.h0.stride(0)
+    sigmoid = (2.0 if "neg_eigval" in flags else 1.0) if "sigmoid" in flags else 0.0
+    constants = dict(constants_of(x, flags), L2NORM="l2norm" in flags, SIGMOID=sigmoid, GAPS=x.bounds is not None and len(split) == 1)
+    for part in split:
+        y, n = part_of(x, part), part.stop - part.start
+        h0, after = (x.h0, ht) if indices is not None else (y.h0, sliced(ht, part))
+        kept_here = states if states is None or y.bounds is not None else states[part.start * ((T - 1) // SEGMENT):]
+        start(launch, recurrent_forward, n * HV * -(-V // launch.block("BV")),
+              (y.q, y.k, y.v, y.beta, y.g, y.gamma, y.gk, y.gv, y.bonus, y.a, y.b, y.A_log, y.dt_bias, h0, within(o, part, x.bounds), after,
+               kept_here, sliced(indices, part), y.bounds, scale, T, n, H, HV, 0 if h0 is None else h0.shape[0],
+               row_of(y.q), row_of(y.k), row_of(y.v), state_row), constants)
+    return o, ht, states
+
+
+def constants_of(x: Inputs, flags: tuple[str, ...]) -> dict[str, object]:
+    """The constexprs that forward and backward share, besides the tile."""
+    return dict(K=x.q.shape[3], V=x.v.shape[3], SEGMENT=SEGMENT, DELTA="delta" in flags, BEFORE="before" in flags, REVERSE="reverse" in flags,
+                PER_CHANNEL=x.beta is not None and x.beta.ndim == 4, V_FIRST="v_first" in flags, VARLEN=x.bounds is not None)
+
+
+def part_of(x: Inputs, part: slice) -> Inputs:
+    """The inputs of some of the sequences. With bounds all rows stay, and the bounds are what is split."""
+    if part.stop - part.start == x.sequences:
+        return x
+    found = x._asdict()
+    if x.bounds is None:
+        found.update({name: sliced(found[name], part) for name in ("q", "k", "v", "beta", "g", "gk", "gv", "a", "b")})
+    return Inputs(**{**found, "h0": sliced(x.h0, part), "bounds": sliced(x.bounds, slice(part.start, part.stop + 1))})
+
+
+def with_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [B, T, heads, D] itself if its tokens lie at one distance from each other, as in a slice of a fused projection; else a copy."""
+    B, T, heads, D = x.shape
+    one_distance = B <= 1 or T <= 1 or x.stride(0) == T * x.stride(1)
+    return x if one_distance and (D <= 1 or x.stride(3) == 1) and (heads <= 1 or x.stride(2) == D) else x.contiguous()
+
+
+def row_of(x: torch.Tensor) -> int:
+    """Elements from one token to the next."""
+    return x.stride(1) if x.shape[1] > 1 else x.stride(0)

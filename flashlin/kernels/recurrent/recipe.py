@@ -1,0 +1,36 @@
+"""Which launches a token-by-token problem makes. Plain Python: no tensor, no torch, no triton. Problem.H counts value heads, which own the
+states."""
+from __future__ import annotations
+
+from flashlin.compat.target import Target
+from flashlin.guards.problem import Launch, Problem
+from flashlin.kernels.configs import Config, padded, token
+from flashlin.kernels.scans import state_launch
+
+SEGMENT = 64  # tokens between the states that forward keeps for backward
+BACKWARD_TILE = 2048  # elements of the state per program, 16 to a thread: backward holds two to four such tiles, and should not spill
+
+
+def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
+    """Forward's launch, and backward's if gradients are wanted."""
+    if not problem.needs_grad:
+        return (forward(problem),)
+    BK = padded(problem.K)
+    BV = max(4, min(32, padded(problem.V), BACKWARD_TILE // BK))
+    return forward(problem), _launch("recurrent_backward", Config(1, BK, BV, max(1, BK * BV // 512), 1), problem)
+
+
+def forward(problem: Problem) -> Launch:
+    """Forward's launch, which families with a chunked backward share."""
+    return _launch("recurrent_forward", token(problem.K, problem.V), problem)
+
+
+def _launch(kernel: str, config: Config, problem: Problem) -> Launch:
+    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()  # no dots
+    # shared: a tile that changes its layout (states of [V, K]), and the sums that warps exchange
+    return state_launch(kernel, config, problem, 8 * config.BK * config.BV + 4096, traits)
+
+
+def kept(T: int, N: int, packed: bool) -> int:
+    """How many states forward keeps for backward: one per full segment before a sequence's last token."""
+    return T // SEGMENT if packed else N * (max(T - 1, 0) // SEGMENT)

@@ -1,0 +1,53 @@
+"""The recurrences without a delta term, token by token in float64, one sequence at a time. Slow on purpose. (kernels/delta/reference.py has
+those with one.)"""
+from __future__ import annotations
+
+import torch
+
+
+def recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, g: torch.Tensor | None = None, gamma: torch.Tensor | None = None,
+               gk: torch.Tensor | None = None, gv: torch.Tensor | None = None, bonus: torch.Tensor | None = None, a: torch.Tensor | None = None,
+               b: torch.Tensor | None = None, h0: torch.Tensor | None = None, bounds: torch.Tensor | None = None, scale: float = 1.0,
+               before: bool = False, reverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o [B, T, HV, V], states [N, HV, K, V]), float64 and differentiable, of
+
+    gla, simple GLA:  S_t = D_t(S_{t-1}) + k_t v_t^T,  o_t = scale S_t^T q_t,  D_t(S) = e^{g_t + gamma} Diag(e^{gk_t}) S Diag(e^{gv_t})
+    rwkv6 (before):   o_t = scale (S_{t-1} + Diag(bonus) k_t v_t^T)^T q_t, the state as above
+    dplr (a and b):   S_t = D_t(S_{t-1}) + b_t (a_t^T S_{t-1}) + k_t v_t^T
+
+    Shapes as in inputs.py. reverse: from a sequence's last token to its first.
+    """
+    tensors = (q, k, v, g, gamma, gk, gv, bonus, a, b, h0)
+    q, k, v, g, gamma, gk, gv, bonus, a, b, h0 = (None if x is None else x.double() for x in tensors)  # type: ignore[assignment]
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    spans = [(row, 0, T) for row in range(B)] if bounds is None else [
+        (0, first, last) for first, last in zip(bounds.tolist()[:-1], bounds.tolist()[1:], strict=True)]
+    rows: dict[tuple[int, int], torch.Tensor] = {}
+    states = []
+    for n, (row, first, last) in enumerate(spans):
+        heads = []
+        outputs: dict[int, list[torch.Tensor]] = {t: [] for t in range(first, last)}
+        for j in range(HV):
+            S = q.new_zeros(K, V) if h0 is None else h0[n, j]
+            for t in reversed(range(first, last)) if reverse else range(first, last):
+                r, key, value = q[row, t, j * H // HV], k[row, t, j * H // HV], v[row, t, j]
+                old, S = S, S * torch.ones(K, V, dtype=torch.float64)
+                if g is not None:
+                    S = torch.exp(g[row, t, j]) * S
+                if gamma is not None:
+                    S = torch.exp(gamma[j]) * S
+                if gk is not None:
+                    S = torch.diag(torch.exp(gk[row, t, j])) @ S
+                if gv is not None:
+                    S = S @ torch.diag(torch.exp(gv[row, t, j]))
+                if a is not None and b is not None:
+                    S = S + torch.outer(b[row, t, j], old.T @ a[row, t, j])
+                S = S + torch.outer(key, value)
+                now = torch.outer(key, value) if bonus is None else torch.outer(bonus[j] * key, value)
+                outputs[t].append(scale * ((old + now if bonus is not None else old).T @ r if before else S.T @ r))
+            heads.append(S)
+        rows.update({(row, t): torch.stack(of_heads) for t, of_heads in outputs.items()})
+        states.append(torch.stack(heads))
+    o = torch.stack([torch.stack([rows.get((row, t), v.new_zeros(HV, V)) for t in range(T)]) for row in range(B)])
+    return o, torch.stack(states)

@@ -1,0 +1,300 @@
+"""The plumbing of every op that runs token by token: check, plan, and run the generic recurrence (kernels/recurrent/inputs.py has its formula).
+
+Inference does everything in one launch. With gradients, and on the torch path, norms, gates and sigmoids come first, in torch.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashlin import policy
+from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.tensors import check_cu_seqlens, check_indices, check_pool, check_qkv, check_state, need_tensor
+from flashlin.kernels.delta import torch_path as chunked_delta
+from flashlin.kernels.recurrent import torch_path
+from flashlin.kernels.recurrent.inputs import FLAGS, Inputs
+from flashlin.kernels.recurrent.recipe import kept
+from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
+from flashlin.ops.preprocess import beta_of_logits, decay_of_gate, l2normalized
+
+LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
+Found = tuple[Tensor, "Tensor | None"]
+# What gets a gradient, in the order of the operators' arguments.
+DIFFERENTIABLE = ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b", "h0")
+
+SHAPES = {"g": ("B", "T", "HV"), "gamma": ("HV",), "gk": ("B", "T", "HV", "K"), "gv": ("B", "T", "HV", "V"), "bonus": ("HV", "K"),
+          "a": ("B", "T", "HV", "K"), "b": ("B", "T", "HV", "K"), "A_log": ("HV",), "dt_bias": ("HV",)}
+
+
+def run(op: str, x: Inputs, flags: tuple[str, ...] = (), scale: float | None = None, has_ht: bool = False,
+        indices: Tensor | None = None, in_place: bool = False) -> Found:
+    """(o in v's dtype, final state or None). x.bounds: cu_seqlens as the user gave them. in_place or indices: states are read from and
+    written back to x.h0, which is what comes back as the final state."""
+    x = _checked(x, flags, indices, in_place)
+    scale = x.q.shape[3] ** -0.5 if scale is None else float(scale)
+    out_dtype = x.v.dtype
+    common = out_dtype
+    for y in (x.q, x.k, x.a, x.b):
+        common = common if y is None or y.dtype == common else torch.promote_types(common, y.dtype)
+    x = x._replace(**{name: y.to(common) for name in ("q", "k", "v", "a", "b") if (y := getattr(x, name)) is not None and y.dtype != common})
+    x = x if x.gamma is None else x._replace(gamma=x.gamma.detach())  # a constant, on every path
+    needs_grad = wants_grad(*x)
+    if indices is not None or in_place:
+        if needs_grad:
+            raise ValueError(f"{op}: got tensors that require gradients, need torch.no_grad() or inference_mode() with "
+                             f"{'state_indices' if indices is not None else 'inplace_state'}, which overwrites states")
+        o = _in_place(op, x, flags, scale, out_dtype, indices)
+        return o, x.h0 if has_ht else None
+    path, dot, plan = _way(op, x, flags, needs_grad)
+    if path == "torch" or needs_grad:
+        x, flags = prepared(x, flags)
+    o, ht = _on_torch(x, flags, scale) if path == "torch" else _on_kernels(op, plan, x, flags, scale, has_ht, dot, out_dtype, needs_grad)
+    return o.to(out_dtype), ht if has_ht else None
+
+
+def prepared(x: Inputs, flags: tuple[str, ...]) -> tuple[Inputs, tuple[str, ...]]:
+    """Norms, gates and sigmoids in differentiable torch; what is left is the recurrence itself."""
+    if "l2norm" in flags:
+        x = x._replace(q=l2normalized(x.q), k=l2normalized(x.k))
+    if x.g is not None and x.A_log is not None:
+        x = x._replace(g=decay_of_gate(x.g, x.A_log, x.dt_bias), A_log=None, dt_bias=None)
+    if x.beta is not None and "sigmoid" in flags:
+        x = x._replace(beta=beta_of_logits(x.beta, "neg_eigval" in flags))
+    return x, tuple(flag for flag in flags if flag not in ("l2norm", "sigmoid", "neg_eigval"))
+
+
+def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool) -> Inputs:
+    check_qkv(x.q, x.k, x.v, grouped=True)
+    B, T, _, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    if not set(flags) <= set(FLAGS):  # a family's mistake, not a user's
+        raise ValueError(f"flags: got {', '.join(set(flags) - set(FLAGS))}, need some of {', '.join(FLAGS)}")
+    if (x.a is None) != (x.b is None) or (x.a is not None and "delta" in flags):
+        raise ValueError("a, b: got one of them or delta with them, need both, and without delta")
+    if x.beta is not None:
+        if "delta" not in flags:
+            raise ValueError("beta: got a tensor, need None without delta")
+        if isinstance(x.beta, Tensor) and x.beta.ndim == 4:
+            need_tensor("beta", x.beta, (B, T, HV, V), "[B, T, HV, V]", x.q.device)
+        else:
+            need_tensor("beta", x.beta, (B, T, HV), "[B, T, HV] or [B, T, HV, V]", x.q.device)
+    sizes = {"B": B, "T": T, "HV": HV, "K": K, "V": V}
+    for name, dims in SHAPES.items():
+        if (y := getattr(x, name)) is not None:
+            need_tensor(name, y, tuple([sizes[dim] for dim in dims]), f"[{', '.join(dims)}]", x.q.device)
+    readable = policy.current().debug or (x.q.device.type == "cpu" and not torch.compiler.is_compiling())
+    if x.bounds is not None:
+        x = x._replace(bounds=check_cu_seqlens(x.bounds, None, x.q.shape, x.q.device, policy.current().debug))
+    if indices is not None:
+        check_pool("initial_state", x.h0, None, HV, K, V, "v_first" in flags, x.q.device, "state_indices")
+        check_indices(indices, x.sequences, x.h0.shape[0] if x.h0 is not None else 0, x.q.device, readable)
+    elif in_place:
+        check_pool("initial_state", x.h0, x.sequences, HV, K, V, "v_first" in flags, x.q.device, "inplace_state")
+    elif x.h0 is not None:
+        check_state("initial_state", x.h0, x.sequences, HV, K, V, "v_first" in flags, x.q.device, x.bounds is not None)
+    return x
+
+
+def problem_of(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> Problem:
+    """H counts value heads, since each of them has a state."""
+    B, T, _, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    given = [name for name in ("beta", "g", "gamma", "gk", "gv", "bonus", "a", "b", "A_log") if getattr(x, name) is not None]
+    return Problem(op, "recurrent", "fused_recurrent", B, T, HV, K, V, x.sequences, name_of(x.q.dtype), x.bounds is not None, needs_grad,
+                   tuple(sorted([*flags, *given])))
+
+
+def _way(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> tuple[str, str, Plan | None]:
+    """Path and dot, as planned, and the plan, which torch.compile only makes at run time."""
+    if torch.compiler.is_compiling():
+        path, dot = _static_way(op, name_of(x.q.dtype), head_size_class(x.q.shape[3]), head_size_class(x.v.shape[3]), x.q.device)
+        return path, dot, None
+    plan = planned(problem_of(op, x, flags, needs_grad), x.q.device)
+    return plan.problem.path, plan.problem.dot, plan
+
+
+@constant_while_tracing
+def _static_way(op: str, dtype: str, K: int, V: int, device: torch.device) -> tuple[str, str]:
+    """What torch.compile may know while tracing: no B, T or H, so that none is ever specialised."""
+    problem = planned(Problem(op, "recurrent", "fused_recurrent", 1, 1, 1, K, V, 1, dtype, False, True), device).problem
+    return problem.path, problem.dot
+
+
+def _on_torch(x: Inputs, flags: tuple[str, ...], scale: float) -> Found:
+    v_first = "v_first" in flags
+    x = x._replace(h0=x.h0.mT) if v_first and x.h0 is not None else x
+    others = (x.gamma, x.gk, x.gv, x.bonus, x.a, x.b)
+    if x.q.shape[1] > LONG and set(flags) <= {"delta", "v_first"} and all(y is None for y in others) and (x.beta is None or x.beta.ndim == 3):
+        beta = x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta
+        o, ht = chunked_delta.run(x.q, x.k, x.v, beta, x.g, x.h0, x.bounds, scale)  # the same function
+    else:
+        o, ht = torch_path.run(x, flags, scale)
+    return o, ht.mT if v_first else ht
+
+
+def _on_kernels(op: str, plan: Plan | None, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: bool, dot: str, out_dtype: torch.dtype,
+                needs_grad: bool) -> Found:
+    x, out_dtype = _loadable(x, dot, needs_grad), torch.float32 if dot == "fp32" else out_dtype
+    if plan is None:
+        o, ht, _ = _library_op(*x, scale, has_ht, out_dtype, op, " ".join(flags), needs_grad)
+        return o, ht
+    if needs_grad:
+        o, ht = _Recurrence.apply(plan, flags, scale, has_ht, out_dtype, *x)
+        return o, ht
+    from flashlin.kernels.recurrent import forward
+    o, ht, _ = forward.run(plan, x, flags, scale, has_ht, out_dtype)
+    return o, ht
+
+
+def _loadable(x: Inputs, dot: str, needs_grad: bool) -> Inputs:
+    """Tensors as the kernels load them: of the plan's dtype (with dot fp32 nothing has 16 bits) or float32, and contiguous, except that
+    without gradients tokens of q, k and v may lie apart."""
+    dtypes = (torch.float32,) if dot == "fp32" else (x.q.dtype, torch.float32)
+    strided = () if needs_grad or torch.compiler.is_compiling() else ("q", "k", "v")
+    found = {}
+    for name, y in x._asdict().items():
+        if y is not None and name != "bounds":
+            y = y if y.dtype in dtypes else y.float()
+            y = y if name in strided else y.contiguous()
+        found[name] = y
+    return Inputs(**found)
+
+
+def _in_place(op: str, x: Inputs, flags: tuple[str, ...], scale: float, out_dtype: torch.dtype, indices: Tensor | None) -> Tensor:
+    """o; the states in x.h0 go forward."""
+    pool = x.h0
+    assert pool is not None  # _checked
+    path, dot, plan = _way(op, x, flags, False)
+    if path == "torch" or pool.dtype not in ((torch.float32,) if dot == "fp32" else (x.q.dtype, torch.float32)):
+        return _in_place_by_copies(op, x, flags, scale, indices).to(out_dtype)
+    x = _loadable(x._replace(h0=None), dot, False)
+    if plan is None:
+        o: Tensor = _library_in_place(*x[:13], x.bounds, pool, indices, scale, torch.float32 if dot == "fp32" else out_dtype, op, " ".join(flags))
+        return o.to(out_dtype)
+    from flashlin.kernels.recurrent import forward
+    o, _, _ = forward.run(plan, x._replace(h0=pool), flags, scale, False, torch.float32 if dot == "fp32" else out_dtype, True, indices)
+    return o.to(out_dtype)
+
+
+def _in_place_by_copies(op: str, x: Inputs, flags: tuple[str, ...], scale: float, indices: Tensor | None) -> Tensor:
+    """The same where no kernel can have the pool: its rows are copied out and back."""
+    pool = x.h0
+    assert pool is not None
+    if indices is None:
+        o, ht = run(op, x, flags, scale, True)
+        pool.copy_(ht if ht is not None else pool)
+        return o
+    mine = (indices >= 0) & (indices < pool.shape[0])
+    o, ht = run(op, x._replace(h0=pool[torch.where(mine, indices, 0)]), flags, scale, True)
+    assert ht is not None
+    pool[indices[mine]] = ht[mine].to(pool.dtype)
+    if x.bounds is None:
+        return torch.where(mine[:, None, None, None], o, 0)
+    sequence = torch.searchsorted(x.bounds[1:].contiguous(), torch.arange(o.shape[1], device=o.device, dtype=x.bounds.dtype), right=True)
+    return torch.where(torch.cat([mine, mine.new_zeros(1)])[sequence][None, :, None, None], o, 0)
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, flags: tuple[str, ...], scale: float, has_ht: bool, out_dtype: torch.dtype, *tensors: Tensor | None) -> Any:
+        from flashlin.kernels.recurrent import forward
+        o, ht, states = forward.run(plan, Inputs(*tensors), flags, scale, has_ht, out_dtype)  # type: ignore[arg-type]
+        ctx.plan, ctx.flags, ctx.scale = plan, flags, scale
+        ctx.save_for_backward(states, *tensors)
+        ctx.set_materialize_grads(False)
+        return o, ht
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> Any:
+        states, *tensors = ctx.saved_tensors
+        x = Inputs(*tensors)
+        wanted = {name for name, needs in zip(Inputs._fields, ctx.needs_input_grad[5:], strict=True) if needs}
+        grads = _gradients(ctx.plan, x, states, ctx.flags, ctx.scale, do, dht, wanted)
+        return None, None, None, None, None, *(grads.get(name) for name in Inputs._fields)
+
+
+def _gradients(plan: Plan, x: Inputs, states: Tensor, flags: tuple[str, ...], scale: float, do: Tensor | None, dht: Tensor | None,
+               wanted: set[str]) -> dict[str, Tensor]:
+    from flashlin.kernels.recurrent import backward
+    do = torch.zeros_like(x.v) if do is None else do.contiguous()
+    dht = None if dht is None else dht.contiguous()
+    together = {"q", "k"} | ({"a", "b"} if x.a is not None else set())  # what the kernel always writes
+    return backward.run(plan, x, states, flags, scale, do, dht, frozenset(wanted | together))
+
+
+# Under torch.compile the same functions run inside library operators, planned at run time; see ops/simple_gla.py.
+_TENSORS = ("(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? gamma, Tensor? gk, Tensor? gv, Tensor? bonus, Tensor? a, Tensor? b, "
+            "Tensor? A_log, Tensor? dt_bias, ")
+
+
+@torch.library.custom_op("flashlin::recurrent", mutates_args=(), schema=_TENSORS + (
+    "Tensor? h0, Tensor? bounds, float scale, bool has_ht, ScalarType out_dtype, str op, str flags, bool needs_grad) -> (Tensor, Tensor, Tensor)"))
+def _library_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from flashlin.kernels.recurrent import forward
+    x, (scale, has_ht, out_dtype, op, flags, needs_grad) = Inputs(*arguments[:15]), arguments[15:]
+    plan = planned(problem_of(op, x, tuple(flags.split()), needs_grad), x.q.device)
+    o, ht, states = forward.run(plan, x, tuple(flags.split()), scale, has_ht, out_dtype)
+    nothing = x.q.new_empty(0, dtype=torch.float32)
+    return o, nothing if ht is None else ht, nothing.clone() if states is None else states
+
+
+@_library_op.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, (_, has_ht, out_dtype, _, flags, needs_grad) = Inputs(*arguments[:15]), arguments[15:]
+    (T, _, K), (HV, V), N = x.q.shape[1:], x.v.shape[2:], x.sequences
+    state = (HV, V, K) if "v_first" in flags.split() else (HV, K, V)
+    ht = x.q.new_empty((N, *state) if has_ht else (0,), dtype=torch.float32)
+    states = x.q.new_empty((kept(T, N, x.bounds is not None), HV, K, V) if needs_grad else (0,), dtype=torch.float32)
+    return x.v.new_empty(x.v.shape, dtype=out_dtype), ht, states
+
+
+
+@torch.library.custom_op("flashlin::recurrent_backward", mutates_args=(), schema=_TENSORS + (
+    "Tensor? h0, Tensor? bounds, Tensor states, Tensor? do, Tensor? dht, float scale, str op, str flags) -> Tensor[]"))
+def _library_backward(*arguments: Any) -> list[Tensor]:
+    x, (states, do, dht, scale, op, flags) = Inputs(*arguments[:15]), arguments[15:]
+    plan = planned(problem_of(op, x, tuple(flags.split()), True), x.q.device)
+    wanted = {name for name in DIFFERENTIABLE if getattr(x, name) is not None}
+    grads = _gradients(plan, x, states, tuple(flags.split()), scale, do, dht, wanted)
+    return [grads[name] if name in grads else x.q.new_empty(0) for name in DIFFERENTIABLE]
+
+
+@_library_backward.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    x = Inputs(*arguments[:15])
+    return [torch.empty_like(getattr(x, name), memory_format=torch.contiguous_format) if getattr(x, name) is not None else x.q.new_empty(0)
+            for name in DIFFERENTIABLE]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:15], output[2])
+    ctx.scale, ctx.has_ht, _, ctx.op, ctx.flags, _ = inputs[15:]
+
+
+def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None, _: Tensor | None) -> Any:
+    *tensors, states = ctx.saved_tensors
+    found = _library_backward(*tensors, states, do, dht if ctx.has_ht else None, ctx.scale, ctx.op, ctx.flags)
+    grads = dict(zip(DIFFERENTIABLE, found, strict=True))
+    return *(grads.get(name) if x is not None else None for name, x in zip(Inputs._fields, tensors, strict=True)), *[None] * 6
+
+
+_library_op.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("flashlin::recurrent_in_place", mutates_args=("pool",), schema=_TENSORS + (
+    "Tensor? bounds, Tensor(a!) pool, Tensor? indices, float scale, ScalarType out_dtype, str op, str flags) -> Tensor"))
+def _library_in_place(*arguments: Any) -> Tensor:
+    from flashlin.kernels.recurrent import forward
+    bounds, pool, indices, scale, out_dtype, op, flags = arguments[13:]
+    x = Inputs(*arguments[:13])._replace(h0=pool, bounds=bounds)
+    plan = planned(problem_of(op, x, tuple(flags.split()), False), x.q.device)
+    return forward.run(plan, x, tuple(flags.split()), scale, False, out_dtype, True, indices)[0]
+
+
+@_library_in_place.register_fake
+def _(*arguments: Any) -> Tensor:
+    v: Tensor = arguments[2]
+    return v.new_empty(v.shape, dtype=arguments[17])
