@@ -62,12 +62,12 @@ def delta_reverse(q, k, do, A, A_low, betas, G, dht, dy, dh0, dstates, bounds, s
     chunks = (length + BT - 1) // BT
     for i_c in range(chunks):
         t0 = (chunks - 1 - i_c) * BT
-        b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
-        D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
         b_k = tile(k, first, t0, length, i_qk, H, K, 0, BT, BK)
         b_q = tile(q, first, t0, length, i_qk, H, K, 0, BT, BK)
         b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_q.dtype)
         b_A = tile(A, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
         b_dh = dh.to(b_k.dtype)
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)

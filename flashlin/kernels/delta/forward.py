@@ -172,12 +172,12 @@ def delta_scan(q, k, v, A, betas, G, h0, o, ht, bounds, scale, T, N, H, HV, R, K
     rows = tl.arange(0, BT)
     causal = rows[:, None] >= rows[None, :]
     for t0 in range(0, length, BT):
-        b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
-        D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
         b_k = tile(k, first, t0, length, i_qk, H, K, 0, BT, BK)
         b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
         b_A = tile(A, first, t0, length, i_h, HV, BT, 0, BT, BT)
         b_q = tile(q, first, t0, length, i_qk, H, K, 0, BT, BK)
+        b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
         b_h = h.to(b_k.dtype)
         kh = tl.dot(b_k, b_h, input_precision=PRECISION)
         if DECAY == 0:
@@ -224,11 +224,11 @@ def delta_states(k, v, A, betas, G, h0, u, states, bounds, T, N, H, HV, R, K: tl
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
     for t0 in range(0, length, BT):
-        b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
-        D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
         b_k = tile(k, first, t0, length, i_qk, H, K, 0, BT, BK)
         b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
         b_A = tile(A, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
         b_h = h.to(b_k.dtype)
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
