@@ -1,0 +1,263 @@
+"""shield: the care that our own kernels get, for a Triton kernel of the user's.
+
+How it works. The innermost part of a kernel, what ``@triton.jit`` made, is replaced by a Launcher; a tuner and heuristics around it stay.
+When a launch arrives, with every argument and option known, it is turned into facts (``Given``) and planned like any other call; the plan
+says which remedies to apply. The decision is kept per kernel and facts, so a call seen before costs some microseconds.
+"""
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from flashlin import policy, tuning
+from flashlin.compat.target import Target, probe
+from flashlin.functions import ShieldedFunction
+from flashlin.guards.limits import OFFSET_LIMIT
+from flashlin.guards.problem import Given, Launch, Problem
+from flashlin.kernels.shield import source
+from flashlin.kernels.shield.views import fp32_copies, part_of
+from flashlin.ops.planned import name_of, planned
+from flashlin.policy import Policy
+
+REMEMBERED = 4096  # decisions per kernel
+OPTIONS = frozenset({"num_warps", "num_stages"})
+DECLARE = ('shield(kernel, batch={"tensor": dimension, ...}, batch_axis=AXIS, batch_size="argument") says what the batch is, and the launch is '
+           'made in parts')
+
+
+def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_axis: int | None = None, batch_size: str | None = None,
+           outputs: Sequence[str] = ()) -> Any:
+    """A Triton kernel whose launches are planned: called as before, ``kernel[grid](...)``.
+
+    Too large a grid or too long offsets: launched in parts of the batch, if it is declared. Tensors on another device than the current
+    one: launched there. More warps than the compiler survives: launched with fewer. 16-bit tensors that do not compile: launched on fp32
+    copies, if the outputs are declared.
+
+    Args:
+        kernel: what ``@triton.jit``, ``@triton.autotune`` or ``@triton.heuristics`` made; or a function that launches such kernels, which
+            must not write to its arguments: its launches are planned too, those of its backward included, and it is called in parts.
+        batch: the dimension that is the batch, by name of the tensor argument; None for a tensor that has none. A dimension may hold
+            batch times heads, batch first; one of batch + 1 is taken for boundaries of sequences (cu_seqlens).
+        batch_axis: the grid axis (0, 1, 2) that counts the batch, or batch times heads, batch first. Not for functions.
+        batch_size: the argument that holds the size of the batch, if there is one.
+        outputs: the tensor arguments that the kernel writes.
+
+    Raises ValueError or TypeError for a declaration that names what is not there; a call raises UnsupportedError, before anything is
+    launched, where no remedy is left.
+    """
+    if isinstance(outputs, str):
+        raise TypeError(f"outputs: got the string {outputs!r}, need a list of names of arguments")
+    if not callable(getattr(kernel, "run", None)) or not hasattr(kernel, "arg_names"):
+        if not callable(kernel):
+            raise TypeError(f"kernel: got {type(kernel).__name__}, need a Triton kernel or a function that launches some")
+        for name, value in {"batch_axis": batch_axis, "outputs": outputs or None}.items():
+            if value is not None:
+                raise ValueError(f"{name}: got {value!r}, need none: {getattr(kernel, '__name__', kernel)} is a function, not a kernel")
+        return ShieldedFunction(kernel, _checked("batch", dict(batch or {}), list(inspect.signature(kernel).parameters)), batch_size, shield)
+    names = list(kernel.arg_names)
+    declared = Declared(_checked("batch", dict(batch or {}), names), -1 if batch_axis is None else batch_axis, batch_size, tuple(outputs))
+    _checked("outputs", dict.fromkeys(outputs), names)
+    _checked("batch_size", {} if batch_size is None else {batch_size: None}, names)
+    if declared.batch and declared.axis not in (0, 1, 2):
+        raise ValueError(f"batch_axis: got {batch_axis}, need 0, 1 or 2: the grid axis that counts the batch")
+    return _around(kernel, declared)
+
+
+class Declared(NamedTuple):
+    """What the caller of ``shield`` said."""
+    batch: dict[str, int | None]
+    axis: int
+    size: str | None
+    outputs: tuple[str, ...]
+
+
+class Decision(NamedTuple):
+    """A plan as far as a launch needs it. index: of the CUDA device, None without one. warps: None to leave them; part: 0 for all at once."""
+    target: Target
+    policy: Policy
+    device: torch.device
+    warps: int | None
+    part: int
+    fp32: bool
+
+
+class Launcher:
+    """A ``@triton.jit`` kernel whose every launch is planned. Everything but launching is the kernel's own."""
+
+    def __init__(self, kernel: Any, declared: Declared, start: Callable[..., Any] | None = None) -> None:
+        self.kernel, self.declared, self.fn = kernel, declared, kernel.fn
+        self.arg_names: list[str] = list(kernel.arg_names)
+        self._start = start or kernel.run
+        parameters = inspect.signature(kernel.fn).parameters
+        self._defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
+        self._constants = [name for name, parameter in parameters.items() if "constexpr" in str(parameter.annotation)]
+        self._kept = OPTIONS | {*self._constants} | ({declared.size} if declared.size else set())
+        self._decided: dict[Any, Decision] = {}
+        self._source: source.Source | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.run(*args, grid=grid, warmup=False, **kwargs)
+
+    def warmup(self, *args: Any, grid: Any, **kwargs: Any) -> Any:
+        """Compile as a call would, without launching."""
+        return self.run(*args, grid=grid, warmup=True, **kwargs)
+
+    def run(self, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        """Plan, then launch. What the kernel's own ``run`` returns (of the last part)."""
+        named = dict(zip(self.arg_names, args, strict=False))
+        named.update(kwargs)
+        if callable(grid):
+            grid = grid({**self._defaults, **named})
+        grid = tuple(grid)
+        facts: list[Any] = [grid]
+        for name, value in named.items():
+            if isinstance(value, torch.Tensor):
+                facts += (name, value.dtype, value.get_device(), value.shape, value.stride())
+            elif name in self._kept:
+                facts += (name, value)
+        key = tuple(facts)
+        found = self._decided.get(key)
+        if found is None or found.policy is not policy.current() or found.target is not probe(found.device):
+            found = self._decide(named, grid)
+            if len(self._decided) >= REMEMBERED:
+                self._decided.clear()
+            self._decided[key] = found
+        elsewhere = found.device.type == "cuda" and not warmup and found.device.index != torch.cuda.current_device()
+        with torch.cuda.device(found.device) if elsewhere else _HERE:
+            if found.warps is None and not found.part and not found.fp32:
+                return self._start(*args, grid=grid, warmup=warmup, **kwargs)
+            return self._remedied(found, named, grid, warmup)
+
+    def _remedied(self, decision: Decision, named: dict[str, Any], grid: tuple[int, ...], warmup: bool) -> Any:
+        if decision.warps is not None:
+            named = {**named, "num_warps": decision.warps}
+        written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if decision.fp32:
+            copies = fp32_copies({name: value for name, value in named.items() if isinstance(value, torch.Tensor)})
+            written = [(named[name], copies[name]) for name in self.declared.outputs if name in copies]
+            named = {**named, **copies}
+        result = None
+        for part, programs in self._parts(named, grid, decision.part):
+            result = self._start(**part, grid=programs, warmup=warmup)
+        if not warmup:
+            for original, converted in written:
+                original.copy_(converted)
+        return result
+
+    def _parts(self, named: dict[str, Any], grid: tuple[int, ...], size: int) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
+        if not size:
+            yield named, grid
+            return
+        whole, axis = self._batch(named), self.declared.axis
+        for begin in range(0, whole, size):
+            count = min(size, whole - begin)
+            views: dict[str, Any] = {
+                name: part_of(named[name], dimension, whole, begin, count) for name, dimension in self.declared.batch.items()
+                if dimension is not None and named.get(name) is not None}
+            if self.declared.size is not None:
+                views[self.declared.size] = count
+            yield {**named, **views}, (*grid[:axis], grid[axis] // whole * count, *grid[axis + 1:])
+
+    def _decide(self, named: dict[str, Any], grid: tuple[int, ...]) -> Decision:
+        tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        device = self._device(tensors)
+        asked = self._problem({**self._defaults, **named}, tensors, grid)
+        plan = planned(asked, device)
+        launch = plan.launches[0]
+        given = asked.given
+        assert given is not None
+        warps = None if launch.num_warps == given.launch.num_warps else launch.num_warps
+        return Decision(plan.target, policy.current(), device, warps, plan.problem.batch_part, plan.problem.dot == "fp32")
+
+    def _problem(self, named: dict[str, Any], tensors: dict[str, torch.Tensor], grid: tuple[int, ...]) -> Problem:
+        """The launch as facts."""
+        text = self._source = self._source or source.of(self.kernel)
+        constants = [named[name] for name in self._constants if name in named]
+        half = text.half or any(str(value) in ("bf16", "fp16") for value in constants)
+        text = text._replace(half=half)
+        dtypes = frozenset(name_of(tensor.dtype) for tensor in tensors.values())
+        tile = tuple((name, named[name]) for name in self._constants if type(named.get(name)) is int)
+        traits = source.traits(text, dtypes, max((size for _, size in tile), default=0))
+        size = self._batch(named) if self.declared.batch else 1
+        # A kernel that computes offsets in 64 bits anywhere is trusted with long tensors.
+        reach = () if text.wide else tuple(reached for name, tensor in tensors.items() for reached in self._reach(name, tensor, size))
+        launch = Launch(_name(self.kernel), grid, named.get("num_warps") or 4, named.get("num_stages") or 3, tile, 0, 0, traits)
+        given = Given(launch, self.declared.axis if self.declared.batch else -1, self._whole(tensors, grid, size), bool(self.declared.outputs),
+                      reach, half)
+        dtype = next((name for name in ("bfloat16", "float16") if name in dtypes), "float32")
+        return Problem(launch.kernel, "shield", "", size, 1, 1, 0, 0, max(size, 1), dtype, max_warps=launch.num_warps, given=given)
+
+    def _batch(self, named: dict[str, Any]) -> int:
+        """The size of the batch."""
+        if self.declared.size is not None:
+            return int(named[self.declared.size])
+        return min((named[name].shape[dimension] for name, dimension in self.declared.batch.items()
+                    if dimension is not None and named.get(name) is not None), default=1)
+
+    def _whole(self, tensors: dict[str, torch.Tensor], grid: tuple[int, ...], size: int) -> str:
+        """Why the batch cannot be split, ``""`` if it can."""
+        if not self.declared.batch:
+            return DECLARE
+        axis = self.declared.axis
+        programs = grid[axis] if axis < len(grid) else 1
+        if size < 1 or programs % size:
+            return f"batch_axis={axis} has {programs} programs, which is no multiple of the batch of {size}: name the axis that counts the batch"
+        for name, tensor in tensors.items():
+            dimension = self.declared.batch.get(name)
+            if name not in self.declared.batch and size > 1 and size in tensor.shape:
+                return (f"{name} has a dimension of {size}, as the batch, and is not declared: "
+                        f'batch={{"{name}": {list(tensor.shape).index(size)}}} says that it is the batch, batch={{"{name}": None}} that it is not')
+            if dimension is not None and tensor.shape[dimension] % size and tensor.shape[dimension] != size + 1:
+                return f"{name}: dimension {dimension} has {tensor.shape[dimension]} elements, need a multiple of the batch of {size}"
+        return ""
+
+    def _reach(self, name: str, tensor: torch.Tensor, size: int) -> Iterator[tuple[int, int]]:
+        """(base, step) of a tensor whose last element is beyond 32 bits: see ``Given``. By strides: a view may be long and have few elements."""
+        last = sum((length - 1) * abs(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+        if last <= OFFSET_LIMIT:
+            return
+        dimension = self.declared.batch.get(name)
+        step = 0 if dimension is None else tensor.shape[dimension] // size * tensor.stride(dimension)
+        yield last - size * step, step
+
+    def _device(self, tensors: dict[str, torch.Tensor]) -> torch.device:
+        """The one device of the tensors. Pinned host memory, which a GPU reads too, may stand beside it."""
+        found = {tensor.device: name for name, tensor in reversed(tensors.items()) if tensor.device.type != "cpu" or not tensor.is_pinned()}
+        if len(found) > 1:
+            shown = ", ".join(f"{name} on {device}" for device, name in found.items())
+            raise ValueError(f"{_name(self.kernel)}: got {shown}, need all tensors on one device")
+        return next(iter(found), None) or torch.device(*(("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else ("cpu",)))
+
+
+_HERE = nullcontext()
+
+
+def _around(kernel: Any, declared: Declared) -> Any:
+    """Only the innermost launch is ours: what tunes and derives arguments stays around it."""
+    if not hasattr(kernel.fn, "arg_names"):
+        return Launcher(kernel, declared)
+    inner = _around(kernel.fn, declared)
+    if hasattr(kernel, "configs"):
+        return tuning.around(kernel, inner)
+    outer = copy.copy(kernel)
+    outer.fn = inner
+    return outer
+
+
+def _name(kernel: Any) -> str:
+    return str(kernel.fn.__name__)
+
+
+def _checked(what: str, given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise ValueError(f"{what}: got {', '.join(map(repr, unknown))}, need names of arguments: {', '.join(names)}")
+    return given
