@@ -37,11 +37,12 @@ class Tuned(NamedTuple):
 
 
 def autotune(configs: list[Any], key: list[str], prune_configs_by: dict[str, Any] | None = None, reset_to_zero: list[str] | None = None,
-             restore_value: list[str] | None = None, **options: Any) -> Callable[[Any], Any]:
+             restore_value: list[str] | None = None, pre_hook: Callable[..., Any] | None = None, post_hook: Callable[..., Any] | None = None,
+             **options: Any) -> Callable[[Any], Any]:
     """``triton.autotune``, in the words of its release; see the module's docstring for what differs.
 
     Args:
-        configs, prune_configs_by, options: as Triton's.
+        configs, prune_configs_by, pre_hook, post_hook, options: as Triton's.
         key: names of arguments; other values of these are tuned for anew. Where a release has only positions, still names.
         reset_to_zero, restore_value: names of tensors, None among them is skipped.
 
@@ -52,12 +53,14 @@ def autotune(configs: list[Any], key: list[str], prune_configs_by: dict[str, Any
         names = {"key": key, "reset_to_zero": reset_to_zero, "restore_value": restore_value}
         known = {what: _known(what, some, fn) for what, some in names.items()}
         accepted = inspect.signature(Autotuner.__init__).parameters
-        timer = options.pop("do_bench", None)
-        # Triton 3.2 and 3.3 ask the driver for its benchmark unless they are handed one.
-        lazily = {"do_bench": timer or _benchmark} if "do_bench" in accepted else {}
-        tuner = Autotuner(fn, fn.arg_names, configs, known["key"], known["reset_to_zero"], known["restore_value"],
-                          prune_configs_by=prune_configs_by, **lazily, **options)
-        if timer is not None and not lazily:
+        given, timer = dict(options), options.get("do_bench")
+        if "do_bench" not in accepted:  # Triton 3.0 and 3.1: ours looks for the attribute
+            given.pop("do_bench", None)
+        elif timer is None and not {"warmup", "rep", "use_cuda_graph"} & given.keys():
+            given["do_bench"] = _benchmark  # 3.2 and 3.3 ask the driver at once unless they are handed one
+        tuner = Autotuner(fn, fn.arg_names, configs, known["key"], known["reset_to_zero"], known["restore_value"], pre_hook=pre_hook,
+                          post_hook=post_hook, prune_configs_by=prune_configs_by, **given)
+        if timer is not None:
             tuner.do_bench = timer
         return fixed(tuner)
     return decorate
@@ -164,11 +167,11 @@ def _tune(tuner: Any, given: dict[str, Any], args: tuple[Any, ...], kwargs: dict
     if twice:
         raise ValueError(f"{', '.join(sorted(twice))}: given in the call to {_name(tuner)} and by a configuration, need one of the two")
     tuner.nargs = given  # prune_configs of every release reads it
-    configs, seconds = list(tuner.prune_configs(kwargs)), dict[Any, float]()
-    errors: list[Exception] = []
-    for config, result in _compiled(tuner, configs, args, kwargs):
-        if result.status in ("abort", "timeout"):
-            configs.remove(config)
+    configs, errors, seconds = list[Any](), list[Exception](), dict[Any, float]()
+    for config, result in _compiled(tuner, list(tuner.prune_configs(kwargs)), args, kwargs):
+        if result is None or result.status not in ("abort", "timeout"):
+            configs.append(config)
+        else:
             why = f"{result.status}: {result.cause or result.message}"
             errors.append(RuntimeError(f"{_name(tuner)}: configuration {config} ends the compiler ({why})"))
             _tell(errors[-1])
@@ -250,17 +253,18 @@ def _benchmark(call: Callable[[], None], quantiles: Any) -> Any:
     return driver.active.get_benchmarker()(call, quantiles=quantiles)
 
 
-def _compiled(tuner: Any, configs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Result]]:
-    """Each configuration compiled in a child first. What a child compiles lies in Triton's cache, so it is not done twice."""
+def _compiled(tuner: Any, configs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Result | None]]:
+    """Each configuration compiled in a child first; None where that is not done. What a child compiles lies in Triton's cache afterwards."""
     device = next((value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
     target = None if device is None else probe(device)
     if target is None or target.backend != "cuda" or not hasattr(os, "fork") or policy.current().policy == "off":
+        yield from ((config, None) for config in configs)
         return
     from flashlin.testing.compile import forked
     sm = 10 * target.capability[0] + target.capability[1]
     works = [partial(_compile, tuner, args, {**kwargs, **config.all_kwargs(), "warmup": True}, sm) for config in configs]
-    for number, result in sorted(forked(works, min(len(works), os.cpu_count() or 1), CHILD_SECONDS)):
-        yield configs[number], result
+    results = dict(forked(works, os.cpu_count() or 1, CHILD_SECONDS))
+    yield from ((config, results[number]) for number, config in enumerate(configs))
 
 
 def _compile(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sm: int, folder: Path) -> Result:

@@ -21,7 +21,7 @@ def states(k, v, w, h, g, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr)
     i_bh = tl.program_id(0)
     b_h = tl.zeros([K, V], dtype=tl.float32)
     rows, columns, t = tl.arange(0, K), tl.arange(0, V), tl.arange(0, BT)
-    for i_t in range(0, tl.cdiv(T, BT)):
+    for i_t in range(tl.cdiv(T, BT)):
         at = i_bh * T + i_t * BT + t
         tl.store(h + (i_bh * tl.cdiv(T, BT) + i_t) * K * V + rows[:, None] * V + columns[None, :], b_h.to(h.dtype.element_ty))
         b_w = tl.load(w + at[:, None] * K + rows[None, :])

@@ -9,6 +9,7 @@ assertion kills only the child, and some releases (3.2, 3.3) generate other code
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import json
 import os
@@ -167,6 +168,7 @@ def _child(work: Callable[[Path], Result], folder: Path) -> None:
     """Never returns. Output goes to a file, because from Triton 3.3 on only stderr says which assertion failed."""
     try:
         os.setpgid(0, 0)
+        faulthandler.disable()  # what it would say of an abort goes to the parent's stderr, which it has kept
         output = os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY)
         os.dup2(output, 1)
         os.dup2(output, 2)
