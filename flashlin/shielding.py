@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,8 @@ from flashlin.ops.planned import name_of, planned
 from flashlin.policy import Policy
 
 REMEMBERED = 4096  # decisions per kernel
-OPTIONS = frozenset({"num_warps", "num_stages"})
+NUMBERS = frozenset({int, float, bool, str, type(None)})  # what is no tensor, told apart faster than by isinstance
+OPTIONS = ("num_warps", "num_stages")
 DECLARE = ('shield(kernel, batch={"tensor": dimension, ...}, batch_axis=AXIS, batch_size="argument") says what the batch is, and the launch is '
            'made in parts')
 
@@ -77,10 +77,11 @@ class Declared(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A plan as far as a launch needs it. index: of the CUDA device, None without one. warps: None to leave them; part: 0 for all at once."""
+    """A plan as far as a launch needs it, and for which target and policy. index: of the CUDA device, None without one. warps: None to leave them; part: 0 for all at once."""
     target: Target
     policy: Policy
     device: torch.device
+    index: int | None
     warps: int | None
     part: int
     fp32: bool
@@ -96,9 +97,11 @@ class Launcher:
         parameters = inspect.signature(kernel.fn).parameters
         self._defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
         self._constants = [name for name, parameter in parameters.items() if "constexpr" in str(parameter.annotation)]
-        self._kept = OPTIONS | {*self._constants} | ({declared.size} if declared.size else set())
+        self._kept = (*self._constants, *OPTIONS)
+        self._kept_at = [at for at, name in enumerate(self.arg_names) if name in self._constants]
         self._decided: dict[Any, Decision] = {}
         self._source: source.Source | None = None
+        self._wide = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
@@ -112,31 +115,45 @@ class Launcher:
 
     def run(self, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
         """Plan, then launch. What the kernel's own ``run`` returns (of the last part)."""
-        named = dict(zip(self.arg_names, args, strict=False))
-        named.update(kwargs)
         if callable(grid):
-            grid = grid({**self._defaults, **named})
+            grid = grid({**self._defaults, **self._named(args, kwargs)})
         grid = tuple(grid)
-        facts: list[Any] = [grid]
-        for name, value in named.items():
-            if isinstance(value, torch.Tensor):
-                facts += (name, value.dtype, value.get_device(), value.shape, value.stride())
-            elif name in self._kept:
-                facts += (name, value)
-        key = tuple(facts)
+        key = self._facts(grid, args, kwargs)
         found = self._decided.get(key)
-        if found is None or found.policy is not policy.current() or found.target is not probe(found.device):
-            found = self._decide(named, grid)
+        # Whether a batch can be split depends on shapes, which are not among the facts: the odd large launch is decided each time.
+        if found is None or found.part or found.policy is not policy.current() or found.target is not probe(found.device):
+            found = self._decide(self._named(args, kwargs), grid)
             if len(self._decided) >= REMEMBERED:
                 self._decided.clear()
             self._decided[key] = found
-        elsewhere = found.device.type == "cuda" and not warmup and found.device.index != torch.cuda.current_device()
-        with torch.cuda.device(found.device) if elsewhere else _HERE:
-            if found.warps is None and not found.part and not found.fp32:
-                return self._start(*args, grid=grid, warmup=warmup, **kwargs)
-            return self._remedied(found, named, grid, warmup)
+        if found.index is not None and not warmup and found.index != torch.cuda.current_device():
+            with torch.cuda.device(found.index):
+                return self._launch(found, args, kwargs, grid, warmup)
+        return self._launch(found, args, kwargs, grid, warmup)
 
-    def _remedied(self, decision: Decision, named: dict[str, Any], grid: tuple[int, ...], warmup: bool) -> Any:
+    def _facts(self, grid: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """All that a decision depends on, as fast as can be: types and devices, options and constants, strides of what is long."""
+        facts = [grid, *map(kwargs.get, self._kept), *[args[at] for at in self._kept_at if at < len(args)]]
+        add = facts.append
+        if not NUMBERS.issuperset(map(type, kwargs.values())):
+            add(tuple(kwargs))
+            args = (*args, *kwargs.values())
+        for value in args:
+            kind = type(value)
+            if kind is torch.Tensor or (kind not in NUMBERS and isinstance(value, torch.Tensor)):
+                add(value.dtype)
+                add(value.get_device())
+                if not self._wide and value.untyped_storage().nbytes() > OFFSET_LIMIT:
+                    add((value.shape, value.stride()))
+        return tuple(facts)
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(self.arg_names, args)), **kwargs}  # noqa: B905: the kernel itself says that there are too many
+
+    def _launch(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], grid: tuple[int, ...], warmup: bool) -> Any:
+        if decision.warps is None and not decision.part and not decision.fp32:
+            return self._start(*args, grid=grid, warmup=warmup, **kwargs)
+        named = self._named(args, kwargs)
         if decision.warps is not None:
             named = {**named, "num_warps": decision.warps}
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -175,11 +192,13 @@ class Launcher:
         given = asked.given
         assert given is not None
         warps = None if launch.num_warps == given.launch.num_warps else launch.num_warps
-        return Decision(plan.target, policy.current(), device, warps, plan.problem.batch_part, plan.problem.dot == "fp32")
+        index = device.index if device.type == "cuda" else None
+        return Decision(plan.target, policy.current(), device, index, warps, plan.problem.batch_part, plan.problem.dot == "fp32")
 
     def _problem(self, named: dict[str, Any], tensors: dict[str, torch.Tensor], grid: tuple[int, ...]) -> Problem:
         """The launch as facts."""
         text = self._source = self._source or source.of(self.kernel)
+        self._wide = text.wide
         constants = [named[name] for name in self._constants if name in named]
         half = text.half or any(str(value) in ("bf16", "fp16") for value in constants)
         text = text._replace(half=half)
@@ -235,9 +254,6 @@ class Launcher:
             shown = ", ".join(f"{name} on {device}" for device, name in found.items())
             raise ValueError(f"{_name(self.kernel)}: got {shown}, need all tensors on one device")
         return next(iter(found), None) or torch.device(*(("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else ("cpu",)))
-
-
-_HERE = nullcontext()
 
 
 def _around(kernel: Any, declared: Declared) -> Any:
