@@ -2,8 +2,8 @@
 
     python benchmarks/shield.py [--out benchmarks/results/shield.json]
 
-Each row is the best of many runs (others share the machine), in microseconds, and what a call costs more than the same call of the same kernel without shield,
-whose launch does nothing either. Not in it: asking CUDA for the current device, which there is none of here.
+Each row is the best of many runs (others share the machine), in microseconds: what a call costs more than the same call of the same kernel
+without shield, whose launch does nothing either. Not in it: asking CUDA for the current device, which there is none of here.
 """
 from __future__ import annotations
 

@@ -17,17 +17,15 @@ from flashlin import policy, tuning
 from flashlin.compat.target import Target, probe
 from flashlin.functions import ShieldedFunction
 from flashlin.guards.limits import OFFSET_LIMIT
-from flashlin.guards.problem import Given, Launch, Problem
 from flashlin.kernels.shield import source
+from flashlin.kernels.shield.problem import Declared, batch_of, problem_of
 from flashlin.kernels.shield.views import fp32_copies, part_of
-from flashlin.ops.planned import name_of, planned
+from flashlin.ops.planned import planned
 from flashlin.policy import Policy
 
 REMEMBERED = 4096  # decisions per kernel
 NUMBERS = frozenset({int, float, bool, str, type(None)})  # what is no tensor, told apart faster than by isinstance
 OPTIONS = ("num_warps", "num_stages")
-DECLARE = ('shield(kernel, batch={"tensor": dimension, ...}, batch_axis=AXIS, batch_size="argument") says what the batch is, and the launch is '
-           'made in parts')
 
 
 def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_axis: int | None = None, batch_size: str | None = None,
@@ -68,20 +66,13 @@ def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_
     return _around(kernel, declared)
 
 
-class Declared(NamedTuple):
-    """What the caller of ``shield`` said."""
-    batch: dict[str, int | None]
-    axis: int
-    size: str | None
-    outputs: tuple[str, ...]
-
-
 class Decision(NamedTuple):
-    """A plan as far as a launch needs it, and for which target and policy. index: of the CUDA device, None without one. warps: None to leave them; part: 0 for all at once."""
+    """A plan as far as a launch needs it, and what it holds for. card: number of the CUDA device, None without one. warps: None to leave
+    them as they are. part: how much of the batch at a time, 0 for all of it."""
     target: Target
     policy: Policy
     device: torch.device
-    index: int | None
+    card: int | None
     warps: int | None
     part: int
     fp32: bool
@@ -126,8 +117,8 @@ class Launcher:
             if len(self._decided) >= REMEMBERED:
                 self._decided.clear()
             self._decided[key] = found
-        if found.index is not None and not warmup and found.index != torch.cuda.current_device():
-            with torch.cuda.device(found.index):
+        if found.card is not None and not warmup and found.card != torch.cuda.current_device():
+            with torch.cuda.device(found.card):
                 return self._launch(found, args, kwargs, grid, warmup)
         return self._launch(found, args, kwargs, grid, warmup)
 
@@ -148,7 +139,7 @@ class Launcher:
         return tuple(facts)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**dict(zip(self.arg_names, args)), **kwargs}  # noqa: B905: the kernel itself says that there are too many
+        return {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
 
     def _launch(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], grid: tuple[int, ...], warmup: bool) -> Any:
         if decision.warps is None and not decision.part and not decision.fp32:
@@ -165,15 +156,16 @@ class Launcher:
         for part, programs in self._parts(named, grid, decision.part):
             result = self._start(**part, grid=programs, warmup=warmup)
         if not warmup:
-            for original, converted in written:
-                original.copy_(converted)
+            with torch.no_grad():
+                for original, converted in written:
+                    original.copy_(converted)
         return result
 
     def _parts(self, named: dict[str, Any], grid: tuple[int, ...], size: int) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
         if not size:
             yield named, grid
             return
-        whole, axis = self._batch(named), self.declared.axis
+        whole, axis = batch_of(self.declared, named), self.declared.axis
         for begin in range(0, whole, size):
             count = min(size, whole - begin)
             views: dict[str, Any] = {
@@ -186,66 +178,16 @@ class Launcher:
     def _decide(self, named: dict[str, Any], grid: tuple[int, ...]) -> Decision:
         tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
         device = self._device(tensors)
-        asked = self._problem({**self._defaults, **named}, tensors, grid)
+        text = self._source = self._source or source.of(self.kernel)
+        self._wide = text.wide
+        asked = problem_of(_name(self.kernel), text, self.declared, {**self._defaults, **named}, self._constants, grid)
         plan = planned(asked, device)
         launch = plan.launches[0]
         given = asked.given
         assert given is not None
         warps = None if launch.num_warps == given.launch.num_warps else launch.num_warps
-        index = device.index if device.type == "cuda" else None
-        return Decision(plan.target, policy.current(), device, index, warps, plan.problem.batch_part, plan.problem.dot == "fp32")
-
-    def _problem(self, named: dict[str, Any], tensors: dict[str, torch.Tensor], grid: tuple[int, ...]) -> Problem:
-        """The launch as facts."""
-        text = self._source = self._source or source.of(self.kernel)
-        self._wide = text.wide
-        constants = [named[name] for name in self._constants if name in named]
-        half = text.half or any(str(value) in ("bf16", "fp16") for value in constants)
-        text = text._replace(half=half)
-        dtypes = frozenset(name_of(tensor.dtype) for tensor in tensors.values())
-        tile = tuple((name, named[name]) for name in self._constants if type(named.get(name)) is int)
-        traits = source.traits(text, dtypes, max((size for _, size in tile), default=0))
-        size = self._batch(named) if self.declared.batch else 1
-        # A kernel that computes offsets in 64 bits anywhere is trusted with long tensors.
-        reach = () if text.wide else tuple(reached for name, tensor in tensors.items() for reached in self._reach(name, tensor, size))
-        launch = Launch(_name(self.kernel), grid, named.get("num_warps") or 4, named.get("num_stages") or 3, tile, 0, 0, traits)
-        given = Given(launch, self.declared.axis if self.declared.batch else -1, self._whole(tensors, grid, size), bool(self.declared.outputs),
-                      reach, half)
-        dtype = next((name for name in ("bfloat16", "float16") if name in dtypes), "float32")
-        return Problem(launch.kernel, "shield", "", size, 1, 1, 0, 0, max(size, 1), dtype, max_warps=launch.num_warps, given=given)
-
-    def _batch(self, named: dict[str, Any]) -> int:
-        """The size of the batch."""
-        if self.declared.size is not None:
-            return int(named[self.declared.size])
-        return min((named[name].shape[dimension] for name, dimension in self.declared.batch.items()
-                    if dimension is not None and named.get(name) is not None), default=1)
-
-    def _whole(self, tensors: dict[str, torch.Tensor], grid: tuple[int, ...], size: int) -> str:
-        """Why the batch cannot be split, ``""`` if it can."""
-        if not self.declared.batch:
-            return DECLARE
-        axis = self.declared.axis
-        programs = grid[axis] if axis < len(grid) else 1
-        if size < 1 or programs % size:
-            return f"batch_axis={axis} has {programs} programs, which is no multiple of the batch of {size}: name the axis that counts the batch"
-        for name, tensor in tensors.items():
-            dimension = self.declared.batch.get(name)
-            if name not in self.declared.batch and size > 1 and size in tensor.shape:
-                return (f"{name} has a dimension of {size}, as the batch, and is not declared: "
-                        f'batch={{"{name}": {list(tensor.shape).index(size)}}} says that it is the batch, batch={{"{name}": None}} that it is not')
-            if dimension is not None and tensor.shape[dimension] % size and tensor.shape[dimension] != size + 1:
-                return f"{name}: dimension {dimension} has {tensor.shape[dimension]} elements, need a multiple of the batch of {size}"
-        return ""
-
-    def _reach(self, name: str, tensor: torch.Tensor, size: int) -> Iterator[tuple[int, int]]:
-        """(base, step) of a tensor whose last element is beyond 32 bits: see ``Given``. By strides: a view may be long and have few elements."""
-        last = sum((length - 1) * abs(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
-        if last <= OFFSET_LIMIT:
-            return
-        dimension = self.declared.batch.get(name)
-        step = 0 if dimension is None else tensor.shape[dimension] // size * tensor.stride(dimension)
-        yield last - size * step, step
+        card = device.index if device.type == "cuda" else None
+        return Decision(plan.target, policy.current(), device, card, warps, plan.problem.batch_part, plan.problem.dot == "fp32")
 
     def _device(self, tensors: dict[str, torch.Tensor]) -> torch.device:
         """The one device of the tensors. Pinned host memory, which a GPU reads too, may stand beside it."""

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -273,8 +273,8 @@ def test_the_limit_is_the_one_of_the_checks(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_around_a_kernel_stays_and_the_kernel_itself_is_untouched() -> None:
-    heuristic: Callable[[dict[str, Any]], int] = lambda given: 16 if given["T"] < 64 else 64
-    tuned = triton.heuristics({"BT": heuristic})(triton.autotune([triton.Config({}, num_warps=8)], key=["T"])(foreign.scaled))
+    inner = triton.autotune([triton.Config({}, num_warps=8)], key=["T"])(foreign.scaled)
+    tuned = triton.heuristics({"BT": lambda given: 16 if given["T"] < 64 else 64})(inner)
     shielded, starts = watched(tuned, H100, **BATCH)
     assert type(shielded) is type(tuned) and shielded is not tuned and tuned.fn.fn is foreign.scaled
     shielded[(1, 6)](*tokens(2, 3), 1, 2, H=3)
