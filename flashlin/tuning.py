@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from flashlin.testing.compile import Result
 
 CHILD_SECONDS = 300
-ABSENT = "absent"  # what an argument is to the key that is neither given nor has a default
 
 
 class Tuned(NamedTuple):
@@ -153,9 +152,9 @@ def _names(tuner: Any, by_name: str, by_position: str) -> list[str]:
 def _key_of(tuner: Any, given: dict[str, Any]) -> tuple[Any, ...]:
     names = tuner.__dict__.get("flashlin_key")
     if names is None:
-        defaults = {name: parameter.default for name, parameter in inspect.signature(_python(tuner.fn)).parameters.items()}
+        parameters = inspect.signature(_python(tuner.fn)).parameters
         names = tuner.__dict__["flashlin_key"] = [
-            (name, ABSENT if defaults[name] is inspect.Parameter.empty else defaults[name]) for name in _names(tuner, "keys", "key_idx")]
+            (name, parameters[name].default) for name in _names(tuner, "keys", "key_idx") if name in parameters]
     values = [given.get(name, default) for name, default in names]
     dtypes = [(name, getattr(given.get(name), "dtype", None)) for name in tuner.arg_names]
     return (*values, *(pair for pair in dtypes if pair[1] is not None))

@@ -103,6 +103,14 @@ def test_a_view_that_reaches_beyond_32_bits_counts_however_few_elements_it_has()
     assert [start["grid"] for start in starts] == [(1, 2), (1, 1)]
 
 
+def test_a_long_tensor_is_not_split_where_the_batch_cannot_be() -> None:
+    x = torch.empty_strided((3, 1, 4), (2**30, 4, 1), device="meta")
+    shielded, starts = watched(foreign.scaled, A100, **BATCH)
+    with pytest.raises(flashlin.UnsupportedError, match="batch_axis=1 has 4 programs, which is no multiple of the batch of 3"):
+        shielded[(1, 4)](x, x, 4, 3, H=1, BT=16)
+    assert not starts
+
+
 def test_a_kernel_with_64_bit_offsets_is_trusted_with_them() -> None:
     x = torch.empty_strided((2, 64), (2**31, 1), device="meta")
     shielded, starts = watched(foreign.precise, A100)
@@ -263,6 +271,14 @@ def test_a_decision_is_made_once_per_facts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(shielding, "REMEMBERED", 2)
     shielded[(1, 12)](*tokens(4, 3), 1, 4, H=3, BT=16)
     assert len(shielded._decided) == 1
+
+
+def test_a_launch_in_parts_is_looked_at_each_time() -> None:
+    shielded, starts = watched(foreign.scaled, H100, **BATCH)
+    shielded[(1, 65538)](*tokens(10923, 6), 1, 10923, H=6, BT=16)
+    with pytest.raises(flashlin.UnsupportedError, match="o: dimension 0 has 10923 elements, need a multiple of the batch of 32769"):
+        shielded[(1, 65538)](tokens(32769, 2)[0], tokens(10923, 6)[0], 1, 32769, H=6, BT=16)
+    assert len(starts) == 2
 
 
 def test_the_limit_is_the_one_of_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
