@@ -82,7 +82,7 @@ class Launcher:
     """A ``@triton.jit`` kernel whose every launch is planned. Everything but launching is the kernel's own."""
 
     def __init__(self, kernel: Any, declared: Declared, start: Callable[..., Any] | None = None) -> None:
-        self.kernel, self.declared, self.fn = kernel, declared, kernel.fn
+        self.kernel, self.declared, self.fn = kernel, declared, kernel
         self.arg_names: list[str] = list(kernel.arg_names)
         self._start = start or kernel.run
         parameters = inspect.signature(kernel.fn).parameters
@@ -199,7 +199,9 @@ class Launcher:
 
 
 def _around(kernel: Any, declared: Declared) -> Any:
-    """Only the innermost launch is ours: what tunes and derives arguments stays around it."""
+    """Only the innermost launch is ours: what tunes and derives arguments stays around it. A shield around a shield replaces it."""
+    if isinstance(kernel, Launcher):
+        return Launcher(kernel.kernel, declared)
     if not hasattr(kernel.fn, "arg_names"):
         return Launcher(kernel, declared)
     inner = _around(kernel.fn, declared)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flashlin.testing.compile import Result
 
 CHILD_SECONDS = 300
+USUAL = ("OutOfResources", "CompileTimeAssertionFailure", "PTXASError")  # configurations are tried for that: Triton says nothing either
 
 
 class Tuned(NamedTuple):
@@ -90,7 +91,7 @@ def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
             with state.lock:
                 config = state.chosen.get(key)
                 if config is None:
-                    config = state.chosen[key] = tuner.cache[key] = _tune(tuner, given, args, kwargs)
+                    config = state.chosen[key] = tuner.cache[key] = _tune(tuner, key, given, args, kwargs)
     else:
         config = tuner.configs[0]
     tuner.best_config = config
@@ -160,14 +161,30 @@ def _key_of(tuner: Any, given: dict[str, Any]) -> tuple[Any, ...]:
     return (*values, *(pair for pair in dtypes if pair[1] is not None))
 
 
-def _tune(tuner: Any, given: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The fastest of the configurations that work. Raises the first one's error where none does."""
+def _tune(tuner: Any, key: tuple[Any, ...], given: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The fastest of the configurations that work, measured, or read from disk where the tuner is told to keep its results there."""
     twice = kwargs.keys() & {name for config in tuner.configs for name in config.kwargs}
     if twice:
         raise ValueError(f"{', '.join(sorted(twice))}: given in the call to {_name(tuner)} and by a configuration, need one of the two")
     tuner.nargs = given  # prune_configs of every release reads it
+    try:
+        pruned = list(tuner.prune_configs(kwargs))
+    finally:
+        tuner.nargs = None
+    if not getattr(tuner, "cache_results", False):
+        return _measured(tuner, pruned, given, args, kwargs)
+    written = tuple(map(str, key))  # it is written down as JSON
+
+    def measure() -> None:
+        tuner.cache[written] = _measured(tuner, pruned, given, args, kwargs)
+    tuner.check_disk_cache(written, pruned, measure)
+    return tuner.cache.pop(written)
+
+
+def _measured(tuner: Any, pruned: list[Any], given: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Raises the first configuration's error where none works."""
     configs, errors, seconds = list[Any](), list[Exception](), dict[Any, float]()
-    for config, result in _compiled(tuner, list(tuner.prune_configs(kwargs)), args, kwargs):
+    for config, result in _compiled(tuner, pruned, args, kwargs):
         if result is None or result.status not in ("abort", "timeout"):
             configs.append(config)
         else:
@@ -175,13 +192,15 @@ def _tune(tuner: Any, given: dict[str, Any], args: tuple[Any, ...], kwargs: dict
             errors.append(RuntimeError(f"{_name(tuner)}: configuration {config} ends the compiler ({why})"))
             _tell(errors[-1])
     if len(configs) == 1:
+        tuner.configs_timings = {configs[0]: 0.0}
         return configs[0]
     for config in configs:
         try:
             timed = _timed(tuner, config, given, args, kwargs)
         except Exception as error:  # told, and raised if no configuration is left
             errors.append(error)
-            _tell(f"{_name(tuner)}: configuration {config} fails ({type(error).__name__}: {error})")
+            if type(error).__name__ not in USUAL:
+                _tell(f"{_name(tuner)}: configuration {config} fails ({type(error).__name__}: {error})")
         else:
             seconds[config] = timed[0] if isinstance(timed, (list, tuple)) else timed
     if not seconds:

@@ -245,6 +245,35 @@ def test_what_is_no_kernel_is_an_error() -> None:
         flashlin.shield(lambda q: q, batch={"q": 0}, batch_axis=1)
 
 
+def test_a_launch_happens_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = []
+
+    class Device:
+        def __init__(self, card: int) -> None:
+            self.card = card
+
+        def __enter__(self) -> None:
+            entered.append(self.card)
+
+        def __exit__(self, *error: object) -> None:
+            entered.append(-self.card)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for card in (3, 0):
+        shielded, starts = watched(foreign.scaled, H100)
+        monkeypatch.setattr(shielded, "_device", lambda tensors, card=card: torch.device("cuda", card))
+        shielded._start = lambda *args, **kwargs: entered.append(100)
+        shielded[(1, 6)](*tokens(2, 3), 1, 2, H=3, BT=16)
+        shielded.warmup(*tokens(2, 3), 1, 2, H=3, BT=16, grid=(1, 6))
+    assert entered == [3, 100, -3, 100, 100, 100]
+
+
+def test_a_shield_around_a_shield_replaces_it() -> None:
+    once = flashlin.shield(foreign.scaled)
+    again = flashlin.shield(once, outputs=["o"])
+    assert again.kernel is foreign.scaled and again.declared.outputs == ("o",) and not once.declared.outputs
+
+
 def test_tensors_on_two_devices_are_named() -> None:
     shielded, _ = watched(foreign.scaled, H100)
     with pytest.raises(ValueError, match="scaled: got o on meta, x on cpu, need all tensors on one device"):

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from triton.runtime.autotuner import Autotuner
 import flashlin
 from flashlin import patching, tuning
 from flashlin.compat.target import parse, pretend
+from flashlin.testing.compile import Driver
 from tests import foreign
 
 NAMES = ["x", "BK", "n", "o", "m"]
@@ -140,6 +142,25 @@ def test_hooks_of_the_user_are_called() -> None:
                   post_hook=lambda given, exception: said.append("after"))
     call(tuner, 3)
     assert said == ["before False 3", "after"] * 2 + ["before True 3"]
+
+
+def test_results_are_kept_on_disk_where_the_tuner_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver(90), raising=False)
+    x, asked = torch.zeros(64), list[int]()
+
+    def bench(call: Callable[[], None], quantiles: Any) -> list[float]:
+        call()
+        asked.append(1)
+        return [float(len(asked))]
+    for _ in range(2):  # as two processes would
+        tuner = triton.autotune([triton.Config({"BK": 16}), triton.Config({"BK": 32})], ["n"], do_bench=bench, cache_results=True)(foreign.keyed)
+        kernel = flashlin.shield(tuner)
+        kernel.fn._start = lambda *args, **kwargs: None
+        pretend(parse("triton=3.6.0,sm=90"))
+        with flashlin.settings(policy="off"):
+            kernel[(1,)](x, n=64, o=x, m=0)
+        assert kernel.best_config.kwargs["BK"] == 16 and len(asked) == 2
 
 
 def test_two_threads_tune_once() -> None:
