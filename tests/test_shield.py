@@ -14,7 +14,11 @@ from flashlin import shielding
 from flashlin.compat.target import parse, pretend
 from flashlin.guards import limits
 from flashlin.kernels.shield import source
+from flashlin.kernels.shield.problem import Declared, problem_of
 from flashlin.kernels.shield.views import fp32_copies, part_of
+from flashlin.kernels.variants import VARIANTS
+from flashlin.policy import Policy
+from flashlin.testing.environments import RELEASES
 from tests import foreign
 
 H100, T4, A100 = "triton=3.2.0,sm=90", "triton=3.2.0,sm=75", "triton=3.6.0,sm=80"
@@ -68,7 +72,7 @@ def test_too_many_programs_are_launched_in_parts_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize(("declared", "says"), [
-    ({}, 'shield(kernel, batch={"tensor": dimension, ...}, batch_axis=AXIS'),
+    ({}, 'do       shield(..., batch={"tensor": dimension, ...}, batch_axis=1, batch_size="argument") says what the batch is'),
     (dict(batch={"x": 0, "o": 0}, batch_axis=0), "batch_axis=0 has 1 programs, which is no multiple of the batch of 10923"),
     (dict(batch={"x": 0}, batch_axis=1), 'o has a dimension of 10923, as the batch, and is not declared: batch={"o": 0}'),
     (dict(batch={"x": 0, "o": 1}, batch_axis=1, batch_size="B"), "o: dimension 1 has 6 elements, need a multiple of the batch of 10923")])
@@ -174,6 +178,13 @@ def test_bf16_below_sm_80_goes_by_way_of_fp32_if_the_outputs_are_declared() -> N
 def test_without_declared_outputs_it_is_refused_with_the_remedy() -> None:
     shielded, starts = watched(foreign.scaled, T4)
     with pytest.raises(flashlin.UnsupportedError, match=r'do       shield\(..., outputs=\["name", ...\]\) names the tensors'):
+        shielded[(1, 6)](*tokens(2, 3, 5, torch.bfloat16), 5, 2, H=3, BT=16)
+    assert not starts
+
+
+def test_strict_takes_no_fp32_copies_and_says_who_would() -> None:
+    shielded, starts = watched(foreign.scaled, T4, outputs=["o"])
+    with flashlin.settings(policy="strict"), pytest.raises(flashlin.UnsupportedError, match="do       FLASHLIN_POLICY=auto allows fp32 copies"):
         shielded[(1, 6)](*tokens(2, 3, 5, torch.bfloat16), 5, 2, H=3, BT=16)
     assert not starts
 
@@ -324,3 +335,22 @@ def test_what_is_around_a_kernel_stays_and_the_kernel_itself_is_untouched() -> N
     assert type(shielded) is type(tuned) and shielded is not tuned and tuned.fn.fn is foreign.scaled
     shielded[(1, 6)](*tokens(2, 3), 1, 2, H=3)
     assert (starts[0]["BT"], starts[0]["num_warps"], starts[0]["grid"]) == (16, 8, (1, 6))
+
+
+def test_on_every_machine_a_planned_launch_answers_every_check_and_a_refusal_has_no_remedy_left() -> None:
+    declared = Declared({"k": 0}, 0, None, ("h",))
+    k = torch.zeros(70000, 64, 64, dtype=torch.bfloat16, device="meta")
+    named = dict(k=k, h=k, K=256, V=64, BT=64, num_warps=16)
+    asked = problem_of("states", source.of(foreign.states), declared, named, ["K", "V", "BT"], (70000, 70000))
+    seen = set()
+    for triton_version in RELEASES:
+        for sm in (60, 70, 75, 80, 89, 90, 100, 103, 120):
+            for problem in (asked, asked._replace(given=asked.given._replace(launch=asked.given.launch._replace(grid=(70000, 1))))):
+                plan = flashlin.plan(problem, parse(f"triton={triton_version},sm={sm}"))
+                seen.add(plan.path)
+                for check in limits.CHECKS:
+                    assert plan.refused or check(plan.problem, plan.launches, plan.target, Policy()) is None
+                for reason in plan.refused:
+                    assert all(VARIANTS[name].rewrite(plan.problem, plan.target) is None for name in reason.remedies), reason
+                    assert str(flashlin.UnsupportedError(plan))
+    assert seen == {"triton", "refused"}

@@ -137,10 +137,11 @@ def advice(plan: Plan) -> str:
     given = plan.asked.given
     if given is not None and "chunk_batch" in offered and given.whole:
         return given.whole
-    if given is not None and "via_fp32" in offered and not given.outputs:
-        return 'shield(..., outputs=["name", ...]) names the tensors that the kernel writes: then it can run on fp32 copies'
+    if given is not None and "via_fp32" in offered and plan.problem.dot == "native":
+        return ("FLASHLIN_POLICY=auto allows fp32 copies" if given.outputs else
+                'shield(..., outputs=["name", ...]) names the tensors that the kernel writes: then it can run on fp32 copies')
     if given is not None:
-        return "; ".join(f"{reason.got}: bring it to {reason.need}" for reason in plan.refused)
+        return "; ".join(f"it needs {reason.need}" for reason in plan.refused)
     if "torch_path" in offered:
         return "FLASHLIN_PATH=auto and FLASHLIN_POLICY=auto allow the torch path, which runs this call anywhere"
     return "; ".join(f"{reason.got}: bring it to {reason.need}" for reason in plan.refused)

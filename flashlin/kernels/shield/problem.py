@@ -6,13 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashlin.guards.limits import OFFSET_LIMIT
+from flashlin.guards.limits import AXIS_LIMITS, OFFSET_LIMIT
 from flashlin.guards.problem import Given, Launch, Problem
 from flashlin.kernels.shield import source
 from flashlin.kernels.shield.source import Source
-
-DECLARE = ('shield(kernel, batch={"tensor": dimension, ...}, batch_axis=AXIS, batch_size="argument") says what the batch is, and the launch is '
-           'made in parts')
 
 
 class Declared(NamedTuple):
@@ -50,7 +47,9 @@ def batch_of(declared: Declared, named: dict[str, Any]) -> int:
 def _whole(declared: Declared, tensors: dict[str, torch.Tensor], grid: tuple[int, ...], size: int) -> str:
     """Why the batch cannot be split, ``""`` if it can."""
     if not declared.batch:
-        return DECLARE
+        axis = next((str(axis) for axis, (programs, limit) in enumerate(zip(grid, AXIS_LIMITS, strict=False)) if programs > limit), "AXIS")
+        return (f'shield(..., batch={{"tensor": dimension, ...}}, batch_axis={axis}, batch_size="argument") says what the batch is: '
+                "then it can run in parts")
     programs = grid[declared.axis] if declared.axis < len(grid) else 1
     if size < 1 or programs % size:
         return (f"batch_axis={declared.axis} has {programs} programs, which is no multiple of the batch of {size}: "
