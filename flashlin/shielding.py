@@ -95,6 +95,8 @@ class Launcher:
         self._wide = False
 
     def __getattr__(self, name: str) -> Any:
+        if name == "kernel":  # a copy that has nothing yet
+            raise AttributeError(name)
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:

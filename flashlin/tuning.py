@@ -26,7 +26,7 @@ from flashlin.compat.target import probe
 if TYPE_CHECKING:
     from flashlin.testing.compile import Result
 
-CHILD_SECONDS = 300
+CHILDREN, CHILD_SECONDS = 16, 300  # at a time, for each
 USUAL = ("OutOfResources", "CompileTimeAssertionFailure", "PTXASError")  # configurations are tried for that: Triton says nothing either
 
 
@@ -281,8 +281,10 @@ def _compiled(tuner: Any, configs: list[Any], args: tuple[Any, ...], kwargs: dic
     from flashlin.testing.compile import forked
     sm = 10 * target.capability[0] + target.capability[1]
     works = [partial(_compile, tuner, args, {**kwargs, **config.all_kwargs(), "warmup": True}, sm) for config in configs]
-    results = dict(forked(works, os.cpu_count() or 1, CHILD_SECONDS))
-    yield from ((config, results[number]) for number, config in enumerate(configs))
+    results = dict(forked(works, min(os.cpu_count() or 1, CHILDREN), CHILD_SECONDS))
+    # Where no child ends at all, forking is what fails: a lock that another thread held.
+    stuck = all(result.status == "timeout" for result in results.values())
+    yield from ((config, None if stuck else results[number]) for number, config in enumerate(configs))
 
 
 def _compile(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sm: int, folder: Path) -> Result:

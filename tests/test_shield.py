@@ -1,6 +1,7 @@
 """shield on machines one does not own: what a user's launch becomes, without a GPU. Tensors are small or have no memory behind them."""
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -277,6 +278,16 @@ def test_a_launch_happens_on_the_device_of_its_tensors(monkeypatch: pytest.Monke
         shielded[(1, 6)](*tokens(2, 3), 1, 2, H=3, BT=16)
         shielded.warmup(*tokens(2, 3), 1, 2, H=3, BT=16, grid=(1, 6))
     assert entered == [3, 100, -3, 100, 100, 100]
+
+
+def test_an_amd_card_has_the_limits_of_grids_only() -> None:
+    shielded, starts = watched(foreign.scaled, "triton=3.6.0,sm=94,backend=hip", **BATCH)
+    shielded[(1, 65538)](*tokens(10923, 6), 1, 10923, H=6, BT=16, num_warps=16)
+    assert [(start["grid"], start["num_warps"]) for start in starts] == [((1, 32772), 16), ((1, 32766), 16)]
+
+
+def test_a_shield_can_be_copied() -> None:
+    assert copy.copy(flashlin.shield(foreign.scaled)).kernel is foreign.scaled
 
 
 def test_a_shield_around_a_shield_replaces_it() -> None:

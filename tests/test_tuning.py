@@ -196,6 +196,26 @@ def test_a_configuration_that_ends_the_compiler_ends_a_child_only() -> None:
         call(tuned(kernel, (32, 32)))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_children_that_hang_leave_a_configuration_out_unless_all_of_them_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging(Kernel):
+        hangs: tuple[int, ...] = (32,)
+
+        def run(self, *args: Any, **kwargs: Any) -> None:
+            if kwargs["warmup"] and kwargs["BK"] in self.hangs:
+                time.sleep(60)
+            super().run(*args, **kwargs)
+    monkeypatch.setattr(tuning, "CHILD_SECONDS", 1)
+    pretend(parse("triton=3.6.0,sm=90"))
+    kernel = Hanging()
+    with pytest.warns(UserWarning, match="configuration BK: 32.* ends the compiler .timeout"):
+        call(tuned(kernel))
+    assert kernel.started[-1]["BK"] == 64
+    kernel.hangs = (32, 64)
+    call(tuned(kernel))
+    assert kernel.started[-1]["BK"] == 32
+
+
 def test_patching_is_reversible_and_twice_is_once() -> None:
     original, kernel, asked = triton.autotune, Kernel({32: RuntimeError("not mine")}), list[int]()
     before = original(configs(64, 32), ["n"], do_bench=timer(kernel, asked))(kernel)
