@@ -25,6 +25,9 @@ _HOME = {
     "flashlin.compat.target": ("Target",),
     "flashlin.guards.problem": ("Problem", "UnsupportedError"),
     "flashlin.report": ("Report",),
+    "flashlin.shielding": ("shield",),
+    "flashlin.tuning": ("autotune",),
+    "flashlin.patching": ("patch", "patched", "unpatch"),
     "flashlin.tokens": ("check_tokens", "embedding", "guard_embeddings", "synchronize"),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
@@ -61,13 +64,18 @@ if TYPE_CHECKING:
     from flashlin.ops.simple_gla import chunk_simple_gla as chunk_simple_gla
     from flashlin.ops.simple_gla import fused_recurrent_simple_gla as fused_recurrent_simple_gla
     from flashlin.ops.simple_gla import simple_gla as simple_gla
+    from flashlin.patching import patch as patch
+    from flashlin.patching import patched as patched
+    from flashlin.patching import unpatch as unpatch
     from flashlin.policy import Policy as Policy
     from flashlin.policy import settings as settings
     from flashlin.report import Report as Report
+    from flashlin.shielding import shield as shield
     from flashlin.tokens import check_tokens as check_tokens
     from flashlin.tokens import embedding as embedding
     from flashlin.tokens import guard_embeddings as guard_embeddings
     from flashlin.tokens import synchronize as synchronize
+    from flashlin.tuning import autotune as autotune
 
 
 def __getattr__(name: str) -> Any:

@@ -17,12 +17,14 @@ from flashlin.guards.problem import Launch, Plan, Problem, Reason
 from flashlin.kernels.delta import recipe as delta
 from flashlin.kernels.norm import recipe as norm
 from flashlin.kernels.recurrent import recipe as recurrent
+from flashlin.kernels.shield import recipe as shield
 from flashlin.kernels.simple_gla import recipe as simple_gla
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 
 RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {
-    "simple_gla": simple_gla.launches, "delta": delta.launches, "recurrent": recurrent.launches, "norm": norm.launches}
+    "simple_gla": simple_gla.launches, "delta": delta.launches, "recurrent": recurrent.launches, "norm": norm.launches,
+    "shield": shield.launches}
 
 # Every public op: its family, and the mode it asks for.
 OPS: dict[str, tuple[str, str]] = {

@@ -24,8 +24,8 @@ REST = len(ROOMS)
 ANYWHERE_BUT_COMPAT = "flashlin.policy"
 
 # Doctor answers on a machine where torch or Triton is broken, and plans are made for machines that have neither.
-NO_TORCH = ("guards/problem.py", "guards/limits.py", "kernels/*/recipe.py", "kernels/variants.py", "kernels/configs.py", "dispatch.py",
-            "diagnosis.py", "policy.py", "compat/versions.py", "compat/target.py", "compat/known_issues.py",
+NO_TORCH = ("guards/problem.py", "guards/limits.py", "kernels/*/recipe.py", "kernels/shield/source.py", "kernels/variants.py", "kernels/configs.py",
+            "dispatch.py", "diagnosis.py", "policy.py", "compat/versions.py", "compat/target.py", "compat/known_issues.py",
             "__init__.py", "*/__init__.py", "kernels/*/__init__.py")
 
 
@@ -131,6 +131,7 @@ def test_importing_flashlin_loads_and_changes_nothing() -> None:
 def test_importing_the_ops_touches_no_gpu_and_no_environment_and_loads_no_compiler() -> None:
     # Triton and torch's compiler take seconds to load, and where Triton is broken torch's compiler does not load at all.
     modules = [module_of(path) for path in FILES if path.parent.name in ("ops", "modules")]
+    modules += ["flashlin.shielding", "flashlin.functions", "flashlin.tuning", "flashlin.patching"]
     said = run(f"""
         import importlib, os, sys, torch
         before, threads, dtype, loaded = dict(os.environ), torch.get_num_threads(), torch.get_default_dtype(), set(sys.modules)
@@ -163,6 +164,10 @@ CALL = """
 
 def test_without_triton_the_torch_path_serves() -> None:
     assert run(blocked(("triton",)), CALL).strip() == "not installed"
+
+
+def test_without_triton_what_is_for_kernels_loads() -> None:
+    assert run(blocked(("triton",)), "from flashlin import autotune, patch, patched, shield, unpatch") == ""
 
 
 @pytest.mark.parametrize(("init", "language", "why"), [

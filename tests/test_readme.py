@@ -4,6 +4,7 @@ After a change of what the planner decides: ``python tests/test_readme.py --writ
 """
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -108,10 +109,14 @@ def test_every_setting_and_choice_is_described() -> None:
         assert not missing, f"FLASHLIN_{field.upper()}: README does not mention {missing}"
 
 
-def test_python_in_the_readme_runs() -> None:
+def test_python_in_the_readme_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert blocks
-    done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, timeout=300, check=False)
+    script = tmp_path / "readme.py"  # Triton reads a kernel's source from its file
+    script.write_text("\n".join(blocks))
+    search = os.pathsep.join(filter(None, [str(README.parent), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False,
+                          env={**os.environ, "PYTHONPATH": search})
     assert done.returncode == 0, done.stderr
 
 

@@ -22,7 +22,7 @@ FEW_TOKENS = 16
 
 
 def check_path(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
-    if policy.path == "torch":
+    if policy.path == "torch" and problem.given is None:  # a user's kernel has no other path: the setting is not about it
         return Reason("setting", "path=torch", "a path other than torch for kernels", ("torch_path",), forced=False)
     return None
 
@@ -30,7 +30,7 @@ def check_path(problem: Problem, launches: tuple[Launch, ...], target: Target, p
 def check_backend(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
     if target.backend == "cpu":
         return Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels", ("torch_path",), forced=False)
-    if target.backend == "hip":
+    if target.backend == "hip" and problem.given is None:  # whether a user's own kernel runs on AMD is for its author to say
         return Reason("backend", "an AMD GPU", "an NVIDIA GPU: nobody has run these kernels on AMD yet", ("torch_path",))
     if not target.triton or release(target.triton)[:2] < (3, 0):
         return Reason("triton", f"Triton {target.triton or 'not usable'}", "Triton 3.0 or newer", ("torch_path",))
@@ -78,8 +78,8 @@ def check_grid(problem: Problem, launches: tuple[Launch, ...], target: Target, p
 def check_offsets(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
     for launch in launches:
         if launch.span > OFFSET_LIMIT:
-            return Reason("offset", f"{launch.kernel} reaches element {launch.span} with 32-bit offsets", f"at most {OFFSET_LIMIT}",
-                          ("torch_path",))
+            remedies = ("torch_path",) if problem.given is None else ("chunk_batch",)
+            return Reason("offset", f"{launch.kernel} reaches element {launch.span} with 32-bit offsets", f"at most {OFFSET_LIMIT}", remedies)
     return None
 
 

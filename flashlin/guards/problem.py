@@ -11,7 +11,8 @@ class Problem(NamedTuple):
 
     op: the public name; family: whose recipe serves it; mode: ``chunk``, ``fused_recurrent``, or ``auto`` until the plan decides
     (``""`` for ops without modes). N: number of sequences (B unless varlen). dtype: torch's name without ``torch.``.
-    options: names of the optional tensors and flags in use, sorted. The last four are what remedies rewrite.
+    options: names of the optional tensors and flags in use, sorted. The four before the last are what remedies rewrite.
+    given: set where the kernel is a user's own (``shield``); then B and N are its batch, and T, H, K, V say nothing.
     """
     op: str
     family: str
@@ -30,8 +31,13 @@ class Problem(NamedTuple):
     max_warps: int = 8
     dot: str = "native"
     batch_part: int = 0
+    given: Given | None = None
 
     def __str__(self) -> str:
+        if self.given is not None:
+            launch = self.given.launch
+            return f"grid={launch.grid} {self.dtype} num_warps={launch.num_warps} num_stages={launch.num_stages}" + (
+                f" batch={self.B} on axis {self.given.axis}" if self.given.axis >= 0 else "")
         flags = [flag for flag, on in (("varlen", self.varlen), ("needs_grad", self.needs_grad)) if on]
         mode = [f"mode={self.mode}"] if self.mode else []
         sizes = f"B={self.B} T={self.T} H={self.H} K={self.K} V={self.V}" + (f" N={self.N}" if self.N != self.B else "")
@@ -52,6 +58,21 @@ class Launch(NamedTuple):
 
     def block(self, name: str) -> int:
         return dict(self.tile)[name]
+
+
+class Given(NamedTuple):
+    """A user's launch as it was asked for, and what its caller declared about it.
+
+    axis: the grid axis that counts the batch, -1 if undeclared. whole: why the batch cannot be split, ``""`` if it can. outputs: whether
+    the tensors it writes are declared. reach: (base, step) for each long tensor: its last element, in a part of n of the batch, is
+    base + n * step. half: whether the source itself makes 16-bit operands, so that fp32 arguments leave the traits as they are.
+    """
+    launch: Launch
+    axis: int = -1
+    whole: str = ""
+    outputs: bool = False
+    reach: tuple[tuple[int, int], ...] = ()
+    half: bool = False
 
 
 class Reason(NamedTuple):
@@ -113,6 +134,14 @@ class UnsupportedError(NotImplementedError):
 def advice(plan: Plan) -> str:
     """What a user can do about a refusal."""
     offered = {remedy for reason in plan.refused for remedy in reason.remedies}
+    given = plan.asked.given
+    if given is not None and "chunk_batch" in offered and given.whole:
+        return given.whole
+    if given is not None and "via_fp32" in offered and plan.problem.dot == "native":
+        return ("FLASHLIN_POLICY=auto allows fp32 copies" if given.outputs else
+                'shield(..., outputs=["name", ...]) names the tensors that the kernel writes: then it can run on fp32 copies')
+    if given is not None:
+        return "; ".join(f"it needs {reason.need}" for reason in plan.refused)
     if "torch_path" in offered:
         return "FLASHLIN_PATH=auto and FLASHLIN_POLICY=auto allow the torch path, which runs this call anywhere"
     return "; ".join(f"{reason.got}: bring it to {reason.need}" for reason in plan.refused)

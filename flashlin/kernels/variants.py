@@ -26,17 +26,22 @@ def limit_num_warps(problem: Problem, target: Target) -> Problem | None:
 
 def via_fp32(problem: Problem, target: Target) -> Problem | None:
     """16-bit tensors are cast to fp32 in torch before the launch and results back after it (a 16-bit load may not even compile)."""
+    if problem.given is not None and not problem.given.outputs:  # nobody knows which copies to write back
+        return None
     return problem._replace(dot="fp32") if problem.dot == "native" and problem.dtype in ("float16", "bfloat16") else None
 
 
 def chunk_batch(problem: Problem, target: Target) -> Problem | None:
     """Half as many sequences per launch; with cu_seqlens a part is the view ``cu_seqlens[n0:n1 + 1]``, so nothing is read on the host."""
+    if problem.given is not None and problem.given.whole:
+        return None
     whole = problem.batch_part or problem.N
     return problem._replace(batch_part=-(-whole // 2)) if whole > 1 else None
 
 
 def torch_path(problem: Problem, target: Target) -> Problem | None:
-    return problem._replace(path="torch") if problem.path != "torch" else None
+    """A user's own kernel has none."""
+    return problem._replace(path="torch") if problem.path != "torch" and problem.given is None else None
 
 
 class Variant(NamedTuple):

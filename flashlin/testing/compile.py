@@ -9,6 +9,7 @@ assertion kills only the child, and some releases (3.2, 3.3) generate other code
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import json
 import os
@@ -20,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,7 +94,7 @@ class _Pointer:
         return self.address
 
 
-class _Driver:
+class Driver:
     """As much of a driver as the JIT asks before it launches: a current device, and what to compile for."""
 
     def __init__(self, sm: int) -> None:
@@ -117,10 +119,11 @@ def argument(kind: str | None) -> Any:
     return _Pointer(DTYPES[name], 0 if divisible else 4)
 
 
-def _compile(job: Job) -> Result:
+def _compile(job: Job, folder: Path) -> Result:
     """In the child: hand the launch to the JIT, and read what came out."""
     from triton.runtime import driver
-    driver.set_active(_Driver(job.sm))
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
+    driver.set_active(Driver(job.sm))
     log = _keep_ptxas_report()
     launch = job.launch
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
@@ -161,17 +164,17 @@ def _keep_ptxas_report() -> list[str]:
     return log
 
 
-def _child(job: Job, folder: Path) -> None:
+def _child(work: Callable[[Path], Result], folder: Path) -> None:
     """Never returns. Output goes to a file, because from Triton 3.3 on only stderr says which assertion failed."""
     try:
         os.setpgid(0, 0)
+        faulthandler.disable()  # what it would say of an abort goes to the parent's stderr, which it has kept
         output = os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY)
         os.dup2(output, 1)
         os.dup2(output, 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
         tempfile.tempdir = str(folder)
-        (folder / "result").write_text(json.dumps(_compile(job)))
+        (folder / "result").write_text(json.dumps(work(folder)))
     finally:
         os._exit(0)
 
@@ -196,20 +199,26 @@ def _verdict(folder: Path, status: int | None) -> Result:
 
 def serve(jobs: list[Job], at_once: int, timeout: float) -> Iterator[tuple[int, Result]]:
     """(number, result) as they finish."""
-    import triton
     _warm(jobs)
+    yield from forked([partial(_compile, job) for job in jobs], at_once, timeout)
+
+
+def forked(works: Sequence[Callable[[Path], Result]], at_once: int, timeout: float) -> Iterator[tuple[int, Result]]:
+    """(number, result) as they finish, each in a child forked from this process, which must not use a GPU: a compiler that aborts ends
+    the child. A work is handed a folder of its own. timeout: seconds for each."""
+    import triton
     room = Path(tempfile.mkdtemp(prefix="flashlin-compile-"))
-    waiting = list(enumerate(jobs))[::-1]
+    waiting = list(enumerate(works))[::-1]
     running: dict[int, tuple[int, Path, float]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
-                number, job = waiting.pop()
+                number, work = waiting.pop()
                 folder = room / str(number)
                 folder.mkdir()
                 child = os.fork()
                 if child == 0:
-                    _child(job, folder)
+                    _child(work, folder)
                 with suppress(OSError):  # the child does it too: whoever comes first
                     os.setpgid(child, child)
                 running[child] = (number, folder, time.monotonic())

@@ -1,0 +1,72 @@
+"""From a user's launch, its arguments and what was declared about them, to a Problem: the only place that looks at the tensors."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flashlin.guards.limits import AXIS_LIMITS, OFFSET_LIMIT
+from flashlin.guards.problem import Given, Launch, Problem
+from flashlin.kernels.shield import source
+from flashlin.kernels.shield.source import Source
+
+
+class Declared(NamedTuple):
+    """What the caller of ``shield`` said, in its words. axis: -1 where nothing was."""
+    batch: dict[str, int | None]
+    axis: int
+    size: str | None
+    outputs: tuple[str, ...]
+
+
+def problem_of(kernel: str, text: Source, declared: Declared, named: dict[str, Any], constants: Sequence[str], grid: tuple[int, ...]) -> Problem:
+    """named: every argument and option of the launch; constants: which of them are constexpr."""
+    tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    dtypes = frozenset(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
+    half = text.half or any(str(named.get(name)) in ("bf16", "fp16") for name in constants)
+    tile = tuple((name, named[name]) for name in constants if type(named.get(name)) is int)
+    traits = source.traits(text._replace(half=half), dtypes, max((size for _, size in tile), default=0))
+    size = batch_of(declared, named)
+    # A kernel that computes offsets in 64 bits anywhere is trusted with long tensors.
+    reach = () if text.wide else tuple(found for name, tensor in tensors.items() for found in _reach(tensor, declared.batch.get(name), size))
+    launch = Launch(kernel, grid, named.get("num_warps") or 4, named.get("num_stages") or 3, tile, 0, 0, traits)
+    given = Given(launch, declared.axis, _whole(declared, tensors, grid, size), bool(declared.outputs), reach, half)
+    dtype = next((name for name in ("bfloat16", "float16") if name in dtypes), "float32")
+    return Problem(kernel, "shield", "", size, 1, 1, 0, 0, max(size, 1), dtype, max_warps=launch.num_warps, given=given)
+
+
+def batch_of(declared: Declared, named: dict[str, Any]) -> int:
+    """The size of the batch: 1 where none is declared."""
+    if declared.size is not None:
+        return int(named[declared.size])
+    return min((named[name].shape[dimension] for name, dimension in declared.batch.items()
+                if dimension is not None and named.get(name) is not None), default=1)
+
+
+def _whole(declared: Declared, tensors: dict[str, torch.Tensor], grid: tuple[int, ...], size: int) -> str:
+    """Why the batch cannot be split, ``""`` if it can."""
+    if not declared.batch:
+        axis = next((str(axis) for axis, (programs, limit) in enumerate(zip(grid, AXIS_LIMITS, strict=False)) if programs > limit), "AXIS")
+        return (f'shield(..., batch={{"tensor": dimension, ...}}, batch_axis={axis}, batch_size="argument") says what the batch is: '
+                "then it can run in parts")
+    programs = grid[declared.axis] if declared.axis < len(grid) else 1
+    if size < 1 or programs % size:
+        return (f"batch_axis={declared.axis} has {programs} programs, which is no multiple of the batch of {size}: "
+                "name the axis that counts the batch")
+    for name, tensor in tensors.items():
+        dimension = declared.batch.get(name)
+        if name not in declared.batch and size > 1 and size in tensor.shape:
+            return (f"{name} has a dimension of {size}, as the batch, and is not declared: "
+                    f'batch={{"{name}": {list(tensor.shape).index(size)}}} says that it is the batch, batch={{"{name}": None}} that it is not')
+        if dimension is not None and tensor.shape[dimension] % size and tensor.shape[dimension] != size + 1:
+            return f"{name}: dimension {dimension} has {tensor.shape[dimension]} elements, need a multiple of the batch of {size}"
+    return ""
+
+
+def _reach(tensor: torch.Tensor, dimension: int | None, size: int) -> Iterator[tuple[int, int]]:
+    """(base, step) of a tensor whose last element is beyond 32 bits: see ``Given``. By strides: a view may be long and have few elements."""
+    last = sum((length - 1) * abs(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    if last > OFFSET_LIMIT:
+        step = 0 if dimension is None else tensor.shape[dimension] // max(size, 1) * tensor.stride(dimension)
+        yield last - size * step, step

@@ -1,0 +1,367 @@
+"""shield on machines one does not own: what a user's launch becomes, without a GPU. Tensors are small or have no memory behind them."""
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+import flashlin
+from flashlin import shielding
+from flashlin.compat.target import parse, pretend
+from flashlin.guards import limits
+from flashlin.kernels.shield import source
+from flashlin.kernels.shield.problem import Declared, problem_of
+from flashlin.kernels.shield.views import fp32_copies, part_of
+from flashlin.kernels.variants import VARIANTS
+from flashlin.policy import Policy
+from flashlin.testing.environments import RELEASES
+from tests import foreign
+
+H100, T4, A100 = "triton=3.2.0,sm=90", "triton=3.2.0,sm=75", "triton=3.6.0,sm=80"
+Starts = list[dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def here() -> Iterator[None]:
+    yield
+    pretend(None)
+
+
+def watched(kernel: Any, target: str, **declared: Any) -> tuple[Any, Starts]:
+    """The shielded kernel, planned for another machine, and what it would start: named arguments, and the grid."""
+    starts: Starts = []
+    shielded = flashlin.shield(kernel, **declared)
+    launcher = shielded
+    while not isinstance(launcher, shielding.Launcher):
+        launcher = launcher.fn
+
+    def keep(*args: Any, **kwargs: Any) -> None:
+        starts.append({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs})
+    launcher._start = keep
+    pretend(parse(target))
+    return shielded, starts
+
+
+def tokens(B: int, H: int, T: int = 1, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(B, H, T, dtype=dtype), torch.zeros(B, H, T, dtype=dtype)
+
+
+BATCH = dict(batch={"x": 0, "o": 0}, batch_axis=1, batch_size="B")
+
+
+# --- grids ---
+
+def test_a_launch_without_objections_is_handed_on_as_it_is() -> None:
+    shielded, starts = watched(foreign.scaled, H100)
+    x, o = tokens(2, 3)
+    shielded[(1, 6)](x, o, 1, 2, H=3, BT=16, num_warps=2)
+    assert starts == [dict(x=x, o=o, T=1, B=2, H=3, BT=16, num_warps=2, grid=(1, 6), warmup=False)]
+
+
+def test_too_many_programs_are_launched_in_parts_of_the_batch() -> None:
+    shielded, starts = watched(foreign.scaled, H100, **BATCH)
+    x, o = tokens(10923, 6)
+    shielded[lambda meta: (triton.cdiv(meta["T"], meta["BT"]), meta["B"] * meta["H"])](x, o, 1, 10923, H=6, BT=16)
+    assert [(start["grid"], start["B"], start["x"].shape[0]) for start in starts] == [((1, 32772), 5462, 5462), ((1, 32766), 5461, 5461)]
+    assert starts[1]["x"].data_ptr() == x[5462:].data_ptr() and starts[1]["o"].data_ptr() == o[5462:].data_ptr()
+    assert {start["T"] for start in starts} == {1}
+
+
+@pytest.mark.parametrize(("declared", "says"), [
+    ({}, 'do       shield(..., batch={"tensor": dimension, ...}, batch_axis=1, batch_size="argument") says what the batch is'),
+    (dict(batch={"x": 0, "o": 0}, batch_axis=0), "batch_axis=0 has 1 programs, which is no multiple of the batch of 10923"),
+    (dict(batch={"x": 0}, batch_axis=1), 'o has a dimension of 10923, as the batch, and is not declared: batch={"o": 0}'),
+    (dict(batch={"x": 0, "o": 1}, batch_axis=1, batch_size="B"), "o: dimension 1 has 6 elements, need a multiple of the batch of 10923")])
+def test_a_grid_that_cannot_be_split_is_refused_and_says_how_to_declare_it(declared: dict[str, Any], says: str) -> None:
+    shielded, starts = watched(foreign.scaled, H100, **declared)
+    with pytest.raises(flashlin.UnsupportedError) as refused:
+        shielded[(1, 65538)](*tokens(10923, 6), 1, 10923, H=6, BT=16)
+    assert "scaled starts 65538 programs on grid axis 1, need at most 65535" in str(refused.value) and says in str(refused.value)
+    assert not starts
+
+
+def test_an_axis_that_does_not_count_the_batch_is_refused_in_its_own_words() -> None:
+    shielded, _ = watched(foreign.scaled, H100, batch={"x": 0, "o": 0}, batch_axis=1)
+    with pytest.raises(flashlin.UnsupportedError, match="axis 2, need at most 65535"):
+        shielded[(1, 12, 70000)](*tokens(2, 6), 1, 2, H=6, BT=16)
+
+
+def test_boundaries_of_sequences_overlap_by_one() -> None:
+    edges = torch.arange(6)
+    assert part_of(edges, 0, 5, 2, 2).tolist() == [2, 3, 4] and part_of(torch.arange(10), 0, 5, 2, 2).tolist() == [4, 5, 6, 7]
+
+
+# --- offsets ---
+
+def test_a_view_that_reaches_beyond_32_bits_counts_however_few_elements_it_has() -> None:
+    x = torch.empty_strided((3, 1, 4), (2**30, 4, 1), device="meta")
+    shielded, starts = watched(foreign.scaled, A100)
+    with pytest.raises(flashlin.UnsupportedError, match="reaches element 2147483651 with 32-bit offsets, need at most 2147483647"):
+        shielded[(1, 3)](x, x, 4, 3, H=1, BT=16)
+    shielded, starts = watched(foreign.scaled, A100, **BATCH)
+    shielded[(1, 3)](x, x, 4, 3, H=1, BT=16)
+    assert [start["grid"] for start in starts] == [(1, 2), (1, 1)]
+
+
+def test_a_long_tensor_is_not_split_where_the_batch_cannot_be() -> None:
+    x = torch.empty_strided((3, 1, 4), (2**30, 4, 1), device="meta")
+    shielded, starts = watched(foreign.scaled, A100, **BATCH)
+    with pytest.raises(flashlin.UnsupportedError, match="batch_axis=1 has 4 programs, which is no multiple of the batch of 3"):
+        shielded[(1, 4)](x, x, 4, 3, H=1, BT=16)
+    assert not starts
+
+
+def test_a_kernel_with_64_bit_offsets_is_trusted_with_them() -> None:
+    x = torch.empty_strided((2, 64), (2**31, 1), device="meta")
+    shielded, starts = watched(foreign.precise, A100)
+    shielded[(1,)](x, x, BN=64)
+    assert len(starts) == 1
+
+
+# --- warps ---
+
+@pytest.mark.parametrize(("target", "asked", "planned"), [
+    ("triton=3.2.0,sm=90", 8, 4), ("triton=3.3.1,sm=90", 8, 4), ("triton=3.2.0,sm=90", 16, 4), ("triton=3.2.0,sm=90", 4, 4),
+    ("triton=3.2.0,sm=80", 8, 8), ("triton=3.6.0,sm=90", 8, 8), ("triton=3.6.0,sm=100", 8, 2)])
+def test_warps_are_limited_where_the_compiler_or_the_card_fails(target: str, asked: int, planned: int) -> None:
+    shielded, starts = watched(foreign.states, target)
+    k = torch.zeros(1, 64, 64, dtype=torch.bfloat16)
+    shielded[(1,)](k, k, k, k, torch.zeros(1, 1), 64, K=64, V=64, BT=64, num_warps=asked)
+    assert starts[0]["num_warps"] == planned
+
+
+def test_a_matmul_is_no_recurrence_and_a_kernel_without_dots_has_no_limit() -> None:
+    a = torch.zeros(64, 64, dtype=torch.bfloat16)
+    shielded, starts = watched(foreign.product, "triton=3.6.0,sm=100")
+    shielded[(1, 1)](a, a, a, 64, BN=64, num_warps=8)
+    assert starts[0]["num_warps"] == 8
+    shielded, starts = watched(foreign.scaled, H100)
+    shielded[(1, 6)](*tokens(2, 3), 1, 2, H=3, BT=16, num_warps=8)
+    assert starts[0]["num_warps"] == 8
+
+
+def test_settings_are_obeyed_and_a_changed_one_is_noticed() -> None:
+    shielded, starts = watched(foreign.through_a_helper, H100)
+    x = torch.zeros(64, 64)
+    for ignore in ("", "reshape-outs-32", ""):
+        with flashlin.settings(ignore=ignore):
+            shielded[(1,)](x, x, BN=64, num_warps=8)
+    with flashlin.settings(policy="off"):
+        shielded[(1,)](x, x, BN=64, num_warps=8)
+    with flashlin.settings(path="torch"):
+        shielded[(1,)](x, x, BN=64)
+    assert [start.get("num_warps") for start in starts] == [4, 8, 4, 8, None]
+
+
+# --- dtypes ---
+
+def test_bf16_below_sm_80_goes_by_way_of_fp32_if_the_outputs_are_declared() -> None:
+    shielded, starts = watched(foreign.scaled, T4, outputs=["o"])
+    x, o = tokens(2, 3, 5, torch.bfloat16)
+    x += torch.arange(5)
+    kept = shielded._start
+
+    def fill(*args: Any, **kwargs: Any) -> None:
+        kept(*args, **kwargs)
+        kwargs["o"].copy_(kwargs["x"] * 2)
+    shielded._start = fill
+    with pytest.warns(UserWarning, match="scaled runs on fp32 copies here. bf16-pre-ampere-32"):
+        shielded[(1, 6)](x, o, 5, 2, H=3, BT=16)
+    assert {starts[0][name].dtype for name in "xo"} == {torch.float32}
+    assert torch.equal(o, 2 * x) and o.dtype == torch.bfloat16
+
+
+def test_without_declared_outputs_it_is_refused_with_the_remedy() -> None:
+    shielded, starts = watched(foreign.scaled, T4)
+    with pytest.raises(flashlin.UnsupportedError, match=r'do       shield\(..., outputs=\["name", ...\]\) names the tensors'):
+        shielded[(1, 6)](*tokens(2, 3, 5, torch.bfloat16), 5, 2, H=3, BT=16)
+    assert not starts
+
+
+def test_strict_takes_no_fp32_copies_and_says_who_would() -> None:
+    shielded, starts = watched(foreign.scaled, T4, outputs=["o"])
+    with flashlin.settings(policy="strict"), pytest.raises(flashlin.UnsupportedError, match="do       FLASHLIN_POLICY=auto allows fp32 copies"):
+        shielded[(1, 6)](*tokens(2, 3, 5, torch.bfloat16), 5, 2, H=3, BT=16)
+    assert not starts
+
+
+def test_fp32_dots_on_a_t4_need_ieee_products() -> None:
+    x = torch.zeros(64, 64)
+    shielded, starts = watched(foreign.precise, T4)
+    shielded[(1,)](x, x, BN=64)
+    assert len(starts) == 1
+    shielded, starts = watched(foreign.through_a_helper, T4)
+    with pytest.raises(flashlin.UnsupportedError, match="tf32-dot-turing-32"):
+        shielded[(1,)](x, x, BN=64)
+
+
+def test_fp32_copies_keep_strides_and_shared_memory() -> None:
+    packed = torch.randn(4, 6, dtype=torch.bfloat16)
+    q, k, every, other = packed[:, :3], packed[:, 3:], packed[:1].expand(4, 6), torch.zeros(2)
+    found = fp32_copies({"q": q, "k": k, "every": every, "other": other})
+    assert set(found) == {"q", "k", "every"}
+    for name, original in (("q", q), ("k", k), ("every", every)):
+        assert found[name].stride() == original.stride() and torch.equal(found[name], original.float())
+    assert found["q"].data_ptr() + 3 * 4 == found["k"].data_ptr()
+
+
+def test_all_remedies_at_once() -> None:
+    shielded, starts = watched(foreign.scaled, T4, outputs=["o"], **BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shielded[(1, 65538)](*tokens(10923, 6, 1, torch.bfloat16), 1, 10923, H=6, BT=16)
+    assert [(start["grid"], start["x"].dtype) for start in starts] == [((1, 32772), torch.float32), ((1, 32766), torch.float32)]
+
+
+# --- the source ---
+
+def test_traits_are_read_from_the_source_and_from_what_it_calls() -> None:
+    helper, scan, product, precise = (source.of(getattr(foreign, name)) for name in ("through_a_helper", "states", "product", "precise"))
+    assert helper.dot and not helper.state and scan.dot and scan.state and product.dot and not product.state
+    assert precise.wide and not precise.any_precision and not scan.wide and scan.any_precision
+    assert not source.of(foreign.scaled).dot
+    assert source.traits(scan, frozenset({"bfloat16"}), 256) >= {"dot", "half_dot", "bf16", "rmw_acc", "tall_state"}
+    assert source.traits(product, frozenset({"float32"}), 64) == {"dot", "fp32_dot", "tf32_dot", "any_precision"}
+
+
+@pytest.mark.parametrize(("loop", "state"), [
+    ("h = h * d\n    o = tl.dot(q, h)", True), ("h *= d\n    s = h.to(t)\n    o += tl.dot(q, s)", True),
+    ("x = tl.dot(q, k)\n    x = x * c\n    o = tl.dot(x, v)", False), ("o = o * a\n    o = tl.dot(p, v, o)", False),
+    ("o += tl.dot(q, k)", False), ("h = d * h\n    o = tl.dot(input=h, other=q)", True)])
+def test_a_recurrence_is_a_state_that_is_scaled_and_multiplied_by(loop: str, state: bool) -> None:
+    assert source.read(f"def f():\n  for i in range(3):\n    {loop}").state is state
+
+
+# --- declarations, devices, errors ---
+
+@pytest.mark.parametrize(("declared", "error", "says"), [
+    (dict(batch={"y": 0}, batch_axis=1), ValueError, "batch: got 'y', need names of arguments: x, o, T"),
+    (dict(batch={"x": 0}), ValueError, "batch_axis: got None, need 0, 1 or 2"),
+    (dict(batch={"x": 0}, batch_axis=3), ValueError, "batch_axis: got 3, need 0, 1 or 2"),
+    (dict(outputs=["y"]), ValueError, "outputs: got 'y', need names"), (dict(outputs="o"), TypeError, "outputs: got the string 'o'"),
+    (dict(batch_size="N"), ValueError, "batch_size: got 'N', need names")])
+def test_a_wrong_declaration_is_an_error_that_names_it(declared: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        flashlin.shield(foreign.scaled, **declared)
+
+
+def test_what_is_no_kernel_is_an_error() -> None:
+    with pytest.raises(TypeError, match="kernel: got int, need a Triton kernel or a function"):
+        flashlin.shield(3)
+    with pytest.raises(ValueError, match="batch_axis: got 1, need none: <lambda> is a function"):
+        flashlin.shield(lambda q: q, batch={"q": 0}, batch_axis=1)
+
+
+def test_a_launch_happens_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = []
+
+    class Device:
+        def __init__(self, card: int) -> None:
+            self.card = card
+
+        def __enter__(self) -> None:
+            entered.append(self.card)
+
+        def __exit__(self, *error: object) -> None:
+            entered.append(-self.card)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for card in (3, 0):
+        shielded, starts = watched(foreign.scaled, H100)
+        monkeypatch.setattr(shielded, "_device", lambda tensors, card=card: torch.device("cuda", card))
+        shielded._start = lambda *args, **kwargs: entered.append(100)
+        shielded[(1, 6)](*tokens(2, 3), 1, 2, H=3, BT=16)
+        shielded.warmup(*tokens(2, 3), 1, 2, H=3, BT=16, grid=(1, 6))
+    assert entered == [3, 100, -3, 100, 100, 100]
+
+
+def test_an_amd_card_has_the_limits_of_grids_only() -> None:
+    shielded, starts = watched(foreign.scaled, "triton=3.6.0,sm=94,backend=hip", **BATCH)
+    shielded[(1, 65538)](*tokens(10923, 6), 1, 10923, H=6, BT=16, num_warps=16)
+    assert [(start["grid"], start["num_warps"]) for start in starts] == [((1, 32772), 16), ((1, 32766), 16)]
+
+
+def test_a_shield_can_be_copied() -> None:
+    assert copy.copy(flashlin.shield(foreign.scaled)).kernel is foreign.scaled
+
+
+def test_a_shield_around_a_shield_replaces_it() -> None:
+    once = flashlin.shield(foreign.scaled)
+    again = flashlin.shield(once, outputs=["o"])
+    assert again.kernel is foreign.scaled and again.declared.outputs == ("o",) and not once.declared.outputs
+
+
+def test_tensors_on_two_devices_are_named() -> None:
+    shielded, _ = watched(foreign.scaled, H100)
+    with pytest.raises(ValueError, match="scaled: got o on meta, x on cpu, need all tensors on one device"):
+        shielded[(1, 6)](torch.zeros(6), torch.zeros(6, device="meta"), 1, 2, H=3, BT=16)
+
+
+def test_cpu_tensors_are_refused_by_the_plan_not_by_the_driver() -> None:
+    with pytest.raises(flashlin.UnsupportedError, match="tensors on the CPU"):
+        flashlin.shield(foreign.scaled)[(1, 6)](*tokens(2, 3), 1, 2, H=3, BT=16)
+
+
+# --- what is remembered ---
+
+def test_a_decision_is_made_once_per_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    shielded, starts = watched(foreign.scaled, H100, **BATCH)
+    asked = []
+    monkeypatch.setattr(shielding, "planned", lambda *call, plan=shielding.planned: asked.append(call[0]) or plan(*call))
+    for B in (2, 2, 3, 2):
+        shielded[(1, 3 * B)](*tokens(B, 3), 1, B, H=3, BT=16)
+    assert [problem.B for problem in asked] == [2, 3] and len(starts) == 4
+    pretend(parse("triton=3.6.0,sm=90"))
+    shielded[(1, 6)](*tokens(2, 3), 1, 2, H=3, BT=16)
+    assert len(asked) == 3
+    monkeypatch.setattr(shielding, "REMEMBERED", 2)
+    shielded[(1, 12)](*tokens(4, 3), 1, 4, H=3, BT=16)
+    assert len(shielded._decided) == 1
+
+
+def test_a_launch_in_parts_is_looked_at_each_time() -> None:
+    shielded, starts = watched(foreign.scaled, H100, **BATCH)
+    shielded[(1, 65538)](*tokens(10923, 6), 1, 10923, H=6, BT=16)
+    with pytest.raises(flashlin.UnsupportedError, match="o: dimension 0 has 10923 elements, need a multiple of the batch of 32769"):
+        shielded[(1, 65538)](tokens(32769, 2)[0], tokens(10923, 6)[0], 1, 32769, H=6, BT=16)
+    assert len(starts) == 2
+
+
+def test_the_limit_is_the_one_of_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "AXIS_LIMITS", (2**31 - 1, 4, 4))
+    shielded, starts = watched(foreign.scaled, "triton=3.7.0,sm=90", **BATCH)
+    shielded[(1, 10)](*tokens(5, 2), 1, 5, H=2, BT=16)
+    assert [start["grid"] for start in starts] == [(1, 4), (1, 4), (1, 2)]
+
+
+def test_what_is_around_a_kernel_stays_and_the_kernel_itself_is_untouched() -> None:
+    inner = triton.autotune([triton.Config({}, num_warps=8)], key=["T"])(foreign.scaled)
+    tuned = triton.heuristics({"BT": lambda given: 16 if given["T"] < 64 else 64})(inner)
+    shielded, starts = watched(tuned, H100, **BATCH)
+    assert type(shielded) is type(tuned) and shielded is not tuned and tuned.fn.fn is foreign.scaled
+    shielded[(1, 6)](*tokens(2, 3), 1, 2, H=3)
+    assert (starts[0]["BT"], starts[0]["num_warps"], starts[0]["grid"]) == (16, 8, (1, 6))
+
+
+def test_on_every_machine_a_planned_launch_answers_every_check_and_a_refusal_has_no_remedy_left() -> None:
+    declared = Declared({"k": 0}, 0, None, ("h",))
+    k = torch.zeros(70000, 64, 64, dtype=torch.bfloat16, device="meta")
+    named = dict(k=k, h=k, K=256, V=64, BT=64, num_warps=16)
+    asked = problem_of("states", source.of(foreign.states), declared, named, ["K", "V", "BT"], (70000, 70000))
+    seen = set()
+    for triton_version in RELEASES:
+        for sm in (60, 70, 75, 80, 89, 90, 100, 103, 120):
+            for problem in (asked, asked._replace(given=asked.given._replace(launch=asked.given.launch._replace(grid=(70000, 1))))):
+                plan = flashlin.plan(problem, parse(f"triton={triton_version},sm={sm}"))
+                seen.add(plan.path)
+                for check in limits.CHECKS:
+                    assert plan.refused or check(plan.problem, plan.launches, plan.target, Policy()) is None
+                for reason in plan.refused:
+                    assert all(VARIANTS[name].rewrite(plan.problem, plan.target) is None for name in reason.remedies), reason
+                    assert str(flashlin.UnsupportedError(plan))
+    assert seen == {"triton", "refused"}

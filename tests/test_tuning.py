@@ -1,0 +1,254 @@
+"""autotune and patch with the installed Triton, without a GPU: launches are noted, a table says how long each would take."""
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.runtime.autotuner import Autotuner
+
+import flashlin
+from flashlin import patching, tuning
+from flashlin.compat.target import parse, pretend
+from flashlin.testing.compile import Driver
+from tests import foreign
+
+NAMES = ["x", "BK", "n", "o", "m"]
+
+
+@pytest.fixture(autouse=True)
+def everything_is_put_back() -> Iterator[None]:
+    before = (triton.autotune, triton.runtime.autotune, Autotuner.run)
+    yield
+    pretend(None)
+    flashlin.unpatch("triton")
+    assert (triton.autotune, triton.runtime.autotune, Autotuner.run) == before
+
+
+class Kernel:
+    """As much of a kernel as a tuner touches; notes what it is started with. fails: configurations that do not work, by BK."""
+    arg_names = NAMES
+
+    def __init__(self, fails: dict[int, Exception] | None = None) -> None:
+        self.started: list[dict[str, Any]] = []
+        self.fails = fails or {}
+
+    @staticmethod
+    def fn(x, BK, n, o, m=0):  # type: ignore[no-untyped-def]
+        """Only its signature counts."""
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+        if given["BK"] in self.fails:
+            raise self.fails[given["BK"]]
+        self.started.append(given)
+
+
+def configs(*sizes: int) -> list[Any]:
+    return [triton.Config({"BK": size}) for size in sizes]
+
+
+def timer(kernel: Kernel, asked: list[int] | None = None) -> Callable[..., list[float]]:
+    """The smallest BK is the fastest."""
+    def bench(call: Callable[[], None], quantiles: Any = None) -> list[float]:
+        call()
+        size = kernel.started[-1]["BK"]
+        if asked is not None:
+            asked.append(size)
+        return [float(size)] * 3
+    return bench
+
+
+def tuned(kernel: Kernel, sizes: tuple[int, ...] = (64, 32), asked: list[int] | None = None, **options: Any) -> Any:
+    return flashlin.autotune(configs(*sizes), options.pop("key", ["n"]), do_bench=timer(kernel, asked), **options)(kernel)
+
+
+def call(tuner: Any, n: int = 8, m: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    tuner.run(torch.zeros(8, dtype=dtype), n=n, o=torch.zeros(8), m=m, grid=(1,), warmup=False)
+
+
+def test_the_fastest_is_kept_per_key_and_dtype() -> None:
+    kernel, asked = Kernel(), list[int]()
+    tuner = tuned(kernel, asked=asked)
+    for n, dtype in ((8, torch.float32), (8, torch.float32), (9, torch.float32), (9, torch.float16)):
+        call(tuner, n, dtype=dtype)
+        assert kernel.started[-1]["BK"] == 32 == tuner.best_config.kwargs["BK"]
+    assert asked == [64, 32] * 3 and isinstance(tuner, Autotuner)
+
+
+def test_an_argument_that_is_left_out_is_not_taken_for_another() -> None:
+    kernel, asked = Kernel(), list[int]()
+    tuner = tuned(kernel, asked=asked, key=["n", "m"])
+    tuner.run(torch.zeros(8), n=1, o=None, grid=(1,), warmup=False)
+    tuner.run(torch.zeros(8), o=None, m=1, grid=(1,), warmup=False)
+    assert len(asked) == 4
+    tuner.run(torch.zeros(8), n=1, o=None, m=0, grid=(1,), warmup=False)  # what m is by default
+    assert len(asked) == 4
+
+
+def test_unknown_names_are_dropped_with_a_warning() -> None:
+    kernel = Kernel()
+    with pytest.warns(UserWarning, match="autotune: key names STAGE, which fn has no arguments of"):
+        tuner = tuned(kernel, key=["n", "STAGE"])
+    with pytest.warns(UserWarning, match="restore_value names y"):
+        tuned(kernel, restore_value=["o", "y"])
+    call(tuner)
+    assert kernel.started[-1]["BK"] == 32
+
+
+def test_a_configuration_that_fails_is_left_out_with_a_warning() -> None:
+    kernel = Kernel({32: RuntimeError("out of luck")})
+    tuner = tuned(kernel)
+    with pytest.warns(UserWarning, match="fn: configuration BK: 32.* fails .RuntimeError: out of luck.; it is left out"):
+        call(tuner)
+    assert kernel.started[-1]["BK"] == 64
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_first_error_is_raised_where_none_works() -> None:
+    with pytest.raises(RuntimeError, match="first"):
+        call(tuned(Kernel({64: RuntimeError("first"), 32: RuntimeError("second")})))
+
+
+def test_what_the_call_and_a_configuration_both_give_is_an_error() -> None:
+    with pytest.raises(ValueError, match="BK: given in the call to fn and by a configuration"):
+        tuned(Kernel()).run(torch.zeros(8), BK=16, n=1, o=None, grid=(1,), warmup=False)
+
+
+def test_tensors_are_reset_and_restored() -> None:
+    kernel = Kernel()
+    tuner = tuned(kernel, reset_to_zero=["o"], restore_value=["x", "m"])
+    x, o = torch.ones(8), torch.ones(8)
+    seen = []
+
+    def write(*args: Any, **given: Any) -> None:
+        Kernel.run(kernel, *args, **given)
+        seen.append((x[0].item(), o[0].item()))
+        x.add_(1), o.add_(1)
+    kernel.run = write  # type: ignore[method-assign]
+    tuner.run(x, n=1, o=o, m=None, grid=(1,), warmup=False)
+    assert seen == [(1, 0), (1, 0), (1, 0)]
+
+
+def test_hooks_of_the_user_are_called() -> None:
+    kernel, said = Kernel(), list[str]()
+    tuner = tuned(kernel, pre_hook=lambda given, reset_only=False: said.append(f"before {reset_only} {given['n']}"),
+                  post_hook=lambda given, exception: said.append("after"))
+    call(tuner, 3)
+    assert said == ["before False 3", "after"] * 2 + ["before True 3"]
+
+
+def test_results_are_kept_on_disk_where_the_tuner_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver(90), raising=False)
+    x, asked = torch.zeros(64), list[int]()
+
+    def bench(call: Callable[[], None], quantiles: Any) -> list[float]:
+        call()
+        asked.append(1)
+        return [float(len(asked))]
+    for _ in range(2):  # as two processes would
+        tuner = triton.autotune([triton.Config({"BK": 16}), triton.Config({"BK": 32})], ["n"], do_bench=bench, cache_results=True)(foreign.keyed)
+        kernel = flashlin.shield(tuner)
+        kernel.fn._start = lambda *args, **kwargs: None
+        pretend(parse("triton=3.6.0,sm=90"))
+        with flashlin.settings(policy="off"):
+            kernel[(1,)](x, n=64, o=x, m=0)
+        assert kernel.best_config.kwargs["BK"] == 16 and len(asked) == 2
+
+
+def test_two_threads_tune_once() -> None:
+    kernel, asked = Kernel(), list[int]()
+    tuner = tuned(kernel, asked=asked)
+    bench = tuner.do_bench
+    tuner._do_bench = tuner.do_bench = lambda *args, **kwargs: (time.sleep(0.05), bench(*args, **kwargs))[1]
+    threads = [threading.Thread(target=call, args=(tuner,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(asked) == [32, 64] and [start["BK"] for start in kernel.started[-4:]] == [32] * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_configuration_that_ends_the_compiler_ends_a_child_only() -> None:
+    import os
+
+    class Deadly(Kernel):
+        def run(self, *args: Any, **kwargs: Any) -> None:
+            if kwargs["warmup"] and kwargs["BK"] == 32:
+                os.abort()
+            if kwargs["BK"] == 32:
+                raise AssertionError("was run all the same")
+            super().run(*args, **kwargs)
+    pretend(parse("triton=3.6.0,sm=90"))
+    kernel = Deadly()
+    with pytest.warns(UserWarning, match="configuration BK: 32.* ends the compiler .abort: SIGABRT"):
+        call(tuned(kernel, (64, 32, 128)))
+    assert kernel.started[-1]["BK"] == 64
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="ends the compiler"):
+        call(tuned(kernel, (32, 32)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_children_that_hang_leave_a_configuration_out_unless_all_of_them_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging(Kernel):
+        hangs: tuple[int, ...] = (32,)
+
+        def run(self, *args: Any, **kwargs: Any) -> None:
+            if kwargs["warmup"] and kwargs["BK"] in self.hangs:
+                time.sleep(60)
+            super().run(*args, **kwargs)
+    monkeypatch.setattr(tuning, "CHILD_SECONDS", 1)
+    pretend(parse("triton=3.6.0,sm=90"))
+    kernel = Hanging()
+    with pytest.warns(UserWarning, match="configuration BK: 32.* ends the compiler .timeout"):
+        call(tuned(kernel))
+    assert kernel.started[-1]["BK"] == 64
+    kernel.hangs = (32, 64)
+    call(tuned(kernel))
+    assert kernel.started[-1]["BK"] == 32
+
+
+def test_patching_is_reversible_and_twice_is_once() -> None:
+    original, kernel, asked = triton.autotune, Kernel({32: RuntimeError("not mine")}), list[int]()
+    before = original(configs(64, 32), ["n"], do_bench=timer(kernel, asked))(kernel)
+    with pytest.raises(RuntimeError, match="not mine"):  # Triton lets one failing configuration end the call
+        call(before)
+    flashlin.patch("triton")
+    with flashlin.patched("triton"):
+        flashlin.patch("triton")
+        assert triton.autotune is tuning.autotune is flashlin.autotune
+    assert triton.autotune is tuning.autotune
+    with pytest.warns(UserWarning, match="not mine"):
+        call(before)  # decorated before, repaired all the same
+    flashlin.unpatch("triton")
+    flashlin.unpatch("triton")
+    assert triton.autotune is original
+    with flashlin.patched("triton"):
+        assert triton.autotune is not original
+    assert triton.autotune is original
+
+
+def test_an_unknown_package_is_an_error() -> None:
+    for change in (patching.patch, patching.unpatch):
+        with pytest.raises(ValueError, match="package: got 'numpy', need one of 'triton'"):
+            change("numpy")
+
+
+def test_shield_keeps_a_tuner_and_tunes_what_is_planned() -> None:
+    shielded = flashlin.shield(triton.autotune([triton.Config({"BK": 16}, num_warps=1), triton.Config({"BK": 32}, num_warps=2)], ["n"],
+                                               do_bench=lambda call, quantiles: (call(), [1.0])[1])(foreign.keyed))
+    starts = []
+    shielded.fn._start = lambda *args, **kwargs: starts.append(kwargs["BK"])
+    pretend(parse("triton=3.6.0,sm=90"))
+    x = torch.zeros(64)
+    with flashlin.settings(policy="off"):  # no children
+        shielded[lambda meta: (meta["BK"] // 16,)](x, n=64, o=x, m=0)
+    assert starts == [16, 32, 16]
