@@ -15,8 +15,8 @@ _HOME = {
     "flashlin.ops.retention": ("chunk_retention", "fused_recurrent_retention", "retention"),
     "flashlin.ops.linear_attn": ("chunk_linear_attn", "fused_recurrent_linear_attn", "linear_attn"),
     "flashlin.ops.lightning_attn": ("chunk_lightning_attn", "fused_recurrent_lightning_attn"),
-    "flashlin.ops.norm": ("layer_norm", "rms_norm", "l2norm", "l2_norm"),
-    "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "L2Norm"),
+    "flashlin.ops.norm": ("layer_norm", "rms_norm", "group_norm", "layer_norm_gated", "rms_norm_gated", "l2norm", "l2_norm"),
+    "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated", "L2Norm"),
     "flashlin.diagnosis": ("doctor", "explain"),
     "flashlin.dispatch": ("plan",),
     "flashlin.policy": ("settings", "Policy"),
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from flashlin.dispatch import plan as plan
     from flashlin.guards.problem import Problem as Problem
     from flashlin.guards.problem import UnsupportedError as UnsupportedError
+    from flashlin.modules.norm import FusedLayerNormGated as FusedLayerNormGated
+    from flashlin.modules.norm import FusedRMSNormGated as FusedRMSNormGated
+    from flashlin.modules.norm import GroupNorm as GroupNorm
     from flashlin.modules.norm import L2Norm as L2Norm
     from flashlin.modules.norm import LayerNorm as LayerNorm
     from flashlin.modules.norm import RMSNorm as RMSNorm
@@ -43,10 +46,13 @@ if TYPE_CHECKING:
     from flashlin.ops.linear_attn import chunk_linear_attn as chunk_linear_attn
     from flashlin.ops.linear_attn import fused_recurrent_linear_attn as fused_recurrent_linear_attn
     from flashlin.ops.linear_attn import linear_attn as linear_attn
+    from flashlin.ops.norm import group_norm as group_norm
     from flashlin.ops.norm import l2_norm as l2_norm
     from flashlin.ops.norm import l2norm as l2norm
     from flashlin.ops.norm import layer_norm as layer_norm
+    from flashlin.ops.norm import layer_norm_gated as layer_norm_gated
     from flashlin.ops.norm import rms_norm as rms_norm
+    from flashlin.ops.norm import rms_norm_gated as rms_norm_gated
     from flashlin.ops.retention import chunk_retention as chunk_retention
     from flashlin.ops.retention import fused_recurrent_retention as fused_recurrent_retention
     from flashlin.ops.retention import retention as retention

@@ -30,7 +30,8 @@ OPS: dict[str, tuple[str, str]] = {
     "chunk_linear_attn": ("simple_gla", "chunk"), "fused_recurrent_linear_attn": ("simple_gla", "fused_recurrent"),
     "linear_attn": ("simple_gla", "auto"),
     "chunk_lightning_attn": ("simple_gla", "chunk"), "fused_recurrent_lightning_attn": ("simple_gla", "fused_recurrent"),
-    "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", "")}
+    "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", ""), "group_norm": ("norm", ""),
+    "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", "")}
 
 
 @lru_cache(maxsize=4096)
