@@ -16,7 +16,9 @@ _HOME = {
     "flashlin.ops.linear_attn": ("chunk_linear_attn", "fused_recurrent_linear_attn", "linear_attn"),
     "flashlin.ops.lightning_attn": ("chunk_lightning_attn", "fused_recurrent_lightning_attn"),
     "flashlin.ops.norm": ("layer_norm", "rms_norm", "group_norm", "layer_norm_gated", "rms_norm_gated", "l2norm", "l2_norm"),
+    "flashlin.ops.conv": ("causal_conv1d", "causal_conv1d_update"),
     "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated", "L2Norm"),
+    "flashlin.modules.conv": ("ShortConvolution",),
     "flashlin.diagnosis": ("doctor", "explain"),
     "flashlin.dispatch": ("plan",),
     "flashlin.policy": ("settings", "Policy"),
@@ -35,12 +37,15 @@ if TYPE_CHECKING:
     from flashlin.dispatch import plan as plan
     from flashlin.guards.problem import Problem as Problem
     from flashlin.guards.problem import UnsupportedError as UnsupportedError
+    from flashlin.modules.conv import ShortConvolution as ShortConvolution
     from flashlin.modules.norm import FusedLayerNormGated as FusedLayerNormGated
     from flashlin.modules.norm import FusedRMSNormGated as FusedRMSNormGated
     from flashlin.modules.norm import GroupNorm as GroupNorm
     from flashlin.modules.norm import L2Norm as L2Norm
     from flashlin.modules.norm import LayerNorm as LayerNorm
     from flashlin.modules.norm import RMSNorm as RMSNorm
+    from flashlin.ops.conv import causal_conv1d as causal_conv1d
+    from flashlin.ops.conv import causal_conv1d_update as causal_conv1d_update
     from flashlin.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn
     from flashlin.ops.lightning_attn import fused_recurrent_lightning_attn as fused_recurrent_lightning_attn
     from flashlin.ops.linear_attn import chunk_linear_attn as chunk_linear_attn

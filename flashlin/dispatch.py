@@ -14,12 +14,13 @@ from functools import lru_cache
 from flashlin.compat.target import Target
 from flashlin.guards.limits import CHECKS
 from flashlin.guards.problem import Launch, Plan, Problem, Reason
+from flashlin.kernels.conv import recipe as conv
 from flashlin.kernels.norm import recipe as norm
 from flashlin.kernels.simple_gla import recipe as simple_gla
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 
-RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {"simple_gla": simple_gla.launches, "norm": norm.launches}
+RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {"simple_gla": simple_gla.launches, "norm": norm.launches, "conv": conv.launches}
 
 # Every public op: its family, and the mode it asks for.
 OPS: dict[str, tuple[str, str]] = {
@@ -31,7 +32,8 @@ OPS: dict[str, tuple[str, str]] = {
     "linear_attn": ("simple_gla", "auto"),
     "chunk_lightning_attn": ("simple_gla", "chunk"), "fused_recurrent_lightning_attn": ("simple_gla", "fused_recurrent"),
     "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", ""), "group_norm": ("norm", ""),
-    "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", "")}
+    "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", ""),
+    "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv", "")}
 
 
 @lru_cache(maxsize=4096)

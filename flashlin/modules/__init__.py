@@ -5,9 +5,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _WHERE = dict.fromkeys(("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated", "L2Norm"), "flashlin.modules.norm")
+_WHERE["ShortConvolution"] = "flashlin.modules.conv"
 __all__ = sorted(_WHERE)
 
 if TYPE_CHECKING:
+    from flashlin.modules.conv import ShortConvolution as ShortConvolution
     from flashlin.modules.norm import FusedLayerNormGated as FusedLayerNormGated
     from flashlin.modules.norm import FusedRMSNormGated as FusedRMSNormGated
     from flashlin.modules.norm import GroupNorm as GroupNorm

@@ -17,7 +17,7 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import norm, simple_gla
+from flashlin.ops import conv, norm, simple_gla
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, check, judge, poisoned
@@ -40,7 +40,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
     def noting(*arguments: Any) -> Plan:
         made.append(planned(*arguments))
         return made[-1]
-    for module in (simple_gla, norm):
+    for module in (simple_gla, norm, conv):
         monkeypatch.setattr(module, "planned", noting)
     yield made
     assert made, "no op was called"

@@ -1,0 +1,65 @@
+"""Which launches a short convolution makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
+
+A Problem's K is the number of channels D, its V the width W of the filters. Rows are tokens of any sequence of the batch.
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flashlin.compat.target import Target
+from flashlin.guards.problem import Launch, Problem
+
+
+class Config(NamedTuple):
+    """Programs of ``elements`` (tokens times channels, of which at most BD), so many warps, and per multiprocessor if rows are shared out."""
+    elements: int
+    BD: int
+    num_warps: int
+    per_sm: int = 0
+
+
+ROWS, WEIGHTS, UPDATE = Config(4096, 128, 4), Config(2048, 64, 4, 8), Config(128, 128, 4)
+
+
+def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
+    """Forward's launches, then backward's."""
+    if problem.op == "causal_conv1d_update":
+        return (_states("conv_update", problem),)
+    found = [_rows("conv_forward", ROWS, problem, target)]
+    if "final_state" in problem.options:
+        found.append(_states("conv_state", problem))
+    if problem.needs_grad:
+        found += [_rows("conv_backward_weights", WEIGHTS, problem, target), _rows("conv_backward_x", ROWS, problem, target)]
+        if "initial_state" in problem.options:
+            found.append(_states("conv_backward_state", problem))
+    return tuple(found)
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Launch:
+    """Programs of BT tokens and BD channels; the weights' are so few that each takes every so many-th block of tokens."""
+    BD = min(max(16, _power(problem.K)), config.BD)
+    BT = config.elements // BD
+    strips, blocks = -(-problem.K // BD), -(-problem.B * problem.T // BT)
+    if config.per_sm:
+        blocks = min(blocks, -(-config.per_sm * target.sms // strips))
+    tile = (("BT", BT), ("BD", BD), *((("BW", _power(problem.V)),) if config.per_sm else ()))
+    return _launch(kernel, config, problem, strips * blocks, tile, (BT + problem.V) * problem.K)
+
+
+def _states(kernel: str, problem: Problem) -> Launch:
+    """Programs of one sequence and BD channels, all W slots of each."""
+    BD = min(max(16, _power(problem.K)), UPDATE.BD)
+    return _launch(kernel, UPDATE, problem, problem.N * -(-problem.K // BD), (("BD", BD), ("BW", _power(problem.V))), problem.K * problem.V)
+
+
+def _launch(kernel: str, config: Config, problem: Problem, programs: int, tile: tuple[tuple[str, int], ...], span: int) -> Launch:
+    size = 1
+    for _, block in tile:
+        size *= block if kernel != "conv_backward_weights" or _ != "BW" else 1
+    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
+    warps = config.num_warps if problem.max_warps >= 8 else min(config.num_warps, problem.max_warps)
+    return Launch(kernel, (programs,), warps, 1, tile, 4 * size + 4096, span, traits)
