@@ -20,7 +20,8 @@ from flashlin.kernels.simple_gla import recipe as simple_gla
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 
-RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {"simple_gla": simple_gla.launches, "norm": norm.launches, "conv": conv.launches}
+RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {"simple_gla": simple_gla.launches, "norm": norm.launches,
+                                                                       "conv": conv.launches}
 
 # Every public op: its family, and the mode it asks for.
 OPS: dict[str, tuple[str, str]] = {

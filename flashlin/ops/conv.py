@@ -168,11 +168,10 @@ def _planned_run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
     weight = weight.contiguous()
     bias, residual, h0 = (None if t is None else t.contiguous() for t in (bias, residual, h0))
     if torch.compiler.is_compiling():
-        y, state = _library_op(x, weight, bias, residual, h0, bounds, silu, has_ht, needs_grad, call)
-        ht = state if has_ht else None
+        y, ht = _library_op(x, weight, bias, residual, h0, bounds, silu, has_ht, needs_grad, call)
     else:
         y, ht = _Convolution.apply(plan, evenly_spaced(x), weight, bias, residual, h0, bounds, silu, has_ht)
-    return y.to(dtype), None if ht is None else ht.to(dtype)
+    return y.to(dtype), ht.to(dtype) if has_ht else None
 
 
 def _update(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, cache: Tensor, silu: bool) -> Tensor:
@@ -257,7 +256,9 @@ class _Convolution(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dht: Tensor | None) -> Any:
         _, needs_dx, needs_dweight, needs_dbias, _, needs_dh0, *_ = ctx.needs_input_grad
-        dx, dweight, dbias, dh0 = _gradients(ctx.plan, *ctx.saved_tensors, dy, dht, ctx.silu, needs_dx, needs_dweight, needs_dbias, needs_dh0)
+        x, weight, bias, h0, bounds = ctx.saved_tensors
+        dx, dweight, dbias, dh0 = _gradients(ctx.plan, x, weight, bias, h0, bounds, dy, dht, ctx.silu, needs_dx, needs_dweight, needs_dbias,
+                                             needs_dh0)
         dresidual = None if dy is None or ctx.added is None else dy.to(ctx.added)
         return None, dx, dweight, dbias, dresidual, dh0, None, None, None
 

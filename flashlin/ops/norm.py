@@ -226,8 +226,10 @@ class _Norm(torch.autograd.Function):
         if dy is None:
             dx, dresidual, dgate, dweight, dbias = dtotal, dtotal, None, None, None
         else:
-            dx, dresidual, dgate, dweight, dbias = _gradients(ctx.plan, *ctx.saved_tensors, dy, dtotal, ctx.kind, ctx.activation, ctx.normed,
-                                                              x_dtype, residual_dtype if needs_dresidual else None, needs_dweight, needs_dbias)
+            kept, weight, bias, gate, mean, rstd = ctx.saved_tensors
+            dx, dresidual, dgate, dweight, dbias = _gradients(ctx.plan, kept, weight, bias, gate, mean, rstd, dy, dtotal, ctx.kind, ctx.activation,
+                                                              ctx.normed, x_dtype, residual_dtype if needs_dresidual else None, needs_dweight,
+                                                              needs_dbias)
         return (None, _to(dx, x_dtype), _to(dresidual, residual_dtype), _to(dweight, weight_dtype), _to(dbias, bias_dtype), dgate, *[None] * 6)
 
 

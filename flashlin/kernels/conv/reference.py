@@ -14,7 +14,7 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     B, T, D = x.shape
     W = weight.shape[1]
     edges = None if cu_seqlens is None else cu_seqlens.tolist()
-    spans = [(b, 0, T) for b in range(B)] if edges is None else [(0, *pair) for pair in zip(edges, edges[1:], strict=False)]
+    spans = [(b, 0, T) for b in range(B)] if edges is None else [(0, edges[n], edges[n + 1]) for n in range(len(edges) - 1)]
     rows = [[x.new_zeros(D, dtype=torch.float64)] * T for _ in range(B)]
     states = []
     for n, (b, start, end) in enumerate(spans):

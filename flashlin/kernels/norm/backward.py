@@ -3,11 +3,13 @@
 With n = (s - m) r, the normalised row, and u = w dy:
     ds = r (u - mean(u) - n mean(u n)) + dtotal        (an RMS norm has no mean(u); an l2 norm has the sum of u n, not the mean)
     dw = sum over rows of dy n                         db = sum over rows of dy
-With a gate z, dz = dy (n w + b) a'(z), and dy a(z) takes the place of dy everywhere else. dx and dresidual are both ds. The sums over rows: a program takes every so many-th BT rows and keeps its share in registers; the shares
-are [programs, D] in fp32, and torch adds them up. While a program works on its rows the next ones are on their way, because one row at a
-time leaves most of the memory's bandwidth idle. The rows of a group norm belong to G lines of w; the step between a program's rows is a
-multiple of G, so each row of its registers is a share of one line, and shares are [programs * BT, D] = [n, G, D]. Rows too long for the registers take two kernels: one walks along rows for ds, one
-down columns for dw and db.
+With a gate z, dz = dy (n w + b) a'(z), and dy a(z) takes the place of dy everywhere else. dx and dresidual are both ds.
+
+The sums over rows: a program takes every so many-th BT rows and keeps its share in registers; the shares are [programs, D] in fp32, and
+torch adds them up. The rows of a group norm belong to G lines of w; there the step from one BT rows to the next is a multiple of G, so each
+row of the registers is a share of one line, and the shares are [programs * BT / G, G, D]. While a program works on its rows the next ones
+are on their way, because one row at a time leaves most of the memory's bandwidth idle. Rows too long for the registers take two kernels:
+one walks along rows for ds, one down columns for dw and db.
 """
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ def put_y(y, centred, r, weight, bias, gate, first, rows, d0, D: tl.constexpr, B
 
 @triton.jit(do_not_specialize=["rows", "eps"])
 def norm_forward(x, residual, weight, bias, gate, y, total, mean, rstd, eps, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                 KIND: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TOTAL: tl.constexpr,
-                 HAS_STATS: tl.constexpr):
+                 KIND: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+                 HAS_BIAS: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_STATS: tl.constexpr):
     """y, and where asked for total = s and the rows' statistics."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     first = tl.program_id(0).to(tl.int64) * BT
