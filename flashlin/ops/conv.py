@@ -16,12 +16,12 @@ from flashlin.guards.limits import MAX_WIDTH
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import FLOATS, check_cu_seqlens, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
+from flashlin.kernels.conv.recipe import FAR
 from flashlin.ops.norm import STRICTEST
 from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
 
 ACTIVATIONS = (None, "silu", "swish")
 BACKENDS = ("triton", "mix", "cuda")
-FAR = 2**20  # elements between rows, up to which a tile's offsets stay far below 2^31
 
 
 def causal_conv1d(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,

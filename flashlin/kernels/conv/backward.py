@@ -14,7 +14,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.conv.forward import before_each, convolved, of_channels, row_stride, sequences_of, span_of, tap
+from flashlin.kernels.conv.forward import before_each, convolved, of_channels, row_stride, rows_first, sequences_of, span_of, tap
 
 
 @triton.jit(do_not_specialize=["T", "N", "R"])
@@ -31,12 +31,12 @@ def conv_backward_weights(x, weight, bias, h0, before, bounds, dy, dz, dweight, 
     db = tl.zeros([BD], dtype=tl.float32)
     begin = share * BT
     for _ in range((R - begin + step - 1) // step):
-        n, first, after = sequences_of(before, bounds, begin, T, N, R, BT, VARLEN)
+        n, behind, left = sequences_of(before, bounds, begin, T, N, R, BT, VARLEN)
         offsets = ahead[:, None] * D + cols[None, :]
         channels = (cols < D)[None, :]
-        u = tl.load(dy + begin * D + offsets, mask=(begin + ahead < after)[:, None] & channels, other=0.0).to(tl.float32)
+        u = tl.load(dy + begin * D + offsets, mask=(left > 0)[:, None] & channels, other=0.0).to(tl.float32)
         if SILU:
-            z = convolved(x, weight, bias, h0, begin, n, first, after, cols, stride, D, W, BT, BD, HAS_BIAS, HAS_H0)
+            z = convolved(x, weight, bias, h0, begin, n, behind, left, cols, stride, D, W, BT, BD, HAS_BIAS, HAS_H0)
             sigmoid = tl.sigmoid(z)
             u *= sigmoid * (1 + z * (1 - sigmoid))
             tl.store(dz + begin * D + offsets, u.to(dz.dtype.element_ty), mask=(begin + ahead < R)[:, None] & channels)
@@ -44,7 +44,7 @@ def conv_backward_weights(x, weight, bias, h0, before, bounds, dy, dz, dweight, 
             db += tl.sum(u, 0)
         if HAS_DWEIGHT:
             for w in tl.static_range(W):
-                of_w = tl.sum(u * tap(x, h0, begin, n, first, after, cols, stride, w, D, W, BT, HAS_H0), 0)
+                of_w = tl.sum(u * tap(x, h0, begin, n, behind, left, cols, stride, w, D, W, BT, HAS_H0), 0)
                 dw += tl.where((taps == w)[:, None], of_w[None, :], 0.0)
         begin += step
     if HAS_DWEIGHT:
@@ -56,21 +56,21 @@ def conv_backward_weights(x, weight, bias, h0, before, bounds, dy, dz, dweight, 
 @triton.jit(do_not_specialize=["T", "N", "R"])
 def conv_backward_x(dz, weight, dht, before, bounds, dx, T, N, R, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
                     HAS_DHT: tl.constexpr, VARLEN: tl.constexpr):
+    """dht: [N, W, D], as rows of channels."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     begin = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
-    n, first, after = sequences_of(before, bounds, begin, T, N, R, BT, VARLEN)
+    n, behind, left = sequences_of(before, bounds, begin, T, N, R, BT, VARLEN)
     ahead = tl.arange(0, BT)
     offsets = ahead[:, None] * D + cols[None, :]
     channels = (cols < D)[None, :]
     total = tl.zeros([BT, BD], dtype=tl.float32)
     for w in tl.static_range(W):
-        seen = tl.load(dz + begin * D + offsets + (W - 1 - w) * D, mask=(begin + ahead + (W - 1 - w) < after)[:, None] & channels, other=0.0)
+        seen = tl.load(dz + begin * D + offsets + (W - 1 - w) * D, mask=(left > W - 1 - w)[:, None] & channels, other=0.0)
         total += seen.to(tl.float32) * of_channels(weight + w, cols, D, W)
     if HAS_DHT:
-        slot = W - (after - begin - ahead)
-        total += tl.load(dht + n.to(tl.int64)[:, None] * (D * W) + (cols[None, :] * W + slot[:, None]),
-                         mask=((slot >= 0) & (slot < W))[:, None] & channels, other=0.0).to(tl.float32)
+        slot = n.to(tl.int64) * W + (W - left)
+        total += tl.load(dht + (slot[:, None] * D + cols[None, :]), mask=((left > 0) & (left <= W))[:, None] & channels, other=0.0).to(tl.float32)
     tl.store(dx + begin * D + offsets, total.to(dx.dtype.element_ty), mask=(begin + ahead < R)[:, None] & channels)
 
 
@@ -111,14 +111,14 @@ def run(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     dz = torch.empty((B, T, D), dtype=x.dtype, device=x.device) if silu else dy
     if x.numel() and (silu or needs_dweight or needs_dbias):
         start(launch, conv_backward_weights, launch.grid[0],
-              (x, weight, bias, h0, before, bounds, dy, dz, dweight, dbias, T, N, rows, row_stride(x)),
+              (x, weight, bias, rows_first(h0), before, bounds, dy, dz, dweight, dbias, T, N, rows, row_stride(x)),
               dict(D=D, W=W, SILU=silu, HAS_BIAS=bias is not None, HAS_H0=h0 is not None, HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias,
                    VARLEN=packed))
     facts = dict(D=D, W=W, HAS_DHT=dht is not None, VARLEN=packed)
     dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device) if needs_dx else None
     if dx is not None and x.numel():
         launch = plan.launch("conv_backward_x")
-        start(launch, conv_backward_x, launch.grid[0], (dz, weight, dht, before, bounds, dx, T, N, rows), facts)
+        start(launch, conv_backward_x, launch.grid[0], (dz, weight, rows_first(dht), before, bounds, dx, T, N, rows), facts)
     dh0 = torch.empty_like(h0) if needs_dh0 and h0 is not None else None
     if dh0 is not None and N:
         launch = plan.launch("conv_backward_state")

@@ -17,37 +17,37 @@ from flashlin.guards.problem import Plan
 
 @triton.jit
 def sequences_of(before, bounds, start, T, N, R, BT: tl.constexpr, VARLEN: tl.constexpr):
-    """Of rows start .. start + BT: their sequence, its first row, and the row after its last, which is 0 for rows that belong to nobody."""
+    """Of rows start .. start + BT: the sequence, how many of its rows lie behind, and how many are left with the row itself: 0 for rows that
+    belong to nobody."""
     ahead = tl.arange(0, BT)
+    inside = start + ahead < R
     if VARLEN:
-        n = tl.load(before + start + ahead, mask=start + ahead < R, other=0) - 1
+        n = tl.load(before + start + ahead, mask=inside, other=0) - 1
         belongs = (n >= 0) & (n < N)
-        first = tl.load(bounds + n, mask=belongs, other=0).to(tl.int64)
-        after = tl.load(bounds + n + 1, mask=belongs, other=0).to(tl.int64)
+        behind = (start + ahead - tl.load(bounds + n, mask=belongs, other=0)).to(tl.int32)
+        left = tl.where(belongs, (tl.load(bounds + n + 1, mask=belongs, other=0) - start - ahead).to(tl.int32), 0)
     else:
         skipped = start // T
         local = (start - skipped * T).to(tl.int32) + ahead
-        first = start + ahead - local % T
         n = (skipped + local // T).to(tl.int32)
-        after = tl.minimum(first + T, R)
-    return n, first, after
+        behind = local % T
+        left = tl.where(inside, T - behind, 0)
+    return n, behind, left
 
 
 @triton.jit
-def tap(x, h0, start, n, first, after, cols, stride, w: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, HAS_H0: tl.constexpr):
-    """[BT, BD]: what w, one of W taps, sees from each row, in fp32."""
+def tap(x, h0, start, n, behind, left, cols, stride, w: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, HAS_H0: tl.constexpr):
+    """[BT, BD]: what w, one of W taps, sees from each row, in fp32. h0: [N, W, D], so that its channels are contiguous like those of x."""
     BACK: tl.constexpr = W - 1 - w
-    ahead = tl.arange(0, BT)
-    source = start + ahead - BACK
-    inside = start + ahead < after
+    ahead = tl.arange(0, BT) - BACK
     channels = (cols < D)[None, :]
-    seen = tl.load(x + start * stride + ((ahead - BACK)[:, None] * stride + cols[None, :]), mask=(inside & (source >= first))[:, None] & channels,
+    seen = tl.load(x + start * stride + (ahead[:, None] * stride + cols[None, :]), mask=((left > 0) & (behind >= BACK))[:, None] & channels,
                    other=0.0).to(tl.float32)
     if HAS_H0:
         if BACK > 0:
-            slot = source - first + W
-            seen += tl.load(h0 + n.to(tl.int64)[:, None] * (D * W) + (cols[None, :] * W + slot[:, None]),
-                            mask=(inside & (source < first))[:, None] & channels, other=0.0).to(tl.float32)
+            slot = n.to(tl.int64) * W + (behind + (W - BACK))
+            seen += tl.load(h0 + (slot[:, None] * D + cols[None, :]), mask=((left > 0) & (behind < BACK))[:, None] & channels,
+                            other=0.0).to(tl.float32)
     return seen
 
 
@@ -58,13 +58,13 @@ def of_channels(x, cols, D: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def convolved(x, weight, bias, h0, start, n, first, after, cols, stride, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+def convolved(x, weight, bias, h0, start, n, behind, left, cols, stride, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
               HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr):
     z = tl.zeros([BT, BD], dtype=tl.float32)
     if HAS_BIAS:
         z += of_channels(bias, cols, D, 1)
     for w in tl.static_range(W):
-        z += tap(x, h0, start, n, first, after, cols, stride, w, D, W, BT, HAS_H0) * of_channels(weight + w, cols, D, W)
+        z += tap(x, h0, start, n, behind, left, cols, stride, w, D, W, BT, HAS_H0) * of_channels(weight + w, cols, D, W)
     return z
 
 
@@ -75,13 +75,13 @@ def conv_forward(x, weight, bias, residual, h0, before, bounds, y, T, N, R, stri
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     start = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
-    n, first, after = sequences_of(before, bounds, start, T, N, R, BT, VARLEN)
-    z = convolved(x, weight, bias, h0, start, n, first, after, cols, stride, D, W, BT, BD, HAS_BIAS, HAS_H0)
+    n, behind, left = sequences_of(before, bounds, start, T, N, R, BT, VARLEN)
+    z = convolved(x, weight, bias, h0, start, n, behind, left, cols, stride, D, W, BT, BD, HAS_BIAS, HAS_H0)
     if SILU:
         z *= tl.sigmoid(z)
     ahead = tl.arange(0, BT)
     if VARLEN:  # a bias reaches rows that belong to nobody
-        z = tl.where((start + ahead < after)[:, None], z, 0.0)
+        z = tl.where((left > 0)[:, None], z, 0.0)
     offsets = ahead[:, None] * D + cols[None, :]
     mask = (start + ahead < R)[:, None] & (cols < D)[None, :]
     if HAS_RESIDUAL:
@@ -149,6 +149,11 @@ def row_stride(x: torch.Tensor) -> int:
     return x.stride(0) if x.shape[1] == 1 else x.stride(1)
 
 
+def rows_first(state: torch.Tensor | None) -> torch.Tensor | None:
+    """A state [N, D, W] as rows of channels [N, W, D], which are read like those of x."""
+    return None if state is None else state.mT.contiguous()
+
+
 def before_each(bounds: torch.Tensor | None, T: int) -> torch.Tensor | None:
     """[T] int32: how many sequences begin up to each row; one more than the number of the row's own."""
     if bounds is None:
@@ -168,7 +173,7 @@ def run(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     stride, facts = row_stride(x), dict(D=D, W=W, HAS_H0=h0 is not None, VARLEN=bounds is not None)
     if x.numel():
         launch = plan.launch("conv_forward")
-        start(launch, conv_forward, launch.grid[0], (x, weight, bias, residual, h0, before_each(bounds, T), bounds, y, T, N, B * T, stride),
+        start(launch, conv_forward, launch.grid[0], (x, weight, bias, residual, rows_first(h0), before_each(bounds, T), bounds, y, T, N, B * T, stride),
               {**facts, "SILU": silu, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None})
     if ht is not None and N:
         launch = plan.launch("conv_state")

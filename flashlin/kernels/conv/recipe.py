@@ -9,9 +9,14 @@ from typing import NamedTuple
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Launch, Problem
 
+FAR = 2**20  # elements from one row of x to the next; rows that lie farther apart are copied
+
 
 class Config(NamedTuple):
-    """Programs of ``elements`` (tokens times channels, of which at most BD), so many warps, and per multiprocessor if rows are shared out."""
+    """Programs of ``elements`` (tokens times channels, of which at most BD), so many warps, and per multiprocessor if rows are shared out.
+
+    elements: of filters with up to 4 taps. All taps' loads are under way at once, so wider filters get smaller tiles for their registers.
+    """
     elements: int
     BD: int
     num_warps: int
@@ -42,24 +47,22 @@ def _power(size: int) -> int:
 def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Launch:
     """Programs of BT tokens and BD channels; the weights' are so few that each takes every so many-th block of tokens."""
     BD = min(max(16, _power(problem.K)), config.BD)
-    BT = config.elements // BD
+    BT = config.elements // max(1, _power(problem.V) // 4) // BD
     strips, blocks = -(-problem.K // BD), -(-problem.B * problem.T // BT)
     if config.per_sm:
         blocks = min(blocks, -(-config.per_sm * target.sms // strips))
     tile = (("BT", BT), ("BD", BD), *((("BW", _power(problem.V)),) if config.per_sm else ()))
-    return _launch(kernel, config, problem, strips * blocks, tile, (BT + problem.V) * problem.K)
+    return _launch(kernel, config, problem, strips * blocks, tile, BT * BD, BT * FAR)
 
 
 def _states(kernel: str, problem: Problem) -> Launch:
     """Programs of one sequence and BD channels, all W slots of each."""
-    BD = min(max(16, _power(problem.K)), UPDATE.BD)
-    return _launch(kernel, UPDATE, problem, problem.N * -(-problem.K // BD), (("BD", BD), ("BW", _power(problem.V))), problem.K * problem.V)
+    BD, BW = min(max(16, _power(problem.K)), UPDATE.BD), _power(problem.V)
+    return _launch(kernel, UPDATE, problem, problem.N * -(-problem.K // BD), (("BD", BD), ("BW", BW)), BD * BW, problem.K * problem.V)
 
 
-def _launch(kernel: str, config: Config, problem: Problem, programs: int, tile: tuple[tuple[str, int], ...], span: int) -> Launch:
-    size = 1
-    for _, block in tile:
-        size *= block if kernel != "conv_backward_weights" or _ != "BW" else 1
+def _launch(kernel: str, config: Config, problem: Problem, programs: int, tile: tuple[tuple[str, int], ...], elements: int, span: int) -> Launch:
+    # shared: what is measured is one exchange of a tile between warps, and the sums of each warp
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     warps = config.num_warps if problem.max_warps >= 8 else min(config.num_warps, problem.max_warps)
-    return Launch(kernel, (programs,), warps, 1, tile, 4 * size + 4096, span, traits)
+    return Launch(kernel, (programs,), warps, 1, tile, 4 * elements + 4096, span, traits)
