@@ -21,7 +21,7 @@ from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 
 RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {"simple_gla": simple_gla.launches, "norm": norm.launches,
-                                                                       "conv": conv.launches}
+                                                                       "conv": conv.launches, "conv_update": conv.launches_of_update}
 
 # Every public op: its family, and the mode it asks for.
 OPS: dict[str, tuple[str, str]] = {
@@ -34,7 +34,7 @@ OPS: dict[str, tuple[str, str]] = {
     "chunk_lightning_attn": ("simple_gla", "chunk"), "fused_recurrent_lightning_attn": ("simple_gla", "fused_recurrent"),
     "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", ""), "group_norm": ("norm", ""),
     "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", ""),
-    "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv", "")}
+    "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv_update", "")}
 
 
 @lru_cache(maxsize=4096)

@@ -68,7 +68,7 @@ def check_head_dim(problem: Problem, launches: tuple[Launch, ...], target: Targe
 
 
 def check_width(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
-    if problem.family == "conv" and problem.V > MAX_WIDTH:
+    if problem.family in ("conv", "conv_update") and problem.V > MAX_WIDTH:
         return Reason("width", f"filters of {problem.V} taps", f"up to {MAX_WIDTH} for the kernels", ("torch_path",))
     return None
 

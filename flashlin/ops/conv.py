@@ -226,7 +226,7 @@ def problem_of(call: str, x: Tensor, weight: Tensor, bounds: Tensor | None, need
 
 def _problem(call: str, B: int, T: int, D: int, W: int, N: int, varlen: bool, needs_grad: bool) -> Problem:
     op, dtype, options = _parsed(call)
-    return Problem(op, "conv", "", B, T, 1, D, W, N, dtype, varlen, needs_grad, options)
+    return Problem(op, "conv" if op == "causal_conv1d" else "conv_update", "", B, T, 1, D, W, N, dtype, varlen, needs_grad, options)
 
 
 @lru_cache(maxsize=256)

@@ -23,13 +23,11 @@ class Config(NamedTuple):
     per_sm: int = 0
 
 
-ROWS, WEIGHTS, UPDATE = Config(4096, 128, 4), Config(2048, 64, 4, 8), Config(128, 128, 4)
+ROWS, WEIGHTS, UPDATE = Config(4096, 128, 4), Config(2048, 128, 4, 6), Config(128, 128, 4)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Forward's launches, then backward's."""
-    if problem.op == "causal_conv1d_update":
-        return (_states("conv_update", problem),)
     found = [_rows("conv_forward", ROWS, problem, target)]
     if "final_state" in problem.options:
         found.append(_states("conv_state", problem))
@@ -40,6 +38,10 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     return tuple(found)
 
 
+def launches_of_update(problem: Problem, target: Target) -> tuple[Launch, ...]:
+    return (_states("conv_update", problem),)
+
+
 def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
@@ -47,7 +49,7 @@ def _power(size: int) -> int:
 def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Launch:
     """Programs of BT tokens and BD channels; the weights' are so few that each takes every so many-th block of tokens."""
     BD = min(max(16, _power(problem.K)), config.BD)
-    BT = config.elements // max(1, _power(problem.V) // 4) // BD
+    BT = max(1, config.elements // max(1, _power(problem.V) // 4) // BD)
     strips, blocks = -(-problem.K // BD), -(-problem.B * problem.T // BT)
     if config.per_sm:
         blocks = min(blocks, -(-config.per_sm * target.sms // strips))

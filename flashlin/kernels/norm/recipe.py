@@ -52,8 +52,11 @@ def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Laun
     BD = min(max(8, 1 << (problem.K - 1).bit_length()), config.elements)
     BT = config.elements // BD
     programs = -(-problem.T * problem.H // BT)
-    if config.per_sm:  # no more than run at once, or the last ones run alone; a bias's gradient takes the registers of every fourth
-        per_sm = config.per_sm - config.per_sm // 4 if "bias" in problem.options else config.per_sm
+    if config.per_sm:  # no more than run at once, or the last ones run alone: a bias's gradient or a gate takes the registers of every fourth
+        more = sum(name in problem.options for name in ("bias", "gate"))
+        per_sm = config.per_sm - config.per_sm * more // 4
+        if more == 2 and BD > 4096:  # and of the next rows
+            config = config._replace(num_stages=1)
         programs = _aligned(min(programs, per_sm * target.sms), BT, problem)
     return _launch(kernel, config, problem, programs, BT, BD)
 
