@@ -44,8 +44,10 @@ def test_a_state_continues(lengths: tuple[int, ...]) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), whole)
     torch.testing.assert_close(state, last)
     torch.testing.assert_close(last, x[:, -4:].mT)
-    for token in x.unbind(1):  # and token by token, in place
-        y, cache = flashlin.causal_conv1d_update(token, torch.zeros(2, 6, 4) if token is x[:, 0] else cache, None, weight)
+    cache = torch.zeros(2, 6, 4)
+    for t, token in enumerate(x.unbind(1)):  # and token by token, in place
+        y, _ = flashlin.causal_conv1d_update(token, cache, None, weight)
+        torch.testing.assert_close(y, whole[:, t])
     torch.testing.assert_close(cache, last)
 
 
