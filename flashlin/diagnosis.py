@@ -78,8 +78,8 @@ def _merged(rows: list[OpPlan]) -> tuple[OpPlan, ...]:
 
 
 def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int = 2048, H: int = 16, K: int = 128,
-            V: int | None = None,            N: int | None = None, dtype: str = "bfloat16", varlen: bool = False, needs_grad: bool = True, mode: str | None = None,
-            policy: Policy | None = None) -> str:
+            V: int | None = None, N: int | None = None, dtype: str = "bfloat16", varlen: bool = False, needs_grad: bool = True,
+            mode: str | None = None, policy: Policy | None = None) -> str:
     """How one call would run, and why: the decision trail of dispatch, then in words.
 
     Args:

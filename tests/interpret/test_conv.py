@@ -128,8 +128,9 @@ def test_the_library_operators_of_the_convolution(packed: bool, bare: bool) -> N
     options: tuple[Any, ...] = (None, None, None) if bare else (bias, residual, h0)
     call = "causal_conv1d float32 silu" + (" final_state" if bare else " bias residual initial_state final_state")
     torch.library.opcheck(conv._library_op, (x, weight, *options, bounds, True, not bare, True, call))
-    torch.library.opcheck(conv._library_backward, (x.detach(), weight.detach(), *(None if t is None else t.detach() for t in (options[0], options[2])),
-                                                   bounds, torch.ones_like(x), None if bare else torch.ones_like(h0), True, call))
+    optional = [None if t is None else t.detach() for t in (options[0], options[2])]
+    torch.library.opcheck(conv._library_backward, (x.detach(), weight.detach(), *optional, bounds, torch.ones_like(x),
+                                                   None if bare else torch.ones_like(h0), True, call))
 
 
 def test_the_library_operator_of_the_update() -> None:
@@ -144,7 +145,8 @@ def test_the_library_operators_of_gated_and_grouped_norms(groups: int) -> None:
     gate = torch.randn(5, 3, 8, requires_grad=True) if groups == 1 else None
     opening, call = (norm.SWISH, "layer_norm_gated float32 gate") if groups == 1 else (norm.NO_GATE, "group_norm float32")
     call += " bias residual weight"
-    torch.library.opcheck(norm._library_op, (x, residual, weight, bias, gate, 1e-5, norm.LAYER, opening, groups, torch.float32, torch.float32, True, call))
+    torch.library.opcheck(norm._library_op, (x, residual, weight, bias, gate, 1e-5, norm.LAYER, opening, groups, torch.float32, torch.float32,
+                                             True, call))
 
 
 def test_norms_compile_to_the_kernels_they_run_eagerly() -> None:

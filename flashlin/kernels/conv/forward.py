@@ -173,7 +173,8 @@ def run(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     stride, facts = row_stride(x), dict(D=D, W=W, HAS_H0=h0 is not None, VARLEN=bounds is not None)
     if x.numel():
         launch = plan.launch("conv_forward")
-        start(launch, conv_forward, launch.grid[0], (x, weight, bias, residual, rows_first(h0), before_each(bounds, T), bounds, y, T, N, B * T, stride),
+        start(launch, conv_forward, launch.grid[0],
+              (x, weight, bias, residual, rows_first(h0), before_each(bounds, T), bounds, y, T, N, B * T, stride),
               {**facts, "SILU": silu, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None})
     if ht is not None and N:
         launch = plan.launch("conv_state")

@@ -101,7 +101,8 @@ CASES += [_case("group_norm", "random", {"num_groups": 4}, True), _case("group_n
           _case("group_norm", "is-rms-norm", {"num_groups": 2, "is_rms_norm": True}),
           _case("group_norm", "groups-of-one", {"num_groups": 6, "is_rms_norm": True}, shape=(50, 6)),
           _case("group_norm", "odd-groups", {"num_groups": 7}, shape=(41, 7 * 96)),
-          _case("group_norm", "no-weight", {"num_groups": 8}, weight="", bias=""), _case("group_norm", "no-bias", {"num_groups": 8}, bias=""), _case("group_norm", "only-bias", {"num_groups": 3}, shape=(9, 48), weight=""),
+          _case("group_norm", "no-weight", {"num_groups": 8}, weight="", bias=""), _case("group_norm", "no-bias", {"num_groups": 8}, bias=""),
+          _case("group_norm", "only-bias", {"num_groups": 3}, shape=(9, 48), weight=""),
           _case("group_norm", "many-rows", {"num_groups": 12}, shape=(1500, 12 * 64)),
           _case("group_norm", "prenorm", {"num_groups": 4, "prenorm": True}, residual="float32"),
           _case("group_norm", "wide", {"num_groups": 3}, shape=(9, 3 * 9000)), _case("group_norm", "D=2x3000", {"num_groups": 2}, shape=(9, 6000))]
