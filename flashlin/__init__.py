@@ -17,8 +17,10 @@ _HOME = {
     "flashlin.ops.lightning_attn": ("chunk_lightning_attn", "fused_recurrent_lightning_attn"),
     "flashlin.ops.delta_rule": ("chunk_delta_rule", "fused_recurrent_delta_rule"),
     "flashlin.ops.gated_delta_rule": ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn"),
-    "flashlin.ops.norm": ("layer_norm", "rms_norm", "l2norm", "l2_norm"),
-    "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "L2Norm"),
+    "flashlin.ops.norm": ("layer_norm", "rms_norm", "group_norm", "layer_norm_gated", "rms_norm_gated", "l2norm", "l2_norm"),
+    "flashlin.ops.conv": ("causal_conv1d", "causal_conv1d_update"),
+    "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated", "L2Norm"),
+    "flashlin.modules.conv": ("ShortConvolution",),
     "flashlin.diagnosis": ("doctor", "explain"),
     "flashlin.dispatch": ("plan",),
     "flashlin.policy": ("settings", "Policy"),
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
     from flashlin.dispatch import plan as plan
     from flashlin.guards.problem import Problem as Problem
     from flashlin.guards.problem import UnsupportedError as UnsupportedError
+    from flashlin.modules.conv import ShortConvolution as ShortConvolution
+    from flashlin.modules.norm import FusedLayerNormGated as FusedLayerNormGated
+    from flashlin.modules.norm import FusedRMSNormGated as FusedRMSNormGated
+    from flashlin.modules.norm import GroupNorm as GroupNorm
     from flashlin.modules.norm import L2Norm as L2Norm
     from flashlin.modules.norm import LayerNorm as LayerNorm
     from flashlin.modules.norm import RMSNorm as RMSNorm
@@ -49,15 +55,20 @@ if TYPE_CHECKING:
     from flashlin.ops.gated_delta_rule import chunk_gdn as chunk_gdn
     from flashlin.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
     from flashlin.ops.gated_delta_rule import fused_recurrent_gdn as fused_recurrent_gdn
+    from flashlin.ops.conv import causal_conv1d as causal_conv1d
+    from flashlin.ops.conv import causal_conv1d_update as causal_conv1d_update
     from flashlin.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn
     from flashlin.ops.lightning_attn import fused_recurrent_lightning_attn as fused_recurrent_lightning_attn
     from flashlin.ops.linear_attn import chunk_linear_attn as chunk_linear_attn
     from flashlin.ops.linear_attn import fused_recurrent_linear_attn as fused_recurrent_linear_attn
     from flashlin.ops.linear_attn import linear_attn as linear_attn
+    from flashlin.ops.norm import group_norm as group_norm
     from flashlin.ops.norm import l2_norm as l2_norm
     from flashlin.ops.norm import l2norm as l2norm
     from flashlin.ops.norm import layer_norm as layer_norm
+    from flashlin.ops.norm import layer_norm_gated as layer_norm_gated
     from flashlin.ops.norm import rms_norm as rms_norm
+    from flashlin.ops.norm import rms_norm_gated as rms_norm_gated
     from flashlin.ops.retention import chunk_retention as chunk_retention
     from flashlin.ops.retention import fused_recurrent_retention as fused_recurrent_retention
     from flashlin.ops.retention import retention as retention

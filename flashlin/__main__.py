@@ -46,9 +46,10 @@ def parser() -> argparse.ArgumentParser:
                                   description="The decision trail of one call: what stands against it on a machine, and what is done about it.")
     explain.add_argument("op", help="a public op, such as chunk_simple_gla")
     explain.add_argument("--target", metavar="FACTS", help=TARGET)
-    for size, default, what in (("B", 1, "batch size"), ("T", 2048, "tokens"), ("H", 16, "heads"), ("K", 128, "size of a key"),
-                                ("V", 128, "size of a value")):
+    for size, default, what in (("B", 1, "batch size"), ("T", 2048, "tokens"), ("H", 16, "heads"),
+                                ("K", 128, "size of a key, or of a row, or channels")):
         explain.add_argument(f"-{size}", type=int, default=default, help=f"{what} (default {default})")
+    explain.add_argument("-V", type=int, help="size of a value (default 128), or taps of a convolution (default 4)")
     explain.add_argument("-N", type=int, help="packed sequences, with --varlen")
     explain.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16, float32, float64")
     explain.add_argument("--varlen", action="store_true", help="packed sequences (cu_seqlens)")
@@ -77,7 +78,7 @@ def doctor(run: bool, target: str | None, op: str | None, json: bool, markdown: 
     return report.model_dump_json(indent=2) if json else report.markdown() if markdown else report.text(), report.exit_code
 
 
-def explain(op: str, target: str | None, B: int, T: int, H: int, K: int, V: int, N: int | None, dtype: str, varlen: bool, needs_grad: bool,
+def explain(op: str, target: str | None, B: int, T: int, H: int, K: int, V: int | None, N: int | None, dtype: str, varlen: bool, needs_grad: bool,
             mode: str | None) -> tuple[str, int]:
     from flashlin import diagnosis
     return diagnosis.explain(op, target=target, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype, varlen=varlen, needs_grad=needs_grad, mode=mode), 0

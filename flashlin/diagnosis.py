@@ -77,15 +77,16 @@ def _merged(rows: list[OpPlan]) -> tuple[OpPlan, ...]:
     return tuple(row.model_copy(update={"where": ", ".join(devices)}) for row, devices in where.items())
 
 
-def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int = 2048, H: int = 16, K: int = 128, V: int = 128,
-            N: int | None = None, dtype: str = "bfloat16", varlen: bool = False, needs_grad: bool = True, mode: str | None = None,
-            policy: Policy | None = None) -> str:
+def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int = 2048, H: int = 16, K: int = 128,
+            V: int | None = None, N: int | None = None, dtype: str = "bfloat16", varlen: bool = False, needs_grad: bool = True,
+            mode: str | None = None, policy: Policy | None = None) -> str:
     """How one call would run, and why: the decision trail of dispatch, then in words.
 
     Args:
         op: a public op, such as ``chunk_simple_gla``.
         target: a machine as for ``doctor``; None is this one (its first GPU, or its CPU).
-        B, T, H, K, V: the sizes, as in the ops; a norm has B * T * H rows of K. N: number of packed sequences, with varlen.
+        B, T, H, K, V: the sizes, as in the ops, V being 128 if None; a norm has B * T * H rows of K, a convolution K channels and V taps, 4 if
+            None. N: number of packed sequences, with varlen.
         dtype: torch's name. mode: of an op that has the choice (``simple_gla``): ``auto``, ``chunk`` or ``fused_recurrent``.
         policy: None is the one in force.
 
@@ -95,11 +96,14 @@ def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int =
     modes = ("auto", "chunk", "fused_recurrent") if own == "auto" else (own,)
     if mode is not None and mode not in modes:
         raise ValueError(f"mode: got {mode!r}, need {' or '.join(map(repr, modes))} for {op}")
+    V = (4 if family in ("conv", "conv_update") else 128) if V is None else V
     for name, size in {"B": B, "T": T, "H": H, "K": K, "V": V, "N": 1 if N is None else N}.items():
         if size < 1:
             raise ValueError(f"{name}: got {size}, need 1 or more")
     if family == "norm":  # knows rows and their length only
         B, T, H, V = 1, B * T * H, 1, K
+    elif family in ("conv", "conv_update"):
+        H = 1
     problem = Problem(op, family, mode or own, B, T, H, K, V, (N or 1) if varlen else B, dtype.removeprefix("torch."), varlen, needs_grad,
                       outlook.OPTIONS.get(op, ()))
     policy = in_force() if policy is None else policy

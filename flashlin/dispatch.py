@@ -14,6 +14,7 @@ from functools import lru_cache
 from flashlin.compat.target import Target
 from flashlin.guards.limits import CHECKS
 from flashlin.guards.problem import Launch, Plan, Problem, Reason
+from flashlin.kernels.conv import recipe as conv
 from flashlin.kernels.delta import recipe as delta
 from flashlin.kernels.norm import recipe as norm
 from flashlin.kernels.recurrent import recipe as recurrent
@@ -24,7 +25,7 @@ from flashlin.policy import Policy
 
 RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {
     "simple_gla": simple_gla.launches, "delta": delta.launches, "recurrent": recurrent.launches, "norm": norm.launches,
-    "shield": shield.launches}
+    "conv": conv.launches, "conv_update": conv.launches_of_update, "shield": shield.launches}
 
 # Every public op: its family, and the mode it asks for.
 OPS: dict[str, tuple[str, str]] = {
@@ -37,7 +38,9 @@ OPS: dict[str, tuple[str, str]] = {
     "chunk_lightning_attn": ("simple_gla", "chunk"), "fused_recurrent_lightning_attn": ("simple_gla", "fused_recurrent"),
     "chunk_delta_rule": ("delta", "chunk"), "fused_recurrent_delta_rule": ("recurrent", "fused_recurrent"),
     "chunk_gated_delta_rule": ("delta", "chunk"), "fused_recurrent_gated_delta_rule": ("recurrent", "fused_recurrent"),
-    "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", "")}
+    "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", ""), "group_norm": ("norm", ""),
+    "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", ""),
+    "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv_update", "")}
 
 
 @lru_cache(maxsize=4096)

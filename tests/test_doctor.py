@@ -313,7 +313,10 @@ def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatc
     x = torch.rand(1, 4, 2, 16)
     for op in OPS:
         extra = {"layer_idx": 0, "num_layers": 2} if "lightning" in op else {}
-        tensors = [x, torch.ones(16), torch.zeros(16)] if op in ("rms_norm", "layer_norm") else [x] if op == "l2norm" else [x, x, x]
+        w = torch.ones(16)
+        tensors = ([x] if op == "l2norm" else [x, w, w] if op.endswith("_norm") else [x, x, w, w] if op.endswith("_gated") else
+                   [x[0], torch.ones(16, 4)] if op == "causal_conv1d" else [x[0, :, 0], torch.ones(4, 16, 3), None, torch.ones(16, 3)]
+                   if op == "causal_conv1d_update" else [x, x, x])
         getattr(flashlin, op)(*tensors, **extra)
     assert [(problem.op, problem.family, problem.mode) for problem in asked] == [(op, *of) for op, of in OPS.items()]
 
@@ -360,7 +363,7 @@ def test_the_upgrade_that_helps_is_named() -> None:
     assert one.fix == 'pip install "triton==3.3.1"' and "clears 11 of 11" in one.detail and "torch 2.7.1 comes with it" in one.detail
     assert check(flashlin.doctor(target="triton=3.3.0,sm=120,torch=2.10.0"), "upgrade").fix == 'pip install "triton==3.6.0"'
     some = check(flashlin.doctor(target="triton=3.5.0,sm=103"), "upgrade")
-    assert "clears 3 of 14 (rms_norm, layer_norm, l2norm) and eases 11 of 14" in some.detail
+    assert "clears 8 of 19 and eases 11 of 19" in some.detail
 
 
 @pytest.mark.parametrize("target", [H200, "triton=3.9.0,sm=100", "triton=3.3.1,sm=75"])

@@ -17,6 +17,7 @@ Check = Callable[[Problem, tuple[Launch, ...], Target, Policy], "Reason | None"]
 AXIS_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA's maximum grid, by axis
 OFFSET_LIMIT = 2**31 - 1
 MAX_HEAD_DIM = 512
+MAX_WIDTH = 16  # of a convolution's filters, whose taps are unrolled
 # Up to here a token-by-token kernel without gradients beats the chunked one: it is one short launch, and a chunk would be mostly padding.
 FEW_TOKENS = 16
 
@@ -66,6 +67,12 @@ def check_head_dim(problem: Problem, launches: tuple[Launch, ...], target: Targe
     return None
 
 
+def check_width(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+    if problem.family in ("conv", "conv_update") and problem.V > MAX_WIDTH:
+        return Reason("width", f"filters of {problem.V} taps", f"up to {MAX_WIDTH} for the kernels", ("torch_path",))
+    return None
+
+
 def check_grid(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
     for launch in launches:
         for axis, (size, limit) in enumerate(zip(launch.grid, AXIS_LIMITS, strict=False)):
@@ -104,5 +111,5 @@ def check_known_issues(problem: Problem, launches: tuple[Launch, ...], target: T
     return None
 
 
-CHECKS: tuple[Check, ...] = (check_path, check_backend, check_mode, check_dtype, check_head_dim, check_grid, check_offsets,
+CHECKS: tuple[Check, ...] = (check_path, check_backend, check_mode, check_dtype, check_head_dim, check_width, check_grid, check_offsets,
                              check_shared, check_known_issues)

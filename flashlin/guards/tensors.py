@@ -44,16 +44,16 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool =
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None, rows: torch.Size, device: torch.device,
-                     debug: bool) -> torch.Tensor:
+                     debug: bool, packed: str = "q") -> torch.Tensor:
     """The bounds that kernels may trust: rising, within 0 .. T.
 
     Values that can be read without waiting for a GPU (cu_seqlens_cpu, CPU tensors), or that debug mode insists on, must start at 0, never
     fall and end at T, else ValueError. Other values are brought into order on the device, so that a wrong table cannot reach outside the
-    tensors; rows it does not cover are zeros in outputs and gradients.
+    tensors; rows it does not cover are zeros in outputs and gradients. packed: the name of the tensor whose rows are meant.
     """
     B, T = rows[0], rows[1]
     if B != 1:
-        raise ValueError(f"q: The batch size is expected to be 1 rather than {B} when using `cu_seqlens`; pack the sequences along T")
+        raise ValueError(f"{packed}: The batch size is expected to be 1 rather than {B} when using `cu_seqlens`; pack the sequences along T")
     for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
         if x is None:
             continue
@@ -63,7 +63,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
         if x.ndim != 1 or x.numel() == 0:
             raise ValueError(f"{name}: got shape {shown(x.shape)}, need [N + 1]")
     if cu_seqlens.device != device:
-        raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, need {device}, where q is")
+        raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, need {device}, where {packed} is")
     if cu_seqlens_cpu is not None:
         if cu_seqlens_cpu.device.type != "cpu":
             raise ValueError(f"cu_seqlens_cpu: got device {cu_seqlens_cpu.device}, need cpu")

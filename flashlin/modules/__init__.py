@@ -4,10 +4,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-_WHERE = {"LayerNorm": "flashlin.modules.norm", "RMSNorm": "flashlin.modules.norm", "L2Norm": "flashlin.modules.norm"}
+_WHERE = dict.fromkeys(("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated", "L2Norm"), "flashlin.modules.norm")
+_WHERE["ShortConvolution"] = "flashlin.modules.conv"
 __all__ = sorted(_WHERE)
 
 if TYPE_CHECKING:
+    from flashlin.modules.conv import ShortConvolution as ShortConvolution
+    from flashlin.modules.norm import FusedLayerNormGated as FusedLayerNormGated
+    from flashlin.modules.norm import FusedRMSNormGated as FusedRMSNormGated
+    from flashlin.modules.norm import GroupNorm as GroupNorm
     from flashlin.modules.norm import L2Norm as L2Norm
     from flashlin.modules.norm import LayerNorm as LayerNorm
     from flashlin.modules.norm import RMSNorm as RMSNorm

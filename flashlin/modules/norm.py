@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flashlin.ops.norm import l2norm, layer_norm, rms_norm
+from flashlin.ops.norm import ACTIVATIONS, group_norm, l2norm, layer_norm, layer_norm_gated, rms_norm, rms_norm_gated
 
 
 class _Affine(nn.Module):
@@ -49,6 +49,75 @@ class RMSNorm(_Affine):
                 residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """y, or with prenorm (y, x + residual)."""
         return rms_norm(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32)
+
+
+class GroupNorm(_Affine):
+    """``group_norm`` of num_groups equal slices of the last dimension, of size hidden_size. Drop-in for ``fla.modules.GroupNorm``.
+
+    is_rms_norm: an RMS norm of each slice. The other arguments as ``LayerNorm``; weight and bias are [hidden_size].
+    Raises ValueError where num_groups does not divide hidden_size.
+    """
+
+    def __init__(self, num_groups: int, hidden_size: int, elementwise_affine: bool = True, bias: bool = False, eps: float = 1e-5,
+                 is_rms_norm: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        if num_groups < 1 or hidden_size % num_groups:
+            raise ValueError(f"num_groups: got {num_groups}, need a divisor of hidden_size = {hidden_size}")
+        super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
+        self.num_groups, self.is_rms_norm = num_groups, is_rms_norm
+
+    def extra_repr(self) -> str:
+        return f"{self.num_groups}, {super().extra_repr()}" + (", is_rms_norm=True" if self.is_rms_norm else "")
+
+    def forward(self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False,
+                residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """y, or with prenorm (y, x + residual)."""
+        return group_norm(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32, self.is_rms_norm, self.num_groups)
+
+
+class _Gated(_Affine):
+    """A norm, and the activation of its gate."""
+
+    def _set(self, activation: str) -> None:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation: got {activation!r}, need one of {', '.join(ACTIVATIONS)}")
+        self.activation = activation
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation}"
+
+
+class FusedLayerNormGated(_Gated):
+    """``layer_norm_gated`` over the last dimension, of size hidden_size. Drop-in for ``fla.modules.FusedLayerNormGated``.
+
+    activation: of the gate, ``swish``, ``silu`` or ``sigmoid``; anything else is a ValueError. The other arguments as ``LayerNorm``.
+    """
+
+    def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False, eps: float = 1e-5, activation: str = "swish",
+                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
+        self._set(activation)
+
+    def forward(self, x: Tensor, g: Tensor, residual: Tensor | None = None, prenorm: bool = False,
+                residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """y, or with prenorm (y, x + residual)."""
+        return layer_norm_gated(x, g, self.weight, self.bias, self.activation, residual, prenorm, residual_in_fp32, self.eps)
+
+
+class FusedRMSNormGated(_Gated):
+    """``rms_norm_gated`` over the last dimension, of size hidden_size. Drop-in for ``fla.modules.FusedRMSNormGated``.
+
+    Arguments as ``FusedLayerNormGated``, but there is no bias.
+    """
+
+    def __init__(self, hidden_size: int, elementwise_affine: bool = True, eps: float = 1e-5, activation: str = "swish",
+                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(hidden_size, elementwise_affine, False, eps, device, dtype)
+        self._set(activation)
+
+    def forward(self, x: Tensor, g: Tensor, residual: Tensor | None = None, prenorm: bool = False,
+                residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """y, or with prenorm (y, x + residual)."""
+        return rms_norm_gated(x, g, self.weight, self.bias, self.activation, residual, prenorm, residual_in_fp32, self.eps)
 
 
 class L2Norm(nn.Module):

@@ -1,7 +1,8 @@
-"""Layer norm, RMS norm and l2 norm over the last dimension; mirrors the functions of ``fla.modules``.
+"""Layer norm, RMS norm, group norm and l2 norm over the last dimension, plain or gated; mirrors the functions of ``fla.modules``.
 
     y = (s - mean(s)) rsqrt(var(s) + eps) w + b        y = s rsqrt(mean(s^2) + eps) w + b        y = s rsqrt(sum(s^2) + eps)
 Source: Ba et al. 2016 (layer norm), Zhang and Sennrich 2019 (RMS norm). s is x, or x + residual, in fp32.
+Gated, y is multiplied by g sigmoid(g) (Yang et al. 2024, GLA) or by sigmoid(g).
 """
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from torch import Tensor
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import FLOATS, need_tensor, shown
 from flashlin.kernels.norm import torch_path
-from flashlin.kernels.norm.recipe import L2, LAYER, RMS
+from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
 from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
 
+ACTIVATIONS = {"swish": SWISH, "silu": SWISH, "sigmoid": SIGMOID}
 STRICTEST = (torch.float64, torch.bfloat16, torch.float16, torch.float32)  # the dtype that machines have most to say about first
 
 
@@ -54,6 +56,36 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Te
     return _run("rms_norm", RMS, x, residual, weight, bias, eps, prenorm, residual_in_fp32)
 
 
+def group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None, eps: float = 1e-5, prenorm: bool = False,
+               residual_in_fp32: bool = False, is_rms_norm: bool = False, num_groups: int = 1) -> Tensor | tuple[Tensor, Tensor]:
+    """Layer norm of each of num_groups equal slices of a row, as RetNet has it. Drop-in for ``fla.modules.layernorm.group_norm``.
+
+    weight, bias: [D], of the whole row. is_rms_norm: an RMS norm of each slice. num_groups: divides D. The rest as ``layer_norm``. Unlike
+    ``torch.nn.GroupNorm``, tokens are normalised one by one. Source: Wu and He 2018, Sun et al. 2023.
+    """
+    return _run("group_norm", RMS if is_rms_norm else LAYER, x, residual, weight, bias, eps, prenorm, residual_in_fp32, groups=num_groups)
+
+
+def rms_norm_gated(x: Tensor, g: Tensor, weight: Tensor | None, bias: Tensor | None, activation: str = "swish", residual: Tensor | None = None,
+                   prenorm: bool = False, residual_in_fp32: bool = False, eps: float = 1e-6) -> Tensor | tuple[Tensor, Tensor]:
+    """RMS norm of x + residual, multiplied by a gate. Drop-in for ``fla.modules.fused_norm_gate.rms_norm_gated``.
+
+    g: of x's shape and any float dtype; gets a gradient. activation: ``swish`` or ``silu`` multiply by g sigmoid(g), ``sigmoid`` by
+    sigmoid(g). The gate comes after weight and bias. eps is smaller than ``rms_norm``'s, as in fla. The rest as ``layer_norm``.
+    """
+    return _run("rms_norm_gated", RMS, x, residual, weight, bias, eps, prenorm, residual_in_fp32, gate=g, activation=activation)
+
+
+def layer_norm_gated(x: Tensor, g: Tensor, weight: Tensor | None, bias: Tensor | None, activation: str = "swish",
+                     residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False,
+                     eps: float = 1e-6) -> Tensor | tuple[Tensor, Tensor]:
+    """Layer norm of x + residual, multiplied by a gate. Drop-in for ``fla.modules.fused_norm_gate.layer_norm_gated``.
+
+    Arguments as ``rms_norm_gated``.
+    """
+    return _run("layer_norm_gated", LAYER, x, residual, weight, bias, eps, prenorm, residual_in_fp32, gate=g, activation=activation)
+
+
 def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
     """Each row divided by its length, ``x * rsqrt(sum(x^2) + eps)``. Drop-in for ``fla.modules.l2norm.l2norm``.
 
@@ -62,7 +94,7 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
     """
     if output_dtype is not None and output_dtype not in FLOATS:
         raise TypeError(f"output_dtype: got {output_dtype}, need bfloat16, float16, float32 or float64")
-    y = _run("l2norm", L2, x, None, None, None, eps, False, False, output_dtype)
+    y = _run("l2norm", L2, x, None, None, None, eps, False, False, output_dtype=output_dtype)
     assert isinstance(y, Tensor)  # for the type checker: only prenorm gives two
     return y
 
@@ -71,42 +103,48 @@ l2_norm = l2norm
 
 
 def _run(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, prenorm: bool,
-         residual_in_fp32: bool, output_dtype: torch.dtype | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Every op of the family: check, plan, run."""
-    _check(x, residual, weight, bias, eps)
+         residual_in_fp32: bool, *, output_dtype: torch.dtype | None = None, groups: int = 1, gate: Tensor | None = None,
+         activation: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """Every op of the family: check, plan, run. gate counts where there is an activation."""
+    _check(x, residual, weight, bias, eps, groups, gate, activation)
     y_dtype = output_dtype or x.dtype
     total_dtype = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x.dtype
     returns_x = residual is None and total_dtype == x.dtype
-    call = _call_of(op, kind, x, residual, weight, bias, y_dtype)
-    needs_grad = wants_grad(x, residual, weight, bias)
+    call = _call_of(op, kind, x, residual, weight, bias, gate, y_dtype)
+    needs_grad = wants_grad(x, residual, weight, bias, gate)
+    given, opening = x, NO_GATE if activation is None else ACTIVATIONS[activation]
+    if groups > 1:
+        x = x.unflatten(-1, (groups, -1))
+        residual = None if residual is None else residual.unflatten(-1, (groups, -1))
     if torch.compiler.is_compiling():
         path, dot = _route(call, x.device)
     else:
-        plan = planned(problem_of(call, x, needs_grad), x.device)
+        plan = planned(problem_of(call, x, groups, needs_grad), x.device)
         path, dot = plan.problem.path, plan.problem.dot
     if path == "torch":
-        y, total = torch_path.run(x, residual, weight, bias, eps, kind)
-        y = y.to(y_dtype)
-        return (y, x if returns_x else total.to(total_dtype)) if prenorm else y
-    given, kernel_y, kernel_total = x, y_dtype, total_dtype
+        y, total = torch_path.run(x, residual, weight, bias, gate, eps, kind, opening, groups)
+        y = y.to(y_dtype).reshape(given.shape)
+        return (y, given if returns_x else total.to(total_dtype).reshape(given.shape)) if prenorm else y
+    kernel_y, kernel_total = y_dtype, total_dtype
     if dot == "fp32":
-        x, residual, weight, bias = (None if t is None else t.float() for t in (x, residual, weight, bias))  # type: ignore[assignment]
+        x, residual, weight, bias, gate = (None if t is None else t.float()  # type: ignore[assignment]
+                                           for t in (x, residual, weight, bias, gate))
         kernel_y = kernel_total = torch.float32
     elif residual is not None:  # the sum is kept for backward, so it must not be rounded more coarsely than x and residual are
         kernel_total = torch.promote_types(x.dtype, residual.dtype)
         residual = residual.to(kernel_total)
     x = x.contiguous()
-    residual, weight, bias = (None if t is None else t.contiguous() for t in (residual, weight, bias))
+    residual, weight, bias, gate = (None if t is None else t.contiguous() for t in (residual, weight, bias, gate))
     wanted = kernel_total if prenorm and not returns_x else None
     if torch.compiler.is_compiling():
-        y, total, _, _ = _library_op(x, residual, weight, bias, eps, kind, kernel_y, wanted, needs_grad, call)
+        y, total, _, _ = _library_op(x, residual, weight, bias, gate, eps, kind, opening, groups, kernel_y, wanted, needs_grad, call)
     else:
-        y, total = _Norm.apply(plan, x, residual, weight, bias, eps, kind, kernel_y, wanted, needs_grad)
-    y = y.to(y_dtype)
-    return (y, given if returns_x else total.to(total_dtype)) if prenorm else y
+        y, total = _Norm.apply(plan, x, residual, weight, bias, gate, eps, kind, opening, kernel_y, wanted, needs_grad)
+    y = y.to(y_dtype).reshape(given.shape)
+    return (y, given if returns_x else total.to(total_dtype).reshape(given.shape)) if prenorm else y
 
 
-def _check(x: Any, residual: Any, weight: Any, bias: Any, eps: float) -> None:
+def _check(x: Any, residual: Any, weight: Any, bias: Any, eps: float, groups: int, gate: Any, activation: str | None) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x: got {type(x).__name__}, need a tensor of shape [..., D]")
     if x.ndim == 0 or x.shape[-1] == 0:
@@ -115,37 +153,43 @@ def _check(x: Any, residual: Any, weight: Any, bias: Any, eps: float) -> None:
         raise TypeError(f"x: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
     D = x.shape[-1]
     for name, given, shape, meaning in (("weight", weight, (D,), "[D]"), ("bias", bias, (D,), "[D]"),
-                                        ("residual", residual, tuple(x.shape), "x's shape")):
-        if given is not None:
+                                        ("residual", residual, tuple(x.shape), "x's shape"), ("g", gate, tuple(x.shape), "x's shape")):
+        if given is not None or (name == "g" and activation is not None):
             need_tensor(name, given, shape, meaning, getattr(given, "device", x.device))
             if given.device != x.device:
                 raise ValueError(f"{name}: got device {given.device}, need {x.device}, where x is")
     if not eps >= 0:
         raise ValueError(f"eps: got {eps}, need a number of at least 0")
+    if groups < 1 or D % groups:
+        raise ValueError(f"num_groups: got {groups}, need a divisor of D = {D}")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation: got {activation!r}, need one of {', '.join(ACTIVATIONS)}")
 
 
-def _call_of(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, y_dtype: torch.dtype) -> str:
+def _call_of(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None,
+             y_dtype: torch.dtype) -> str:
     """Op, dtype and options in one string, because a library operator takes no tuple of strings. The dtype is the strictest of any tensor."""
     dtypes = {x.dtype, y_dtype}
     options = ""
-    for name, given in (("bias", bias), ("residual", residual), ("weight", weight)):
+    for name, given in (("bias", bias), ("gate", gate), ("residual", residual), ("weight", weight)):
         if given is not None:
             dtypes.add(given.dtype)
             options += " " + name
-    if kind == RMS and op == "layer_norm":
+    if kind == RMS and op in ("layer_norm", "group_norm"):
         options += " is_rms_norm"
     dtype = x.dtype if len(dtypes) == 1 else next(dtype for dtype in STRICTEST if dtype in dtypes)
     return f"{op} {name_of(dtype)}{options}"
 
 
-def problem_of(call: str, x: Tensor, needs_grad: bool) -> Problem:
+def problem_of(call: str, x: Tensor, groups: int, needs_grad: bool) -> Problem:
+    """For x [..., D], or with groups [..., groups, D]."""
     D = x.shape[-1]
-    return _problem(call, x.numel() // D, D, needs_grad)
+    return _problem(call, x.numel() // (groups * D), groups, D, needs_grad)
 
 
-def _problem(call: str, rows: int, D: int, needs_grad: bool) -> Problem:
+def _problem(call: str, tokens: int, groups: int, D: int, needs_grad: bool) -> Problem:
     op, dtype, options = _parsed(call)
-    return Problem(op, "norm", "", 1, rows, 1, D, D, 1, dtype, False, needs_grad, options)
+    return Problem(op, "norm", "", 1, tokens, groups, D, D, 1, dtype, False, needs_grad, options)
 
 
 @lru_cache(maxsize=256)
@@ -157,47 +201,49 @@ def _parsed(call: str) -> tuple[str, str, tuple[str, ...]]:
 @constant_while_tracing
 def _route(call: str, device: torch.device) -> tuple[str, str]:
     """What torch.compile may know while tracing: no size, which may be symbolic; there are kernels for all of them."""
-    problem = planned(_problem(call, 1, 1, True), device).problem
+    problem = planned(_problem(call, 1, 1, 1, True), device).problem
     return problem.path, problem.dot
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, kind: int,
-                y_dtype: torch.dtype, total_dtype: torch.dtype | None, needs_grad: bool) -> Any:
-        y, total, mean, rstd = _forward(plan, x, residual, weight, bias, eps, kind, y_dtype, total_dtype, needs_grad)
+    def forward(ctx: Any, plan: Plan, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None,
+                eps: float, kind: int, activation: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, needs_grad: bool) -> Any:
+        y, total, mean, rstd = _forward(plan, x, residual, weight, bias, gate, eps, kind, activation, y_dtype, total_dtype, needs_grad)
         if needs_grad:
             kept, ctx.normed = _kept(x, residual, y, total, kind)
-            ctx.save_for_backward(kept, weight, mean, rstd)
-            ctx.plan, ctx.kind, ctx.dtypes = plan, kind, [None if t is None else t.dtype for t in (x, residual, weight, bias)]
+            ctx.save_for_backward(kept, weight, None if gate is None else bias, gate, mean, rstd)
+            ctx.plan, ctx.kind, ctx.activation = plan, kind, activation
+            ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
             ctx.set_materialize_grads(False)
         return y, None if total_dtype is None else total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> Any:
-        kept, weight, mean, rstd = ctx.saved_tensors
         x_dtype, residual_dtype, weight_dtype, bias_dtype = ctx.dtypes
         _, _, needs_dresidual, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
         if dy is None:
-            dx, dresidual, dweight, dbias = dtotal, dtotal, None, None
+            dx, dresidual, dgate, dweight, dbias = dtotal, dtotal, None, None, None
         else:
-            dx, dresidual, dweight, dbias = _gradients(ctx.plan, kept, weight, mean, rstd, dy, dtotal, ctx.kind, ctx.normed, x_dtype,
-                                                       residual_dtype if needs_dresidual else None, needs_dweight, needs_dbias)
-        return (None, _to(dx, x_dtype), _to(dresidual, residual_dtype), _to(dweight, weight_dtype), _to(dbias, bias_dtype), *[None] * 5)
+            kept, weight, bias, gate, mean, rstd = ctx.saved_tensors
+            dx, dresidual, dgate, dweight, dbias = _gradients(ctx.plan, kept, weight, bias, gate, mean, rstd, dy, dtotal, ctx.kind, ctx.activation,
+                                                              ctx.normed, x_dtype, residual_dtype if needs_dresidual else None, needs_dweight,
+                                                              needs_dbias)
+        return (None, _to(dx, x_dtype), _to(dresidual, residual_dtype), _to(dweight, weight_dtype), _to(dbias, bias_dtype), dgate, *[None] * 6)
 
 
 def _to(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return None if x is None or dtype is None else x.to(dtype)
 
 
-def _forward(plan: Plan, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, kind: int,
-             y_dtype: torch.dtype, total_dtype: torch.dtype | None, needs_grad: bool) -> Any:
+def _forward(plan: Plan, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float,
+             kind: int, activation: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, needs_grad: bool) -> Any:
     """forward.run, which also writes the sum if only backward wants it."""
     from flashlin.kernels.norm import forward
     if total_dtype is None and needs_grad and residual is not None:
         total_dtype = residual.dtype
-    return forward.run(plan, x, residual, weight, bias, eps, kind, y_dtype, total_dtype, needs_grad)
+    return forward.run(plan, x, residual, weight, bias, gate, eps, kind, activation, y_dtype, total_dtype, needs_grad)
 
 
 def _kept(x: Tensor, residual: Tensor | None, y: Tensor, total: Tensor | None, kind: int) -> tuple[Tensor | None, bool]:
@@ -207,31 +253,34 @@ def _kept(x: Tensor, residual: Tensor | None, y: Tensor, total: Tensor | None, k
     return x if residual is None else total, False
 
 
-def _gradients(plan: Plan, kept: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, dy: Tensor, dtotal: Tensor | None,
-               kind: int, normed: bool, x_dtype: torch.dtype, residual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool) -> Any:
+def _gradients(plan: Plan, kept: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, mean: Tensor | None, rstd: Tensor,
+               dy: Tensor, dtotal: Tensor | None, kind: int, activation: int, normed: bool, x_dtype: torch.dtype,
+               residual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool) -> Any:
     """backward.run; dresidual, where it is wanted, is dx itself if the dtype is the same."""
     from flashlin.kernels.norm import backward
     other = None if residual_dtype == x_dtype else residual_dtype
-    dx, dresidual, dweight, dbias = backward.run(plan, kept, weight, mean, rstd, dy.contiguous(), None if dtotal is None else dtotal.contiguous(),
-                                                 kind, normed, x_dtype, other, needs_dweight, needs_dbias)
-    return dx, dx if residual_dtype == x_dtype else dresidual, dweight, dbias
+    dx, dresidual, *rest = backward.run(plan, kept, weight, bias, gate, mean, rstd, dy.contiguous(), None if dtotal is None else dtotal.contiguous(),
+                                        kind, activation, normed, x_dtype, other, needs_dweight, needs_dbias)
+    return dx, dx if residual_dtype == x_dtype else dresidual, *rest
 
 
 # Under torch.compile the same two functions run inside one library operator per direction, planned at run time.
 @torch.library.custom_op(
     "flashlin::norm", mutates_args=(),
-    schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, int kind, ScalarType y_dtype, ScalarType? total_dtype, "
-           "bool needs_grad, str call) -> (Tensor, Tensor, Tensor, Tensor)")
-def _library_op(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, kind: int, y_dtype: torch.dtype,
-                total_dtype: torch.dtype | None, needs_grad: bool, call: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan = planned(problem_of(call, x, needs_grad), x.device)
-    y, total, mean, rstd = _forward(plan, x, residual, weight, bias, eps, kind, y_dtype, total_dtype, needs_grad)
+    schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? gate, float eps, int kind, int activation, int groups, "
+           "ScalarType y_dtype, ScalarType? total_dtype, bool needs_grad, str call) -> (Tensor, Tensor, Tensor, Tensor)")
+def _library_op(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float, kind: int,
+                activation: int, groups: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, needs_grad: bool,
+                call: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    plan = planned(problem_of(call, x, groups, needs_grad), x.device)
+    y, total, mean, rstd = _forward(plan, x, residual, weight, bias, gate, eps, kind, activation, y_dtype, total_dtype, needs_grad)
     return y, *(x.new_empty(0, dtype=torch.float32) if t is None else t for t in (total, mean, rstd))
 
 
 @_library_op.register_fake
-def _(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, kind: int, y_dtype: torch.dtype,
-      total_dtype: torch.dtype | None, needs_grad: bool, call: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float, kind: int,
+      activation: int, groups: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, needs_grad: bool,
+      call: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if total_dtype is None and needs_grad and residual is not None:
         total_dtype = residual.dtype
     nothing = [0]
@@ -243,43 +292,46 @@ def _(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | 
 
 @torch.library.custom_op(
     "flashlin::norm_backward", mutates_args=(),
-    schema="(Tensor kept, Tensor? weight, Tensor? mean, Tensor rstd, Tensor dy, Tensor? dtotal, int kind, bool normed, ScalarType x_dtype, "
-           "ScalarType? residual_dtype, bool needs_dweight, bool needs_dbias, str call) -> Tensor[]")
-def _library_backward(kept: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, dy: Tensor, dtotal: Tensor | None, kind: int,
-                      normed: bool, x_dtype: torch.dtype, residual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool,
-                      call: str) -> list[Tensor]:
-    plan = planned(problem_of(call, kept, True), kept.device)
-    dx, dresidual, dweight, dbias = _gradients(plan, kept, weight, mean, rstd, dy, dtotal, kind, normed, x_dtype, residual_dtype,
-                                               needs_dweight, needs_dbias)
+    schema="(Tensor kept, Tensor? weight, Tensor? bias, Tensor? gate, Tensor? mean, Tensor rstd, Tensor dy, Tensor? dtotal, int kind, "
+           "int activation, int groups, bool normed, ScalarType x_dtype, ScalarType? residual_dtype, bool needs_dweight, bool needs_dbias, "
+           "str call) -> Tensor[]")
+def _library_backward(kept: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, mean: Tensor | None, rstd: Tensor,
+                      dy: Tensor, dtotal: Tensor | None, kind: int, activation: int, groups: int, normed: bool, x_dtype: torch.dtype,
+                      residual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool, call: str) -> list[Tensor]:
+    plan = planned(problem_of(call, kept, groups, True), kept.device)
+    dx, dresidual, dgate, dweight, dbias = _gradients(plan, kept, weight, bias, gate, mean, rstd, dy, dtotal, kind, activation, normed, x_dtype,
+                                                      residual_dtype, needs_dweight, needs_dbias)
     if dweight is not None and dbias is not None:  # rows of one tensor, which an operator may not return
         dbias = dbias.clone()
-    return [dx, *(kept.new_empty(0) if t is None or t is dx else t for t in (dresidual, dweight, dbias))]
+    return [dx, *(kept.new_empty(0) if t is None or t is dx else t for t in (dresidual, dgate, dweight, dbias))]
 
 
 @_library_backward.register_fake
-def _(kept: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, dy: Tensor, dtotal: Tensor | None, kind: int, normed: bool,
-      x_dtype: torch.dtype, residual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool, call: str) -> list[Tensor]:
-    D = kept.shape[-1]
+def _(kept: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, mean: Tensor | None, rstd: Tensor, dy: Tensor,
+      dtotal: Tensor | None, kind: int, activation: int, groups: int, normed: bool, x_dtype: torch.dtype, residual_dtype: torch.dtype | None,
+      needs_dweight: bool, needs_dbias: bool, call: str) -> list[Tensor]:
+    D = kept.shape[-1] * groups
     dresidual = kept.new_empty(0) if residual_dtype in (None, x_dtype) else torch.empty_like(kept, dtype=residual_dtype)
-    return [torch.empty_like(kept, dtype=x_dtype), dresidual,
+    return [torch.empty_like(kept, dtype=x_dtype), dresidual, kept.new_empty(0) if gate is None else torch.empty_like(gate),
             *(kept.new_empty(D, dtype=torch.float32) if needed else kept.new_empty(0) for needed in (needs_dweight, needs_dbias))]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, residual, weight, bias, _, ctx.kind, _, total_dtype, _, ctx.call = inputs
+    x, residual, weight, bias, gate, _, ctx.kind, ctx.activation, ctx.groups, _, total_dtype, _, ctx.call = inputs
     y, total, mean, rstd = output
     kept, ctx.normed = _kept(x, residual, y, total, ctx.kind)
-    ctx.save_for_backward(kept, weight, mean if ctx.kind == LAYER else None, rstd)
+    ctx.save_for_backward(kept, weight, None if gate is None else bias, gate, mean if ctx.kind == LAYER else None, rstd)
     ctx.dtypes, ctx.has_total = [None if t is None else t.dtype for t in (x, residual, weight, bias)], total_dtype is not None
 
 
 def _differentiate(ctx: Any, dy: Tensor, dtotal: Tensor, dmean: Tensor, drstd: Tensor) -> Any:
-    kept, weight, mean, rstd = ctx.saved_tensors
+    gate = ctx.saved_tensors[3]
     x_dtype, residual_dtype, weight_dtype, bias_dtype = ctx.dtypes
-    dx, dresidual, dweight, dbias = _library_backward(kept, weight, mean, rstd, dy, dtotal if ctx.has_total else None, ctx.kind, ctx.normed,
-                                                      x_dtype, residual_dtype, weight_dtype is not None, bias_dtype is not None, ctx.call)
+    dx, dresidual, dgate, dweight, dbias = _library_backward(
+        *ctx.saved_tensors, dy, dtotal if ctx.has_total else None, ctx.kind, ctx.activation, ctx.groups, ctx.normed, x_dtype, residual_dtype,
+        weight_dtype is not None, bias_dtype is not None, ctx.call)
     dresidual = None if residual_dtype is None else dx if residual_dtype == x_dtype else dresidual
-    return dx, dresidual, _to(dweight, weight_dtype), _to(dbias, bias_dtype), *[None] * 6
+    return dx, dresidual, _to(dweight, weight_dtype), _to(dbias, bias_dtype), None if gate is None else dgate, *[None] * 8
 
 
 _library_op.register_autograd(_differentiate, setup_context=_save)

@@ -17,7 +17,7 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import delta, norm, recurrent, simple_gla
+from flashlin.ops import conv, delta, norm, recurrent, simple_gla
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, check, judge, poisoned
@@ -40,7 +40,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
     def noting(*arguments: Any) -> Plan:
         made.append(planned(*arguments))
         return made[-1]
-    for module in (simple_gla, delta, recurrent, norm):
+    for module in (simple_gla, delta, recurrent, norm, conv):
         monkeypatch.setattr(module, "planned", noting)
     yield made
     assert made, "no op was called"
@@ -55,8 +55,12 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
     """All cases would take the interpreter six minutes on two cores. Left out is what takes the same way through the same kernels: lightning
     attention is retention with other numbers in gamma; the token-by-token ops share their backward with the chunked ones and turn
     everything into fp32 before they compute, so fp16 changes only how they load and store. tests/ops runs every case in torch."""
+    if str(case) in ("causal_conv1d-many-blocks", "group_norm-many-rows"):  # a GPU's worth; test_conv.py has a card of one multiprocessor
+        return False
     if case.quick or case.id in ("packed", "reverse", "normalized"):
         return True
+    if case.op.startswith("causal_conv1d") or case.op.endswith("_gated") or case.op == "group_norm":  # fp16 changes loads and stores only
+        return dtype == torch.float32
     return "lightning" not in case.op and (dtype == torch.float32 or not case.op.startswith(("fused_recurrent", "recurrent")))
 
 

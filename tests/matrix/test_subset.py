@@ -20,6 +20,18 @@ def norms() -> None:
     flashlin.rms_norm(x, w, None).sum().backward()
 
 
+def of_a_layer() -> None:
+    """The gated norm of each head and the short convolution, as a Gated DeltaNet layer has them."""
+    x, w = (torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((4, 64, 128), (128,)))
+    y = flashlin.rms_norm_gated(x, x, w, None)
+    assert isinstance(y, torch.Tensor)
+    y.sum().backward()
+    x, w = (torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((2, 64, 1024), (1024, 4)))
+    flashlin.causal_conv1d(x, w, activation="silu")[0].sum().backward()
+    with torch.no_grad():
+        flashlin.causal_conv1d_update(x[:, 0], torch.zeros(2, 1024, 4, dtype=torch.bfloat16), None, w, activation="silu")
+
+
 @pytest.mark.parametrize("version", RELEASES)
 def test_planned_launches_compile(version: str, compiled: Callable[[str, list[Job]], list[Result]], gated: Callable[..., None]) -> None:
     jobs = [Job(sm, launch) for sm in CARDS for launch in _launches(version, sm, gated)]
@@ -36,5 +48,7 @@ def _launches(version: str, sm: int, gated: Callable[..., None]) -> list[Recorde
     with recording(parse(f"triton={version},sm={sm}")) as found:
         gated("chunk_simple_gla", K=128, V=128)
         norms()
+        if sm == 90:
+            of_a_layer()
     assert {"simple_gla_scan", "simple_gla_dq", "simple_gla_dk", "simple_gla_dv"} <= {launch.kernel for launch in found}
     return found

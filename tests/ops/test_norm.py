@@ -13,7 +13,7 @@ from flashlin.compat.target import parse
 from flashlin.dispatch import plan
 from flashlin.guards.problem import Problem
 from flashlin.kernels.norm import recipe
-from flashlin.modules import L2Norm, LayerNorm, RMSNorm
+from flashlin.modules import FusedLayerNormGated, FusedRMSNormGated, GroupNorm, L2Norm, LayerNorm, RMSNorm
 from flashlin.testing.cases.norm import CASES
 from flashlin.testing.compare import Case, check
 
@@ -109,6 +109,45 @@ def test_gradcheck(op: str) -> None:
     x, r, w, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 6), (3, 6), (6,), (6,)))
     assert torch.autograd.gradcheck(lambda x, w, b, r: norm(op)(x, w, b, r, prenorm=True), (x, w, b, r))
     assert torch.autograd.gradcheck(flashlin.l2norm, (x,))
+    assert torch.autograd.gradcheck(lambda x, w, b, r: flashlin.group_norm(x, w, b, r, prenorm=True, num_groups=2), (x, w, b, r))
+    for activation in ("swish", "sigmoid"):
+        assert torch.autograd.gradcheck(lambda x, g, w, b, a=activation: norm(op + "_gated")(x, g, w, b, a), (x, r, w, b))
+
+
+def test_group_norm_is_torchs_on_each_token() -> None:
+    x, w, b = torch.randn(3, 5, 48), torch.randn(48), torch.randn(48)
+    torch.testing.assert_close(flashlin.group_norm(x, w, b, num_groups=6), F.group_norm(x.view(15, 48), 6, w, b).view_as(x))
+    strided = torch.randn(48, 5, 3).transpose(0, 2)
+    y, total = flashlin.group_norm(strided, w, b, strided, prenorm=True, num_groups=6)
+    torch.testing.assert_close(y, F.group_norm(2 * strided.reshape(15, 48), 6, w, b).view_as(y))
+    torch.testing.assert_close(total, 2 * strided)
+
+
+def test_the_gate_comes_last() -> None:
+    x, g, w, b = torch.randn(3, 5, 48), torch.randn(3, 5, 48) * 30, torch.randn(48), torch.randn(48)
+    torch.testing.assert_close(flashlin.layer_norm_gated(x, g, w, b), F.layer_norm(x, (48,), w, b, 1e-6) * F.silu(g))
+    torch.testing.assert_close(flashlin.rms_norm_gated(x, g, w, None, "sigmoid"), F.rms_norm(x, (48,), w, 1e-6) * g.sigmoid())
+    far = torch.tensor([[-1000.0, 1000.0]], requires_grad=True)
+    flashlin.rms_norm_gated(torch.ones(1, 2), far, None, None).sum().backward()
+    assert far.grad is not None
+    torch.testing.assert_close(far.grad, torch.tensor([[0.0, 1.0]]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16), (16,)], ids=str)
+def test_gated_and_grouped_rows_may_be_none_at_all(shape: tuple[int, ...]) -> None:
+    x, g, w = torch.randn(shape, requires_grad=True), torch.randn(shape, requires_grad=True), torch.ones(16, requires_grad=True)
+    y = flashlin.rms_norm_gated(flashlin.group_norm(x, w, None, num_groups=4), g, w, None)
+    assert isinstance(y, torch.Tensor) and y.shape == shape
+    y.sum().backward()
+    assert x.grad is not None and g.grad is not None and g.grad.shape == shape and w.grad is not None and w.grad.shape == (16,)
+
+
+def test_the_gates_gradient_has_the_gates_dtype() -> None:
+    x, g = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    y = flashlin.rms_norm_gated(x, g, None, None)
+    assert isinstance(y, torch.Tensor) and y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad is not None and g.grad is not None and (x.grad.dtype, g.grad.dtype) == (torch.bfloat16, torch.float32)
 
 
 X = torch.zeros(2, 3, 8)
@@ -128,6 +167,15 @@ X = torch.zeros(2, 3, 8)
     (lambda: flashlin.layer_norm(X, None, None, X[0]), ValueError, "residual: got shape [3, 8], need x's shape = [2, 3, 8]"),
     (lambda: flashlin.rms_norm(X, torch.zeros(8, device="meta"), None), ValueError, "weight: got device meta, need cpu, where x is"),
     (lambda: flashlin.rms_norm(X, None, None, eps=-1.0), ValueError, "eps: got -1.0, need a number of at least 0"),
+    (lambda: flashlin.group_norm(X, None, None, num_groups=3), ValueError, "num_groups: got 3, need a divisor of D = 8"),
+    (lambda: flashlin.group_norm(X, None, None, num_groups=0), ValueError, "num_groups: got 0, need a divisor of D = 8"),
+    (lambda: GroupNorm(3, 8), ValueError, "num_groups: got 3, need a divisor of hidden_size = 8"),
+    (lambda: flashlin.rms_norm_gated(X, X[0], None, None), ValueError, "g: got shape [3, 8], need x's shape = [2, 3, 8]"),
+    (lambda: flashlin.rms_norm_gated(X, None, None, None), TypeError, "g: got NoneType, need a tensor of shape x's shape"),
+    (lambda: flashlin.layer_norm_gated(X, X.to("meta"), None, None), ValueError, "g: got device meta, need cpu, where x is"),
+    (lambda: flashlin.layer_norm_gated(X, X, None, None, "relu"), ValueError, "activation: got 'relu', need one of swish, silu, sigmoid"),
+    (lambda: flashlin.layer_norm_gated(X, X, None, None, ""), ValueError, "activation: got '', need one of swish, silu, sigmoid"),
+    (lambda: FusedRMSNormGated(8, activation="relu"), ValueError, "activation: got 'relu', need one of swish, silu, sigmoid"),
     (lambda: flashlin.rms_norm(X, None, None, eps=float("nan")), ValueError, "eps: got nan, need a number of at least 0"),
 ])
 def test_wrong_arguments_are_named(call: Callable[[], Any], error: type[Exception], text: str) -> None:
@@ -172,6 +220,30 @@ def test_state_dict_names_and_repr(module: type[LayerNorm] | type[RMSNorm], argu
     torch.nn.LayerNorm(16, elementwise_affine="weight" in names, bias="bias" in names).load_state_dict(made.state_dict())
 
 
+@pytest.mark.parametrize(("made", "names", "shown"), [
+    (lambda: GroupNorm(4, 16), ["weight"], "GroupNorm(4, 16, eps=1e-05)"),
+    (lambda: GroupNorm(4, 16, bias=True, is_rms_norm=True), ["weight", "bias"], "GroupNorm(4, 16, bias=True, eps=1e-05, is_rms_norm=True)"),
+    (lambda: FusedRMSNormGated(16, True, 1e-6), ["weight"], "FusedRMSNormGated(16, eps=1e-06, activation=swish)"),
+    (lambda: FusedLayerNormGated(16, True, True, activation="sigmoid"), ["weight", "bias"],
+     "FusedLayerNormGated(16, bias=True, eps=1e-05, activation=sigmoid)"),
+    (lambda: FusedRMSNormGated(16, elementwise_affine=False), [], "FusedRMSNormGated(16, elementwise_affine=False, eps=1e-05, activation=swish)"),
+])
+def test_gated_and_grouped_modules(made: Callable[[], torch.nn.Module], names: list[str], shown: str) -> None:
+    module = made()
+    assert list(module.state_dict()) == names and repr(module) == shown
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    x, g, residual = torch.randn(2, 16), torch.randn(2, 16), torch.randn(2, 16)
+    if isinstance(module, GroupNorm):
+        got, expected = module(x, residual, True), flashlin.group_norm(x, weight, bias, residual, 1e-5, True, False, module.is_rms_norm, 4)
+    else:
+        op = "layer_norm_gated" if isinstance(module, FusedLayerNormGated) else "rms_norm_gated"
+        got, expected = module(x, g, residual, True), norm(op)(x, g, weight, bias, module.activation, residual, True, False, module.eps)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_l2norm_module() -> None:
     made = L2Norm(1e-3, torch.float32)
     x = torch.randn(2, 8, dtype=torch.bfloat16)
@@ -186,6 +258,7 @@ def test_compiles_to_one_graph_for_all_numbers_of_rows() -> None:
 
     def block(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> Any:
         y, total = flashlin.rms_norm(x, w, None, residual, prenorm=True)
+        y = flashlin.rms_norm_gated(flashlin.group_norm(y, w, w, num_groups=2), residual, w, w)
         return flashlin.l2norm(flashlin.layer_norm(y, w, w)), total
     compiled = torch.compile(block, fullgraph=True, backend=graphs)
     w = torch.ones(16, requires_grad=True)
@@ -250,6 +323,18 @@ def test_there_are_no_dots_for_known_issues_to_be_about() -> None:
 def test_one_bfloat16_tensor_is_enough_to_plan_for_it() -> None:
     from flashlin.ops.norm import RMS, _call_of, problem_of
     x, w = torch.zeros(4, 8), torch.zeros(8, dtype=torch.bfloat16)
-    assert problem_of(_call_of("rms_norm", RMS, x, None, w, None, x.dtype), x, True).dtype == "bfloat16"
-    assert problem_of(_call_of("rms_norm", RMS, x, w.double(), None, None, x.dtype), x, True).dtype == "float64"
-    assert problem_of(_call_of("layer_norm", RMS, x, w, w, w, x.dtype), x, True).options == ("bias", "is_rms_norm", "residual", "weight")
+    assert problem_of(_call_of("rms_norm", RMS, x, None, w, None, None, x.dtype), x, 1, True).dtype == "bfloat16"
+    assert problem_of(_call_of("rms_norm_gated", RMS, x, None, None, None, x.bfloat16(), x.dtype), x, 1, True).dtype == "bfloat16"
+    assert problem_of(_call_of("rms_norm", RMS, x, w.double(), None, None, None, x.dtype), x, 1, True).dtype == "float64"
+    assert problem_of(_call_of("layer_norm", RMS, x, w, w, w, None, x.dtype), x, 1, True).options == ("bias", "is_rms_norm", "residual", "weight")
+
+
+@pytest.mark.parametrize("G", [1, 2, 3, 7, 16, 48, 97, 1000])
+@pytest.mark.parametrize("D", [1, 64, 100, 3000, 20_000])
+@pytest.mark.parametrize("T", [0, 1, 5, 300, 10**6])
+def test_a_program_s_rows_of_a_group_norm_keep_to_one_line_of_the_weight(T: int, D: int, G: int) -> None:
+    asked = problem(T, D, op="group_norm")._replace(H=G)
+    sums = plan(asked, parse("triton=3.6.0,sm=90")).launches[-1]
+    rows = sums.grid[0] // -(-D // sums.block("BD")) * sums.block("BT")
+    assert rows % G == 0
+    assert sums.grid[0] <= 8 * 132 * max(1, G)

@@ -56,10 +56,12 @@ def targets(triton: str) -> Iterator[Target]:
 
 def problem(op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2, 2048, 8), varlen: bool = False,
             needs_grad: bool = True) -> Problem:
-    """As the op's problem_of makes them: norms see rows of a length, everything else sees heads."""
+    """As the op's problem_of makes them: norms see rows of a length, convolutions channels, everything else heads."""
     (family, mode), (B, T, H) = dispatch.OPS[op], size
     if family == "norm":
         return Problem(op, family, mode, 1, min(B * T * H, 2**31), 1, K, K, 1, dtype, False, needs_grad, ("weight",))
+    if family in ("conv", "conv_update"):
+        return Problem(op, family, mode, 1 if varlen else B, min(B * T, 2**30) if varlen else T, 1, K, 4, B, dtype, varlen, needs_grad, ("bias",))
     if varlen:
         return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, V, B, dtype, True, needs_grad, ("g",))
     return Problem(op, family, mode, B, T, H, K, V, B, dtype, False, needs_grad, ("g",))
@@ -403,7 +405,7 @@ def snapshots() -> dict[str, str]:
         for text, group in itertools.groupby(plans, key=lambda pair: pair[0]):
             stretch = [triton for _, triton in group]
             of = f"{stretch[0]} to {stretch[-1]}" if len(stretch) > 1 else stretch[0]
-            rows[f"{' '.join(filter(None, way))} {dtype} {'D' if way[0] == 'norm' else 'K=V'}={D} sm{sm} triton {of}"] = text
+            rows[f"{' '.join(filter(None, way))} {dtype} {'K=V' if way[1] else 'D'}={D} sm{sm} triton {of}"] = text
     return rows
 
 

@@ -3,10 +3,13 @@
 With n = (s - m) r, the normalised row, and u = w dy:
     ds = r (u - mean(u) - n mean(u n)) + dtotal        (an RMS norm has no mean(u); an l2 norm has the sum of u n, not the mean)
     dw = sum over rows of dy n                         db = sum over rows of dy
-dx and dresidual are both ds. The sums over rows: a program takes every so many-th BT rows and keeps its share in registers; the shares
-are [programs, D] in fp32, and torch adds them up. While a program works on its rows the next ones are on their way, because one row at a
-time leaves most of the memory's bandwidth idle. Rows too long for the registers take two kernels: one walks along rows for ds, one
-down columns for dw and db.
+With a gate z, dz = dy (n w + b) a'(z), and dy a(z) takes the place of dy everywhere else. dx and dresidual are both ds.
+
+The sums over rows: a program takes every so many-th BT rows and keeps its share in registers; the shares are [programs, D] in fp32, and
+torch adds them up. The rows of a group norm belong to G lines of w; there the step from one BT rows to the next is a multiple of G, so each
+row of the registers is a share of one line, and the shares are [programs * BT / G, G, D]. While a program works on its rows the next ones
+are on their way, because one row at a time leaves most of the memory's bandwidth idle. Rows too long for the registers take two kernels:
+one walks along rows for ds, one down columns for dw and db.
 """
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.norm.forward import line, put, tile
+from flashlin.kernels.norm.forward import line, opened, put, scaled, tile
 
 
 @triton.jit
@@ -32,17 +35,21 @@ def stats_of(mean, rstd, first, rows, BT: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def fetched(s, dy, dtotal, mean, rstd, first, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr,
-            HAS_DTOTAL: tl.constexpr):
-    """What BT rows need, as it lies in memory: s, dy, dtotal (dy again where there is none), m, r."""
+def fetched(s, dy, gate, dtotal, mean, rstd, first, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr,
+            GATE: tl.constexpr, HAS_DTOTAL: tl.constexpr):
+    """What BT rows need, as it lies in memory: s, dy, gate and dtotal (dy again where there is none), m, r."""
     b_s = tile(s, first, rows, 0, D, BT, BD, "evict_first")
     b_dy = tile(dy, first, rows, 0, D, BT, BD, "evict_first")
     if HAS_DTOTAL:
         b_dtotal = tile(dtotal, first, rows, 0, D, BT, BD, "evict_first")
     else:
         b_dtotal = b_dy
+    if GATE != 0:
+        b_gate = tile(gate, first, rows, 0, D, BT, BD, "evict_first")
+    else:
+        b_gate = b_dy
     m, r = stats_of(mean, rstd, first, rows, BT, KIND)
-    return b_s, b_dy, b_dtotal, m, r
+    return b_s, b_dy, b_gate, b_dtotal, m, r
 
 
 @triton.jit
@@ -56,34 +63,58 @@ def normalised(b_s, m, r, KIND: tl.constexpr, NORMED: tl.constexpr):
     return n
 
 
+@triton.jit
+def before_gate(u, n, b_gate, weight, bias, dgate, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr,
+                GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The gradient of what the gate multiplied; stores the gate's own."""
+    factor, slope = opened(b_gate, GATE)
+    put(dgate, u * slope * scaled(n, weight, bias, first, d0, D, BT, BD, GROUPS, HAS_WEIGHT, HAS_BIAS), first, rows, d0, D, BT, BD)
+    return u * factor
+
+
+@triton.jit
+def put_share(x, share, number, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr):
+    """A program's share of dw or db, from [BT, BD] registers: one line, or with groups BT of them."""
+    col = d0 + tl.arange(0, BD)
+    if GROUPS == 1:
+        tl.store(x + number.to(tl.int64) * D + col, tl.sum(share, 0), mask=col < D)
+    else:
+        row = tl.arange(0, BT)
+        tl.store(x + number.to(tl.int64) * BT * D + (row[:, None] * D + col[None, :]), share, mask=(col < D)[None, :])
+
+
 @triton.jit(do_not_specialize=["rows"])
-def norm_backward(s, weight, mean, rstd, dy, dtotal, dx, dresidual, dweight, dbias, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                  KIND: tl.constexpr, NORMED: tl.constexpr, AHEAD: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_DTOTAL: tl.constexpr,
-                  HAS_DRESIDUAL: tl.constexpr, HAS_DWEIGHT: tl.constexpr, HAS_DBIAS: tl.constexpr):
+def norm_backward(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, dgate, dweight, dbias, rows, D: tl.constexpr, BT: tl.constexpr,
+                  BD: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr, AHEAD: tl.constexpr,
+                  HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, HAS_DRESIDUAL: tl.constexpr,
+                  HAS_DWEIGHT: tl.constexpr, HAS_DBIAS: tl.constexpr):
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     program = tl.program_id(0)
     step = tl.num_programs(0) * BT
     first = program.to(tl.int64) * BT
     if HAS_WEIGHT and BT > 1:
-        w = line(weight, 0, D, BD)
+        w = line(weight, first, 0, D, BT, BD, GROUPS)
     if HAS_DWEIGHT:
         dw = tl.zeros([BT, BD], dtype=tl.float32)
     if HAS_DBIAS:
         db = tl.zeros([BT, BD], dtype=tl.float32)
-    b_s, b_dy, b_dtotal, m, r = fetched(s, dy, dtotal, mean, rstd, first, rows, D, BT, BD, KIND, HAS_DTOTAL)
+    b_s, b_dy, b_gate, b_dtotal, m, r = fetched(s, dy, gate, dtotal, mean, rstd, first, rows, D, BT, BD, KIND, GATE, HAS_DTOTAL)
     for _ in range((rows - first + step - 1) // step):
         after = first + step
         if AHEAD:
-            next_s, next_dy, next_dtotal, next_m, next_r = fetched(s, dy, dtotal, mean, rstd, after, rows, D, BT, BD, KIND, HAS_DTOTAL)
+            next_s, next_dy, next_gate, next_dtotal, next_m, next_r = fetched(s, dy, gate, dtotal, mean, rstd, after, rows, D, BT, BD, KIND,
+                                                                              GATE, HAS_DTOTAL)
         n = normalised(b_s, m, r, KIND, NORMED)
         u = b_dy.to(tl.float32)
+        if GATE != 0:
+            u = before_gate(u, n, b_gate, weight, bias, dgate, first, rows, 0, D, BT, BD, GATE, GROUPS, HAS_WEIGHT, HAS_BIAS)
         if HAS_DWEIGHT:
             dw += u * n
         if HAS_DBIAS:
             db += u
         if HAS_WEIGHT:
             if BT == 1:  # from the cache again: a long row leaves no registers to keep it in
-                w = line(weight, 0, D, BD)
+                w = line(weight, first, 0, D, BT, BD, GROUPS)
             u *= w
         ds = u - n * (tl.sum(u * n, 1) / COUNT)[:, None]
         if KIND == 0:
@@ -95,20 +126,20 @@ def norm_backward(s, weight, mean, rstd, dy, dtotal, dx, dresidual, dweight, dbi
         if HAS_DRESIDUAL:
             put(dresidual, ds, first, rows, 0, D, BT, BD)
         if not AHEAD:
-            next_s, next_dy, next_dtotal, next_m, next_r = fetched(s, dy, dtotal, mean, rstd, after, rows, D, BT, BD, KIND, HAS_DTOTAL)
-        b_s, b_dy, b_dtotal, m, r = next_s, next_dy, next_dtotal, next_m, next_r
+            next_s, next_dy, next_gate, next_dtotal, next_m, next_r = fetched(s, dy, gate, dtotal, mean, rstd, after, rows, D, BT, BD, KIND,
+                                                                              GATE, HAS_DTOTAL)
+        b_s, b_dy, b_gate, b_dtotal, m, r = next_s, next_dy, next_gate, next_dtotal, next_m, next_r
         first = after
-    col = tl.arange(0, BD)
     if HAS_DWEIGHT:
-        tl.store(dweight + program * D + col, tl.sum(dw, 0), mask=col < D)
+        put_share(dweight, dw, program, 0, D, BT, BD, GROUPS)
     if HAS_DBIAS:
-        tl.store(dbias + program * D + col, tl.sum(db, 0), mask=col < D)
+        put_share(dbias, db, program, 0, D, BT, BD, GROUPS)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def norm_backward_rows(s, weight, mean, rstd, dy, dtotal, dx, dresidual, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                       KIND: tl.constexpr, NORMED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_DTOTAL: tl.constexpr,
-                       HAS_DRESIDUAL: tl.constexpr):
+def norm_backward_rows(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, dgate, rows, D: tl.constexpr, BT: tl.constexpr,
+                       BD: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr,
+                       HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, HAS_DRESIDUAL: tl.constexpr):
     """ds of BT rows of any length."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     first = tl.program_id(0).to(tl.int64) * BT
@@ -118,8 +149,11 @@ def norm_backward_rows(s, weight, mean, rstd, dy, dtotal, dx, dresidual, rows, D
     for d0 in range(0, D, BD):
         n = normalised(tile(s, first, rows, d0, D, BT, BD, "evict_last"), m, r, KIND, NORMED)
         u = tile(dy, first, rows, d0, D, BT, BD, "evict_last").to(tl.float32)
+        if GATE != 0:
+            u = before_gate(u, n, tile(gate, first, rows, d0, D, BT, BD, "evict_last"), weight, bias, dgate, first, rows, d0, D, BT, BD, GATE,
+                            GROUPS, HAS_WEIGHT, HAS_BIAS)
         if HAS_WEIGHT:
-            u *= line(weight, d0, D, BD)
+            u *= line(weight, first, d0, D, BT, BD, GROUPS)
         along += tl.sum(u * n, 1)
         if KIND == 0:
             level += tl.sum(u, 1)
@@ -128,8 +162,11 @@ def norm_backward_rows(s, weight, mean, rstd, dy, dtotal, dx, dresidual, rows, D
     for d0 in range(0, D, BD):
         n = normalised(tile(s, first, rows, d0, D, BT, BD, "evict_first"), m, r, KIND, NORMED)
         u = tile(dy, first, rows, d0, D, BT, BD, "evict_first").to(tl.float32)
+        if GATE != 0:
+            factor, _ = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)
+            u *= factor
         if HAS_WEIGHT:
-            u *= line(weight, d0, D, BD)
+            u *= line(weight, first, d0, D, BT, BD, GROUPS)
         ds = (u - level[:, None] - n * along[:, None]) * r[:, None]
         if HAS_DTOTAL:
             ds += tile(dtotal, first, rows, d0, D, BT, BD, "evict_first").to(tl.float32)
@@ -139,8 +176,9 @@ def norm_backward_rows(s, weight, mean, rstd, dy, dtotal, dx, dresidual, rows, D
 
 
 @triton.jit(do_not_specialize=["rows"])
-def norm_backward_columns(s, mean, rstd, dy, dweight, dbias, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr,
-                          NORMED: tl.constexpr, HAS_DWEIGHT: tl.constexpr, HAS_DBIAS: tl.constexpr):
+def norm_backward_columns(s, gate, mean, rstd, dy, dweight, dbias, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+                          KIND: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
+                          HAS_DBIAS: tl.constexpr):
     """Shares of dw and db: BD columns, of every so many-th BT rows."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     group = tl.program_id(0) // STRIPS
@@ -151,46 +189,51 @@ def norm_backward_columns(s, mean, rstd, dy, dweight, dbias, rows, D: tl.constex
     db = tl.zeros([BT, BD], dtype=tl.float32)
     for _ in range((rows - first + step - 1) // step):
         u = tile(dy, first, rows, d0, D, BT, BD, "evict_first").to(tl.float32)
+        if GATE != 0:
+            factor, _ = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)
+            u *= factor
         db += u
         if HAS_DWEIGHT:
             m, r = stats_of(mean, rstd, first, rows, BT, KIND)
             dw += u * normalised(tile(s, first, rows, d0, D, BT, BD, "evict_first"), m, r, KIND, NORMED)
         first += step
-    col = d0 + tl.arange(0, BD)
     if HAS_DWEIGHT:
-        tl.store(dweight + group.to(tl.int64) * D + col, tl.sum(dw, 0), mask=col < D)
+        put_share(dweight, dw, group, d0, D, BT, BD, GROUPS)
     if HAS_DBIAS:
-        tl.store(dbias + group.to(tl.int64) * D + col, tl.sum(db, 0), mask=col < D)
+        put_share(dbias, db, group, d0, D, BT, BD, GROUPS)
 
 
-def run(plan: Plan, s: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor,
-        dtotal: torch.Tensor | None, kind: int, normed: bool, dx_dtype: torch.dtype, dresidual_dtype: torch.dtype | None,
-        needs_dweight: bool, needs_dbias: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(dx, dresidual or None, dweight or None, dbias or None), the last two [D] in fp32, for what forward.run kept.
+def run(plan: Plan, s: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, gate: torch.Tensor | None,
+        mean: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor, dtotal: torch.Tensor | None, kind: int, activation: int, normed: bool,
+        dx_dtype: torch.dtype, dresidual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool,
+        ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(dx, dresidual, dgate, dweight, dbias) or None for those that are not there, the last two [D] in fp32, for what forward.run kept.
 
     s: the summed rows, or with normed the normalised ones; all contiguous. dresidual_dtype: None if it is not wanted, or is dx's.
     """
-    D = s.shape[-1]
+    D, groups = s.shape[-1], plan.problem.H
     rows = s.numel() // D
     dx = torch.empty_like(s, dtype=dx_dtype)
     dresidual = None if dresidual_dtype is None else torch.empty_like(s, dtype=dresidual_dtype)
+    dgate = None if gate is None else torch.empty_like(gate)
     wide = plan.launches[-1].kernel != "norm_backward"
     for_rows, for_sums = plan.launch("norm_backward_rows" if wide else "norm_backward"), plan.launches[-1]
-    shares = for_sums.grid[0] // -(-D // for_sums.block("BD"))
+    shares = for_sums.grid[0] // -(-D // for_sums.block("BD")) * (for_sums.block("BT") if groups > 1 else 1)
     wanted = needs_dweight + needs_dbias
     parts = s.new_empty((wanted, shares, D), dtype=torch.float32)
     dweight, dbias = parts[0] if needs_dweight else None, parts[-1] if needs_dbias else None
-    flags = dict(HAS_WEIGHT=weight is not None, HAS_DTOTAL=dtotal is not None, HAS_DRESIDUAL=dresidual is not None)
-    shared = dict(D=D, KIND=kind, NORMED=normed)
+    flags = dict(HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, HAS_DTOTAL=dtotal is not None, HAS_DRESIDUAL=dresidual is not None)
+    shared = dict(D=D, KIND=kind, NORMED=normed, GATE=activation, GROUPS=groups)
     sums = dict(HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias)
     # Rows of fp32 have as many bytes under way without the next ones, and no registers left for them.
-    ahead = for_rows.num_stages > 1 and all(t is None or t.element_size() < 4 for t in (s, dy, dtotal))
+    ahead = for_rows.num_stages > 1 and all(t is None or t.element_size() < 4 for t in (s, dy, gate, dtotal))
     if rows and not wide:
-        start(for_rows, norm_backward, for_rows.grid[0], (s, weight, mean, rstd, dy, dtotal, dx, dresidual, dweight, dbias, rows),
+        start(for_rows, norm_backward, for_rows.grid[0], (s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, dgate, dweight, dbias, rows),
               {**shared, **flags, **sums, "AHEAD": ahead})
     elif rows:
-        start(for_rows, norm_backward_rows, for_rows.grid[0], (s, weight, mean, rstd, dy, dtotal, dx, dresidual, rows), {**shared, **flags})
+        start(for_rows, norm_backward_rows, for_rows.grid[0], (s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, dgate, rows),
+              {**shared, **flags})
         if wanted:
-            start(for_sums, norm_backward_columns, for_sums.grid[0], (s, mean, rstd, dy, dweight, dbias, rows), {**shared, **sums})
-    total = parts.sum(1) if wanted else parts
-    return dx, dresidual, total[0] if needs_dweight else None, total[-1] if needs_dbias else None
+            start(for_sums, norm_backward_columns, for_sums.grid[0], (s, gate, mean, rstd, dy, dweight, dbias, rows), {**shared, **sums})
+    total = parts.view(wanted, -1, groups * D).sum(1) if wanted and rows else s.new_zeros((wanted, groups * D), dtype=torch.float32)
+    return dx, dresidual, dgate, total[0] if needs_dweight else None, total[-1] if needs_dbias else None

@@ -1,7 +1,9 @@
 """Forward of the row-wise normalisations: layer norm, RMS norm, l2 norm, each after an optional residual. Tensors in, tensors out.
 
 A row of D elements is s = x + residual in fp32, and with m = mean(s) for a layer norm, else 0:
-    y = (s - m) r w + b         r = rsqrt(mean((s - m)^2) + eps)         (for an l2 norm the sum, not the mean)
+    y = ((s - m) r w + b) a(z)      r = rsqrt(mean((s - m)^2) + eps)     (for an l2 norm the sum, not the mean)
+a(z), of a gate z of x's shape, is z sigmoid(z) or sigmoid(z), and 1 without a gate. A group norm of G groups has G rows to a token, so w
+and b are [G, D] and row n takes line n % G of them.
 A program holds BT whole rows in registers, so everything is read once. Rows longer than BD are walked in blocks of BD, twice: once for
 the statistics, and once, mostly out of the cache, for y.
 """
@@ -35,10 +37,15 @@ def put(x, value, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.con
 
 
 @triton.jit
-def line(x, d0, D: tl.constexpr, BD: tl.constexpr):
-    """[1, BD] of a [D] tensor in fp32, zeros outside; every program reads it, so it should stay in the cache."""
+def line(x, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr):
+    """What BT rows take of a [GROUPS, D] tensor, in fp32, zeros outside: [BT, BD], or [1, BD] of a single group. Every program reads it, so
+    it should stay in the cache."""
     col = d0 + tl.arange(0, BD)
-    return tl.load(x + col[None, :], mask=(col < D)[None, :], other=0.0, eviction_policy="evict_last").to(tl.float32)
+    if GROUPS == 1:
+        offsets = col[None, :]
+    else:
+        offsets = ((first + tl.arange(0, BT)) % GROUPS)[:, None] * D + col[None, :]
+    return tl.load(x + offsets, mask=(col < D)[None, :], other=0.0, eviction_policy="evict_last").to(tl.float32)
 
 
 @triton.jit
@@ -50,19 +57,44 @@ def summed(x, residual, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: 
 
 
 @triton.jit
-def scaled(centred, r, weight, bias, d0, D: tl.constexpr, BD: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    y = centred * r[:, None]
+def scaled(y, weight, bias, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+           HAS_BIAS: tl.constexpr):
     if HAS_WEIGHT:
-        y *= line(weight, d0, D, BD)
+        y *= line(weight, first, d0, D, BT, BD, GROUPS)
     if HAS_BIAS:
-        y += line(bias, d0, D, BD)
+        y += line(bias, first, d0, D, BT, BD, GROUPS)
     return y
 
 
+@triton.jit
+def opened(gate, GATE: tl.constexpr):
+    """What a gate multiplies by, and the derivative of that."""
+    z = gate.to(tl.float32)
+    sigmoid = tl.sigmoid(z)
+    if GATE == 1:
+        factor = z * sigmoid
+        slope = sigmoid + factor * (1 - sigmoid)
+    else:
+        factor = sigmoid
+        slope = sigmoid * (1 - sigmoid)
+    return factor, slope
+
+
+@triton.jit
+def put_y(y, centred, r, weight, bias, gate, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr,
+          GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """From a centred [BT, BD] of rows to y."""
+    out = scaled(centred * r[:, None], weight, bias, first, d0, D, BT, BD, GROUPS, HAS_WEIGHT, HAS_BIAS)
+    if GATE != 0:
+        factor, _ = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)
+        out *= factor
+    put(y, out, first, rows, d0, D, BT, BD)
+
+
 @triton.jit(do_not_specialize=["rows", "eps"])
-def norm_forward(x, residual, weight, bias, y, total, mean, rstd, eps, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                 KIND: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TOTAL: tl.constexpr,
-                 HAS_STATS: tl.constexpr):
+def norm_forward(x, residual, weight, bias, gate, y, total, mean, rstd, eps, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+                 KIND: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+                 HAS_BIAS: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_STATS: tl.constexpr):
     """y, and where asked for total = s and the rows' statistics."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     first = tl.program_id(0).to(tl.int64) * BT
@@ -75,7 +107,7 @@ def norm_forward(x, residual, weight, bias, y, total, mean, rstd, eps, rows, D: 
             m = tl.sum(s, 1) / D
             s = tl.where(inside[None, :], s - m[:, None], 0.0)
         r = tl.rsqrt(tl.sum(s * s, 1) / COUNT + eps)
-        put(y, scaled(s, r, weight, bias, 0, D, BD, HAS_WEIGHT, HAS_BIAS), first, rows, 0, D, BT, BD)
+        put_y(y, s, r, weight, bias, gate, first, rows, 0, D, BT, BD, GATE, GROUPS, HAS_WEIGHT, HAS_BIAS)
     else:
         m = tl.zeros([BT], dtype=tl.float32)
         squares = tl.zeros([BT], dtype=tl.float32)
@@ -93,7 +125,7 @@ def norm_forward(x, residual, weight, bias, y, total, mean, rstd, eps, rows, D: 
         r = tl.rsqrt(squares / COUNT + eps)
         for d0 in range(0, D, BD):
             s = summed(x, residual, first, rows, d0, D, BT, BD, HAS_RESIDUAL, "evict_first")
-            put(y, scaled(s - m[:, None], r, weight, bias, d0, D, BD, HAS_WEIGHT, HAS_BIAS), first, rows, d0, D, BT, BD)
+            put_y(y, s - m[:, None], r, weight, bias, gate, first, rows, d0, D, BT, BD, GATE, GROUPS, HAS_WEIGHT, HAS_BIAS)
     if HAS_STATS:
         row = tl.arange(0, BT)
         tl.store(rstd + first + row, r, mask=first + row < rows)
@@ -101,12 +133,14 @@ def norm_forward(x, residual, weight, bias, y, total, mean, rstd, eps, rows, D: 
             tl.store(mean + first + row, m, mask=first + row < rows)
 
 
-def run(plan: Plan, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
-        kind: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, stats: bool,
+def run(plan: Plan, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
+        gate: torch.Tensor | None, eps: float, kind: int, activation: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, stats: bool,
         ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(y, s or None, mean or None, rstd or None). x, residual [..., D] and weight, bias [D], contiguous, of any dtypes.
+    """(y, s or None, mean or None, rstd or None). x, residual, gate [..., D] and weight, bias [D], contiguous, of any dtypes; for a group norm
+    x [..., G, D] and weight, bias [G * D], where G is the plan's number of heads.
 
-    total_dtype: of s, None if it is not wanted. stats: whether backward will want mean (of a layer norm) and rstd, [...] in fp32.
+    activation: of the gate. total_dtype: of s, None if it is not wanted. stats: whether backward will want mean (of a layer norm) and rstd,
+    [...] in fp32.
     """
     D = x.shape[-1]
     y = torch.empty_like(x, dtype=y_dtype)
@@ -115,7 +149,7 @@ def run(plan: Plan, x: torch.Tensor, residual: torch.Tensor | None, weight: torc
     mean = torch.empty_like(rstd) if rstd is not None and kind == LAYER else None
     if x.numel():
         launch = plan.launch("norm_forward")
-        start(launch, norm_forward, launch.grid[0], (x, residual, weight, bias, y, total, mean, rstd, eps, x.numel() // D),
-              dict(D=D, KIND=kind, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-                   HAS_TOTAL=total is not None, HAS_STATS=stats))
+        start(launch, norm_forward, launch.grid[0], (x, residual, weight, bias, gate, y, total, mean, rstd, eps, x.numel() // D),
+              dict(D=D, KIND=kind, GATE=activation, GROUPS=plan.problem.H, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
+                   HAS_BIAS=bias is not None, HAS_TOTAL=total is not None, HAS_STATS=stats))
     return y, total, mean, rstd

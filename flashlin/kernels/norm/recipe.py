@@ -4,12 +4,14 @@ A norm only moves memory, so the choice is how much of it is under way: enough b
 """
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Launch, Problem
 
-LAYER, RMS, L2 = 0, 1, 2  # what a kernel does to a row, as a constexpr
+LAYER, RMS, L2 = 0, 1, 2           # what a kernel does to a row, as a constexpr
+NO_GATE, SWISH, SIGMOID = 0, 1, 2  # and what to a gate
 
 
 class Config(NamedTuple):
@@ -31,7 +33,7 @@ BLOCK, COLUMNS = Config(0, 4096, 8), Config(512, 4096, 4, 4)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launch, then backward's one, or two where rows are too long for the registers."""
+    """Forward's launch, then backward's one, or two where rows are too long for the registers. T tokens of H groups of K elements."""
     found = [_rows("norm_forward", _of(FORWARD, problem.K) or BLOCK, problem, target)]
     if problem.needs_grad:
         config = _of(BACKWARD, problem.K)
@@ -49,10 +51,13 @@ def _of(table: tuple[Config, ...], D: int) -> Config | None:
 def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Launch:
     BD = min(max(8, 1 << (problem.K - 1).bit_length()), config.elements)
     BT = config.elements // BD
-    programs = -(-problem.T // BT)
-    if config.per_sm:  # no more than run at once, or the last ones run alone; a bias's gradient takes the registers of every fourth
-        per_sm = config.per_sm - config.per_sm // 4 if "bias" in problem.options else config.per_sm
-        programs = min(programs, per_sm * target.sms)
+    programs = -(-problem.T * problem.H // BT)
+    if config.per_sm:  # no more than run at once, or the last ones run alone: a bias's gradient or a gate takes the registers of every fourth
+        more = sum(name in problem.options for name in ("bias", "gate"))
+        per_sm = config.per_sm - config.per_sm * more // 4
+        if more == 2 and BD > 4096:  # and of the next rows
+            config = config._replace(num_stages=1)
+        programs = _aligned(min(programs, per_sm * target.sms), BT, problem)
     return _launch(kernel, config, problem, programs, BT, BD)
 
 
@@ -60,8 +65,14 @@ def _columns(problem: Problem, target: Target) -> Launch:
     """Strips of D columns, each shared by enough groups of rows to fill the card."""
     BD, BT = COLUMNS.D, COLUMNS.elements // COLUMNS.D
     strips = -(-problem.K // BD)
-    groups = min(-(-problem.T // BT), -(-COLUMNS.per_sm * target.sms // strips))
+    groups = _aligned(min(-(-problem.T * problem.H // BT), -(-COLUMNS.per_sm * target.sms // strips)), BT, problem)
     return _launch("norm_backward_columns", COLUMNS, problem, strips * groups, BT, BD)
+
+
+def _aligned(programs: int, BT: int, problem: Problem) -> int:
+    """So many more that the step between a program's rows is a multiple of the groups (H), which then keep to their registers."""
+    unit = problem.H // gcd(problem.H, BT)
+    return -(-programs // unit) * unit
 
 
 def _launch(kernel: str, config: Config, problem: Problem, programs: int, BT: int, BD: int) -> Launch:

@@ -5,12 +5,23 @@ import torch
 
 
 def normalise(kind: str, x: torch.Tensor, residual: torch.Tensor | None = None, weight: torch.Tensor | None = None,
-              bias: torch.Tensor | None = None, eps: float = 1e-5) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, x + residual) in float64, differentiable. kind: ``layer``, ``rms`` or ``l2``. x [..., D], weight and bias [D]."""
+              bias: torch.Tensor | None = None, eps: float = 1e-5, groups: int = 1, gate: torch.Tensor | None = None,
+              activation: str = "swish") -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, x + residual) in float64, differentiable. kind: ``layer``, ``rms`` or ``l2``. x and gate [..., D], weight and bias [D].
+
+    groups: slices of each row that are normalised on their own. activation: of the gate, ``swish`` or ``sigmoid``.
+    """
     s = x.double() if residual is None else x.double() + residual.double()
-    D = s.shape[-1]
-    centred = s - s.sum(-1, keepdim=True) / D if kind == "layer" else s
-    squares = (centred * centred).sum(-1, keepdim=True)
-    y = centred / (squares / (1 if kind == "l2" else D) + eps).sqrt()
+    slices = []
+    for part in s.chunk(groups, -1):
+        D = part.shape[-1]
+        centred = part - part.sum(-1, keepdim=True) / D if kind == "layer" else part
+        squares = (centred * centred).sum(-1, keepdim=True)
+        slices.append(centred / (squares / (1 if kind == "l2" else D) + eps).sqrt())
+    y = torch.cat(slices, -1)
     y = y if weight is None else y * weight.double()
-    return y if bias is None else y + bias.double(), s
+    y = y if bias is None else y + bias.double()
+    if gate is not None:
+        opening = 1 / (1 + (-gate.double()).exp())
+        y = y * opening if activation == "sigmoid" else y * gate.double() * opening
+    return y, s

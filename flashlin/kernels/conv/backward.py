@@ -1,0 +1,126 @@
+"""Backward of the short convolution. Deterministic: no atomics, one order of summation for one plan.
+
+With z the sum before the activation, which is computed again, and dz = dy act'(z):
+    dW_w = sum_t dz_t x_{t - W + 1 + w}          db = sum_t dz_t          dx_s = sum_w W_w dz_{s + W - 1 - w}
+and the same for what came from the initial state; the gradient of the final state goes to the tokens that it holds. Two passes over the
+rows, because dx of a row needs dz of the rows after it: the first makes dz, and on the way shares of dW and db, of which every program
+keeps one for all its rows; torch adds the shares up. Without an activation dz is dy.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.conv.forward import before_each, convolved, of_channels, row_stride, rows_first, sequences_of, span_of, tap
+
+
+@triton.jit(do_not_specialize=["T", "N", "R"])
+def conv_backward_weights(x, weight, bias, h0, before, bounds, dy, dz, dweight, dbias, T, N, R, stride, D: tl.constexpr, W: tl.constexpr,
+                          BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
+                          HAS_H0: tl.constexpr, HAS_DWEIGHT: tl.constexpr, HAS_DBIAS: tl.constexpr, VARLEN: tl.constexpr):
+    STRIPS: tl.constexpr = (D + BD - 1) // BD
+    share = (tl.program_id(0) // STRIPS).to(tl.int64)
+    step = (tl.num_programs(0) // STRIPS).to(tl.int64) * BT
+    cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
+    ahead = tl.arange(0, BT)
+    taps = tl.arange(0, BW)
+    dw = tl.zeros([BW, BD], dtype=tl.float32)
+    db = tl.zeros([BD], dtype=tl.float32)
+    begin = share * BT
+    for _ in range((R - begin + step - 1) // step):
+        n, behind, left = sequences_of(before, bounds, begin, T, N, R, BT, VARLEN)
+        offsets = ahead[:, None] * D + cols[None, :]
+        channels = (cols < D)[None, :]
+        u = tl.load(dy + begin * D + offsets, mask=(left > 0)[:, None] & channels, other=0.0).to(tl.float32)
+        if SILU:
+            z = convolved(x, weight, bias, h0, begin, n, behind, left, cols, stride, D, W, BT, BD, HAS_BIAS, HAS_H0)
+            sigmoid = tl.sigmoid(z)
+            u *= sigmoid * (1 + z * (1 - sigmoid))
+            tl.store(dz + begin * D + offsets, u.to(dz.dtype.element_ty), mask=(begin + ahead < R)[:, None] & channels)
+        if HAS_DBIAS:
+            db += tl.sum(u, 0)
+        if HAS_DWEIGHT:
+            for w in tl.static_range(W):
+                of_w = tl.sum(u * tap(x, h0, begin, n, behind, left, cols, stride, w, D, W, BT, HAS_H0), 0)
+                dw += tl.where((taps == w)[:, None], of_w[None, :], 0.0)
+        begin += step
+    if HAS_DWEIGHT:
+        tl.store(dweight + share * (D * W) + (taps[:, None] * D + cols[None, :]), dw, mask=(taps < W)[:, None] & (cols < D)[None, :])
+    if HAS_DBIAS:
+        tl.store(dbias + share * D + cols, db, mask=cols < D)
+
+
+@triton.jit(do_not_specialize=["T", "N", "R"])
+def conv_backward_x(dz, weight, dht, before, bounds, dx, T, N, R, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+                    HAS_DHT: tl.constexpr, VARLEN: tl.constexpr):
+    """dht: [N, W, D], as rows of channels."""
+    STRIPS: tl.constexpr = (D + BD - 1) // BD
+    begin = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
+    cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
+    n, behind, left = sequences_of(before, bounds, begin, T, N, R, BT, VARLEN)
+    ahead = tl.arange(0, BT)
+    offsets = ahead[:, None] * D + cols[None, :]
+    channels = (cols < D)[None, :]
+    total = tl.zeros([BT, BD], dtype=tl.float32)
+    for w in tl.static_range(W):
+        seen = tl.load(dz + begin * D + offsets + (W - 1 - w) * D, mask=(left > W - 1 - w)[:, None] & channels, other=0.0)
+        total += seen.to(tl.float32) * of_channels(weight + w, cols, D, W)
+    if HAS_DHT:
+        slot = n.to(tl.int64) * W + (W - left)
+        total += tl.load(dht + (slot[:, None] * D + cols[None, :]), mask=((left > 0) & (left <= W))[:, None] & channels, other=0.0).to(tl.float32)
+    tl.store(dx + begin * D + offsets, total.to(dx.dtype.element_ty), mask=(begin + ahead < R)[:, None] & channels)
+
+
+@triton.jit(do_not_specialize=["T"])
+def conv_backward_state(dz, weight, dht, bounds, dh0, T, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+                        HAS_DHT: tl.constexpr, VARLEN: tl.constexpr):
+    """Token t sees slot t + 1 + w of the state through tap w; a sequence shorter than W hands slots on to the final state."""
+    STRIPS: tl.constexpr = (D + BD - 1) // BD
+    n = tl.program_id(0) // STRIPS
+    cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
+    slots = tl.arange(0, BW)[None, :]
+    mask = (cols < D)[:, None] & (slots < W)
+    first, length = span_of(bounds, n, T, VARLEN)
+    state = n.to(tl.int64) * (D * W)
+    total = tl.zeros([BD, BW], dtype=tl.float32)
+    for w in tl.static_range(W):
+        t = slots - 1 - w
+        seen = tl.load(dz + (first + t) * D + cols[:, None], mask=mask & (t >= 0) & (t < length), other=0.0).to(tl.float32)
+        total += seen * tl.load(weight + cols * W + w, mask=cols < D, other=0.0).to(tl.float32)[:, None]
+    if HAS_DHT:
+        total += tl.load(dht + state + (cols[:, None] * W + (slots - length)), mask=mask & (slots >= length), other=0.0).to(tl.float32)
+    tl.store(dh0 + state + (cols[:, None] * W + slots), total.to(dh0.dtype.element_ty), mask=mask)
+
+
+def run(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h0: torch.Tensor | None, bounds: torch.Tensor | None,
+        dy: torch.Tensor, dht: torch.Tensor | None, silu: bool, needs_dx: bool, needs_dweight: bool, needs_dbias: bool, needs_dh0: bool,
+        ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(dx, dweight, dbias, dh0), or None for those that are not needed; dweight and dbias in fp32, the others as their tensors. What
+    forward.run got, and the contiguous gradients of what it gave."""
+    B, T, D = x.shape
+    N, W = B if bounds is None else bounds.shape[0] - 1, weight.shape[1]
+    rows, packed = B * T, bounds is not None
+    before = before_each(bounds, T)
+    launch = plan.launch("conv_backward_weights")
+    shares = launch.grid[0] // -(-D // launch.block("BD"))
+    dweight = torch.empty((shares, W, D), dtype=torch.float32, device=x.device) if needs_dweight else None
+    dbias = torch.empty((shares, D), dtype=torch.float32, device=x.device) if needs_dbias else None
+    dz = torch.empty((B, T, D), dtype=x.dtype, device=x.device) if silu else dy
+    if x.numel() and (silu or needs_dweight or needs_dbias):
+        start(launch, conv_backward_weights, launch.grid[0],
+              (x, weight, bias, rows_first(h0), before, bounds, dy, dz, dweight, dbias, T, N, rows, row_stride(x)),
+              dict(D=D, W=W, SILU=silu, HAS_BIAS=bias is not None, HAS_H0=h0 is not None, HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias,
+                   VARLEN=packed))
+    facts = dict(D=D, W=W, HAS_DHT=dht is not None, VARLEN=packed)
+    dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device) if needs_dx else None
+    if dx is not None and x.numel():
+        launch = plan.launch("conv_backward_x")
+        start(launch, conv_backward_x, launch.grid[0], (dz, weight, rows_first(dht), before, bounds, dx, T, N, rows), facts)
+    dh0 = torch.empty_like(h0) if needs_dh0 and h0 is not None else None
+    if dh0 is not None and N:
+        launch = plan.launch("conv_backward_state")
+        start(launch, conv_backward_state, launch.grid[0], (dz, weight, dht, bounds, dh0, T), facts)
+    return dx, None if dweight is None else dweight.sum(0).mT, None if dbias is None else dbias.sum(0), dh0

@@ -1,0 +1,193 @@
+"""Forward of the short convolution, its final state, and one step of it. Tensors in, tensors out.
+
+    y_t = act(b + sum_w W_w x_{t - W + 1 + w}) + residual_t          act is silu or nothing
+for each channel on its own. Rows are tokens of any sequence, counted through the whole batch. A program owns BT rows and BD channels; the
+W taps are as many loads of that tile, of which all but the first come out of the cache. What lies before a sequence comes from its state
+[D, W], whose slot w holds token w - W. Filters are [D, W] too.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+
+
+@triton.jit
+def sequences_of(before, bounds, start, T, N, R, BT: tl.constexpr, VARLEN: tl.constexpr):
+    """Of rows start .. start + BT: the sequence, how many of its rows lie behind, and how many are left with the row itself: 0 for rows that
+    belong to nobody."""
+    ahead = tl.arange(0, BT)
+    inside = start + ahead < R
+    if VARLEN:
+        n = tl.load(before + start + ahead, mask=inside, other=0) - 1
+        belongs = (n >= 0) & (n < N)
+        behind = (start + ahead - tl.load(bounds + n, mask=belongs, other=0)).to(tl.int32)
+        left = tl.where(belongs, (tl.load(bounds + n + 1, mask=belongs, other=0) - start - ahead).to(tl.int32), 0)
+    else:
+        skipped = start // T
+        local = (start - skipped * T).to(tl.int32) + ahead
+        n = (skipped + local // T).to(tl.int32)
+        behind = local % T
+        left = tl.where(inside, T - behind, 0)
+    return n, behind, left
+
+
+@triton.jit
+def tap(x, h0, start, n, behind, left, cols, stride, w: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, HAS_H0: tl.constexpr):
+    """[BT, BD]: what w, one of W taps, sees from each row, in fp32. h0: [N, W, D], so that its channels are contiguous like those of x."""
+    BACK: tl.constexpr = W - 1 - w
+    ahead = tl.arange(0, BT) - BACK
+    channels = (cols < D)[None, :]
+    seen = tl.load(x + start * stride + (ahead[:, None] * stride + cols[None, :]), mask=((left > 0) & (behind >= BACK))[:, None] & channels,
+                   other=0.0).to(tl.float32)
+    if HAS_H0:
+        if BACK > 0:
+            slot = n.to(tl.int64) * W + (behind + (W - BACK))
+            seen += tl.load(h0 + (slot[:, None] * D + cols[None, :]), mask=((left > 0) & (behind < BACK))[:, None] & channels,
+                            other=0.0).to(tl.float32)
+    return seen
+
+
+@triton.jit
+def of_channels(x, cols, D: tl.constexpr, STEP: tl.constexpr):
+    """[1, BD]: an element of each channel, in fp32."""
+    return tl.load(x + cols * STEP, mask=cols < D, other=0.0, eviction_policy="evict_last").to(tl.float32)[None, :]
+
+
+@triton.jit
+def convolved(x, weight, bias, h0, start, n, behind, left, cols, stride, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+              HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr):
+    z = tl.zeros([BT, BD], dtype=tl.float32)
+    if HAS_BIAS:
+        z += of_channels(bias, cols, D, 1)
+    for w in tl.static_range(W):
+        z += tap(x, h0, start, n, behind, left, cols, stride, w, D, W, BT, HAS_H0) * of_channels(weight + w, cols, D, W)
+    return z
+
+
+@triton.jit(do_not_specialize=["T", "N", "R"])
+def conv_forward(x, weight, bias, residual, h0, before, bounds, y, T, N, R, stride, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
+                 BD: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_H0: tl.constexpr,
+                 VARLEN: tl.constexpr):
+    STRIPS: tl.constexpr = (D + BD - 1) // BD
+    start = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
+    cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
+    n, behind, left = sequences_of(before, bounds, start, T, N, R, BT, VARLEN)
+    z = convolved(x, weight, bias, h0, start, n, behind, left, cols, stride, D, W, BT, BD, HAS_BIAS, HAS_H0)
+    if SILU:
+        z *= tl.sigmoid(z)
+    ahead = tl.arange(0, BT)
+    if VARLEN:  # a bias reaches rows that belong to nobody
+        z = tl.where((left > 0)[:, None], z, 0.0)
+    offsets = ahead[:, None] * D + cols[None, :]
+    mask = (start + ahead < R)[:, None] & (cols < D)[None, :]
+    if HAS_RESIDUAL:
+        z += tl.load(residual + start * D + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + start * D + offsets, z.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def span_of(bounds, n, T, VARLEN: tl.constexpr):
+    """First row and length of sequence n."""
+    if VARLEN:
+        first = tl.load(bounds + n).to(tl.int64)
+        length = tl.load(bounds + n + 1).to(tl.int64) - first
+    else:
+        first = n.to(tl.int64) * T
+        length = T.to(tl.int64)
+    return first, length
+
+
+@triton.jit(do_not_specialize=["T"])
+def conv_state(x, h0, bounds, ht, T, stride, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, HAS_H0: tl.constexpr,
+               VARLEN: tl.constexpr):
+    """The last W tokens of a sequence and, where it is shorter, of the state it began with."""
+    STRIPS: tl.constexpr = (D + BD - 1) // BD
+    n = tl.program_id(0) // STRIPS
+    cols = (tl.program_id(0) % STRIPS * BD + tl.arange(0, BD))[:, None]
+    slots = tl.arange(0, BW)[None, :]
+    mask = (cols < D) & (slots < W)
+    first, length = span_of(bounds, n, T, VARLEN)
+    t = length - W + slots
+    state = n.to(tl.int64) * (D * W)
+    kept = tl.load(x + (first + t) * stride + cols, mask=mask & (t >= 0), other=0.0).to(tl.float32)
+    if HAS_H0:
+        kept += tl.load(h0 + state + cols * W + (length + slots), mask=mask & (t < 0), other=0.0).to(tl.float32)
+    tl.store(ht + state + (cols * W + slots), kept.to(ht.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def conv_update(x, weight, bias, residual, cache, y, along_n, along_d, along_w, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr,
+                BW: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    """Shift a sequence's cache by one token, put x into its last slot, and convolve it."""
+    STRIPS: tl.constexpr = (D + BD - 1) // BD
+    n = (tl.program_id(0) // STRIPS).to(tl.int64)
+    cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
+    slots = tl.arange(0, BW)[None, :]
+    channels = cols < D
+    mask = channels[:, None] & (slots < W)
+    places = cache + n * along_n + cols.to(tl.int64)[:, None] * along_d + slots * along_w
+    window = tl.load(places + along_w, mask=mask & (slots < W - 1), other=0.0).to(tl.float32)
+    window += tl.load(x + n * D + cols[:, None] + slots * 0, mask=mask & (slots == W - 1), other=0.0).to(tl.float32)
+    tl.debug_barrier()  # other threads load what this one is about to overwrite
+    tl.store(places, window.to(cache.dtype.element_ty), mask=mask)
+    z = tl.sum(window * tl.load(weight + (cols[:, None] * W + slots), mask=mask, other=0.0).to(tl.float32), 1)
+    if HAS_BIAS:
+        z += tl.load(bias + cols, mask=channels, other=0.0).to(tl.float32)
+    if SILU:
+        z *= tl.sigmoid(z)
+    if HAS_RESIDUAL:
+        z += tl.load(residual + n * D + cols, mask=channels, other=0.0).to(tl.float32)
+    tl.store(y + n * D + cols, z.to(y.dtype.element_ty), mask=channels)
+
+
+def row_stride(x: torch.Tensor) -> int:
+    """Elements from one row of x [B, T, D] to the next, through the whole batch."""
+    return x.stride(0) if x.shape[1] == 1 else x.stride(1)
+
+
+def rows_first(state: torch.Tensor | None) -> torch.Tensor | None:
+    """A state [N, D, W] as rows of channels [N, W, D], which are read like those of x."""
+    return None if state is None else state.mT.contiguous()
+
+
+def before_each(bounds: torch.Tensor | None, T: int) -> torch.Tensor | None:
+    """[T] int32: how many sequences begin up to each row; one more than the number of the row's own."""
+    if bounds is None:
+        return None
+    return torch.searchsorted(bounds, torch.arange(T, dtype=bounds.dtype, device=bounds.device), right=True, out_int32=True)
+
+
+def run(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, h0: torch.Tensor | None,
+        bounds: torch.Tensor | None, silu: bool, has_ht: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(y [B, T, D], final state [N, D, W] or None), both of that dtype. x [B, T, D] with evenly spaced rows of contiguous channels; weight
+    [D, W], bias [D], residual [B, T, D], h0 [N, D, W], contiguous; of any dtypes. bounds: [N + 1] within 0 .. T and rising, or None.
+    """
+    B, T, D = x.shape
+    N, W = B if bounds is None else bounds.shape[0] - 1, weight.shape[1]
+    y = torch.empty((B, T, D), dtype=dtype, device=x.device)
+    ht = torch.empty((N, D, W), dtype=dtype, device=x.device) if has_ht else None
+    stride, facts = row_stride(x), dict(D=D, W=W, HAS_H0=h0 is not None, VARLEN=bounds is not None)
+    if x.numel():
+        launch = plan.launch("conv_forward")
+        start(launch, conv_forward, launch.grid[0],
+              (x, weight, bias, residual, rows_first(h0), before_each(bounds, T), bounds, y, T, N, B * T, stride),
+              {**facts, "SILU": silu, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None})
+    if ht is not None and N:
+        launch = plan.launch("conv_state")
+        start(launch, conv_state, launch.grid[0], (x, h0, bounds, ht, T, stride), facts)
+    return y, ht
+
+
+def update(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, cache: torch.Tensor,
+           silu: bool, dtype: torch.dtype) -> torch.Tensor:
+    """y [N, D] of that dtype, after putting x [N, D] into cache [N, D, W], which may have any strides; the others contiguous."""
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if x.numel():
+        launch = plan.launch("conv_update")
+        start(launch, conv_update, launch.grid[0], (x, weight, bias, residual, cache, y, *cache.stride()),
+              dict(D=x.shape[1], W=weight.shape[1], SILU=silu, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None))
+    return y

@@ -1,0 +1,339 @@
+"""The short causal convolution, one filter per channel, and one step of it; mirrors ``fla.modules.convolution``.
+
+    y_t = act(bias + sum_w weight[:, w] x_{t - W + 1 + w}) + residual_t
+Source: the depthwise convolution in front of linear attention since H3 (Fu et al. 2023) and Mamba (Gu and Dao 2023).
+"""
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashlin import policy
+from flashlin.guards.limits import MAX_WIDTH
+from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.tensors import FLOATS, check_cu_seqlens, need_tensor, no_unknown, shown
+from flashlin.kernels.conv import torch_path
+from flashlin.kernels.conv.recipe import FAR
+from flashlin.ops.norm import STRICTEST
+from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
+
+ACTIVATIONS = (None, "silu", "swish")
+BACKENDS = ("triton", "mix", "cuda")
+
+
+def causal_conv1d(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
+                  initial_state: Tensor | None = None, output_final_state: bool = False, activation: str | None = None,
+                  backend: str | None = "triton", cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+                  chunk_indices: Tensor | None = None, cp_context: Any = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
+    """Causal convolution of each channel with its own filter. Drop-in for ``fla.modules.convolution.causal_conv1d``.
+
+    Args:
+        x: [B, T, D], bfloat16, float16 or float32 (float64 runs in plain torch); never modified. Rows that lie evenly spaced, such as a
+            slice of a fused projection, are read where they are. With cu_seqlens B is 1 and the sequences are packed along T.
+        weight: [D, W], the last column for the token itself; any W, with kernels up to 16. bias: [D]. residual: [B, T, D], added after the
+            activation. Each of any float dtype, with a gradient.
+        initial_state: [N, D, W] (N sequences) of any float dtype: slot w holds the token W - w before the first, so slot 0 counts only
+            where a sequence is empty. Gets a gradient.
+        output_final_state: also return the state after each sequence, which may be the next call's initial_state.
+        activation: ``silu``, which is also called ``swish``, or None.
+        cu_seqlens: [N + 1] int32 or int64 on x's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
+        backend, chunk_indices: accepted for compatibility; the plan chooses, and no table of chunks is needed.
+
+    Returns:
+        y [B, T, D] and the final state [N, D, W] or None, both in x's dtype. Rows that cu_seqlens does not cover hold the residual or zeros,
+        and pass no gradient on to x. Gradients, also those of the final state, are computed in fp32 and repeat to the bit.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name; cp_context, which is not supported. UnsupportedError: this machine
+        cannot run the call.
+
+    Differs from fla where fla fails: checks cu_seqlens, has no limit on B or T from the grid, takes tensors of different dtypes, runs
+    on CPU tensors, and never tunes or compiles anew for another B or T.
+    """
+    no_unknown("causal_conv1d", unknown)
+    if cp_context is not None:
+        raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: a sequence split over several GPUs is not supported")
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, need one of {', '.join(BACKENDS)}")
+    silu = _silu(activation)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: got {type(x).__name__}, need a tensor of shape [B, T, D]")
+    if x.ndim != 3 or x.shape[2] == 0:
+        raise ValueError(f"x: got shape {shown(x.shape)}, need [B, T, D] with D of at least 1")
+    weight = _check(x, weight, bias, residual)
+    bounds = None
+    if cu_seqlens is not None:
+        bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, x.shape, x.device, policy.current().debug, "x")
+    elif cu_seqlens_cpu is not None:
+        raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
+    N = x.shape[0] if bounds is None else bounds.shape[0] - 1
+    if initial_state is not None:
+        _check_state("initial_state", initial_state, N, x, weight)
+    return _planned_run(x, weight, bias, residual, initial_state, bounds, silu, output_final_state)
+
+
+def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
+                         activation: str | None = None) -> tuple[Tensor, Tensor]:
+    """One token of each sequence. Drop-in for ``fla.modules.convolution.causal_conv1d_update``.
+
+    Args:
+        x: [N, D], [N, 1, D] or [1, N, D], never modified. residual: of x's shape.
+        cache: [N, D, W], any strides and any float dtype, as the final state of ``causal_conv1d``. It is UPDATED IN PLACE: shifted by one
+            slot, with x in the last.
+        weight, bias, activation: as ``causal_conv1d``.
+
+    Returns:
+        y of x's shape and dtype, and cache itself.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name; a cache that requires a gradient, which cannot pass through a tensor
+        updated in place (``causal_conv1d`` with an initial_state does that). UnsupportedError: this machine cannot run the call.
+
+    Differs from fla: there are gradients for x, weight, bias and residual, where fla's are silently none.
+    """
+    silu = _silu(activation)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: got {type(x).__name__}, need a tensor of shape [N, D], [N, 1, D] or [1, N, D]")
+    if x.ndim not in (2, 3) or x.shape[-1] == 0 or (x.ndim == 3 and 1 not in x.shape[:2] and x.numel()):
+        raise ValueError(f"x: got shape {shown(x.shape)}, need [N, D], [N, 1, D] or [1, N, D] with D of at least 1")
+    weight = _check(x, weight, bias, residual)
+    D = x.shape[-1]
+    N = x.numel() // D
+    _check_state("cache", cache, N, x, weight)
+    if cache.requires_grad and torch.is_grad_enabled():
+        raise ValueError("cache: got a tensor that requires a gradient, need one that does not: it is updated in place. "
+                         "causal_conv1d with initial_state=cache has the gradient")
+    rows, added = x.reshape(N, D), None if residual is None else residual.reshape(N, D)
+    if wants_grad(x, weight, bias, residual):
+        y, state = _planned_run(rows[:, None], weight, bias, None if added is None else added[:, None], cache.clone(), None, silu, True)
+        assert state is not None  # for the type checker
+        cache.copy_(state.detach())
+    else:
+        y = _update(rows, weight, bias, added, cache, silu)
+    return y.reshape(x.shape), cache
+
+
+def _silu(activation: str | None) -> bool:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: got {activation!r}, need None, 'silu' or 'swish'")
+    return activation is not None
+
+
+def _check(x: Tensor, weight: Any, bias: Any, residual: Any) -> Tensor:
+    """The weight, which is a tensor by then."""
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
+    D = x.shape[-1]
+    for name, given, shape, meaning in (("weight", weight, (D, None), "[D, W]"), ("bias", bias, (D,), "[D]"),
+                                        ("residual", residual, tuple(x.shape), "x's shape")):
+        if given is not None or name == "weight":
+            need_tensor(name, given, shape, meaning, getattr(given, "device", x.device))
+            _check_device(name, given, x)
+    if weight.shape[1] == 0:
+        raise ValueError(f"weight: got shape {shown(weight.shape)}, need [D, W] with W of at least 1")
+    checked: Tensor = weight
+    return checked
+
+
+def _check_state(name: str, state: Any, N: int, x: Tensor, weight: Tensor) -> None:
+    need_tensor(name, state, (N, x.shape[-1], weight.shape[1]), "[N, D, W]", getattr(state, "device", x.device))
+    _check_device(name, state, x)
+
+
+def _check_device(name: str, given: Tensor, x: Tensor) -> None:
+    if given.device != x.device:
+        raise ValueError(f"{name}: got device {given.device}, need {x.device}, where x is")
+
+
+def _planned_run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None, bounds: Tensor | None, silu: bool,
+                 has_ht: bool) -> tuple[Tensor, Tensor | None]:
+    dtype = x.dtype
+    needs_grad = wants_grad(x, weight, bias, residual, h0)
+    call = _call_of("causal_conv1d", silu, has_ht, x=x, weight=weight, bias=bias, residual=residual, initial_state=h0)
+    if torch.compiler.is_compiling():
+        path, dot = _route(call, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device)
+    else:
+        plan = planned(problem_of(call, x, weight, bounds, needs_grad), x.device)
+        path, dot = plan.problem.path, plan.problem.dot
+    if path == "torch":
+        y, ht = torch_path.run(x, weight, bias, residual, h0, bounds, silu)
+        return y.to(dtype), ht.to(dtype) if has_ht else None
+    if dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
+        x, weight = x.float(), weight.float()
+        bias, residual, h0 = (None if t is None else t.float() for t in (bias, residual, h0))
+    weight = weight.contiguous()
+    bias, residual, h0 = (None if t is None else t.contiguous() for t in (bias, residual, h0))
+    if torch.compiler.is_compiling():
+        y, ht = _library_op(x, weight, bias, residual, h0, bounds, silu, has_ht, needs_grad, call)
+    else:
+        y, ht = _Convolution.apply(plan, evenly_spaced(x), weight, bias, residual, h0, bounds, silu, has_ht)
+    return y.to(dtype), ht.to(dtype) if has_ht else None
+
+
+def _update(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, cache: Tensor, silu: bool) -> Tensor:
+    """Of x [N, D] without gradients."""
+    dtype = x.dtype
+    call = _call_of("causal_conv1d_update", silu, False, x=x, weight=weight, bias=bias, residual=residual, cache=cache)
+    if torch.compiler.is_compiling():
+        path, dot = _route(call, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device)
+    else:
+        plan = planned(problem_of(call, x[:, None], weight, None, False), x.device)
+        path, dot = plan.problem.path, plan.problem.dot
+    if path == "torch":
+        y, ht = torch_path.run(x[:, None], weight, bias, None if residual is None else residual[:, None], cache, None, silu)
+        cache.copy_(ht)
+        return y[:, 0].to(dtype)
+    window = cache
+    if dot == "fp32":
+        x, weight, window = x.float(), weight.float(), cache.float()
+        bias, residual = (None if t is None else t.float() for t in (bias, residual))
+    x, weight = x.contiguous(), weight.contiguous()
+    bias, residual = (None if t is None else t.contiguous() for t in (bias, residual))
+    if torch.compiler.is_compiling():
+        y = _library_update(x, weight, bias, residual, window, silu, call)
+    else:
+        from flashlin.kernels.conv import forward
+        y = forward.update(plan, x, weight, bias, residual, window, silu, x.dtype)
+    if window is not cache:
+        cache.copy_(window)
+    return y.to(dtype)
+
+
+def evenly_spaced(x: Tensor) -> Tensor:
+    """x [B, T, D], copied unless its channels are contiguous and its rows lie at one distance through the whole batch."""
+    B, T, _ = x.shape
+    stride = x.stride(0) if T == 1 else x.stride(1)
+    even = B == 1 or T == 1 or x.stride(0) == T * stride
+    return x if x.stride(2) == 1 and even and stride <= FAR else x.contiguous()
+
+
+def _call_of(op: str, silu: bool, has_ht: bool, **tensors: Tensor | None) -> str:
+    """Op, dtype and options in one string, because a library operator takes no tuple of strings. The dtype is the strictest of any tensor."""
+    dtypes = {x.dtype for x in tensors.values() if x is not None}
+    dtype = next(dtype for dtype in STRICTEST if dtype in dtypes)
+    options = [name for name in ("bias", "residual", "initial_state") if tensors.get(name) is not None]
+    return " ".join([op, name_of(dtype), *options, *["silu"] * silu, *["final_state"] * has_ht])
+
+
+def problem_of(call: str, x: Tensor, weight: Tensor, bounds: Tensor | None, needs_grad: bool) -> Problem:
+    B, T, D = x.shape
+    return _problem(call, B, T, D, weight.shape[1], B if bounds is None else bounds.shape[0] - 1, bounds is not None, needs_grad)
+
+
+def _problem(call: str, B: int, T: int, D: int, W: int, N: int, varlen: bool, needs_grad: bool) -> Problem:
+    op, dtype, options = _parsed(call)
+    return Problem(op, "conv" if op == "causal_conv1d" else "conv_update", "", B, T, 1, D, W, N, dtype, varlen, needs_grad, options)
+
+
+@lru_cache(maxsize=256)
+def _parsed(call: str) -> tuple[str, str, tuple[str, ...]]:
+    op, dtype, *options = call.split(" ")
+    return op, dtype, tuple(sorted(options))
+
+
+@constant_while_tracing
+def _route(call: str, W: int, device: torch.device) -> tuple[str, str]:
+    """What torch.compile may know while tracing: no size, which may be symbolic; only whether W is one for the kernels."""
+    problem = planned(_problem(call, 1, 1, 1, W, 1, False, True), device).problem
+    return problem.path, problem.dot
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None,
+                bounds: Tensor | None, silu: bool, has_ht: bool) -> Any:
+        from flashlin.kernels.conv import forward
+        ctx.save_for_backward(x, weight, bias, h0, bounds)
+        ctx.plan, ctx.silu, ctx.added = plan, silu, None if residual is None else residual.dtype
+        ctx.set_materialize_grads(False)
+        return forward.run(plan, x, weight, bias, residual, h0, bounds, silu, has_ht, x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dht: Tensor | None) -> Any:
+        _, needs_dx, needs_dweight, needs_dbias, _, needs_dh0, *_ = ctx.needs_input_grad
+        x, weight, bias, h0, bounds = ctx.saved_tensors
+        dx, dweight, dbias, dh0 = _gradients(ctx.plan, x, weight, bias, h0, bounds, dy, dht, ctx.silu, needs_dx, needs_dweight, needs_dbias,
+                                             needs_dh0)
+        dresidual = None if dy is None or ctx.added is None else dy.to(ctx.added)
+        return None, dx, dweight, dbias, dresidual, dh0, None, None, None
+
+
+def _gradients(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, bounds: Tensor | None, dy: Tensor | None,
+               dht: Tensor | None, silu: bool, needs_dx: bool, needs_dweight: bool, needs_dbias: bool, needs_dh0: bool) -> Any:
+    """Gradients in the dtypes of their tensors."""
+    from flashlin.kernels.conv import backward
+    dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if dy is None else dy.contiguous()
+    dx, dweight, dbias, dh0 = backward.run(plan, x, weight, bias, h0, bounds, dy, None if dht is None else dht.contiguous(), silu, needs_dx,
+                                           needs_dweight, needs_dbias, needs_dh0)
+    return (dx, None if dweight is None else dweight.to(weight.dtype).contiguous(),
+            None if dbias is None or bias is None else dbias.to(bias.dtype), dh0)
+
+
+# Under torch.compile the same functions run inside library operators, planned at run time.
+@torch.library.custom_op(
+    "flashlin::conv", mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? h0, Tensor? bounds, bool silu, bool has_ht, bool needs_grad, "
+           "str call) -> (Tensor, Tensor)")
+def _library_op(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None, bounds: Tensor | None, silu: bool,
+                has_ht: bool, needs_grad: bool, call: str) -> tuple[Tensor, Tensor]:
+    from flashlin.kernels.conv import forward
+    plan = planned(problem_of(call, x, weight, bounds, needs_grad), x.device)
+    y, ht = forward.run(plan, evenly_spaced(x), weight, bias, residual, h0, bounds, silu, has_ht, x.dtype)
+    return y, x.new_empty(0) if ht is None else ht
+
+
+@_library_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None, bounds: Tensor | None, silu: bool,
+      has_ht: bool, needs_grad: bool, call: str) -> tuple[Tensor, Tensor]:
+    N = x.shape[0] if bounds is None else bounds.shape[0] - 1
+    return x.new_empty(x.shape), x.new_empty((N, *weight.shape) if has_ht else (0,))
+
+
+@torch.library.custom_op(
+    "flashlin::conv_backward", mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? h0, Tensor? bounds, Tensor dy, Tensor? dht, bool silu, str call) -> Tensor[]")
+def _library_backward(x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, bounds: Tensor | None, dy: Tensor, dht: Tensor | None,
+                      silu: bool, call: str) -> list[Tensor]:
+    plan = planned(problem_of(call, x, weight, bounds, True), x.device)
+    found = _gradients(plan, evenly_spaced(x), weight, bias, h0, bounds, dy, dht, silu, True, True, bias is not None, h0 is not None)
+    return [x.new_empty(0) if t is None else t for t in found]
+
+
+@_library_backward.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, bounds: Tensor | None, dy: Tensor, dht: Tensor | None, silu: bool,
+      call: str) -> list[Tensor]:
+    return [x.new_empty(x.shape), *(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in (weight, bias, h0))]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, bias, residual, h0, bounds, ctx.silu, ctx.has_ht, _, ctx.call = inputs
+    ctx.save_for_backward(x, weight, bias, h0, bounds)
+    ctx.added = None if residual is None else residual.dtype
+
+
+def _differentiate(ctx: Any, dy: Tensor, dht: Tensor) -> Any:
+    _, _, bias, h0, _ = ctx.saved_tensors
+    dx, dweight, dbias, dh0 = _library_backward(*ctx.saved_tensors, dy, dht if ctx.has_ht else None, ctx.silu, ctx.call)
+    return (dx, dweight, None if bias is None else dbias, None if ctx.added is None else dy.to(ctx.added), None if h0 is None else dh0,
+            *[None] * 5)
+
+
+_library_op.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("flashlin::conv_update", mutates_args=("cache",),
+                         schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!) cache, bool silu, str call) -> Tensor")
+def _library_update(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, cache: Tensor, silu: bool, call: str) -> Tensor:
+    from flashlin.kernels.conv import forward
+    plan = planned(problem_of(call, x[:, None], weight, None, False), x.device)
+    return forward.update(plan, x, weight, bias, residual, cache, silu, x.dtype)
+
+
+@_library_update.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, cache: Tensor, silu: bool, call: str) -> Tensor:
+    return x.new_empty(x.shape)
