@@ -49,14 +49,14 @@ if TYPE_CHECKING:
     from flashlin.modules.norm import L2Norm as L2Norm
     from flashlin.modules.norm import LayerNorm as LayerNorm
     from flashlin.modules.norm import RMSNorm as RMSNorm
+    from flashlin.ops.conv import causal_conv1d as causal_conv1d
+    from flashlin.ops.conv import causal_conv1d_update as causal_conv1d_update
     from flashlin.ops.delta_rule import chunk_delta_rule as chunk_delta_rule
     from flashlin.ops.delta_rule import fused_recurrent_delta_rule as fused_recurrent_delta_rule
     from flashlin.ops.gated_delta_rule import chunk_gated_delta_rule as chunk_gated_delta_rule
     from flashlin.ops.gated_delta_rule import chunk_gdn as chunk_gdn
     from flashlin.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
     from flashlin.ops.gated_delta_rule import fused_recurrent_gdn as fused_recurrent_gdn
-    from flashlin.ops.conv import causal_conv1d as causal_conv1d
-    from flashlin.ops.conv import causal_conv1d_update as causal_conv1d_update
     from flashlin.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn
     from flashlin.ops.lightning_attn import fused_recurrent_lightning_attn as fused_recurrent_lightning_attn
     from flashlin.ops.linear_attn import chunk_linear_attn as chunk_linear_attn

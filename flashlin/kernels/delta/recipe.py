@@ -11,25 +11,32 @@ STRIP = 64  # columns of q, k, v and of the state at a time where a program has 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """The inverse of each chunk and the scan; for gradients the scan that rebuilds states, the reverse scan, and the chunk's gradients."""
+    if problem.mode == "auto":  # nothing to say before the mode is chosen
+        return ()
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
-    copies = tf32_copies(bytes_each, target)
+    size = tf32_copies(bytes_each, target) * bytes_each
 
     def shared(config: Config) -> int:  # the inverse too, and a product of its size
-        return shared_bytes(config, bytes_each, target) + copies * bytes_each * (config.num_stages + 1) * config.BT ** 2
-    scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), shared, target)
-    BT, BK, BV = scan.BT, min(STRIP, padded(problem.K)), min(STRIP, padded(problem.V))
+        return shared_bytes(config, bytes_each, target) + size * (config.num_stages + 1) * config.BT ** 2
+
+    def inverting(BT: int) -> int:  # k, and three float32 tiles of the chunk's size
+        return size * BT * whole + 12 * BT ** 2
+
+    def finishing(strip: int, num_stages: int) -> int:
+        return size * (num_stages * (3 * BT * strip + 2 * strip ** 2) + 4 * BT * strip + 2 * BT ** 2)
     whole = min(2 * STRIP, padded(problem.K))
-    found = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=whole), problem.H,
-                         copies * bytes_each * BT * whole + 16 * BT ** 2, dots - {"rmw_acc"}),
+    scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), lambda config: max(shared(config), inverting(config.BT)), target)
+    BT = scan.BT
+    found = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=whole), problem.H, inverting(BT), dots - {"rmw_acc"}),
              state_launch("delta_scan", scan, problem, shared(scan), dots)]
     if problem.needs_grad:
-        tiles = [copies * bytes_each * (stages * (3 * BT * BV + 2 * BK * BV) + 4 * BT * BK + 2 * BT ** 2) for stages in (2, 1)]
-        stages = 2 if tiles[0] <= target.shared else 1
         deep = scan._replace(num_stages=3)
         states = deep if scan.num_stages == 2 and shared(deep) <= target.shared else scan
         reverse = scan._replace(num_stages=1)  # it has no registers to spare for a second stage (benchmarks/results/kernels-*)
+        ways = [(strip, num_stages) for strip in (STRIP, STRIP // 2, STRIP // 4) for num_stages in (2, 1)]
+        strip, num_stages = next((way for way in ways if finishing(*way) <= target.shared), ways[-1])
+        tile = dict(BT=BT, BK=min(strip, padded(problem.K)), BV=min(strip, padded(problem.V)))
         found += [state_launch("delta_states", states, problem, shared(states), dots),
                   state_launch("delta_reverse", reverse, problem, shared(reverse), dots),
-                  over_tokens("delta_grads", problem, dict(BT=BT, BK=BK, BV=BV), problem.H, tiles[2 - stages],
-                              dots - {"rmw_acc"}, stages)]
+                  over_tokens("delta_grads", problem, tile, problem.H, finishing(strip, num_stages), dots - {"rmw_acc"}, num_stages)]
     return tuple(found)
