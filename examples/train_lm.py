@@ -4,8 +4,8 @@
     python examples/train_lm.py --steps 2000       longer, for better text
     python examples/train_lm.py --json             the result as one line of JSON on stdout
 
-What it shows: training runs chunk by chunk (``flashlin.chunk_simple_gla``); writing runs token by token
-(``flashlin.fused_recurrent_simple_gla``) from the state that training's form left behind; and both are the same function, which is
+What it shows: a small Gated DeltaNet. Training runs chunk by chunk (``flashlin.chunk_gated_delta_rule``); writing runs token by token
+(``flashlin.fused_recurrent_gated_delta_rule``) from the state that training's form left behind; and both are the same function, which is
 checked. The same file runs on the CPU, on a T4 and on a B200: which kernels serve it there is what the plan on the first lines says.
 
 Exit code: 0 if the loss fell and the two forms agree, 1 if not.
@@ -34,23 +34,26 @@ ENOUGH = 0.9  # the loss on held-out text must end below this part of where it b
 
 
 class Mixer(nn.Module):
-    """Linear attention whose heads forget: one decay per token and head, read from the token itself."""
+    """A Gated DeltaNet layer: heads that forget (g) and overwrite what a key held before (beta), both read from the token itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
-        self.decay = nn.Linear(HIDDEN, HEADS)
+        self.g, self.beta, self.gate = nn.Linear(HIDDEN, HEADS, bias=False), nn.Linear(HIDDEN, HEADS), nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.A_log = nn.Parameter(torch.zeros(HEADS))
+        # softplus(g + dt_bias) is what a token takes off: heads begin with memories of a character to some hundred
+        self.dt_bias = nn.Parameter(torch.linspace(2, -5, HEADS))
+        self.norm = flashlin.FusedRMSNormGated(HIDDEN // HEADS)
         self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
-        with torch.no_grad():  # heads begin with memories from one character (sigmoid(-2) = 0.12 is left after it) to 150 (0.993)
-            self.decay.bias.copy_(torch.linspace(-2, 5, HEADS))
 
     def forward(self, x: Tensor, state: Tensor | None, recurrent: bool) -> tuple[Tensor, Tensor | None]:
         B, T, _ = x.shape
         compute = torch.bfloat16 if x.device.type == "cuda" else x.dtype
         q, k, v = self.qkv(x).to(compute).view(B, T, 3, HEADS, HIDDEN // HEADS).unbind(2)
-        g = F.logsigmoid(self.decay(x))
-        op = flashlin.fused_recurrent_simple_gla if recurrent else flashlin.chunk_simple_gla
-        o, state = op(F.silu(q), F.silu(k), v, g, initial_state=state, output_final_state=not self.training)
+        op = flashlin.fused_recurrent_gated_delta_rule if recurrent else flashlin.chunk_gated_delta_rule
+        o, state = op(F.silu(q), F.silu(k), v, g=self.g(x), beta=self.beta(x), A_log=self.A_log, dt_bias=self.dt_bias, use_gate_in_kernel=True,
+                      use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, initial_state=state, output_final_state=not self.training)
+        o = self.norm(o, self.gate(x).to(o.dtype).view_as(o))
         return self.out(o.flatten(2).to(x.dtype)), state
 
 
@@ -170,7 +173,7 @@ def write(model: Model, prompt: Tensor, count: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: the GPU if torch sees one, else the CPU)")
-    parser.add_argument("--steps", type=int, default=250, help=f"training steps of {BATCH} x {LENGTH} characters (default: 250)")
+    parser.add_argument("--steps", type=int, default=200, help=f"training steps of {BATCH} x {LENGTH} characters (default: 250)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the writing (default: 0)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout and nothing else there")
     options = parser.parse_args()
@@ -186,7 +189,7 @@ def main() -> int:
             print(*lines, sep="\n", flush=True)
 
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    plan = flashlin.explain("chunk_simple_gla", target=probe(device), B=BATCH, T=LENGTH, H=HEADS, K=HIDDEN // HEADS, V=HIDDEN // HEADS,
+    plan = flashlin.explain("chunk_gated_delta_rule", target=probe(device), B=BATCH, T=LENGTH, H=HEADS, K=HIDDEN // HEADS, V=HIDDEN // HEADS,
                             dtype=dtype)
     say(plan, "")
 

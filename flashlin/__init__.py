@@ -15,8 +15,9 @@ _HOME = {
     "flashlin.ops.retention": ("chunk_retention", "fused_recurrent_retention", "retention"),
     "flashlin.ops.linear_attn": ("chunk_linear_attn", "fused_recurrent_linear_attn", "linear_attn"),
     "flashlin.ops.lightning_attn": ("chunk_lightning_attn", "fused_recurrent_lightning_attn"),
-    "flashlin.ops.delta_rule": ("chunk_delta_rule", "fused_recurrent_delta_rule"),
-    "flashlin.ops.gated_delta_rule": ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn"),
+    "flashlin.ops.delta_rule": ("chunk_delta_rule", "fused_recurrent_delta_rule", "delta_rule"),
+    "flashlin.ops.gated_delta_rule": ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn",
+                                      "gated_delta_rule"),
     "flashlin.ops.norm": ("layer_norm", "rms_norm", "group_norm", "layer_norm_gated", "rms_norm_gated", "l2norm", "l2_norm"),
     "flashlin.ops.conv": ("causal_conv1d", "causal_conv1d_update"),
     "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated", "L2Norm"),
@@ -52,11 +53,13 @@ if TYPE_CHECKING:
     from flashlin.ops.conv import causal_conv1d as causal_conv1d
     from flashlin.ops.conv import causal_conv1d_update as causal_conv1d_update
     from flashlin.ops.delta_rule import chunk_delta_rule as chunk_delta_rule
+    from flashlin.ops.delta_rule import delta_rule as delta_rule
     from flashlin.ops.delta_rule import fused_recurrent_delta_rule as fused_recurrent_delta_rule
     from flashlin.ops.gated_delta_rule import chunk_gated_delta_rule as chunk_gated_delta_rule
     from flashlin.ops.gated_delta_rule import chunk_gdn as chunk_gdn
     from flashlin.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
     from flashlin.ops.gated_delta_rule import fused_recurrent_gdn as fused_recurrent_gdn
+    from flashlin.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
     from flashlin.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn
     from flashlin.ops.lightning_attn import fused_recurrent_lightning_attn as fused_recurrent_lightning_attn
     from flashlin.ops.linear_attn import chunk_linear_attn as chunk_linear_attn

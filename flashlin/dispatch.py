@@ -37,7 +37,9 @@ OPS: dict[str, tuple[str, str]] = {
     "linear_attn": ("simple_gla", "auto"),
     "chunk_lightning_attn": ("simple_gla", "chunk"), "fused_recurrent_lightning_attn": ("simple_gla", "fused_recurrent"),
     "chunk_delta_rule": ("delta", "chunk"), "fused_recurrent_delta_rule": ("recurrent", "fused_recurrent"),
+    "delta_rule": ("delta", "auto"),
     "chunk_gated_delta_rule": ("delta", "chunk"), "fused_recurrent_gated_delta_rule": ("recurrent", "fused_recurrent"),
+    "gated_delta_rule": ("delta", "auto"),
     "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", ""), "group_norm": ("norm", ""),
     "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", ""),
     "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv_update", "")}

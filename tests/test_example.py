@@ -25,7 +25,7 @@ def test_it_learns_agrees_with_itself_and_writes() -> None:
     done = run("--device", "cpu", "--steps", "12")
     assert done.returncode == 0, done.stderr
     plan, _, rest = done.stdout.partition("held-out loss  ")
-    assert plan.startswith("chunk_simple_gla: torch path") and "because  backend: tensors on the CPU" in plan
+    assert plan.startswith("chunk_gated_delta_rule: torch path") and "because  backend: tensors on the CPU" in plan
     assert "recurrent and chunked logits differ by" in rest and "MORE" not in rest
     assert "class Reader:\n    def __init__(self, " in rest
     assert done.stderr.count("\n") == 10 and "\r" not in done.stderr, "a log gets ten lines, not a bar"
@@ -37,7 +37,7 @@ def test_json_is_the_only_line_on_stdout() -> None:
     found = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1
     assert found["loss_after"] < 0.9 * found["loss_before"] and found["fell"] and found["agree"]
-    assert found["plan"] == "chunk_simple_gla: torch path"
+    assert found["plan"] == "chunk_gated_delta_rule: torch path"
     assert (found["device"], found["dtype"], found["steps"], len(found["sample"])) == ("cpu", "float32", 12, 300)
 
 

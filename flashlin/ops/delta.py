@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin import policy
+from flashlin.guards.limits import FEW_TOKENS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, need_tensor
 from flashlin.kernels.configs import BLOCK
@@ -16,6 +17,23 @@ from flashlin.ops.norm import l2norm
 from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
 
 CHUNK_SIZES = (16, 32, 64)
+MODES = ("auto", "chunk", "fused_recurrent")
+
+
+def chosen_mode(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, needs_grad: bool) -> str:
+    """``chunk`` or ``fused_recurrent``; auto is decided by the plan. A beta per value channel runs token by token; a traced call, of which T
+    may not be known, chunk by chunk."""
+    if mode not in MODES:
+        raise ValueError(f"mode: got {mode!r}, need one of {', '.join(MODES)}")
+    if mode != "auto":
+        return mode
+    check_qkv(q, k, v, grouped=True)
+    if isinstance(beta, Tensor) and beta.ndim == 4:
+        return "fused_recurrent"
+    if torch.compiler.is_compiling():
+        return "chunk"
+    chosen = planned(problem_of(op, q, v, q.shape[0], "gated" in op, False, needs_grad, "auto"), q.device).problem
+    return chosen.mode if chosen.mode != "auto" else "fused_recurrent" if q.shape[1] <= FEW_TOKENS and not needs_grad else "chunk"
 
 
 def run(op: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, scale: float | None, h0: Tensor | None, has_ht: bool,

@@ -12,6 +12,7 @@ from torch import Tensor
 from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import delta, recurrent
+from flashlin.ops.planned import wants_grad
 
 
 def chunk_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
@@ -65,3 +66,15 @@ def fused_recurrent_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | N
     flags = ("delta", *(["l2norm"] if use_qk_l2norm_in_kernel else []), *(["v_first"] if state_v_first else []))
     return recurrent.run("fused_recurrent_delta_rule", Inputs(q, k, v, beta, h0=initial_state, bounds=cu_seqlens), flags, scale,
                          output_final_state, state_indices, inplace_state)
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+               output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+               cu_seqlens_cpu: Tensor | None = None, mode: str = "auto") -> tuple[Tensor, Tensor | None]:
+    """The delta rule in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and ``flashlin.explain`` says why.
+
+    mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_delta_rule``.
+    """
+    if delta.chosen_mode("delta_rule", mode, q, k, v, beta, wants_grad(q, k, v, beta, initial_state)) == "chunk":
+        return chunk_delta_rule(q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu)
+    return fused_recurrent_delta_rule(q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)

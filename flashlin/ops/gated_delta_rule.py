@@ -12,6 +12,7 @@ from torch import Tensor
 from flashlin.guards.tensors import need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import delta, recurrent
+from flashlin.ops.planned import wants_grad
 from flashlin.ops.preprocess import beta_of_logits, decay_of_gate
 from flashlin.ops.simple_gla import v_first
 
@@ -144,3 +145,22 @@ def gates(op: str, g: Tensor, beta: Tensor, use_gate: bool, A_log: Tensor | None
     elif allow_neg_eigval:
         raise ValueError(f"{op}: got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both (or a beta in 0 .. 2)")
     return g, beta
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+                     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+                     allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+                     cu_seqlens_cpu: Tensor | None = None, *, use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
+                     dt_bias: Tensor | None = None, mode: str = "auto") -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and ``flashlin.explain`` says why.
+
+    mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_gated_delta_rule``.
+    """
+    needs_grad = wants_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
+    gates_here = dict(use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first,
+                      cu_seqlens=cu_seqlens, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias)
+    if delta.chosen_mode("gated_delta_rule", mode, q, k, v, beta, needs_grad) == "chunk":
+        return chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                                      cu_seqlens_cpu=cu_seqlens_cpu, **gates_here)  # type: ignore[arg-type]
+    return fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+                                            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **gates_here)  # type: ignore[arg-type]

@@ -65,4 +65,4 @@ def name_of(dtype: torch.dtype) -> str:
 
 def wants_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether backward may be asked of this call. Inside autograd.Function.forward it is too late to find out."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)

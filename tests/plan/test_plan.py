@@ -255,8 +255,8 @@ def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> No
                 assert "dtype" in codes, (asked, on)
             elif asked.mode and max(asked.K, asked.V) > MAX_HEAD_DIM and on.backend == "cuda":
                 assert codes & {"head-dim", "before-volta"}, (asked, on)
-            elif on.backend == "cuda" and max(asked.K, asked.V) > 128 and (on.shared < 101376 or release(triton) < (3, 3)):
-                # No room for the widest heads in fp32: on V100 and T4, and before 3.3, where fp32 operands take twice as much.
+            elif on.backend == "cuda" and max(asked.K, asked.V) > 128 and (on.shared < 102400 or release(triton) < (3, 3)):
+                # No room for the widest heads in fp32: on cards of 100 KB and less, and before 3.3, where fp32 operands take twice as much.
                 assert codes <= here | {"shared-memory"}, (asked, on)
             elif on.backend == "cuda":
                 assert codes <= here, (asked, on)

@@ -4,6 +4,7 @@ from __future__ import annotations
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
+from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import dot_traits, fitting, operand_bytes, over_tokens, shared_bytes, state_launch, tf32_copies
 
 STRIP = 64  # columns of q, k, v and of the state at a time where a program has a chunk to itself
@@ -13,6 +14,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """The inverse of each chunk and the scan; for gradients the scan that rebuilds states, the reverse scan, and the chunk's gradients."""
     if problem.mode == "auto":  # nothing to say before the mode is chosen
         return ()
+    if problem.mode == "fused_recurrent":
+        return recurrent.launches(problem, target)
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
     size = tf32_copies(bytes_each, target) * bytes_each
 
