@@ -317,7 +317,12 @@ def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatc
         tensors = ([x] if op == "l2norm" else [x, w, w] if op.endswith("_norm") else [x, x, w, w] if op.endswith("_gated") else
                    [x[0], torch.ones(16, 4)] if op == "causal_conv1d" else [x[0, :, 0], torch.ones(4, 16, 3), None, torch.ones(16, 3)]
                    if op == "causal_conv1d_update" else [x, x, x])
+        if "delta_rule" in op:
+            gates = {"beta": x[..., 0]} | ({"g": -x[..., 0]} if "gated" in op else {})
+            extra = {**extra, **gates}
+        before = len(asked)
         getattr(flashlin, op)(*tensors, **extra)
+        del asked[before + 1:]  # the ops that auto has chosen ask again in their own names
     assert [(problem.op, problem.family, problem.mode) for problem in asked] == [(op, *of) for op, of in OPS.items()]
 
 
@@ -360,10 +365,10 @@ def test_a_gpu_that_cannot_be_asked_is_a_problem(monkeypatch: pytest.MonkeyPatch
 
 def test_the_upgrade_that_helps_is_named() -> None:
     one = check(flashlin.doctor(target="triton=3.3.0,sm=120"), "upgrade")
-    assert one.fix == 'pip install "triton==3.3.1"' and "clears 11 of 11" in one.detail and "torch 2.7.1 comes with it" in one.detail
+    assert one.fix == 'pip install "triton==3.3.1"' and "clears 15 of 15" in one.detail and "torch 2.7.1 comes with it" in one.detail
     assert check(flashlin.doctor(target="triton=3.3.0,sm=120,torch=2.10.0"), "upgrade").fix == 'pip install "triton==3.6.0"'
     some = check(flashlin.doctor(target="triton=3.5.0,sm=103"), "upgrade")
-    assert "clears 8 of 19 and eases 11 of 19" in some.detail
+    assert "clears 10 of 25 and eases 15 of 25" in some.detail
 
 
 @pytest.mark.parametrize("target", [H200, "triton=3.9.0,sm=100", "triton=3.3.1,sm=75"])
