@@ -190,7 +190,7 @@ def norm_backward_columns(s, gate, mean, rstd, dy, dweight, dbias, rows, D: tl.c
     for _ in range((rows - first + step - 1) // step):
         u = tile(dy, first, rows, d0, D, BT, BD, "evict_first").to(tl.float32)
         if GATE != 0:
-            factor, _ = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)
+            factor, slope = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)  # not "_", which counts the loop
             u *= factor
         db += u
         if HAS_DWEIGHT:
