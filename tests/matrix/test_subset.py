@@ -32,6 +32,12 @@ def of_a_layer() -> None:
         flashlin.causal_conv1d_update(x[:, 0], torch.zeros(2, 1024, 4, dtype=torch.bfloat16), None, w, activation="silu")
 
 
+def gated_delta_net() -> None:
+    q, k, v = (torch.zeros(1, 128, 2, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    g, beta = (torch.zeros(1, 128, 2, requires_grad=True) for _ in range(2))
+    flashlin.chunk_gated_delta_rule(q, k, v, g, beta)[0].sum().backward()
+
+
 @pytest.mark.parametrize("version", RELEASES)
 def test_planned_launches_compile(version: str, compiled: Callable[[str, list[Job]], list[Result]], gated: Callable[..., None]) -> None:
     jobs = [Job(sm, launch) for sm in CARDS for launch in _launches(version, sm, gated)]
@@ -50,5 +56,6 @@ def _launches(version: str, sm: int, gated: Callable[..., None]) -> list[Recorde
         norms()
         if sm == 90:
             of_a_layer()
+            gated_delta_net()
     assert {"simple_gla_scan", "simple_gla_dq", "simple_gla_dk", "simple_gla_dv"} <= {launch.kernel for launch in found}
     return found

@@ -1,0 +1,77 @@
+"""The chunked delta kernels in Triton's interpreter, beyond their cases: batches in parts, rows of no sequence, the library operator."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flashlin
+from flashlin.compat.target import interpreting
+from flashlin.guards import limits
+from flashlin.ops import delta
+from flashlin.testing.compare import poisoned
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter() -> None:
+    if not interpreting():
+        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
+
+
+def leaves(B: int, T: int, N: int, H: int = 1, HV: int = 2, K: int = 16, V: int = 16) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    q, k = (F.normalize(torch.randn(B, T, H, K), dim=-1) for _ in range(2))
+    made = [q, k, torch.randn(B, T, HV, V), F.logsigmoid(torch.randn(B, T, HV)), torch.rand(B, T, HV), torch.randn(N, HV, K, V)]
+    return [x.requires_grad_() for x in made]
+
+
+def results(tensors: list[torch.Tensor], bounds: torch.Tensor | None = None, call: Any = None) -> list[torch.Tensor]:
+    q, k, v, g, beta, h0 = tensors
+    with poisoned():
+        o, ht = (call or flashlin.chunk_gated_delta_rule)(q, k, v, g, beta, initial_state=h0, output_final_state=True, cu_seqlens=bounds)
+        return [o, ht, *torch.autograd.grad(o.sin().sum() + ht.sin().sum(), tensors)]
+
+
+@pytest.mark.parametrize("edges", [None, [0, 20, 20, 37, 70]], ids=["dense", "packed"])
+def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = leaves(3, 37, 3) if edges is None else leaves(1, 70, 4)
+    bounds = None if edges is None else torch.tensor(edges)
+    whole = results(tensors, bounds)
+    monkeypatch.setattr(limits, "AXIS_LIMITS", (8, 1, 1))
+    flashlin.dispatch.plan.cache_clear()
+    try:
+        for got, wanted in zip(results(tensors, bounds), whole, strict=True):
+            assert torch.equal(got, wanted)
+    finally:
+        flashlin.dispatch.plan.cache_clear()
+
+
+def test_rows_of_no_sequence_are_exact_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)  # as on a GPU, where nobody reads them
+    tensors = leaves(1, 40, 2)
+    o, ht, *grads = results(tensors, torch.tensor([3, 20, 33]))
+    for x in (o, *grads[:5]):
+        assert not x[:, :3].any() and not x[:, 33:].any() and x[:, 3:33].any()
+
+
+def test_lengths_share_a_graph() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(flashlin.chunk_gated_delta_rule, fullgraph=True, backend=graphs)
+    for T in (20, 33, 7, 16):
+        tensors = leaves(2, T, 2)
+        for got, wanted in zip(results(tensors, call=compiled), results(tensors), strict=True):
+            torch.testing.assert_close(got, wanted)
+    assert graphs.frame_count <= 2
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_library_operator(gated: bool) -> None:
+    q, k, v, g, beta, h0 = leaves(1, 9, 1)
+    arguments = (q, k, v, beta, g if gated else None, h0 if gated else None, None, 0.25, gated, False, torch.float32,
+                 "chunk_gated_delta_rule" if gated else "chunk_delta_rule", True)
+    # Not the comparison of runs: of what it keeps for backward some columns are nobody's. The test above compares what comes of it.
+    torch.library.opcheck(delta._library_op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
