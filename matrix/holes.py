@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HOME = {"chunk_simple_gla": "simple_gla", "chunk_retention": "retention", "chunk_linear_attn": "linear_attn",
-        "fused_recurrent_simple_gla": "simple_gla"}
+        "fused_recurrent_simple_gla": "simple_gla", "chunk_delta_rule": "delta_rule", "chunk_gated_delta_rule": "gated_delta_rule"}
 
 
 def op(side: str, name: str) -> Callable[..., Any]:
@@ -215,6 +215,54 @@ def beyond_31_bits_packed(side: str) -> str:
     return "right" if not wrong else f"wrong: {', '.join(wrong)} differ from the sequence computed alone"
 
 
+def on_case(side: str, name: str, case_id: str, dtype: str = "bfloat16") -> str:
+    """One of the cases that flashlin is tested with, in the op's usual tolerances whatever the case allows."""
+    from functools import partial
+
+    import torch
+
+    from flashlin.testing.cases import CASES
+    from flashlin.testing.cases.delta import TOLERANCES
+    from flashlin.testing.compare import check
+    case = next(case for case in CASES if case.op == name and case.id == case_id)
+    assert isinstance(case.call, partial)
+    case = case._replace(call=partial(case.call.func, op(side, name), *case.call.args[1:]), tolerances=TOLERANCES)
+    verdicts = check(case, torch.device("cuda", 0), getattr(torch, dtype))
+    bad = [verdict for verdict in verdicts if not verdict.ok]
+    return "right" if not bad else "wrong: " + ", ".join(f"{verdict.tensor} off by {verdict.rms:.2g}" for verdict in bad)
+
+
+def huge_delta(side: str) -> str:
+    """65,538 heads; what the last sequences give beside the same sequences alone, which every op gets right."""
+    import torch
+    torch.manual_seed(0)
+    q, k, v = (torch.nn.functional.normalize(randn(10923, 32, 6, 16, grad=False), dim=-1).requires_grad_() for _ in range(3))
+    g, beta = decay(10923, 32, 6), torch.rand(10923, 32, 6, device="cuda").requires_grad_()
+    o, _ = op(side, "chunk_delta_rule")(q, k, v, beta) if side == "fla" else op(side, "chunk_gated_delta_rule")(q, k, v, g, beta)
+    o.sum().backward()
+    part = [x.detach()[10900:].requires_grad_() for x in (q, k, v, g, beta)]
+    alone, _ = op("flashlin", "chunk_delta_rule")(*part[:3], part[4]) if side == "fla" else op("flashlin", "chunk_gated_delta_rule")(*part)
+    alone.sum().backward()
+    return judged([("o", o[10900:], alone), *((name, x.grad[10900:], y.grad) for name, x, y in zip(("dq", "dk", "dv"), (q, k, v), part, strict=False))])
+
+
+def shielded(side: str) -> str:
+    """fla's own chunk_retention with 65,538 heads, raw and under shield: the batch in parts must equal the same rows alone."""
+    import torch
+
+    import flashlin
+    raw = op("fla", "chunk_retention")
+    call = raw if side == "fla" else flashlin.shield(raw, batch={"q": 0, "k": 0, "v": 0})
+    torch.manual_seed(0)
+    q, k, v = (randn(10923, 32, 6, 16) for _ in range(3))
+    o = call(q, k, v)[0]
+    o.sum().backward()
+    part = [x.detach()[10900:].requires_grad_() for x in (q, k, v)]
+    alone = raw(*part)[0]
+    alone.sum().backward()
+    return judged([("o", o[10900:], alone), *((name, x.grad[10900:], y.grad) for name, x, y in zip(("dq", "dk", "dv"), (q, k, v), part, strict=True))])
+
+
 HOLES: dict[str, tuple[str, Callable[[str], str]]] = {
     "B*H > 65,535": ("B=10923 H=6 T=32 D=16, forward and backward", huge_batch),
     "N*H > 65,535, packed": ("10,923 sequences of 32 tokens, forward and backward", huge_packed),
@@ -228,6 +276,18 @@ HOLES: dict[str, tuple[str, Callable[[str], str]]] = {
     "misspelt keyword": ("gate= for g=", misspelt_keyword),
     "float32": ("within 1e-4 of float64", float32),
     "no tokens": ("T = 0 with a state: it passes through, and so does its gradient", no_tokens),
+    "delta: gated backward on Hopper": ("chunk_gated_delta_rule, Triton 3.4 to 3.7.0 (fla #640)",
+                                        lambda side: on_case(side, "chunk_gated_delta_rule", "random")),
+    "delta: B*H > 65,535": ("B=10923 H=6 T=32 D=16, forward and backward", huge_delta),
+    "delta: one key": ("chunk_delta_rule, one key in the whole sequence, beta = 1", lambda side: on_case(side, "chunk_delta_rule", "one-key")),
+    "delta: one key, g = 0": ("chunk_gated_delta_rule, one key, beta = 1", lambda side: on_case(side, "chunk_gated_delta_rule", "one-key-g=0")),
+    "delta: period 4": ("chunk_delta_rule, four keys in turn, beta = 1", lambda side: on_case(side, "chunk_delta_rule", "period-4")),
+    "delta: float32": ("chunk_delta_rule", lambda side: on_case(side, "chunk_delta_rule", "random", "float32")),
+    "delta: K = 512": ("chunk_gated_delta_rule", lambda side: on_case(side, "chunk_gated_delta_rule", "K=512,V=64")),
+    "delta: one key, beta = 2, bfloat16": ("chunk_delta_rule: every token reflects the state, so roundings add up",
+                                           lambda side: on_case(side, "chunk_delta_rule", "one-key-2")),
+    "delta: one key, beta = 2, float32": ("chunk_delta_rule", lambda side: on_case(side, "chunk_delta_rule", "one-key-2", "float32")),
+    "shield: fla's own op": ("chunk_retention of fla, B=10923 H=6 T=32 D=16, raw and shielded", shielded),
     "more than 2^31 elements": ("B=17 T=8192 H=128 D=128, the last row beside itself alone", beyond_31_bits),
     "more than 2^31 elements, packed": ("T=135168 H=128 D=128, the last sequence beside itself alone", beyond_31_bits_packed),
 }
@@ -252,6 +312,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--sides", default="fla,flashlin")
+    parser.add_argument("--only", default="", help="those whose names begin so, recorded in a file of their own")
     parser.add_argument("--one", choices=HOLES, help=argparse.SUPPRESS)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -265,11 +326,14 @@ def main() -> int:
 
     from flashlin.compat.target import probe
     target = probe(torch.device("cuda", torch.cuda.current_device()))
-    sides = arguments.sides.split(",")
+    sides, only = arguments.sides.split(","), arguments.only
     with ThreadPoolExecutor(6) as pool:  # the large ones fill the card: one after the other, when the rest is done
-        found = {(hole, side): pool.submit(outcome, hole, side) for hole in HOLES if hole not in LARGE for side in sides}
+        found = {(hole, side): pool.submit(outcome, hole, side) for hole in HOLES if hole.startswith(only) and hole not in LARGE
+                 for side in sides}
     rows: list[dict[str, str]] = []
     for hole, (what, _) in HOLES.items():
+        if not hole.startswith(only):
+            continue
         rows.append({"hole": hole, "what": what,
                      **{side: outcome(hole, side) if hole in LARGE else found[hole, side].result() for side in sides
                         if side == "flashlin" or hole not in LARGE}})  # fla's tuning alone would take minutes there
@@ -282,7 +346,7 @@ def main() -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
         record = {"device": target.name, "triton": target.triton, "torch": target.torch, "fla": fla,
                   "date": datetime.date.today().isoformat(), "rows": rows}
-        (arguments.out / f"holes-{target.name.replace(' ', '-')}-triton-{target.triton}.json").write_text(json.dumps(record, indent=1) + "\n")
+        (arguments.out / f"holes-{only + '-' if only else ''}{target.name.replace(' ', '-')}-triton-{target.triton}.json").write_text(json.dumps(record, indent=1) + "\n")
     return 0 if all(row.get("flashlin", "").startswith("right") for row in rows) else 1
 
 

@@ -4,6 +4,7 @@ After a change of what the planner decides: ``python tests/test_readme.py --writ
 """
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -87,7 +88,23 @@ def error_example() -> str:
     return f"```\nUnsupportedError: {flashlin.UnsupportedError(plan)}\n```"
 
 
-GENERATED: dict[str, Callable[[], str]] = {"support table": support_table, "error": error_example}
+def speed_table() -> str:
+    """Out of benchmarks/results/compare-fla-*.json: one row an op, for the first shape of each file."""
+    lines = ["| op | forward, ms | fla | ratio | with backward, ms | fla | ratio | first call, s |", "|---" * 8 + "|"]
+    said = set()
+    for file in sorted((README.parent / "benchmarks" / "results").glob("compare-fla-*.json")):
+        record = json.loads(file.read_text())
+        said.add(f"{record['device']}, Triton {record['triton']}, torch {record['torch']}, fla-core {record['fla']}, {record['date']}")
+        for row in record["rows"]:
+            ours, theirs = row["flashlin"], row["fla"]
+            mark = "*" if row["guard_off"] and theirs.get("both_ms") else ""
+            lines.append(f"| `{row['op']}` | {ours['forward_ms']:.3f} | {theirs['forward_ms']:.3f} | {row['ratio_forward']:.2f} "
+                         f"| {ours['both_ms']:.2f} | {theirs['both_ms']:.2f}{mark} | {row['ratio_both']:.2f} | {record['first_call']['forward_s']:.1f} |")
+    shape = "B=4 T=4096 H=32 D=128, bfloat16, both in one process; first call: chunk_simple_gla from empty caches."
+    return "\n".join([*lines, "", f"{shape} *: fla refuses this backward here; its refusal was switched off for the timing.", *sorted(said)])
+
+
+GENERATED: dict[str, Callable[[], str]] = {"support table": support_table, "error": error_example, "speed": speed_table}
 
 
 def between_markers(name: str) -> re.Pattern[str]:

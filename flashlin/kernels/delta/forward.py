@@ -269,7 +269,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
     if N == 0 or HV == 0:  # no program would run to write them
         return o.zero_(), ht, A, A_low, lines
     constants = dict(K=K, VARLEN=bounds is not None, PRECISION=precision(plan), DECAY=NO_DECAY if g is None else TOKEN_DECAY)
-    # Three blocks on a multiprocessor instead of two (H200: 0.26 to 0.23 ms); it hardly spills for that.
+    # Three blocks on a multiprocessor instead of two, for hardly any spills (benchmarks/kernels.py takes other limits).
     registers = dict(maxnreg=168) if plan.target.capability == (9, 0) else {}
     for part in split:
         n = part.stop - part.start
