@@ -243,7 +243,8 @@ def huge_delta(side: str) -> str:
     part = [x.detach()[10900:].requires_grad_() for x in (q, k, v, g, beta)]
     alone, _ = op("flashlin", "chunk_delta_rule")(*part[:3], part[4]) if side == "fla" else op("flashlin", "chunk_gated_delta_rule")(*part)
     alone.sum().backward()
-    return judged([("o", o[10900:], alone), *((name, x.grad[10900:], y.grad) for name, x, y in zip(("dq", "dk", "dv"), (q, k, v), part, strict=False))])
+    grads = [(name, x.grad[10900:], y.grad) for name, x, y in zip(("dq", "dk", "dv"), (q, k, v), part, strict=False)]
+    return judged([("o", o[10900:], alone), *grads])
 
 
 def shielded(side: str) -> str:
@@ -260,7 +261,8 @@ def shielded(side: str) -> str:
     part = [x.detach()[10900:].requires_grad_() for x in (q, k, v)]
     alone = raw(*part)[0]
     alone.sum().backward()
-    return judged([("o", o[10900:], alone), *((name, x.grad[10900:], y.grad) for name, x, y in zip(("dq", "dk", "dv"), (q, k, v), part, strict=True))])
+    grads = [(name, x.grad[10900:], y.grad) for name, x, y in zip(("dq", "dk", "dv"), (q, k, v), part, strict=True)]
+    return judged([("o", o[10900:], alone), *grads])
 
 
 HOLES: dict[str, tuple[str, Callable[[str], str]]] = {
@@ -346,7 +348,8 @@ def main() -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
         record = {"device": target.name, "triton": target.triton, "torch": target.torch, "fla": fla,
                   "date": datetime.date.today().isoformat(), "rows": rows}
-        (arguments.out / f"holes-{only + '-' if only else ''}{target.name.replace(' ', '-')}-triton-{target.triton}.json").write_text(json.dumps(record, indent=1) + "\n")
+        name = "-".join(["holes", *filter(None, [only]), target.name.replace(" ", "-"), "triton", target.triton])
+        (arguments.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     return 0 if all(row.get("flashlin", "").startswith("right") for row in rows) else 1
 
 

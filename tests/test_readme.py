@@ -99,7 +99,8 @@ def speed_table() -> str:
             ours, theirs = row["flashlin"], row["fla"]
             mark = "*" if row["guard_off"] and theirs.get("both_ms") else ""
             lines.append(f"| `{row['op']}` | {ours['forward_ms']:.3f} | {theirs['forward_ms']:.3f} | {row['ratio_forward']:.2f} "
-                         f"| {ours['both_ms']:.2f} | {theirs['both_ms']:.2f}{mark} | {row['ratio_both']:.2f} | {record['first_call']['forward_s']:.1f} |")
+                         f"| {ours['both_ms']:.2f} | {theirs['both_ms']:.2f}{mark} "
+                         f"| {row['ratio_both']:.2f} | {record['first_call']['forward_s']:.1f} |")
     shape = "B=4 T=4096 H=32 D=128, bfloat16, both in one process; first call: chunk_simple_gla from empty caches."
     return "\n".join([*lines, "", f"{shape} *: fla refuses this backward here; its refusal was switched off for the timing.", *sorted(said)])
 
