@@ -24,7 +24,8 @@ def chunk_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float
         q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H (value head j reads q and k of head j // (HV / H)). bfloat16, float16,
             float32 (float64 runs in plain torch). Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B
             is 1 and the sequences are packed along T.
-        beta: [B, T, HV], how much of the old value a key's new one replaces, normally 0 .. 1 (to 2 with negative eigenvalues).
+        beta: [B, T, HV], how much of the old value a key's new one replaces, normally 0 .. 1 (to 2 with negative eigenvalues: near 2 on
+            keys that repeat nothing is forgotten, roundings of 16-bit operands add up over the sequence, and float32 is worth its price).
         scale: factor on the scores; None means K ** -0.5.
         initial_state: [N, HV, K, V] (N sequences) of any float dtype; gets a gradient.
         output_final_state: also return the state after each sequence.
