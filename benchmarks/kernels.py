@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import triton
 
 import flashlin
 from flashlin.compat import launch as door
@@ -62,7 +64,8 @@ def main() -> None:
     for kernel, begin, end in events:
         times.setdefault(kernel, []).append(begin.elapsed_time(end))
     print(json.dumps({"op": options.op, "shape": options.shape, "tile": options.tile or "planned", "set": options.set,
-                      "device": torch.cuda.get_device_name(),
+                      "device": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__,
+                      "date": datetime.date.today().isoformat(),
                       **{kernel: round(median(found), 4) for kernel, found in times.items()}}))
 
 
