@@ -32,8 +32,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     return made
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Torch computes in fp32 whatever 16 bits it is given: beside bf16, fp16 would show nothing new of any but a few.
+@pytest.mark.parametrize(("case", "dtype"), [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES for dtype in DTYPES
+                                             if case.quick or dtype != torch.float16])
 def test_case(case: Case, dtype: torch.dtype, plans: list[Plan]) -> None:
     failed = [verdict for verdict in check(case, CPU, dtype) if not verdict.ok]
     assert not failed
@@ -44,7 +45,7 @@ def test_cases_have_names_of_their_own_and_cover_every_op() -> None:
     names = [str(case) for case in CASES]
     assert len(set(names)) == len(names)
     assert {case.op for case in CASES if case.quick} == {name for name in flashlin.dispatch.OPS if name not in (
-        "simple_gla", "retention", "linear_attn")}  # those three are the others with a mode chosen
+        "simple_gla", "retention", "linear_attn", "delta_rule", "gated_delta_rule")}  # those are the others with a mode chosen
 
 
 # What follows breaks a right op in one way each.
