@@ -57,10 +57,15 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
     everything into fp32 before they compute, so fp16 changes only how they load and store. tests/ops runs every case in torch."""
     if str(case) in ("causal_conv1d-many-blocks", "group_norm-many-rows"):  # a GPU's worth; test_conv.py has a card of one multiprocessor
         return False
-    if case.op.startswith("chunk_") and "delta_rule" in case.op:  # ten seconds each, and both ops have the same kernels: a GPU has them all
-        chosen = ("packed", "odd", "grouped", "one-key-2", "alike-l2", "zero-keys", "g=-20", "gates", "v-first")
-        return case.quick or (dtype == torch.float32 and ((case.id in chosen and "gated" in case.op) or case.id == "one-key"))
-    if case.quick or case.id in ("packed", "reverse", "normalized"):
+    if case.quick:
+        return True
+    if case.op == "chunk_delta_rule" or case.op == "fused_recurrent_delta_rule":  # the gated ops' kernels without a gate
+        return dtype == torch.float32 and case.id in ("packed", "one-key", "headwise")
+    if case.op == "chunk_gated_delta_rule":  # ten seconds each: a GPU has them all
+        return dtype == torch.float32 and case.id in ("packed", "grouped", "one-key-2", "zero-keys", "g=-20", "gates")
+    if case.op.endswith("norm"):  # fp16 changes loads and stores only
+        return dtype == torch.float32
+    if case.id in ("packed", "reverse", "normalized"):
         return True
     if case.op.startswith("causal_conv1d") or case.op.endswith("_gated") or case.op == "group_norm":  # fp16 changes loads and stores only
         return dtype == torch.float32
