@@ -7,7 +7,6 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.configs import BLOCK
 
 # How a kernel gets its decay, as a constexpr.
 NO_DECAY, HEAD_DECAY, TOKEN_DECAY = 0, 1, 2
@@ -130,15 +129,16 @@ def state_offsets(nh, k0, v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr
     return nh.to(tl.int64) * (K * V) + offsets, (k < K)[:, None] & (v < V)[None, :]
 
 
-def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: int) -> torch.Tensor | None:
-    """[H, rows] float32: the decays summed within blocks, as the scans want them. N: sequences in this launch."""
+def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: int, G: torch.Tensor | None = None) -> torch.Tensor | None:
+    """[H, rows] float32, or G filled: the decays summed within blocks, as the scans want them. N: sequences in this launch."""
     if g is None:
         return None
     B, T, H = g.shape
     launch = plan.launch("gate_cumsum")
-    G = torch.empty(H, B * T, dtype=torch.float32, device=g.device)
-    shares = max(1, -(-B * T // (BLOCK * max(N, 1))))
-    start(launch, gate_cumsum, N * shares * -(-H // launch.block("BH")), (g, G, bounds, T, N, H, B * T, shares),
+    if G is None:
+        G = torch.empty(H, B * T, dtype=torch.float32, device=g.device)
+    shares = max(1, -(-B * T // (launch.block("BT") * max(N, 1))))
+    start(launch, gate_cumsum, N * shares * -(-H // launch.block("BH")), (g, G, bounds, T, N, H, G.stride(0), shares),
           dict(VARLEN=bounds is not None))
     return G
 

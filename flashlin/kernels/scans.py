@@ -16,18 +16,18 @@ def operand_bytes(problem: Problem) -> int:
     return 4 if problem.dot == "fp32" or problem.dtype == "float32" else 2
 
 
-def cumsum_launch(problem: Problem) -> Launch:
-    return over_tokens("gate_cumsum", problem, dict(BT=BLOCK, BH=HEADS), -(-problem.H // HEADS))
+def cumsum_launch(problem: Problem, BT: int = BLOCK) -> Launch:
+    return over_tokens("gate_cumsum", problem, dict(BT=BT, BH=HEADS), -(-problem.H // HEADS))
 
 
 def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: int, shared: int = 8192,
-                traits: frozenset[str] = frozenset(), num_stages: int = 1) -> Launch:
+                traits: frozenset[str] = frozenset(), num_stages: int = 1, num_warps: int = 4) -> Launch:
     """A kernel with a program per chunk and column of heads."""
     n = problem.batch_part or problem.N
     rows = problem.T if problem.varlen else n * problem.T
     shares = max(1, -(-rows // (tile["BT"] * max(n, 1))))
     span = tile["BT"] * problem.H * max(problem.K, problem.V)
-    return Launch(kernel, (n * shares * columns,), min(4, problem.max_warps), num_stages, tuple(tile.items()), shared, span, traits)
+    return Launch(kernel, (n * shares * columns,), min(num_warps, problem.max_warps), num_stages, tuple(tile.items()), shared, span, traits)
 
 
 def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:

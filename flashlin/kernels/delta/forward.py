@@ -29,6 +29,7 @@ from flashlin.kernels.pieces import (
     sequence_of,
     sliced,
     state_offsets,
+    summed,
     tile,
     within,
     zero_gaps,
@@ -37,25 +38,43 @@ from flashlin.kernels.scans import operand_bytes
 
 
 @triton.jit
-def diagonal_inverses(M, scratch, BT: tl.constexpr):
-    """Block-diagonal inverse of I + M for M [BT, BT] strictly lower triangular, in blocks of 16 rows: substitution in float32, all blocks at
-    once. M's blocks go through scratch [BT, 16], since only memory lets every column of the inverse read the same row of M without an
-    exchange between threads at each of the 15 steps."""
+def rows_of(line, first, t0, length, i_h, R, BT: tl.constexpr):
+    """[BT] of a line [HV, R], zeros past the end."""
     rows = tl.arange(0, BT)
-    same = (rows // 16)[:, None] == (rows // 16)[None, :]
-    block = scratch + rows[:, None] * 16 + (rows % 16)[None, :]
-    tl.store(block, M, mask=same)
-    tl.debug_barrier()
+    return tl.load(line + i_h.to(tl.int64) * R + first + t0 + rows, mask=t0 + rows < length, other=0.0)
+
+
+@triton.jit
+def beta_rows(beta, betas, first, t0, length, i_h, HV, R, BT: tl.constexpr):
+    """[BT] of beta [rows, HV] in float32, copied to the line betas."""
+    rows = tl.arange(0, BT)
+    inside = t0 + rows < length
+    b_beta = tl.load(beta + (first + t0 + rows) * HV + i_h, mask=inside, other=0.0).to(tl.float32)
+    tl.store(betas + i_h.to(tl.int64) * R + first + t0 + rows, b_beta, mask=inside)
+    return b_beta
+
+
+@triton.jit
+def blocks(at, SIDE: tl.constexpr):
+    """Where the 16x16 blocks on the diagonal of a [SIDE, SIDE] tile lie in scratch [SIDE, 16], and which of its elements they are."""
+    rows = tl.arange(0, SIDE)
+    return at + rows[:, None] * 16 + (rows % 16)[None, :], (rows // 16)[:, None] == (rows // 16)[None, :]
+
+
+@triton.jit
+def substitute(scratch, ROWS: tl.constexpr):
+    """For scratch [ROWS, 16] holding 16x16 blocks M, strictly lower triangular, put (I + M)^-1 of each in its place: substitution in
+    float32, all blocks at once. Through memory, since only there every column of the inverse reads the same row of M without an exchange
+    between threads at each of the 15 steps."""
+    columns = tl.arange(0, ROWS)  # column c of X is column c % 16 of block c // 16
     j = tl.arange(0, 16)
-    top = rows // 16 * 256
-    X = tl.where(j[:, None] == (rows % 16)[None, :], 1.0, 0.0)  # column c of this is column c % 16 of block c // 16
+    top = scratch + (columns // 16 * 256)[None, :]
+    X = tl.where(j[:, None] == (columns % 16)[None, :], 1.0, 0.0)
     for i in tl.static_range(1, 16):  # unrolled, so that no step waits for its row of M
-        m = tl.load(scratch + top[None, :] + i * 16 + j[:, None])
+        m = tl.load(top + i * 16 + j[:, None])
         X -= tl.where(j[:, None] == i, tl.sum(m * X, 0)[None, :], 0.0)
     tl.debug_barrier()
-    tl.store(scratch + top[None, :] + j[:, None] * 16 + (rows % 16)[None, :], X)
-    tl.debug_barrier()
-    return tl.load(block, mask=same, other=0.0)
+    tl.store(top + j[:, None] * 16 + (columns % 16)[None, :], X)
 
 
 @triton.jit
@@ -82,53 +101,90 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def merged(X, M, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + M)^-1 out of its diagonal blocks' inverses: pairs of blocks, then pairs of pairs. Exact algebra whose terms stay as small as the
-    inverse is. (Powers of M do not: for keys that resemble each other they grow like binomials, while the inverse has entries of about 1.)"""
-    rows = tl.arange(0, BT)
-    if BT >= 32:
-        pair = (rows // 32)[:, None] == (rows // 32)[None, :]
-        corner = tl.where(pair & ((rows // 16)[:, None] != (rows // 16)[None, :]), M, 0.0)
+def merged(X, M, SIDE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + M)^-1 of [SIDE, SIDE] out of its diagonal blocks' inverses. Exact algebra whose terms stay as small as the inverse is. (Powers
+    of M do not: for keys that resemble each other they grow like binomials, while the inverse has entries of about 1.)"""
+    if SIDE == 32:
+        block = tl.arange(0, SIDE) // 16
+        corner = tl.where(block[:, None] != block[None, :], M, 0.0)
         X -= product(product(X, corner, PRECISION), X, PRECISION)
-        if BT >= 64:
-            X -= product(product(X, tl.where(pair, 0.0, M), PRECISION), X, PRECISION)
     return X
 
 
 @triton.jit
-def inverse_of_chunk(k, beta, g, A, A_low, betas, G, scratch, n, first, t0, length, i_h, H, HV, R, K: tl.constexpr, BT: tl.constexpr,
-                     BK: tl.constexpr, DECAY: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
-    rows = tl.arange(0, BT)
-    inside = t0 + rows < length
-    at = (first + t0 + rows) * HV + i_h
-    line = i_h.to(tl.int64) * R + first + t0 + rows
-    b_beta = tl.load(beta + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(betas + line, b_beta, mask=inside)
-    if DECAY == 2:
-        D = tl.cumsum(tl.load(g + at, mask=inside, other=0.0).to(tl.float32), 0) * 1.4426950408889634
-        tl.store(G + line, D, mask=inside)
-    products = tl.zeros([BT, BT], dtype=tl.float32)
-    for k0 in range(0, K, BK):
-        b_k = tile(k, first, t0, length, i_h // (HV // H), H, K, k0, BT, BK)
-        products += tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-    below = rows[:, None] > rows[None, :]
+def system(products, b_beta, D_row, D_column, keep, DECAY: tl.constexpr):
+    """M of the docstring out of k_i . k_j, zero where not to keep: masked before exp2, because there the difference overflows."""
     if DECAY == 0:
-        M = tl.where(below, products * b_beta[:, None], 0.0)
+        return tl.where(keep, products * b_beta[:, None], 0.0)
     else:
-        M = products * b_beta[:, None] * tl.exp2(tl.where(below, D[:, None] - D[None, :], float("-inf")))
-    slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
-    X = diagonal_inverses(M, scratch + slot.to(tl.int64) * (BT * 16), BT)
-    X = merged(X, M, BT, MERGE)
-    put(A, X, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        return products * b_beta[:, None] * tl.exp2(tl.where(keep, D_row[:, None] - D_column[None, :], float("-inf")))
+
+
+@triton.jit
+def put_both(A, A_low, X, first, t0, length, i_h, HV, BT: tl.constexpr, column: tl.constexpr, SIDE: tl.constexpr, HAS_LOW: tl.constexpr):
+    put(A, X, first, t0, length, i_h, HV, BT, column, SIDE, SIDE)
     if HAS_LOW:
-        put(A_low, X - X.to(A.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV, BT, 0, BT, BT)
+        put(A_low, X - X.to(A.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV, BT, column, SIDE, SIDE)
+
+
+@triton.jit
+def inverse_of_chunk(k, beta, G, A, A_low, betas, scratch, n, first, t0, length, i_h, H, HV, R, K: tl.constexpr, BT: tl.constexpr,
+                     BK: tl.constexpr, DECAY: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+    """In tiles of 32 x 32: of a chunk of 64 the upper half a, the lower half b, and the corner c between them: the tile in b's rows and a's
+    columns. Tiles this small leave a warp a program, which then waits for no other warp."""
+    SIDE: tl.constexpr = 32 if BT > 32 else BT
+    PAIR: tl.constexpr = BT > SIDE
+    t1 = t0 + SIDE
+    i_k = i_h // (HV // H)
+    a = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+    b = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+    c = tl.zeros([SIDE, SIDE], dtype=tl.float32)
+    for k0 in range(0, K, BK):
+        k_a = tile(k, first, t0, length, i_k, H, K, k0, SIDE, BK)
+        a += tl.dot(k_a, tl.trans(k_a), input_precision=PRECISION)
+        if PAIR:
+            k_b = tile(k, first, t1, length, i_k, H, K, k0, SIDE, BK)
+            b += tl.dot(k_b, tl.trans(k_b), input_precision=PRECISION)
+            c += tl.dot(k_b, tl.trans(k_a), input_precision=PRECISION)
+    rows = tl.arange(0, SIDE)
+    below = rows[:, None] > rows[None, :]
+    slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
+    own = scratch + slot.to(tl.int64) * (BT * 16)
+    beta_a = beta_rows(beta, betas, first, t0, length, i_h, HV, R, SIDE)
+    D_a = beta_a
+    if DECAY == 2:
+        D_a = rows_of(G, first, t0, length, i_h, R, SIDE)
+    a = system(a, beta_a, D_a, D_a, below & (t0 + rows < length)[:, None], DECAY)
+    at_a, diagonal = blocks(own, SIDE)
+    tl.store(at_a, a, mask=diagonal)
+    if PAIR:
+        beta_b = beta_rows(beta, betas, first, t1, length, i_h, HV, R, SIDE)
+        D_b = beta_b
+        if DECAY == 2:
+            D_b = rows_of(G, first, t1, length, i_h, R, SIDE)
+        here = (t1 + rows < length)[:, None]
+        b = system(b, beta_b, D_b, D_b, below & here, DECAY)
+        c = system(c, beta_b, D_b, D_a, here, DECAY)
+        at_b, diagonal = blocks(own + SIDE * 16, SIDE)
+        tl.store(at_b, b, mask=diagonal)
+    tl.debug_barrier()
+    substitute(own, BT)
+    tl.debug_barrier()
+    a = merged(tl.load(at_a, mask=diagonal, other=0.0), a, SIDE, MERGE)
+    put_both(A, A_low, a, first, t0, length, i_h, HV, BT, 0, SIDE, HAS_LOW)
+    if PAIR:
+        b = merged(tl.load(at_b, mask=diagonal, other=0.0), b, SIDE, MERGE)
+        c = -product(product(b, c, MERGE), a, MERGE)
+        put_both(A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV, BT, SIDE, SIDE, HAS_LOW)
+        put_both(A, A_low, c, first, t1, length, i_h, HV, BT, 0, SIDE, HAS_LOW)
+        put_both(A, A_low, b, first, t1, length, i_h, HV, BT, SIDE, SIDE, HAS_LOW)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S"])
-def delta_inverse(k, beta, g, A, A_low, betas, G, scratch, bounds, T, N, H, HV, R, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+def delta_inverse(k, beta, G, A, A_low, betas, scratch, bounds, T, N, H, HV, R, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                   DECAY: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
-    """A [rows, HV, BT], and for backward what its rounding lost; for the scans betas and G [HV, R] of float32, laid out so that a chunk's are
-    one line (G: g / ln 2 summed within the chunk). scratch [slots, HV, BT, 16]. S programs share a sequence."""
+    """A [rows, HV, BT], and for backward what its rounding lost; betas [HV, R]: beta in float32, laid out so that a chunk's are one line.
+    scratch [slots, HV, BT, 16]. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
@@ -136,18 +192,10 @@ def delta_inverse(k, beta, g, A, A_low, betas, G, scratch, bounds, T, N, H, HV, 
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            inverse_of_chunk(k, beta, g, A, A_low, betas, G, scratch, n, first, t0, length, i_h, H, HV, R, K, BT, BK, DECAY, HAS_LOW,
-                             PRECISION, MERGE)
+            inverse_of_chunk(k, beta, G, A, A_low, betas, scratch, n, first, t0, length, i_h, H, HV, R, K, BT, BK, DECAY, HAS_LOW, PRECISION, MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        inverse_of_chunk(k, beta, g, A, A_low, betas, G, scratch, n, first, share * BT, length, i_h, H, HV, R, K, BT, BK, DECAY, HAS_LOW,
-                         PRECISION, MERGE)
-
-
-@triton.jit
-def rows_of(line, first, t0, length, i_h, R, BT: tl.constexpr):
-    """[BT] of a line [HV, R], zeros past the end."""
-    rows = tl.arange(0, BT)
-    return tl.load(line + i_h.to(tl.int64) * R + first + t0 + rows, mask=t0 + rows < length, other=0.0)
+        inverse_of_chunk(k, beta, G, A, A_low, betas, scratch, n, first, share * BT, length, i_h, H, HV, R, K, BT, BK, DECAY, HAS_LOW, PRECISION,
+                         MERGE)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
@@ -269,8 +317,6 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
     if N == 0 or HV == 0:  # no program would run to write them
         return o.zero_(), ht, A, A_low, lines
     constants = dict(K=K, VARLEN=bounds is not None, PRECISION=precision(plan), DECAY=NO_DECAY if g is None else TOKEN_DECAY)
-    # Three blocks on a multiprocessor instead of two, for hardly any spills (benchmarks/kernels.py takes other limits).
-    registers = dict(maxnreg=168) if plan.target.capability == (9, 0) else {}
     for part in split:
         n = part.stop - part.start
         q_, k_, v_, beta_, g_, o_, A_, low_ = (within(x, part, bounds) for x in (q, k, v, beta, g, o, A, A_low))
@@ -278,8 +324,9 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
         own_rows = rows if bounds is not None else n * T
         shares = max(1, -(-own_rows // (BT * n)))
         scratch = torch.empty(own_rows // BT + n + 1, HV, BT, 16, dtype=torch.float32, device=q.device)
-        start(inverting, delta_inverse, n * shares * HV, (k_, beta_, g_, A_, low_, betas, G, scratch, bounds_, T, n, H, HV, rows, shares),
-              dict(constants, HAS_LOW=A_low is not None, MERGE=merging(plan), **registers))
+        summed(plan, g_, bounds_, n, G)
+        start(inverting, delta_inverse, n * shares * HV, (k_, beta_, G, A_, low_, betas, scratch, bounds_, T, n, H, HV, rows, shares),
+              dict(constants, HAS_LOW=A_low is not None, MERGE=merging(plan)))
         start(scanning, delta_scan, n * HV * -(-V // scanning.block("BV")),
               (q_, k_, v_, A_, betas, G, h0_, o_, ht_, bounds_, scale, T, n, H, HV, rows),
               dict(constants, V=V, HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first, GAPS=bounds is not None and len(split) == 1))

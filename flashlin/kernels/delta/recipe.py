@@ -5,7 +5,7 @@ from flashlin.compat.target import Target
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
-from flashlin.kernels.scans import dot_traits, fitting, operand_bytes, over_tokens, shared_bytes, state_launch, tf32_copies
+from flashlin.kernels.scans import cumsum_launch, dot_traits, fitting, operand_bytes, over_tokens, shared_bytes, state_launch, tf32_copies
 
 STRIP = 64  # columns of q, k, v and of the state at a time where a program has a chunk to itself
 
@@ -22,16 +22,17 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     def shared(config: Config) -> int:  # the inverse too, and a product of its size
         return shared_bytes(config, bytes_each, target) + size * (config.num_stages + 1) * config.BT ** 2
 
-    def inverting(BT: int) -> int:  # k, and three float32 tiles of the chunk's size
-        return size * BT * whole + 12 * BT ** 2
+    def inverting(BT: int) -> int:  # k, and three float32 tiles of an inverse's side
+        return size * BT * wide + 12 * 32 ** 2
 
     def finishing(strip: int, num_stages: int) -> int:
         return size * (num_stages * (3 * BT * strip + 2 * strip ** 2) + 4 * BT * strip + 2 * BT ** 2)
-    whole = min(2 * STRIP, padded(problem.K))
+    wide = min(256 // bytes_each, padded(problem.K))
     scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), lambda config: max(shared(config), inverting(config.BT)), target)
     BT = scan.BT
-    found = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=whole), problem.H, inverting(BT), dots - {"rmw_acc"}),
-             state_launch("delta_scan", scan, problem, shared(scan), dots)]
+    found = [cumsum_launch(problem, BT)] if "g" in problem.options else []
+    found += [over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT), dots - {"rmw_acc"}, num_warps=1),
+              state_launch("delta_scan", scan, problem, shared(scan), dots)]
     if problem.needs_grad:
         deep = scan._replace(num_stages=3)
         states = deep if scan.num_stages == 2 and shared(deep) <= target.shared else scan
