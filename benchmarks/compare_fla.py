@@ -105,10 +105,11 @@ def fla_op(family: str, name: str) -> tuple[Callable[..., Any] | None, str]:
 
 
 SHAPES = ((4, 4096, 32, 128), (1, 8192, 32, 128), (8, 1024, 8, 64), (2, 4096, 16, 256))
-OPS = (("simple_gla", "chunk_simple_gla", True, {}), ("retention", "chunk_retention", False, {}),
-       ("linear_attn", "chunk_linear_attn", False, {"normalize": False}),
-       ("lightning_attn", "chunk_lightning_attn", False, {"layer_idx": 2, "num_layers": 12}),
-       ("gated_delta_rule", "chunk_gated_delta_rule", True, {}), ("delta_rule", "chunk_delta_rule", False, {}))
+OPS: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
+    ("simple_gla", "chunk_simple_gla", True, {}), ("retention", "chunk_retention", False, {}),
+    ("linear_attn", "chunk_linear_attn", False, {"normalize": False}),
+    ("lightning_attn", "chunk_lightning_attn", False, {"layer_idx": 2, "num_layers": 12}),
+    ("gated_delta_rule", "chunk_gated_delta_rule", True, {}), ("delta_rule", "chunk_delta_rule", False, {}))
 
 
 def main() -> None:

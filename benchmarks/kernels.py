@@ -38,7 +38,7 @@ def main() -> None:
     changes = {kernel: [int(n) for n in values.split(",")] for kernel, _, values in (change.partition("=") for change in options.set)}
     tile = [int(size) for size in options.tile.split(",")] if options.tile else []
     if tile:
-        recipe.over_v = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2], tile[3])])
+        vars(recipe)["over_v"] = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2], tile[3])])
     tensors = inputs(B, T, H, D, "gated" in options.op or "simple_gla" in options.op, "delta" in options.op, torch.bfloat16)
     events: list[tuple[str, Any, Any]] = []
 

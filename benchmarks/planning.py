@@ -17,6 +17,7 @@ import sys
 import timeit
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ import triton
 
 import flashlin
 from flashlin import dispatch, policy
-from flashlin.compat.target import parse, pretend, probe
-from flashlin.guards.problem import Problem
+from flashlin.compat.target import Target, parse, pretend, probe
+from flashlin.guards.problem import Plan, Problem
+from flashlin.kernels.norm.recipe import RMS
 from flashlin.ops import norm, simple_gla
 from flashlin.ops.planned import planned, wants_grad
 
@@ -41,26 +43,29 @@ def microseconds(call: Callable[[], Any], calls: int = CALLS) -> float:
 
 def rows() -> dict[str, float]:
     q = torch.zeros(2, 128, 4, 64, dtype=torch.bfloat16, requires_grad=True)
-    call = norm._call_of("rms_norm", norm.RMS, q, None, None, None, q.dtype)
+    call = norm._call_of("rms_norm", RMS, q, None, None, None, None, q.dtype)
 
     def gla() -> Problem:
         return simple_gla.problem_of("chunk_simple_gla", "chunk", q, 64, 2, True, False, wants_grad(q, q, q, None, None))
 
     def rms() -> Problem:
-        return norm.problem_of(norm._call_of("rms_norm", norm.RMS, q, None, None, None, q.dtype), q, wants_grad(q, None, None, None))
+        return norm.problem_of(norm._call_of("rms_norm", RMS, q, None, None, None, None, q.dtype), q, 1, wants_grad(q, None, None, None))
 
     here, now, problem = probe(q.device), policy.current(), gla()
+    fresh = itertools.cycle([problem._replace(T=T) for T in range(1, 5001)])  # more than the cache holds: always a miss
+
+    def missed(target: Target) -> Plan:
+        return dispatch.plan(next(fresh), target, now)
     found = {
         "wants_grad": microseconds(lambda: wants_grad(q, q, q, None, None)),
         "problem_of, simple_gla": microseconds(lambda: simple_gla.problem_of("chunk_simple_gla", "chunk", q, 64, 2, True, False, True)),
-        "problem_of, norm": microseconds(lambda: norm.problem_of(call, q, True)),
+        "problem_of, norm": microseconds(lambda: norm.problem_of(call, q, 1, True)),
         "probe": microseconds(lambda: probe(q.device)),
         "policy.current": microseconds(policy.current),
         "dispatch.plan, hit": microseconds(lambda: dispatch.plan(problem, here, now))}
     for name, text in TARGETS.items():
         target = parse(text)
-        fresh = itertools.cycle([problem._replace(T=T) for T in range(1, 5001)])  # more than the cache holds: always a miss
-        found[f"dispatch.plan, miss, {name}"] = microseconds(lambda target=target, fresh=fresh: dispatch.plan(next(fresh), target, now), 50)
+        found[f"dispatch.plan, miss, {name}"] = microseconds(partial(missed, target), 50)
         pretend(target)
         planned(problem, q.device)
         found[f"planned, {name}"] = microseconds(lambda: planned(problem, q.device))

@@ -22,7 +22,8 @@ HOME = {"chunk_simple_gla": "simple_gla", "chunk_retention": "retention", "chunk
 
 
 def op(side: str, name: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module("flashlin" if side == "flashlin" else f"fla.ops.{HOME[name]}"), name)
+    found: Callable[..., Any] = getattr(importlib.import_module("flashlin" if side == "flashlin" else f"fla.ops.{HOME[name]}"), name)
+    return found
 
 
 def randn(*shape: int, dtype: Any = None, device: str = "cuda", grad: bool = True) -> Any:
@@ -47,7 +48,8 @@ def reference(q: Any, k: Any, v: Any, g: Any, do: Any, bounds: Any = None) -> li
 
     from flashlin.kernels.simple_gla.reference import recurrence
     leaves = [x.detach().cpu().double().requires_grad_() for x in (q, k, v, g)]
-    o, _ = recurrence(*leaves, None, None, bounds, q.shape[-1] ** -0.5)
+    q, k, v, g = leaves
+    o, _ = recurrence(q, k, v, g, bounds=bounds, scale=q.shape[-1] ** -0.5)
     return [o, *torch.autograd.grad(o, leaves, do.cpu().double())]
 
 
@@ -67,8 +69,8 @@ def trained(side: str, *, B: int, T: int, H: int, D: int, edges: list[int] | Non
     length = edges[-1] if check == slice(None) else check.stop
     kept = [n for n in edges if n <= length]
     ours = [x[:, :kept[-1]] for x in ours]
-    cut = [x[:, :kept[-1]] for x in (q, k, v, g)]
-    return judged(list(zip(names, ours, reference(*cut, do[:, :kept[-1]], torch.tensor(kept)), strict=True)), 0.02)
+    q, k, v, g = (x[:, :kept[-1]] for x in (q, k, v, g))
+    return judged(list(zip(names, ours, reference(q, k, v, g, do[:, :kept[-1]], torch.tensor(kept)), strict=True)), 0.02)
 
 
 def huge_batch(side: str) -> str:
@@ -240,10 +242,11 @@ def huge_delta(side: str) -> str:
     g, beta = decay(10923, 32, 6), torch.rand(10923, 32, 6, device="cuda").requires_grad_()
     o, _ = op(side, "chunk_delta_rule")(q, k, v, beta) if side == "fla" else op(side, "chunk_gated_delta_rule")(q, k, v, g, beta)
     o.sum().backward()
-    part = [x.detach()[10900:].requires_grad_() for x in (q, k, v, g, beta)]
+    part: list[Any] = [x.detach()[10900:].requires_grad_() for x in (q, k, v, g, beta)]
     alone, _ = op("flashlin", "chunk_delta_rule")(*part[:3], part[4]) if side == "fla" else op("flashlin", "chunk_gated_delta_rule")(*part)
     alone.sum().backward()
-    grads = [(name, x.grad[10900:], y.grad) for name, x, y in zip(("dq", "dk", "dv"), (q, k, v), part, strict=False)]
+    ours: list[Any] = [q, k, v]
+    grads = [(name, x.grad[10900:], y.grad) for name, x, y in zip(("dq", "dk", "dv"), ours, part, strict=False)]
     return judged([("o", o[10900:], alone), *grads])
 
 

@@ -1,6 +1,10 @@
 """A user's kernels through shield on a real GPU: what fails raw is right shielded, and a configuration that fails is left out."""
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +90,27 @@ def test_eight_warps_are_planned_as_the_release_allows_and_run() -> None:
         new = v[:, rows] - (w[:, rows].float() @ state.bfloat16().float()).bfloat16()
         state = state * g[:, n].exp()[:, None, None] + k[:, rows].float().transpose(1, 2) @ new.float()
     torch.testing.assert_close(h, wanted, rtol=2e-2, atol=2e-2)
+
+
+RAW = """
+import torch
+from tests import foreign
+k, v, w = (torch.randn(4, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+h, g = torch.zeros(4, 4, 64, 64, device="cuda"), torch.zeros(4, 256, device="cuda")
+foreign.states[(4,)](k, v, w, h, g, 256, K=64, V=64, BT=64, num_warps=8, num_stages=2)
+torch.cuda.synchronize()
+"""
+
+
+def test_eight_warps_raw_end_the_process_where_the_plan_says_so() -> None:
+    ran = subprocess.run([sys.executable, "-c", RAW], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    release, hopper = triton.__version__.split(".")[:2], torch.cuda.get_device_capability() == (9, 0)
+    if hopper and release == ["3", "2"]:
+        assert ran.returncode == -signal.SIGABRT and "reshapeOuts" in ran.stderr, (ran.returncode, ran.stderr[-500:])
+    elif hopper and release == ["3", "3"]:
+        assert ran.returncode == 1 and "chooseStMatrixLayoutLeadingOffset" in ran.stderr, (ran.returncode, ran.stderr[-500:])
+    elif hopper and release >= ["3", "4"]:
+        assert ran.returncode == 0, ran.stderr[-500:]
 
 
 def test_a_configuration_that_does_not_compile_is_left_out_and_the_children_fill_the_cache() -> None:
