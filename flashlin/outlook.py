@@ -1,11 +1,8 @@
 """What dispatch plans for typical calls on a target: a line per op, the known issues met, the upgrade that helps. Pure: asks no machine."""
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
-from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 from flashlin import dispatch
@@ -14,6 +11,7 @@ from flashlin.compat.target import Target, bundled_ptxas
 from flashlin.compat.versions import is_unreleased, release
 from flashlin.dispatch import OPS
 from flashlin.guards.problem import Plan, Problem, advice
+from flashlin.guards.proven import TRUST, trust
 from flashlin.kernels.variants import VARIANTS
 from flashlin.machine import PTXAS_VARIABLES, TRITON_OF_TORCH, pip_triton, triton_for
 from flashlin.policy import Policy
@@ -121,21 +119,19 @@ def _condition(some: set[Kind], every: set[Kind]) -> str:
 
 
 def evidence(plans: Iterable[Plan]) -> str:
-    """What is behind the plans that start kernels of ours: ``ran`` or ``compiled`` for this card and this minor release of Triton."""
+    """What is behind the plans that start kernels of ours: for each the least that is known of any launch, see ``guards.proven``."""
     kernels = [plan for plan in plans if plan.path == "triton"]
     if not kernels:
         return "plain torch"
-    target = kernels[0].target
-    if target.backend == "interpreter":
+    if kernels[0].target.backend == "interpreter":
         return "interpreter"
-    return proven().get(kernels[0].asked.family, {}).get(f"{target.sm} {'.'.join(map(str, release(target.triton)[:2]))}", "no record")
-
-
-@lru_cache(maxsize=1)
-def proven() -> dict[str, dict[str, str]]:
-    """The record shipped with the kernels: family -> ``"sm90 3.6"`` -> ``ran`` or ``compiled``. Empty where none is shipped."""
-    record = Path(__file__).parent / "kernels" / "proven.json"
-    return dict(json.loads(record.read_text(encoding="utf-8"))) if record.exists() else {}
+    known = [max((trust(launch, plan.target) for launch in plan.launches), key=TRUST.index, default="unknown") for plan in kernels]
+    levels = sorted(set(known), key=TRUST.index)
+    words = {"unknown": "no record", "failed": "does not compile"}
+    told = [words.get(level, level) for level in levels]
+    if len(levels) == 1:
+        return told[0]
+    return ", ".join(f"{one} ({known.count(level)} of {len(known)} calls)" for one, level in zip(told, levels, strict=True))
 
 
 def issue_row(issue: KnownIssue, where: str, plans: list[Plan]) -> Issue:

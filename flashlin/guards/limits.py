@@ -10,6 +10,7 @@ from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
 from flashlin.guards.problem import Launch, Problem, Reason
+from flashlin.guards.proven import trust
 from flashlin.policy import Policy
 
 Check = Callable[[Problem, tuple[Launch, ...], Target, Policy], "Reason | None"]
@@ -111,5 +112,15 @@ def check_known_issues(problem: Problem, launches: tuple[Launch, ...], target: T
     return None
 
 
+def check_launch_table(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+    if problem.given is not None or policy.policy == "off":  # the table is about our own kernels
+        return None
+    for launch in launches:
+        if trust(launch, target) == "failed":
+            return Reason("launch-table", f"{launch.config} does not compile on {target.sm} with triton {target.triton}", "a configuration that does",
+                          ("limit_num_warps", "torch_path"))
+    return None
+
+
 CHECKS: tuple[Check, ...] = (check_path, check_backend, check_mode, check_dtype, check_head_dim, check_width, check_grid, check_offsets,
-                             check_shared, check_known_issues)
+                             check_shared, check_known_issues, check_launch_table)

@@ -59,6 +59,12 @@ class Launch(NamedTuple):
     def block(self, name: str) -> int:
         return dict(self.tile)[name]
 
+    @property
+    def config(self) -> str:
+        """What the launch table knows it by: the kernel, its tile, warps, stages and what its operands are."""
+        tile = " ".join(f"{name}={size}" for name, size in self.tile)
+        return f"{self.kernel} {tile} warps={self.num_warps} stages={self.num_stages} {' '.join(sorted(self.traits))}".strip()
+
 
 class Given(NamedTuple):
     """A user's launch as it was asked for, and what its caller declared about it.

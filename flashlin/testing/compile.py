@@ -72,16 +72,30 @@ def compile_launches(jobs: Iterable[Job], environment: Mapping[str, str] | None 
     at_once: children at a time, 0 for one per core. timeout: seconds for each. Raises RuntimeError if that process itself cannot run.
     """
     jobs = list(jobs)
-    lines = "".join(f'{{"sm": {job.sm}, "launch": {job.launch.to_json()}}}\n' for job in jobs)
-    ran = subprocess.run([sys.executable, "-m", "flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout)], input=lines,
-                         capture_output=True, text=True, env={**os.environ, **(environment or {}), "TRITON_INTERPRET": "0"}, check=False)
-    if ran.returncode:
-        raise RuntimeError(f"the compiling process ended with {ran.returncode}: {ran.stderr.strip()[-2000:]}")
-    found: dict[int, Result] = {}
-    for line in ran.stdout.splitlines():
-        fields = json.loads(line)
-        found[fields.pop("job")] = Result(**{**{name: fields[name] for name in Result._fields}, "matrix": tuple(fields["matrix"])})
+    found = dict(compiling(jobs, environment, at_once=at_once, timeout=timeout))
     return [found[n] for n in range(len(jobs))]
+
+
+def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
+              timeout: float = 180) -> Iterator[tuple[int, Result]]:
+    """compile_launches, but (number, result) as they finish. Closing the iterator ends the children."""
+    with tempfile.TemporaryFile("w+") as lines, tempfile.TemporaryFile("w+") as told:
+        lines.writelines(f'{{"sm": {job.sm}, "launch": {job.launch.to_json()}}}\n' for job in jobs)
+        lines.seek(0)
+        command = [sys.executable, "-m", "flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout)]
+        child = subprocess.Popen(command, stdin=lines, stdout=subprocess.PIPE, stderr=told, text=True,
+                                 env={**os.environ, **(environment or {}), "TRITON_INTERPRET": "0"})
+        try:
+            for line in child.stdout or ():
+                fields = json.loads(line)
+                yield fields.pop("job"), Result(**{**{name: fields[name] for name in Result._fields}, "matrix": tuple(fields["matrix"])})
+            if child.wait():
+                told.seek(0)
+                raise RuntimeError(f"the compiling process ended with {child.returncode}: {told.read().strip()[-2000:]}")
+        finally:
+            child.terminate()  # it then ends the compilers it has started
+            child.wait()
+            (child.stdout or told).close()
 
 
 class _Pointer:
@@ -267,6 +281,7 @@ def main(arguments: list[str] | None = None) -> None:
         if sm is None:
             parser.error("--sm is needed where a line does not say")
         jobs.append(Job(sm, Recorded.from_json(json.dumps(launch))))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the children are ended, too
     for number, result in serve(jobs, given.at_once or os.cpu_count() or 1, given.timeout):
         print(json.dumps({"job": number, "kernel": jobs[number].launch.kernel, "sm": jobs[number].sm, **result._asdict()}), flush=True)
 

@@ -25,13 +25,22 @@ def rows_of_case(case: Any, dtype_name: str) -> dict[str, Any]:
     """One case in one dtype: the worst tensor, whether it passes, whether a second run is bitwise the same."""
     import torch
 
+    from flashlin.compat import launch as door
     from flashlin.testing.compare import check
+    from flashlin.testing.record import source_hash
     device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, dtype_name)
-    row: dict[str, Any] = {"op": case.op, "case": case.id, "dtype": dtype_name}
+    row: dict[str, Any] = {"op": case.op, "case": case.id, "dtype": dtype_name, "configs": {}}
+
+    def noting(launch: Any, kernel: Any, *rest: Any) -> None:
+        row["configs"][launch.config] = source_hash(kernel.fn.__module__, kernel.fn.__name__)
+        door._start(launch, kernel, *rest)
+    door.replace_starter(noting)
     try:
         verdicts, again = check(case, device, dtype), check(case, device, dtype)
     except Exception as error:  # a failure of any kind is this row's result
         return {**row, "ok": False, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+    finally:
+        door.replace_starter(None)
     worst = max(verdicts, key=lambda verdict: verdict.rms / verdict.allowed if verdict.rms == verdict.rms else float("inf"))
     return {**row, "ok": all(verdict.ok for verdict in verdicts) and verdicts == again, "bitwise": verdicts == again, "worst": worst.tensor,
             "rms": worst.rms, "row": worst.row, "allowed": worst.allowed}
@@ -94,8 +103,14 @@ def main() -> int:
     target = probe(torch.device("cuda", torch.cuda.current_device()))
     rows = collect(arguments.jobs, arguments.op, arguments.seconds)
     failed = [row for row in rows if not row["ok"]]
+    configs, broken = dict[str, str](), set[str]()
+    for row in rows:
+        used = row.pop("configs", {})
+        configs.update(used)
+        broken.update(used if not row["ok"] else ())
     record = {"device": target.name, "capability": list(target.capability), "triton": target.triton, "ptxas": target.ptxas,
               "torch": target.torch, "date": datetime.date.today().isoformat(), "passed": len(rows) - len(failed), "failed": len(failed),
+              "configs": {config: source for config, source in sorted(configs.items()) if config not in broken},
               "rows": sorted(rows, key=lambda row: (row["op"], row["case"], row["dtype"]))}
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from queue import Empty, Queue
 from threading import Thread
 from typing import Any, NamedTuple, TextIO
@@ -37,19 +37,24 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT) -> Iterator[Outcome]:
-    """Run the cases in children and tell how each went; progress goes to stderr."""
+def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT, environment: Mapping[str, str] | None = None,
+          progress: Callable[[int, int, str], None] | None = None) -> Iterator[Outcome]:
+    """Run the cases in children and tell how each went. environment: on top of this process's, its PYTHONPATH in front.
+    progress: told (done, of, what is next); None writes it to stderr."""
     jobs: list[list[str]] | None = None
     first = 0
     for _ in range(CHILDREN):
         at, since = first, time.monotonic()
-        with _Child([*CHILD, "--device", device, "--first", str(first), *(["--op", op] if op else [])], policy) as child:
+        with _Child([*CHILD, "--device", device, "--first", str(first), *(["--op", op] if op else [])], policy, environment or {}) as child:
             for message in child.messages(limit):
                 if "jobs" in message:
                     jobs = message["jobs"]
                 elif "start" in message and jobs is not None:
                     at, since = message["start"], time.monotonic()
-                    print(f"flashlin: [{at + 1}/{len(jobs)}] {' '.join(jobs[at])} on {device}", file=sys.stderr, flush=True)
+                    if progress:
+                        progress(at, len(jobs), " ".join(jobs[at]))
+                    else:
+                        print(f"flashlin: [{at + 1}/{len(jobs)}] {' '.join(jobs[at])} on {device}", file=sys.stderr, flush=True)
                 elif jobs is not None:
                     first = message["done"] + 1
                     yield _outcome(jobs[message["done"]], "ok" if message["ok"] else "problem", message["detail"], message["seconds"])
@@ -73,10 +78,11 @@ def _outcome(job: list[str], status: Status, detail: str, seconds: float) -> Out
 class _Child:
     """A child process that talks JSON lines. ``ending``: how it ended, if not as it should."""
 
-    def __init__(self, command: list[str], policy: Policy) -> None:
+    def __init__(self, command: list[str], policy: Policy, environment: Mapping[str, str]) -> None:
         settings = {"FLASHLIN_POLICY": policy.policy, "FLASHLIN_PATH": policy.path, "FLASHLIN_IGNORE": ",".join(policy.ignore)}
         # The parent's search path, so that the child tests the same flashlin, torch and Triton.
-        environment = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(sys.path)}
+        path = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), *sys.path])
+        environment = {**os.environ, **settings, **environment, "PYTHONPATH": path}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
                                          errors="replace", env=environment)
         self._said: Queue[str | None] = Queue()

@@ -6,9 +6,13 @@ two launches that share one compiled kernel are one ``Recorded``.
 """
 from __future__ import annotations
 
+import hashlib
+import importlib
+import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +34,7 @@ class Recorded(NamedTuple):
 
     arguments: the run-time ones in order, each with its type: ``*bf16`` for a pointer, ``i32``, ``fp32``, None for None. ``:16`` after it
     says divisible by 16, ``:1`` equal to 1: the JIT compiles those apart. constants: the constexprs, tile included.
-    shared: bytes, the plan's upper estimate. traits: the plan's, sorted.
+    shared: bytes, the plan's upper estimate. traits: the plan's, sorted. config: ``Launch.config``.
     """
     module: str
     kernel: str
@@ -40,6 +44,7 @@ class Recorded(NamedTuple):
     num_stages: int
     shared: int
     traits: tuple[str, ...]
+    config: str = ""
 
     def __str__(self) -> str:
         constants = " ".join(f"{name}={value}" for name, value in self.constants)
@@ -81,7 +86,7 @@ def recorded(launch: Launch, kernel: Any, arguments: tuple[Any, ...], constants:
     names = kernel.arg_names[:len(arguments)]
     kinds = tuple((name, specialised(value, name not in left_alone)) for name, value in zip(names, arguments, strict=True))
     return Recorded(kernel.fn.__module__, kernel.fn.__name__, kinds, tuple({**constants, **dict(launch.tile)}.items()),
-                    launch.num_warps, launch.num_stages, launch.shared, tuple(sorted(launch.traits)))
+                    launch.num_warps, launch.num_stages, launch.shared, tuple(sorted(launch.traits)), launch.config)
 
 
 def specialised(value: Any, specialise: bool = True) -> str | None:
@@ -98,3 +103,22 @@ def specialised(value: Any, specialise: bool = True) -> str | None:
         kind = "i32" if -2**31 <= value < 2**31 else "i64" if value < 2**63 else "u64"
         return kind + ((":1" if value == 1 else ":16" if value % 16 == 0 else "") if specialise else "")
     raise TypeError(f"argument: got {type(value).__name__}, need a tensor, a number, a bool or None")
+
+
+def source_hash(module: str, kernel: str) -> str:
+    """Of a kernel's source: a record holds for as long as this stays the same."""
+    return f"{module}:{hashlib.sha256(source_of(module, kernel).encode()).hexdigest()[:12]}"
+
+
+@lru_cache(maxsize=256)
+def source_of(module: str, kernel: str) -> str:
+    """The source of a kernel and of every jitted function it calls."""
+    waiting, known = [getattr(importlib.import_module(module), kernel)], dict[str, str]()
+    while waiting:
+        function = waiting.pop().fn
+        name = f"{function.__module__}.{function.__qualname__}"
+        if name not in known:
+            known[name] = inspect.getsource(function)
+            used = [function.__globals__.get(name) for name in function.__code__.co_names]
+            waiting += [one for one in used if hasattr(one, "fn") and inspect.isfunction(one.fn)]
+    return "\n".join(known[name] for name in sorted(known))

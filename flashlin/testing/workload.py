@@ -1,0 +1,165 @@
+"""What the matrix compiles: calls of every public op as layers make them, forward and backward. Tensors are zeros on the CPU: inside
+``recording`` nothing is started, and only shapes and dtypes tell which kernels a call needs."""
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+import flashlin
+from flashlin import dispatch
+from flashlin.compat.target import Target
+from flashlin.guards.problem import Plan, UnsupportedError
+from flashlin.testing.record import Recorded, recording
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Call(NamedTuple):
+    """op: the public name; label: what is special about it, dtype included; run: makes the call, and backward where there is one."""
+    op: str
+    label: str
+    run: Callable[[], None]
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.label}"
+
+
+class Seen(NamedTuple):
+    """A call on a target: the plan of the op itself and of what it calls before (norms, convolutions), and the kernels it would start."""
+    call: Call
+    plans: tuple[Plan, ...]
+    launches: tuple[Recorded, ...]
+
+
+def seen(call: Call, target: Target) -> Seen:
+    """Make the call as if on ``target``. A refusal is a plan, too."""
+    plans: list[Plan] = []
+    original = dispatch.plan
+
+    def noting(*args: Any) -> Plan:
+        plans.append(original(*args))
+        return plans[-1]
+    with recording(target) as launches, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # remedies announce themselves; here they are the result
+        vars(dispatch)["plan"] = noting
+        try:
+            call.run()
+        except UnsupportedError:
+            pass  # the last of plans says why
+        finally:
+            vars(dispatch)["plan"] = original
+    return Seen(call, tuple(dict.fromkeys(plans)), tuple(launches))
+
+
+def zeros(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype, requires_grad=torch.is_grad_enabled())
+
+
+def backward(*outputs: Any) -> None:
+    """Backward of all outputs at once, if anything asks for gradients."""
+    found = [x for x in outputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    if found:
+        torch.autograd.backward(found, [torch.zeros_like(x) for x in found])
+
+
+def sequences(op: str, dtype: torch.dtype, D: int, *, T: int = 128, H: int = 4, HV: int = 0, packed: bool = False, gates: tuple[str, ...] = (),
+              state: bool = True, **options: Any) -> None:
+    """An op over q, k, v [2, T, H, D]; gates: which of g, beta, gk, gv, o's to pass. The gates and states are float32, as layers have them."""
+    HV, B = HV or H, 1 if packed else 2
+    shapes = {"g": (B, T, HV), "beta": (B, T, HV), "gk": (B, T, HV, D), "gv": (B, T, HV, D), "beta_headwise": (B, T, HV, D), "A_log": (HV,),
+              "dt_bias": (HV,)}
+    given: dict[str, Any] = {gate.removesuffix("_headwise"): zeros(*shapes[gate]) for gate in gates}
+    if packed:
+        given["cu_seqlens"] = torch.tensor([0, 50, T], dtype=torch.int32)
+    if state:
+        given["initial_state"] = zeros(2, HV, D, D)
+    o, ht = getattr(flashlin, op)(zeros(B, T, H, D, dtype=dtype), zeros(B, T, H, D, dtype=dtype), zeros(B, T, HV, D, dtype=dtype), **given,
+                                  output_final_state=state, **options)
+    backward(o, ht)
+
+
+def decoding(op: str, dtype: torch.dtype, D: int, **options: Any) -> None:
+    with torch.no_grad():
+        sequences(op, dtype, D, T=1, **options)
+
+
+def norm(op: str, dtype: torch.dtype, D: int, gated: bool = False, **options: Any) -> None:
+    x = zeros(4, 64, D, dtype=dtype)
+    weights = (zeros(D, dtype=dtype), None if "rms" in op else zeros(D, dtype=dtype))
+    found = flashlin.l2norm(x) if op == "l2norm" else getattr(flashlin, op)(x, *((x,) if gated else ()), *weights, **options)
+    backward(*(found if isinstance(found, tuple) else (found,)))
+
+
+def convolution(dtype: torch.dtype, W: int, packed: bool = False, state: bool = False) -> None:
+    x, given = zeros(1 if packed else 2, 64, 1024, dtype=dtype), dict[str, Any]()
+    if packed:
+        given["cu_seqlens"] = torch.tensor([0, 30, 64], dtype=torch.int32)
+    if state:
+        given["initial_state"] = zeros(2, 1024, W, dtype=dtype)
+    backward(*flashlin.causal_conv1d(x, zeros(1024, W, dtype=dtype), zeros(1024, dtype=dtype), activation="silu", output_final_state=state, **given))
+
+
+@torch.no_grad()
+def convolving_a_token(dtype: torch.dtype, W: int) -> None:
+    flashlin.causal_conv1d_update(zeros(2, 1024, dtype=dtype), zeros(2, 1024, W, dtype=dtype), None, zeros(1024, W, dtype=dtype), activation="silu")
+
+
+# Head sizes by dtype: training in bf16 at every size, fp32 where somebody checks a model, fp16 once.
+SIZES = ((BF16, 128), (BF16, 64), (BF16, 256), (FP16, 128), (FP32, 64), (FP32, 128))
+DTYPES = (BF16, FP16, FP32)
+# What an op is always called with, by its name without chunk_ or fused_recurrent_.
+GATES = {"simple_gla": ("g",), "delta_rule": ("beta",), "gated_delta_rule": ("g", "beta")}
+OPTIONS: dict[str, dict[str, Any]] = {"linear_attn": {"normalize": False}, "lightning_attn": {"layer_idx": 1, "num_layers": 4}}
+INSIDE: dict[str, Any] = {"gates": ("g", "beta", "A_log", "dt_bias"), "HV": 8, "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
+          "use_beta_sigmoid_in_kernel": True}
+
+
+def calls() -> Iterator[Call]:
+    """Every public op of ``dispatch.OPS`` (tests hold it to that), each option at the size most layers have."""
+    for op, (_, mode) in dispatch.OPS.items():
+        if mode:
+            yield from _over_sequences(op, mode)
+    yield _sequences("chunk_linear_attn", BF16, 128, "normalised", normalize=True, state=False)
+    yield _sequences("chunk_gated_delta_rule", BF16, 128, "HV=8, gates in kernel", **INSIDE)
+    yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "decoding, HV=8, gates in kernel", decode=True, **INSIDE)
+    yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "gk gv", gates=("gk", "gv", "beta"))
+    yield _sequences("fused_recurrent_delta_rule", FP32, 64, "headwise beta", gates=("beta_headwise",))
+    for dtype in DTYPES:
+        for op, D in (("rms_norm", 2048), ("layer_norm", 2048), ("l2norm", 128)):
+            yield _call(op, dtype, f"D={D}", norm, op, dtype, D)
+        for op in ("rms_norm_gated", "layer_norm_gated"):
+            yield _call(op, dtype, "D=128", norm, op, dtype, 128, gated=True)
+        yield _call("causal_conv1d", dtype, "W=4", convolution, dtype, 4)
+        yield _call("causal_conv1d_update", dtype, "W=4", convolving_a_token, dtype, 4)
+    yield _call("group_norm", BF16, "D=2048 in 8", norm, "group_norm", BF16, 2048, num_groups=8)
+    yield _call("rms_norm", BF16, "D=8192 residual", norm, "rms_norm", BF16, 8192, prenorm=True, residual=torch.zeros(4, 64, 8192, dtype=BF16))
+    yield _call("causal_conv1d", BF16, "W=4 packed, states", convolution, BF16, 4, packed=True, state=True)
+
+
+def _over_sequences(op: str, mode: str) -> Iterator[Call]:
+    yield _sequences(op, BF16, 128)
+    if mode == "chunk":
+        yield _sequences(op, BF16, 128, "packed", packed=True)
+    else:
+        yield _sequences(op, BF16, 128, "decoding", decode=True)
+    if mode == "chunk" and _family(op) in GATES:
+        yield _sequences(op, BF16, 128, "no state", state=False)
+        for dtype, D in SIZES[1:]:
+            yield _sequences(op, dtype, D)
+
+
+def _family(op: str) -> str:
+    return op.removeprefix("chunk_").removeprefix("fused_recurrent_")
+
+
+def _sequences(op: str, dtype: torch.dtype, D: int, special: str = "", decode: bool = False, **options: Any) -> Call:
+    given = {"gates": GATES.get(_family(op), ()), **OPTIONS.get(_family(op), {}), **options}
+    return _call(op, dtype, f"D={D} {special}", decoding if decode else sequences, op, dtype, D, **given)
+
+
+def _call(op: str, dtype: torch.dtype, special: str, function: Callable[..., None], *args: Any, **options: Any) -> Call:
+    return Call(op, f"{str(dtype).removeprefix('torch.')} {special}".strip(), partial(function, *args, **options))

@@ -1,0 +1,84 @@
+"""python -m matrix: run the version matrix, and make the support table of what it found."""
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # the checkout it belongs to, wherever it is started
+
+from tqdm import tqdm  # noqa: E402
+
+from flashlin.testing import matrix, support  # noqa: E402
+from flashlin.testing.results import load_matrix  # noqa: E402
+
+RESULTS, CELLS = HERE / "results", HERE / "cells.toml"
+
+
+class Bar:
+    """One line that rewrites itself on a terminal; elsewhere a line now and then, so that a log stays readable."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+        self._layer, self.cell, self.failed = "", "", 0
+
+    def __call__(self, layer: str, done: int, of: int, last: str) -> None:
+        if self._bar is None or layer != self._layer or of != self._bar.total:
+            self.close()
+            self._layer, self._bar = layer, tqdm(total=of, initial=done, unit="", mininterval=0.2 if sys.stderr.isatty() else 30)
+        self.failed += layer == "compile" and bool(last) and not last.endswith(" ok")
+        self._bar.set_description(f"{self.cell} {layer}")
+        self._bar.set_postfix_str(f"{self.failed} failed  {last[:70]}", refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     epilog="first time:  python -m matrix run --cell 3.6.0 --card sm90   then   python -m matrix report")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run cells; what has been found already is not run again")
+    run.add_argument("--cell", action="append", default=[], help="a Triton release, such as 3.6.0 (repeatable; default: all)")
+    run.add_argument("--card", action="append", default=[], help="such as sm90 (repeatable; default: all)")
+    run.add_argument("--layer", action="append", default=[], choices=("import", "plan", "compile", "interpret", "torch"),
+                     help="only this layer (repeatable)")
+    run.add_argument("--jobs", type=int, default=0, help="compilers at a time (default: one per core)")
+    run.add_argument("--timeout", type=float, default=180, help="seconds for each kernel (default 180)")
+    run.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: matrix/results)")
+    run.add_argument("--afresh", action="store_true", help="forget what was found before")
+    report = commands.add_parser("report", help="write SUPPORT.md and matrix/results/index.html from the results")
+    report.add_argument("--check", action="store_true", help="write nothing; exit with 1 if SUPPORT.md is not what the results say")
+    options = parser.parse_args()
+    whole = load_matrix(CELLS)
+    if options.command == "report":
+        return support.write(whole, RESULTS, HERE.parent / "SUPPORT.md", check=options.check)
+    unknown = [name for name in options.cell if name not in {text for cell in whole.cell for text in (cell.name, cell.triton)}]
+    unknown += [name for name in options.card if name not in {card.name for card in whole.card}]
+    if unknown:
+        parser.error(f"got {', '.join(unknown)}, need a release or card of {CELLS.name}: {', '.join(cell.triton for cell in whole.cell)}; "
+                     f"{', '.join(card.name for card in whole.card)}")
+    bar, began, failed = Bar(), time.monotonic(), 0
+    for cell in whole.cell:
+        if options.cell and not {cell.name, cell.triton} & set(options.cell):
+            continue
+        if options.afresh:
+            (options.out / f"{cell.name}.json").unlink(missing_ok=True)
+        bar.cell = cell.triton
+        cards = tuple(card for card in whole.card if not options.card or card.name in options.card)
+        result = matrix.run(cell, cards, options.out, tuple(options.layer), jobs=options.jobs, timeout=options.timeout, progress=bar)
+        bar.close()
+        lines = support.failures(whole, result)
+        failed += len(lines) if cell.kind == "gate" else 0
+        print("\n  ".join([f"{cell.name}: {len(lines)} failed", *lines]), flush=True)
+    print(f"{time.monotonic() - began:.0f} s; results in {options.out}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

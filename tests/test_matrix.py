@@ -1,0 +1,137 @@
+"""The matrix runner: what it compiles, what it makes of the answers, and that nothing is lost or left blank. tests/matrix compiles for real."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashlin import dispatch
+from flashlin.compat.target import parse
+from flashlin.testing import matrix, support, workload
+from flashlin.testing.compile import Job, Result
+from flashlin.testing.environments import RELEASES
+from flashlin.testing.results import STATUSES, Card, Cell, Compiled, Described, Matrix, Outcome, gpu_records, load_matrix, load_result, squares
+
+ROOT = Path(__file__).resolve().parents[1]
+WHOLE = load_matrix(ROOT / "matrix" / "cells.toml")
+CARD = Card(name="sm90", example="H100", kind="gate")
+CELL = Cell(triton="3.6.0", kind="gate", layers=("plan", "compile"))
+SMALL = Matrix(card=(CARD,), cell=(CELL,))
+Compiler = Callable[..., Iterator[tuple[int, Result]]]
+
+
+@pytest.fixture
+def one_call(monkeypatch: pytest.MonkeyPatch) -> list[workload.Call]:
+    found = [call for call in workload.calls() if str(call) == "chunk_simple_gla bfloat16 D=128"]
+    monkeypatch.setattr(workload, "calls", lambda: iter(found))
+    monkeypatch.setattr(matrix, "triton_environment", lambda version: {})
+    return found
+
+
+def compiler(verdict: Callable[[Job], Result], seen: list[Job], stop_after: int = 10**6) -> Compiler:
+    def compiling(jobs: Sequence[Job], environment: dict[str, str], **options: Any) -> Iterator[tuple[int, Result]]:
+        for number, job in enumerate(jobs):
+            if number == stop_after:
+                raise KeyboardInterrupt
+            seen.append(job)
+            yield number, verdict(job)
+    return compiling
+
+
+def fine(job: Job) -> Result:
+    return Result("ok", shared=job.launch.shared, registers=100)
+
+
+def test_every_op_is_called_and_every_release_is_a_cell() -> None:
+    calls = list(workload.calls())
+    assert {call.op for call in calls} == set(dispatch.OPS)
+    assert len({str(call) for call in calls}) == len(calls)
+    assert set(RELEASES) < {cell.triton for cell in WHOLE.cell}
+    assert {cell.triton for cell in WHOLE.cell if cell.kind == "gate"} == set(RELEASES)
+
+
+def test_a_call_is_seen_forward_and_backward_and_a_refusal_is_a_plan(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = workload.seen(one_call[0], parse("triton=3.6.0,sm=90"))
+    assert {"simple_gla_scan", "simple_gla_dq", "simple_gla_dk", "simple_gla_dv"} <= {launch.kernel for launch in found.launches}
+    assert all(plan.path == "triton" for plan in found.plans)
+    assert [plan.path for plan in workload.seen(one_call[0], parse("triton=3.0.0,sm=100")).plans] == ["torch"]
+    monkeypatch.setenv("FLASHLIN_PATH", "triton")
+    from flashlin import policy
+    policy._current = None
+    refused = workload.seen(one_call[0], parse("triton=3.0.0,sm=100"))
+    assert refused.plans[-1].refused and not refused.launches
+
+
+def test_identity_is_what_is_compiled(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = workload.seen(one_call[0], parse("triton=3.6.0,sm=90")).launches[:2]
+    assert matrix.identity(first) == matrix.identity(first._replace(shared=1, traits=()))
+    others = [second, first._replace(num_warps=8), first._replace(constants=(*first.constants, ("X", 1)))]
+    assert len({matrix.identity(one) for one in (first, *others)}) == 4
+    known = matrix.identity(first)
+    source = matrix.source_of(first.module, first.kernel)
+    assert "def gate_cumsum" in source and "def sequence_of" in source, "functions that the kernel calls are part of it"
+    monkeypatch.setattr(matrix, "source_of", lambda module, kernel: source + "# changed")
+    assert matrix.identity(first) != known
+
+
+def test_a_run_that_is_killed_goes_on_where_it_was(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Job] = []
+    monkeypatch.setattr(matrix, "compiling", compiler(fine, seen, stop_after=2))
+    with pytest.raises(KeyboardInterrupt):
+        matrix.run(CELL, (CARD,), tmp_path)
+    kept = load_result(tmp_path, CELL)
+    assert len(kept.compiled) == 2 and squares(SMALL, [kept], {})[0].status == "not run"
+    monkeypatch.setattr(matrix, "compiling", compiler(fine, seen))
+    result = matrix.run(CELL, (CARD,), tmp_path)
+    assert len(seen) == len(result.compiled) == len(result.outcomes[0].launches), "nothing was compiled twice"
+    assert squares(SMALL, [result], {})[0].status == "compiled" and load_result(tmp_path, CELL) == result
+    matrix.run(CELL, (CARD,), tmp_path)
+    assert len(seen) == len(result.compiled), "a run of what is known compiles nothing"
+
+
+@pytest.mark.parametrize("bad, says", [(Result("abort", "SIGABRT", "reshapeOuts"), "abort: SIGABRT reshapeOuts"),
+                                       (Result("ok", shared=10**6), "1000000 bytes of shared memory, planned")], ids=["abort", "shared"])
+def test_a_broken_kernel_is_a_failure_that_names_its_place(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                           bad: Result, says: str) -> None:
+    monkeypatch.setattr(matrix, "compiling", compiler(lambda job: bad if job.launch.kernel == "simple_gla_dk" else fine(job), []))
+    result = matrix.run(CELL, (CARD,), tmp_path)
+    [line] = support.failures(SMALL, result)
+    assert line.startswith("chunk_simple_gla sm90 triton 3.6.0: bfloat16 D=128: simple_gla_dk(") and says in line
+    report = Matrix(card=(CARD.model_copy(update={"kind": "report"}),), cell=(CELL,))
+    assert support.failures(report, result) == [], "a card that is only reported holds nobody up"
+
+
+def outcome(path: str = "triton", remedies: tuple[str, ...] = (), launches: tuple[str, ...] = ("a",), failed: str = "") -> Outcome:
+    return Outcome(op="op", call="call", card="sm90", path=path, remedies=remedies, because=("issue: got",) if remedies else (), launches=launches,
+                   failed=failed)
+
+
+@pytest.mark.parametrize("outcomes, record, status", [
+    ([outcome()], "", "compiled"), ([outcome()], "a record", "ran"), ([outcome(remedies=("limit_num_warps",))], "", "worked around"),
+    ([outcome(remedies=("limit_num_warps",))], "a record", "worked around"), ([outcome("torch", ("torch_path",), ())], "a record", "torch path"),
+    ([outcome("refused", (), ())], "", "refused"), ([outcome(launches=("a", "b"))], "", "not run"), ([outcome(failed="TypeError")], "", "FAILED"),
+    ([outcome(), outcome("torch", ("torch_path",), ())], "", "torch path"), ([outcome(launches=("c",)), outcome()], "", "FAILED")])
+def test_a_square_is_the_worst_of_its_calls(outcomes: list[Outcome], record: str, status: str) -> None:
+    compiled = {"a@sm90": Compiled(status="ok"), "c@sm90": Compiled(status="exception", message="no")}
+    result = load_result(Path("nowhere"), CELL).model_copy(update={
+        "outcomes": tuple(outcomes), "compiled": compiled, "launches": {name: Described(text=name, config="", source="") for name in "abc"}})
+    [square] = squares(SMALL, [result], {("op", "sm90", "3.6.0"): record} if record else {})
+    assert square.status == status and square.status in STATUSES and square.calls == len(outcomes)
+
+
+def test_a_gpu_record_counts_only_where_all_of_an_op_is_right(tmp_path: Path) -> None:
+    (tmp_path / "gpu-x.json").write_text('{"capability": [9, 0], "triton": "3.6.0", "device": "x", "date": "d", "rows": '
+                                         '[{"op": "a", "ok": true}, {"op": "b", "ok": true}, {"op": "b", "ok": false}]}')
+    assert set(gpu_records(tmp_path)) == {("a", "sm90", "3.6.0")}
+
+
+def test_the_table_leaves_nothing_blank() -> None:
+    text = support.support_table(WHOLE, [load_result(Path("nowhere"), cell) for cell in WHOLE.cell], [])
+    rows = [line for line in text.splitlines() if line.startswith(tuple(f"| {cell.triton} |" for cell in WHOLE.cell))]
+    assert rows and all("not run" in row and "|  |" not in row for row in rows)
+
+
+def test_the_support_table_is_current() -> None:
+    assert support.write(WHOLE, ROOT / "matrix" / "results", ROOT / "SUPPORT.md", check=True) == 0, "run: python -m matrix report"

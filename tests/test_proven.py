@@ -1,0 +1,108 @@
+"""The launch table: what it says of a launch, what planning and doctor make of it, and that it says no more than the results do."""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashlin import dispatch, outlook
+from flashlin.compat.target import parse
+from flashlin.guards import proven
+from flashlin.guards.problem import Launch, Plan, Problem
+from flashlin.policy import Policy
+from flashlin.testing import record, support
+from flashlin.testing.results import Cell, CellResult, Compiled, Described, Outcome
+
+LAUNCH = Launch("scan", (1,), 4, 2, (("BT", 64),), 0, 0, frozenset({"dot", "bf16"}))
+TABLE = {LAUNCH.config: {"3.6.0": {"compiled": ["sm80", "sm90"], "ran": ["sm90"]}, "3.3.0": {"failed": ["sm90"], "compiled": ["sm80"]},
+                         "3.3.1": {"compiled": ["sm90"]}}}
+PROBLEM = Problem("chunk_simple_gla", "simple_gla", "chunk", 2, 128, 4, 64, 64, 2, "bfloat16", options=("g",))
+
+
+def forget_all() -> None:
+    proven._trust.cache_clear()
+    dispatch.plan.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    forget_all()
+    yield
+    forget_all()
+
+
+@pytest.mark.parametrize("place, level", [
+    ("triton=3.6.0,sm=90", "ran"), ("triton=3.6.0,sm=80", "compiled"), ("triton=3.6.0,sm=75", "unknown"), ("triton=3.6.2,sm=90", "ran"),
+    ("triton=3.7.1,sm=90", "unknown"), ("triton=3.3.1,sm=90", "compiled"), ("triton=3.3.0,sm=90", "failed"), ("triton=3.3.2,sm=90", "failed"),
+    ("triton=3.6.0+git1234,sm=90", "unknown"), ("backend=cpu", "unknown")])
+def test_trust_in_a_launch(place: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proven, "table", lambda: TABLE)
+    assert proven.trust(LAUNCH, parse(place)) == level
+    assert proven.trust(LAUNCH._replace(num_warps=8), parse(place)) == "unknown"
+
+
+def plan_on(text: str, policy: Policy = Policy()) -> Plan:
+    return dispatch.plan(PROBLEM, parse(text), policy)
+
+
+def test_what_failed_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proven, "table", dict)
+    first = plan_on("triton=3.6.0,sm=90").launches[-1]
+    bad = {first.config: {"3.6.0": {"failed": ["sm90"]}}}
+    monkeypatch.setattr(proven, "table", lambda: bad)
+    forget_all()
+    plan = plan_on("triton=3.6.0,sm=90")
+    assert [reason.code for reason, _ in plan.steps] == ["launch-table"] and first.config not in {launch.config for launch in plan.launches}
+    assert first.config in plan.steps[0][0].got
+    assert first.config in {launch.config for launch in plan_on("triton=3.6.0,sm=80").launches}, "other cards are left alone"
+    assert first.config in {launch.config for launch in plan_on("triton=3.6.0,sm=90", Policy(policy="off")).launches}
+    assert outlook.evidence([plan]) == "no record"
+
+
+def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proven, "table", dict)
+    plan = plan_on("triton=3.6.0,sm=90")
+    configs = [launch.config for launch in plan.launches]
+    everything = {config: {"3.6.0": {"ran": ["sm90"]}} for config in configs}
+    for table, told in ((everything, "ran"), ({**everything, configs[-1]: {"3.6.0": {"compiled": ["sm90"]}}}, "compiled"),
+                        ({**everything, configs[-1]: {}}, "no record")):
+        monkeypatch.setattr(proven, "table", lambda table=table: table)
+        proven._trust.cache_clear()
+        assert outlook.evidence([plan]) == told
+
+
+def result(**compiled: Compiled) -> CellResult:
+    source = record.source_hash("flashlin.kernels.pieces", "gate_cumsum")
+    names = ("gate_cumsum-1", "gate_cumsum-2")
+    return CellResult(cell=Cell(triton="3.6.0", kind="gate"), outcomes=(Outcome(op="op", call="", card="sm90", path="triton", launches=names),),
+                      launches={name: Described(text=name, config="gate_cumsum BT=64", source=source) for name in names},
+                      compiled={f"gate_cumsum-{name[1:]}@sm90": one for name, one in compiled.items()})
+
+
+FINE, BAD = Compiled(status="ok"), Compiled(status="abort")
+
+
+@pytest.mark.parametrize("found, levels", [
+    ({"n1": FINE, "n2": FINE}, {"compiled": ["sm90"]}), ({"n1": FINE, "n2": BAD}, {"failed": ["sm90"]}), ({"n1": FINE}, None),
+    ({"n1": BAD}, {"failed": ["sm90"]})])
+def test_a_configuration_holds_where_every_use_of_it_compiles(found: dict[str, Compiled], levels: dict[str, list[str]] | None,
+                                                               tmp_path: Path) -> None:
+    made = json.loads(support.launch_table([result(**found)], set(), tmp_path))
+    assert made.get("gate_cumsum BT=64", {}).get("3.6.0") == levels
+
+
+def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path) -> None:
+    whole = result(n1=FINE, n2=FINE)
+    assert support.stale_launches([whole]) == set()
+    old = whole.model_copy(update={"launches": {name: one.model_copy(update={"source": "flashlin.kernels.pieces:0123"})
+                                                for name, one in whole.launches.items()}})
+    stale = support.stale_launches([old])
+    assert stale == set(whole.launches) and json.loads(support.launch_table([old], stale, tmp_path)) == {}
+    for gone in ("flashlin.kernels.gone:0123", ""):
+        assert not support.is_current(gone, "gate_cumsum")
+    gpu = {"triton": "3.6.0", "capability": [9, 0], "configs": {"gate_cumsum BT=64": record.source_hash("flashlin.kernels.pieces", "gate_cumsum"),
+                                                                "gate_cumsum BT=32": "flashlin.kernels.pieces:0123"}}
+    (tmp_path / "gpu-x.json").write_text(json.dumps(gpu))
+    assert json.loads(support.launch_table([], set(), tmp_path)) == {"gate_cumsum BT=64": {"3.6.0": {"ran": ["sm90"]}}}
