@@ -1,46 +1,32 @@
-"""A slice of the matrix small enough for every push: five releases from one end to the other, two generations of cards."""
+"""A slice of the matrix small enough for every push: five releases from one end to the other, two generations of cards. And that a kernel
+which somebody breaks does not get through."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-import torch
 
-import flashlin
+from flashlin import dispatch, policy
 from flashlin.compat.target import parse
+from flashlin.kernels import configs
+from flashlin.testing import matrix, support, workload
 from flashlin.testing.compile import Job, Result
-from flashlin.testing.record import Recorded, recording
+from flashlin.testing.environments import NotInstallable
+from flashlin.testing.record import Recorded
+from flashlin.testing.results import Card, Cell, Matrix
 
 RELEASES = ("3.0.0", "3.2.0", "3.3.1", "3.6.0", "3.9.0")
-CARDS = (90, 80)
+CALLS = {80: ("chunk_simple_gla bfloat16 D=128", "rms_norm bfloat16 D=2048"),
+         90: ("chunk_simple_gla bfloat16 D=128", "chunk_gated_delta_rule bfloat16 D=128", "fused_recurrent_gated_delta_rule bfloat16 D=128 decoding",
+              "rms_norm bfloat16 D=2048", "rms_norm_gated bfloat16 D=128", "causal_conv1d bfloat16 W=4", "causal_conv1d_update bfloat16 W=4")}
 
-
-def norms() -> None:
-    x, w = (torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((4, 64, 1024), (1024,)))
-    flashlin.rms_norm(x, w, None).sum().backward()
-
-
-def of_a_layer() -> None:
-    """The gated norm of each head and the short convolution, as a Gated DeltaNet layer has them."""
-    x, w = (torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((4, 64, 128), (128,)))
-    y = flashlin.rms_norm_gated(x, x, w, None)
-    assert isinstance(y, torch.Tensor)
-    y.sum().backward()
-    x, w = (torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((2, 64, 1024), (1024, 4)))
-    flashlin.causal_conv1d(x, w, activation="silu")[0].sum().backward()
-    with torch.no_grad():
-        flashlin.causal_conv1d_update(x[:, 0], torch.zeros(2, 1024, 4, dtype=torch.bfloat16), None, w, activation="silu")
-
-
-def gated_delta_net() -> None:
-    q, k, v = (torch.zeros(1, 128, 2, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    g, beta = (torch.zeros(1, 128, 2, requires_grad=True) for _ in range(2))
-    flashlin.chunk_gated_delta_rule(q, k, v, g, beta)[0].sum().backward()
+BREAKS = "chunk_simple_gla bfloat16 D=64"
 
 
 @pytest.mark.parametrize("version", RELEASES)
-def test_planned_launches_compile(version: str, compiled: Callable[[str, list[Job]], list[Result]], gated: Callable[..., None]) -> None:
-    jobs = [Job(sm, launch) for sm in CARDS for launch in _launches(version, sm, gated)]
+def test_planned_launches_compile(version: str, compiled: Callable[[str, list[Job]], list[Result]]) -> None:
+    jobs = [Job(sm, launch) for sm in CALLS for launch in _launches(version, sm)]
     results = compiled(version, jobs)
     failed = [f"sm_{job.sm} {job.launch}: {result}" for job, result in zip(jobs, results, strict=True) if not result.ok]
     assert not failed, "\n".join(failed)
@@ -50,12 +36,27 @@ def test_planned_launches_compile(version: str, compiled: Callable[[str, list[Jo
     assert all(result.matrix for job, result in zip(jobs, results, strict=True) if "dot" in job.launch.traits), "a dot without tensor cores"
 
 
-def _launches(version: str, sm: int, gated: Callable[..., None]) -> list[Recorded]:
-    with recording(parse(f"triton={version},sm={sm}")) as found:
-        gated("chunk_simple_gla", K=128, V=128)
-        norms()
-        if sm == 90:
-            of_a_layer()
-            gated_delta_net()
-    assert {"simple_gla_scan", "simple_gla_dq", "simple_gla_dk", "simple_gla_dv"} <= {launch.kernel for launch in found}
-    return found
+def _launches(version: str, sm: int) -> list[Recorded]:
+    by_name = {str(call): call for call in workload.calls()}
+    found = [launch for name in CALLS[sm] for launch in workload.seen(by_name[name], parse(f"triton={version},sm={sm}")).launches]
+    assert {"simple_gla_scan", "simple_gla_dq", "simple_gla_dk", "simple_gla_dv", "norm_forward"} <= {launch.kernel for launch in found}
+    return list(dict.fromkeys(found))
+
+
+def test_a_kernel_broken_on_purpose_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Eight warps on sm_90 under 3.2.0, heads of 64, with the check that would prevent it switched off."""
+    chosen = configs._chunks
+    monkeypatch.setattr(configs, "_chunks", lambda *args: (config._replace(num_warps=8) for config in chosen(*args)))
+    monkeypatch.setattr(policy, "_current", policy.Policy(policy="off"))
+    monkeypatch.setattr(workload, "calls", lambda only=[call for call in workload.calls() if str(call) == BREAKS]: iter(only))
+    dispatch.plan.cache_clear()
+    cell, card = Cell(triton="3.2.0", kind="gate", layers=("compile",)), Card(name="sm90", example="H100", kind="gate")
+    try:
+        result = matrix.run(cell, (card,), tmp_path)
+    except NotInstallable as error:
+        pytest.skip(str(error))
+    finally:
+        dispatch.plan.cache_clear()
+    told = support.failures(Matrix(card=(card,), cell=(cell,)), result)
+    assert told and all(line.startswith("chunk_simple_gla sm90 triton 3.2.0: bfloat16 D=64: simple_gla_") for line in told)
+    assert any("warps=8" in line and "reshapeOuts" in line for line in told), told
