@@ -1,14 +1,16 @@
-"""The command line: ``flashlin doctor`` and ``flashlin explain``, also as ``python -m flashlin``."""
+"""The command line: ``flashlin doctor``, ``flashlin explain`` and ``flashlin warmup``, also as ``python -m flashlin``."""
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 
 ABOUT = """Linear attention that runs on every Triton, GPU and dtype, and otherwise says what is wrong and what to do.
 
   flashlin doctor     what works on this machine, what is worked around, and the command that repairs the rest
   flashlin explain    how one call would run, and why
+  flashlin warmup     compile and try what this machine will need, before the first real call does
 """
 DOCTOR = """Says first whether everything works, then what this machine is, then one line per op: the plan that a call would really follow.
 Offline and read-only (--run compiles kernels, and Triton caches them). Works with torch or Triton broken or missing.
@@ -28,13 +30,22 @@ EXPLAIN_EXAMPLES = """examples:
   flashlin explain chunk_simple_gla --target triton=3.3.1,sm=75                 on a T4 with Triton 3.3.1
   flashlin explain simple_gla -T 1 -B 64 --no-grad                              decoding: which mode?
 """
+WARMUP = """Runs a small case of each op on the GPU in child processes, forward and backward, twice, and compares with float64. What is compiled
+stays in Triton's cache, and planning knows from then on what holds on this machine and what does not. Useful after an update of Triton or the
+driver, for a release nobody has tried yet, and before a job on many GPUs starts.
+Exit code: 0 if all is right, 1 if something is not (it will be planned otherwise), 2 for a mistake in the arguments.
+"""
+WARMUP_EXAMPLES = """examples:
+  flashlin warmup                                                       every op in bfloat16, heads of 64 and 128
+  flashlin warmup --op chunk_gated_delta_rule --dtype bfloat16 --dtype float32 --head-dim 256
+"""
 TARGET = "plan for another machine: key=value pairs out of triton, sm, ptxas, shared, sms, name, torch, backend; e.g. triton=3.2.0,sm=90"
 
 
 def parser() -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(prog="flashlin", description=ABOUT, epilog=DOCTOR_EXAMPLES + "\n" + EXPLAIN_EXAMPLES, formatter_class=plain)
-    commands = top.add_subparsers(dest="command", metavar="doctor | explain", required=True)
+    commands = top.add_subparsers(dest="command", metavar="doctor | explain | warmup", required=True)
     doctor = commands.add_parser("doctor", help="examine this machine", description=DOCTOR, epilog=DOCTOR_EXAMPLES, formatter_class=plain)
     doctor.add_argument("--run", action="store_true", help="run small cases of every op, forward and backward, in a child process")
     doctor.add_argument("--target", metavar="FACTS", help=TARGET)
@@ -55,6 +66,14 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--varlen", action="store_true", help="packed sequences (cu_seqlens)")
     explain.add_argument("--no-grad", dest="needs_grad", action="store_false", help="without gradients")
     explain.add_argument("--mode", help="auto, chunk or fused_recurrent, for an op that has the choice")
+    warm = commands.add_parser("warmup", help="compile and try kernels ahead", epilog=WARMUP_EXAMPLES, formatter_class=plain, description=WARMUP)
+    warm.add_argument("--op", action="append", default=[], metavar="NAME", help="only this op (repeatable; default: all)")
+    warm.add_argument("--dtype", action="append", default=[], help="bfloat16 (default), float16, float32 (repeatable)")
+    warm.add_argument("--head-dim", action="append", default=[], type=int, help="size of a head (repeatable; default 64 and 128)")
+    warm.add_argument("--device", default="cuda:0", help="default cuda:0")
+    warm.add_argument("--jobs", type=int, default=0, help="children at a time (default: one per core, at most 8)")
+    warm.add_argument("--limit", type=float, default=300, help="seconds for each child (default 300)")
+    warm.add_argument("--json", action="store_true", help="JSON on stdout")
     return top
 
 
@@ -63,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     command = arguments.pop("command")
     try:
         with redirect_stdout(sys.stderr):  # a broken package may print when imported: stdout is the report's
-            text, code = doctor(**arguments) if command == "doctor" else explain(**arguments)
+            text, code = COMMANDS[command](**arguments)
     except (ValueError, RuntimeError) as error:
         print(f"flashlin {command}: {error}", file=sys.stderr)
         return 2
@@ -78,11 +97,26 @@ def doctor(run: bool, target: str | None, op: str | None, json: bool, markdown: 
     return report.model_dump_json(indent=2) if json else report.markdown() if markdown else report.text(), report.exit_code
 
 
+def warmup(op: list[str], dtype: list[str], head_dim: list[int], device: str, jobs: int, limit: float, json: bool) -> tuple[str, int]:
+    from json import dumps
+
+    from flashlin import warming
+    from flashlin.guards import proven
+    found = warming.warmup(op, dtype or ("bfloat16",), head_dim or warming.HEAD_DIMS, device=device, jobs=jobs, limit=limit,
+                           progress=lambda one: print(f"flashlin: {one}", file=sys.stderr, flush=True))
+    bad = [one for one in found if not one.fine]
+    text = dumps([one._asdict() for one in found], indent=1) if json else "\n".join(
+        [f"{len(found) - len(bad)} of {len(found)} right; kept in {proven.folder()}", *map(str, bad)])
+    return text, 1 if bad else 0
+
+
 def explain(op: str, target: str | None, B: int, T: int, H: int, K: int, V: int | None, N: int | None, dtype: str, varlen: bool, needs_grad: bool,
             mode: str | None) -> tuple[str, int]:
     from flashlin import diagnosis
     return diagnosis.explain(op, target=target, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype, varlen=varlen, needs_grad=needs_grad, mode=mode), 0
 
+
+COMMANDS: dict[str, Callable[..., tuple[str, int]]] = {"doctor": doctor, "explain": explain, "warmup": warmup}
 
 if __name__ == "__main__":
     sys.exit(main())
