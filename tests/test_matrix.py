@@ -91,6 +91,14 @@ def test_a_run_that_is_killed_goes_on_where_it_was(one_call: list[workload.Call]
     assert len(seen) == len(result.compiled), "a run of what is known compiles nothing"
 
 
+def test_a_kernel_that_took_too_long_is_tried_again(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Job] = []
+    monkeypatch.setattr(matrix, "compiling", compiler(lambda job: Result("timeout"), seen))
+    assert support.failures(SMALL, matrix.run(CELL, (CARD,), tmp_path))
+    monkeypatch.setattr(matrix, "compiling", compiler(fine, seen))
+    assert not support.failures(SMALL, matrix.run(CELL, (CARD,), tmp_path)) and len(seen) % 2 == 0
+
+
 @pytest.mark.parametrize("bad, says", [(Result("abort", "SIGABRT", "reshapeOuts"), "abort: SIGABRT reshapeOuts"),
                                        (Result("ok", shared=10**6), "1000000 bytes of shared memory, planned")], ids=["abort", "shared"])
 def test_a_broken_kernel_is_a_failure_that_names_its_place(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,

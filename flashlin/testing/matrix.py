@@ -121,7 +121,8 @@ def compile_all(result: CellResult, cards: tuple[Card, ...], launches: dict[str,
     """What has no verdict yet; each verdict is in ``result`` at once, and in its file soon."""
     names = {card.name: card for card in cards}
     places = dict.fromkeys((launch, outcome.card) for outcome in result.outcomes if outcome.card in names for launch in outcome.launches)
-    todo = [(launch, names[card]) for launch, card in places if f"{launch}@{card}" not in result.compiled]
+    known = {place for place, one in result.compiled.items() if one.status != "timeout"}  # a busy machine's, perhaps
+    todo = [(launch, names[card]) for launch, card in places if f"{launch}@{card}" not in known]
     progress("compile", len(places) - len(todo), len(places), "")
     if not todo:
         return
