@@ -1,0 +1,228 @@
+"""What the pytest plugin runs in a child, under one Triton release: import and compile, or interpret. Outcomes go to a file, line by line.
+
+Launches are compiled with the very arguments they were made with, in children forked from here: nothing about a kernel has to be put into
+words for another process, so kernels made inside functions and constexprs of any type work, and what a module chooses by release is seen.
+"""
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
+from typing import Any, NamedTuple, TextIO
+
+import torch
+from packaging.version import Version
+
+from flashlin import tuning
+from flashlin.compat.target import parse, pretend
+from flashlin.testing.compare import poisoned
+from flashlin.testing.compile import Driver, Job, serve
+from flashlin.testing.plugin import Order, Outcome
+from flashlin.testing.record import Recorded, specialised
+
+NONE_LAUNCHED = "the function launches no Triton kernel when its tensors are on the CPU, so nothing would be tested"
+PLAIN = (bool, int, float, str, type(None))
+
+
+class CpuDriver(Driver):
+    """What modules ask a driver for when they are imported: 3.2 and 3.3 want a timer for every ``triton.autotune``."""
+
+    def get_benchmarker(self) -> Callable[..., Any]:
+        return lambda call, quantiles=(), **options: [0.0] * len(quantiles)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class Launched(NamedTuple):
+    """A launch that was asked for. seen: what the JIT would compile for, in words."""
+    compile: Callable[..., Any]
+    kernel: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    seen: Recorded
+
+    def warmup(self, *_: Any, **__: Any) -> Any:
+        """For ``compile.serve``, which knows launches as kernels of a module: the arguments are those of the launch."""
+        return self.compile(self.kernel, *self.args, grid=(1,), warmup=True, **self.options)
+
+
+def main() -> None:
+    order = Order(**json.loads(sys.argv[1]))
+    torch.set_num_threads(1)
+    signal.alarm(math.ceil(order.timeout))  # unhandled: it ends compiled code as well
+    with open(sys.argv[2], "a", buffering=1) as answers:
+        (interpret if "interpret" in order.layers else import_and_compile)(order, answers)
+
+
+def tell(answers: TextIO, order: Order, layer: str, status: str, cause: str = "", sm: int = 0, what: str = "") -> None:
+    print(json.dumps(Outcome(order.triton, layer, status, cause, sm, what)), file=answers)
+
+
+def import_and_compile(order: Order, answers: TextIO) -> None:
+    tell(answers, order, "import", "began")
+    launches: dict[Any, Launched] = {}
+    try:
+        record_into(launches)
+        function = load(order, configurations=None)
+    except BaseException as error:  # pytest's own skip is none of Exception's
+        tell(answers, order, "import", "exception", told(error))
+        return
+    if "import" in order.layers:
+        tell(answers, order, "import", "ok")
+    if "compile" not in order.layers:
+        return
+    tell(answers, order, "compile", "began")
+    jobs: list[Job] = []
+    seen: list[str] = []
+    for sm in order.sm:
+        launches.clear()
+        set_driver(sm)
+        pretend(parse(f"triton={order.triton},sm={sm}"))  # our own ops and shielded kernels plan for that card
+        signal.alarm(math.ceil(order.timeout))
+        try:
+            function()
+            if not launches:
+                raise RuntimeError(NONE_LAUNCHED)
+        except BaseException as error:
+            tell(answers, order, "compile", "exception", told(error), sm)
+        for launch in launches.values():
+            name = f"launch_{len(jobs)}"
+            globals()[name] = launch
+            jobs.append(Job(sm, Recorded(__name__, name, (), (), launch.seen.num_warps, launch.seen.num_stages, 0, ())))
+            seen.append(str(launch.seen))
+    signal.alarm(0)  # from here on each kernel has its own
+    for number, result in serve(jobs, order.at_once, order.timeout):
+        cause = f"after {order.timeout:g} s" if result.status == "timeout" else result.message
+        tell(answers, order, "compile", result.status, ": ".join(filter(None, [cause, result.cause])), jobs[number].sm, seen[number])
+
+
+def interpret(order: Order, answers: TextIO) -> None:
+    from triton.runtime import interpreter
+    launched, halves = list[str](), set[str]()
+    start, storage = interpreter.GridExecutor.__call__, interpreter._get_np_dtype
+
+    def counted(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.append(executor.fn.__name__)
+        halves.update(str(value.dtype) for value in (*args, *kwargs.values()) if getattr(value, "dtype", None) is torch.bfloat16)
+        # 3.2 hands the kernel options of a configuration that it does not know
+        return start(executor, *args, **{name: value for name, value in kwargs.items() if name in executor.arg_names})
+
+    def watched(dtype: Any) -> Any:
+        halves.update({str(dtype)} if "bf16" in str(dtype) else ())
+        return storage(dtype)
+    interpreter.GridExecutor.__call__, interpreter._get_np_dtype = counted, watched
+    status = "exception"
+    try:
+        function = load(order, configurations=1)
+        with poisoned():
+            answer = function()
+        if not launched:
+            raise RuntimeError(NONE_LAUNCHED)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise TypeError(f"{order.function} returned {type(answer).__name__}, need two things, what came out and what is right; "
+                            "layers=('import', 'compile') does without")
+        status = "wrong"
+        torch.testing.assert_close(*answer, rtol=order.rtol, atol=order.atol, check_dtype=False)
+        status, cause = "ok", ""
+    except BaseException as error:
+        cause = str(error) if status == "wrong" else told(error)
+    if halves:
+        status, cause = "skipped", "Triton's interpreter computes bfloat16 wrongly in every release, so numbers are not compared"
+    tell(answers, order, "interpret", status, cause)
+
+
+def set_driver(sm: int) -> None:
+    from triton.runtime import driver
+    driver.set_active(CpuDriver(sm))
+
+
+def load(order: Order, configurations: int | None) -> Callable[[], Any]:
+    """The function, in a process whose tuners run that many of their configurations (None for all) instead of timing them."""
+    import triton
+    from triton.runtime.autotuner import Autotuner
+    if Version(triton.__version__).base_version != Version(order.triton).base_version:
+        raise RuntimeError(f"Triton {triton.__version__} is imported from {triton.__file__}, need {order.triton}")
+    set_driver(order.sm[0])
+
+    def run(tuner: Any, *args: Any, **kwargs: Any) -> None:
+        tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
+        pruned = tuner.configs if len(tuner.configs) == 1 else list(tuner.prune_configs(kwargs))
+        for config in pruned[:configurations]:
+            if config.pre_hook is not None:
+                config.pre_hook({**tuner.nargs, **kwargs, **config.all_kwargs()})
+            tuner.fn.run(*args, **kwargs, **config.all_kwargs())
+    Autotuner.run = tuning.run = run
+    try:
+        module = import_module(order.module)
+    except ModuleNotFoundError as error:
+        if not f"{order.module}.".startswith(f"{error.name}."):
+            raise
+        spec = spec_from_file_location(order.module, order.file)  # pytest --import-mode=importlib leaves sys.path alone
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[order.module] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    found: Callable[[], Any] = attrgetter(order.function)(module)
+    return found
+
+
+def record_into(launches: dict[Any, Launched]) -> None:
+    """From now on a launch is kept instead of made, once for each kernel that the JIT would compile."""
+    from triton.runtime.jit import JITFunction
+    compile_as_it_is = JITFunction.run
+
+    def keep(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        # A configuration's hook may set the block of a tensor descriptor, and the next one's sets it again.
+        args, options = tuple(map(snapshot, args)), {name: snapshot(value) for name, value in options.items()}
+        seen = in_words(kernel, args, options)
+        launches.setdefault((id(kernel), seen), Launched(compile_as_it_is, kernel, args, options, seen))
+    JITFunction.run = keep
+
+
+def snapshot(value: Any) -> Any:
+    return copy.copy(value) if hasattr(value, "block_shape") else value
+
+
+def in_words(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Recorded:
+    named = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
+    warps, stages = named.pop("num_warps", None) or 4, named.pop("num_stages", None) or 3
+    run_time = {parameter.name: not getattr(parameter, "do_not_specialize", False) for parameter in kernel.params if not parameter.is_constexpr}
+    arguments = tuple((name, kind(value, run_time[name])) for name, value in named.items() if name in run_time)
+    constants = tuple((name, value if isinstance(value, PLAIN) else str(getattr(value, "__name__", value)))
+                      for name, value in named.items() if name not in run_time)
+    return Recorded(kernel.fn.__module__, kernel.fn.__name__, arguments, constants, warps, stages, 0, ())
+
+
+def kind(value: Any, specialise: bool) -> str | None:
+    try:
+        return specialised(value, specialise)
+    except (KeyError, TypeError):  # a type of eight bits, a tuple, a tensor descriptor
+        if isinstance(value, (tuple, list)):
+            return f"({', '.join(str(kind(one, specialise)) for one in value)})"
+        return f"{type(value).__name__}:{getattr(value, 'dtype', '')}{getattr(value, 'block_shape', '')}"
+
+
+def told(error: BaseException) -> str:
+    """An exception, and where in the user's code it comes from."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if theirs(frame.filename)]
+    said = str(error) or (frames[-1].line if frames else "")
+    return f"{type(error).__name__}: {said}{f' ({frames[-1].filename}:{frames[-1].lineno})' if frames else ''}"
+
+
+def theirs(file: str) -> bool:
+    """Whether it belongs neither to Python nor to torch, Triton or this file."""
+    ours = [os.path.dirname(str(sys.modules[name].__file__)) + os.sep for name in ("torch", "triton") if name in sys.modules]
+    standard = file.startswith(os.path.dirname(os.__file__)) and "site-packages" not in file
+    return not file.startswith((*ours, __file__, "<")) and not standard
+
+
+if __name__ == "__main__":
+    main()
