@@ -13,7 +13,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     grid = tuple(size // problem.N * part if axis == given.axis and not given.whole else size for axis, size in enumerate(launch.grid))
     traits = launch.traits
     if problem.dot == "fp32":
-        traits -= {"bf16", *(() if given.half else ("half_dot",))}
+        traits -= {"bf16", "both_halves", *(() if given.half else ("half_dot",))}
         if {"dot", "any_precision"} <= traits and not given.half:
             traits |= {"tf32_dot"}
     span = max((base + part * step for base, step in given.reach), default=launch.span)
