@@ -6,18 +6,20 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 CHOICES = {"policy": ("auto", "strict", "off"), "path": ("auto", "triton", "torch"), "tokens": ("async", "sync", "off"),
-           "debug": ("0", "1")}
+           "canary": ("auto", "off"), "debug": ("0", "1")}
 
 
 class Policy(NamedTuple):
     """policy: ``auto`` takes any remedy, ``strict`` only exact ones, ``off`` skips the known-issue checks.
     path: ``auto``, or insist on ``triton`` or ``torch``. ignore: ids of known issues to disregard.
-    tokens: how out-of-range tokens on a GPU are reported (``async``, ``sync``, ``off``). debug: also check values, at the price of a sync.
+    tokens: how out-of-range tokens on a GPU are reported (``async``, ``sync``, ``off``). canary: whether kernels are tried in a child process
+    before their first use under a Triton that flashlin does not know. debug: also check values, at the price of a sync.
     """
     policy: str = "auto"
     path: str = "auto"
     ignore: frozenset[str] = frozenset()
     tokens: str = "async"
+    canary: str = "auto"
     debug: bool = False
 
 
@@ -25,7 +27,7 @@ _current: Policy | None = None
 
 
 def current() -> Policy:
-    """The policy in force; the environment (FLASHLIN_POLICY, _PATH, _IGNORE, _TOKENS, _DEBUG) is read at the first call."""
+    """The policy in force; the environment (FLASHLIN_POLICY, _PATH, _IGNORE, _TOKENS, _CANARY, _DEBUG) is read at the first call."""
     global _current
     if _current is None:
         _current = from_environment(os.environ)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from flashlin.compat.target import Target
+from flashlin.compat.target import BUNDLED_PTXAS, Target
 from flashlin.compat.versions import is_unreleased, release
 from flashlin.guards.problem import Launch
 
@@ -21,6 +21,11 @@ PROVEN = Path(__file__).parents[1] / "kernels" / "proven.json"
 # ran: right on such a card. compiled: machine code was made of every use of it. failed: of one it was not. Best first.
 Trust = Literal["ran", "compiled", "unknown", "failed"]
 TRUST: tuple[Trust, ...] = ("ran", "compiled", "unknown", "failed")
+
+
+def knows(triton: str) -> bool:
+    """Whether anybody has looked at that release: not at nightlies, nor at what came after the newest one that we know."""
+    return not is_unreleased(triton) and release(triton)[:2] <= max(BUNDLED_PTXAS)
 
 
 def trust(launch: Launch, target: Target) -> Trust:
@@ -73,6 +78,22 @@ def keep(verdicts: dict[str, Trust], target: Target) -> None:
     except OSError as error:
         warnings.warn(f"flashlin warmup: its verdicts hold in this process only, {path.parent} cannot be written: {error}", stacklevel=3)
         local(target).update(verdicts)
+
+
+@contextmanager
+def alone(name: str) -> Iterator[None]:
+    """One process of this user at a time, where the cache can be written."""
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        lock = _locked(folder() / f"{name}.lock")
+        lock.__enter__()
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.__exit__(None, None, None)
 
 
 def folder() -> Path:

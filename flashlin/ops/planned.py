@@ -12,6 +12,7 @@ from flashlin.compat.target import probe
 from flashlin.guards import pending
 from flashlin.guards.problem import Plan, Problem, UnsupportedError
 from flashlin.kernels.variants import VARIANTS
+from flashlin.ops import canary
 
 _told: set[tuple[str, str]] = set()
 _DTYPES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in
@@ -24,6 +25,8 @@ def planned(problem: Problem, device: torch.device) -> Plan:
     the_plan = dispatch.plan(problem, probe(device), policy.current())
     if the_plan.refused:
         raise UnsupportedError(the_plan)
+    if the_plan.path == "triton" and not canary.known(the_plan.target.triton):
+        the_plan = canary.tried(the_plan, device, _users_line() + 1)
     if the_plan.steps:
         _tell(the_plan)
     return the_plan

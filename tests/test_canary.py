@@ -1,0 +1,112 @@
+"""The first call under a Triton that nobody has looked at: a child process goes first, and what fails there is planned otherwise."""
+from __future__ import annotations
+
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashlin
+from flashlin import dispatch
+from flashlin.compat import launch as door
+from flashlin.compat.target import parse, pretend
+from flashlin.guards import proven
+from flashlin.ops import canary
+
+NIGHTLY, NEWER = "triton=3.10.0+git0123abcd,sm=90", "triton=3.10.0,sm=90"
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("FLASHLIN_HOME", str(tmp_path))
+    canary._done.clear()
+    for cached in (proven.local, proven._trust, dispatch.plan):
+        cached.cache_clear()
+    yield
+    pretend(None)
+    door.replace_starter(None)
+    for cached in (proven.local, dispatch.plan):
+        cached.cache_clear()
+
+
+class Warmup:
+    """Instead of the child: what it was asked, and what it answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *codes: int) -> None:
+        self.codes, self.asked = list(codes), list[list[str]]()
+        monkeypatch.setattr(canary.subprocess, "run", self.run)
+
+    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        self.asked.append(command[4:])
+        assert options["env"]["FLASHLIN_CANARY"] == "off", "or it would ask itself"
+        return subprocess.CompletedProcess(command, self.codes.pop(0), "", "no device")
+
+
+def call(target: str, op: str = "chunk_simple_gla") -> set[str]:
+    """The kernels that one call starts, by name and warps; none on the torch path."""
+    started: set[str] = set()
+    pretend(parse(target))
+    door.replace_starter(lambda launch, *rest: started.add(f"{launch.kernel} {launch.num_warps}"))
+    x = torch.zeros(1, 64, 2, 64)
+    getattr(flashlin, op)(x, x, x, torch.zeros(1, 64, 2))
+    return started
+
+
+@pytest.mark.parametrize("target", [NIGHTLY, NEWER])
+def test_an_op_is_tried_once_and_then_runs(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Warmup(monkeypatch, 0)
+    with pytest.warns(UserWarning, match="is not known to flashlin: chunk_simple_gla is tried once") as told:
+        assert call(target) == {"gate_cumsum 4", "simple_gla_scan 4"}
+    assert {Path(one.filename) for one in told} == {Path(__file__)}
+    assert child.asked == [["--op", "chunk_simple_gla", "--dtype", "float32", "--head-dim", "64", "--device", "cpu"]]
+    assert call(target) == {"gate_cumsum 4", "simple_gla_scan 4"} and len(child.asked) == 1
+
+
+def test_what_fails_gets_fewer_warps_and_then_the_torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Warmup(monkeypatch, 1, 1, 1)
+    with pytest.warns(UserWarning):
+        assert call(NEWER) == set()
+    assert 2 <= len(child.asked) <= canary.ROUNDS
+    canary._done.clear()
+    child = Warmup(monkeypatch, 1, 0)
+    for cached in (proven.local, dispatch.plan):
+        cached.cache_clear()
+    with pytest.warns(UserWarning):
+        assert call(NEWER) == {"gate_cumsum 2", "simple_gla_scan 2"}
+
+
+def test_an_op_with_a_choice_is_tried_as_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Warmup(monkeypatch, 0)
+    with pytest.warns(UserWarning):
+        call(NEWER, "simple_gla")
+    assert child.asked[0][:2] == ["--op", "chunk_simple_gla"]
+
+
+def test_a_child_that_cannot_work_leaves_things_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Warmup(monkeypatch, 2)
+    with pytest.warns(UserWarning, match="could not be tried, and is used as it is: no device"):
+        assert call(NEWER)
+    assert len(child.asked) == 1
+
+
+@pytest.mark.parametrize("target, setting", [("triton=3.9.0,sm=90", "auto"), ("triton=3.6.0,sm=86", "auto"), (NEWER, "off"), ("backend=cpu", "auto")])
+def test_nothing_is_tried_where_somebody_looked_or_nobody_wants_it(target: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Warmup(monkeypatch)
+    with flashlin.settings(canary=setting), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(target)
+    assert not child.asked
+
+
+def test_another_rank_s_answer_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Warmup(monkeypatch, 0)
+    with pytest.warns(UserWarning):
+        call(NEWER)
+    configs = proven.local(parse(NEWER))
+    canary._done.clear()
+    proven.keep(dict(configs), parse(NEWER))
+    assert call(NEWER) and len(child.asked) == 1
