@@ -19,8 +19,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
     size = tf32_copies(bytes_each, target) * bytes_each
 
-    def shared(config: Config) -> int:  # the inverse too, and a product of its size
-        return shared_bytes(config, bytes_each, target) + size * (config.num_stages + 1) * config.BT ** 2
+    def shared(config: Config) -> int:  # the inverse too, for gradients what its rounding lost, and a product of its size
+        return shared_bytes(config, bytes_each, target) + size * (config.num_stages + 1 + problem.needs_grad) * config.BT ** 2
 
     def inverting(BT: int) -> int:  # k, and three float32 tiles of an inverse's side
         return size * BT * wide + 12 * 32 ** 2
