@@ -26,7 +26,8 @@ def problem_of(kernel: str, text: Source, declared: Declared, named: dict[str, A
     dtypes = frozenset(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
     half = text.half or any(str(named.get(name)) in ("bf16", "fp16") for name in constants)
     tile = tuple((name, named[name]) for name in constants if type(named.get(name)) is int)
-    traits = source.traits(text._replace(half=half), dtypes, max((size for _, size in tile), default=0))
+    # foreign: of a kernel whose configurations we have never run
+    traits = source.traits(text._replace(half=half), dtypes, max((size for _, size in tile), default=0)) | {"foreign"}
     size = batch_of(declared, named)
     # A kernel that computes offsets in 64 bits anywhere is trusted with long tensors.
     reach = () if text.wide else tuple(found for name, tensor in tensors.items() for found in _reach(tensor, declared.batch.get(name), size))

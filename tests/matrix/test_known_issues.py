@@ -1,0 +1,152 @@
+"""Every known issue that a compiler can decide, proven both ways: its launch in matrix/proofs fails at the ends of the issue's range, and next
+to it, on the card beside it and as the issue's need has it, it does not. A launch that another issue hits may fail there in that one's words.
+"""
+from __future__ import annotations
+
+import fcntl
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
+from flashlin.compat.target import Target, parse, ptxas_version
+from flashlin.testing.compile import Job, Result, compile_launches
+from flashlin.testing.environments import RELEASES, NotInstallable, triton_environment
+from flashlin.testing.record import Recorded
+
+FOLDER = Path(__file__).resolve().parents[2] / "matrix" / "proofs"
+sys.path.insert(0, str(FOLDER))
+table: Any = importlib.import_module("proof_table")
+ISSUES = {issue.id: issue for issue in KNOWN_ISSUES}
+
+
+class Cell(NamedTuple):
+    """A launch on a card under a release, with the assembler of another release where one is named."""
+    triton: str
+    sm: int
+    launch: Recorded
+    ptxas_of: str = ""
+
+
+Measure = Callable[[Cell], Result]
+
+
+def assembler(version: str) -> str:
+    return str(Path(triton_environment(version)["PYTHONPATH"].split(os.pathsep)[0]) / "triton" / "backends" / "nvidia" / "bin" / "ptxas-blackwell")
+
+
+def target(cell: Cell) -> Target:
+    ptxas = f",ptxas={ptxas_version(assembler(cell.ptxas_of))}" if cell.ptxas_of else ""
+    return parse(f"triton={cell.triton},sm={cell.sm}{ptxas}")
+
+
+def hits(issue: KnownIssue, cell: Cell) -> bool:
+    launch = cell.launch
+    return issue.here(target(cell)) and issue.hits(frozenset(launch.traits), launch.num_warps, launch.num_stages)
+
+
+def cells(proof: Any) -> Iterator[Cell]:
+    """The ends of the range, the releases next to them, and at the last end what does not fail."""
+    def inside(ptxas_of: str) -> list[str]:
+        return [version for version in RELEASES if hits(ISSUES[proof.issue], Cell(version, proof.sm, proof.launch, ptxas_of))]
+    found = inside(proof.ptxas_of) or inside("")[-1:]  # where another assembler is the cure: once, where it cures
+    assert found, f"{proof.issue}: no release has it"
+    first, last = RELEASES.index(found[0]), RELEASES.index(found[-1])
+    ends = {first, last} if proof.ptxas_of and not inside(proof.ptxas_of) else {max(first - 1, 0), first, last, min(last + 1, len(RELEASES) - 1)}
+    yield from (Cell(RELEASES[at], proof.sm, proof.launch, proof.ptxas_of) for at in sorted(ends))
+    if proof.cured:
+        yield Cell(RELEASES[last], proof.sm, proof.cured, proof.ptxas_of)
+    if proof.spared:
+        yield Cell(RELEASES[last], proof.spared, proof.launch, proof.ptxas_of)
+
+
+@pytest.fixture(scope="session")
+def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
+    """What comes of a cell. A release compiles all of its cells at once, and once for all workers of a run, who meet in a folder."""
+    base = tmp_path_factory.getbasetemp()
+    room = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "proofs"
+    room.mkdir(exist_ok=True)
+    every = list(dict.fromkeys(cell for proof in table.PROOFS for cell in cells(proof)))
+    known: dict[Cell, Result] = {}
+
+    def measured(cell: Cell) -> Result:
+        if cell not in known:
+            batch = [one for one in every if (one.triton, one.ptxas_of) == (cell.triton, cell.ptxas_of)]
+            file = room / f"{cell.triton}-{cell.ptxas_of}.json"
+            with file.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not file.exists():
+                    file.write_text(json.dumps(compiled(batch)))
+            known.update(zip(batch, (Result(*fields) for fields in json.loads(file.read_text())), strict=True))
+        return known[cell]
+    return measured
+
+
+def compiled(batch: list[Cell]) -> list[Result]:
+    version, ptxas_of = batch[0].triton, batch[0].ptxas_of
+    try:
+        environment = triton_environment(version)
+        if ptxas_of:
+            environment |= {"TRITON_PTXAS_PATH": assembler(ptxas_of), "TRITON_PTXAS_BLACKWELL_PATH": assembler(ptxas_of)}
+    except NotInstallable as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+    environment["PYTHONPATH"] = os.pathsep.join([str(FOLDER), environment["PYTHONPATH"]])
+    results = compile_launches([Job(cell.sm, cell.launch) for cell in batch], environment)
+    assert {result.triton for result in results} == {version}
+    return results
+
+
+def what_is_wrong(proof: Any, cell: Cell, result: Result) -> str:
+    """In a cell whose result is not what the table of issues says, why."""
+    said = f"{result.message} {result.cause}"
+    speaks = not proof.says or any(text in said for text in proof.says)
+    if hits(ISSUES[proof.issue], cell):
+        return "" if proof.fails(result) and speaks else "it is said to fail"
+    others = {one.issue for one in table.PROOFS if one.issue != proof.issue and hits(ISSUES[one.issue], cell)}
+    explained = any(text in said for one in table.PROOFS if one.issue in others for text in one.says)
+    return "" if explained or (result.ok and not proof.fails(result)) else "it is said not to fail"
+
+
+PROVEN = [issue for issue in KNOWN_ISSUES if issue.id in {proof.issue for proof in table.PROOFS}]
+
+
+@pytest.mark.parametrize("issue", PROVEN, ids=lambda issue: issue.id)
+def test_an_issue_is_there_where_it_is_said_to_be_and_nowhere_else(issue: KnownIssue, measure: Measure) -> None:
+    wrong = []
+    for proof in table.PROOFS:
+        if proof.issue == issue.id:
+            for cell in cells(proof):
+                why = what_is_wrong(proof, cell, measure(cell))
+                wrong += [f"triton {cell.triton} {cell.ptxas_of} sm_{cell.sm} {cell.launch}: {why}, got {measure(cell)}"] if why else []
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_said_to_be_compiled_has_a_proof_that_fails_somewhere() -> None:
+    for issue in KNOWN_ISSUES:
+        inside = [cell for proof in table.PROOFS if proof.issue == issue.id for cell in cells(proof) if hits(issue, cell)]
+        assert inside or issue.confidence != "compiled", issue.id
+    assert {proof.issue for proof in table.PROOFS} <= set(ISSUES)
+
+
+def test_what_is_proven_elsewhere_names_a_test_that_exists() -> None:
+    for issue in KNOWN_ISSUES:
+        assert issue.proof and issue.confidence in ("compiled", "ran", "thread", "documented"), issue.id
+        for word in issue.proof.replace(",", " ").replace(";", " ").split():
+            assert not word.startswith("tests/") or (FOLDER.parents[1] / word).exists(), f"{issue.id}: {word}"
+
+
+def test_a_cure_and_a_card_beside_it_are_outside_the_issue() -> None:
+    for proof in table.PROOFS:
+        first, *_, = cells(proof)
+        for version in RELEASES:
+            for launch, sm in ((proof.cured, proof.sm), (proof.spared and proof.launch, proof.spared)):
+                assert not launch or not hits(ISSUES[proof.issue], Cell(version, sm, launch)), (proof.issue, launch, sm)
+        assert first.launch is proof.launch
