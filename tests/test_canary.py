@@ -62,7 +62,7 @@ def test_an_op_is_tried_once_and_then_runs(target: str, monkeypatch: pytest.Monk
     with pytest.warns(UserWarning, match="is not known to flashlin: chunk_simple_gla is tried once") as told:
         assert call(target) == {"gate_cumsum 4", "simple_gla_scan 4"}
     assert {Path(one.filename) for one in told} == {Path(__file__)}
-    assert child.asked == [["--op", "chunk_simple_gla", "--dtype", "float32", "--head-dim", "64", "--device", "cpu"]]
+    assert child.asked == [["--op", "chunk_simple_gla", "--dtype", "float32", "--device", "cpu", "--head-dim", "64"]]
     assert call(target) == {"gate_cumsum 4", "simple_gla_scan 4"} and len(child.asked) == 1
 
 
@@ -103,10 +103,38 @@ def test_nothing_is_tried_where_somebody_looked_or_nobody_wants_it(target: str, 
 
 
 def test_another_rank_s_answer_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Warmup(monkeypatch)
+    pretend(parse(NEWER))
+    configs: list[str] = []
+    door.replace_starter(lambda launch, *rest: configs.append(launch.config))
+    x = torch.zeros(1, 64, 2, 64)
+    with flashlin.settings(canary="off"):
+        flashlin.chunk_simple_gla(x, x, x, torch.zeros(1, 64, 2))
+    proven.keep(dict.fromkeys(configs, "ran"), parse(NEWER))
+    assert configs and call(NEWER) and not child.asked
+
+
+def test_rows_and_channels_are_not_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     child = Warmup(monkeypatch, 0)
+    pretend(parse(NEWER))
+    door.replace_starter(lambda *launch: None)
+    with pytest.warns(UserWarning, match="rms_norm is tried once"):
+        flashlin.rms_norm(torch.zeros(4, 4096), torch.zeros(4096), None)
+    assert child.asked == [["--op", "rms_norm", "--dtype", "float32", "--device", "cpu"]], "a head of 4,096 would be refused"
+
+
+def test_what_the_child_has_blamed_is_all_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Warmup(monkeypatch, 1, 0)
+    answer = child.run
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if len(child.codes) == 2:
+            pretend(parse(NEWER))
+            x = torch.zeros(1, 64, 2, 64)
+            plan = dispatch.plan(flashlin.ops.simple_gla.problem_of("chunk_simple_gla", "chunk", x, 64, 1, True, False, False), parse(NEWER))
+            proven.keep({plan.launch("simple_gla_scan").config: "failed"}, parse(NEWER))
+        return answer(command, **options)
+    monkeypatch.setattr(canary.subprocess, "run", run)
     with pytest.warns(UserWarning):
-        call(NEWER)
-    configs = proven.local(parse(NEWER))
-    canary._done.clear()
-    proven.keep(dict(configs), parse(NEWER))
-    assert call(NEWER) and len(child.asked) == 1
+        assert "simple_gla_scan 2" in call(NEWER)
+    assert set(proven.local(parse(NEWER)).values()) == {"failed"} and len(proven.local(parse(NEWER))) == 1

@@ -129,6 +129,13 @@ def test_a_square_is_the_worst_of_its_calls(outcomes: list[Outcome], record: str
     assert square.status == status and square.status in STATUSES and square.calls == len(outcomes)
 
 
+def test_what_ran_before_its_kernel_changed_says_nothing_of_it_now() -> None:
+    result = load_result(Path("nowhere"), CELL).model_copy(update={"outcomes": (outcome(),), "compiled": {"a@sm90": Compiled(status="ok")}})
+    ran = {("op", "sm90", "3.6.0"): "a record"}
+    [now], [then] = squares(SMALL, [result], ran, {"a"}), squares(SMALL, [result], ran)
+    assert (now.status, now.evidence, then.status, then.evidence) == ("not run", "", "ran", "a record")
+
+
 def test_a_gpu_record_counts_only_where_all_of_an_op_is_right(tmp_path: Path) -> None:
     (tmp_path / "gpu-x.json").write_text('{"capability": [9, 0], "triton": "3.6.0", "device": "x", "date": "d", "rows": '
                                          '[{"op": "a", "ok": true}, {"op": "b", "ok": true}, {"op": "b", "ok": false}]}')

@@ -14,7 +14,7 @@ import torch
 import flashlin
 from flashlin import dispatch, warming
 from flashlin.__main__ import main
-from flashlin.compat.target import Target, parse, probe
+from flashlin.compat.target import parse, probe
 from flashlin.guards import proven
 from flashlin.guards.problem import Problem
 
@@ -135,7 +135,3 @@ def test_where_there_is_nothing_to_compile_nothing_is_kept() -> None:
 def test_mistakes_are_told(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["warmup", *arguments]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_the_target_of_a_plan_may_be_anything() -> None:
-    assert isinstance(HOPPER, Target) and proven.local(parse("backend=cpu")) == {}

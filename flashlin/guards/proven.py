@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from flashlin.compat.locks import locked
 from flashlin.compat.target import BUNDLED_PTXAS, Target
 from flashlin.compat.versions import is_unreleased, release
 from flashlin.guards.problem import Launch
@@ -54,6 +55,8 @@ def table() -> dict[str, dict[str, dict[str, list[str]]]]:
 @lru_cache(maxsize=16)
 def local(target: Target) -> dict[str, Trust]:
     """configuration -> ``ran`` or ``failed``, as found on this machine. Whatever is not such a file counts as none."""
+    if not folder().is_dir():  # nobody has warmed up here: no need to read our own sources
+        return {}
     try:
         found = json.loads(_file(target).read_text(encoding="utf-8"))
         return {config: level for config, level in found.items() if level in ("ran", "failed")}
@@ -67,7 +70,7 @@ def keep(verdicts: dict[str, Trust], target: Target) -> None:
     path = _file(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
+        with locked(path.with_suffix(".lock")):
             local.cache_clear()
             merged = {**local(target), **verdicts}
             handle, fresh = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
@@ -85,7 +88,7 @@ def alone(name: str) -> Iterator[None]:
     """One process of this user at a time, where the cache can be written."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        lock = _locked(folder() / f"{name}.lock")
+        lock = locked(folder() / f"{name}.lock")
         lock.__enter__()
     except OSError:
         yield
@@ -111,11 +114,3 @@ def _kernels() -> str:
     """Of all our kernels' sources: with other kernels, verdicts mean nothing."""
     files = sorted(PROVEN.parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    import fcntl
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

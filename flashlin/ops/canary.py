@@ -31,7 +31,7 @@ def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
         with proven.alone(f"canary-{asked.op}-{asked.dtype}-{asked.K}"):
             _read_again(target, {})
             unknown = [launch.config for launch in the_plan.launches if proven.trust(launch, target) == "unknown"]
-            if not unknown or not _warmed(the_plan, device, unknown, stacklevel + 1):
+            if not unknown or not _failed(the_plan, device, unknown, stacklevel + 1):
                 break
         dispatch.plan.cache_clear()
         the_plan = dispatch.plan(asked, target, policy.current())
@@ -41,20 +41,25 @@ def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
     return the_plan
 
 
-def _warmed(the_plan: Plan, device: torch.device, unknown: list[str], stacklevel: int) -> bool:
-    """Run ``flashlin warmup`` for this op; whether it came to a verdict. What it could not keep on disk holds in this process."""
+def _failed(the_plan: Plan, device: torch.device, unknown: list[str], stacklevel: int) -> bool:
+    """Run ``flashlin warmup`` for this op; whether something is wrong, so that it has to be planned again. What is to blame stands in this
+    machine's table; where that cannot be written, all that was unknown counts as failed in this process."""
     asked, target = the_plan.asked, the_plan.target
     op = asked.op if dispatch.OPS[asked.op][1] != "auto" else f"{the_plan.problem.mode}_{asked.op}"
     warnings.warn(f"Triton {target.triton} is not known to flashlin: {op} is tried once in a child process first; "
                   "FLASHLIN_CANARY=off leaves that out", stacklevel=stacklevel)
-    facts = ("--op", op, "--dtype", asked.dtype, "--head-dim", str(asked.K), "--device", str(device))
+    facts = ["--op", op, "--dtype", asked.dtype, "--device", str(device)]
+    if dispatch.OPS[op][1]:  # a norm's rows and a convolution's channels are no heads
+        facts += ["--head-dim", str(asked.K)]
     ran = subprocess.run([sys.executable, "-m", "flashlin", "warmup", *facts], capture_output=True, text=True, check=False,
                          env={**os.environ, "FLASHLIN_CANARY": "off", "PYTHONPATH": os.pathsep.join(sys.path)})
     if ran.returncode not in (0, 1):
         warnings.warn(f"{op} could not be tried, and is used as it is: {ran.stderr.strip()[-300:]}", stacklevel=stacklevel)
         return False
-    _read_again(target, dict.fromkeys(unknown, "ran" if ran.returncode == 0 else "failed"))
-    return True
+    _read_again(target, {})
+    if ran.returncode == 1 and not any(config in proven.local(target) for config in unknown):
+        _read_again(target, dict.fromkeys(unknown, "failed"))
+    return ran.returncode == 1
 
 
 def _read_again(target: Target, others: dict[str, proven.Trust]) -> None:

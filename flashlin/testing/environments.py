@@ -7,17 +7,15 @@ in front of the installed packages by PYTHONPATH. 280 to 1,000 MB each; delete t
 """
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from flashlin.compat.locks import locked
 from flashlin.compat.versions import release
 
 # Every release that flashlin answers for, oldest first.
@@ -51,7 +49,7 @@ def installed(requirements: list[str], name: str, cache: Path | None = None) -> 
     if home.exists():
         return home
     home.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(home.with_name(f".{name}.lock")):
+    with locked(home.with_name(f".{name}.lock")):
         if home.exists():  # another process was faster
             return home
         fresh = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=home.parent))
@@ -66,10 +64,3 @@ def installed(requirements: list[str], name: str, cache: Path | None = None) -> 
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
     return home
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

@@ -125,7 +125,6 @@ class CellResult(Facts):
     date: str = ""
     torch: str = ""
     python: str = ""
-    source: str = ""
     layers: dict[str, float] = {}
     outcomes: tuple[Outcome, ...] = ()
     launches: dict[str, Described] = {}
@@ -173,12 +172,13 @@ def squares(matrix: Matrix, results: Iterable[CellResult], ran: dict[tuple[str, 
 def _square(op: str, card: str, result: CellResult, outcomes: list[Outcome], record: str, stale: Collection[str]) -> Square:
     judged = [(_status(outcome, result, stale), outcome) for outcome in outcomes]
     status = min((status for (status, _), _ in judged), key=STATUSES.index)
-    if record and status in ("compiled", "worked around", "not run"):
-        status = "ran" if status != "worked around" else status
+    changed = any(launch in stale for outcome in outcomes for launch in outcome.launches)
+    if record and status in ("compiled", "not run") and not changed:  # what ran before its kernel changed says nothing of it now
+        status = "ran"
     why = dict.fromkeys(reason for (_, reasons), _ in judged for reason in reasons)
     kernels = {launch for outcome in outcomes for launch in outcome.launches if launch not in stale}
     compiled = sum(f"{launch}@{card}" in result.compiled for launch in kernels)
-    evidence = record or (f"{compiled} of {len(kernels)} kernels compiled" if kernels else "")
+    evidence = (record if not changed else "") or (f"{compiled} of {len(kernels)} kernels compiled" if kernels else "")
     return Square(op=op, card=card, triton=result.cell.triton, status=status, why=tuple(why), evidence=evidence, calls=len(outcomes))
 
 
