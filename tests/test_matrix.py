@@ -119,7 +119,8 @@ def outcome(path: str = "triton", remedies: tuple[str, ...] = (), launches: tupl
 @pytest.mark.parametrize("outcomes, record, status", [
     ([outcome()], "", "compiled"), ([outcome()], "a record", "ran"), ([outcome(remedies=("limit_num_warps",))], "", "worked around"),
     ([outcome(remedies=("limit_num_warps",))], "a record", "worked around"), ([outcome("torch", ("torch_path",), ())], "a record", "torch path"),
-    ([outcome("refused", (), ())], "", "refused"), ([outcome(launches=("a", "b"))], "", "not run"), ([outcome(failed="TypeError")], "", "FAILED"),
+    ([outcome("refused", (), ())], "", "refused"), ([outcome(launches=("a", "b"))], "", "not run"),
+    ([outcome(launches=("a", "b"))], "a record", "not run"), ([outcome(failed="TypeError")], "", "FAILED"),
     ([outcome(), outcome("torch", ("torch_path",), ())], "", "torch path"), ([outcome(launches=("c",)), outcome()], "", "FAILED")])
 def test_a_square_is_the_worst_of_its_calls(outcomes: list[Outcome], record: str, status: str) -> None:
     compiled = {"a@sm90": Compiled(status="ok"), "c@sm90": Compiled(status="exception", message="no")}

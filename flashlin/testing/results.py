@@ -173,7 +173,7 @@ def _square(op: str, card: str, result: CellResult, outcomes: list[Outcome], rec
     judged = [(_status(outcome, result, stale), outcome) for outcome in outcomes]
     status = min((status for (status, _), _ in judged), key=STATUSES.index)
     changed = any(launch in stale for outcome in outcomes for launch in outcome.launches)
-    if record and status in ("compiled", "not run") and not changed:  # what ran before its kernel changed says nothing of it now
+    if record and status == "compiled":  # not where a kernel or a plan has changed since: what is new was tried by nobody
         status = "ran"
     why = dict.fromkeys(reason for (_, reasons), _ in judged for reason in reasons)
     kernels = {launch for outcome in outcomes for launch in outcome.launches if launch not in stale}
