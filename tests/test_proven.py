@@ -101,7 +101,7 @@ def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path) -> None:
     stale = support.stale_launches([old])
     assert stale == set(whole.launches) and json.loads(support.launch_table([old], stale, tmp_path)) == {}
     for gone in ("flashlin.kernels.gone:0123", ""):
-        assert not support.is_current(gone, "gate_cumsum")
+        assert not record.is_current(gone, "gate_cumsum")
     gpu = {"triton": "3.6.0", "capability": [9, 0], "configs": {"gate_cumsum BT=64": record.source_hash("flashlin.kernels.pieces", "gate_cumsum"),
                                                                 "gate_cumsum BT=32": "flashlin.kernels.pieces:0123"}}
     (tmp_path / "gpu-x.json").write_text(json.dumps(gpu))

@@ -81,6 +81,10 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url="",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
+        id="mma-to-mma-volta", effect="the process aborts: mma -> mma layout conversion is only supported on Ampere", triton=Range(fixed_in="3.2.0"),
+        capabilities=(VOLTA, TURING), traits=frozenset({"half_dot", "mixed_sum"}), need="fp32 operands, or Triton 3.4",
+        remedies=("via_fp32", "torch_path"), url=_TRITON + "4492", proof=_PROVEN, confidence="compiled"),
+    KnownIssue(
         id="half-dot-33-pre-ampere", effect="'Unsupported conversion from bf16 to f16', 'Unsupported rounding mode for conversion': every dot "
         "on 16-bit operands fails to compile",
         triton=Range(since="3.3.0", fixed_in="3.4.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"half_dot"}),
@@ -89,7 +93,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="half-dot-34-pre-ampere", effect="no tensor cores: dots on 16-bit operands become scalar code that spills tens of kilobytes a thread",
         triton=Range(since="3.4.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"half_dot"}),
-        need="fp32 operands, whose scalar code hardly spills, or the torch path", remedies=(), url=_TRITON + "6698",
+        need="fp32 operands, as flashlin's own kernels have them there (limits.check_dtype)", remedies=(), url=_TRITON + "6698",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="tf32-dot-turing-32", effect="IndexError: map::at while compiling a dot on fp32 operands with tf32 products",

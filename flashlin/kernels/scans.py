@@ -33,8 +33,8 @@ def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: in
 def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
     """An upper estimate of a scan's shared memory: its tiles once per stage, the state and the scores as operands of dots."""
     tiles = config.BT * (2 * max(config.BK, config.BV) + min(config.BK, config.BV))
-    # Before 3.3 tiles that change their layout go through shared memory of their own, in padded rows.
-    moved = config.BT * (min(config.BK, config.BV) + 16) if release(target.triton) < (3, 3) else 0
+    # Before 3.3, and without tensor cores, tiles that change their layout go through shared memory of their own, in padded rows.
+    moved = config.BT * (min(config.BK, config.BV) + 16) if release(target.triton) < (3, 3) or target.capability < (8, 0) else 0
     return tf32_copies(bytes_each, target) * bytes_each * (config.num_stages * tiles + config.BK * config.BV + config.BT * config.BT + moved)
 
 

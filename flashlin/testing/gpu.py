@@ -1,4 +1,4 @@
-"""Run every case on this machine's GPU, in worker processes, and record the verdicts as one JSON file.
+"""Run every case on this machine's GPUs, in worker processes, and record the verdicts as one JSON file.
 
     python -m flashlin.testing.gpu --out matrix/results/ [--op chunk_simple_gla] [--jobs 8]
 
@@ -59,8 +59,18 @@ def work(part: int, of: int, ops: list[str]) -> None:
         print(json.dumps(rows_of_case(case, dtype)), flush=True)
 
 
+def gpus() -> list[str]:
+    """What to put into CUDA_VISIBLE_DEVICES for each GPU like the current one."""
+    import torch
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = shown.split(",") if shown else [str(index) for index in range(torch.cuda.device_count())]
+    first = torch.cuda.get_device_name()
+    return [name for index, name in enumerate(names) if torch.cuda.get_device_name(index) == first]
+
+
 def collect(jobs: int, ops: list[str], seconds: float) -> list[dict[str, Any]]:
     """Rows of all workers; a worker that ended early leaves a row that says how."""
+    cards = gpus()
     rows: list[dict[str, Any]] = []
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +78,8 @@ def collect(jobs: int, ops: list[str], seconds: float) -> list[dict[str, Any]]:
         running = []
         for part, file in enumerate(files):
             command = [sys.executable, "-m", "flashlin.testing.gpu", "--part", f"{part}/{jobs}", *(f"--op={op}" for op in ops)]
-            running.append(subprocess.Popen(command, stdout=file.open("w"), stderr=(Path(folder) / f"{part}.err").open("w")))
+            running.append(subprocess.Popen(command, stdout=file.open("w"), stderr=(Path(folder) / f"{part}.err").open("w"),
+                                            env={**os.environ, "CUDA_VISIBLE_DEVICES": cards[part % len(cards)]}))
         for part, (process, file) in enumerate(zip(running, files, strict=True)):
             try:
                 code = process.wait(max(1.0, deadline - time.monotonic()))

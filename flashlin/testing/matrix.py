@@ -23,7 +23,7 @@ from flashlin.policy import Policy
 from flashlin.testing.compile import Job, Result, compiling
 from flashlin.testing.environments import triton_environment
 from flashlin.testing.quick import watch
-from flashlin.testing.record import Recorded, source_hash, source_of
+from flashlin.testing.record import Recorded, is_current, source_hash, source_of
 from flashlin.testing.results import Card, Cell, CellResult, Compiled, Described, Layer, Outcome, Verdict, load_result
 
 RUNNING: tuple[Layer, ...] = ("interpret", "torch")
@@ -55,6 +55,9 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
         outcomes, launches, estimates = plans(cell, cards, progress)
         kept = tuple(outcome for outcome in result.outcomes if outcome.card not in {card.name for card in cards})
         needed = {launch for outcome in (*kept, *outcomes) for launch in outcome.launches}
+        # what was refused is planned otherwise, and stays so only as long as it is remembered
+        needed |= {launch for place, one in result.compiled.items() if one.refused and is_current(
+            result.launches[launch := place.partition("@")[0]].source, launch.rpartition("-")[0])}
         result = result.model_copy(update={
             "outcomes": kept + outcomes,
             "launches": {name: one for name, one in {**result.launches, **{name: _described(one) for name, one in launches.items()}}.items()

@@ -110,6 +110,15 @@ def source_hash(module: str, kernel: str) -> str:
     return f"{module}:{hashlib.sha256(source_of(module, kernel).encode()).hexdigest()[:12]}"
 
 
+def is_current(source: str, kernel: str) -> bool:
+    """Whether ``source_hash`` would still say so."""
+    module = source.partition(":")[0]
+    try:
+        return bool(module) and source_hash(module, kernel) == source
+    except (ImportError, AttributeError):  # the kernel is gone
+        return False
+
+
 @lru_cache(maxsize=256)
 def source_of(module: str, kernel: str) -> str:
     """The source of a kernel and of every jitted function it calls."""

@@ -102,6 +102,11 @@ class Compiled(Facts):
     seconds: float = 0.0
 
     @property
+    def refused(self) -> bool:
+        """Whether a compiler has said no, as opposed to not having come to an end."""
+        return self.status not in ("ok", "timeout")
+
+    @property
     def why(self) -> str:
         """``""`` if it may be launched."""
         if self.status != "ok":

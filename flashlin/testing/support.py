@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flashlin.guards.proven import PROVEN
 from flashlin.testing.page import page
-from flashlin.testing.record import source_hash
+from flashlin.testing.record import is_current
 from flashlin.testing.results import MEANS, STATUSES, CellResult, Matrix, Square, Status, gpu_records, load_result, squares
 
 MARKS: dict[Status, str] = {"FAILED": "**FAILED**", "refused": "refused", "not run": "not run", "torch path": "torch", "worked around": "around",
@@ -45,14 +45,6 @@ def stale_launches(results: list[CellResult]) -> set[str]:
     return {name for result in results for name, one in result.launches.items() if not is_current(one.source, name.rpartition("-")[0])}
 
 
-def is_current(source: str, kernel: str) -> bool:
-    module = source.partition(":")[0]
-    try:
-        return bool(module) and source_hash(module, kernel) == source
-    except (ImportError, AttributeError):  # the kernel is gone
-        return False
-
-
 def launch_table(results: list[CellResult], stale: set[str], folder: Path) -> str:
     """JSON: configuration -> release -> ``compiled``, ``failed`` and ``ran``, each the cards of which it is known. compiled: every launch that
     the matrix plans with that configuration; failed: at least one; ran: on a GPU, in cases that were all right."""
@@ -68,8 +60,12 @@ def launch_table(results: list[CellResult], stale: set[str], folder: Path) -> st
             tried = None if launch in stale else result.compiled.get(f"{launch}@{card}")
             by_place.setdefault((result.launches[launch].config, card), []).append(None if tried is None else not tried.why)
         for (config, card), verdicts in by_place.items():
-            if False in verdicts or None not in verdicts:
-                enter(config, result.cell.triton, "failed" if False in verdicts else "compiled", card)
+            if verdicts == [True] * len(verdicts):
+                enter(config, result.cell.triton, "compiled", card)
+        for place, tried in result.compiled.items():  # planned or not: what has failed is planned otherwise from then on
+            launch, _, card = place.partition("@")
+            if launch not in stale and tried.refused:
+                enter(result.launches[launch].config, result.cell.triton, "failed", card)
     for path in sorted(folder.glob("gpu-*.json")):
         record = json.loads(path.read_text())
         for config, source in record.get("configs", {}).items():
@@ -94,14 +90,17 @@ def support_table(matrix: Matrix, results: list[CellResult], every: list[Square]
     reasons = Counter((reason.partition(": ")[2].partition(":")[0], one.status) for one in every for reason in one.why)
     lines += ["", "| reason | status | calls |", "|---|---|---|"]
     lines += [f"| {_cell(reason)} | {MARKS[status]} | {count} |" for (reason, status), count in reasons.most_common()]
-    lines += ["", "## The runs", "", "| cell | kind | date | kernels x cards compiled | failed | interpreter, or torch path | compile, s |",
-              "|---|---|---|---|---|---|---|"]
+    lines += ["", "## The runs", "", "| cell | kind | date | kernels x cards compiled | failed | refused, planned otherwise since | interpreter, or torch path "
+              "| compile, s |",
+              "|---|---|---|---|---|---|---|---|"]
     for result in results:
         verdicts = [one for layer in ("interpret", "torch") for one in result.verdicts.get(layer, ())]
         right = f"{sum(one.ok for one in verdicts)} of {len(verdicts)} right" if verdicts else "not run"
-        failed = sum(bool(one.why) for one in result.compiled.values())
-        lines.append(f"| {result.cell.name} | {result.cell.kind} | {result.date or 'not run'} | {len(result.compiled)} | {failed} | {right} "
-                     f"| {result.layers.get('compile', 0):.0f} |")
+        planned = {f"{launch}@{outcome.card}" for outcome in result.outcomes for launch in outcome.launches}
+        failed = sum(bool(one.why) for place, one in result.compiled.items() if place in planned)
+        done = planned & set(result.compiled)
+        lines.append(f"| {result.cell.name} | {result.cell.kind} | {result.date or 'not run'} | {len(done)} of {len(planned)} | {failed} "
+                     f"| {len(result.compiled) - len(done)} | {right} | {result.layers.get('compile', 0):.0f} |")
     return "\n".join(lines) + "\n"
 
 

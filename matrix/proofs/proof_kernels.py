@@ -33,6 +33,16 @@ def ieee_product(a, b, o, N: tl.constexpr):
     tl.store(o + at, tl.dot(tl.load(a + at), tl.load(b + at), input_precision="ieee"))
 
 
+# --- mma-to-mma-volta: a sum of products, one of them of transposed operands
+
+@triton.jit
+def mixed_sum(a, b, o, N: tl.constexpr):
+    n = tl.arange(0, N)
+    at = n[:, None] * N + n[None, :]
+    b_a, b_b = tl.load(a + at), tl.load(b + at)
+    tl.store(o + at, tl.dot(b_a, b_b) + tl.dot(tl.trans(b_a), tl.trans(b_b)))
+
+
 # --- half-dot-volta-32: a vector in the layout of a product's rows
 
 @triton.jit

@@ -49,15 +49,15 @@ class Proof(NamedTuple):
     ptxas_of: str = ""
 
 
-def launch(kernel: str, pointers: str | tuple[str, ...], warps: int = 4, stages: int = 2, **constants: int) -> Recorded:
-    """pointers: the type of each, or of all. T is the one argument that is none."""
+def launch(kernel: str, pointers: str | tuple[str, ...], warps: int = 4, stages: int = 2, more: tuple[str, ...] = (), **constants: int) -> Recorded:
+    """pointers: the type of each, or of all. T is the one argument that is none. more: traits that only our recipes know of."""
     jit = getattr(proof_kernels, kernel)
     names = [name for name in jit.arg_names if name not in constants]
     kinds = iter([pointers] * len(names) if isinstance(pointers, str) else pointers)
     arguments = tuple((name, "i32" if name == "T" else next(kinds)) for name in names)
     dtypes = frozenset(NAMES[kind[1:].partition(":")[0]] for _, kind in arguments if kind != "i32")
     traits = source.traits(source.of(jit), dtypes, max(constants.values(), default=0))
-    return Recorded("proof_kernels", kernel, arguments, tuple(constants.items()), warps, stages, 0, tuple(sorted(traits)))
+    return Recorded("proof_kernels", kernel, arguments, tuple(constants.items()), warps, stages, 0, tuple(sorted({*traits, *more})))
 
 
 COPY = launch("cast", FP32)
@@ -80,6 +80,8 @@ PROOFS = (
     Proof("bf16-pre-ampere-32", 75, BF16_PRODUCT, ("IndexError: map::at",), IEEE_PRODUCT, 80),
     # Volta's tensor cores multiply fp16 only: the bits of bf16 are handed to them as they are
     Proof("bf16-pre-ampere-32", 70, BF16_PRODUCT, cured=IEEE_PRODUCT, fails=with_tensor_cores),
+    Proof("mma-to-mma-volta", 70, launch("mixed_sum", (FP16, FP16, FP32), more=("mixed_sum",), N=32),
+          ("mma -> mma layout conversion is only supported on Ampere",), IEEE_PRODUCT, 75),
     Proof("half-dot-volta-32", 70, ROW_SUMS, ("Failed to compute parent layout for slice layout",), launch("ieee_row_sums", FP32, N=32), 75),
     Proof("half-dot-33-pre-ampere", 70, HALF_PRODUCT, ("Unsupported rounding mode for conversion", "Unsupported conversion from"), IEEE_PRODUCT, 80),
     Proof("half-dot-33-pre-ampere", 75, BF16_PRODUCT, ("Unsupported rounding mode for conversion", "Unsupported conversion from"), IEEE_PRODUCT, 80),

@@ -37,10 +37,12 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         deep = scan._replace(num_stages=3)
         states = deep if scan.num_stages == 2 and shared(deep) <= target.shared else scan
         reverse = scan._replace(num_stages=1)  # it has no registers to spare for a second stage (benchmarks/results/kernels-*)
+        # from 3.7 on so tall a state changes its layout in float32 where warpgroups multiply
+        moved = (4 - bytes_each) * scan.BK * scan.BV if scan.BK >= 256 and (9, 0) <= target.capability < (10, 0) else 0
         ways = [(strip, num_stages) for strip in (STRIP, STRIP // 2, STRIP // 4) for num_stages in (2, 1)]
         strip, num_stages = next((way for way in ways if finishing(*way) <= target.shared), ways[-1])
         tile = dict(BT=BT, BK=min(strip, padded(problem.K)), BV=min(strip, padded(problem.V)))
         found += [state_launch("delta_states", states, problem, shared(states), dots),
-                  state_launch("delta_reverse", reverse, problem, shared(reverse), dots),
-                  over_tokens("delta_grads", problem, tile, problem.H, finishing(strip, num_stages), dots - {"rmw_acc"}, num_stages)]
+                  state_launch("delta_reverse", reverse, problem, shared(reverse) + moved, dots),
+                  over_tokens("delta_grads", problem, tile, problem.H, finishing(strip, num_stages), dots - {"rmw_acc"} | {"mixed_sum"}, num_stages)]
     return tuple(found)
