@@ -12,8 +12,8 @@ CHOICES = {"policy": ("auto", "strict", "off"), "path": ("auto", "triton", "torc
 class Policy(NamedTuple):
     """policy: ``auto`` takes any remedy, ``strict`` only exact ones, ``off`` skips the known-issue checks.
     path: ``auto``, or insist on ``triton`` or ``torch``. ignore: ids of known issues to disregard.
-    tokens: how out-of-range tokens on a GPU are reported (``async``, ``sync``, ``off``). canary: whether kernels are tried in a child process
-    before their first use under a Triton that flashlin does not know. debug: also check values, at the price of a sync.
+    tokens: how out-of-range tokens on a GPU are reported (``async``, ``sync``, ``off``). canary: whether kernels that nobody has run on
+    such a card under such a Triton are tried in a child process before their first use. debug: also check values, at the price of a sync.
     """
     policy: str = "auto"
     path: str = "auto"

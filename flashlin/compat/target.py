@@ -135,6 +135,10 @@ def pretend(target: Target | None) -> None:
     _pretended = target
 
 
+def pretending() -> bool:
+    return _pretended is not None
+
+
 def _ask(device: torch.device) -> Target:
     import torch
     triton, _ = triton_state()

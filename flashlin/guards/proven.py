@@ -54,12 +54,13 @@ def table() -> dict[str, dict[str, dict[str, list[str]]]]:
 
 @lru_cache(maxsize=16)
 def local(target: Target) -> dict[str, Trust]:
-    """configuration -> ``ran`` or ``failed``, as found on this machine. Whatever is not such a file counts as none."""
+    """configuration -> as found on this machine: ``ran``, ``failed``, or as known as before although its op was tried. Whatever is not such a
+    file counts as none."""
     if not folder().is_dir():  # nobody has warmed up here: no need to read our own sources
         return {}
     try:
         found = json.loads(_file(target).read_text(encoding="utf-8"))
-        return {config: level for config, level in found.items() if level in ("ran", "failed")}
+        return {config: level for config, level in found.items() if level in TRUST}
     except (OSError, ValueError, AttributeError):  # not there, not readable, half written by something else
         return {}
 

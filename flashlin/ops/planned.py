@@ -25,7 +25,7 @@ def planned(problem: Problem, device: torch.device) -> Plan:
     the_plan = dispatch.plan(problem, probe(device), policy.current())
     if the_plan.refused:
         raise UnsupportedError(the_plan)
-    if the_plan.path == "triton" and not canary.known(the_plan.target.triton):
+    if the_plan.path == "triton" and not canary.settled(the_plan):
         the_plan = canary.tried(the_plan, device, _users_line() + 1)
     if the_plan.steps:
         _tell(the_plan)

@@ -50,7 +50,9 @@ def work(part: int, of: int, ops: list[str]) -> None:
     """A worker: its share of the cases, one JSON line each, announced before it starts so that a death names its case."""
     import torch
 
+    import flashlin
     from flashlin.testing.cases import CASES
+    flashlin.settings(canary="off")  # this is the trial
     torch.set_num_threads(1)  # the references run on the CPU, one worker a core
     # neighbours share kernels, so a worker takes a run of them and compiles each kernel once
     todo = [(case, dtype) for dtype in DTYPES for case in CASES if not ops or case.op in ops]

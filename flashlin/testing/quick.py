@@ -148,7 +148,9 @@ def main(argv: list[str] | None = None) -> None:
     os.dup2(2, 1)  # what a library prints must not end up between the JSON lines
     import torch
 
+    import flashlin
     from flashlin.testing import cases
+    flashlin.settings(canary="off")  # this is the trial
     torch.set_num_threads(1)  # the reference goes token by token: threads only get in each other's way (20 times slower on a busy machine)
     device = torch.device(given.device)
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])
