@@ -109,6 +109,9 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
+SHARED_ON_AMD = 65536
+
+
 def shared_per_block(capability: tuple[int, int]) -> int:
     """Bytes; an unknown card gets the smallest amount known for its generation."""
     known = [size for (major, _), size in SHARED_PER_BLOCK.items() if major == capability[0]]
@@ -146,7 +149,7 @@ def _ask(device: torch.device) -> Target:
         properties = torch.cuda.get_device_properties(device)
         capability = (int(properties.major), int(properties.minor))
         if torch.version.hip is not None:
-            return Target(triton, "", torch.__version__, "hip", capability, properties.name, 65536, properties.multi_processor_count)
+            return Target(triton, "", torch.__version__, "hip", capability, properties.name, SHARED_ON_AMD, properties.multi_processor_count)
         shared = int(getattr(properties, "shared_memory_per_block_optin", 0)) or shared_per_block(capability)
         ptxas = ptxas_version(ptxas_path(triton, capability)) if triton else ""
         return Target(triton, ptxas, torch.__version__, "cuda", capability, properties.name, shared, properties.multi_processor_count)
@@ -176,5 +179,6 @@ def parse(text: str, *, torch_version: str = "") -> Target:
     triton = pairs.get("triton", "") or triton_state()[0]
     card, sms = USUAL_CARD.get(capability, ("GPU" if "sm" in pairs else "cpu", 64))
     ptxas = pairs.get("ptxas", bundled_ptxas(triton, capability) if backend == "cuda" else "")
+    shared = {"cuda": shared_per_block(capability), "hip": SHARED_ON_AMD}.get(backend, 1 << 30)
     return Target(triton, ptxas, pairs.get("torch", torch_version), backend, capability, pairs.get("name", card),
-                  int(pairs.get("shared", shared_per_block(capability) if backend == "cuda" else 1 << 30)), int(pairs.get("sms", sms)))
+                  int(pairs.get("shared", shared)), int(pairs.get("sms", sms)))

@@ -32,8 +32,9 @@ def check_path(problem: Problem, launches: tuple[Launch, ...], target: Target, p
 def check_backend(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
     if target.backend == "cpu":
         return Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels", ("torch_path",), forced=False)
-    if target.backend == "hip" and problem.given is None:  # whether a user's own kernel runs on AMD is for its author to say
-        return Reason("backend", "an AMD GPU", "an NVIDIA GPU: nobody has run these kernels on AMD yet", ("torch_path",))
+    # whether a user's own kernel runs on AMD is for its author to say
+    if target.backend == "hip" and problem.given is None and policy.policy != "off":
+        return Reason("backend", "an AMD GPU", "an NVIDIA GPU: nobody has run these kernels on AMD yet (policy=off tries them)", ("torch_path",))
     if not target.triton or release(target.triton)[:2] < (3, 0):
         return Reason("triton", f"Triton {target.triton or 'not usable'}", "Triton 3.0 or newer", ("torch_path",))
     return None

@@ -1,5 +1,4 @@
 """What the families' kernels share: rows of a sequence, tiles, decays, states; and on the host, the parts of a batch."""
-from __future__ import annotations
 
 import torch
 import triton

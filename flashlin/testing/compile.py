@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashlin.compat.target import shared_per_block
+from flashlin.compat.target import SHARED_ON_AMD, shared_per_block
 from flashlin.testing.record import TYPES, Recorded
 
 DTYPES = {name: dtype for dtype, name in TYPES.items()}
@@ -61,8 +61,8 @@ class Result(NamedTuple):
 
 
 class Job(NamedTuple):
-    """sm: compute capability as ptxas writes it: 90, 103."""
-    sm: int
+    """sm: compute capability as ptxas writes it: 90, 103; or an AMD architecture: ``gfx942``."""
+    sm: int | str
     launch: Recorded
 
 
@@ -80,7 +80,7 @@ def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None,
               timeout: float = 180) -> Iterator[tuple[int, Result]]:
     """compile_launches, but (number, result) as they finish. Closing the iterator ends the children."""
     with tempfile.TemporaryFile("w+") as lines, tempfile.TemporaryFile("w+") as told:
-        lines.writelines(f'{{"sm": {job.sm}, "launch": {job.launch.to_json()}}}\n' for job in jobs)
+        lines.writelines(f'{{"sm": {json.dumps(job.sm)}, "launch": {job.launch.to_json()}}}\n' for job in jobs)
         lines.seek(0)
         command = [sys.executable, "-m", "flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout)]
         child = subprocess.Popen(command, stdin=lines, stdout=subprocess.PIPE, stderr=told, text=True,
@@ -111,7 +111,7 @@ class _Pointer:
 class Driver:
     """As much of a driver as the JIT asks before it launches: a current device, and what to compile for."""
 
-    def __init__(self, sm: int) -> None:
+    def __init__(self, sm: int | str) -> None:
         self.sm = sm
 
     def get_current_device(self) -> int:
@@ -122,7 +122,7 @@ class Driver:
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
-        return GPUTarget("cuda", self.sm, 32)
+        return GPUTarget("cuda", self.sm, 32) if isinstance(self.sm, int) else GPUTarget("hip", self.sm, 64 if self.sm.startswith("gfx9") else 32)
 
 
 def argument(kind: str | None) -> Any:
@@ -144,19 +144,24 @@ def _compile(job: Job, folder: Path) -> Result:
     try:
         compiled = kernel.warmup(*(argument(kind) for _, kind in launch.arguments), grid=(1,), **dict(launch.constants),
                                  num_warps=launch.num_warps, num_stages=launch.num_stages)
-        code = str(compiled.asm["ptx"])
+        code = str(compiled.asm["ptx" if isinstance(job.sm, int) else "amdgcn"])
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         if error.__cause__ is not None:
             text += f" <- {type(error.__cause__).__name__}: {error.__cause__}"
         refusal = [line for line in str(error).splitlines() if line.startswith("ptxas ") and "error" in line]
         return Result("ptxas", refusal[0][:2000]) if refusal else Result("ptxas" if "ptxas" in str(error) else "exception", text[:2000])
-    report = "\n".join(log)
-    registers = re.search(r"Used (\d+) registers", report)
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    shared, limit = int(compiled.metadata.shared), shared_per_block((job.sm // 10, job.sm % 10))
-    return Result("ok" if shared <= limit else "shared", "" if shared <= limit else f"{shared} bytes of shared memory, {limit} on sm_{job.sm}",
-                  "", shared, int(registers[1]) if registers else 0, int(spills[1]) + int(spills[2]) if spills else 0,
+    if isinstance(job.sm, int):
+        report, limit = "\n".join(log), shared_per_block((job.sm // 10, job.sm % 10))
+        registers = re.search(r"Used (\d+) registers", report)
+        spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    else:  # the assembler writes its figures into the code; spills are counted in registers of 4 bytes
+        limit = SHARED_ON_AMD
+        registers = re.search(r"\.vgpr_count:\s+(\d+)", code)
+        spills = 4 * re.findall(r"\.vgpr_spill_count:\s+(\d+)", code)
+    shared = int(compiled.metadata.shared)
+    return Result("ok" if shared <= limit else "shared", "" if shared <= limit else f"{shared} bytes of shared memory, {limit} on {job.sm}",
+                  "", shared, int(registers[1]) if registers else 0, sum(map(int, spills)),
                   tuple(sorted(set(MATRIX_INSTRUCTIONS.findall(code)))))
 
 

@@ -42,7 +42,13 @@ def triton_environment(version: str, *, interpreter: bool = False, cache: Path |
     return {"PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def installed(requirements: list[str], name: str, cache: Path | None = None) -> Path:
+def torch_environment(torch: str, triton: str) -> dict[str, str]:
+    """The same for an older torch and the Triton that goes with it. With all that torch needs: 5 GB."""
+    home = installed([f"torch=={torch}", "numpy<2"], f"torch-{torch}", dependencies=True)
+    return {"PYTHONPATH": os.pathsep.join([str(home), triton_environment(triton)["PYTHONPATH"]])}
+
+
+def installed(requirements: list[str], name: str, cache: Path | None = None, *, dependencies: bool = False) -> Path:
     """The folder ``name`` of the cache, filled by pip if it is not there yet. Safe to call from several processes at once."""
     cache = cache or Path(os.environ.get("FLASHLIN_CACHE") or Path(".cache", "tritons"))
     home = cache.resolve() / name
@@ -54,8 +60,8 @@ def installed(requirements: list[str], name: str, cache: Path | None = None) -> 
             return home
         fresh = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=home.parent))
         try:
-            ran = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
-                                  "--only-binary", ":all:", "--target", str(fresh), *requirements],
+            ran = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:",
+                                  *([] if dependencies else ["--no-deps"]), "--target", str(fresh), *requirements],
                                  capture_output=True, text=True, check=False)
             if ran.returncode:
                 raise NotInstallable(f"pip install {' '.join(requirements)}: {ran.stderr.strip()[-1000:]}")

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from flashlin.policy import Policy
+from flashlin.policy import Policy, settings
 from flashlin.testing.compile import Job, Result, compiling
-from flashlin.testing.environments import triton_environment
+from flashlin.testing.environments import torch_environment, triton_environment
 from flashlin.testing.quick import watch
 from flashlin.testing.record import Recorded, is_current, source_hash, source_of
 from flashlin.testing.results import Card, Cell, CellResult, Compiled, Described, Layer, Outcome, Verdict, load_result
@@ -40,7 +40,8 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
     """
     import torch
     result = load_result(folder, cell)
-    result = result.model_copy(update={"date": datetime.date.today().isoformat(), "torch": torch.__version__, "python": platform.python_version()})
+    result = result.model_copy(update={"date": datetime.date.today().isoformat(), "torch": cell.torch or torch.__version__,
+                                       "python": platform.python_version()})
 
     def wanted(layer: Layer) -> bool:
         return layer in cell.layers and (not layers or layer in layers)
@@ -95,6 +96,9 @@ def plans(cell: Cell, cards: tuple[Card, ...], progress: Progress) -> tuple[tupl
             except Exception as error:  # a call that breaks while it is planned is this row's result
                 failed = f"{type(error).__name__}: {str(error)[:300]}"
             own = [plan for plan in found.plans if plan.asked.op == call.op] if found else []
+            if target.backend == "hip" and target.triton:  # what is refused there can be compiled nevertheless
+                with settings(policy="off"):
+                    found = seen(call, target)
             ids = [identity(launch) for launch in found.launches] if found else []
             launches.update(zip(ids, found.launches if found else (), strict=True))
             estimates.update({f"{name}@{card.name}": launches[name].shared for name in ids})
@@ -132,7 +136,7 @@ def compile_all(result: CellResult, cards: tuple[Card, ...], launches: dict[str,
     began = saved = time.monotonic()
     before = result.layers.get("compile", 0.0)
     try:
-        for done, (number, found) in enumerate(compiling([Job(card.sm, launches[launch]) for launch, card in todo],
+        for done, (number, found) in enumerate(compiling([Job(card.arch, launches[launch]) for launch, card in todo],
                                                          triton_environment(result.cell.triton), at_once=jobs, timeout=timeout), 1):
             launch, card = todo[number]
             result.compiled[f"{launch}@{card.name}"] = verdict = _compiled(found, estimates[f"{launch}@{card.name}"])
@@ -163,7 +167,7 @@ import triton
 changed = sorted(name for name in set(before) | set(os.environ) if before.get(name) != os.environ.get(name))
 wrong = [text for text in (missing and f"no {missing}", changed and f"environment changed: {changed}",
                            torch.cuda.is_initialized() and "a CUDA context was made") if text]
-print(json.dumps({"triton": triton.__version__, "modules": len(names), "wrong": wrong}))
+print(json.dumps({"triton": triton.__version__, "torch": torch.__version__.partition("+")[0], "modules": len(names), "wrong": wrong}))
 """
 
 
@@ -171,20 +175,24 @@ def imports(cell: Cell) -> Verdict:
     """Whether every module and public name is there under that release, and the import leaves the process alone."""
     began = time.monotonic()
     ran = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False, timeout=LIMIT,
-                         env={**os.environ, **triton_environment(cell.triton)})
+                         env={**os.environ, **environment(cell)})
     if ran.returncode:
         wrong, detail = [ran.stderr.strip()[-500:]], ""
     else:
         told = json.loads(ran.stdout.splitlines()[-1])
         wrong, detail = list(told["wrong"]), f"{told['modules']} modules"
-        if told["triton"] != cell.triton:
-            wrong.append(f"Triton {told['triton']} was imported")
+        wrong += [f"{name} {got} was imported" for name, got, need in (("Triton", told["triton"], cell.triton), ("torch", told["torch"], cell.torch))
+                  if need and got != need]
     return Verdict(name="import", ok=not wrong, detail="; ".join(wrong) or detail, seconds=round(time.monotonic() - began, 1))
+
+
+def environment(cell: Cell, interpreter: bool = False) -> dict[str, str]:
+    return torch_environment(cell.torch, cell.triton) if cell.torch else triton_environment(cell.triton, interpreter=interpreter)
 
 
 def cases(cell: Cell, layer: Layer, progress: Progress) -> Iterator[Verdict]:
     """The quick cases of every op on the CPU, in children of that release: kernels in the interpreter, or the torch path."""
     interpreted = layer == "interpret"
-    environment = {**triton_environment(cell.triton, interpreter=interpreted), "TRITON_INTERPRET": str(int(interpreted))}
-    for found in watch("cpu", None, Policy(), environment=environment, progress=partial(progress, layer)):
+    variables = {**environment(cell, interpreted), "TRITON_INTERPRET": str(int(interpreted))}
+    for found in watch("cpu", None, Policy(), environment=variables, progress=partial(progress, layer)):
         yield Verdict(name=f"{found.case} {found.dtype}", ok=found.status == "ok", detail=found.detail[:300], seconds=round(found.seconds, 2))

@@ -14,7 +14,7 @@ def data(matrix: Matrix, squares: list[Square], date: str) -> dict[str, Any]:
     known = {(square.op, square.triton, square.card): square for square in squares}
     texts: dict[str, int] = {}
     axes = {"op": [{"name": op, "note": "", "kind": ""} for op in sorted({square.op for square in squares})],
-            "triton": [{"name": cell.triton, "note": "", "kind": cell.kind} for cell in matrix.cell],
+            "triton": [{"name": cell.triton, "note": "", "kind": cell.kind} for cell in matrix.tritons],
             "card": [{"name": card.name, "note": card.example, "kind": card.kind} for card in matrix.card]}
     rows = []
     for op, triton, card in product(*([item["name"] for item in axis] for axis in axes.values())):

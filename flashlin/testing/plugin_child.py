@@ -102,7 +102,7 @@ def import_and_compile(order: Order, answers: TextIO) -> None:
     signal.alarm(0)  # from here on each kernel has its own
     for number, result in serve(jobs, order.at_once, order.timeout):
         cause = f"after {order.timeout:g} s" if result.status == "timeout" else result.message
-        tell(answers, order, "compile", result.status, ": ".join(filter(None, [cause, result.cause])), jobs[number].sm, seen[number])
+        tell(answers, order, "compile", result.status, ": ".join(filter(None, [cause, result.cause])), int(jobs[number].sm), seen[number])
 
 
 def interpret(order: Order, answers: TextIO) -> None:

@@ -46,24 +46,35 @@ class Card(Facts):
         """90 of sm90; 0 of an AMD card."""
         return int(self.name[2:]) if self.name.startswith("sm") else 0
 
+    @property
+    def arch(self) -> int | str:
+        """What to compile for."""
+        return self.sm or self.name
+
     def target(self, triton: str, torch: str = "") -> Target:
         return parse(f"triton={triton},sm={self.sm}" if self.sm else f"triton={triton},backend=hip,name={self.name}", torch_version=torch)
 
 
 class Cell(Facts):
-    """One Triton release. layers: what is run under it."""
+    """One Triton release. torch: a release of it in place of the installed one. layers: what is run under it."""
     triton: str
+    torch: str = ""
     kind: Kind
     layers: tuple[Layer, ...] = ("import", "plan", "compile", "interpret")
 
     @property
     def name(self) -> str:
-        return f"triton-{self.triton}"
+        return f"triton-{self.triton}" + (f"-torch-{self.torch}" if self.torch else "")
 
 
 class Matrix(Facts):
     card: tuple[Card, ...]
     cell: tuple[Cell, ...]
+
+    @property
+    def tritons(self) -> tuple[Cell, ...]:
+        """The cells whose launches are compiled for the cards: another torch makes no others."""
+        return tuple(cell for cell in self.cell if not cell.torch)
 
 
 def load_matrix(path: Path) -> Matrix:
@@ -72,7 +83,8 @@ def load_matrix(path: Path) -> Matrix:
 
 class Outcome(Facts):
     """The plan of one call on one card. path: ``triton``, ``torch`` or ``refused``; remedies: what the plan did, by name; because: a reason for
-    each; launches: ids of the kernels it would start. failed: what the call raised, if it was neither planned nor refused."""
+    each; launches: ids of the kernels it would start; on AMD, where plans lead to the torch path, those that it would start otherwise.
+    failed: what the call raised, if it was neither planned nor refused."""
     op: str
     call: str
     card: str
@@ -182,8 +194,9 @@ def _square(op: str, card: str, result: CellResult, outcomes: list[Outcome], rec
         status = "ran"
     why = dict.fromkeys(reason for (_, reasons), _ in judged for reason in reasons)
     kernels = {launch for outcome in outcomes for launch in outcome.launches if launch not in stale}
-    compiled = sum(f"{launch}@{card}" in result.compiled for launch in kernels)
-    evidence = (record if not changed else "") or (f"{compiled} of {len(kernels)} kernels compiled" if kernels else "")
+    tried = [result.compiled[place] for place in (f"{launch}@{card}" for launch in kernels) if place in result.compiled]
+    compiled = sum(one.status == "ok" for one in tried)
+    evidence = (record if not changed else "") or (f"{compiled} of {len(kernels)} kernels compiled" if tried else "")
     return Square(op=op, card=card, triton=result.cell.triton, status=status, why=tuple(why), evidence=evidence, calls=len(outcomes))
 
 

@@ -56,7 +56,7 @@ def launch_table(results: list[CellResult], stale: set[str], folder: Path) -> st
             cards.append(card)
     for result in results:
         by_place: dict[tuple[str, str], list[bool | None]] = {}
-        for launch, card in sorted({(launch, outcome.card) for outcome in result.outcomes for launch in outcome.launches}):
+        for launch, card in sorted(_planned(result)):
             tried = None if launch in stale else result.compiled.get(f"{launch}@{card}")
             by_place.setdefault((result.launches[launch].config, card), []).append(None if tried is None else not tried.why)
         for (config, card), verdicts in by_place.items():
@@ -64,7 +64,7 @@ def launch_table(results: list[CellResult], stale: set[str], folder: Path) -> st
                 enter(config, result.cell.triton, "compiled", card)
         for place, tried in result.compiled.items():  # planned or not: what has failed is planned otherwise from then on
             launch, _, card = place.partition("@")
-            if launch not in stale and tried.refused:
+            if launch not in stale and tried.refused and card.startswith("sm"):
                 enter(result.launches[launch].config, result.cell.triton, "failed", card)
     for path in sorted(folder.glob("gpu-*.json")):
         record = json.loads(path.read_text())
@@ -75,6 +75,11 @@ def launch_table(results: list[CellResult], stale: set[str], folder: Path) -> st
     return "{\n" + ",\n".join(lines) + "\n}\n"  # a line each, so that a change is a change of lines
 
 
+def _planned(result: CellResult) -> set[tuple[str, str]]:
+    """Launches and cards, without those that no plan leads to."""
+    return {(launch, outcome.card) for outcome in result.outcomes if outcome.path == "triton" for launch in outcome.launches}
+
+
 def support_table(matrix: Matrix, results: list[CellResult], every: list[Square]) -> str:
     at = {(one.op, one.triton, one.card): one for one in every}
     ops = sorted({one.op for one in every})
@@ -82,7 +87,7 @@ def support_table(matrix: Matrix, results: list[CellResult], every: list[Square]
              "reason: `matrix/results/index.html`.", "", "| | means |", "|---|---|"]
     lines += [f"| {MARKS[status]} | {MEANS[status]} |" for status in reversed(STATUSES)]
     lines += ["", "## All ops", "", "The worst of all ops in each square.", ""]
-    places = [(cell.triton, card.name) for cell in matrix.cell for card in matrix.card]
+    places = [(cell.triton, card.name) for cell in matrix.tritons for card in matrix.card]
     lines += _grid(matrix, {place: _worst([at.get((op, *place)) for op in ops]) for place in places})
     for op in ops:
         lines += ["", f"## {op}", "", *_grid(matrix, {place: _worst([at.get((op, *place))]) for place in places})]
@@ -90,17 +95,18 @@ def support_table(matrix: Matrix, results: list[CellResult], every: list[Square]
     reasons = Counter((reason.partition(": ")[2].partition(":")[0], one.status) for one in every for reason in one.why)
     lines += ["", "| reason | status | calls |", "|---|---|---|"]
     lines += [f"| {_cell(reason)} | {MARKS[status]} | {count} |" for (reason, status), count in reasons.most_common()]
-    lines += ["", "## The runs", "", "| cell | kind | date | kernels x cards compiled | failed | refused, planned otherwise since | interpreter, or torch path "
-              "| compile, s |",
-              "|---|---|---|---|---|---|---|---|"]
+    lines += ["", "## The runs", "", "| cell | kind | date | kernels x cards compiled | failed | refused, so planned otherwise | interpreter, or "
+              "torch path | seconds |", "|---|---|---|---|---|---|---|---|"]
     for result in results:
         verdicts = [one for layer in ("interpret", "torch") for one in result.verdicts.get(layer, ())]
         right = f"{sum(one.ok for one in verdicts)} of {len(verdicts)} right" if verdicts else "not run"
-        planned = {f"{launch}@{outcome.card}" for outcome in result.outcomes for launch in outcome.launches}
+        planned = {f"{launch}@{card}" for launch, card in _planned(result)}
         failed = sum(bool(one.why) for place, one in result.compiled.items() if place in planned)
-        done = planned & set(result.compiled)
-        lines.append(f"| {result.cell.name} | {result.cell.kind} | {result.date or 'not run'} | {len(done)} of {len(planned)} | {failed} "
-                     f"| {len(result.compiled) - len(done)} | {right} | {result.layers.get('compile', 0):.0f} |")
+        refused = sum(one.refused for place, one in result.compiled.items() if place not in planned and "@sm" in place)
+        seconds = ", ".join(f"{layer} {took:.0f}" for layer, took in sorted(result.layers.items()))
+        compiled = f"{len(planned & set(result.compiled))} of {len(planned)}"
+        facts = (result.cell.name, result.cell.kind, result.date or "not run", compiled, failed, refused, right, seconds)
+        lines.append("| " + " | ".join(map(str, facts)) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -110,7 +116,7 @@ def _worst(found: list[Square | None]) -> Status:
 
 def _grid(matrix: Matrix, status: dict[tuple[str, str], Status]) -> list[str]:
     head = "| Triton | " + " | ".join(f"{card.name} ({card.example})" for card in matrix.card) + " |"
-    rows = [f"| {cell.triton} | " + " | ".join(MARKS[status[cell.triton, card.name]] for card in matrix.card) + " |" for cell in matrix.cell]
+    rows = [f"| {cell.triton} | " + " | ".join(MARKS[status[cell.triton, card.name]] for card in matrix.card) + " |" for cell in matrix.tritons]
     return [head, "|---" * (len(matrix.card) + 1) + "|", *rows]
 
 

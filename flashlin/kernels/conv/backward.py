@@ -6,7 +6,6 @@ and the same for what came from the initial state; the gradient of the final sta
 rows, because dx of a row needs dz of the rows after it: the first makes dz, and on the way shares of dW and db, of which every program
 keeps one for all its rows; torch adds the shares up. Without an activation dz is dy.
 """
-from __future__ import annotations
 
 import torch
 import triton

@@ -5,7 +5,6 @@ for each channel on its own. Rows are tokens of any sequence, counted through th
 W taps are as many loads of that tile, of which all but the first come out of the cache. What lies before a sequence comes from its state
 [D, W], whose slot w holds token w - W. Filters are [D, W] too.
 """
-from __future__ import annotations
 
 import torch
 import triton

@@ -11,7 +11,6 @@ partial sum. With z_ij = -e^{G_i - G_j} (dy_i . u_j) for j < i, the gradient of 
 The gate's gradient as in simple_gla: whatever passes from before t to t or later, with no difference of large sums: pairs i = j are left
 out, and every chunk starts anew from <h, dh>.
 """
-from __future__ import annotations
 
 import torch
 import triton

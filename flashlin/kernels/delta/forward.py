@@ -7,7 +7,6 @@ u_i = beta_i (v_i - S'^T k_i) is a triangular system:
 The inverse does not depend on h, so a kernel with a program per chunk writes it, and the scan, which owns the state as in simple_gla, is
 left with products. Source: Yang et al. 2024 (arXiv 2406.06484; 2412.06464 with the gate).
 """
-from __future__ import annotations
 
 import torch
 import triton

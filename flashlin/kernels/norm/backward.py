@@ -11,7 +11,6 @@ row of the registers is a share of one line, and the shares are [programs * BT /
 are on their way, because one row at a time leaves most of the memory's bandwidth idle. Rows too long for the registers take two kernels:
 one walks along rows for ds, one down columns for dw and db.
 """
-from __future__ import annotations
 
 import torch
 import triton

@@ -7,7 +7,6 @@ and b are [G, D] and row n takes line n % G of them.
 A program holds BT whole rows in registers, so everything is read once. Rows longer than BD are walked in blocks of BD, twice: once for
 the statistics, and once, mostly out of the cache, for y.
 """
-from __future__ import annotations
 
 import torch
 import triton

@@ -10,7 +10,6 @@ backwards. With dS the gradient of S_t on entering token t, and what inputs.py c
     before: o reads S_{t-1}, so scale q do^T is added last instead, and the bonus gives its own share to dq, dk, dv.
 No state is recovered by dividing by a decay. Sums over V are partial sums of a strip, added up by torch: deterministic, no atomics.
 """
-from __future__ import annotations
 
 import torch
 import triton

@@ -3,7 +3,6 @@
 The tile stays in registers, so a token costs its vectors and two sums over K. Optional tensors are None where a call has none, which the
 compiler knows: each combination is a kernel of its own. Nothing is ever divided by a decay.
 """
-from __future__ import annotations
 
 import torch
 import triton

@@ -11,7 +11,6 @@ Nothing here is the difference of two large sums: pairs i = j, which cancel on p
 dwarf everything else, are left out of a and b; and every chunk starts anew from <h, dh>, so rounding does not add up along the
 sequence. For that the dq scan stores the state entering each chunk.
 """
-from __future__ import annotations
 
 import torch
 import triton

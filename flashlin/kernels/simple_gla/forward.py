@@ -5,7 +5,6 @@ With the decay G_i = g_1 + ... + g_i inside a chunk and the state h entering it 
 A program owns one sequence, one head and BV columns of the state, which stays in registers while it walks the chunks; outputs are
 written on the way, so nothing but q, k, v and o moves. Differences of G are masked before exp, so no factor exceeds a decay.
 """
-from __future__ import annotations
 
 import torch
 import triton
