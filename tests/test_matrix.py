@@ -1,6 +1,7 @@
 """The matrix runner: what it compiles, what it makes of the answers, and that nothing is lost or left blank. tests/matrix compiles for real."""
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from flashlin import dispatch
 from flashlin.compat.target import parse
-from flashlin.testing import matrix, support, workload
+from flashlin.testing import environments, matrix, support, workload
 from flashlin.testing.compile import Job, Result
 from flashlin.testing.environments import RELEASES
 from flashlin.testing.results import STATUSES, Card, Cell, Compiled, Described, Matrix, Outcome, gpu_records, load_matrix, load_result, squares
@@ -109,6 +110,47 @@ def test_a_broken_kernel_is_a_failure_that_names_its_place(one_call: list[worklo
     assert line.startswith("chunk_simple_gla sm90 triton 3.6.0: bfloat16 D=128: simple_gla_dk(") and says in line
     report = Matrix(card=(CARD.model_copy(update={"kind": "report"}),), cell=(CELL,))
     assert support.failures(report, result) == [], "a card that is only reported holds nobody up"
+
+
+def test_what_was_refused_is_remembered_though_it_is_planned_no_more(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch,
+                                                                     tmp_path: Path) -> None:
+    monkeypatch.setattr(matrix, "compiling", compiler(lambda job: Result("abort") if job.launch.kernel == "simple_gla_dk" else fine(job), []))
+    first = matrix.run(CELL, (CARD,), tmp_path)
+    [refused] = [name for name in first.launches if name.startswith("simple_gla_dk")]
+    monkeypatch.setattr(workload, "calls", lambda: iter(()))
+    again = matrix.run(CELL, (CARD,), tmp_path)
+    assert list(again.launches) == [refused] and list(again.compiled) == [f"{refused}@sm90"]
+    assert json.loads(support.launch_table([again], set(), tmp_path)) == {again.launches[refused].config: {"3.6.0": {"failed": ["sm90"]}}}
+    assert "| 0 of 0 | 0 | 1 |" in support.support_table(SMALL, [again], [])
+    monkeypatch.setattr(matrix, "is_current", lambda source, kernel: False)
+    assert not matrix.run(CELL, (CARD,), tmp_path).launches, "of another source"
+
+
+def test_an_estimate_that_is_too_low_fails_a_square_and_blames_no_configuration(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch,
+                                                                                tmp_path: Path) -> None:
+    monkeypatch.setattr(matrix, "compiling", compiler(lambda job: Result("ok", shared=10**6), []))
+    result = matrix.run(CELL, (CARD,), tmp_path)
+    assert support.failures(SMALL, result) and support.launch_table([result], set(), tmp_path) == "{\n\n}\n"
+
+
+def test_on_amd_the_torch_path_is_taken_and_the_kernels_are_compiled_nevertheless(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch,
+                                                                                   tmp_path: Path) -> None:
+    seen: list[Job] = []
+    monkeypatch.setattr(matrix, "compiling", compiler(fine, seen))
+    card = Card(name="gfx942", example="MI300", kind="report")
+    result = matrix.run(CELL, (card,), tmp_path)
+    assert {job.sm for job in seen} == {"gfx942"} and {job.launch.kernel for job in seen} >= {"simple_gla_scan", "simple_gla_dk"}
+    [square] = squares(Matrix(card=(card,), cell=(CELL,)), [result], {})
+    assert square.status == "torch path" and square.evidence == f"{len(seen)} of {len(seen)} kernels compiled"
+    assert support.launch_table([result], set(), tmp_path) == "{\n\n}\n", "nobody plans with it"
+
+
+def test_another_torch_is_a_cell_without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    [cell] = [cell for cell in WHOLE.cell if cell.torch]
+    assert cell.name == "triton-3.0.0-torch-2.4.1" and cell.kind == "gate" and not {"plan", "compile"} & set(cell.layers)
+    assert cell not in WHOLE.tritons and len(WHOLE.tritons) == len(WHOLE.cell) - 1
+    monkeypatch.setattr(environments, "installed", lambda requirements, name, *rest, **options: Path(f"/{name}"))
+    assert matrix.environment(cell)["PYTHONPATH"].split(":")[:2] == ["/torch-2.4.1", "/triton-3.0.0"]
 
 
 def outcome(path: str = "triton", remedies: tuple[str, ...] = (), launches: tuple[str, ...] = ("a",), failed: str = "") -> Outcome:

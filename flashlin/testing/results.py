@@ -192,7 +192,7 @@ def _square(op: str, card: str, result: CellResult, outcomes: list[Outcome], rec
     changed = any(launch in stale for outcome in outcomes for launch in outcome.launches)
     if record and status == "compiled":  # not where a kernel or a plan has changed since: what is new was tried by nobody
         status = "ran"
-    why = dict.fromkeys(reason for (_, reasons), _ in judged for reason in reasons)
+    why = dict.fromkeys(reason for (found, reasons), _ in judged if found == status or status != "FAILED" for reason in reasons)
     kernels = {launch for outcome in outcomes for launch in outcome.launches if launch not in stale}
     tried = [result.compiled[place] for place in (f"{launch}@{card}" for launch in kernels) if place in result.compiled]
     compiled = sum(one.status == "ok" for one in tried)

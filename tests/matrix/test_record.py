@@ -128,6 +128,14 @@ def test_a_stand_in_driver_is_enough_to_compile(record: Record) -> None:
     assert 0 < result.shared <= launch.shared and result.registers > 0 and result.seconds > 0 and result.matrix
 
 
+def test_it_compiles_for_amd_too(gated: Callable[..., None]) -> None:
+    pytest.importorskip("triton")
+    with flashlin.settings(policy="off"), recording(parse("triton=3.6.0,backend=hip,name=gfx942")) as found:
+        gated(K=16, V=16)
+    result = compile_launches([Job("gfx942", scan(found))])[0]
+    assert result.ok and 0 < result.shared <= 65536 and result.registers > 0 and not result.matrix, result
+
+
 def test_a_kernel_that_does_not_compile_says_why(record: Record) -> None:
     pytest.importorskip("triton")
     launch = scan(record(K=16, V=16))

@@ -236,6 +236,28 @@ def test_remedies_combine_on_a_t4() -> None:
     assert plan.problem.dot == "fp32" and 0 < plan.problem.batch_part < huge.N
 
 
+@pytest.mark.parametrize(("triton", "sm", "dot"), [("3.3.1", 80, "native"), ("3.4.0", 75, "fp32"), ("3.9.0", 70, "fp32"), ("3.9.0", 80, "native"),
+                                                  ("3.2.0", 75, "native"), ("3.1.0", 75, "native")])
+def test_without_tensor_cores_16_bit_operands_are_made_32_silently(triton: str, sm: int, dot: str) -> None:
+    """Scalar code on 16-bit operands spills ten times as much (matrix/results). Not where there is nothing to multiply."""
+    asked = problem("chunk_simple_gla", "float16", 128, 128)
+    plan = dispatch.plan(asked, target(triton, sm), Policy(policy="strict"))
+    assert plan.path == "triton" and plan.problem.dot == dot and not dispatch.inexact_steps(plan)
+    assert dispatch.plan(problem("rms_norm", "float16", 128, 128), target(triton, sm)).problem.dot == "native"
+
+
+def test_volta_before_32_cannot_add_products_of_transposed_operands() -> None:
+    for triton, sm, codes in (("3.1.0", 70, ["mma-to-mma-volta"]), ("3.1.0", 75, []), ("3.2.0", 70, ["half-dot-volta-32"])):
+        plan = dispatch.plan(problem("chunk_delta_rule", "float16", 128, 128), target(triton, sm))
+        assert [reason.code for reason, _ in plan.steps] == codes and plan.path == "triton"
+
+
+def test_amd_takes_the_torch_path_unless_checks_are_off() -> None:
+    asked, amd = problem("chunk_simple_gla", "bfloat16", 64, 64), parse("triton=3.6.0,backend=hip")
+    assert dispatch.plan(asked, amd).path == "torch" and "policy=off" in str(dispatch.plan(asked, amd).steps[0][0])
+    assert dispatch.plan(asked, amd, Policy(policy="off")).path == "triton"
+
+
 def test_a_batch_of_65538_heads_needs_no_remedy() -> None:
     """fla's grids have B * H on axis 1, which ends at 65535; ours are flat."""
     for way in WAYS:
