@@ -10,7 +10,7 @@ import pytest
 
 from flashlin import dispatch
 from flashlin.compat.target import parse
-from flashlin.testing import environments, matrix, support, workload
+from flashlin.testing import environments, matrix, seeds, support, workload
 from flashlin.testing.compile import Job, Result
 from flashlin.testing.environments import RELEASES
 from flashlin.testing.results import STATUSES, Card, Cell, Compiled, Described, Matrix, Outcome, gpu_records, load_matrix, load_result, squares
@@ -189,6 +189,16 @@ def test_the_table_leaves_nothing_blank() -> None:
     text = support.support_table(WHOLE, [load_result(Path("nowhere"), cell) for cell in WHOLE.cell], [])
     rows = [line for line in text.splitlines() if line.startswith(tuple(f"| {cell.triton} |" for cell in WHOLE.cell))]
     assert rows and all("not run" in row and "|  |" not in row for row in rows)
+
+
+def test_the_failures_it_began_with_are_rows_whose_evidence_is_there() -> None:
+    lines = seeds.table()
+    assert len(lines) == 2 + 5 and all(line.count("|") == 5 for line in lines)
+    for seed in seeds.SEEDS:
+        assert bool(seed.raw) != bool(seed.issues) and seed.shown
+        assert all((ROOT / path).exists() for path in seed.shown), seed
+    assert "assertion in LinearLayout::reshapeOuts (Triton 3.2.0 and newer, before 3.3.0)" in lines[3]
+    assert "(Triton before 3.2.0)" in lines[2] and "(Triton 3.9.0 and newer)" in lines[2]
 
 
 def test_the_support_table_is_current() -> None:

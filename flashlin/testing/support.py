@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from flashlin.guards.proven import PROVEN
+from flashlin.testing import seeds
 from flashlin.testing.page import page
 from flashlin.testing.record import is_current
 from flashlin.testing.results import MEANS, STATUSES, CellResult, Matrix, Square, Status, gpu_records, load_result, squares
@@ -91,6 +92,7 @@ def support_table(matrix: Matrix, results: list[CellResult], every: list[Square]
     lines += _grid(matrix, {place: _worst([at.get((op, *place)) for op in ops]) for place in places})
     for op in ops:
         lines += ["", f"## {op}", "", *_grid(matrix, {place: _worst([at.get((op, *place))]) for place in places})]
+    lines += ["", "## The failures it began with", "", *seeds.table()]
     lines += ["", "## Why", "", "Reasons behind everything that is not compiled or ran, most frequent first."]
     reasons = Counter((reason.partition(": ")[2].partition(":")[0], one.status) for one in every for reason in one.why)
     lines += ["", "| reason | status | calls |", "|---|---|---|"]
