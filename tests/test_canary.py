@@ -151,6 +151,22 @@ def test_another_rank_s_answer_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
     assert configs and call(NEWER) and not child.asked
 
 
+def test_what_another_rank_saw_fail_is_planned_otherwise_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Warmup(monkeypatch, 0)
+    plan = dispatch.plan(flashlin.ops.simple_gla.problem_of("chunk_simple_gla", "chunk", torch.zeros(1, 64, 2, 64), 64, 1, True, False, False),
+                         parse(NEWER))
+    proven.local(parse(NEWER))  # this process has looked before the other one knew
+    read_again = canary._read_again
+
+    def later(*args: Any) -> None:
+        proven.keep({launch.config: "failed" for launch in plan.launches}, parse(NEWER))
+        read_again(*args)
+    monkeypatch.setattr(canary, "_read_again", later)
+    with pytest.warns(UserWarning):
+        assert call(NEWER) == {"gate_cumsum 2", "simple_gla_scan 2"}
+    assert len(child.asked) == 1, "for what is planned instead"
+
+
 def test_rows_and_channels_are_not_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     child = Warmup(monkeypatch, 0)
     machine._probed[CPU] = parse(NEWER)

@@ -36,8 +36,10 @@ def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
             with proven.alone(f"canary-{asked.op}-{asked.dtype}-{asked.K}"):
                 _read_again(target, {})
                 unsure = _unsure(the_plan)
-                if not unsure or not _failed(the_plan, device, unsure, stacklevel + 1):
-                    break
+                if unsure:
+                    _try(the_plan, device, unsure, stacklevel + 1)
+            if not any(proven.trust(launch, target) == "failed" for launch in the_plan.launches):
+                break
             dispatch.plan.cache_clear()
             the_plan = dispatch.plan(asked, target, policy.current())
         _done.add(key)
@@ -59,9 +61,9 @@ def _unsure(the_plan: Plan) -> list[str]:
     return [launch.config for launch in the_plan.launches if launch.config not in here and proven.trust(launch, the_plan.target) != "ran"]
 
 
-def _failed(the_plan: Plan, device: torch.device, unsure: list[str], stacklevel: int) -> bool:
-    """Run ``flashlin warmup`` for this op; whether something is wrong, so that it has to be planned again. What is to blame stands in this
-    machine's table; where that cannot be written, all that was unsure counts as failed in this process."""
+def _try(the_plan: Plan, device: torch.device, unsure: list[str], stacklevel: int) -> None:
+    """Run ``flashlin warmup`` for this op. What is to blame for a failure stands in this machine's table then; where that cannot be written, all
+    that was unsure counts as failed in this process."""
     asked, target = the_plan.asked, the_plan.target
     op = asked.op if dispatch.OPS[asked.op][1] != "auto" else f"{the_plan.problem.mode}_{asked.op}"
     why = f"was compiled for {target.sm} under Triton {target.triton}, but never run there" if proven.knows(target.triton) else \
@@ -75,14 +77,13 @@ def _failed(the_plan: Plan, device: torch.device, unsure: list[str], stacklevel:
                          env={**os.environ, "FLASHLIN_CANARY": "off", "PYTHONPATH": os.pathsep.join(sys.path)})
     if ran.returncode not in (0, 1):
         warnings.warn(f"{op} could not be tried, and is used as it is: {ran.stderr.strip()[-300:]}", stacklevel=stacklevel)
-        return False
+        return
     _read_again(target, {})
     found = proven.local(target)
     if ran.returncode == 0:  # the op has been tried here; what its small case does not launch is known no better, and not asked again
         proven.keep({launch.config: proven.trust(launch, target) for launch in the_plan.launches if launch.config not in found}, target)
     elif not any(config in found for config in unsure):
         _read_again(target, dict.fromkeys(unsure, "failed"))
-    return ran.returncode == 1
 
 
 def _read_again(target: Target, others: dict[str, proven.Trust]) -> None:
