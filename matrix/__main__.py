@@ -63,10 +63,12 @@ def main() -> int:
     if unknown:
         parser.error(f"got {', '.join(unknown)}, need a release or card of {CELLS.name}: {', '.join(cell.triton for cell in whole.cell)}; "
                      f"{', '.join(card.name for card in whole.card)}")
+    chosen = [cell for cell in whole.cell if not options.cell or {cell.name, cell.triton} & set(options.cell)]
+    for cell in chosen:
+        if not cell.runs_on(sys.version_info[:2]):
+            parser.error(f"got Python {sys.version_info[0]}.{sys.version_info[1]}, need {cell.python} for Triton {cell.triton}; --cell leaves it out")
     bar, began, failed = Bar(), time.monotonic(), 0
-    for cell in whole.cell:
-        if options.cell and not {cell.name, cell.triton} & set(options.cell):
-            continue
+    for cell in chosen:
         if options.afresh:
             (options.out / f"{cell.name}.json").unlink(missing_ok=True)
         bar.cell = cell.triton

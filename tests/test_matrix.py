@@ -53,6 +53,13 @@ def test_every_op_is_called_and_every_release_is_a_cell() -> None:
     assert {cell.triton for cell in WHOLE.cell if cell.kind == "gate"} == set(RELEASES)
 
 
+def test_a_cell_says_which_python_and_numpy_its_release_needs() -> None:
+    for cell in WHOLE.cell:
+        assert cell.runs_on((3, 11)) and not cell.runs_on((3, 6)) and not cell.runs_on((3, 16)), cell
+        assert "interpret" not in cell.layers or cell.numpy == environments.numpy_for(cell.triton), cell
+    assert [cell.triton for cell in WHOLE.cell if not cell.runs_on((3, 10))] == ["3.9.0"]
+
+
 def test_a_call_is_seen_forward_and_backward_and_a_refusal_is_a_plan(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch) -> None:
     found = workload.seen(one_call[0], parse("triton=3.6.0,sm=90"))
     assert {"simple_gla_scan", "simple_gla_dq", "simple_gla_dk", "simple_gla_dv"} <= {launch.kernel for launch in found.launches}

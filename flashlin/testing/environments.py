@@ -29,17 +29,21 @@ class NotInstallable(RuntimeError):
 def triton_environment(version: str, *, interpreter: bool = False, cache: Path | None = None) -> dict[str, str]:
     """Environment variables under which a child of this Python imports Triton ``version``; installs it at the first call.
 
-    interpreter: also the newest numpy that this release's interpreter works with (with numpy 2, 3.0 and 3.1 lose writes silently).
+    interpreter: also the newest numpy that this release's interpreter works with.
     Raises NotInstallable, which quotes pip.
     """
     found = [installed([f"triton=={version}"], f"triton-{version}", cache)]
     if release(version) < (3, 3) and importlib.util.find_spec("setuptools") is None:
         found.append(installed(["setuptools"], "setuptools", cache))
-    if interpreter and release(version) < (3, 7):
-        bound = "numpy<2" if release(version) < (3, 2) else "numpy<2.3"
-        found.append(installed([bound], bound.replace("<", "-below-"), cache))
+    if interpreter and numpy_for(version):
+        found.append(installed([f"numpy{numpy_for(version)}"], f"numpy{numpy_for(version)}".replace("<", "-below-"), cache))
     paths = [str(path) for path in found]
     return {"PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def numpy_for(triton: str) -> str:
+    """The bound on numpy that this release's interpreter needs, if any: with numpy 2, 3.0 and 3.1 lose writes silently."""
+    return "<2" if release(triton) < (3, 2) else "<2.3" if release(triton) < (3, 7) else ""
 
 
 def torch_environment(torch: str, triton: str) -> dict[str, str]:

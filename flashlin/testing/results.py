@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from flashlin.compat.target import Target, parse
+from flashlin.compat.versions import release
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")  # the same module under its older name
 
@@ -56,11 +57,18 @@ class Card(Facts):
 
 
 class Cell(Facts):
-    """One Triton release. torch: a release of it in place of the installed one. layers: what is run under it."""
+    """One Triton release. python: the versions it is made for, ``3.9 to 3.13``; numpy: a bound that its interpreter needs; torch: a release
+    of it in place of the installed one. layers: what is run under it."""
     triton: str
+    python: str = ""
+    numpy: str = ""
     torch: str = ""
     kind: Kind
     layers: tuple[Layer, ...] = ("import", "plan", "compile", "interpret")
+
+    def runs_on(self, python: tuple[int, int]) -> bool:
+        first, _, last = self.python.partition(" to ")
+        return not first or release(first)[:2] <= python <= release(last)[:2]
 
     @property
     def name(self) -> str:
