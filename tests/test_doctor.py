@@ -369,7 +369,8 @@ def test_the_upgrade_that_helps_is_named() -> None:
     with_dots = sum(any("dot" in launch.traits for plan in outlook.typical(op, parse(H200), Policy()).values() for launch in plan.launches)
                     for op in OPS)
     one = check(flashlin.doctor(target="triton=3.3.0,sm=120"), "upgrade")
-    assert one.fix == 'pip install "triton==3.3.1"' and f"clears {with_dots} of {with_dots}" in one.detail and "torch 2.7.1 comes with it" in one.detail
+    assert one.fix == 'pip install "triton==3.3.1"'
+    assert f"clears {with_dots} of {with_dots}" in one.detail and "torch 2.7.1 comes with it" in one.detail
     assert check(flashlin.doctor(target="triton=3.3.0,sm=120,torch=2.10.0"), "upgrade").fix == 'pip install "triton==3.6.0"'
     some = check(flashlin.doctor(target="triton=3.5.0,sm=103"), "upgrade")
     assert f"clears {len(OPS) - with_dots} of {len(OPS)} and eases {with_dots} of {len(OPS)}" in some.detail
