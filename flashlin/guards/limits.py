@@ -61,10 +61,10 @@ def check_dtype(problem: Problem, launches: tuple[Launch, ...], target: Target, 
     if target.backend == "interpreter" and any("bf16" in launch.traits for launch in launches):
         return Reason("interpreter-bf16", "bf16 in Triton's interpreter, which multiplies the raw bits", "fp32 operands", ("via_fp32",))
     if (target.backend == "cuda" and target.capability < (8, 0) and release(target.triton)[:2] >= (3, 4) and problem.given is None
-            and any("half_dot" in launch.traits for launch in launches)):
+            and policy.policy != "off" and any("half_dot" in launch.traits for launch in launches)):
         return Reason("scalar-dots", f"{problem.dtype} operands on {target.sm}, triton {target.triton}", "fp32 operands where Triton uses no tensor "
                       "cores: scalar code on 16-bit ones spills tens of kilobytes a thread", ("via_fp32",),
-                      "https://github.com/triton-lang/triton/issues/6698", forced=False)
+                      "https://github.com/triton-lang/triton/issues/6698")
     return None
 
 
