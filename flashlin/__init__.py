@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "flashlin.ops.simple_gla": ("chunk_simple_gla", "fused_recurrent_simple_gla", "simple_gla"),
-    "flashlin.ops.retention": ("chunk_retention", "fused_recurrent_retention", "retention"),
-    "flashlin.ops.linear_attn": ("chunk_linear_attn", "fused_recurrent_linear_attn", "linear_attn"),
+    "flashlin.ops.simple_gla": ("chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla", "parallel_simple_gla", "simple_gla"),
+    "flashlin.ops.retention": ("chunk_retention", "fused_chunk_retention", "fused_recurrent_retention", "parallel_retention", "retention"),
+    "flashlin.ops.linear_attn": ("chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn", "linear_attn"),
     "flashlin.ops.lightning_attn": ("chunk_lightning_attn", "fused_recurrent_lightning_attn"),
     "flashlin.ops.delta_rule": ("chunk_delta_rule", "fused_recurrent_delta_rule", "delta_rule"),
     "flashlin.ops.gated_delta_rule": ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn",
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from flashlin.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn
     from flashlin.ops.lightning_attn import fused_recurrent_lightning_attn as fused_recurrent_lightning_attn
     from flashlin.ops.linear_attn import chunk_linear_attn as chunk_linear_attn
+    from flashlin.ops.linear_attn import fused_chunk_linear_attn as fused_chunk_linear_attn
     from flashlin.ops.linear_attn import fused_recurrent_linear_attn as fused_recurrent_linear_attn
     from flashlin.ops.linear_attn import linear_attn as linear_attn
     from flashlin.ops.norm import group_norm as group_norm
@@ -74,10 +75,14 @@ if TYPE_CHECKING:
     from flashlin.ops.norm import rms_norm as rms_norm
     from flashlin.ops.norm import rms_norm_gated as rms_norm_gated
     from flashlin.ops.retention import chunk_retention as chunk_retention
+    from flashlin.ops.retention import fused_chunk_retention as fused_chunk_retention
     from flashlin.ops.retention import fused_recurrent_retention as fused_recurrent_retention
+    from flashlin.ops.retention import parallel_retention as parallel_retention
     from flashlin.ops.retention import retention as retention
     from flashlin.ops.simple_gla import chunk_simple_gla as chunk_simple_gla
+    from flashlin.ops.simple_gla import fused_chunk_simple_gla as fused_chunk_simple_gla
     from flashlin.ops.simple_gla import fused_recurrent_simple_gla as fused_recurrent_simple_gla
+    from flashlin.ops.simple_gla import parallel_simple_gla as parallel_simple_gla
     from flashlin.ops.simple_gla import simple_gla as simple_gla
     from flashlin.patching import patch as patch
     from flashlin.patching import patched as patched

@@ -30,11 +30,11 @@ RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {
 # Every public op: its family, and the mode it asks for.
 OPS: dict[str, tuple[str, str]] = {
     "chunk_simple_gla": ("simple_gla", "chunk"), "fused_recurrent_simple_gla": ("simple_gla", "fused_recurrent"),
-    "simple_gla": ("simple_gla", "auto"),
+    "fused_chunk_simple_gla": ("simple_gla", "chunk"), "parallel_simple_gla": ("simple_gla", "chunk"), "simple_gla": ("simple_gla", "auto"),
     "chunk_retention": ("simple_gla", "chunk"), "fused_recurrent_retention": ("simple_gla", "fused_recurrent"),
-    "retention": ("simple_gla", "auto"),
+    "fused_chunk_retention": ("simple_gla", "chunk"), "parallel_retention": ("simple_gla", "chunk"), "retention": ("simple_gla", "auto"),
     "chunk_linear_attn": ("simple_gla", "chunk"), "fused_recurrent_linear_attn": ("simple_gla", "fused_recurrent"),
-    "linear_attn": ("simple_gla", "auto"),
+    "fused_chunk_linear_attn": ("simple_gla", "chunk"), "linear_attn": ("simple_gla", "auto"),
     "chunk_lightning_attn": ("simple_gla", "chunk"), "fused_recurrent_lightning_attn": ("simple_gla", "fused_recurrent"),
     "chunk_delta_rule": ("delta", "chunk"), "fused_recurrent_delta_rule": ("recurrent", "fused_recurrent"),
     "delta_rule": ("delta", "auto"),

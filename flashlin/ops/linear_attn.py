@@ -39,6 +39,15 @@ def fused_recurrent_linear_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | 
                 reverse)
 
 
+def fused_chunk_linear_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State | None = None,
+                            output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
+                            **unknown: Any) -> tuple[Tensor, State | None]:
+    """Linear attention by the kernels of ``chunk_linear_attn``, which are fused already: the same arguments, defaults and returns. Drop-in for
+    ``fla.ops.linear_attn.fused_chunk_linear_attn``."""
+    no_unknown("fused_chunk_linear_attn", unknown)
+    return _run("fused_chunk_linear_attn", "chunk", q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+
+
 def linear_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State | None = None,
                 output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
                 mode: str = "auto") -> tuple[Tensor, State | None]:

@@ -34,6 +34,23 @@ def fused_recurrent_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | No
                       layout, cu_seqlens, reverse=reverse)
 
 
+def fused_chunk_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+                          output_final_state: bool = False, cu_seqlens: Tensor | None = None, chunk_size: int = 64,
+                          **unknown: Any) -> tuple[Tensor, Tensor | None]:
+    """Retention by the kernels of ``chunk_retention``, which are fused already. Drop-in for ``fla.ops.retention.fused_chunk_retention``."""
+    no_unknown("fused_chunk_retention", unknown)
+    return family.run("fused_chunk_retention", "chunk", q, k, v, None, _gamma(q), scale, initial_state, output_final_state, False, cu_seqlens,
+                      chunk_size=chunk_size)
+
+
+def parallel_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, output_attentions: bool = False,
+                       cu_seqlens: Tensor | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
+    """Retention without states. Drop-in for ``fla.ops.retention.parallel_retention``; arguments, returns (o, and the scores [B, H, T, T] or
+    None) and the memory that scores take as ``parallel_simple_gla``."""
+    no_unknown("parallel_retention", unknown)
+    return family.run_parallel("parallel_retention", q, k, v, None, _gamma(q), scale, output_attentions, cu_seqlens)
+
+
 def retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
               output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
               cu_seqlens_cpu: Tensor | None = None, mode: str = "auto") -> tuple[Tensor, Tensor | None]:

@@ -71,6 +71,37 @@ def fused_recurrent_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
                v_first("fused_recurrent_simple_gla", state_v_first, transpose_state_layout), cu_seqlens, reverse=reverse)
 
 
+def fused_chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
+                           initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+                           **unknown: Any) -> tuple[Tensor, Tensor | None]:
+    """Simple GLA by the kernels of ``chunk_simple_gla``, which are fused already. Drop-in for ``fla.ops.simple_gla.fused_chunk_simple_gla``.
+
+    Arguments, returns and errors as ``chunk_simple_gla``; but, as in fla, g and g_gamma together are a ValueError.
+    """
+    no_unknown("fused_chunk_simple_gla", unknown)
+    if g is not None and g_gamma is not None:
+        raise ValueError("g_gamma: got both g and g_gamma, need one of them (chunk_simple_gla adds them up)")
+    return run("fused_chunk_simple_gla", "chunk", q, k, v, g, g_gamma, scale, initial_state, output_final_state, False, cu_seqlens)
+
+
+def parallel_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float | None = None, output_attentions: bool = False,
+                        cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+                        **unknown: Any) -> tuple[Tensor, Tensor | None]:
+    """Simple GLA without states. Drop-in for ``fla.ops.simple_gla.parallel_simple_gla``; o comes from the kernels of ``chunk_simple_gla``.
+
+    q, k, v, g, scale, cu_seqlens, cu_seqlens_cpu, o and errors as there. output_attentions: also return the scores; not with cu_seqlens.
+
+    Returns:
+        o [B, T, H, V] in v's dtype, and the scores scale q_i . k_j e^{g_{j+1} + ... + g_i} (0 for j > i) as [B, H, T, T] in q's dtype, or
+        None. Both pass gradients on to q, k, v and g, where fla drops those of the scores.
+
+    The scores take B * H * T * T elements of memory, and several times that while they are computed in float32 by plain torch and kept for
+    backward: 16 heads of 8,192 tokens are 4 GiB a tensor. Without output_attentions memory grows with T, not with its square.
+    """
+    no_unknown("parallel_simple_gla", unknown)
+    return run_parallel("parallel_simple_gla", q, k, v, g, None, scale, output_attentions, cu_seqlens, cu_seqlens_cpu)
+
+
 def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
                initial_state: Tensor | None = None, output_final_state: bool = False, state_v_first: bool = False,
                cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, mode: str = "auto") -> tuple[Tensor, Tensor | None]:
@@ -134,6 +165,17 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
     if reverse:
         o, ht = o.flip(1), ht if ht is None or bounds is None else ht.flip(0)
     return o, ht
+
+
+def run_parallel(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, scale: float | None, output_attentions: bool,
+                 cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """o of ``run``, and the scores behind it where they are asked for."""
+    if output_attentions and cu_seqlens is not None:
+        raise ValueError("output_attentions: got True with cu_seqlens, need one of them: packed sequences have no one matrix of scores")
+    o, _ = run(op, "chunk", q, k, v, g, gamma, scale, None, False, False, cu_seqlens, cu_seqlens_cpu)
+    if not output_attentions:
+        return o, None
+    return o, torch_path.scores(q, k, g, gamma, q.shape[3] ** -0.5 if scale is None else float(scale)).to(q.dtype)
 
 
 def _planned_run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None,

@@ -82,6 +82,12 @@ def sequences(op: str, dtype: torch.dtype, D: int, *, T: int = 128, H: int = 4, 
     backward(o, ht)
 
 
+def scores(op: str, dtype: torch.dtype, D: int, output_attentions: bool = False) -> None:
+    """A ``parallel_`` op: no states."""
+    gate = (zeros(2, 128, 4),) if op.endswith("simple_gla") else ()
+    backward(*getattr(flashlin, op)(*(zeros(2, 128, 4, D, dtype=dtype) for _ in range(3)), *gate, output_attentions=output_attentions))
+
+
 def decoding(op: str, dtype: torch.dtype, D: int, **options: Any) -> None:
     with torch.no_grad():
         sequences(op, dtype, D, T=1, **options)
@@ -141,7 +147,13 @@ def calls() -> Iterator[Call]:
 
 
 def _over_sequences(op: str, mode: str) -> Iterator[Call]:
+    if op.startswith("parallel_"):
+        yield _call(op, BF16, "D=128", scores, op, BF16, 128)
+        yield _call(op, BF16, "D=128 scores", scores, op, BF16, 128, output_attentions=True)
+        return
     yield _sequences(op, BF16, 128)
+    if op.startswith("fused_chunk_"):  # the kernels of chunk_
+        return
     if mode == "chunk":
         yield _sequences(op, BF16, 128, "packed", packed=True)
     else:
@@ -153,7 +165,7 @@ def _over_sequences(op: str, mode: str) -> Iterator[Call]:
 
 
 def _family(op: str) -> str:
-    return op.removeprefix("chunk_").removeprefix("fused_recurrent_")
+    return op.removeprefix("fused_").removeprefix("chunk_").removeprefix("recurrent_")
 
 
 def _sequences(op: str, dtype: torch.dtype, D: int, special: str = "", decode: bool = False, **options: Any) -> Call:

@@ -32,6 +32,17 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | Non
     return _rows(tensors, h0) if bounds is None else packed(_rows, tensors, h0, bounds)
 
 
+def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """[B, H, T, T], the matrix that makes o out of v:  scale q_i . k_j e^{g_{j+1} + ... + g_i}, 0 for j > i. g [B, T, H] or gamma [H] or neither.
+    In float32, or float64 for float64 tensors."""
+    compute = torch.float64 if torch.float64 in (q.dtype, k.dtype) else torch.float32
+    T = q.shape[1]
+    found = (q.to(compute) * scale).transpose(1, 2) @ k.to(compute).permute(0, 2, 3, 1)
+    if gamma is not None:
+        return found * decay_over(gamma.to(compute)[:, None].expand(-1, T))
+    return found.tril() if g is None else found * decay_over(g.to(compute).transpose(1, 2))
+
+
 def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, g = tensors
     assert q is not None and k is not None and v is not None
@@ -67,7 +78,7 @@ def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor 
         G, total = g.cumsum(-1), g.sum(-1)
         inside = decay_between(G)
         # row c of between: how much of h (column 0) and of each earlier chunk (column c' + 1) is left when chunk c begins
-        between = _decay_over(F.pad(total, (1, 0)))
+        between = decay_over(F.pad(total, (1, 0)))
         into, onwards = q * G.exp()[..., None], k * decay_to_end(g)[..., None]
     added = torch.cat([h[:, :, None], onwards.mT @ v], 2)
     states = (between @ added.flatten(-2)).unflatten(-1, h.shape[-2:])
@@ -96,7 +107,7 @@ def decay_to_end(g: torch.Tensor) -> torch.Tensor:
     return F.pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1).exp()
 
 
-def _decay_over(total: torch.Tensor) -> torch.Tensor:
+def decay_over(total: torch.Tensor) -> torch.Tensor:
     """The same from chunk totals, each sum added up by itself: over thousands of tokens running sums grow until their differences are noise."""
     below = lower(total.shape[-1], total).tril(-1)
     sums = total[..., :, None].expand(*total.shape, total.shape[-1]).masked_fill(~below, 0).cumsum(-2)

@@ -57,6 +57,26 @@ def reference(gamma: Callable[[int, torch.device], torch.Tensor] | None, reverse
     return {"o": o[:, range(T - 1, -1, -1)], "ht": ht}
 
 
+def call_parallel(function: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **tensors: torch.Tensor) -> Tensors:
+    """With the scores, unless the sequences are packed."""
+    o, attn = function(q, k, v, **tensors, output_attentions="cu_seqlens" not in tensors)
+    return {"o": o} if attn is None else {"o": o, "attn": attn}
+
+
+def parallel(gamma: Callable[[int, torch.device], torch.Tensor] | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+             g: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None) -> Tensors:
+    """o of the recurrence, and each score from its own sum of decays."""
+    found = {"o": reference(gamma, False, q, k, v, g, None, cu_seqlens)["o"]}
+    if cu_seqlens is not None:
+        return found
+    B, T, H, K = q.shape
+    decay = q.new_zeros(B, T, H) if g is None else g
+    decay = decay if gamma is None else decay + gamma(H, q.device).double()
+    rows = [torch.stack([K ** -0.5 * (q[:, i] * k[:, j]).sum(-1) * decay[:, j + 1:i + 1].sum(1).exp() if j <= i else q.new_zeros(B, H)
+                         for j in range(T)], -1) for i in range(T)]
+    return {**found, "attn": torch.stack(rows, 2)}
+
+
 def normalized(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor | None = None, z: torch.Tensor | None = None) -> Tensors:
     """Linear attention with its running sum of keys, token by token."""
     scale = q.shape[3] ** -0.5
@@ -110,6 +130,25 @@ for _mode in ("chunk_", "fused_recurrent_"):
                      {"layer_idx": LAYER, "num_layers": LAYERS})
     CASES.append(Case(_mode + "linear_attn", "normalized", make_normalized, partial(call_normalized, getattr(flashlin, _mode + "linear_attn")),
                       normalized, {**TOLERANCES, "dq": 0.02, "dk": 0.02}))
+# The others by the chunked kernels: what is theirs is the plumbing, and the scores.
+for _op, _gamma in (("simple_gla", None), ("retention", retention_slopes), ("linear_attn", None)):
+    _gate, _extra = ("random" if _op == "simple_gla" else "none"), ({"normalize": False} if _op == "linear_attn" else {})
+    _extents: dict[str, dict[str, Any]] = {"random": {}, "packed": {"edges": (0, 1, 1, 66, 70)}}
+    for _id, _facts in _extents.items():
+        CASES.append(Case("fused_chunk_" + _op, _id, _maker(gate=_gate, **{"T": 70, **_facts}),
+                          partial(call, getattr(flashlin, "fused_chunk_" + _op), _extra), partial(reference, _gamma, False), TOLERANCES, (),
+                          _id == "random"))
+    if _op != "linear_attn":
+        _extents = {"random": {}, "packed": {"edges": (0, 1, 1, 40)}, "odd": {"K": 20, "V": 36}, "one-token": {"T": 1}}
+        for _id, _facts in _extents.items():
+            CASES.append(Case("parallel_" + _op, _id, _maker(gate=_gate, state=False, **{"T": 40, **_facts}),
+                              partial(call_parallel, getattr(flashlin, "parallel_" + _op)), partial(parallel, _gamma), TOLERANCES, (),
+                              _id == "random"))
+CASES.append(Case("fused_chunk_linear_attn", "normalized", make_normalized, partial(call_normalized, flashlin.fused_chunk_linear_attn),
+                  normalized, {**TOLERANCES, "dq": 0.02, "dk": 0.02}))
+for _gate in ("0", "-20"):
+    CASES.append(Case("parallel_simple_gla", f"g={_gate}", _maker(gate=_gate, state=False, T=40),
+                      partial(call_parallel, flashlin.parallel_simple_gla), partial(parallel, None), TOLERANCES))
 # Heads as wide as the kernels go, and one step past a power of two; only the chunked op, since the plumbing is shared.
 for _K, _V in ((256, 256), (512, 64), (64, 512), (129, 20)):
     CASES.append(Case("chunk_simple_gla", f"K={_K},V={_V}", _maker(gate="random", K=_K, V=_V, B=1, T=80),
