@@ -22,6 +22,7 @@ _HOME = {
     "flashlin.ops.conv": ("causal_conv1d", "causal_conv1d_update"),
     "flashlin.ops.gates": ("fused_gdn_gate", "fused_kda_gate"),
     "flashlin.ops.rwkv7_steps": ("fused_addcmul_rwkv7", "fused_k_rwkv7", "gate_output_correction"),
+    "flashlin.ops.token_shift": ("token_shift",),
     "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated", "L2Norm"),
     "flashlin.modules.conv": ("ShortConvolution",),
     "flashlin.diagnosis": ("doctor", "explain"),
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
     from flashlin.ops.simple_gla import fused_recurrent_simple_gla as fused_recurrent_simple_gla
     from flashlin.ops.simple_gla import parallel_simple_gla as parallel_simple_gla
     from flashlin.ops.simple_gla import simple_gla as simple_gla
+    from flashlin.ops.token_shift import token_shift as token_shift
     from flashlin.patching import patch as patch
     from flashlin.patching import patched as patched
     from flashlin.patching import unpatch as unpatch

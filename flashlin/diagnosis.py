@@ -96,7 +96,7 @@ def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int =
     modes = ("auto", "chunk", "fused_recurrent") if own == "auto" else (own,)
     if mode is not None and mode not in modes:
         raise ValueError(f"mode: got {mode!r}, need {' or '.join(map(repr, modes))} for {op}")
-    V = (4 if family in ("conv", "conv_update") else 128) if V is None else V
+    V = (outlook.TAPS.get(op, 4) if family in ("conv", "conv_update") else 128) if V is None else V
     for name, size in {"B": B, "T": T, "H": H, "K": K, "V": V, "N": 1 if N is None else N}.items():
         if size < 1:
             raise ValueError(f"{name}: got {size}, need 1 or more")

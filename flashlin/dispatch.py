@@ -44,7 +44,7 @@ OPS: dict[str, tuple[str, str]] = {
     "gated_delta_rule": ("delta", "auto"),
     "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", ""), "group_norm": ("norm", ""),
     "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", ""),
-    "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv_update", ""),
+    "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv_update", ""), "token_shift": ("conv", ""),
     "fused_gdn_gate": (pointwise.GATE, ""), "fused_kda_gate": (pointwise.GATE, ""), "fused_addcmul_rwkv7": (pointwise.MIX, ""),
     "fused_k_rwkv7": (pointwise.KEY, ""), "gate_output_correction": (pointwise.CORRECTION, "")}
 

@@ -26,6 +26,7 @@ ROWS = {"training": (1, 16384, 1, 4096, 4096, 1, False), "decoding": (1, 64, 1, 
 CHANNELS = {"training": (4, 2048, 1, 4096, 4, 4, False), "packed": (1, 32768, 1, 4096, 4, 16, True), "decoding": (64, 1, 1, 4096, 4, 64, False)}
 HEADS = {"training": (1, 16384, 64, 64, 64, 1, False), "decoding": (1, 64, 64, 64, 64, 1, False)}
 SIZES = {"norm": ROWS, "conv": CHANNELS, "conv_update": CHANNELS, **{family: HEADS for family, _ in OPS.values() if family.startswith("pointwise")}}
+TAPS = {"token_shift": 2}  # instead of the usual convolution's
 # The optional tensors that decide which kernels are started: simple GLA is called with a gate, as its name says.
 OPTIONS = {op: ("g",) for op in OPS if op.endswith("simple_gla")}
 # Releases of Triton that an upgrade may lead to.
@@ -50,7 +51,7 @@ def typical(op: str, target: Target, policy: Policy) -> Planned:
     for size, (B, T, H, K, V, N, packed) in SIZES.get(family, CALLS).items():
         for grad in (False,) if size == "decoding" else (False, True):
             for dtype in DTYPES:
-                problem = Problem(op, family, mode, B, T, H, K, V, N, dtype, packed, grad, OPTIONS.get(op, ()))
+                problem = Problem(op, family, mode, B, T, H, K, TAPS.get(op, V), N, dtype, packed, grad, OPTIONS.get(op, ()))
                 found[Kind(dtype, size, grad)] = dispatch.plan(problem, target, policy)
     return found
 

@@ -70,7 +70,7 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
         return dtype == torch.float32
     if case.id in ("packed", "reverse", "normalized"):
         return True
-    if case.op.startswith("causal_conv1d") or case.op.endswith("_gated") or case.op == "group_norm":  # fp16 changes loads and stores only
+    if case.op.startswith(("causal_conv1d", "token_shift")) or case.op.endswith(("_gated", "group_norm")):  # fp16 changes loads and stores only
         return dtype == torch.float32
     return "lightning" not in case.op and (dtype == torch.float32 or not case.op.startswith(("fused_recurrent", "recurrent")))
 
