@@ -218,7 +218,7 @@ def _call_of(op: str, silu: bool, has_ht: bool, **tensors: Tensor | None) -> str
     dtypes = {x.dtype for x in tensors.values() if x is not None}
     dtype = next(dtype for dtype in STRICTEST if dtype in dtypes)
     options = [name for name in ("bias", "residual", "initial_state") if tensors.get(name) is not None]
-    return " ".join([op, name_of(dtype), *options, *["silu"] * silu, *["final_state"] * has_ht])
+    return " ".join([op, name_of(dtype), *options, *["silu"] * silu, *["final_state"] * has_ht, *["fixed"] * (op == "token_shift")])
 
 
 def problem_of(call: str, x: Tensor, weight: Tensor, bounds: Tensor | None, needs_grad: bool) -> Problem:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flashlin
+from flashlin.compat.target import parse
 from flashlin.kernels.conv.reference import shift
 from flashlin.testing.cases.conv import CASES
 from flashlin.testing.compare import Case, check
@@ -111,3 +112,14 @@ def test_compiles_to_one_graph_for_all_lengths(table: list[int] | None) -> None:
         for got, wanted in zip(torch.autograd.grad(y, (x, cache), dy), torch.autograd.grad(expected, (x, cache), dy.double()), strict=True):
             torch.testing.assert_close(got, wanted)
     assert graphs.frame_count <= 2  # one with the first length, one for all
+
+
+def test_a_shift_starts_what_it_plans() -> None:
+    """No kernel for the gradient of filters, which are fixed."""
+    from flashlin.testing import workload
+    for call in workload.calls():
+        if call.op == "token_shift":
+            seen = workload.seen(call, parse("triton=3.6.0,sm=90"))
+            planned = {launch.kernel for plan in seen.plans for launch in plan.launches}
+            assert planned == {launch.kernel for launch in seen.launches} and "conv_backward_weights" not in planned
+    assert "conv_backward_weights" not in flashlin.explain("token_shift", target="triton=3.6.0,sm=90")
