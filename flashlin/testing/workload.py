@@ -109,9 +109,25 @@ def convolution(dtype: torch.dtype, W: int, packed: bool = False, state: bool = 
     backward(*flashlin.causal_conv1d(x, zeros(1024, W, dtype=dtype), zeros(1024, dtype=dtype), activation="silu", output_final_state=state, **given))
 
 
+def shifting(dtype: torch.dtype, packed: bool = False) -> None:
+    given = {"cu_seqlens": torch.tensor([0, 30, 64], dtype=torch.int32), "cache": zeros(2, 1024, dtype=dtype)} if packed else {}
+    found = flashlin.token_shift(zeros(1 if packed else 2, 64, 1024, dtype=dtype), **given, output_cache=packed)
+    backward(*(found if isinstance(found, tuple) else (found,)))
+
+
 @torch.no_grad()
 def convolving_a_token(dtype: torch.dtype, W: int) -> None:
     flashlin.causal_conv1d_update(zeros(2, 1024, dtype=dtype), zeros(2, 1024, W, dtype=dtype), None, zeros(1024, W, dtype=dtype), activation="silu")
+
+
+def elementwise(op: str, dtype: torch.dtype, H: int = 32, K: int = 64, **options: Any) -> None:
+    """Parameters are float32 for gates, as layers have them, and of the tensors' dtype for RWKV-7."""
+    rows, heads, mix = zeros(2, 64, H * K, dtype=dtype), zeros(2, 64, H, K, dtype=dtype), zeros(H * K, dtype=dtype)
+    tensors = {"fused_gdn_gate": (zeros(2, 64, H, dtype=dtype), zeros(H), zeros(H)), "fused_kda_gate": (heads, zeros(H), zeros(H * K)),
+               "fused_addcmul_rwkv7": (rows, rows, *[mix] * 6), "fused_k_rwkv7": (rows, rows, mix),
+               "gate_output_correction": (rows, heads, heads, zeros(H, K, dtype=dtype), heads, rows)}
+    found = getattr(flashlin, op)(*tensors[op], **options)
+    backward(*(found if isinstance(found, tuple) else (found,)))
 
 
 # Head sizes by dtype: training in bf16 at every size, fp32 where somebody checks a model, fp16 once.
@@ -141,8 +157,13 @@ def calls() -> Iterator[Call]:
             yield _call(op, dtype, "D=128", norm, op, dtype, 128, gated=True)
         yield _call("causal_conv1d", dtype, "W=4", convolution, dtype, 4)
         yield _call("causal_conv1d_update", dtype, "W=4", convolving_a_token, dtype, 4)
+        yield _call("token_shift", dtype, "D=1024", shifting, dtype)
+        for op in ("fused_gdn_gate", "fused_kda_gate", "fused_addcmul_rwkv7", "fused_k_rwkv7", "gate_output_correction"):
+            yield _call(op, dtype, "H=32 K=64", elementwise, op, dtype)
     yield _call("group_norm", BF16, "D=2048 in 8", norm, "group_norm", BF16, 2048, num_groups=8)
     yield _call("rms_norm", BF16, "D=8192 residual", norm, "rms_norm", BF16, 8192, prenorm=True, residual=torch.zeros(4, 64, 8192, dtype=BF16))
+    yield _call("token_shift", BF16, "D=1024 packed, cache", shifting, BF16, packed=True)
+    yield _call("fused_kda_gate", BF16, "K=128, lower bound", elementwise, "fused_kda_gate", BF16, K=128, lower_bound=-5.0)
     yield _call("causal_conv1d", BF16, "W=4 packed, states", convolution, BF16, 4, packed=True, state=True)
 
 
