@@ -54,12 +54,6 @@ def check_mode(problem: Problem, launches: tuple[Launch, ...], target: Target, p
     return Reason("mode", f"mode=auto and T={problem.T}", f"chunk for T > {FEW_TOKENS}", ("chunk_mode",), forced=False)
 
 
-def check_written(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
-    if problem.family == "gla" and problem.mode == "chunk":
-        return Reason("kernels", "gated linear attention chunk by chunk", "kernels for it, which are not written yet", ("torch_path",))
-    return None
-
-
 def check_dtype(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
     if problem.dtype not in ("float16", "bfloat16", "float32"):
         return Reason("dtype", problem.dtype, "float16, bfloat16 or float32 for the kernels", ("torch_path",))
@@ -133,5 +127,5 @@ def check_launch_table(problem: Problem, launches: tuple[Launch, ...], target: T
     return None
 
 
-CHECKS: tuple[Check, ...] = (check_path, check_backend, check_mode, check_written, check_dtype, check_head_dim, check_width, check_grid,
-                             check_offsets, check_shared, check_known_issues, check_launch_table)
+CHECKS: tuple[Check, ...] = (check_path, check_backend, check_mode, check_dtype, check_head_dim, check_width, check_grid, check_offsets,
+                             check_shared, check_known_issues, check_launch_table)
