@@ -367,7 +367,7 @@ def test_a_gpu_that_cannot_be_asked_is_a_problem(monkeypatch: pytest.MonkeyPatch
 
 def test_the_upgrade_that_helps_is_named() -> None:
     one = check(flashlin.doctor(target="triton=3.3.0,sm=120"), "upgrade")
-    assert one.fix == 'pip install "triton==3.3.1"' and "clears 15 of 15" in one.detail and "torch 2.7.1 comes with it" in one.detail
+    assert one.fix == 'pip install "triton==3.3.1"' and "clears 17 of 17" in one.detail and "torch 2.7.1 comes with it" in one.detail
     assert check(flashlin.doctor(target="triton=3.3.0,sm=120,torch=2.10.0"), "upgrade").fix == 'pip install "triton==3.6.0"'
     some = check(flashlin.doctor(target="triton=3.5.0,sm=103"), "upgrade")
     assert "clears 10 of 25 and eases 15 of 25" in some.detail

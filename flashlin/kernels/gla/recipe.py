@@ -27,8 +27,9 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return shared_bytes(config, bytes_each, target) + size * config.num_stages * config.BT ** 2
     scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), shared, target)
     BT, wide, narrow, strip = scan.BT, min(SCORES, padded(problem.K)), min(GRADS, padded(problem.K)), min(GRADS, padded(problem.V))
+    scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2  # both operands, of fp32 two parts of each; the scores
     found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
-             over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, 2 * size * BT * wide + 4 * BT ** 2, once),
+             over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, once),
              state_launch("gla_scan", scan, problem, shared(scan), dots)]
     if problem.needs_grad:
         single = scan._replace(num_stages=1)
