@@ -40,7 +40,8 @@ def main() -> None:
     tile = [int(size) for size in options.tile.split(",")] if options.tile else []
     if tile:
         vars(gla)["over_v"] = vars(delta)["over_v"] = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2], tile[3])])
-    tensors = inputs(B, T, H, D, "vector" if options.op == "chunk_gla" else "gated" in options.op or "simple_gla" in options.op, "delta" in options.op, torch.bfloat16)
+    gated = "vector" if options.op == "chunk_gla" else "gated" in options.op or "simple_gla" in options.op
+    tensors = inputs(B, T, H, D, gated, "delta" in options.op, torch.bfloat16)
     events: list[tuple[str, Any, Any]] = []
 
     def timing(launch: Any, kernel: Any, programs: int, arguments: Any, constants: dict[str, Any]) -> None:

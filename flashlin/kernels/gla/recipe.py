@@ -23,8 +23,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     size = tf32_copies(bytes_each, target) * bytes_each
     once = dots - {"rmw_acc"} | {"mixed_sum"}
 
-    def shared(config: Config) -> int:  # the scores, too
-        return shared_bytes(config, bytes_each, target) + size * config.num_stages * config.BT ** 2
+    def shared(config: Config) -> int:  # the scores, too, and a channel's decay on its way from one layout to another
+        return shared_bytes(config, bytes_each, target) + size * config.num_stages * config.BT ** 2 + 8 * config.BK
     scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), shared, target)
     BT, wide, narrow, strip = scan.BT, min(SCORES, padded(problem.K)), min(GRADS, padded(problem.K)), min(GRADS, padded(problem.V))
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2  # both operands, of fp32 two parts of each; the scores
