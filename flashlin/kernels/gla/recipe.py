@@ -23,8 +23,9 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     size = tf32_copies(bytes_each, target) * bytes_each
     once = dots - {"rmw_acc"} | {"mixed_sum"}
 
-    def shared(config: Config) -> int:  # the scores, too, and a channel's decay on its way from one layout to another
-        return shared_bytes(config, bytes_each, target) + size * config.num_stages * config.BT ** 2 + 8 * config.BK
+    def shared(config: Config) -> int:  # in 16 bits the scores, too, and decays on their way from one layout to another; fp32 never has all at once
+        more = config.num_stages * bytes_each * config.BT ** 2 + 8 * config.BK if bytes_each == 2 else 0
+        return shared_bytes(config, bytes_each, target) + more
     scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), shared, target)
     BT, wide, narrow, strip = scan.BT, min(SCORES, padded(problem.K)), min(GRADS, padded(problem.K)), min(GRADS, padded(problem.V))
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2  # both operands, of fp32 two parts of each; the scores
