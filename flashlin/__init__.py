@@ -18,6 +18,7 @@ _HOME = {
     "flashlin.ops.delta_rule": ("chunk_delta_rule", "fused_recurrent_delta_rule", "delta_rule"),
     "flashlin.ops.gated_delta_rule": ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn",
                                       "gated_delta_rule"),
+    "flashlin.ops.gla": ("chunk_gla", "fused_recurrent_gla", "gla"),
     "flashlin.ops.norm": ("layer_norm", "rms_norm", "group_norm", "layer_norm_gated", "rms_norm_gated", "l2norm", "l2_norm"),
     "flashlin.ops.conv": ("causal_conv1d", "causal_conv1d_update"),
     "flashlin.ops.gates": ("fused_gdn_gate", "fused_kda_gate"),
@@ -66,6 +67,9 @@ if TYPE_CHECKING:
     from flashlin.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
     from flashlin.ops.gates import fused_gdn_gate as fused_gdn_gate
     from flashlin.ops.gates import fused_kda_gate as fused_kda_gate
+    from flashlin.ops.gla import chunk_gla as chunk_gla
+    from flashlin.ops.gla import fused_recurrent_gla as fused_recurrent_gla
+    from flashlin.ops.gla import gla as gla
     from flashlin.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn
     from flashlin.ops.lightning_attn import fused_recurrent_lightning_attn as fused_recurrent_lightning_attn
     from flashlin.ops.linear_attn import chunk_linear_attn as chunk_linear_attn

@@ -325,6 +325,8 @@ def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatc
         if "delta_rule" in op:
             gates = {"beta": x[..., 0]} | ({"g": -x[..., 0]} if "gated" in op else {})
             extra = {**extra, **gates}
+        if op in ("chunk_gla", "gla"):
+            extra = {"g": -x}
         before = len(asked)
         getattr(flashlin, op)(*tensors, **extra)
         del asked[before + 1:]  # the ops that auto has chosen ask again in their own names

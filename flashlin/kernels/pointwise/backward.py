@@ -9,7 +9,6 @@ With ' for the gradient of a parameter before its sum over rows (and for A over 
 A program takes every so many-th BT rows of its strip and keeps its share of the parameters' gradients in registers; the shares are
 [parameters, programs of a strip, D] in fp32, and torch adds them up.
 """
-from __future__ import annotations
 
 import torch
 import triton

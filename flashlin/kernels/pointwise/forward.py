@@ -6,7 +6,6 @@
     correction   y = (o + s v) g,  s = sum over a head's columns of r k u                           u: of a column
 A program owns BT rows and a strip of BD columns; for the correction a strip is a head, so that the sum is at home.
 """
-from __future__ import annotations
 
 import torch
 import triton
