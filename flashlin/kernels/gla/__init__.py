@@ -1,1 +1,0 @@
-"""A decay for each key channel: gated linear attention."""
