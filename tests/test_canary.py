@@ -99,7 +99,7 @@ def test_a_child_that_cannot_work_leaves_things_as_they_are(monkeypatch: pytest.
 
 def test_what_was_only_compiled_is_tried_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     child = Warmup(monkeypatch, 0)
-    with pytest.warns(UserWarning, match="chunk_simple_gla was compiled for sm86 under Triton 3.6.0, but never run there: it is tried once"):
+    with pytest.warns(UserWarning, match="chunk_simple_gla with these sizes has not been run on sm86 under Triton 3.6.0 yet: it is tried once"):
         assert call(COMPILED) == {"gate_cumsum 4", "simple_gla_scan 4"}
     canary._done.clear()  # the next process
     canary._settled.clear()

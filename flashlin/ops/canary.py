@@ -66,7 +66,7 @@ def _try(the_plan: Plan, device: torch.device, unsure: list[str], stacklevel: in
     that was unsure counts as failed in this process."""
     asked, target = the_plan.asked, the_plan.target
     op = asked.op if dispatch.OPS[asked.op][1] != "auto" else f"{the_plan.problem.mode}_{asked.op}"
-    why = f"was compiled for {target.sm} under Triton {target.triton}, but never run there" if proven.knows(target.triton) else \
+    why = f"with these sizes has not been run on {target.sm} under Triton {target.triton} yet" if proven.knows(target.triton) else \
         f"is new to Triton {target.triton}, which is not known to flashlin"
     warnings.warn(f"{op} {why}: it is tried once on this machine, in a child process; flashlin warmup does so beforehand, FLASHLIN_CANARY=off leaves "
                   "it out", stacklevel=stacklevel)

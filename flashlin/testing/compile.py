@@ -154,14 +154,14 @@ def _compile(job: Job, folder: Path) -> Result:
     if isinstance(job.sm, int):
         report, limit = "\n".join(log), shared_per_block((job.sm // 10, job.sm % 10))
         registers = re.search(r"Used (\d+) registers", report)
-        spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+        spills = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
     else:  # the assembler writes its figures into the code; spills are counted in registers of 4 bytes
         limit = SHARED_ON_AMD
         registers = re.search(r"\.vgpr_count:\s+(\d+)", code)
-        spills = 4 * re.findall(r"\.vgpr_spill_count:\s+(\d+)", code)
+        spills = [4 * int(count) for count in re.findall(r"\.vgpr_spill_count:\s+(\d+)", code)]
     shared = int(compiled.metadata.shared)
     return Result("ok" if shared <= limit else "shared", "" if shared <= limit else f"{shared} bytes of shared memory, {limit} on {job.sm}",
-                  "", shared, int(registers[1]) if registers else 0, sum(map(int, spills)),
+                  "", shared, int(registers[1]) if registers else 0, sum(spills),
                   tuple(sorted(set(MATRIX_INSTRUCTIONS.findall(code)))))
 
 

@@ -48,7 +48,7 @@ def numpy_for(triton: str) -> str:
 
 def torch_environment(torch: str, triton: str) -> dict[str, str]:
     """The same for an older torch and the Triton that goes with it. With all that torch needs: 5 GB."""
-    home = installed([f"torch=={torch}", "numpy<2"], f"torch-{torch}", dependencies=True)
+    home = installed([f"torch=={torch}", f"numpy{numpy_for(triton)}"], f"torch-{torch}", dependencies=True)
     return {"PYTHONPATH": os.pathsep.join([str(home), triton_environment(triton)["PYTHONPATH"]])}
 
 
