@@ -35,11 +35,12 @@ print(json.dumps({"forward_s": forward, "forward_backward_s": time.perf_counter(
 """
 
 
-def inputs(B: int, T: int, H: int, D: int, gated: bool, delta: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def inputs(B: int, T: int, H: int, D: int, gated: bool | str, delta: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """gated: whether there is a g, "vector" for one for each key channel."""
     torch.manual_seed(0)
     made = {name: torch.randn(B, T, H, D, device="cuda", dtype=dtype, requires_grad=True) for name in ("q", "k", "v")}
     if gated:
-        made["g"] = torch.nn.functional.logsigmoid(torch.randn(B, T, H, device="cuda")).requires_grad_()
+        made["g"] = torch.nn.functional.logsigmoid(torch.randn(B, T, H, *((D,) if gated == "vector" else ()), device="cuda")).requires_grad_()
     if delta:
         with torch.no_grad():
             made["k"] = torch.nn.functional.normalize(made["k"], dim=-1)
@@ -71,7 +72,7 @@ def timed(function: Callable[..., Any], tensors: dict[str, torch.Tensor], extra:
             "both_ms": do_bench(both, warmup=20, rep=150, return_mode="median"), "peak_mb": peak / 2**20}
 
 
-def host(function: Callable[..., Any], D: int, gated: bool, delta: bool, extra: dict[str, Any]) -> dict[str, float]:
+def host(function: Callable[..., Any], D: int, gated: bool | str, delta: bool, extra: dict[str, Any]) -> dict[str, float]:
     """Microseconds of host time a call takes on a shape the card finishes at once, forward and forward plus backward."""
     tensors = inputs(1, 64, 2, D, gated, delta, torch.bfloat16)
     do = torch.randn_like(tensors["v"])
@@ -105,11 +106,12 @@ def fla_op(family: str, name: str) -> tuple[Callable[..., Any] | None, str]:
 
 
 SHAPES = ((4, 4096, 32, 128), (1, 8192, 32, 128), (8, 1024, 8, 64), (2, 4096, 16, 256))
-OPS: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
+OPS: tuple[tuple[str, str, bool | str, dict[str, Any]], ...] = (
     ("simple_gla", "chunk_simple_gla", True, {}), ("retention", "chunk_retention", False, {}),
     ("linear_attn", "chunk_linear_attn", False, {"normalize": False}),
     ("lightning_attn", "chunk_lightning_attn", False, {"layer_idx": 2, "num_layers": 12}),
-    ("gated_delta_rule", "chunk_gated_delta_rule", True, {}), ("delta_rule", "chunk_delta_rule", False, {}))
+    ("gated_delta_rule", "chunk_gated_delta_rule", True, {}), ("delta_rule", "chunk_delta_rule", False, {}),
+    ("gla", "chunk_gla", "vector", {}))
 
 
 def main() -> None:

@@ -20,7 +20,8 @@ import triton
 import flashlin
 from flashlin.compat import launch as door
 from flashlin.kernels.configs import Config, padded
-from flashlin.kernels.delta import recipe
+from flashlin.kernels.delta import recipe as delta
+from flashlin.kernels.gla import recipe as gla
 
 sys.path.insert(0, str(Path(__file__).parent))
 from compare_fla import inputs
@@ -38,8 +39,9 @@ def main() -> None:
     changes = {kernel: [int(n) for n in values.split(",")] for kernel, _, values in (change.partition("=") for change in options.set)}
     tile = [int(size) for size in options.tile.split(",")] if options.tile else []
     if tile:
-        vars(recipe)["over_v"] = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2], tile[3])])
-    tensors = inputs(B, T, H, D, "gated" in options.op or "simple_gla" in options.op, "delta" in options.op, torch.bfloat16)
+        vars(gla)["over_v"] = vars(delta)["over_v"] = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2], tile[3])])
+    gated = "vector" if options.op == "chunk_gla" else "gated" in options.op or "simple_gla" in options.op
+    tensors = inputs(B, T, H, D, gated, "delta" in options.op, torch.bfloat16)
     events: list[tuple[str, Any, Any]] = []
 
     def timing(launch: Any, kernel: Any, programs: int, arguments: Any, constants: dict[str, Any]) -> None:

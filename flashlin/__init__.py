@@ -18,8 +18,12 @@ _HOME = {
     "flashlin.ops.delta_rule": ("chunk_delta_rule", "fused_recurrent_delta_rule", "delta_rule"),
     "flashlin.ops.gated_delta_rule": ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn",
                                       "gated_delta_rule"),
+    "flashlin.ops.gla": ("chunk_gla", "fused_recurrent_gla", "gla"),
     "flashlin.ops.norm": ("layer_norm", "rms_norm", "group_norm", "layer_norm_gated", "rms_norm_gated", "l2norm", "l2_norm"),
     "flashlin.ops.conv": ("causal_conv1d", "causal_conv1d_update"),
+    "flashlin.ops.gates": ("fused_gdn_gate", "fused_kda_gate"),
+    "flashlin.ops.rwkv7_steps": ("fused_addcmul_rwkv7", "fused_k_rwkv7", "gate_output_correction"),
+    "flashlin.ops.token_shift": ("token_shift",),
     "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated", "L2Norm"),
     "flashlin.modules.conv": ("ShortConvolution",),
     "flashlin.diagnosis": ("doctor", "explain"),
@@ -61,6 +65,11 @@ if TYPE_CHECKING:
     from flashlin.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
     from flashlin.ops.gated_delta_rule import fused_recurrent_gdn as fused_recurrent_gdn
     from flashlin.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
+    from flashlin.ops.gates import fused_gdn_gate as fused_gdn_gate
+    from flashlin.ops.gates import fused_kda_gate as fused_kda_gate
+    from flashlin.ops.gla import chunk_gla as chunk_gla
+    from flashlin.ops.gla import fused_recurrent_gla as fused_recurrent_gla
+    from flashlin.ops.gla import gla as gla
     from flashlin.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn
     from flashlin.ops.lightning_attn import fused_recurrent_lightning_attn as fused_recurrent_lightning_attn
     from flashlin.ops.linear_attn import chunk_linear_attn as chunk_linear_attn
@@ -79,11 +88,15 @@ if TYPE_CHECKING:
     from flashlin.ops.retention import fused_recurrent_retention as fused_recurrent_retention
     from flashlin.ops.retention import parallel_retention as parallel_retention
     from flashlin.ops.retention import retention as retention
+    from flashlin.ops.rwkv7_steps import fused_addcmul_rwkv7 as fused_addcmul_rwkv7
+    from flashlin.ops.rwkv7_steps import fused_k_rwkv7 as fused_k_rwkv7
+    from flashlin.ops.rwkv7_steps import gate_output_correction as gate_output_correction
     from flashlin.ops.simple_gla import chunk_simple_gla as chunk_simple_gla
     from flashlin.ops.simple_gla import fused_chunk_simple_gla as fused_chunk_simple_gla
     from flashlin.ops.simple_gla import fused_recurrent_simple_gla as fused_recurrent_simple_gla
     from flashlin.ops.simple_gla import parallel_simple_gla as parallel_simple_gla
     from flashlin.ops.simple_gla import simple_gla as simple_gla
+    from flashlin.ops.token_shift import token_shift as token_shift
     from flashlin.patching import patch as patch
     from flashlin.patching import patched as patched
     from flashlin.patching import unpatch as unpatch

@@ -16,7 +16,9 @@ from flashlin.guards.limits import CHECKS
 from flashlin.guards.problem import Launch, Plan, Problem, Reason
 from flashlin.kernels.conv import recipe as conv
 from flashlin.kernels.delta import recipe as delta
+from flashlin.kernels.gla import recipe as gla
 from flashlin.kernels.norm import recipe as norm
+from flashlin.kernels.pointwise import recipe as pointwise
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.shield import recipe as shield
 from flashlin.kernels.simple_gla import recipe as simple_gla
@@ -24,8 +26,9 @@ from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 
 RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {
-    "simple_gla": simple_gla.launches, "delta": delta.launches, "recurrent": recurrent.launches, "norm": norm.launches,
-    "conv": conv.launches, "conv_update": conv.launches_of_update, "shield": shield.launches}
+    "simple_gla": simple_gla.launches, "delta": delta.launches, "gla": gla.launches, "recurrent": recurrent.launches,
+    "norm": norm.launches, "conv": conv.launches, "conv_update": conv.launches_of_update, "shield": shield.launches,
+    **dict.fromkeys((pointwise.GATE, pointwise.MIX, pointwise.KEY, pointwise.CORRECTION), pointwise.launches)}
 
 # Every public op: its family, and the mode it asks for.
 OPS: dict[str, tuple[str, str]] = {
@@ -40,9 +43,12 @@ OPS: dict[str, tuple[str, str]] = {
     "delta_rule": ("delta", "auto"),
     "chunk_gated_delta_rule": ("delta", "chunk"), "fused_recurrent_gated_delta_rule": ("recurrent", "fused_recurrent"),
     "gated_delta_rule": ("delta", "auto"),
+    "chunk_gla": ("gla", "chunk"), "fused_recurrent_gla": ("recurrent", "fused_recurrent"), "gla": ("gla", "auto"),
     "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", ""), "group_norm": ("norm", ""),
     "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", ""),
-    "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv_update", "")}
+    "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv_update", ""), "token_shift": ("conv", ""),
+    "fused_gdn_gate": (pointwise.GATE, ""), "fused_kda_gate": (pointwise.GATE, ""), "fused_addcmul_rwkv7": (pointwise.MIX, ""),
+    "fused_k_rwkv7": (pointwise.KEY, ""), "gate_output_correction": (pointwise.CORRECTION, "")}
 
 
 @lru_cache(maxsize=4096)

@@ -19,6 +19,7 @@ AXIS_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA's maximum grid, by axis
 OFFSET_LIMIT = 2**31 - 1
 MAX_HEAD_DIM = 512
 MAX_WIDTH = 16  # of a convolution's filters, whose taps are unrolled
+MAX_COLUMNS = 4096  # that an elementwise op adds up in one program
 # Up to here a token-by-token kernel without gradients beats the chunked one: it is one short launch, and a chunk would be mostly padding.
 FEW_TOKENS = 16
 
@@ -77,6 +78,8 @@ def check_head_dim(problem: Problem, launches: tuple[Launch, ...], target: Targe
 def check_width(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
     if problem.family in ("conv", "conv_update") and problem.V > MAX_WIDTH:
         return Reason("width", f"filters of {problem.V} taps", f"up to {MAX_WIDTH} for the kernels", ("torch_path",))
+    if problem.family == "pointwise_correction" and problem.K > MAX_COLUMNS:
+        return Reason("width", f"heads of {problem.K} columns", f"up to {MAX_COLUMNS} for the kernels", ("torch_path",))
     return None
 
 

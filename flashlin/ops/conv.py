@@ -73,7 +73,7 @@ def causal_conv1d(x: Tensor, weight: Tensor | None = None, bias: Tensor | None =
     N = x.shape[0] if bounds is None else bounds.shape[0] - 1
     if initial_state is not None:
         _check_state("initial_state", initial_state, N, x, weight)
-    return _planned_run(x, weight, bias, residual, initial_state, bounds, silu, output_final_state)
+    return planned_run("causal_conv1d", x, weight, bias, residual, initial_state, bounds, silu, output_final_state)
 
 
 def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
@@ -109,7 +109,8 @@ def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = Non
                          "causal_conv1d with initial_state=cache has the gradient")
     rows, added = x.reshape(N, D), None if residual is None else residual.reshape(N, D)
     if wants_grad(x, weight, bias, residual):
-        y, state = _planned_run(rows[:, None], weight, bias, None if added is None else added[:, None], cache.clone(), None, silu, True)
+        y, state = planned_run("causal_conv1d", rows[:, None], weight, bias, None if added is None else added[:, None], cache.clone(), None, silu,
+                               True)
         assert state is not None  # for the type checker
         cache.copy_(state.detach())
     else:
@@ -149,11 +150,12 @@ def _check_device(name: str, given: Tensor, x: Tensor) -> None:
         raise ValueError(f"{name}: got device {given.device}, need {x.device}, where x is")
 
 
-def _planned_run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None, bounds: Tensor | None, silu: bool,
-                 has_ht: bool) -> tuple[Tensor, Tensor | None]:
+def planned_run(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
+                silu: bool, has_ht: bool) -> tuple[Tensor, Tensor | None]:
+    """Every op that is a convolution: plan and run what has been checked."""
     dtype = x.dtype
     needs_grad = wants_grad(x, weight, bias, residual, h0)
-    call = _call_of("causal_conv1d", silu, has_ht, x=x, weight=weight, bias=bias, residual=residual, initial_state=h0)
+    call = _call_of(op, silu, has_ht, x=x, weight=weight, bias=bias, residual=residual, initial_state=h0)
     if torch.compiler.is_compiling():
         path, dot = _route(call, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device)
     else:
@@ -216,7 +218,7 @@ def _call_of(op: str, silu: bool, has_ht: bool, **tensors: Tensor | None) -> str
     dtypes = {x.dtype for x in tensors.values() if x is not None}
     dtype = next(dtype for dtype in STRICTEST if dtype in dtypes)
     options = [name for name in ("bias", "residual", "initial_state") if tensors.get(name) is not None]
-    return " ".join([op, name_of(dtype), *options, *["silu"] * silu, *["final_state"] * has_ht])
+    return " ".join([op, name_of(dtype), *options, *["silu"] * silu, *["final_state"] * has_ht, *["fixed"] * (op == "token_shift")])
 
 
 def problem_of(call: str, x: Tensor, weight: Tensor, bounds: Tensor | None, needs_grad: bool) -> Problem:
@@ -226,7 +228,7 @@ def problem_of(call: str, x: Tensor, weight: Tensor, bounds: Tensor | None, need
 
 def _problem(call: str, B: int, T: int, D: int, W: int, N: int, varlen: bool, needs_grad: bool) -> Problem:
     op, dtype, options = _parsed(call)
-    return Problem(op, "conv" if op == "causal_conv1d" else "conv_update", "", B, T, 1, D, W, N, dtype, varlen, needs_grad, options)
+    return Problem(op, "conv_update" if op == "causal_conv1d_update" else "conv", "", B, T, 1, D, W, N, dtype, varlen, needs_grad, options)
 
 
 @lru_cache(maxsize=256)

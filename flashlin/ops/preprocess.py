@@ -3,8 +3,9 @@ with gradients, whichever kernels follow."""
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from flashlin.kernels.pointwise import torch_path as pointwise
 
 L2_EPS = 1e-6
 
@@ -22,8 +23,7 @@ def l2normalized(x: Tensor) -> Tensor:
 
 def decay_of_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
     """-exp(A_log) softplus(g + dt_bias): the log decay [B, T, HV] of a raw gate; A_log, dt_bias [HV]. At least float32."""
-    full = wide(g)
-    return -wide(A_log).exp() * F.softplus(full if dt_bias is None else full + wide(dt_bias))
+    return pointwise.gate(g, A_log, dt_bias)
 
 
 def beta_of_logits(beta: Tensor, allow_neg_eigval: bool) -> Tensor:

@@ -13,6 +13,7 @@ from flashlin import policy
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_indices, check_pool, check_qkv, check_state, need_tensor
 from flashlin.kernels.delta import torch_path as chunked_delta
+from flashlin.kernels.gla import torch_path as chunked_gla
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs
 from flashlin.kernels.recurrent.recipe import kept
@@ -125,8 +126,11 @@ def _static_way(op: str, dtype: str, K: int, V: int, device: torch.device) -> tu
 def _on_torch(x: Inputs, flags: tuple[str, ...], scale: float) -> Found:
     v_first = "v_first" in flags
     x = x._replace(h0=x.h0.mT) if v_first and x.h0 is not None else x
-    others = (x.gamma, x.gk, x.gv, x.bonus, x.a, x.b)
-    if x.q.shape[1] > LONG and set(flags) <= {"delta", "v_first"} and all(y is None for y in others) and (x.beta is None or x.beta.ndim == 3):
+    others = (x.gamma, x.gv, x.bonus, x.a, x.b)
+    chunked = x.q.shape[1] > LONG and set(flags) <= {"delta", "v_first"} and all(y is None for y in others)
+    if chunked and x.gk is not None and x.g is None and "delta" not in flags and x.q.shape[2] == x.v.shape[2]:
+        o, ht = chunked_gla.run(x.q, x.k, x.v, x.gk, x.h0, x.bounds, scale)  # the same function
+    elif chunked and x.gk is None and "delta" in flags and (x.beta is None or x.beta.ndim == 3):
         beta = x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta
         o, ht = chunked_delta.run(x.q, x.k, x.v, beta, x.g, x.h0, x.bounds, scale)  # the same function
     else:

@@ -1,4 +1,4 @@
-"""Fixed decays per head, made once per head count and device."""
+"""Tensors that are always the same: fixed decays per head, the filters of a token shift. Made once per size and device."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,6 +16,15 @@ def retention_slopes(H: int, device: torch.device) -> Tensor:
 def lightning_slopes(H: int, layer_idx: int, num_layers: int, device: torch.device) -> Tensor:
     """[H] float32: -(8 / H) (1 - layer_idx / num_layers) h."""
     return _made(_lightning, (H, layer_idx, num_layers), device)
+
+
+def shift_filters(D: int, device: torch.device) -> Tensor:
+    """[D, 2] float32: (1, -1) for each channel."""
+    return _made(_shift, (D,), device)
+
+
+def _shift(device: torch.device, D: int) -> Tensor:
+    return torch.arange(1.0, -2.0, -2.0, device=device).expand(D, 2).contiguous()  # a copy from the host could not be captured in a CUDA graph
 
 
 def _retention(device: torch.device, H: int) -> Tensor:

@@ -68,11 +68,12 @@ def backward(*outputs: Any) -> None:
 
 def sequences(op: str, dtype: torch.dtype, D: int, *, T: int = 128, H: int = 4, HV: int = 0, packed: bool = False, gates: tuple[str, ...] = (),
               state: bool = True, **options: Any) -> None:
-    """An op over q, k, v [2, T, H, D]; gates: which of g, beta, gk, gv, o's to pass. The gates and states are float32, as layers have them."""
+    """An op over q, k, v [2, T, H, D]; gates: which of g, beta, gk, gv and so on to pass, g_vector being a g
+    for each key channel. The gates and states are float32, as layers have them."""
     HV, B = HV or H, 1 if packed else 2
-    shapes = {"g": (B, T, HV), "beta": (B, T, HV), "gk": (B, T, HV, D), "gv": (B, T, HV, D), "beta_headwise": (B, T, HV, D), "A_log": (HV,),
-              "dt_bias": (HV,)}
-    given: dict[str, Any] = {gate.removesuffix("_headwise"): zeros(*shapes[gate]) for gate in gates}
+    shapes = {"g": (B, T, HV), "beta": (B, T, HV), "gk": (B, T, HV, D), "gv": (B, T, HV, D), "beta_headwise": (B, T, HV, D),
+              "g_vector": (B, T, HV, D), "A_log": (HV,), "dt_bias": (HV,)}
+    given: dict[str, Any] = {gate.removesuffix("_headwise").removesuffix("_vector"): zeros(*shapes[gate]) for gate in gates}
     if packed:
         given["cu_seqlens"] = torch.tensor([0, 50, T], dtype=torch.int32)
     if state:
@@ -109,16 +110,33 @@ def convolution(dtype: torch.dtype, W: int, packed: bool = False, state: bool = 
     backward(*flashlin.causal_conv1d(x, zeros(1024, W, dtype=dtype), zeros(1024, dtype=dtype), activation="silu", output_final_state=state, **given))
 
 
+def shifting(dtype: torch.dtype, packed: bool = False) -> None:
+    given = {"cu_seqlens": torch.tensor([0, 30, 64], dtype=torch.int32), "cache": zeros(2, 1024, dtype=dtype)} if packed else {}
+    found = flashlin.token_shift(zeros(1 if packed else 2, 64, 1024, dtype=dtype), **given, output_cache=packed)
+    backward(*(found if isinstance(found, tuple) else (found,)))
+
+
 @torch.no_grad()
 def convolving_a_token(dtype: torch.dtype, W: int) -> None:
     flashlin.causal_conv1d_update(zeros(2, 1024, dtype=dtype), zeros(2, 1024, W, dtype=dtype), None, zeros(1024, W, dtype=dtype), activation="silu")
 
 
+def elementwise(op: str, dtype: torch.dtype, H: int = 32, K: int = 64, **options: Any) -> None:
+    """Parameters are float32 for gates, as layers have them, and of the tensors' dtype for RWKV-7."""
+    rows, heads, mix = zeros(2, 64, H * K, dtype=dtype), zeros(2, 64, H, K, dtype=dtype), zeros(H * K, dtype=dtype)
+    tensors = {"fused_gdn_gate": (zeros(2, 64, H, dtype=dtype), zeros(H), zeros(H)), "fused_kda_gate": (heads, zeros(H), zeros(H * K)),
+               "fused_addcmul_rwkv7": (rows, rows, *[mix] * 6), "fused_k_rwkv7": (rows, rows, mix),
+               "gate_output_correction": (rows, heads, heads, zeros(H, K, dtype=dtype), heads, rows)}
+    found = getattr(flashlin, op)(*tensors[op], **options)
+    backward(*(found if isinstance(found, tuple) else (found,)))
+
+
 # Head sizes by dtype: training in bf16 at every size, fp32 where somebody checks a model, fp16 once.
 SIZES = ((BF16, 128), (BF16, 64), (BF16, 256), (FP16, 128), (FP32, 64), (FP32, 128))
 DTYPES = (BF16, FP16, FP32)
-# What an op is always called with, by its name without chunk_ or fused_recurrent_.
-GATES = {"simple_gla": ("g",), "delta_rule": ("beta",), "gated_delta_rule": ("g", "beta")}
+# What an op is always called with, by its name or by that without chunk_ or fused_recurrent_.
+GATES = {"simple_gla": ("g",), "delta_rule": ("beta",), "gated_delta_rule": ("g", "beta"), "gla": ("g_vector",),
+         "fused_recurrent_gla": ("gk",)}
 OPTIONS: dict[str, dict[str, Any]] = {"linear_attn": {"normalize": False}, "lightning_attn": {"layer_idx": 1, "num_layers": 4}}
 INSIDE: dict[str, Any] = {"gates": ("g", "beta", "A_log", "dt_bias"), "HV": 8, "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
           "use_beta_sigmoid_in_kernel": True}
@@ -133,6 +151,7 @@ def calls() -> Iterator[Call]:
     yield _sequences("chunk_gated_delta_rule", BF16, 128, "HV=8, gates in kernel", **INSIDE)
     yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "decoding, HV=8, gates in kernel", decode=True, **INSIDE)
     yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "gk gv", gates=("gk", "gv", "beta"))
+    yield _sequences("fused_recurrent_gla", BF16, 128, "gk gv", gates=("gk", "gv"))
     yield _sequences("fused_recurrent_delta_rule", FP32, 64, "headwise beta", gates=("beta_headwise",))
     for dtype in DTYPES:
         for op, D in (("rms_norm", 2048), ("layer_norm", 2048), ("l2norm", 128)):
@@ -141,8 +160,13 @@ def calls() -> Iterator[Call]:
             yield _call(op, dtype, "D=128", norm, op, dtype, 128, gated=True)
         yield _call("causal_conv1d", dtype, "W=4", convolution, dtype, 4)
         yield _call("causal_conv1d_update", dtype, "W=4", convolving_a_token, dtype, 4)
+        yield _call("token_shift", dtype, "D=1024", shifting, dtype)
+        for op in ("fused_gdn_gate", "fused_kda_gate", "fused_addcmul_rwkv7", "fused_k_rwkv7", "gate_output_correction"):
+            yield _call(op, dtype, "H=32 K=64", elementwise, op, dtype)
     yield _call("group_norm", BF16, "D=2048 in 8", norm, "group_norm", BF16, 2048, num_groups=8)
     yield _call("rms_norm", BF16, "D=8192 residual", norm, "rms_norm", BF16, 8192, prenorm=True, residual=torch.zeros(4, 64, 8192, dtype=BF16))
+    yield _call("token_shift", BF16, "D=1024 packed, cache", shifting, BF16, packed=True)
+    yield _call("fused_kda_gate", BF16, "K=128, lower bound", elementwise, "fused_kda_gate", BF16, K=128, lower_bound=-5.0)
     yield _call("causal_conv1d", BF16, "W=4 packed, states", convolution, BF16, 4, packed=True, state=True)
 
 
@@ -169,7 +193,7 @@ def _family(op: str) -> str:
 
 
 def _sequences(op: str, dtype: torch.dtype, D: int, special: str = "", decode: bool = False, **options: Any) -> Call:
-    given = {"gates": GATES.get(_family(op), ()), **OPTIONS.get(_family(op), {}), **options}
+    given = {"gates": GATES.get(op, GATES.get(_family(op), ())), **OPTIONS.get(_family(op), {}), **options}
     return _call(op, dtype, f"D={D} {special}", decoding if decode else sequences, op, dtype, D, **given)
 
 

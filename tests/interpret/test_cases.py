@@ -17,9 +17,10 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import conv, delta, norm, recurrent, simple_gla
+from flashlin.ops import conv, delta, gla, norm, pointwise, recurrent, simple_gla
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
+from flashlin.testing.cases.pointwise import CASES as pointwise_cases
 from flashlin.testing.compare import Case, check, judge, poisoned
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
     def noting(*arguments: Any) -> Plan:
         made.append(planned(*arguments))
         return made[-1]
-    for module in (simple_gla, delta, recurrent, norm, conv):
+    for module in (simple_gla, delta, gla, recurrent, norm, conv, pointwise):
         monkeypatch.setattr(module, "planned", noting)
     yield made
     assert made, "no op was called"
@@ -63,11 +64,15 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
         return dtype == torch.float32 and case.id in ("packed", "one-key", "headwise")
     if case.op == "chunk_gated_delta_rule":  # ten seconds each: a GPU has them all
         return dtype == torch.float32 and case.id in ("packed", "grouped", "one-key-2", "zero-keys", "g=-20", "gates")
+    if case in pointwise_cases:  # fp16 changes loads and stores only
+        return dtype == torch.float32
+    if case.op == "chunk_gla":
+        return dtype == torch.float32 and case.id in ("packed", "strong", "strong-packed", "resets", "odd", "v-first", "one-token")
     if case.op.endswith("norm"):  # fp16 changes loads and stores only
         return dtype == torch.float32
     if case.id in ("packed", "reverse", "normalized"):
         return True
-    if case.op.startswith("causal_conv1d") or case.op.endswith("_gated") or case.op == "group_norm":  # fp16 changes loads and stores only
+    if case.op.startswith(("causal_conv1d", "token_shift")) or case.op.endswith(("_gated", "group_norm")):  # fp16 changes loads and stores only
         return dtype == torch.float32
     return "lightning" not in case.op and (dtype == torch.float32 or not case.op.startswith(("fused_recurrent", "recurrent")))
 
@@ -80,7 +85,8 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
 
 # bfloat16 is cast to fp32 by the plan, so these only have to show that the cast is there and that results come back in bfloat16.
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
-@pytest.mark.parametrize("case", [case for case in CASES if (case.quick and not case.op.startswith("fused")) or str(case) in (
+@pytest.mark.parametrize("case", [case for case in CASES if (
+    case.quick and not case.op.startswith(("fused_recurrent", "fused_chunk"))) or str(case) in (
     "chunk_simple_gla-packed", "fused_recurrent_simple_gla-packed", "fused_recurrent_retention-reverse")], ids=str)
 def test_bfloat16_runs_on_fp32_copies(case: Case, plans: Plans) -> None:
     assert not failed(case, torch.bfloat16)

@@ -62,6 +62,8 @@ def problem(op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2
         return Problem(op, family, mode, 1, min(B * T * H, 2**31), 1, K, K, 1, dtype, False, needs_grad, ("weight",))
     if family in ("conv", "conv_update"):
         return Problem(op, family, mode, 1 if varlen else B, min(B * T, 2**30) if varlen else T, 1, K, 4, B, dtype, varlen, needs_grad, ("bias",))
+    if family.startswith("pointwise"):
+        return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, K, 1, dtype, False, needs_grad)
     if varlen:
         return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, V, B, dtype, True, needs_grad, ("g",))
     return Problem(op, family, mode, B, T, H, K, V, B, dtype, False, needs_grad, ("g",))

@@ -103,16 +103,18 @@ def run(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     N, W = B if bounds is None else bounds.shape[0] - 1, weight.shape[1]
     rows, packed = B * T, bounds is not None
     before = before_each(bounds, T)
-    launch = plan.launch("conv_backward_weights")
-    shares = launch.grid[0] // -(-D // launch.block("BD"))
-    dweight = torch.empty((shares, W, D), dtype=torch.float32, device=x.device) if needs_dweight else None
-    dbias = torch.empty((shares, D), dtype=torch.float32, device=x.device) if needs_dbias else None
+    dweight = dbias = None
     dz = torch.empty((B, T, D), dtype=x.dtype, device=x.device) if silu else dy
-    if x.numel() and (silu or needs_dweight or needs_dbias):
-        start(launch, conv_backward_weights, launch.grid[0],
-              (x, weight, bias, rows_first(h0), before, bounds, dy, dz, dweight, dbias, T, N, rows, row_stride(x)),
-              dict(D=D, W=W, SILU=silu, HAS_BIAS=bias is not None, HAS_H0=h0 is not None, HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias,
-                   VARLEN=packed))
+    if silu or needs_dweight or needs_dbias:
+        launch = plan.launch("conv_backward_weights")
+        shares = launch.grid[0] // -(-D // launch.block("BD"))
+        dweight = torch.empty((shares, W, D), dtype=torch.float32, device=x.device) if needs_dweight else None
+        dbias = torch.empty((shares, D), dtype=torch.float32, device=x.device) if needs_dbias else None
+        if x.numel():
+            start(launch, conv_backward_weights, launch.grid[0],
+                  (x, weight, bias, rows_first(h0), before, bounds, dy, dz, dweight, dbias, T, N, rows, row_stride(x)),
+                  dict(D=D, W=W, SILU=silu, HAS_BIAS=bias is not None, HAS_H0=h0 is not None, HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias,
+                       VARLEN=packed))
     facts = dict(D=D, W=W, HAS_DHT=dht is not None, VARLEN=packed)
     dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device) if needs_dx else None
     if dx is not None and x.numel():

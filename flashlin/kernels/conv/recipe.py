@@ -27,12 +27,13 @@ ROWS, WEIGHTS, UPDATE = Config(4096, 128, 4), Config(2048, 128, 4, 6), Config(12
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launches, then backward's."""
+    """Forward's launches, then backward's; fixed filters get no gradient."""
     found = [_rows("conv_forward", ROWS, problem, target)]
     if "final_state" in problem.options:
         found.append(_states("conv_state", problem))
     if problem.needs_grad:
-        found += [_rows("conv_backward_weights", WEIGHTS, problem, target), _rows("conv_backward_x", ROWS, problem, target)]
+        found += [] if "fixed" in problem.options else [_rows("conv_backward_weights", WEIGHTS, problem, target)]
+        found.append(_rows("conv_backward_x", ROWS, problem, target))
         if "initial_state" in problem.options:
             found.append(_states("conv_backward_state", problem))
     return tuple(found)

@@ -28,3 +28,19 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
         states.append(torch.stack(window, 1))
     y = torch.stack([torch.stack(row) for row in rows]) if B and T else x.new_zeros(B, T, D, dtype=torch.float64)
     return y, torch.stack(states) if states else x.new_zeros(0, D, W, dtype=torch.float64)
+
+
+def shift(x: torch.Tensor, cache: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x_{t - 1} - x_t [B, T, D], last tokens [N, D]) in float64, differentiable; before a sequence's first token comes its cache [N, D], or 0."""
+    B, T, D = x.shape
+    edges = None if cu_seqlens is None else cu_seqlens.tolist()
+    spans = [(b, 0, T) for b in range(B)] if edges is None else [(0, edges[n], edges[n + 1]) for n in range(len(edges) - 1)]
+    rows = [[x.new_zeros(D, dtype=torch.float64)] * T for _ in range(B)]
+    lasts = []
+    for n, (b, start, end) in enumerate(spans):
+        last = x.new_zeros(D, dtype=torch.float64) if cache is None else cache[n].double()
+        for t in range(start, end):
+            rows[b][t], last = last - x[b, t].double(), x[b, t].double()
+        lasts.append(last)
+    y = torch.stack([torch.stack(row) for row in rows]) if B and T else x.new_zeros(B, T, D, dtype=torch.float64)
+    return y, torch.stack(lasts) if lasts else x.new_zeros(0, D, dtype=torch.float64)

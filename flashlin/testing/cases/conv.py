@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import flashlin
-from flashlin.kernels.conv.reference import convolve
+from flashlin.kernels.conv.reference import convolve, shift
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dweight": 0.02, "dbias": 0.02}
@@ -69,6 +69,31 @@ def make_update(device: torch.device, dtype: torch.dtype, generator: torch.Gener
     return made
 
 
+def make_shift(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, others: str = "same", cached: bool = True,
+               **facts: Any) -> Tensors:
+    made = make(device, dtype, generator, W=1, given=("initial_state",) if cached else (), others=others, **facts)
+    del made["weight"]
+    if cached:
+        made["cache"] = made.pop("initial_state")[..., 0].contiguous()
+    return made
+
+
+def call_shift(D: int, x: torch.Tensor, **tensors: torch.Tensor) -> Tensors:
+    function: Callable[..., Any] = flashlin.token_shift
+    y, last = function(x[..., :D], **tensors, output_cache=True)
+    return {"y": y, "last": last}
+
+
+def shift_reference(D: int, x: torch.Tensor, **tensors: torch.Tensor) -> Tensors:
+    y, last = shift(x[..., :D], **tensors)
+    return {"y": y, "last": last}
+
+
+def _shift(name: str, quick: bool = False, **facts: Any) -> Case:
+    D = facts.get("D", 48)
+    return Case("token_shift", name, partial(make_shift, **facts), partial(call_shift, D), partial(shift_reference, D), TOLERANCES, (), quick)
+
+
 def _case(name: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
     given, D = extra or {}, facts.get("D", 48)
     return Case("causal_conv1d", name, partial(make, **facts), partial(call, given, D), partial(reference, given, D), TOLERANCES, (), quick)
@@ -95,5 +120,8 @@ CASES: list[Case] = [
     _update("random", SILU, quick=True, B=5), _update("linear", B=5), _update("bare", SILU, given=(), B=1),
     _update("fp32-others", SILU, others="float32"), _update("D=300", SILU, D=300),
     *(_update(f"W={W}", SILU, W=W, D=20) for W in (1, 2, 3, 7, 16))]
+CASES += [_shift("random", True), _shift("packed", edges=PACKED), _shift("bare", cached=False), _shift("bare-packed", cached=False, edges=PACKED),
+          _shift("one-token", B=3, T=1), _shift("empty-sequences", edges=(0, 0, 0, 7, 7)), _shift("many-short", B=50, T=3, D=16),
+          _shift("fp32-cache", others="float32"), _shift("sliced", of=2, D=20), _shift("D=1", D=1), _shift("D=300", D=300)]
 # More blocks of rows than a large card has programs to share out the gradients of weight and bias.
 CASES += [_case("many-blocks", SILU, B=1, T=1200, D=4096, given=("bias",))]

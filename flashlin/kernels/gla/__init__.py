@@ -1,0 +1,1 @@
+"""A decay for each key channel: gated linear attention."""

@@ -1,0 +1,219 @@
+"""Backward of gated linear attention: a scan that rebuilds states, a reverse scan for their gradients, then all chunks at once. No partial
+sums, no atomics.
+
+With the notation of forward.py, dh the gradient of the state leaving a chunk and ds_ij = scale (do_i . v_j) for j <= i:
+    dv_j = sum_{i >= j} A_ij do_i + (k_j e^{G_L - G_j}) dh          dh' = Diag(e^{G_L}) dh + scale sum_i (q_i e^{G_i})^T do_i
+    dq_i = scale e^{G_i} (do_i h^T) + sum_j ds_ij k_j e^{G_i - G_j}          dk_j = e^{G_L - G_j} (v_j dh^T) + sum_i ds_ij q_i e^{G_i - G_j}
+The sums over pairs go level by level like the scores: in a level rows of X are either an i or a j, so with Z the level's pairs of ds, made
+symmetric, Y = Z X holds what each row gets from the other half, dq of the rows that are an i and dk of those that are a j.
+The gate: g_t scales whatever passes from before t to t or later, in each channel by itself. With x_i the row i of X Y (the same number for
+both ends of a pair, where a pair is counted at i and taken off at j), f_i = q_i . (the first term of dq_i) and c_j = k_j . (that of dk_j),
+all per channel:
+    dg_t = sum_{i >= t} (f_i + sum of levels (x_i where i is in a second half, -x_i where it is in a first)) + sum_{j < t} c_j
+           + e^{G_L} <h, dh>
+Pairs i = j do not decay and take no part. Every chunk starts anew from <h, dh>, so rounding does not add up along the sequence.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.gla.forward import decay_to_meeting, halves, prepared, sum_of_chunk, sums_at
+from flashlin.kernels.pieces import fills_gaps, first_slot, parts, precision, put, sequence_of, sliced, state_offsets, tile, within, zero_gaps
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def gla_states(k_out, v, G, h0, states, bounds, T, N, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+               BV: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+    """states [slots, H, K, V]: the state entering each chunk."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    v0 = program % NV * BV
+    nh = program // NV
+    i_h = nh % H
+    n = nh // H
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    if HAS_H0:
+        h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        h = tl.zeros([BK, BV], dtype=tl.float32)
+    for t0 in range(0, length, BT):
+        b_k = tile(k_out, first, t0, length, i_h, H, K, 0, BT, BK)
+        b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
+        total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, H, K, 0, BK)
+        slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
+        to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
+        tl.store(states + to, h.to(states.dtype.element_ty), mask=whole)
+        h *= tl.exp2(total)[:, None]
+        h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["T", "N", "scale"])
+def gla_reverse(q_in, k_out, do, A, G, dht, dv, dh0, dstates, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                BK: tl.constexpr, BV: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr, V_FIRST: tl.constexpr,
+                VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+    """dv, dh0, and dstates [slots, H, K, V] = the gradient of the state leaving each chunk."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    v0 = program % NV * BV
+    nh = program // NV
+    i_h = nh % H
+    n = nh // H
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:
+        zero_gaps(dv, bounds, n, T, N, i_h, H, V, v0, BT, BV)
+    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    if HAS_DHT:
+        dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        dh = tl.zeros([BK, BV], dtype=tl.float32)
+    chunks = (length + BT - 1) // BT
+    for i_c in range(chunks):
+        t0 = (chunks - 1 - i_c) * BT
+        b_q = tile(q_in, first, t0, length, i_h, H, K, 0, BT, BK)
+        b_k = tile(k_out, first, t0, length, i_h, H, K, 0, BT, BK)
+        b_A = tile(A, first, t0, length, i_h, H, BT, 0, BT, BT)
+        b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_q.dtype)
+        total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, H, K, 0, BK)
+        b_dh = dh.to(b_k.dtype)
+        slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
+        to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
+        tl.store(dstates + to, b_dh, mask=whole)
+        b_dv = tl.dot(b_k, b_dh, input_precision=PRECISION)
+        b_dv += tl.dot(tl.trans(b_A), b_do, input_precision=PRECISION)
+        put(dv, b_dv, first, t0, length, i_h, H, V, v0, BT, BV)
+        dh *= tl.exp2(total)[:, None]
+        dh += tl.dot(tl.trans(b_q), (b_do * scale).to(b_do.dtype), input_precision=PRECISION)
+    if HAS_DH0:
+        tl.store(dh0 + at, dh, mask=inside)
+
+
+@triton.jit
+def summed_before(x, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+    """[BT, BD]: x_1 + ... + x_{t-1} for each row t. Not the running sum less x_t, which may be far larger than what remains: the rows move
+    down by one instead, by way of scratch [rows, H, D]."""
+    put(scratch, x, first, t0, length, i_h, H, D, d0, BT, BD)
+    tl.debug_barrier()
+    rows = tl.arange(0, BT)
+    columns = d0 + tl.arange(0, BD)
+    offsets = rows[:, None] * (H * D) + columns[None, :]
+    mask = ((rows > 0) & (t0 + rows < length))[:, None] & (columns < D)[None, :]
+    above = tl.load(scratch + ((first + t0 - 1) * H + i_h) * D + offsets, mask=mask, other=0.0)
+    tl.debug_barrier()  # before anybody writes there again
+    return tl.cumsum(above, 0)
+
+
+@triton.jit
+def grads_of_chunk(q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first, t0, length, i_h, H, K: tl.constexpr, V: tl.constexpr,
+                   BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):
+    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
+    rows = tl.arange(0, BT)
+    last = tl.minimum(BT, length - t0) - 1
+    slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
+    p = tl.zeros([BT, BT], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
+        b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_v.dtype)
+        p += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    p *= scale
+    diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
+    ds = tl.where(rows[:, None] > rows[None, :], p, tl.trans(p)).to(v.dtype.element_ty)
+    for k0 in range(0, K, BK):
+        b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK)
+        b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK)
+        b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, H, K, k0, BK)
+        total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
+        wide_q = b_q.to(tl.float32)
+        wide_k = b_k.to(tl.float32)
+        here = tl.zeros([BT, BK], dtype=tl.float32)
+        b_dq = diagonal[:, None] * wide_k
+        b_dk = diagonal[:, None] * wide_q
+        for level in range(LEVELS):
+            half = halves(level, BT)
+            second = (half % 2 == 1)[:, None]
+            decay = decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K, k0, BK)
+            b_X = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
+            b_Z = tl.where((half ^ 1)[:, None] == half[None, :], ds, 0.0).to(b_q.dtype)
+            y = tl.dot(b_Z, b_X, input_precision=PRECISION)
+            x = b_X.to(tl.float32) * y
+            y *= decay
+            here += tl.where(second, x, -x)
+            b_dq += tl.where(second, y, 0.0)
+            b_dk += tl.where(second, 0.0, y)
+        from_h = tl.zeros([BT, BK], dtype=tl.float32)
+        to_h = tl.zeros([BT, BK], dtype=tl.float32)
+        across = tl.zeros([BK], dtype=tl.float32)
+        for v0 in range(0, V, BV):
+            at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
+            h = tl.load(states + at, mask=whole, other=0.0)
+            dh = tl.load(dstates + at, mask=whole, other=0.0)
+            b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
+            b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_v.dtype)
+            from_h += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
+            to_h += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
+            across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
+        from_h *= tl.exp2(b_G) * scale
+        to_h *= tl.exp2(total[None, :] - b_G)
+        put(dq, b_dq + from_h, first, t0, length, i_h, H, K, k0, BT, BK)
+        put(dk, b_dk + to_h, first, t0, length, i_h, H, K, k0, BT, BK)
+        b_dg = tl.cumsum(here + wide_q * from_h, 0, reverse=True) + (tl.exp2(total) * across)[None, :]
+        b_dg += summed_before(wide_k * to_h, dg, first, t0, length, i_h, H, K, k0, BT, BK)
+        put(dg, b_dg, first, t0, length, i_h, H, K, k0, BT, BK)
+
+
+@triton.jit(do_not_specialize=["T", "N", "S", "scale"])
+def gla_grads(q, k, v, do, G, states, dstates, dq, dk, dg, bounds, scale, T, N, H, S, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+              BK: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+    """dq, dk and dg [rows, H, K] of a chunk. S programs share a sequence."""
+    program = tl.program_id(0)
+    i_h = program % H
+    share = program // H % S
+    n = program // H // S
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
+        if share == 0:
+            for k0 in range(0, K, BK):
+                zero_gaps(dq, bounds, n, T, N, i_h, H, K, k0, BT, BK)
+                zero_gaps(dk, bounds, n, T, N, i_h, H, K, k0, BT, BK)
+                zero_gaps(dg, bounds, n, T, N, i_h, H, K, k0, BT, BK)
+    if VARLEN:
+        for t0 in range(share * BT, length, S * BT):
+            grads_of_chunk(q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first, t0, length, i_h, H, K, V, BT, BK, BV, PRECISION)
+    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+        grads_of_chunk(q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first, share * BT, length, i_h, H, K, V, BT, BK, BV, PRECISION)
+
+
+def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
+        scale: float, v_first: bool, do: torch.Tensor, dht: torch.Tensor | None, needs_dh0: bool,
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(dq, dk, dv, dg, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg and dh0 are fp32."""
+    B, T, H, K = q.shape
+    V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
+    rebuilding, reversing, finishing = plan.launch("gla_states"), plan.launch("gla_reverse"), plan.launch("gla_grads")
+    BT, strips = finishing.block("BT"), -(-V // reversing.block("BV"))
+    split = parts(plan, N)
+    new = torch.empty_like if fills_gaps(split, bounds) and N and H else torch.zeros_like
+    dq, dk, dv, dg = new(q), new(k), new(v), new(g)
+    dh0 = torch.empty_like(h0, dtype=torch.float32) if needs_dh0 and h0 is not None else None
+    constants = dict(K=K, V=V, VARLEN=bounds is not None, PRECISION=precision(plan))
+    gaps = bounds is not None and len(split) == 1
+    for part in split if H else ():
+        n = part.stop - part.start
+        q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_ = (within(x, part, bounds) for x in (q, k, v, g, do, dq, dk, dv, dg))
+        h0_, dh0_, dht_ = (sliced(x, part) for x in (h0, dh0, dht))
+        bounds_ = sliced(bounds, slice(part.start, part.stop + 1))
+        x = prepared(plan, q_, k_, g_, bounds_, n, scale)  # type: ignore[arg-type]
+        rows = B * T if bounds is not None else n * T
+        states, dstates = (torch.empty(rows // BT + n + 1, H, K, V, dtype=v.dtype, device=q.device) for _ in range(2))
+        start(rebuilding, gla_states, n * H * strips, (x.k_out, v_, x.G, h0_, states, bounds_, T, n, H),
+              dict(constants, HAS_H0=h0 is not None, V_FIRST=v_first))
+        start(reversing, gla_reverse, n * H * strips, (x.q_in, x.k_out, do_, x.A, x.G, dht_, dv_, dh0_, dstates, bounds_, scale, T, n, H),
+              dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first, GAPS=gaps))
+        shares = -(-rows // (BT * n))
+        if shares > 0:
+            start(finishing, gla_grads, n * shares * H, (q_, k_, v_, do_, x.G, states, dstates, dq_, dk_, dg_, bounds_, scale, T, n, H, shares),
+                  dict(constants, GAPS=gaps))
+    return dq, dk, dv, dg, dh0

@@ -1,0 +1,198 @@
+"""Forward of gated linear attention: decays are summed, all chunks at once get their scores, then one scan. Tensors in, tensors out.
+
+With the decay G_i = g_1 + ... + g_i inside a chunk, a vector over K, and the state h entering it (row i of a matrix is token i):
+    o_i = scale (q_i e^{G_i}) h + sum_{j <= i} A_ij v_j          A_ij = scale sum_c q_ic k_jc e^{G_ic - G_jc}
+    h' = Diag(e^{G_L}) h + sum_j (k_j e^{G_L - G_j})^T v_j
+A pair's decay is a vector, so A is a product of matrices only where a token between j and i splits it: (q_i e^{G_i - G_m}) . (k_j e^{G_m - G_j}),
+both factors at most 1. No m serves all pairs (e^{-G_j} alone overflows), but halving gives each pair one: where the two halves of a block
+meet that hold i and j. In the level of blocks of 2 s tokens a row of a block's second half is only ever an i, one of its first half only
+ever a j, so one matrix X of rows q_i e^{..} and k_j e^{..} serves both sides, and the level is X X^T masked to the pairs whose highest
+differing bit is s. What is left is the diagonal, which does not decay.
+Source: Yang et al. 2023 (arXiv 2312.06635) for the chunked form; the halving is ours.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.pieces import fills_gaps, parts, precision, put, sequence_of, sliced, state_offsets, tile, within, zero_gaps
+
+
+@triton.jit(do_not_specialize=["T", "N", "S"])
+def gla_sums(g, G, bounds, T, N, C, S, BT: tl.constexpr, BC: tl.constexpr, VARLEN: tl.constexpr):
+    """G [rows, C]: g / ln 2 summed within chunks of BT tokens of each sequence; C channels of all heads. S programs share a sequence.
+
+    A token that leaves less than float32's smallest normal number leaves that much: then differences of sums stay precise after one that
+    forgets everything, even by -inf.
+    """
+    NC = (C + BC - 1) // BC
+    program = tl.program_id(0)
+    columns = program % NC * BC + tl.arange(0, BC)
+    share = program // NC % S
+    first, length = sequence_of(program // NC // S, bounds, T, VARLEN)
+    rows = tl.arange(0, BT)
+    at = rows[:, None] * C + columns[None, :]
+    for t0 in range(share * BT, length, S * BT):
+        mask = (t0 + rows < length)[:, None] & (columns < C)[None, :]
+        x = tl.load(g + (first + t0) * C + at, mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
+        tl.store(G + (first + t0) * C + at, tl.cumsum(tl.where(x < -126.0, -126.0, x), 0), mask=mask)
+
+
+@triton.jit
+def sums_at(G, rows, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
+    """[rows, BK]: G of these rows of the chunk, all of them inside the sequence."""
+    columns = k0 + tl.arange(0, BK)
+    offsets = rows[:, None] * (H * K) + columns[None, :]
+    if K % BK != 0:
+        return tl.load(G + ((first + t0) * H + i_h) * K + offsets, mask=(columns < K)[None, :], other=0.0)
+    else:
+        return tl.load(G + ((first + t0) * H + i_h) * K + offsets)
+
+
+@triton.jit
+def sum_of_chunk(G, last, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
+    """[BK]: G_L, which is that of the chunk's last row inside the sequence."""
+    columns = k0 + tl.arange(0, BK)
+    return tl.load(G + ((first + t0 + last) * H + i_h) * K + columns, mask=columns < K, other=0.0)
+
+
+@triton.jit
+def halves(level, BT: tl.constexpr):
+    """[BT]: the number of each row's half of a block of 2 ** (level + 1), odd ones being second halves."""
+    return tl.arange(0, BT) >> level
+
+
+@triton.jit
+def decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
+    """[BT, BK]: what is left between each row and where the halves of its block meet. Rows past the end hold G_L, so all is at most 1."""
+    b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, H, K, k0, BK)
+    return tl.exp2(tl.where((half % 2 == 1)[:, None], b_G - b_M, b_M - b_G))
+
+
+@triton.jit
+def scores_of_chunk(q, k, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                    PRECISION: tl.constexpr):
+    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
+    rows = tl.arange(0, BT)
+    last = tl.minimum(BT, length - t0) - 1
+    b_A = tl.zeros([BT, BT], dtype=tl.float32)
+    diagonal = tl.zeros([BT], dtype=tl.float32)
+    for k0 in range(0, K, BK):
+        b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK)
+        b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK)
+        b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, H, K, k0, BK)
+        total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
+        put(q_in, b_q * tl.exp2(b_G), first, t0, length, i_h, H, K, k0, BT, BK)
+        put(k_out, b_k * tl.exp2(total[None, :] - b_G), first, t0, length, i_h, H, K, k0, BT, BK)
+        diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+        for level in range(LEVELS):  # not unrolled: registers hold one level's tiles
+            half = halves(level, BT)
+            second = half % 2 == 1
+            decay = decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K, k0, BK)
+            b_X = (tl.where(second[:, None], b_q, b_k) * decay).to(b_q.dtype)
+            s = tl.dot(b_X, tl.trans(b_X), input_precision=PRECISION)
+            b_A += tl.where(tl.where(second, half - 1, -1)[:, None] == half[None, :], s, 0.0)
+    b_A += tl.where(rows[:, None] == rows[None, :], diagonal[:, None], 0.0)
+    put(A, b_A * scale, first, t0, length, i_h, H, BT, 0, BT, BT)
+
+
+@triton.jit(do_not_specialize=["T", "N", "S", "scale"])
+def gla_scores(q, k, G, A, q_in, k_out, bounds, scale, T, N, H, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+               VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+    """A [rows, H, BT]; q_in [rows, H, K] = q e^{G}, what a token reads of the state that enters its chunk; k_out = k e^{G_L - G}, what it
+    leaves to the one that goes on. S programs share a sequence."""
+    program = tl.program_id(0)
+    i_h = program % H
+    share = program // H % S
+    n = program // H // S
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if VARLEN:
+        for t0 in range(share * BT, length, S * BT):
+            scores_of_chunk(q, k, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K, BT, BK, PRECISION)
+    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+        scores_of_chunk(q, k, G, A, q_in, k_out, scale, first, share * BT, length, i_h, H, K, BT, BK, PRECISION)
+
+
+@triton.jit(do_not_specialize=["T", "N", "scale"])
+def gla_scan(q_in, k_out, v, A, G, h0, o, ht, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+             BV: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+             PRECISION: tl.constexpr):
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    v0 = program % NV * BV
+    nh = program // NV
+    i_h = nh % H
+    n = nh // H
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:
+        zero_gaps(o, bounds, n, T, N, i_h, H, V, v0, BT, BV)
+    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    if HAS_H0:
+        h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        h = tl.zeros([BK, BV], dtype=tl.float32)
+    for t0 in range(0, length, BT):
+        b_q = tile(q_in, first, t0, length, i_h, H, K, 0, BT, BK)
+        b_k = tile(k_out, first, t0, length, i_h, H, K, 0, BT, BK)
+        b_A = tile(A, first, t0, length, i_h, H, BT, 0, BT, BT)
+        b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
+        total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, H, K, 0, BK)
+        b_o = tl.dot(b_q, h.to(b_q.dtype), input_precision=PRECISION)
+        b_o *= scale
+        b_o += tl.dot(b_A, b_v, input_precision=PRECISION)
+        h *= tl.exp2(total)[:, None]
+        h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
+        put(o, b_o, first, t0, length, i_h, H, V, v0, BT, BV)
+    if HAS_HT:
+        tl.store(ht + at, h, mask=inside)
+
+
+class Prepared(NamedTuple):
+    """What the scans of both directions read: see gla_sums and gla_scores."""
+    G: torch.Tensor
+    A: torch.Tensor
+    q_in: torch.Tensor
+    k_out: torch.Tensor
+
+
+def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, bounds: torch.Tensor | None, N: int, scale: float) -> Prepared:
+    """For the N sequences of one launch. Cheap enough to be done again for backward instead of kept for it."""
+    B, T, H, K = q.shape
+    summing, scoring = plan.launch("gla_sums"), plan.launch("gla_scores")
+    BT = scoring.block("BT")
+    shares = -(-B * T // (BT * N))
+    found = Prepared(torch.empty_like(g), torch.empty(B, T, H, BT, dtype=q.dtype, device=q.device), torch.empty_like(q), torch.empty_like(k))
+    if shares == 0:  # no row to load, not even a chunk's last one
+        return found
+    start(summing, gla_sums, N * shares * -(-H * K // summing.block("BC")), (g, found.G, bounds, T, N, H * K, shares),
+          dict(VARLEN=bounds is not None))
+    start(scoring, gla_scores, N * shares * H, (q, k, found.G, found.A, found.q_in, found.k_out, bounds, scale, T, N, H, shares),
+          dict(K=K, VARLEN=bounds is not None, PRECISION=precision(plan)))
+    return found
+
+
+def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
+        scale: float, has_ht: bool, v_first: bool, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o, final state or None). q, k [B, T, H, K], v [B, T, H, V], contiguous, one dtype; g [B, T, H, K] fp32; h0 [N, H, K, V] or, with
+    v_first, [N, H, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros. Starts the plan's launches."""
+    B, T, H, K = q.shape
+    V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
+    split, scanning = parts(plan, N), plan.launch("gla_scan")
+    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, H, V, dtype=out_dtype, device=q.device)
+    ht = torch.empty((N, H, V, K) if v_first else (N, H, K, V), dtype=torch.float32, device=q.device) if has_ht else None
+    if N == 0 or H == 0:  # no program would run to write them
+        return o.zero_(), ht
+    constants = dict(K=K, V=V, HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first, VARLEN=bounds is not None,
+                     GAPS=bounds is not None and len(split) == 1, PRECISION=precision(plan))
+    for part in split:
+        n = part.stop - part.start
+        q_, k_, v_, g_, o_ = (within(x, part, bounds) for x in (q, k, v, g, o))
+        h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds, slice(part.start, part.stop + 1))
+        x = prepared(plan, q_, k_, g_, bounds_, n, scale)  # type: ignore[arg-type]
+        start(scanning, gla_scan, n * H * -(-V // scanning.block("BV")),
+              (x.q_in, x.k_out, v_, x.A, x.G, h0_, o_, ht_, bounds_, scale, T, n, H), constants)
+    return o, ht

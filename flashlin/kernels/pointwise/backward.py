@@ -1,0 +1,178 @@
+"""Backward of the elementwise ops. Deterministic: no atomics, one order of summation for one plan.
+
+With ' for the gradient of a parameter before its sum over rows (and for A over its head's columns):
+    gate         dg = -e^A sigmoid(z) dy,  A' = dy y,          b' = dg     where z = g + b
+      bounded    dg = L s (1 - s) e^A dy,  A' = z dg,          b' = dg     where s = sigmoid(e^A z)
+    mix          dh = sum_i dy_i,  ddelta = sum_i x_i dy_i,    x_i' = delta dy_i
+    key          dk = (1 + (a - 1) c) dy,  da = k c dy,        c' = k (a - 1) dy
+    correction   do = p,  dv = s p,  dr = q k u,  dk = q r u,  dg = (o + s v) dy,   u' = q r k     where p = g dy, q = sum over columns of p v
+A program takes every so many-th BT rows of its strip and keeps its share of the parameters' gradients in registers; the shares are
+[parameters, programs of a strip, D] in fp32, and torch adds them up.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.pointwise.forward import line, opened, put, strip_of, tile, widths
+from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX
+from flashlin.kernels.recurrent.forward import softplus
+
+
+@triton.jit
+def put_share(shares, total, parameter: tl.constexpr, share, count, cols, there, D: tl.constexpr):
+    tl.store(shares + (count.to(tl.int64) * parameter + share) * D + cols, tl.sum(total, 0), mask=there)
+
+
+@triton.jit(do_not_specialize=["rows", "bound"])
+def pointwise_gate_backward(g, A_log, dt_bias, dy, dg, shares, bound, rows, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
+                            BD: tl.constexpr, BOUNDED: tl.constexpr, SUMS: tl.constexpr):
+    share, count, cols, there = strip_of(D, W, BD)
+    first = share.to(tl.int64) * BT
+    step = count.to(tl.int64) * BT
+    of_A = tl.zeros([BT, BD], dtype=tl.float32)
+    of_bias = tl.zeros([BT, BD], dtype=tl.float32)
+    for _ in range((rows - first + step - 1) // step):
+        z, rate = opened(g, A_log, dt_bias, first, rows, cols, there, D, K, BT, BD)
+        b_dy = tile(dy, first, rows, cols, there, D, BT)
+        if BOUNDED:
+            dz = b_dy * rate * (bound * tl.sigmoid(rate * z) * tl.sigmoid(-rate * z))
+            of_A += dz * z
+        else:
+            dz = -b_dy * rate * tl.sigmoid(z)
+            of_A -= b_dy * rate * softplus(z)
+        of_bias += dz
+        put(dg, dz, first, rows, cols, there, D, BT)
+        first += step
+    if SUMS:
+        put_share(shares, of_A, 0, share, count, cols, there, D)
+        put_share(shares, of_bias, 1, share, count, cols, there, D)
+
+
+@triton.jit
+def unmixed(dy, x, delta, dh, ddelta, total, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr):
+    """dh, ddelta and the gradient of x with what one output adds to them."""
+    b_dy = tile(dy, first, rows, cols, there, D, BT)
+    return dh + b_dy, ddelta + b_dy * line(x, cols, there), total + b_dy * delta
+
+
+@triton.jit(do_not_specialize=["rows"])
+def pointwise_mix_backward(delta, xr, xw, xk, xv, xa, xg, dyr, dyw, dyk, dyv, dya, dyg, dh, ddelta, shares, rows, D: tl.constexpr, W: tl.constexpr,
+                           BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr):
+    share, count, cols, there = strip_of(D, W, BD)
+    first = share.to(tl.int64) * BT
+    step = count.to(tl.int64) * BT
+    of_r = tl.zeros([BT, BD], dtype=tl.float32)
+    of_w = tl.zeros([BT, BD], dtype=tl.float32)
+    of_k = tl.zeros([BT, BD], dtype=tl.float32)
+    of_v = tl.zeros([BT, BD], dtype=tl.float32)
+    of_a = tl.zeros([BT, BD], dtype=tl.float32)
+    of_g = tl.zeros([BT, BD], dtype=tl.float32)
+    for _ in range((rows - first + step - 1) // step):
+        b_delta = tile(delta, first, rows, cols, there, D, BT)
+        b_dh = tl.zeros([BT, BD], dtype=tl.float32)
+        b_ddelta = tl.zeros([BT, BD], dtype=tl.float32)
+        b_dh, b_ddelta, of_r = unmixed(dyr, xr, b_delta, b_dh, b_ddelta, of_r, first, rows, cols, there, D, BT)
+        b_dh, b_ddelta, of_w = unmixed(dyw, xw, b_delta, b_dh, b_ddelta, of_w, first, rows, cols, there, D, BT)
+        b_dh, b_ddelta, of_k = unmixed(dyk, xk, b_delta, b_dh, b_ddelta, of_k, first, rows, cols, there, D, BT)
+        b_dh, b_ddelta, of_v = unmixed(dyv, xv, b_delta, b_dh, b_ddelta, of_v, first, rows, cols, there, D, BT)
+        b_dh, b_ddelta, of_a = unmixed(dya, xa, b_delta, b_dh, b_ddelta, of_a, first, rows, cols, there, D, BT)
+        if xg is not None:
+            b_dh, b_ddelta, of_g = unmixed(dyg, xg, b_delta, b_dh, b_ddelta, of_g, first, rows, cols, there, D, BT)
+        put(dh, b_dh, first, rows, cols, there, D, BT)
+        put(ddelta, b_ddelta, first, rows, cols, there, D, BT)
+        first += step
+    if SUMS:
+        put_share(shares, of_r, 0, share, count, cols, there, D)
+        put_share(shares, of_w, 1, share, count, cols, there, D)
+        put_share(shares, of_k, 2, share, count, cols, there, D)
+        put_share(shares, of_v, 3, share, count, cols, there, D)
+        put_share(shares, of_a, 4, share, count, cols, there, D)
+        if xg is not None:
+            put_share(shares, of_g, 5, share, count, cols, there, D)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def pointwise_key_backward(k, a, c, dy, dk, da, shares, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+                           SUMS: tl.constexpr):
+    share, count, cols, there = strip_of(D, W, BD)
+    first = share.to(tl.int64) * BT
+    step = count.to(tl.int64) * BT
+    b_c = line(c, cols, there)
+    total = tl.zeros([BT, BD], dtype=tl.float32)
+    for _ in range((rows - first + step - 1) // step):
+        b_dy = tile(dy, first, rows, cols, there, D, BT)
+        b_k = tile(k, first, rows, cols, there, D, BT)
+        less = tile(a, first, rows, cols, there, D, BT) - 1
+        put(dk, b_dy * (1 + less * b_c), first, rows, cols, there, D, BT)
+        put(da, b_dy * b_k * b_c, first, rows, cols, there, D, BT)
+        total += b_dy * b_k * less
+        first += step
+    if SUMS:
+        put_share(shares, total, 0, share, count, cols, there, D)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def pointwise_correction_backward(o, r, k, u, v, g, dy, do, dr, dk, dv, dg, shares, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
+                                  BD: tl.constexpr, SUMS: tl.constexpr):
+    share, count, cols, there = strip_of(D, W, BD)
+    first = share.to(tl.int64) * BT
+    step = count.to(tl.int64) * BT
+    b_u = line(u, cols, there)
+    total = tl.zeros([BT, BD], dtype=tl.float32)
+    for _ in range((rows - first + step - 1) // step):
+        b_dy = tile(dy, first, rows, cols, there, D, BT)
+        b_v = tile(v, first, rows, cols, there, D, BT)
+        b_r = tile(r, first, rows, cols, there, D, BT)
+        b_k = tile(k, first, rows, cols, there, D, BT)
+        s = tl.sum(b_r * b_k * b_u, 1)[:, None]
+        put(dg, b_dy * (tile(o, first, rows, cols, there, D, BT) + s * b_v), first, rows, cols, there, D, BT)
+        p = b_dy * tile(g, first, rows, cols, there, D, BT)
+        put(do, p, first, rows, cols, there, D, BT)
+        put(dv, p * s, first, rows, cols, there, D, BT)
+        q = tl.sum(p * b_v, 1)[:, None]
+        put(dr, q * b_k * b_u, first, rows, cols, there, D, BT)
+        put(dk, q * b_r * b_u, first, rows, cols, there, D, BT)
+        total += q * b_r * b_k
+        first += step
+    if SUMS:
+        put_share(shares, total, 0, share, count, cols, there, D)
+
+
+# Which tensors are parameters, in the order of their shares.
+PARAMETERS = {GATE: (1, 2), MIX: (2, 3, 4, 5, 6, 7), KEY: (2,), CORRECTION: (3,)}
+
+
+def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], dys: tuple[torch.Tensor, ...], bound: float | None,
+        sums: bool) -> list[torch.Tensor | None]:
+    """A gradient for each of tensors, in its dtype and shape; those of parameters only with sums. tensors: what forward.run got, though of a
+    mix h may be None. dys: the contiguous gradients of what it gave."""
+    family, launch = plan.problem.family, plan.launches[-1]
+    x = tensors[1] if family == MIX else tensors[0]
+    assert x is not None
+    D, rows, parameters = plan.problem.H * plan.problem.K, plan.problem.T, PARAMETERS[family]
+    found = [None if of is None or at in parameters else torch.empty_like(of) for at, of in enumerate(tensors)]
+    if family == MIX:
+        found[0] = torch.empty_like(x, dtype=dys[0].dtype)
+    made = [of for of in found if of is not None]
+    facts: dict[str, int] = {**widths(plan, launch), "SUMS": sums}
+    count = launch.grid[0] // -(-D // facts["W"])
+    shares = torch.empty((len(parameters), count, D), dtype=torch.float32, device=x.device) if sums else None
+    if x.numel() and family == GATE:
+        start(launch, pointwise_gate_backward, launch.grid[0], (*tensors, *dys, *made, shares, bound or 0.0, rows),
+              {**facts, "K": plan.problem.K, "BOUNDED": bound is not None})
+    elif x.numel() and family == MIX:
+        start(launch, pointwise_mix_backward, launch.grid[0], (*tensors[1:], *dys, *[None] * (6 - len(dys)), *made, shares, rows), facts)
+    elif x.numel():
+        start(launch, pointwise_key_backward if family == KEY else pointwise_correction_backward, launch.grid[0],
+              (*tensors, *dys, *made, shares, rows), facts)
+    if shares is not None:
+        totals = shares.sum(1) if x.numel() else shares.new_zeros((len(parameters), D))
+        for at, total in zip(parameters, totals, strict=True):
+            of = tensors[at]
+            if of is not None:
+                total = total if of.numel() == D else total.view(of.numel(), -1).sum(1)
+                found[at] = total.view(of.shape).to(of.dtype)
+    return found

@@ -1,0 +1,131 @@
+"""Forward of the elementwise ops, in fp32 whatever the tensors are. Tensors in, tensors out.
+
+    gate         y = -e^A softplus(g + b), or with a lower bound L: y = L sigmoid(e^A (g + b))      A, b: of a head, of a column
+    mix          y_i = h + delta x_i, for five or six x of a column each
+    key          y = k (1 + (a - 1) c)                                                              c: of a column
+    correction   y = (o + s v) g,  s = sum over a head's columns of r k u                           u: of a column
+A program owns BT rows and a strip of BD columns; for the correction a strip is a head, so that the sum is at home.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Launch, Plan
+from flashlin.kernels.pointwise.recipe import GATE, KEY, MIX, strip_width
+from flashlin.kernels.recurrent.forward import softplus
+
+
+@triton.jit
+def strip_of(D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr):
+    """This program's number among those of its strip, how many they are, its columns, and which of them there are: W to a strip."""
+    STRIPS: tl.constexpr = (D + W - 1) // W
+    ahead = tl.arange(0, BD)
+    cols = tl.program_id(0) % STRIPS * W + ahead
+    return tl.program_id(0) // STRIPS, tl.num_programs(0) // STRIPS, cols, (ahead < W) & (cols < D)
+
+
+@triton.jit
+def tile(x, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr):
+    """[BT, BD] of a [rows, D] tensor from row first on, in fp32, zeros outside."""
+    row = tl.arange(0, BT)
+    return tl.load(x + first * D + (row[:, None] * D + cols[None, :]), mask=(first + row < rows)[:, None] & there[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def put(x, value, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr):
+    row = tl.arange(0, BT)
+    tl.store(x + first * D + (row[:, None] * D + cols[None, :]), value.to(x.dtype.element_ty), mask=(first + row < rows)[:, None] & there[None, :])
+
+
+@triton.jit
+def line(x, cols, there):
+    """[1, BD]: a parameter of each column, in fp32. Every program reads it, so it should stay in the cache."""
+    return tl.load(x + cols, mask=there, other=0.0, eviction_policy="evict_last").to(tl.float32)[None, :]
+
+
+@triton.jit
+def opened(g, A_log, dt_bias, first, rows, cols, there, D: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """g + b and e^A, which is of heads of K columns."""
+    z = tile(g, first, rows, cols, there, D, BT)
+    if dt_bias is not None:
+        z += line(dt_bias, cols, there)
+    rate = tl.full([1, BD], 1.0, dtype=tl.float32)
+    if A_log is not None:
+        rate = tl.exp(line(A_log, cols // K, there))
+    return z, rate
+
+
+@triton.jit(do_not_specialize=["rows", "bound"])
+def pointwise_gate(g, A_log, dt_bias, y, bound, rows, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+                   BOUNDED: tl.constexpr):
+    block, _, cols, there = strip_of(D, W, BD)
+    first = block.to(tl.int64) * BT
+    z, rate = opened(g, A_log, dt_bias, first, rows, cols, there, D, K, BT, BD)
+    if BOUNDED:
+        value = bound * tl.sigmoid(rate * z)
+    else:
+        value = -rate * softplus(z)
+    put(y, value, first, rows, cols, there, D, BT)
+
+
+@triton.jit
+def mixed(h, delta, x, y, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr):
+    put(y, h + delta * line(x, cols, there), first, rows, cols, there, D, BT)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def pointwise_mix(h, delta, xr, xw, xk, xv, xa, xg, yr, yw, yk, yv, ya, yg, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
+                  BD: tl.constexpr):
+    block, _, cols, there = strip_of(D, W, BD)
+    first = block.to(tl.int64) * BT
+    b_h = tile(h, first, rows, cols, there, D, BT)
+    b_delta = tile(delta, first, rows, cols, there, D, BT)
+    mixed(b_h, b_delta, xr, yr, first, rows, cols, there, D, BT)
+    mixed(b_h, b_delta, xw, yw, first, rows, cols, there, D, BT)
+    mixed(b_h, b_delta, xk, yk, first, rows, cols, there, D, BT)
+    mixed(b_h, b_delta, xv, yv, first, rows, cols, there, D, BT)
+    mixed(b_h, b_delta, xa, ya, first, rows, cols, there, D, BT)
+    if xg is not None:
+        mixed(b_h, b_delta, xg, yg, first, rows, cols, there, D, BT)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def pointwise_key(k, a, c, y, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    block, _, cols, there = strip_of(D, W, BD)
+    first = block.to(tl.int64) * BT
+    b_a = tile(a, first, rows, cols, there, D, BT)
+    put(y, tile(k, first, rows, cols, there, D, BT) * (1 + (b_a - 1) * line(c, cols, there)), first, rows, cols, there, D, BT)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def pointwise_correction(o, r, k, u, v, g, y, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    block, _, cols, there = strip_of(D, W, BD)
+    first = block.to(tl.int64) * BT
+    s = tl.sum(tile(r, first, rows, cols, there, D, BT) * tile(k, first, rows, cols, there, D, BT) * line(u, cols, there), 1)[:, None]
+    total = tile(o, first, rows, cols, there, D, BT) + s * tile(v, first, rows, cols, there, D, BT)
+    put(y, total * tile(g, first, rows, cols, there, D, BT), first, rows, cols, there, D, BT)
+
+
+def widths(plan: Plan, launch: Launch) -> dict[str, int]:
+    """D columns in strips of W."""
+    return dict(D=plan.problem.H * plan.problem.K, W=strip_width(plan.problem, launch.block("BD")))
+
+
+def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | None, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The outputs, of that dtype. tensors: as named above, in that order, contiguous and of any dtypes; A, b and the sixth x may be None."""
+    x, family, launch = tensors[0], plan.problem.family, plan.launches[0]
+    assert x is not None
+    outputs = tuple(torch.empty_like(x, dtype=dtype) for of in (tensors[2:] if family == MIX else tensors[:1]) if of is not None)
+    if not x.numel():
+        return outputs
+    facts, rows = widths(plan, launch), plan.problem.T
+    if family == GATE:
+        start(launch, pointwise_gate, launch.grid[0], (*tensors, *outputs, bound or 0.0, rows),
+              {**facts, "K": plan.problem.K, "BOUNDED": bound is not None})
+    elif family == MIX:
+        start(launch, pointwise_mix, launch.grid[0], (*tensors, *outputs, *[None] * (6 - len(outputs)), rows), facts)
+    else:
+        start(launch, pointwise_key if family == KEY else pointwise_correction, launch.grid[0], (*tensors, *outputs, rows), facts)
+    return outputs

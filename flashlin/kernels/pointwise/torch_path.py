@@ -1,0 +1,56 @@
+"""The elementwise ops in plain, differentiable torch, for CPUs, float64, cards that no Triton compiles for, and torch.compile, which fuses them
+with whatever is around them. Everything is computed in fp32, or in float64 where a tensor is."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX
+
+Tensor = torch.Tensor
+
+
+def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: float | None = None) -> Tensor:
+    """-e^{A_log} softplus(g + dt_bias), or bound sigmoid(e^{A_log} (g + dt_bias)). A_log and dt_bias of shapes that g's broadcasts with."""
+    z, A_log, dt_bias = _wide(g, A_log, dt_bias)
+    assert z is not None
+    z = z if dt_bias is None else z + dt_bias
+    if bound is not None:
+        return bound * (z if A_log is None else A_log.exp() * z).sigmoid()
+    return -F.softplus(z) if A_log is None else -A_log.exp() * F.softplus(z)
+
+
+def mix(h: Tensor, delta: Tensor, *xs: Tensor | None) -> tuple[Tensor, ...]:
+    """h + delta x for each x [D] that there is."""
+    wide_h, wide_delta, *wide_xs = _wide(h, delta, *xs)
+    assert wide_h is not None and wide_delta is not None
+    return tuple(wide_h + wide_delta * x for x in wide_xs if x is not None)
+
+
+def key(k: Tensor, a: Tensor, c: Tensor) -> Tensor:
+    """k (1 + (a - 1) c)"""
+    wide_k, wide_a, wide_c = _wide(k, a, c)
+    assert wide_k is not None and wide_a is not None and wide_c is not None
+    return wide_k * (1 + (wide_a - 1) * wide_c)
+
+
+def correction(o: Tensor, r: Tensor, k: Tensor, u: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """(o + v sum(r k u)) g, all [..., H, K] but u [H, K], the sum over K."""
+    o, r, k, u, v, g = (x for x in _wide(o, r, k, u, v, g) if x is not None)
+    return (o + (r * k * u).sum(-1, keepdim=True) * v) * g
+
+
+FUNCTIONS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {GATE: gate, MIX: mix, KEY: key, CORRECTION: correction}
+
+
+def run(family: str, tensors: tuple[Tensor | None, ...], bound: float | None) -> tuple[Tensor, ...]:
+    """What forward.run gives. Parameters may have any shape that broadcasts."""
+    found = FUNCTIONS[family](*tensors, bound) if family == GATE else FUNCTIONS[family](*tensors)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _wide(*tensors: Tensor | None) -> list[Tensor | None]:
+    compute = torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
+    return [None if x is None else x.to(compute) for x in tensors]

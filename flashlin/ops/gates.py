@@ -1,0 +1,66 @@
+"""The decay gates of Gated DeltaNet and Kimi Delta Attention on their own; mirrors ``fla.ops.gated_delta_rule.gate`` and ``fla.ops.kda.gate``.
+
+    -e^{A_log} softplus(g + dt_bias)        lower_bound sigmoid(e^{A_log} (g + dt_bias))
+The same mathematics as ``use_gate_in_kernel``. Source: Gu and Dao 2023 (Mamba), Yang et al. 2024 (Gated DeltaNet), Kimi Team 2025 (KDA).
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashlin.guards.tensors import FLOATS
+from flashlin.ops.pointwise import check_parameter, check_rows, run
+
+
+def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32) -> Tensor:
+    """The log decay -exp(A_log) softplus(g + dt_bias). Drop-in for ``fla.ops.gated_delta_rule.gate.fused_gdn_gate``.
+
+    Args:
+        g: [..., HV], bfloat16, float16 or float32 (float64 runs in plain torch), any strides, any number of rows.
+        A_log, dt_bias: HV elements, in any shape and of any float dtype; dt_bias may be None.
+        output_dtype: of the result. Arithmetic is float32 throughout.
+
+    Returns:
+        [..., HV] in output_dtype. Gradients reach g, A_log and dt_bias, in their dtypes, and repeat to the bit.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+
+    Differs from fla: softplus keeps its relative accuracy far below zero, where fla's is 0 from about -17 on.
+    """
+    check_rows("g", g, "[..., HV]")
+    _check_dtype(output_dtype)
+    HV = g.shape[-1]
+    check_parameter("A_log", A_log, HV, "HV", "g", g)
+    if dt_bias is not None:
+        check_parameter("dt_bias", dt_bias, HV, "HV", "g", g)
+        dt_bias = dt_bias.reshape(HV)
+    y, = run("fused_gdn_gate", HV, 1, output_dtype, g, A_log.reshape(HV), dt_bias)
+    return y
+
+
+def fused_kda_gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None,
+                   output_dtype: torch.dtype = torch.float32) -> Tensor:
+    """The log decays of channels, -exp(A_log) softplus(g + dt_bias). Drop-in for ``fla.ops.kda.gate.fused_kda_gate``.
+
+    g: [..., H, K]. A_log: H elements, None for a factor of 1. dt_bias: H * K elements or None. lower_bound: below 0; with it the gate is
+    lower_bound sigmoid(exp(A_log) (g + dt_bias)). The rest as ``fused_gdn_gate``.
+    """
+    check_rows("g", g, "[..., H, K]", columns=2)
+    _check_dtype(output_dtype)
+    H, K = g.shape[-2:]
+    if A_log is not None:
+        check_parameter("A_log", A_log, H, "H", "g", g)
+        A_log = A_log.reshape(H, 1)
+    if dt_bias is not None:
+        check_parameter("dt_bias", dt_bias, H * K, "H * K", "g", g)
+        dt_bias = dt_bias.reshape(H, K)
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"lower_bound: got {lower_bound}, need a number below 0, or None")
+    y, = run("fused_kda_gate", H, K, output_dtype, g, A_log, dt_bias, bound=None if lower_bound is None else float(lower_bound))
+    return y
+
+
+def _check_dtype(output_dtype: torch.dtype) -> None:
+    if output_dtype not in FLOATS:
+        raise TypeError(f"output_dtype: got {output_dtype}, need bfloat16, float16, float32 or float64")

@@ -1,0 +1,98 @@
+"""The plumbing of the elementwise ops: check, plan, run, gradients.
+
+Under torch.compile they are plain torch: the compiler makes one kernel of that and of what is around it, which is more than ours could do.
+"""
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashlin.dispatch import OPS
+from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.tensors import FLOATS, need_tensor, shown
+from flashlin.kernels.pointwise import torch_path
+from flashlin.kernels.pointwise.recipe import MIX
+from flashlin.ops.norm import STRICTEST
+from flashlin.ops.planned import name_of, planned, wants_grad
+
+
+def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bound: float | None = None) -> tuple[Tensor, ...]:
+    """The outputs of an op over rows of H * K columns, of that dtype. tensors: what its kernels take, in shapes that broadcast; the first
+    has a row's shape at the end."""
+    first = tensors[0]
+    assert first is not None
+    if torch.compiler.is_compiling():
+        return tuple(y.to(dtype) for y in torch_path.run(OPS[op][0], tensors, bound))
+    plan = planned(problem_of(op, first.numel() // (H * K), H, K, dtype, tensors, wants_grad(*tensors)), first.device)
+    if plan.problem.path == "torch":
+        return tuple(y.to(dtype) for y in torch_path.run(OPS[op][0], tensors, bound))
+    kernel_dtype = dtype
+    if plan.problem.dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
+        tensors, kernel_dtype = tuple(None if x is None else x.float() for x in tensors), torch.float32
+    found: tuple[Tensor, ...] = _Pointwise.apply(plan, bound, kernel_dtype, *(None if x is None else x.contiguous() for x in tensors))
+    return tuple(y.to(dtype) for y in found)
+
+
+def problem_of(op: str, rows: int, H: int, K: int, dtype: torch.dtype, tensors: tuple[Tensor | None, ...], needs_grad: bool) -> Problem:
+    """The dtype is the strictest of any tensor, output included."""
+    dtypes = frozenset([dtype, *(x.dtype for x in tensors if x is not None)])
+    return Problem(op, OPS[op][0], "", 1, rows, H, K, K, 1, _strictest(dtypes), False, needs_grad)
+
+
+@lru_cache(maxsize=64)
+def _strictest(dtypes: frozenset[torch.dtype]) -> str:
+    return name_of(next(dtype for dtype in STRICTEST if dtype in dtypes))
+
+
+def check_rows(name: str, x: Any, meaning: str, dims: int | None = None, columns: int = 1) -> None:
+    """x is a floating-point tensor of so many dimensions (None: any), of which the last ``columns`` make a row that is not empty."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, need a tensor of shape {meaning}")
+    if x.ndim < columns or x.ndim != (dims or x.ndim) or 0 in x.shape[x.ndim - columns:]:
+        raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning} with at least 1 column")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name}: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
+
+
+def check_beside(name: str, x: Any, shape: tuple[int, ...], meaning: str, beside: str, first: Tensor) -> None:
+    """x is a tensor of that shape on the device of ``first``, which is called ``beside``."""
+    need_tensor(name, x, shape, meaning, getattr(x, "device", first.device))
+    _check_device(name, x, beside, first)
+
+
+def check_parameter(name: str, x: Any, count: int, meaning: str, beside: str, first: Tensor) -> None:
+    """x has so many elements, in any shape: parameters are kept as [D] here and as [1, 1, D] there."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, need a tensor of {meaning} elements")
+    if x.numel() != count:
+        raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning} = {count} elements")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name}: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
+    _check_device(name, x, beside, first)
+
+
+def _check_device(name: str, x: Tensor, beside: str, first: Tensor) -> None:
+    if x.device != first.device:
+        raise ValueError(f"{name}: got device {x.device}, need {first.device}, where {beside} is")
+
+
+class _Pointwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, bound: float | None, dtype: torch.dtype, *tensors: Tensor | None) -> Any:
+        from flashlin.kernels.pointwise import forward
+        ctx.plan, ctx.bound = plan, bound
+        kept = (None, *tensors[1:]) if plan.problem.family == MIX else tensors  # where h went into needs no gradient of it
+        ctx.save_for_backward(*kept)
+        return forward.run(plan, tensors, bound, dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> Any:
+        from flashlin.kernels.pointwise import backward
+        parameters = backward.PARAMETERS[ctx.plan.problem.family]
+        sums = any(ctx.needs_input_grad[3 + at] for at in parameters)
+        found = backward.run(ctx.plan, ctx.saved_tensors, tuple(dy.contiguous() for dy in dys), ctx.bound, sums)
+        return None, None, None, *found

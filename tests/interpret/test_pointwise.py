@@ -1,0 +1,114 @@
+"""What only the kernels of the elementwise ops can get wrong. TRITON_INTERPRET=1, as test_cases.py."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashlin
+from flashlin import dispatch
+from flashlin.compat.target import interpreting, probe
+from flashlin.kernels.pointwise import reference
+from flashlin.ops import pointwise
+from flashlin.ops.planned import planned
+from flashlin.testing.cases.pointwise import CASES
+from flashlin.testing.compare import check, judge, poisoned
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter() -> None:
+    if not interpreting():
+        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
+
+
+@pytest.fixture
+def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few enough programs for each to have several blocks of rows."""
+    def on_a_small_card(problem: Any, device: torch.device) -> Any:
+        planned(problem, device)
+        return dispatch.plan(problem, probe(device)._replace(sms=1))
+    monkeypatch.setattr(pointwise, "planned", on_a_small_card)
+
+
+@pytest.mark.usefixtures("one_multiprocessor")
+@pytest.mark.parametrize("name", ["fused_gdn_gate-many-rows", "fused_kda_gate-wide", "fused_kda_gate-bounded", "fused_addcmul_rwkv7-random",
+                                  "fused_addcmul_rwkv7-five", "fused_k_rwkv7-many-rows", "gate_output_correction-many-rows",
+                                  "gate_output_correction-D=300"])
+def test_programs_that_share_out_many_rows(name: str) -> None:
+    case = next(case for case in CASES if str(case) == name)
+    assert [verdict for verdict in check(case, CPU, torch.float32) if not verdict.ok] == []
+
+
+def test_each_programs_rows_are_many_on_one_multiprocessor(one_multiprocessor: None) -> None:
+    """The tests above are about something."""
+    x = torch.zeros(3000, 32)
+    launch = pointwise.planned(pointwise.problem_of("fused_gdn_gate", 3000, 32, 1, x.dtype, (x,), True), CPU).launches[-1]
+    assert launch.grid[0] * launch.block("BT") < 3000
+
+
+@pytest.mark.parametrize("at", [-80.0, -30.0, -17.0, -9.0, -5.0, 0.0, 5.0, 25.0, 90.0])
+def test_a_gate_keeps_its_digits_far_from_zero(at: float) -> None:
+    g = torch.linspace(at - 1, at + 1, 40).reshape(10, 4).requires_grad_()
+    A_log = torch.zeros(4, requires_grad=True)
+    y = flashlin.fused_gdn_gate(g, A_log)
+    expected = reference.gate(g[..., None], A_log)[..., 0]
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=0)
+    for got, wanted in zip(torch.autograd.grad(y.sum(), (g, A_log)), torch.autograd.grad(expected.sum(), (g, A_log)), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=0)
+
+
+def test_gradients_of_some_outputs_and_for_some_tensors() -> None:
+    """A mix of which only two outputs are used; and parameters, or all but parameters, that want none."""
+    generator = torch.Generator().manual_seed(0)
+    h, delta = (torch.randn(2, 7, 12, generator=generator) for _ in range(2))
+    xs = [torch.randn(12, generator=generator) for _ in range(6)]
+    for wanted in ([0, 1], [2, 7], [1, 3, 4], list(range(8))):
+        leaves = [x.clone().requires_grad_(at in wanted) for at, x in enumerate((h, delta, *xs))]
+        with poisoned():
+            found = flashlin.fused_addcmul_rwkv7(*leaves)
+            loss = found[0].square().sum() + found[5].sin().sum()  # type: ignore[union-attr]
+            got = torch.autograd.grad(loss, [leaves[at] for at in wanted], allow_unused=True, materialize_grads=True)
+        doubles = [x.detach().double().requires_grad_() for x in leaves]
+        y = reference.mix(*doubles)
+        expected = torch.autograd.grad(y[0].square().sum() + y[5].sin().sum(), [doubles[at] for at in wanted], allow_unused=True,
+                                       materialize_grads=True)
+        assert all(judge(str(at), a, b, 1e-5).ok for at, a, b in zip(wanted, got, expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [(0, 4), (3, 0)], ids=str)
+def test_rows_may_be_none_at_all(rows: tuple[int, int]) -> None:
+    x, mu, heads, u = (torch.randn(*shape, requires_grad=True) for shape in ((*rows, 6), (6,), (*rows, 2, 3), (2, 3)))
+    with poisoned():
+        found = [flashlin.fused_gdn_gate(x, mu), flashlin.fused_kda_gate(heads, mu[:2], mu), *flashlin.fused_addcmul_rwkv7(x, x, mu, mu, mu, mu, mu),
+                 flashlin.fused_k_rwkv7(x, x, mu), flashlin.gate_output_correction(x, heads, heads, u, heads, x)]
+        sum(y.sum() for y in found if y is not None).backward()
+    for leaf in (x, mu, heads, u):
+        assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
+
+
+def test_strided_tensors_and_gradients() -> None:
+    fused = torch.randn(2, 5, 24, requires_grad=True)
+    mu = torch.randn(24)[::2]
+    y = flashlin.fused_k_rwkv7(*fused.split(12, 2), mu)
+    dy = torch.randn(12, 5, 2).transpose(0, 2)
+    got, = torch.autograd.grad(y, fused, dy)
+    expected = reference.key(*fused.double().split(12, 2), mu)
+    wanted, = torch.autograd.grad(expected, fused, dy.double())
+    assert judge("y", y, expected, 1e-6).ok and judge("dfused", got, wanted, 1e-6).ok
+
+
+def test_output_dtypes_of_gates() -> None:
+    g = torch.randn(4, 6)
+    for dtype in (torch.float16, torch.float32):
+        y = flashlin.fused_gdn_gate(g.half(), torch.zeros(6), output_dtype=dtype)
+        assert y.dtype == dtype and judge("y", y, reference.gate(g.half()[..., None])[..., 0], 1e-3).ok
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
+    k = torch.randn(1, 4, 8, requires_grad=True)
+    dk, = torch.autograd.grad(flashlin.fused_k_rwkv7(k, k, torch.ones(8)).pow(2).sum(), k, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dk.sum().backward()
