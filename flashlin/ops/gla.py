@@ -177,7 +177,7 @@ def _gradients(plan: Plan, q: Tensor, k: Tensor, v: Tensor, g: Tensor, h0: Tenso
     from flashlin.kernels.gla import backward
     do = torch.zeros_like(v) if do is None else do.contiguous()
     dht = None if dht is None else dht.contiguous()
-    return backward.run(plan, q, k, v, g, h0, bounds, scale, state_v_first, do, dht, needs_dh0)
+    return backward.run(plan, q, k, v, g, h0, bounds, scale, state_v_first, do, dht, needs_dh0)[:5]
 
 
 # Under torch.compile the same functions run inside one library operator per direction, planned at run time; see ops/simple_gla.py.
