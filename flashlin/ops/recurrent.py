@@ -129,7 +129,7 @@ def _on_torch(x: Inputs, flags: tuple[str, ...], scale: float) -> Found:
     others = (x.gamma, x.gv, x.bonus, x.a, x.b)
     chunked = x.q.shape[1] > LONG and set(flags) <= {"delta", "v_first"} and all(y is None for y in others)
     if chunked and x.gk is not None and x.g is None and "delta" not in flags and x.q.shape[2] == x.v.shape[2]:
-        o, ht = chunked_gla.run(x.q, x.k, x.v, x.gk, x.h0, x.bounds, scale)  # the same function
+        o, ht = chunked_gla.run(x.q, x.k, x.v, x.gk, None, x.h0, x.bounds, scale)  # the same function
     elif chunked and x.gk is None and "delta" in flags and (x.beta is None or x.beta.ndim == 3):
         beta = x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta
         o, ht = chunked_delta.run(x.q, x.k, x.v, beta, x.g, x.h0, x.bounds, scale)  # the same function

@@ -232,10 +232,10 @@ def gla_grads(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, bounds, scale,
                        PRECISION)
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
-        scale: float, v_first: bool, do: torch.Tensor, dht: torch.Tensor | None, needs_dh0: bool, u: torch.Tensor | None = None,
+def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None, h0: torch.Tensor | None,
+        bounds: torch.Tensor | None, scale: float, v_first: bool, do: torch.Tensor, dht: torch.Tensor | None, needs: frozenset[str],
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv, dg, dh0 or None, du or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg, dh0, du are fp32."""
+    """(dq, dk, dv, dg, du or None, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg, du, dh0 are fp32."""
     B, T, H, K = q.shape
     V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
     rebuilding, reversing, finishing = plan.launch("gla_states"), plan.launch("gla_reverse"), plan.launch("gla_grads")
@@ -243,7 +243,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
     split = parts(plan, N)
     new = torch.empty_like if fills_gaps(split, bounds) and N and H else torch.zeros_like
     dq, dk, dv, dg = new(q), new(k), new(v), new(g)
-    dh0 = torch.empty_like(h0, dtype=torch.float32) if needs_dh0 and h0 is not None else None
+    dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
     du = None if u is None else torch.zeros_like(u)
     constants = dict(K=K, V=V, VARLEN=bounds is not None, PRECISION=precision(plan))
     gaps = bounds is not None and len(split) == 1
@@ -268,4 +268,4 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
                   dict(constants, BEFORE=u is not None, GAPS=gaps))
         if du is not None and du_ is not None:
             du += du_.sum(0)
-    return dq, dk, dv, dg, dh0, du
+    return dq, dk, dv, dg, du, dh0

@@ -205,11 +205,11 @@ def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, u: t
     return found
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
-        scale: float, has_ht: bool, v_first: bool, out_dtype: torch.dtype, u: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final state or None). q, k [B, T, H, K], v [B, T, H, V], contiguous, one dtype; g [B, T, H, K] fp32; h0 [N, H, K, V] or, with
-    v_first, [N, H, V, K]; bounds [N + 1], rising, within 0 .. T; u [H, K] fp32, RWKV-6's bonus, which also says to read before the update.
-    Rows outside bounds are zeros. Starts the plan's launches."""
+def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None, h0: torch.Tensor | None,
+        bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o, final state or None). q, k [B, T, H, K], v [B, T, H, V], contiguous, one dtype; g [B, T, H, K] fp32; u [H, K] fp32 for RWKV-6, else
+    None; h0 [N, H, K, V] or, with v_first, [N, H, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros. Starts the
+    plan's launches."""
     B, T, H, K = q.shape
     V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
     split, scanning = parts(plan, N), plan.launch("gla_scan")

@@ -22,7 +22,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
     size = tf32_copies(bytes_each, target) * bytes_each
     # RWKV-6's, which read before the update, are kernels of their own to whoever looks at what was compiled
-    once = dots - {"rmw_acc"} | {"mixed_sum"} | ({"before"} if "bonus" in problem.options else set())
+    once = dots - {"rmw_acc"} | {"mixed_sum"} | ({"before"} if "u" in problem.options else set())
 
     def shared(config: Config) -> int:  # in 16 bits the scores, too, and decays on their way from one layout to another; fp32 never has all at once
         more = config.num_stages * bytes_each * config.BT ** 2 + 8 * config.BK if bytes_each == 2 else 0

@@ -1,6 +1,6 @@
 """The family in plain, differentiable torch: chunks of 64 tokens, each halved until single tokens are left, a loop over chunks for the state.
 
-A score sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} has a decay of its own in every channel, so it is a product of two factors only with a token
+A score sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} (for RWKV-6 up to g_{i-1}) has a decay of its own in every channel, so it is a product of two factors only with a token
 between j and i to refer to. Halving gives each pair one: where the halves that hold them meet. Then both factors are decays, sums of g that
 are added up by themselves: nothing is subtracted, divided by or clamped, so no decay is too strong, not even e^-inf.
 
@@ -18,8 +18,8 @@ from flashlin.kernels.simple_gla.torch_path import packed
 CHUNK = 64
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
-        scale: float, u: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None, h0: torch.Tensor | None,
+        bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. Arguments as reference.recurrence.
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
