@@ -19,6 +19,7 @@ _HOME = {
     "flashlin.ops.gated_delta_rule": ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn",
                                       "gated_delta_rule"),
     "flashlin.ops.gla": ("chunk_gla", "fused_recurrent_gla", "gla"),
+    "flashlin.ops.rwkv6": ("chunk_rwkv6",),
     "flashlin.ops.norm": ("layer_norm", "rms_norm", "group_norm", "layer_norm_gated", "rms_norm_gated", "l2norm", "l2_norm"),
     "flashlin.ops.conv": ("causal_conv1d", "causal_conv1d_update"),
     "flashlin.ops.gates": ("fused_gdn_gate", "fused_kda_gate"),
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from flashlin.ops.retention import fused_recurrent_retention as fused_recurrent_retention
     from flashlin.ops.retention import parallel_retention as parallel_retention
     from flashlin.ops.retention import retention as retention
+    from flashlin.ops.rwkv6 import chunk_rwkv6 as chunk_rwkv6
     from flashlin.ops.rwkv7_steps import fused_addcmul_rwkv7 as fused_addcmul_rwkv7
     from flashlin.ops.rwkv7_steps import fused_k_rwkv7 as fused_k_rwkv7
     from flashlin.ops.rwkv7_steps import gate_output_correction as gate_output_correction

@@ -44,6 +44,7 @@ OPS: dict[str, tuple[str, str]] = {
     "chunk_gated_delta_rule": ("delta", "chunk"), "fused_recurrent_gated_delta_rule": ("recurrent", "fused_recurrent"),
     "gated_delta_rule": ("delta", "auto"),
     "chunk_gla": ("gla", "chunk"), "fused_recurrent_gla": ("recurrent", "fused_recurrent"), "gla": ("gla", "auto"),
+    "chunk_rwkv6": ("gla", "chunk"),
     "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", ""), "group_norm": ("norm", ""),
     "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", ""),
     "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv_update", ""), "token_shift": ("conv", ""),
