@@ -17,7 +17,7 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import chunked, conv, norm, pointwise, recurrent
+from flashlin.ops import chunked, conv, norm, pointwise, recurrent, simple_gla
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.cases.pointwise import CASES as pointwise_cases
