@@ -18,8 +18,8 @@ from flashlin.ops.planned import wants_grad
 from flashlin.ops.simple_gla import v_first
 
 # RWKV-6 has a bonus u, and with it reads before the update (ops/rwkv6.py).
-FAMILY = chunked.library_operators(chunked.Family("gla", {
-    **QKV, "g": Argument(("B", "T", "H", "K"), wide=True), "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.run))
+FAMILY = chunked.family_of("gla", {
+    **QKV, "g": Argument(("B", "T", "H", "K"), wide=True), "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.run)
 
 
 def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
