@@ -148,7 +148,7 @@ def grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n,
         is_above, is_below = rows[:, None] == rows[None, :] + 1, rows[:, None] + 1 == rows[None, :]
         above, below = tl.sum(tl.where(is_above, both, 0.0), 1), tl.sum(tl.where(is_below, both, 0.0), 1)
         both = tl.where(is_above | is_below, 0.0, both)
-        for k0 in range(0, K, BK):  # a loop of its own, of few registers
+        for k0 in range(0, K, BK):  # a loop of its own: in the next one these sums spill
             b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
             b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
             columns = k0 + tl.arange(0, BK)
@@ -161,7 +161,7 @@ def grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n,
         total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
         wide_q = b_q.to(tl.float32)
         wide_k = b_k.to(tl.float32)
-        b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+        b_dq = tl.zeros([BT, BK], dtype=tl.float32)  # the states' part first, so that the levels add to it where it is
         b_dk = tl.zeros([BT, BK], dtype=tl.float32)
         across = tl.zeros([BK], dtype=tl.float32)
         for v0 in range(0, V, BV):

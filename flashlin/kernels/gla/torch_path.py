@@ -1,8 +1,8 @@
 """The family in plain, differentiable torch: chunks of 64 tokens, each halved until single tokens are left, a loop over chunks for the state.
 
-A score sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} (for RWKV-6 up to g_{i-1}) has a decay of its own in every channel, so it is a product of two factors only with a token
-between j and i to refer to. Halving gives each pair one: where the halves that hold them meet. Then both factors are decays, sums of g that
-are added up by themselves: nothing is subtracted, divided by or clamped, so no decay is too strong, not even e^-inf.
+A score sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} (RWKV-6's end with g_{i-1}) has a decay of its own in every channel, so it is a product of two
+factors only with a token between j and i to refer to. Halving gives each pair one: where the halves that hold them meet. Then both factors
+are decays, sums of g that are added up by themselves: nothing is subtracted, divided by or clamped, so no decay is too strong, not even e^-inf.
 
 torch.compile unrolls the loop over chunks, so a graph serves one number of chunks.
 """

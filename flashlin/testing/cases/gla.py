@@ -1,4 +1,4 @@
-"""Cases of gated linear attention (RWKV-6 has the same inputs, and a bonus): decays at both ends and side by side, states, packed sequences, odd sizes."""
+"""Cases of gated linear attention: decays at both ends and side by side, states, packed sequences, odd sizes."""
 from __future__ import annotations
 
 from functools import partial
