@@ -1,4 +1,4 @@
-"""Which launches a problem with a decay for each key channel makes, RWKV-6 being the one with u among its options. Plain Python: no tensor, no torch, no triton."""
+"""Which launches a problem with a decay for each key channel makes; RWKV-6 has u among its options. Plain Python: no tensor, no torch, no triton."""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
