@@ -157,7 +157,7 @@ def main() -> None:
             if "both_ms" in row["flashlin"] and "both_ms" in row["fla"]:
                 row["ratio_forward"] = row["flashlin"]["forward_ms"] / row["fla"]["forward_ms"]
                 row["ratio_both"] = row["flashlin"]["both_ms"] / row["fla"]["both_ms"]
-            row["guard_off"] = gated
+            row["guard_off"] = gated is True  # fla refuses gates of heads, not those of channels
             rows.append(row)
             print(json.dumps({key: value if not isinstance(value, dict) else {k: round(v, 3) if isinstance(v, float) else v for k, v in value.items()}
                               for key, value in row.items()}), flush=True)
