@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 
 import flashlin
+from flashlin.guards.limits import FEW_TOKENS
+from flashlin.kernels.gla import torch_path
 from flashlin.kernels.gla.reference import recurrence
 from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_others
+from flashlin.ops import recurrent, rwkv6
 from flashlin.testing.compare import Tensors
 
 META = torch.device("meta")
@@ -41,7 +44,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens": torch.tensor([0, 12])}, ValueError, "r: The batch size is expected to be 1 rather than 2 when using `cu_seqlens`")]
 
 
-@pytest.mark.parametrize("op", ["chunk_rwkv6"])
+@pytest.mark.parametrize("op", ["chunk_rwkv6", "rwkv6"])
 @pytest.mark.parametrize(("changes", "error", "text"), WRONG, ids=[text for _, _, text in WRONG])
 def test_wrong_arguments(op: str, changes: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as raised:
@@ -65,6 +68,52 @@ def test_two_references_agree() -> None:
     others = recurrence_of_others(r, k, v, gk=w, bonus=u, before=True, h0=h0, scale=0.5)
     for x, y in zip(recurrence(r, k, v, w, h0, None, 0.5, u), others, strict=True):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("T", [5, 80])
+@pytest.mark.parametrize("edges", [None, (0, 3, 3, 5)], ids=["dense", "packed"])
+def test_modes_agree(T: int, edges: tuple[int, ...] | None) -> None:
+    bounds = None if edges is None else torch.tensor([*edges[:-1], T])
+    given = inputs(1 if edges else 2, T)
+    r, k, v, w, u = given.values()
+    h0 = torch.randn(3 if edges else 2, 3, 8, 5, dtype=torch.float64)
+    wanted = recurrence(r, k, v, w, h0, bounds, 8 ** -0.5, u)
+    for mode in ("auto", "chunk", "fused_recurrent"):
+        found = flashlin.rwkv6(**given, initial_state=h0, output_final_state=True, cu_seqlens=bounds, mode=mode)
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+    with pytest.raises(ValueError, match="mode: got 'fast', need one of auto, chunk, fused_recurrent"):
+        flashlin.rwkv6(**given, mode="fast")
+
+
+def test_auto_takes_few_tokens_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    for mode in ("chunk", "fused_recurrent"):
+        def noting(*arguments: Any, _mode: str = mode, _real: Any = getattr(rwkv6, f"{mode}_rwkv6"), **named: Any) -> Any:
+            seen.append(_mode)
+            return _real(*arguments, **named)
+        monkeypatch.setattr(rwkv6, f"{mode}_rwkv6", noting)
+    for T, grad in ((FEW_TOKENS, False), (FEW_TOKENS, True), (FEW_TOKENS + 1, False)):
+        rwkv6.rwkv6(**{name: x.requires_grad_(grad) for name, x in inputs(T=T).items()})
+    assert seen == ["fused_recurrent", "chunk", "chunk"]
+
+
+def test_long_inputs_go_chunk_by_chunk_only_where_that_is_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    real = torch_path.run
+
+    def noting(*arguments: Any) -> Any:
+        seen.append(arguments[0].shape[1])
+        return real(*arguments)
+    monkeypatch.setattr(recurrent.chunked_gla, "run", noting)
+    r, k, v, w, u = inputs(T=recurrent.LONG + 9).values()
+    h0 = torch.randn(2, 3, 8, 5, dtype=torch.float64)
+    for reverse in (False, True):
+        found = flashlin.fused_recurrent_rwkv6(r, k, v, w, u, None, h0, True, reverse)
+        wanted = recurrence_of_others(r, k, v, gk=w, bonus=u, before=True, h0=h0, scale=8 ** -0.5, reverse=reverse)
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("packed", [False, True])
