@@ -24,6 +24,7 @@ _HOME = {
     "flashlin.ops.dplr_delta_rule": ("fused_recurrent_dplr_delta_rule",),
     "flashlin.ops.iplr_delta_rule": ("fused_recurrent_iplr_delta_rule",),
     "flashlin.ops.gla": ("chunk_gla", "fused_recurrent_gla", "gla"),
+    "flashlin.ops.hgrn": ("chunk_hgrn", "fused_recurrent_hgrn"),
     "flashlin.ops.norm": ("layer_norm", "rms_norm", "group_norm", "layer_norm_gated", "rms_norm_gated", "l2norm", "l2_norm"),
     "flashlin.ops.conv": ("causal_conv1d", "causal_conv1d_update"),
     "flashlin.ops.gates": ("fused_gdn_gate", "fused_kda_gate"),
@@ -76,6 +77,8 @@ if TYPE_CHECKING:
     from flashlin.ops.gla import chunk_gla as chunk_gla
     from flashlin.ops.gla import fused_recurrent_gla as fused_recurrent_gla
     from flashlin.ops.gla import gla as gla
+    from flashlin.ops.hgrn import chunk_hgrn as chunk_hgrn
+    from flashlin.ops.hgrn import fused_recurrent_hgrn as fused_recurrent_hgrn
     from flashlin.ops.iplr_delta_rule import fused_recurrent_iplr_delta_rule as fused_recurrent_iplr_delta_rule
     from flashlin.ops.kda import fused_recurrent_kda as fused_recurrent_kda
     from flashlin.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn

@@ -17,6 +17,7 @@ from flashlin.guards.problem import Launch, Plan, Problem, Reason
 from flashlin.kernels.conv import recipe as conv
 from flashlin.kernels.delta import recipe as delta
 from flashlin.kernels.gla import recipe as gla
+from flashlin.kernels.hgrn import recipe as hgrn
 from flashlin.kernels.norm import recipe as norm
 from flashlin.kernels.pointwise import recipe as pointwise
 from flashlin.kernels.recurrent import recipe as recurrent
@@ -27,7 +28,7 @@ from flashlin.policy import Policy
 
 RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {
     "simple_gla": simple_gla.launches, "delta": delta.launches, "gla": gla.launches, "recurrent": recurrent.launches,
-    "norm": norm.launches, "conv": conv.launches, "conv_update": conv.launches_of_update, "shield": shield.launches,
+    "hgrn": hgrn.launches, "norm": norm.launches, "conv": conv.launches, "conv_update": conv.launches_of_update, "shield": shield.launches,
     **dict.fromkeys((pointwise.GATE, pointwise.MIX, pointwise.KEY, pointwise.CORRECTION), pointwise.launches)}
 
 # Every public op: its family, and the mode it asks for.
@@ -47,6 +48,7 @@ OPS: dict[str, tuple[str, str]] = {
     "fused_recurrent_kda": ("recurrent", "fused_recurrent"), "fused_recurrent_rwkv6": ("recurrent", "fused_recurrent"),
     "fused_recurrent_rwkv7": ("recurrent", "fused_recurrent"), "fused_mul_recurrent_rwkv7": ("recurrent", "fused_recurrent"),
     "fused_recurrent_dplr_delta_rule": ("recurrent", "fused_recurrent"), "fused_recurrent_iplr_delta_rule": ("recurrent", "fused_recurrent"),
+    "chunk_hgrn": ("hgrn", ""), "fused_recurrent_hgrn": ("hgrn", ""),
     "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", ""), "group_norm": ("norm", ""),
     "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", ""),
     "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv_update", ""), "token_shift": ("conv", ""),
