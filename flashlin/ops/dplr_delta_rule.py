@@ -13,7 +13,7 @@ from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import recurrent
 
-NAMES = {"a": "a", "b": "b", "gk": "gk"}
+CALLED = {"a": "a", "b": "b", "gk": "gk"}
 
 
 def fused_recurrent_dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None,
@@ -48,4 +48,4 @@ def fused_recurrent_dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, 
     op = "fused_recurrent_dplr_delta_rule"
     no_unknown(op, unknown)
     return recurrent.run(op, Inputs(q, k, v, gk=gk, a=a, b=b, h0=initial_state, bounds=cu_seqlens), ("reverse",) if reverse else (), scale,
-                         output_final_state, names=NAMES)
+                         output_final_state, called=CALLED)

@@ -13,7 +13,7 @@ from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import recurrent
 
-NAMES = {"a": "a", "b": "b"}
+CALLED = {"a": "a", "b": "b"}
 
 
 def fused_recurrent_iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None,
@@ -29,4 +29,4 @@ def fused_recurrent_iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, 
     """
     op = "fused_recurrent_iplr_delta_rule"
     no_unknown(op, unknown)
-    return recurrent.run(op, Inputs(q, k, v, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale, output_final_state, names=NAMES)
+    return recurrent.run(op, Inputs(q, k, v, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale, output_final_state, called=CALLED)

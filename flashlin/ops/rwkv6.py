@@ -13,7 +13,7 @@ from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import recurrent
 
-NAMES = {"q": "r", "gk": "w", "bonus": "u"}
+CALLED = {"q": "r", "gk": "w", "bonus": "u"}
 
 
 def fused_recurrent_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None,
@@ -47,4 +47,4 @@ def fused_recurrent_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor,
     no_unknown("fused_recurrent_rwkv6", unknown)
     flags = ("before", "reverse") if reverse else ("before",)
     return recurrent.run("fused_recurrent_rwkv6", Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens), flags, scale,
-                         output_final_state, names=NAMES)
+                         output_final_state, called=CALLED)

@@ -14,7 +14,7 @@ from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import recurrent
 
-NAMES = {"q": "r", "gk": "w", "a": "a", "b": "b"}
+CALLED = {"q": "r", "gk": "w", "a": "a", "b": "b"}
 
 
 def fused_recurrent_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None,
@@ -45,7 +45,7 @@ def fused_recurrent_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor,
     """
     no_unknown("fused_recurrent_rwkv7", unknown)
     return recurrent.run("fused_recurrent_rwkv7", Inputs(r, k, v, gk=w, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,
-                         output_final_state, names=NAMES)
+                         output_final_state, called=CALLED)
 
 
 def fused_mul_recurrent_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, scale: float = 1.0,
@@ -63,4 +63,4 @@ def fused_mul_recurrent_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Te
     op = "fused_mul_recurrent_rwkv7"
     no_unknown(op, unknown)
     return recurrent.run(op, Inputs(r, k, v, gk=w, a=kk, b=a, h0=initial_state, bounds=cu_seqlens), ("rate", "reverse") if reverse else ("rate",),
-                         scale, output_final_state, names={**NAMES, "a": "kk", "b": "a"})
+                         scale, output_final_state, called={**CALLED, "a": "kk", "b": "a"})
