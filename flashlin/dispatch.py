@@ -16,6 +16,7 @@ from flashlin.guards.limits import CHECKS
 from flashlin.guards.problem import Launch, Plan, Problem, Reason
 from flashlin.kernels.conv import recipe as conv
 from flashlin.kernels.delta import recipe as delta
+from flashlin.kernels.dplr import recipe as dplr
 from flashlin.kernels.gla import recipe as gla
 from flashlin.kernels.norm import recipe as norm
 from flashlin.kernels.pointwise import recipe as pointwise
@@ -26,7 +27,7 @@ from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 
 RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {
-    "simple_gla": simple_gla.launches, "delta": delta.launches, "gla": gla.launches, "recurrent": recurrent.launches,
+    "simple_gla": simple_gla.launches, "delta": delta.launches, "gla": gla.launches, "dplr": dplr.launches, "recurrent": recurrent.launches,
     "norm": norm.launches, "conv": conv.launches, "conv_update": conv.launches_of_update, "shield": shield.launches,
     **dict.fromkeys((pointwise.GATE, pointwise.MIX, pointwise.KEY, pointwise.CORRECTION), pointwise.launches)}
 

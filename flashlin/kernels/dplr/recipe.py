@@ -1,0 +1,45 @@
+"""Which launches a chunked delta problem with a decay for each key channel makes. Plain Python: no tensor, no torch, no triton. Problem.H
+counts value heads; options has "ab" where there are two writing vectors."""
+from __future__ import annotations
+
+from flashlin.compat.target import Target
+from flashlin.guards.problem import Launch, Problem
+from flashlin.kernels.configs import Config, over_v, padded
+from flashlin.kernels.gla.recipe import CHANNELS
+from flashlin.kernels.recurrent import recipe as recurrent
+from flashlin.kernels.scans import dot_traits, fitting, operand_bytes, over_tokens, state_launch, tf32_copies
+
+
+def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
+    """Sums, what chunks need, and the scan; for gradients the scan that rebuilds states, the reverse scan, and the chunk's gradients."""
+    if problem.mode == "auto":  # nothing to say before the mode is chosen
+        return ()
+    if problem.mode == "fused_recurrent":
+        return recurrent.launches(problem, target)
+    bytes_each, dots = operand_bytes(problem), dot_traits(problem)
+    size = tf32_copies(bytes_each, target) * bytes_each
+    once = dots - {"rmw_acc"} | {"mixed_sum"}
+    two = "ab" in problem.options
+
+    def scanning(config: Config, tall: int, square: int) -> int:
+        """tall: tiles of a chunk's rows by K; square: by itself. Besides, v or do, the state, and rows of v on their way between products."""
+        tiles = config.BT * (tall * config.BK + square * config.BT + config.BV)
+        return size * (config.num_stages * tiles + config.BK * config.BV + 2 * config.BT * config.BV)
+
+    def reverse(config: Config) -> int:
+        return scanning(config._replace(num_stages=1), 4 if two else 3, (5 if two else 2) + (bytes_each == 2))
+    scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), lambda config: max(scanning(config, 4 if two else 3, 3 if two else 2),
+                   reverse(config) if problem.needs_grad else 0), target)
+    BT = scan.BT
+    wide = min(32 if two and BT == 64 else 64, padded(problem.K))
+    preparing = size * 2 * BT * wide + 3 * 4 * BT ** 2
+    found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
+             over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing, once),
+             state_launch("dplr_scan", scan, problem, scanning(scan, 4 if two else 3, 3 if two else 2), dots)]
+    if problem.needs_grad:
+        narrow, strip = min(32, padded(problem.K)), min(32, padded(problem.V))
+        finishing = size * (4 * BT * strip + 2 * narrow * strip + 2 * BT * narrow + 3 * BT ** 2) + 4 * BT ** 2
+        found += [state_launch("dplr_states", scan, problem, scanning(scan, 3 if two else 2, 1), dots),
+                  state_launch("dplr_reverse", scan._replace(num_stages=1), problem, reverse(scan), dots),
+                  over_tokens("dplr_grads", problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing, once)]
+    return tuple(found)
