@@ -7,8 +7,8 @@ are the reverse scan's (split over V, like the forward). T's own gradient needs 
     da' = dY h^T        dL = dY X^T        dN = dY V^T        db' = X dh^T        dk' = V dh^T        dq' = scale do h^T
     dP = scale do X^T        dR = scale do V^T
 all contract over V, so a program has a chunk to itself. The scores' gradients go level by level to q, k, a and b like the scores came: with
-Z_1 = dR and Z_2 = dL made symmetric, and C = dP below the diagonal and dN^T above it, Y1 = Z_1 X1 + C X2 and Y2 = C^T X1 + Z_2 X2 hold what
-each row gets from the other half. Without a second writer Z_1 is dP and C is not there.
+Z_1 = dR and Z_2 = dL made symmetric, and C = dP below the diagonal and dN^T above it, Y1 = C X2 + Z_1 X1 and Y2 = C^T X1 + Z_2 X2 hold what
+each row gets from the other half. Without a second writer C holds dP and dL^T, and is all.
 The gate as in kernels/gla: what passes from before t to t or later. A pair is counted at its reader and taken off at its writer as the same
 product of the same rounded numbers; a reads the state before its own token's decay, so it counts at the row before. KDA: what is a's here
 goes on to k and beta, a = -beta k, and dv = beta dY.
@@ -161,36 +161,37 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
         b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_v.dtype)
         b_x = tile(x, first, t0, length, i_h, HV, V, v0, BT, BV)
         b_y = tile(dy, first, t0, length, i_h, HV, V, v0, BT, BV)
-        two += tl.dot(b_y, tl.trans(b_x), input_precision=PRECISION)
+        lower += tl.dot(b_do, tl.trans(b_x), input_precision=PRECISION)
         if TWO:
-            one += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-            lower += tl.dot(b_do, tl.trans(b_x), input_precision=PRECISION)
             upper += tl.dot(b_v, tl.trans(b_y), input_precision=PRECISION)
+            one += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+            two += tl.dot(b_y, tl.trans(b_x), input_precision=PRECISION)
         else:
-            one += tl.dot(b_do, tl.trans(b_x), input_precision=PRECISION)
+            upper += tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
             wide = b_y.to(tl.float32)
             b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
             put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, V, v0, BT, BV)
-    one *= scale
-    lower *= scale
-    qk = tl.sum(tl.where(equal, one, 0.0), 1)
-    qb = tl.sum(tl.where(equal, lower, 0.0), 1)
-    Z1 = tl.where(below, one, tl.trans(one)).to(v.dtype.element_ty)
-    Z2 = tl.where(below, two, tl.trans(two)).to(v.dtype.element_ty)
-    C = tl.where(below, lower, upper).to(v.dtype.element_ty)
+    qb = tl.sum(tl.where(equal, lower, 0.0), 1) * scale
+    C = tl.where(below, lower * scale, upper).to(v.dtype.element_ty)
+    qk = qb
+    Z1 = C
+    Z2 = C
+    if TWO:
+        qk = tl.sum(tl.where(equal, one, 0.0), 1) * scale
+        Z1 = (tl.where(below, one, tl.trans(one)) * scale).to(v.dtype.element_ty)
+        Z2 = tl.where(below, two, tl.trans(two)).to(v.dtype.element_ty)
     for k0 in range(0, K, BK):
         b_q = tile(q, first, t0, length, i_qk, H, K, k0, BT, BK)
         b_k = tile(k, first, t0, length, i_qk, H, K, k0, BT, BK)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
         total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
+        b_a = b_k  # but for -beta, which the rows that read get
+        b_b = b_k
         b_B = b_G
         if TWO:
             b_a = tile(a, first, t0, length, i_h, HV, K, k0, BT, BK)
             b_b = tile(b, first, t0, length, i_h, HV, K, k0, BT, BK)
             b_B = sums_before(G, rows, last, first, t0, i_h, HV, K, k0, BK)
-        else:
-            b_b = b_k.to(tl.float32)
-            b_a = -b_beta[:, None] * b_b
         b_dq = tl.zeros([BT, BK], dtype=tl.float32)
         b_dk = tl.zeros([BT, BK], dtype=tl.float32)
         b_da = tl.zeros([BT, BK], dtype=tl.float32)
@@ -215,53 +216,68 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
         b_dq *= tl.exp2(b_G) * scale
         b_da *= tl.exp2(b_B)
         b_db *= left
-        b_dk *= left
-        b_dg = summed_before(b_b.to(tl.float32) * b_db + b_k.to(tl.float32) * b_dk, dg, first, t0, length, i_h, HV, K, k0, BT, BK)
-        b_dg += (tl.exp2(total) * across)[None, :]
+        sent = b_b.to(tl.float32) * b_db
+        if TWO:
+            b_dk *= left
+            sent += b_k.to(tl.float32) * b_dk
+        b_dg = summed_before(sent, dg, first, t0, length, i_h, HV, K, k0, BT, BK)
+        put(dg, b_dg + (tl.exp2(total) * across)[None, :], first, t0, length, i_h, HV, K, k0, BT, BK)  # there until the levels are done
         here = b_q.to(tl.float32) * b_dq
         there = b_a.to(tl.float32) * b_da
-        b_dq += qk[:, None] * b_k.to(tl.float32)
-        b_dk += qk[:, None] * b_q.to(tl.float32)
+        if not TWO:
+            here -= b_beta[:, None] * there
+        b_dq += qb[:, None] * b_b.to(tl.float32)
+        b_db += qb[:, None] * b_q.to(tl.float32)
         if TWO:
-            b_dq += qb[:, None] * b_b.to(tl.float32)
-            b_db += qb[:, None] * b_q.to(tl.float32)
+            b_dq += qk[:, None] * b_k.to(tl.float32)
+            b_dk += qk[:, None] * b_q.to(tl.float32)
         for level in range(LEVELS):
             half = halves(level, BT)
             second = (half % 2 == 1)[:, None]
             partner = (half ^ 1)[:, None] == half[None, :]
             b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, HV, K, k0, BK)
             decay = tl.exp2(tl.where(second, b_G - b_M, b_M - b_G))
-            decay2 = decay
+            X1 = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
             if TWO:
                 decay2 = tl.exp2(tl.where(second, b_B - b_M, b_M - b_G))
-            X1 = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
-            X2 = (tl.where(second, b_a, b_b) * decay2).to(b_q.dtype)
-            y1 = tl.dot(tl.where(partner, Z1, 0.0).to(b_q.dtype), X1, input_precision=PRECISION)
-            y2 = tl.dot(tl.where(partner, Z2, 0.0).to(b_q.dtype), X2, input_precision=PRECISION)
+                X2 = (tl.where(second, b_a, b_b) * decay2).to(b_q.dtype)
+            else:
+                decay2 = decay
+                X2 = (b_k * tl.where(second, -b_beta[:, None], 1.0) * decay).to(b_q.dtype)
+            b_C = tl.where(partner, C, 0.0).to(b_q.dtype)
+            y1 = tl.dot(b_C, X2, input_precision=PRECISION)
+            y2 = tl.dot(tl.trans(b_C), X1, input_precision=PRECISION)
             if TWO:
-                b_C = tl.where(partner, C, 0.0).to(b_q.dtype)
-                y1 += tl.dot(b_C, X2, input_precision=PRECISION)
-                y2 += tl.dot(tl.trans(b_C), X1, input_precision=PRECISION)
+                y1 += tl.dot(tl.where(partner, Z1, 0.0).to(b_q.dtype), X1, input_precision=PRECISION)
+                y2 += tl.dot(tl.where(partner, Z2, 0.0).to(b_q.dtype), X2, input_precision=PRECISION)
             both = X1.to(tl.float32) * y1
             own = X2.to(tl.float32) * y2
-            here += tl.where(second, both, -both - own)
-            there += tl.where(second, own, 0.0)
+            if TWO:
+                here += tl.where(second, both, -both - own)
+                there += tl.where(second, own, 0.0)
+            else:
+                both += own
+                here += tl.where(second, both, -both)
             y1 *= decay
             y2 *= decay2
             b_dq += tl.where(second, y1, 0.0)
-            b_dk += tl.where(second, 0.0, y1)
             b_da += tl.where(second, y2, 0.0)
-            b_db += tl.where(second, 0.0, y2)
+            if TWO:
+                b_dk += tl.where(second, 0.0, y1)
+                b_db += tl.where(second, 0.0, y2)
+            else:
+                b_db += tl.where(second, 0.0, y1 + y2)
         put(dq, b_dq, first, t0, length, i_h, HV, K, k0, BT, BK)
         if TWO:
             put(dk, b_dk, first, t0, length, i_h, HV, K, k0, BT, BK)
             put(da, b_da, first, t0, length, i_h, HV, K, k0, BT, BK)
             put(db, b_db, first, t0, length, i_h, HV, K, k0, BT, BK)
-            here += rows_after(there, dg, first, t0, length, i_h, HV, K, k0, BT, BK)
+            here += rows_after(there, G, first, t0, length, i_h, HV, K, k0, BT, BK)  # nobody reads these sums again
         else:
-            put(dk, b_dk + b_db - b_beta[:, None] * b_da, first, t0, length, i_h, HV, K, k0, BT, BK)
-            b_dbeta -= tl.sum(b_b * b_da, 1)
-            here += there
+            put(dk, b_db - b_beta[:, None] * b_da, first, t0, length, i_h, HV, K, k0, BT, BK)
+            b_dbeta -= tl.sum(b_k.to(tl.float32) * b_da, 1)
+        tl.debug_barrier()  # another thread may have put there what this one reads
+        b_dg = tile(dg, first, t0, length, i_h, HV, K, k0, BT, BK)
         put(dg, b_dg + tl.cumsum(here, 0, reverse=True), first, t0, length, i_h, HV, K, k0, BT, BK)
     if not TWO:
         tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=t0 + rows < length)

@@ -8,8 +8,8 @@ N is L with k in the place of b; P and R, for j <= i, are the scores of q with b
 with a_i = -beta_i k_i, which reads the state after it has decayed (G_i instead of G_{i-1}), b = k, N = Diag(beta), and no second writer:
 no R and no k'. TWO says which of both.
 All scores come by halving, see kernels/gla: in a level a row is either read with (q, a) or written with (k, b), so with rows
-X1 = (q or k), X2 = (a or b) the products X1 X1^T, X2 X2^T and X1 X2^T hold R, L and, below and above the diagonal, P and N; without a second
-writer the first is P, and there is no third.
+X1 = (q or k) and X2 = (a or b) the products X1 X2^T, X1 X1^T and X2 X2^T hold P below and N^T above the diagonal, R, and L. With b = k the
+first holds P and L^T, and is all.
 T reaches the scan as W = T a' and M = T N, so a step's chain is two products long. Both are made of the float32 inverse: in bf16, rows that
 cancel because keys resemble each other would be lost.
 Source: Yang et al. 2024 (arXiv 2406.06484) for the chunked delta rule, Peng et al. 2025 (arXiv 2503.14456) for DPLR, Kimi 2025 (2510.26692)
@@ -57,8 +57,7 @@ def prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_,
     b_beta = rows.to(tl.float32)
     if not TWO:
         b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
-    one = tl.zeros([BT, BT], dtype=tl.float32)
-    two = tl.zeros([BT, BT], dtype=tl.float32)
+    own = tl.zeros([BT, BT], dtype=tl.float32)
     cross = tl.zeros([BT, BT], dtype=tl.float32)
     qk = tl.zeros([BT], dtype=tl.float32)
     qb = tl.zeros([BT], dtype=tl.float32)
@@ -93,23 +92,25 @@ def prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_,
             if TWO:
                 decay = tl.exp2(tl.where(second, b_B - b_M, b_M - b_G))
             X2 = (tl.where(second, b_a, b_b) * decay).to(b_q.dtype)
-            one += tl.where(partner, tl.dot(X1, tl.trans(X1), input_precision=PRECISION), 0.0)
-            two += tl.where(partner, tl.dot(X2, tl.trans(X2), input_precision=PRECISION), 0.0)
+            cross += tl.where(partner, tl.dot(X1, tl.trans(X2), input_precision=PRECISION), 0.0)
             if TWO:
-                cross += tl.where(partner, tl.dot(X1, tl.trans(X2), input_precision=PRECISION), 0.0)
-    one = tl.where(below, one, tl.where(equal, qk[:, None], 0.0)) * scale
+                s1 = tl.dot(X1, tl.trans(X1), input_precision=PRECISION)
+                s2 = tl.dot(X2, tl.trans(X2), input_precision=PRECISION)
+                own += tl.where(partner, tl.where(below, s1, s2), 0.0)
     if TWO:
-        put(R, one, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        put(R, tl.where(below, own, tl.where(equal, qk[:, None], 0.0)) * scale, first, t0, length, i_h, HV, BT, 0, BT, BT)
         put(P, tl.where(below, cross, tl.where(equal, qb[:, None], 0.0)) * scale, first, t0, length, i_h, HV, BT, 0, BT, BT)
-        cross = tl.where(below, tl.trans(cross), 0.0)
+        L = tl.where(below, tl.trans(own), 0.0)
+        b_N = tl.where(below, tl.trans(cross), 0.0)
         if BACKWARD:
-            put(N_, cross, first, t0, length, i_h, HV, BT, 0, BT, BT)
+            put(N_, b_N, first, t0, length, i_h, HV, BT, 0, BT, BT)
     else:
-        put(P, one, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        put(P, tl.where(below, cross, tl.where(equal, qk[:, None], 0.0)) * scale, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        L = tl.where(below, tl.trans(cross), 0.0)
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
-    X = inverse(tl.where(below, -two, 0.0), scratch + slot.to(tl.int64) * (BT * 16), BT, MERGE)
+    X = inverse(-L, scratch + slot.to(tl.int64) * (BT * 16), BT, MERGE)
     if TWO:
-        put(M, product(X, cross, MERGE), first, t0, length, i_h, HV, BT, 0, BT, BT)
+        put(M, product(X, b_N, MERGE), first, t0, length, i_h, HV, BT, 0, BT, BT)
     else:
         put(M, X * b_beta[None, :], first, t0, length, i_h, HV, BT, 0, BT, BT)
     if BACKWARD:

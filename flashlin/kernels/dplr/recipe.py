@@ -30,14 +30,17 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return scanning(config._replace(num_stages=1), 4 if two else 3, (5 if two else 2) + (bytes_each == 2))
     scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), lambda config: max(scanning(config, 4 if two else 3, 3 if two else 2),
                    reverse(config) if problem.needs_grad else 0), target)
+    import os
+    if os.environ.get('XBT'):
+        scan = scan._replace(BT=int(os.environ['XBT']), num_stages=int(os.environ.get('XST','2')))
     BT = scan.BT
-    wide = min(32 if two and BT == 64 else 64, padded(problem.K))
+    wide = min(int(os.environ.get('XWIDE', '32')), padded(problem.K))
     preparing = size * 2 * BT * wide + 3 * 4 * BT ** 2
     found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
              over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing, once),
              state_launch("dplr_scan", scan, problem, scanning(scan, 4 if two else 3, 3 if two else 2), dots)]
     if problem.needs_grad:
-        narrow, strip = min(32, padded(problem.K)), min(32, padded(problem.V))
+        narrow, strip = min(int(os.environ.get('XN', '32')), padded(problem.K)), min(int(os.environ.get('XS', '32')), padded(problem.V))
         finishing = size * (4 * BT * strip + 2 * narrow * strip + 2 * BT * narrow + 3 * BT ** 2) + 4 * BT ** 2
         found += [state_launch("dplr_states", scan, problem, scanning(scan, 3 if two else 2, 1), dots),
                   state_launch("dplr_reverse", scan._replace(num_stages=1), problem, reverse(scan), dots),
