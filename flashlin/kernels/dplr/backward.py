@@ -10,7 +10,8 @@ all contract over V, so a program has a chunk to itself. The scores' gradients g
 Z_1 = dR and Z_2 = dL made symmetric, and C = dP below the diagonal and dN^T above it, Y1 = C X2 + Z_1 X1 and Y2 = C^T X1 + Z_2 X2 hold what
 each row gets from the other half. Without a second writer C holds dP and dL^T, and is all.
 The gate as in kernels/gla: what passes from before t to t or later. A pair is counted at its reader and taken off at its writer as the same
-product of the same rounded numbers; a reads the state before its own token's decay, so it counts at the row before. KDA: what is a's here
+product of the same rounded numbers; a reads the state before its own token's decay, so it counts at the row before. Pairs that do not decay,
+q with its own token's writers and a with the token before, stand apart from the levels: in the gate they would cancel on paper only. KDA: what is a's here
 goes on to k and beta, a = -beta k, and dv = beta dY.
 """
 
@@ -124,17 +125,13 @@ def dplr_reverse(q_in, a_in, b_out, k_out, P, R, N_, T_, T_low, do, G, dht, dy, 
 
 
 @triton.jit
-def rows_after(x, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
-    """[BT, BD]: the row after each row of x, zeros after the chunk's last; by way of scratch [rows, H, D]."""
-    put(scratch, x, first, t0, length, i_h, H, D, d0, BT, BD)
-    tl.debug_barrier()
+def rows_beside(x, by: tl.constexpr, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+    """[BT, BD] of a [rows, H, D] tensor, in each row what belongs to row t + by of the chunk, zeros where the chunk has none."""
     rows = tl.arange(0, BT)
     columns = d0 + tl.arange(0, BD)
+    inside = (rows + by >= 0) & (rows + by < BT) & (t0 + rows + by < length)
     offsets = rows[:, None] * (H * D) + columns[None, :]
-    mask = ((rows < BT - 1) & (t0 + rows + 1 < length))[:, None] & (columns < D)[None, :]
-    below = tl.load(scratch + ((first + t0 + 1) * H + i_h) * D + offsets, mask=mask, other=0.0)
-    tl.debug_barrier()  # before anybody writes there again
-    return below
+    return tl.load(x + ((first + t0 + by) * H + i_h) * D + offsets, mask=inside[:, None] & (columns < D)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -172,12 +169,25 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
             b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
             put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, V, v0, BT, BV)
     qb = tl.sum(tl.where(equal, lower, 0.0), 1) * scale
-    C = tl.where(below, lower * scale, upper).to(v.dtype.element_ty)
     qk = qb
+    a_b = qb
+    a_k = qb
+    b_a = qb
+    k_a = qb
+    if TWO:
+        qk = tl.sum(tl.where(equal, one, 0.0), 1) * scale
+        above = rows[:, None] == rows[None, :] + 1  # in each row the column of the token before it
+        after = rows[:, None] + 1 == rows[None, :]
+        a_b = tl.sum(tl.where(above, two, 0.0), 1)
+        b_a = tl.sum(tl.where(above, two, 0.0), 0)
+        a_k = tl.sum(tl.where(after, upper, 0.0), 0)
+        k_a = tl.sum(tl.where(after, upper, 0.0), 1)
+        two = tl.where(above, 0.0, two)
+        upper = tl.where(after, 0.0, upper)
+    C = tl.where(below, lower * scale, upper).to(v.dtype.element_ty)
     Z1 = C
     Z2 = C
     if TWO:
-        qk = tl.sum(tl.where(equal, one, 0.0), 1) * scale
         Z1 = (tl.where(below, one, tl.trans(one)) * scale).to(v.dtype.element_ty)
         Z2 = tl.where(below, two, tl.trans(two)).to(v.dtype.element_ty)
     for k0 in range(0, K, BK):
@@ -185,11 +195,11 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
         b_k = tile(k, first, t0, length, i_qk, H, K, k0, BT, BK)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
         total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
-        b_a = b_k  # but for -beta, which the rows that read get
+        r_a = b_k  # but for -beta, which the rows that read get
         b_b = b_k
         b_B = b_G
         if TWO:
-            b_a = tile(a, first, t0, length, i_h, HV, K, k0, BT, BK)
+            r_a = tile(a, first, t0, length, i_h, HV, K, k0, BT, BK)
             b_b = tile(b, first, t0, length, i_h, HV, K, k0, BT, BK)
             b_B = sums_before(G, rows, last, first, t0, i_h, HV, K, k0, BK)
         b_dq = tl.zeros([BT, BK], dtype=tl.float32)
@@ -223,7 +233,7 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
         b_dg = summed_before(sent, dg, first, t0, length, i_h, HV, K, k0, BT, BK)
         put(dg, b_dg + (tl.exp2(total) * across)[None, :], first, t0, length, i_h, HV, K, k0, BT, BK)  # there until the levels are done
         here = b_q.to(tl.float32) * b_dq
-        there = b_a.to(tl.float32) * b_da
+        there = r_a.to(tl.float32) * b_da
         if not TWO:
             here -= b_beta[:, None] * there
         b_dq += qb[:, None] * b_b.to(tl.float32)
@@ -231,6 +241,11 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
         if TWO:
             b_dq += qk[:, None] * b_k.to(tl.float32)
             b_dk += qk[:, None] * b_q.to(tl.float32)
+            b_da += a_b[:, None] * rows_beside(b, -1, first, t0, length, i_h, HV, K, k0, BT, BK)
+            b_da += a_k[:, None] * rows_beside(k, -1, first, t0, length, i_h, HV, K, k0, BT, BK)
+            next_a = rows_beside(a, 1, first, t0, length, i_h, HV, K, k0, BT, BK)
+            b_db += b_a[:, None] * next_a
+            b_dk += k_a[:, None] * next_a
         for level in range(LEVELS):
             half = halves(level, BT)
             second = (half % 2 == 1)[:, None]
@@ -240,7 +255,7 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
             X1 = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
             if TWO:
                 decay2 = tl.exp2(tl.where(second, b_B - b_M, b_M - b_G))
-                X2 = (tl.where(second, b_a, b_b) * decay2).to(b_q.dtype)
+                X2 = (tl.where(second, r_a, b_b) * decay2).to(b_q.dtype)
             else:
                 decay2 = decay
                 X2 = (b_k * tl.where(second, -b_beta[:, None], 1.0) * decay).to(b_q.dtype)
@@ -272,7 +287,9 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
             put(dk, b_dk, first, t0, length, i_h, HV, K, k0, BT, BK)
             put(da, b_da, first, t0, length, i_h, HV, K, k0, BT, BK)
             put(db, b_db, first, t0, length, i_h, HV, K, k0, BT, BK)
-            here += rows_after(there, G, first, t0, length, i_h, HV, K, k0, BT, BK)  # nobody reads these sums again
+            put(G, there, first, t0, length, i_h, HV, K, k0, BT, BK)  # nobody reads the sums again
+            tl.debug_barrier()
+            here += rows_beside(G, 1, first, t0, length, i_h, HV, K, k0, BT, BK)
         else:
             put(dk, b_db - b_beta[:, None] * b_da, first, t0, length, i_h, HV, K, k0, BT, BK)
             b_dbeta -= tl.sum(b_k.to(tl.float32) * b_da, 1)
@@ -321,7 +338,7 @@ Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 
 def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None,
         beta: torch.Tensor | None, h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, v_first: bool, do: torch.Tensor,
-        dht: torch.Tensor | None, needs_dh0: bool) -> Grads:
+        dht: torch.Tensor | None, needs: frozenset[str]) -> Grads:
     """(dq, dk, dv, dg, da, db, dbeta, dh0), None for what is not there, for forward.run's tensors; do [B, T, HV, V], dht like its final
     state. dg, dbeta and dh0 are fp32."""
     B, T, HV, V = v.shape
@@ -334,7 +351,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
     dq, dk = (new(g, dtype=q.dtype) for _ in range(2))
     dv, dg = new(v), new(g)
     da, db, dbeta = (None if tensor is None else new(tensor) for tensor in (a, b, beta))
-    dh0 = torch.empty_like(h0, dtype=torch.float32) if needs_dh0 and h0 is not None else None
+    dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
     constants = dict(K=K, V=V, TWO=beta is None, VARLEN=bounds is not None, PRECISION=precision(plan))
     gaps = bounds is not None and len(split) == 1
     for part in split if HV else ():

@@ -1,5 +1,5 @@
 """Which launches a chunked delta problem with a decay for each key channel makes. Plain Python: no tensor, no torch, no triton. Problem.H
-counts value heads; options has "ab" where there are two writing vectors."""
+counts value heads; with beta there is one writing vector, with a and b there are two."""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
@@ -19,7 +19,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
     size = tf32_copies(bytes_each, target) * bytes_each
     once = dots - {"rmw_acc"} | {"mixed_sum"}
-    two = "ab" in problem.options
+    two = "beta" not in problem.options
 
     def scanning(config: Config, tall: int, square: int) -> int:
         """tall: tiles of a chunk's rows by K; square: by itself. Besides, v or do, the state, and rows of v on their way between products."""
