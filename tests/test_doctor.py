@@ -327,6 +327,10 @@ def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatc
             extra = {**extra, **gates}
         if op in ("chunk_gla", "gla"):
             extra = {"g": -x}
+        own = {"kda": "q g beta", "rwkv6": "r w u", "fused_mul_recurrent_rwkv7": "r w kk a", "rwkv7": "r w a b", "dplr_delta_rule": "q a b gk",
+               "iplr_delta_rule": "q a b"}
+        if names := own.get(op, own.get(op.removeprefix("fused_").removeprefix("recurrent_").removeprefix("chunk_"))):
+            tensors, extra = [], {name: {"beta": x[..., 0], "u": x[0, 0]}.get(name, x) for name in ("k", "v", *names.split())}
         before = len(asked)
         getattr(flashlin, op)(*tensors, **extra)
         del asked[before + 1:]  # the ops that auto has chosen ask again in their own names

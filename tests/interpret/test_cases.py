@@ -68,13 +68,15 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
         return dtype == torch.float32
     if case.op == "chunk_gla":
         return dtype == torch.float32 and case.id in ("packed", "strong", "strong-packed", "resets", "odd", "v-first", "one-token")
+    if case.op == "fused_recurrent_kda":  # what the interpreter has no other case of
+        return dtype == torch.float32 and case.id in ("g=-20", "layer", "bounded", "inference", "pool")
     if case.op.endswith("norm"):  # fp16 changes loads and stores only
         return dtype == torch.float32
     if case.id in ("packed", "reverse", "normalized"):
         return True
     if case.op.startswith(("causal_conv1d", "token_shift")) or case.op.endswith(("_gated", "group_norm")):  # fp16 changes loads and stores only
         return dtype == torch.float32
-    return "lightning" not in case.op and (dtype == torch.float32 or not case.op.startswith(("fused_recurrent", "recurrent")))
+    return "lightning" not in case.op and (dtype == torch.float32 or "recurrent" not in case.op)
 
 
 @pytest.mark.parametrize(("case", "dtype"), [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES
@@ -86,7 +88,7 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
 # bfloat16 is cast to fp32 by the plan, so these only have to show that the cast is there and that results come back in bfloat16.
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
 @pytest.mark.parametrize("case", [case for case in CASES if (
-    case.quick and not case.op.startswith(("fused_recurrent", "fused_chunk"))) or str(case) in (
+    case.quick and "recurrent" not in case.op and not case.op.startswith("fused_chunk")) or str(case) in (
     "chunk_simple_gla-packed", "fused_recurrent_simple_gla-packed", "fused_recurrent_retention-reverse")], ids=str)
 def test_bfloat16_runs_on_fp32_copies(case: Case, plans: Plans) -> None:
     assert not failed(case, torch.bfloat16)

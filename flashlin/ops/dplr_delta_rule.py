@@ -1,0 +1,51 @@
+"""The generalised delta rule whose transition is diagonal plus low rank (DPLR); mirrors ``fla.ops.generalized_delta_rule.dplr``.
+
+    S_t = Diag(e^{gk_t}) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T        o_t = scale S_t^T q_t
+a reads the state before it decays. Source: Yang et al. 2024 (arXiv 2406.06484); Peng et al. 2025 (arXiv 2503.14456) for this form.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flashlin.guards.tensors import no_unknown
+from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.ops import recurrent
+
+NAMES = {"a": "a", "b": "b", "gk": "gk"}
+
+
+def fused_recurrent_dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None,
+                                    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
+                                    cu_seqlens: Tensor | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
+    """The DPLR delta rule, token by token: for decoding and short inputs. Drop-in for
+    ``fla.ops.generalized_delta_rule.fused_recurrent_dplr_delta_rule``.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV / H). bfloat16, float16,
+            float32 (float64 runs in plain torch). Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B is 1
+            and the sequences are packed along T.
+        a, b: [B, T, HV, K]: what the old state is read with, and where that is written. With a = -k', b = rate k' of unit length the state
+            does not grow; for any others the recurrence itself may.
+        gk: [B, T, HV, K] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything but what a reads).
+        scale: factor on the output; None means K ** -0.5.
+        initial_state: [N, HV, K, V] (N sequences) of any float dtype and strides.
+        output_final_state: also return the state after each sequence.
+        reverse: run each sequence from its last token to its first.
+        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64 tensors), or None. Rows that
+        cu_seqlens does not cover are zero, as are their gradients. Everything that is a tensor of floats gets a gradient, through o and
+        through the final state.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+
+    Differs from fla where fla fails: has a backward, any K, checked shapes and cu_seqlens, CPU tensors.
+    """
+    op = "fused_recurrent_dplr_delta_rule"
+    no_unknown(op, unknown)
+    return recurrent.run(op, Inputs(q, k, v, gk=gk, a=a, b=b, h0=initial_state, bounds=cu_seqlens), ("reverse",) if reverse else (), scale,
+                         output_final_state, names=NAMES)
