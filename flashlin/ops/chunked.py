@@ -38,11 +38,12 @@ class Argument(NamedTuple):
 
 class Family(NamedTuple):
     """arguments: q, k, v first. torch_path(*tensors, h0, bounds, scale) -> (o, states). kept(needs_grad, *tensors): fakes of what forward
-    keeps for backward."""
+    keeps for backward. options: where the optional tensors are that planning knows of."""
     name: str
     arguments: dict[str, Argument]
     torch_path: Callable[..., tuple[Tensor, Tensor]]
-    kept: Callable[..., tuple[Tensor, ...]] = lambda *_: ()
+    kept: Callable[..., tuple[Tensor, ...]]
+    options: tuple[tuple[int, str], ...]
 
 
 QKV = {"q": Argument(("B", "T", "H", "K")), "k": Argument(("B", "T", "H", "K")), "v": Argument(("B", "T", "HV", "V"))}
@@ -147,12 +148,12 @@ def problem_of(family: Family, op: str, tensors: list[Tensor | None] | tuple[Ten
     q, v = tensors[0], tensors[2]
     assert q is not None and v is not None
     B, T, HV, V = v.shape
-    options = [name for (name, argument), x in zip(family.arguments.items(), tensors, strict=True)
-               if argument.optional and not argument.constant and x is not None]
-    if HV != q.shape[2]:
-        options.append("gva")
+    H, K = q.shape[2:]
+    options = [name for at, name in family.options if tensors[at] is not None]
+    if HV != H:
+        options = sorted([*options, "gva"])
     N = B if bounds is None else bounds.shape[0] - 1
-    return Problem(op, family.name, mode, B, T, HV, q.shape[3], V, N, name_of(q.dtype), bounds is not None, needs_grad, tuple(sorted(options)))
+    return Problem(op, family.name, mode, B, T, HV, K, V, N, name_of(q.dtype), bounds is not None, needs_grad, tuple(options))
 
 
 @constant_while_tracing
@@ -195,12 +196,15 @@ def _gradients(family: Family, plan: Plan, saved: tuple[Tensor | None, ...], sca
     return _kernels(family, "backward").run(plan, *saved, scale, state_v_first, do, dht, needs)
 
 
-def library_operators(family: Family) -> Family:
-    """Register flashlin::<name> and flashlin::<name>_backward. The schemas are spelt out because torch 2.4 cannot read them from annotations.
-    Operators return no None: an empty vector stands for one."""
-    names, count = tuple(family.arguments), len(family.arguments) + 2
-    inputs = ", ".join(f"Tensor{'?' * argument.optional} {name}" for name, argument in family.arguments.items()) + ", Tensor? h0, Tensor? bounds"
-    differentiable = [not argument.constant for argument in family.arguments.values()] + [True]
+def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..., tuple[Tensor, Tensor]],
+              kept: Callable[..., tuple[Tensor, ...]] = lambda *_: ()) -> Family:
+    """A family with its library operators, flashlin::<name> and flashlin::<name>_backward. Their schemas are spelt out because torch 2.4
+    cannot read them from annotations. Operators return no None: an empty vector stands for one."""
+    options = ((at, name) for at, (name, argument) in enumerate(arguments.items()) if argument.optional and not argument.constant)
+    family = Family(name, arguments, torch_path, kept, tuple(sorted(options, key=lambda option: option[1])))
+    names, count = tuple(arguments), len(arguments) + 2
+    inputs = ", ".join(f"Tensor{'?' * argument.optional} {name}" for name, argument in arguments.items()) + ", Tensor? h0, Tensor? bounds"
+    differentiable = [not argument.constant for argument in arguments.values()] + [True]
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         tensors, (scale, has_ht, state_v_first, out_dtype, op, mode, needs_grad) = arguments[:count], arguments[count:]

@@ -22,9 +22,9 @@ def _kept(needs_grad: bool, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Te
             q.new_empty(2, HV, B * T, dtype=torch.float32))
 
 
-FAMILY = chunked.library_operators(chunked.Family("delta", {
+FAMILY = chunked.family_of("delta", {
     **QKV, "beta": Argument(("B", "T", "HV"), wide=True, hint=" (a beta per value channel needs fused_recurrent)"),
-    "g": Argument(("B", "T", "HV"), wide=True, optional=True)}, torch_path.run, _kept))
+    "g": Argument(("B", "T", "HV"), wide=True, optional=True)}, torch_path.run, _kept)
 
 
 def chosen_mode(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, needs_grad: bool) -> str:

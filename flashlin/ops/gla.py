@@ -17,7 +17,7 @@ from flashlin.ops.chunked import QKV, Argument
 from flashlin.ops.planned import wants_grad
 from flashlin.ops.simple_gla import v_first
 
-FAMILY = chunked.library_operators(chunked.Family("gla", {**QKV, "g": Argument(("B", "T", "H", "K"), wide=True)}, torch_path.run))
+FAMILY = chunked.family_of("gla", {**QKV, "g": Argument(("B", "T", "H", "K"), wide=True)}, torch_path.run)
 
 
 def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,

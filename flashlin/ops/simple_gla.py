@@ -17,9 +17,9 @@ from flashlin.kernels.simple_gla import torch_path
 from flashlin.ops import chunked
 from flashlin.ops.chunked import QKV, Argument
 
-FAMILY = chunked.library_operators(chunked.Family("simple_gla", {
+FAMILY = chunked.family_of("simple_gla", {
     **QKV, "g": Argument(("B", "T", "H"), wide=True, optional=True), "gamma": Argument(("H",), wide=True, optional=True, constant=True)},
-    torch_path.run))
+    torch_path.run)
 
 
 def chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
