@@ -74,7 +74,7 @@ def prepared(x: Inputs, flags: tuple[str, ...]) -> tuple[Inputs, tuple[str, ...]
 
 def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool, names: Mapping[str, str]) -> Inputs:
     first = names.get("q", "q")
-    check_qkv(x.q, x.k, x.v, grouped=True, q_name=first)
+    check_qkv(x.q, x.k, x.v, grouped=True, first=first)
     B, T, _, K = x.q.shape
     HV, V = x.v.shape[2:]
     if unknown := {flag.partition(":")[0] for flag in flags} - set(FLAGS):  # a family's mistake, not a user's
