@@ -10,7 +10,7 @@ import torch
 import flashlin
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import conv, delta, gla, norm, pointwise, recurrent, simple_gla
+from flashlin.ops import chunked, conv, norm, pointwise, recurrent
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, Tensors, check, judge, poisoned
@@ -27,7 +27,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     def noting(*arguments: Any) -> Plan:
         made.append(planned(*arguments))
         return made[-1]
-    for module in (simple_gla, delta, gla, recurrent, norm, conv, pointwise):
+    for module in (chunked, recurrent, norm, conv, pointwise):
         monkeypatch.setattr(module, "planned", noting)
     return made
 
@@ -45,7 +45,7 @@ def test_cases_have_names_of_their_own_and_cover_every_op() -> None:
     names = [str(case) for case in CASES]
     assert len(set(names)) == len(names)
     assert {case.op for case in CASES if case.quick} == {name for name in flashlin.dispatch.OPS if name not in (
-        "simple_gla", "retention", "linear_attn", "delta_rule", "gated_delta_rule", "gla")}  # those are the others with a mode chosen
+        "simple_gla", "retention", "linear_attn", "delta_rule", "gated_delta_rule", "gla", "kda", "rwkv7")}  # those are the others with a mode chosen
 
 
 # What follows breaks a right op in one way each.

@@ -11,8 +11,8 @@ Z_1 = dR and Z_2 = dL made symmetric, and C = dP below the diagonal and dN^T abo
 each row gets from the other half. Without a second writer C holds dP and dL^T, and is all.
 The gate as in kernels/gla: what passes from before t to t or later. A pair is counted at its reader and taken off at its writer as the same
 product of the same rounded numbers; a reads the state before its own token's decay, so it counts at the row before. Pairs that do not decay,
-q with its own token's writers and a with the token before, stand apart from the levels: in the gate they would cancel on paper only. KDA: what is a's here
-goes on to k and beta, a = -beta k, and dv = beta dY.
+q with its own token's writers and a with those of the token before, stand apart from the levels: in the gate they would cancel on paper only.
+KDA: what is a's here goes on to k and beta, a = -beta k, and dv = beta dY.
 """
 
 import torch
@@ -145,10 +145,9 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
     below = rows[:, None] > rows[None, :]
     equal = rows[:, None] == rows[None, :]
-    b_beta = rows.to(tl.float32)
-    b_dbeta = tl.zeros([BT], dtype=tl.float32)
     if not TWO:
         b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
+        b_dbeta = tl.zeros([BT], dtype=tl.float32)
     one = tl.zeros([BT, BT], dtype=tl.float32)
     two = tl.zeros([BT, BT], dtype=tl.float32)
     lower = tl.zeros([BT, BT], dtype=tl.float32)
@@ -169,24 +168,17 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
             b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
             put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, V, v0, BT, BV)
     qb = tl.sum(tl.where(equal, lower, 0.0), 1) * scale
-    qk = qb
-    a_b = qb
-    a_k = qb
-    b_a = qb
-    k_a = qb
     if TWO:
         qk = tl.sum(tl.where(equal, one, 0.0), 1) * scale
         above = rows[:, None] == rows[None, :] + 1  # in each row the column of the token before it
         after = rows[:, None] + 1 == rows[None, :]
-        a_b = tl.sum(tl.where(above, two, 0.0), 1)
-        b_a = tl.sum(tl.where(above, two, 0.0), 0)
-        a_k = tl.sum(tl.where(after, upper, 0.0), 0)
-        k_a = tl.sum(tl.where(after, upper, 0.0), 1)
+        a_from_b = tl.sum(tl.where(above, two, 0.0), 1)
+        b_from_a = tl.sum(tl.where(above, two, 0.0), 0)
+        a_from_k = tl.sum(tl.where(after, upper, 0.0), 0)
+        k_from_a = tl.sum(tl.where(after, upper, 0.0), 1)
         two = tl.where(above, 0.0, two)
         upper = tl.where(after, 0.0, upper)
     C = tl.where(below, lower * scale, upper).to(v.dtype.element_ty)
-    Z1 = C
-    Z2 = C
     if TWO:
         Z1 = (tl.where(below, one, tl.trans(one)) * scale).to(v.dtype.element_ty)
         Z2 = tl.where(below, two, tl.trans(two)).to(v.dtype.element_ty)
@@ -241,11 +233,11 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
         if TWO:
             b_dq += qk[:, None] * b_k.to(tl.float32)
             b_dk += qk[:, None] * b_q.to(tl.float32)
-            b_da += a_b[:, None] * rows_beside(b, -1, first, t0, length, i_h, HV, K, k0, BT, BK)
-            b_da += a_k[:, None] * rows_beside(k, -1, first, t0, length, i_h, HV, K, k0, BT, BK)
+            b_da += a_from_b[:, None] * rows_beside(b, -1, first, t0, length, i_h, HV, K, k0, BT, BK)
+            b_da += a_from_k[:, None] * rows_beside(k, -1, first, t0, length, i_h, HV, K, k0, BT, BK)
             next_a = rows_beside(a, 1, first, t0, length, i_h, HV, K, k0, BT, BK)
-            b_db += b_a[:, None] * next_a
-            b_dk += k_a[:, None] * next_a
+            b_db += b_from_a[:, None] * next_a
+            b_dk += k_from_a[:, None] * next_a
         for level in range(LEVELS):
             half = halves(level, BT)
             second = (half % 2 == 1)[:, None]

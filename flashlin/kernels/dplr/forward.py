@@ -54,7 +54,6 @@ def prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_,
     last = tl.minimum(BT, length - t0) - 1
     below = rows[:, None] > rows[None, :]
     equal = rows[:, None] == rows[None, :]
-    b_beta = rows.to(tl.float32)
     if not TWO:
         b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
     own = tl.zeros([BT, BT], dtype=tl.float32)
