@@ -54,8 +54,8 @@ def dplr_states(b_out, k_out, W, M, v, G, h0, x, states, bounds, T, N, HV, K: tl
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
         tl.store(states + to, b_h, mask=whole)
-        b_x = tl.dot(b_W, b_h, input_precision=PRECISION)
-        b_x += tl.dot(b_M, b_v, input_precision=PRECISION)
+        b_x = tl.dot(b_M, b_v, input_precision=PRECISION)
+        b_x += tl.dot(b_W, b_h, input_precision=PRECISION)
         put(x, b_x, first, t0, length, i_h, HV, V, v0, BT, BV)
         h *= tl.exp2(total)[:, None]
         h += tl.dot(tl.trans(b_b), b_x.to(b_W.dtype), input_precision=PRECISION)

@@ -173,18 +173,18 @@ def dplr_scan(q_in, b_out, k_out, W, M, P, R, v, G, h0, o, ht, bounds, T, N, HV,
         b_P = tile(P, first, t0, length, i_h, HV, BT, 0, BT, BT)
         total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, HV, K, 0, BK)
         b_h = h.to(b_W.dtype)
-        x = tl.dot(b_W, b_h, input_precision=PRECISION)
-        x += tl.dot(b_M, b_v, input_precision=PRECISION)
-        b_x = x.to(b_W.dtype)
+        x = tl.dot(b_M, b_v, input_precision=PRECISION)
+        x += tl.dot(b_W, b_h, input_precision=PRECISION)
         b_o = tl.dot(b_q, b_h, input_precision=PRECISION)
-        b_o += tl.dot(b_P, b_x, input_precision=PRECISION)
         h *= tl.exp2(total)[:, None]
-        h += tl.dot(tl.trans(b_b), b_x, input_precision=PRECISION)
         if TWO:
             b_R = tile(R, first, t0, length, i_h, HV, BT, 0, BT, BT)
             b_k = tile(k_out, first, t0, length, i_h, HV, K, 0, BT, BK)
             b_o += tl.dot(b_R, b_v, input_precision=PRECISION)
             h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
+        b_x = x.to(b_W.dtype)
+        h += tl.dot(tl.trans(b_b), b_x, input_precision=PRECISION)
+        b_o += tl.dot(b_P, b_x, input_precision=PRECISION)
         put(o, b_o, first, t0, length, i_h, HV, V, v0, BT, BV)
     if HAS_HT:
         tl.store(ht + at, h, mask=inside)

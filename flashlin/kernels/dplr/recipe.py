@@ -1,5 +1,5 @@
 """Which launches a chunked delta problem with a decay for each key channel makes. Plain Python: no tensor, no torch, no triton. Problem.H
-counts value heads; with beta there is one writing vector, with a and b there are two."""
+counts value heads; with beta there is one writing vector, without it there are two."""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
@@ -8,6 +8,10 @@ from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import dot_traits, fitting, operand_bytes, over_tokens, state_launch, tf32_copies
+
+LONGEST = 32  # tokens a chunk with two writing vectors: four tiles of K by 64 rows would leave a multiprocessor one program
+# Where a program has a chunk to itself, channels at a time (in longer chunks, and in shorter ones), and columns of v.
+SCORES, GRADS = {64: 32, 32: 64, 16: 64}, 32
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
@@ -22,25 +26,24 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     two = "beta" not in problem.options
 
     def scanning(config: Config, tall: int, square: int) -> int:
-        """tall: tiles of a chunk's rows by K; square: by itself. Besides, v or do, the state, and rows of v on their way between products."""
+        """tall, square: how many tiles of a chunk's rows by K and by itself. Besides, v or do, the state, and rows of v between products."""
         tiles = config.BT * (tall * config.BK + square * config.BT + config.BV)
         return size * (config.num_stages * tiles + config.BK * config.BV + 2 * config.BT * config.BV)
 
+    def forward(config: Config) -> int:
+        return scanning(config, 4 if two else 3, 3 if two else 2)
+
     def reverse(config: Config) -> int:
         return scanning(config._replace(num_stages=1), 4 if two else 3, (5 if two else 2) + (bytes_each == 2))
-    scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), lambda config: max(scanning(config, 4 if two else 3, 3 if two else 2),
-                   reverse(config) if problem.needs_grad else 0), target)
-    import os
-    if os.environ.get('XBT'):
-        scan = scan._replace(BT=int(os.environ['XBT']), num_stages=int(os.environ.get('XST','2')))
-    BT = scan.BT
-    wide = min(int(os.environ.get('XWIDE', '32')), padded(problem.K))
+    candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps) if not two or config.BT <= LONGEST)
+    scan = fitting(candidates, lambda config: max(forward(config), reverse(config) if problem.needs_grad else 0), target)
+    BT, wide = scan.BT, min(SCORES[scan.BT], padded(problem.K))
     preparing = size * 2 * BT * wide + 3 * 4 * BT ** 2
     found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
              over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing, once),
-             state_launch("dplr_scan", scan, problem, scanning(scan, 4 if two else 3, 3 if two else 2), dots)]
+             state_launch("dplr_scan", scan, problem, forward(scan), dots)]
     if problem.needs_grad:
-        narrow, strip = min(int(os.environ.get('XN', '32')), padded(problem.K)), min(int(os.environ.get('XS', '32')), padded(problem.V))
+        narrow, strip = min(GRADS, padded(problem.K)), min(GRADS, padded(problem.V))
         finishing = size * (4 * BT * strip + 2 * narrow * strip + 2 * BT * narrow + 3 * BT ** 2) + 4 * BT ** 2
         found += [state_launch("dplr_states", scan, problem, scanning(scan, 3 if two else 2, 1), dots),
                   state_launch("dplr_reverse", scan._replace(num_stages=1), problem, reverse(scan), dots),
