@@ -21,7 +21,7 @@ CHUNK_SIZES = (16, 32, 64)
 FAMILY = chunked.family_of("dplr", {
     **QKV, "g": Argument(("B", "T", "HV", "K"), wide=True), "a": Argument(("B", "T", "HV", "K"), optional=True),
     "b": Argument(("B", "T", "HV", "K"), optional=True),
-    "beta": Argument(("B", "T", "HV"), wide=True, optional=True)}, torch_path.run)
+    "beta": Argument(("B", "T", "HV"), wide=True, optional=True, hint=" (a beta per value channel needs fused_recurrent)")}, torch_path.run)
 
 
 def chunk_dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None,

@@ -20,6 +20,7 @@ from flashlin.kernels.simple_gla.reference import recurrence
 from flashlin.ops import chunked, conv, norm, pointwise, recurrent
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
+from flashlin.testing.cases.dplr import CASES as dplr_cases
 from flashlin.testing.cases.pointwise import CASES as pointwise_cases
 from flashlin.testing.compare import Case, check, judge, poisoned
 
@@ -58,6 +59,11 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
     everything into fp32 before they compute, so fp16 changes only how they load and store. tests/ops runs every case in torch."""
     if str(case) in ("causal_conv1d-many-blocks", "group_norm-many-rows"):  # a GPU's worth; test_conv.py has a card of one multiprocessor
         return False
+    if case in dplr_cases:  # several seconds each; fp16 once for either kind of kernels
+        if dtype == torch.float16:
+            return case.quick and case.op in ("chunk_kda", "chunk_rwkv7")
+        return case.quick or case.id in {"chunk_kda": ("strong-packed", "odd", "grouped", "gates", "v-first", "one-key-2", "one-token"),
+                                         "chunk_dplr_delta_rule": ("packed", "strong", "resets", "free", "one-key-2")}.get(case.op, ())
     if case.quick:
         return True
     if case.op == "chunk_delta_rule" or case.op == "fused_recurrent_delta_rule":  # the gated ops' kernels without a gate

@@ -89,18 +89,24 @@ def dplr_reverse(q_in, a_in, b_out, k_out, P, R, N_, T_, T_low, do, G, dht, dy, 
         t0 = (chunks - 1 - i_c) * BT
         b_b = tile(b_out, first, t0, length, i_h, HV, K, 0, BT, BK)
         b_P = tile(P, first, t0, length, i_h, HV, BT, 0, BT, BT)
-        b_T = tile(T_, first, t0, length, i_h, HV, BT, 0, BT, BT)
         b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_b.dtype)
-        b_q = tile(q_in, first, t0, length, i_h, HV, K, 0, BT, BK)
-        b_a = tile(a_in, first, t0, length, i_h, HV, K, 0, BT, BK)
-        total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, HV, K, 0, BK)
         b_dh = dh.to(b_b.dtype)
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
         tl.store(dstates + to, b_dh, mask=whole)
-        dx = tl.dot(b_b, b_dh, input_precision=PRECISION)
-        dx += tl.dot(tl.trans(b_P), b_do, input_precision=PRECISION)
+        dx = tl.dot(tl.trans(b_P), b_do, input_precision=PRECISION)
+        dx += tl.dot(b_b, b_dh, input_precision=PRECISION)
+        if TWO:  # what of dv reads dh comes first, then what does not
+            b_R = tile(R, first, t0, length, i_h, HV, BT, 0, BT, BT)
+            b_k = tile(k_out, first, t0, length, i_h, HV, K, 0, BT, BK)
+            b_dv = tl.dot(tl.trans(b_R), b_do, input_precision=PRECISION)
+            b_dv += tl.dot(b_k, b_dh, input_precision=PRECISION)
+        total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, HV, K, 0, BK)
+        b_q = tile(q_in, first, t0, length, i_h, HV, K, 0, BT, BK)
+        dh *= tl.exp2(total)[:, None]
+        dh += tl.dot(tl.trans(b_q), b_do, input_precision=PRECISION)
         # Of keys that resemble each other T^T takes differences, so neither side may lose what rounding it would lose.
+        b_T = tile(T_, first, t0, length, i_h, HV, BT, 0, BT, BT)
         b_dx = dx.to(b_b.dtype)
         y = tl.dot(tl.trans(b_T), b_dx, input_precision=PRECISION)
         if HAS_LOW:
@@ -108,18 +114,13 @@ def dplr_reverse(q_in, a_in, b_out, k_out, P, R, N_, T_, T_low, do, G, dht, dy, 
             y += tl.dot(tl.trans(b_T), (dx - b_dx).to(b_b.dtype), input_precision=PRECISION)
             y += tl.dot(tl.trans(b_low), b_dx, input_precision=PRECISION)
         b_y = y.to(b_b.dtype)
+        b_a = tile(a_in, first, t0, length, i_h, HV, K, 0, BT, BK)
+        dh += tl.dot(tl.trans(b_a), b_y, input_precision=PRECISION)
         put(dy, b_y, first, t0, length, i_h, HV, V, v0, BT, BV)
         if TWO:
-            b_k = tile(k_out, first, t0, length, i_h, HV, K, 0, BT, BK)
             b_N = tile(N_, first, t0, length, i_h, HV, BT, 0, BT, BT)
-            b_R = tile(R, first, t0, length, i_h, HV, BT, 0, BT, BT)
-            b_dv = tl.dot(b_k, b_dh, input_precision=PRECISION)
-            b_dv += tl.dot(tl.trans(b_R), b_do, input_precision=PRECISION)
             b_dv += tl.dot(tl.trans(b_N), b_y, input_precision=PRECISION)
             put(dv, b_dv, first, t0, length, i_h, HV, V, v0, BT, BV)
-        dh *= tl.exp2(total)[:, None]
-        dh += tl.dot(tl.trans(b_q), b_do, input_precision=PRECISION)
-        dh += tl.dot(tl.trans(b_a), b_y, input_precision=PRECISION)
     if HAS_DH0:
         tl.store(dh0 + at, dh, mask=inside)
 

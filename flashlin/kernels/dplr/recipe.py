@@ -3,13 +3,16 @@ counts value heads; with beta there is one writing vector, without it there are 
 from __future__ import annotations
 
 from flashlin.compat.target import Target
+from flashlin.compat.versions import release
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import dot_traits, fitting, operand_bytes, over_tokens, state_launch, tf32_copies
 
-LONGEST = 32  # tokens a chunk with two writing vectors: four tiles of K by 64 rows would leave a multiprocessor one program
+# Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a multiprocessor one program. In chunks that short 3.0 crashes
+# when it pipelines the scans (a segmentation fault for sm_90), and they have no registers to spare for it.
+SHORT = 32
 # Where a program has a chunk to itself, channels at a time (in longer chunks, and in shorter ones), and columns of v.
 SCORES, GRADS = {64: 32, 32: 64, 16: 64}, 32
 
@@ -28,14 +31,16 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     def scanning(config: Config, tall: int, square: int) -> int:
         """tall, square: how many tiles of a chunk's rows by K and by itself. Besides, v or do, the state, and rows of v between products."""
         tiles = config.BT * (tall * config.BK + square * config.BT + config.BV)
-        return size * (config.num_stages * tiles + config.BK * config.BV + 2 * config.BT * config.BV)
+        moved = config.BT * (config.BV + 16) if release(target.triton) < (3, 3) or target.capability < (8, 0) else 0  # see shared_bytes
+        return size * (config.num_stages * tiles + config.BK * config.BV + 2 * config.BT * config.BV + moved)
 
     def forward(config: Config) -> int:
         return scanning(config, 4 if two else 3, 3 if two else 2)
 
     def reverse(config: Config) -> int:
         return scanning(config._replace(num_stages=1), 4 if two else 3, (5 if two else 2) + (bytes_each == 2))
-    candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps) if not two or config.BT <= LONGEST)
+    candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps)
+                  if (config.num_stages == 1 if config.BT <= SHORT else not two))
     scan = fitting(candidates, lambda config: max(forward(config), reverse(config) if problem.needs_grad else 0), target)
     BT, wide = scan.BT, min(SCORES[scan.BT], padded(problem.K))
     preparing = size * 2 * BT * wide + 3 * 4 * BT ** 2
