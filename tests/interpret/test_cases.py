@@ -62,8 +62,8 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
     if case in dplr_cases:  # several seconds each; fp16 once for either kind of kernels
         if dtype == torch.float16:
             return case.quick and case.op in ("chunk_kda", "chunk_rwkv7")
-        return case.quick or case.id in {"chunk_kda": ("strong-packed", "odd", "grouped", "gates", "v-first", "one-key-2", "one-token"),
-                                         "chunk_dplr_delta_rule": ("packed", "strong", "resets", "free", "one-key-2")}.get(case.op, ())
+        return case.quick or str(case) in ("chunk_kda-strong-packed", "chunk_kda-grouped", "chunk_kda-v-first", "chunk_kda-one-token",
+                                           "chunk_dplr_delta_rule-strong-packed", "chunk_dplr_delta_rule-odd")
     if case.quick:
         return True
     if case.op == "chunk_delta_rule" or case.op == "fused_recurrent_delta_rule":  # the gated ops' kernels without a gate
@@ -94,7 +94,7 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
 # bfloat16 is cast to fp32 by the plan, so these only have to show that the cast is there and that results come back in bfloat16.
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
 @pytest.mark.parametrize("case", [case for case in CASES if (
-    case.quick and "recurrent" not in case.op and not case.op.startswith("fused_chunk")) or str(case) in (
+    case.quick and "recurrent" not in case.op and not case.op.startswith(("fused_chunk", "chunk_iplr", "chunk_dplr"))) or str(case) in (
     "chunk_simple_gla-packed", "fused_recurrent_simple_gla-packed", "fused_recurrent_retention-reverse")], ids=str)
 def test_bfloat16_runs_on_fp32_copies(case: Case, plans: Plans) -> None:
     assert not failed(case, torch.bfloat16)

@@ -13,8 +13,8 @@ from flashlin.kernels.scans import dot_traits, fitting, operand_bytes, over_toke
 # Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a multiprocessor one program. In chunks that short 3.0 crashes
 # when it pipelines the scans (a segmentation fault for sm_90), and they have no registers to spare for it.
 SHORT = 32
-# Where a program has a chunk to itself, channels at a time (in longer chunks, and in shorter ones), and columns of v.
-SCORES, GRADS = {64: 32, 32: 64, 16: 64}, 32
+# Where a program has a chunk to itself, channels at a time, of the scores in 16 bits and short chunks twice as many, and columns of v.
+NARROW = 32
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
@@ -42,13 +42,14 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps)
                   if (config.num_stages == 1 if config.BT <= SHORT else not two))
     scan = fitting(candidates, lambda config: max(forward(config), reverse(config) if problem.needs_grad else 0), target)
-    BT, wide = scan.BT, min(SCORES[scan.BT], padded(problem.K))
-    preparing = size * 2 * BT * wide + 3 * 4 * BT ** 2
+    BT = scan.BT
+    wide = min(NARROW * (2 if bytes_each == 2 and BT <= SHORT else 1), padded(problem.K))
+    preparing = size * 4 * BT * wide + 12 * BT ** 2
     found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
              over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing, once),
              state_launch("dplr_scan", scan, problem, forward(scan), dots)]
     if problem.needs_grad:
-        narrow, strip = min(GRADS, padded(problem.K)), min(GRADS, padded(problem.V))
+        narrow, strip = min(16 if bytes_each == 4 else NARROW, padded(problem.K)), min(NARROW, padded(problem.V))
         finishing = size * (4 * BT * strip + 2 * narrow * strip + 2 * BT * narrow + 3 * BT ** 2) + 4 * BT ** 2
         found += [state_launch("dplr_states", scan, problem, scanning(scan, 3 if two else 2, 1), dots),
                   state_launch("dplr_reverse", scan._replace(num_stages=1), problem, reverse(scan), dots),

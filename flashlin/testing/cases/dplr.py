@@ -24,7 +24,7 @@ REFLECTED = dict.fromkeys(("*", "d*", "dg", "dgk", "dbeta"), 0.1)
 NAMES = {"chunk_kda": {}, "chunk_rwkv7": {"q": "r", "g": "w"}, "chunk_dplr_delta_rule": {"g": "gk"}, "chunk_iplr_delta_rule": {}}
 
 
-def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, op: str, B: int = 2, T: int = 100, H: int = 2, HV: int = 0,
+def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, op: str, B: int = 1, T: int = 100, H: int = 2, HV: int = 0,
          K: int = 64, V: int = 64, keys: str = "random", rate: str = "random", gate: str = "random", free: bool = False, state: bool = True,
          v_first: bool = False, edges: tuple[int, ...] = (), raw: bool = False) -> Tensors:
     """rate: beta, or how much of what a reads b writes back: a = -k', b = rate k', k' like the keys. free: a and b have nothing to do with each
@@ -99,24 +99,24 @@ def _case(op: str, id: str, extra: dict[str, Any] | None = None, quick: bool = F
 
 
 def _shared(op: str) -> list[Case]:
-    case, B1 = partial(_case, op), {"B": 1, "H": 1, "T": 80}
-    return [case("random", quick=True), case("no-state", state=False, T=64), case("one-token", T=1), case("short", T=21, H=1),
+    case = partial(_case, op)
+    return [case("random", quick=True, T=70), case("batch", B=3), case("no-state", state=False, T=64), case("one-token", T=1), case("short", T=21, H=1),
             case("packed", {"scale": -0.7}, edges=(0, 1, 1, 66, 130, 150)), case("odd", K=100, V=36, T=70), case("wide", K=128, V=128),
             case("g=0", gate="0"), case("g=-20", gate="-20", T=70), case("strong", gate="strong"),
             case("strong-packed", gate="strong", edges=(0, 17, 97, 97, 130)), case("resets", gate="resets"),
             case("one-key", allowed=FORGETFUL, keys="one-key", rate="1"), case("one-key-2", allowed=REFLECTED, keys="one-key", rate="2", gate="0"),
             case("one-key-g=0", allowed=FORGETFUL, keys="one-key", rate="1", gate="0"), case("alike", allowed=FORGETFUL, keys="alike", rate="1"),
-            case("rate=0", rate="0", T=70), *(case(f"K={K},V={V}", K=K, V=V, **B1) for K, V in ((256, 256), (64, 512), (512, 64), (129, 20)))]
+            case("rate=0", rate="0", T=70), *(case(f"K={K},V={V}", K=K, V=V, H=1, T=80) for K, V in ((256, 256), (64, 512), (512, 64), (129, 20)))]
 
 
 L2 = {"use_qk_l2norm_in_kernel": True}
 GATES = {**L2, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
 _kda, _dplr, _rwkv7, _iplr = (partial(_case, op) for op in ("chunk_kda", "chunk_dplr_delta_rule", "chunk_rwkv7", "chunk_iplr_delta_rule"))
 CASES = [
-    *_shared("chunk_kda"), _kda("grouped", H=2, HV=6, K=32, V=40, T=70), _kda("v-first", {"state_v_first": True}, v_first=True, K=24, V=40, T=70),
+    *_shared("chunk_kda"), _kda("grouped", H=2, HV=6, K=32, V=40, T=40), _kda("v-first", {"state_v_first": True}, v_first=True, K=24, V=40, T=70),
     _kda("gates", GATES, raw=True, keys="raw", allowed={"dg": 0.03}), _kda("bounded", {**GATES, "lower_bound": -5.0}, raw=True, keys="raw", T=70),
     _kda("zero-keys", L2, keys="zero", K=32, V=32, T=70),
-    *_shared("chunk_dplr_delta_rule"), _dplr("free", free=True),
-    _rwkv7("random", quick=True, gate="layer"), _rwkv7("packed", gate="layer", edges=(0, 20, 20, 90), K=32, V=32),
-    _rwkv7("alike", gate="layer", keys="alike", allowed=FORGETFUL), _iplr("random", quick=True), _iplr("free", free=True, T=70),
+    *_shared("chunk_dplr_delta_rule"), _dplr("free", free=True, T=70),
+    _rwkv7("random", quick=True, gate="layer", T=70), _rwkv7("packed", gate="layer", edges=(0, 20, 20, 90), K=32, V=32),
+    _rwkv7("alike", gate="layer", keys="alike", allowed=FORGETFUL), _iplr("random", quick=True, T=40), _iplr("free", free=True, T=70),
     _iplr("packed", {"scale": 0.5}, edges=(0, 20, 20, 90), K=32, V=32)]
