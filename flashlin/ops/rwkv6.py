@@ -15,9 +15,7 @@ from flashlin.ops import chunked, recurrent
 from flashlin.ops.gla import FAMILY
 from flashlin.ops.planned import wants_grad
 
-# What the ops call what the plumbing calls otherwise.
-CALLED = {"q": "r", "g": "w"}
-NAMES = {"q": "r", "gk": "w", "bonus": "u"}
+CALLED = {"q": "r", "gk": "w", "bonus": "u"}
 
 
 def chunk_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
@@ -52,7 +50,8 @@ def chunk_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: fl
     no_unknown(op, unknown)
     check_chunk_size(chunk_size)
     _check_bonus(r, k, v, u)
-    return chunked.run(FAMILY, op, (r, k, v, w, u), scale, initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, called=CALLED)
+    return chunked.run(FAMILY, op, (r, k, v, w, u), scale, initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu,
+                       called={"q": "r", "g": "w"})
 
 
 def fused_recurrent_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None,
@@ -86,7 +85,7 @@ def fused_recurrent_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor,
     no_unknown("fused_recurrent_rwkv6", unknown)
     flags = ("before", "reverse") if reverse else ("before",)
     return recurrent.run("fused_recurrent_rwkv6", Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens), flags, scale,
-                         output_final_state, names=NAMES)
+                         output_final_state, called=CALLED)
 
 
 def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None, initial_state: Tensor | None = None,

@@ -118,6 +118,18 @@ def shifting(dtype: torch.dtype, packed: bool = False) -> None:
     backward(*(found if isinstance(found, tuple) else (found,)))
 
 
+def recurrence(op: str, dtype: torch.dtype, T: int = 1024, packed: bool = False) -> None:
+    """HGRN's, of as few sequences as make it split them."""
+    B, given = (1, {"cu_seqlens": torch.tensor([0, 50, T], dtype=torch.int32)}) if packed else (2, {})
+    x = zeros(B, T, 1024, dtype=dtype)
+    backward(*getattr(flashlin, op)(x, zeros(B, T, 1024, dtype=dtype), zeros(2, 1024), True, **given))
+
+
+@torch.no_grad()
+def recurring_once(op: str, dtype: torch.dtype) -> None:
+    recurrence(op, dtype, 1)
+
+
 @torch.no_grad()
 def convolving_a_token(dtype: torch.dtype, W: int) -> None:
     flashlin.causal_conv1d_update(zeros(2, 1024, dtype=dtype), zeros(2, 1024, W, dtype=dtype), None, zeros(1024, W, dtype=dtype), activation="silu")
@@ -154,6 +166,7 @@ def calls() -> Iterator[Call]:
     yield _sequences("chunk_gated_delta_rule", BF16, 128, "HV=8, gates in kernel", **INSIDE)
     yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "decoding, HV=8, gates in kernel", decode=True, **INSIDE)
     yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "gk gv", gates=("gk", "gv", "beta"))
+    yield _sequences("chunk_kda", BF16, 128, "HV=8, gates in kernel", **{**INSIDE, "gates": ("g_vector", "beta", "A_log", "dt_bias_vector")})
     yield _sequences("fused_recurrent_kda", BF16, 128, "decoding, HV=8, gates in kernel", decode=True, lower_bound=-5.0,
                      **{**INSIDE, "gates": ("g_vector", "beta", "A_log", "dt_bias_vector")})
     yield _sequences("fused_recurrent_gla", BF16, 128, "gk gv", gates=("gk", "gv"))
@@ -166,11 +179,14 @@ def calls() -> Iterator[Call]:
         yield _call("causal_conv1d", dtype, "W=4", convolution, dtype, 4)
         yield _call("causal_conv1d_update", dtype, "W=4", convolving_a_token, dtype, 4)
         yield _call("token_shift", dtype, "D=1024", shifting, dtype)
+        yield _call("chunk_hgrn", dtype, "D=1024", recurrence, "chunk_hgrn", dtype)
         for op in ("fused_gdn_gate", "fused_kda_gate", "fused_addcmul_rwkv7", "fused_k_rwkv7", "gate_output_correction"):
             yield _call(op, dtype, "H=32 K=64", elementwise, op, dtype)
     yield _call("group_norm", BF16, "D=2048 in 8", norm, "group_norm", BF16, 2048, num_groups=8)
     yield _call("rms_norm", BF16, "D=8192 residual", norm, "rms_norm", BF16, 8192, prenorm=True, residual=torch.zeros(4, 64, 8192, dtype=BF16))
     yield _call("token_shift", BF16, "D=1024 packed, cache", shifting, BF16, packed=True)
+    yield _call("chunk_hgrn", BF16, "D=1024 packed", recurrence, "chunk_hgrn", BF16, packed=True)
+    yield _call("fused_recurrent_hgrn", BF16, "D=1024 decoding", recurring_once, "fused_recurrent_hgrn", BF16)
     yield _call("fused_kda_gate", BF16, "K=128, lower bound", elementwise, "fused_kda_gate", BF16, K=128, lower_bound=-5.0)
     yield _call("causal_conv1d", BF16, "W=4 packed, states", convolution, BF16, 4, packed=True, state=True)
 
