@@ -4,4 +4,5 @@ from __future__ import annotations
 from flashlin.testing.cases import conv, delta, dplr, gla, hgrn, norm, pointwise, recurrent, rwkv6, simple_gla
 from flashlin.testing.compare import Case
 
-CASES: tuple[Case, ...] = tuple(case for family in (simple_gla, delta, gla, rwkv6, dplr, recurrent, hgrn, norm, conv, pointwise) for case in family.CASES)
+FAMILIES = (simple_gla, delta, gla, rwkv6, dplr, recurrent, hgrn, norm, conv, pointwise)
+CASES: tuple[Case, ...] = tuple(case for family in FAMILIES for case in family.CASES)
