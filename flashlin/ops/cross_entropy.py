@@ -121,10 +121,9 @@ def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, b
         tokens.check("fused_linear_cross_entropy_loss", target, weight.shape[0], "target", ignore_index)
     dtype = linear_dtype(x)
     grads = [wants_grad(x), wants_grad(weight), wants_grad(bias)]
-    # A kernel's plan is made inside of the operator, for chunks; here it is asked for what must not wait until a graph runs.
     call = _call_of("fused_linear_cross_entropy_loss", dtype)
-    if torch.compiler.is_compiling():
-        _route(call, x.device)
+    if not torch.compiler.is_compiling():   # the operator plans again, for its chunks; here the whole call hears of what stands against it
+        planned(_problem(call, x.shape[0], weight.shape[0], any(grads)), x.device)
     loss, *_ = _linear_op(x, target.contiguous(), weight, bias, *terms, num_chunks, reduction == "mean", l2_penalty_factor if use_l2warp else 0.0,
                           accumulate_grad_in_fp32, dtype, grads, call)
     return loss
@@ -293,7 +292,8 @@ def _(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, scale: flo
       ignore_index: int, num_chunks: int, mean: bool, penalty: float, wide: bool, dtype: torch.dtype, grads: list[bool],
       call: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = x.new_empty([], dtype=_loss_dtype(dtype))
-    dx, dweight, dbias = (x.new_empty(0) if t is None or not wanted else t.new_empty(t.shape) for t, wanted in zip((x, weight, bias), grads, strict=True))
+    dx, dweight, dbias = (x.new_empty(0) if t is None or not wanted else t.new_empty(t.shape)
+                          for t, wanted in zip((x, weight, bias), grads, strict=True))
     return loss, dx, dweight, dbias
 
 

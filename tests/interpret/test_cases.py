@@ -17,7 +17,7 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import conv, delta, gla, norm, pointwise, recurrent, simple_gla
+from flashlin.ops import conv, cross_entropy, delta, gla, norm, pointwise, recurrent, rotary, simple_gla
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.cases.pointwise import CASES as pointwise_cases
@@ -41,7 +41,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
     def noting(*arguments: Any) -> Plan:
         made.append(planned(*arguments))
         return made[-1]
-    for module in (simple_gla, delta, gla, recurrent, norm, conv, pointwise):
+    for module in (simple_gla, delta, gla, recurrent, norm, conv, pointwise, cross_entropy, rotary):
         monkeypatch.setattr(module, "planned", noting)
     yield made
     assert made, "no op was called"
@@ -64,8 +64,8 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
         return dtype == torch.float32 and case.id in ("packed", "one-key", "headwise")
     if case.op == "chunk_gated_delta_rule":  # ten seconds each: a GPU has them all
         return dtype == torch.float32 and case.id in ("packed", "grouped", "one-key-2", "zero-keys", "g=-20", "gates")
-    if case in pointwise_cases:  # fp16 changes loads and stores only
-        return dtype == torch.float32
+    if case in pointwise_cases or case.op.startswith(("rotary", "cross_entropy", "fused_linear_cross")) or case.op.endswith("norm_linear"):
+        return dtype == torch.float32  # fp16 changes loads and stores only
     if case.op == "chunk_gla":
         return dtype == torch.float32 and case.id in ("packed", "strong", "strong-packed", "resets", "odd", "v-first", "one-token")
     if case.op.endswith("norm"):  # fp16 changes loads and stores only

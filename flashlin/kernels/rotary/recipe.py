@@ -22,5 +22,5 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     warps = WARPS if problem.max_warps >= 8 else min(WARPS, problem.max_warps)
     # shared: what is measured is an exchange of a tile between warps
-    return (Launch("rotary", (-(-problem.T * problem.H // BT) * sum(strips(problem.K, problem.V, BR)),), warps, 1, (("BT", BT), ("BR", BR)), 8 * ELEMENTS + 4096,
-                   max((BT // max(problem.H, 1) + 1) * FAR, (BT + problem.H) * problem.K), traits),)
+    programs, span = -(-problem.T * problem.H // BT) * sum(strips(problem.K, problem.V, BR)), (BT // max(problem.H, 1) + 1) * FAR
+    return (Launch("rotary", (programs,), warps, 1, (("BT", BT), ("BR", BR)), 8 * ELEMENTS + 4096, max(span, (BT + problem.H) * problem.K), traits),)

@@ -13,7 +13,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, offse
     cos, sin: [TR, R]. offsets: of each sequence, the row of its first token; 0 if None. bounds: where sequences begin and end in a packed
     batch. Tokens of no sequence are zero, and pairs of tokens before row 0.
     """
-    B, T, _, D = x.shape
+    B, T = x.shape[:2]
     R = cos.shape[1]
     y = [[torch.zeros_like(x[b, t]).double() for t in range(T)] for b in range(B)]
     spans = [(n, 0, T) for n in range(B)] if bounds is None else [(0, bounds[n], bounds[n + 1]) for n in range(len(bounds) - 1)]
@@ -28,4 +28,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, offse
                 turned = torch.complex(one, two) * torch.complex(cos[place].double(), sin[place].double())
             pairs = torch.stack([turned.real, turned.imag], -1 if interleaved else -2).flatten(-2)
             y[b][t] = torch.cat([pairs, token[:, 2 * R:]], -1)
-    return torch.stack([torch.stack(rows) for rows in y]) if B and T else x.double().reshape(B, T, -1, D)
+    return torch.stack([torch.stack(rows) for rows in y]) if B and T else x.double()
