@@ -180,7 +180,8 @@ def calls() -> Iterator[Call]:
         yield _call("rotary_embedding", dtype, "D=128", rotating, dtype, 128, 64)
         yield _call("cross_entropy_loss", dtype, "V=32000", loss, dtype, 32000)
     yield _call("rotary_embedding", BF16, "D=128 of 160, packed, interleaved", rotating, BF16, 160, 64, packed=True, interleaved=True)
-    yield _call("cross_entropy_loss", BF16, "V=50257, all terms", loss, BF16, 50257, label_smoothing=0.1, lse_square_scale=1e-4, logit_softcapping=30.0)
+    yield _call("cross_entropy_loss", BF16, "V=50257, all terms", loss, BF16, 50257, label_smoothing=0.1, lse_square_scale=1e-4,
+                logit_softcapping=30.0)
     yield _call("fused_linear_cross_entropy_loss", BF16, "V=32000", linear_loss, BF16, 32000)
     yield _call("group_norm", BF16, "D=2048 in 8", norm, "group_norm", BF16, 2048, num_groups=8)
     yield _call("rms_norm", BF16, "D=8192 residual", norm, "rms_norm", BF16, 8192, prenorm=True, residual=torch.zeros(4, 64, 8192, dtype=BF16))

@@ -57,7 +57,7 @@ def cross_entropy_forward(logits, target, loss, z_loss, lse, stride, rows, scale
         level = tl.where(higher == float("-inf"), 0.0, higher)  # a block of nothing but -inf is no NaN
         total = total * tl.exp(highest - level) + tl.sum(tl.exp(x - level[:, None]), 1)
         highest = higher
-    found = tl.where(highest == float("-inf"), 0.0, highest) + tl.log(total)
+    found = tl.where(highest == float("-inf"), 0.0, highest) + tl.log(tl.where(inside, total, 1.0))
     t, counts = targets_of(target, first, rows, ignore_index, V, BT)
     chosen = shaped(tl.load(base + (row.to(tl.int64) * stride + t), mask=counts, other=0.0), scale, cap, CAPPED)
     z = squares * found * found

@@ -76,9 +76,9 @@ def rotary(x, cos, sin, offsets, bounds, y, offset, T, N, steps, rows, TR, along
         tl.store(to_y + (at_y[:, None] + b[None, :]), (x_a * s + x_b * c).to(y.dtype.element_ty), mask=there)
     else:
         col = 2 * R + (strip - TURNED) * 2 * BR + tl.arange(0, 2 * BR)
-        there = inside[:, None] & (col < D)[None, :]
-        value = tl.load(from_x + (at_x[:, None] + col[None, :]), mask=there & belongs[:, None], other=0.0)
-        tl.store(to_y + (at_y[:, None] + col[None, :]), value.to(y.dtype.element_ty), mask=there)
+        left = inside[:, None] & (col < D)[None, :]  # not "there", whose shape is another
+        value = tl.load(from_x + (at_x[:, None] + col[None, :]), mask=left & belongs[:, None], other=0.0)
+        tl.store(to_y + (at_y[:, None] + col[None, :]), value.to(y.dtype.element_ty), mask=left)
 
 
 def run(plan: Plan, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: int, offsets: torch.Tensor | None, bounds: torch.Tensor | None,
