@@ -9,7 +9,6 @@ linear layer in chunks: Wijmans et al. 2024, Hsu et al. 2024 (Liger).
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -184,7 +183,6 @@ def _rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 and 0 < logits.stride(0) <= FAR else logits.contiguous()
 
 
-@lru_cache(maxsize=64)
 def _call_of(op: str, dtype: torch.dtype) -> str:
     """Op and dtype in one string, because that is what a library operator takes."""
     return f"{op} {name_of(dtype)}"
