@@ -69,7 +69,7 @@ def cross_entropy_loss(logits: Tensor, target: Tensor, label_smoothing: float = 
     if torch.compiler.is_compiling():
         path, dot = _route(call, logits.device)
     else:
-        plan = planned(_problem(call, *logits.shape, needs_grad), logits.device)
+        plan = planned(_problem(call, logits.shape, needs_grad), logits.device)
         path, dot = plan.problem.path, plan.problem.dot
     if path == "torch":
         loss, z_loss, _ = torch_path.run(logits, target, *terms)
@@ -122,9 +122,9 @@ def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, b
     grads = [wants_grad(x), wants_grad(weight), wants_grad(bias)]
     call = _call_of("fused_linear_cross_entropy_loss", dtype)
     if not torch.compiler.is_compiling():   # the operator plans again, for its chunks; here the whole call hears of what stands against it
-        planned(_problem(call, x.shape[0], weight.shape[0], any(grads)), x.device)
-    loss, *_ = _linear_op(x, target.contiguous(), weight, bias, *terms, num_chunks, reduction == "mean", l2_penalty_factor if use_l2warp else 0.0,
-                          accumulate_grad_in_fp32, dtype, grads, call)
+        planned(_problem(call, (x.shape[0], weight.shape[0]), any(grads)), x.device)
+    loss: Tensor = _linear_op(x, target.contiguous(), weight, bias, *terms, num_chunks, reduction == "mean", l2_penalty_factor if use_l2warp else 0.0,
+                          accumulate_grad_in_fp32, dtype, grads, call)[0]
     return loss
 
 
@@ -188,15 +188,15 @@ def _call_of(op: str, dtype: torch.dtype) -> str:
     return f"{op} {name_of(dtype)}"
 
 
-def _problem(call: str, N: int, V: int, needs_grad: bool) -> Problem:
-    op, dtype = call.split(" ")
+def _problem(call: str, shape: tuple[int, ...], needs_grad: bool) -> Problem:
+    (op, dtype), (N, V) = call.split(" "), shape
     return Problem(op, OPS[op][0], "", 1, N, 1, V, V, 1, dtype, False, needs_grad)
 
 
 @constant_while_tracing
 def _route(call: str, device: torch.device) -> tuple[str, str]:
     """What torch.compile may know while tracing: no size, which may be symbolic; there are kernels for all of them."""
-    problem = planned(_problem(call, 1, 1, True), device).problem
+    problem = planned(_problem(call, (1, 1), True), device).problem
     return problem.path, problem.dot
 
 
@@ -218,7 +218,8 @@ class _CrossEntropy(torch.autograd.Function):
         if dloss is None:
             return (None,) * 5
         logits, target, lse = ctx.saved_tensors
-        dlogits = backward.run(ctx.plan, logits, target, lse, dloss.contiguous(), *ctx.terms, ctx.in_place)
+        terms: Terms = ctx.terms
+        dlogits = backward.run(ctx.plan, logits, target, lse, dloss.contiguous(), *terms, ctx.in_place)
         if ctx.in_place:
             torch.autograd.graph.increment_version(logits)  # whoever else has kept them for backward is told so
         return None, dlogits, None, None, None
@@ -233,7 +234,7 @@ TERMS = "float scale, float? cap, float smoothing, float squares, int ignore_ind
 def _library_op(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothing: float, squares: float, ignore_index: int,
                 needs_grad: bool, call: str) -> tuple[Tensor, Tensor, Tensor]:
     from flashlin.kernels.cross_entropy import forward
-    plan = planned(_problem(call, *logits.shape, needs_grad), logits.device)
+    plan = planned(_problem(call, logits.shape, needs_grad), logits.device)
     return forward.run(plan, _rows(logits), target, scale, cap, smoothing, squares, ignore_index)
 
 
@@ -249,7 +250,7 @@ def _(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothing
 def _library_backward(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, scale: float, cap: float | None, smoothing: float,
                       squares: float, ignore_index: int, call: str) -> Tensor:
     from flashlin.kernels.cross_entropy import backward
-    plan = planned(_problem(call, *logits.shape, True), logits.device)
+    plan = planned(_problem(call, logits.shape, True), logits.device)
     return backward.run(plan, _rows(logits), target, lse, dloss.contiguous(), scale, cap, smoothing, squares, ignore_index, False)
 
 
@@ -313,7 +314,7 @@ def _in_chunks(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, t
         chunk = slice(first, min(first + C, N))
         rows, t = x[chunk].to(dtype), target[chunk]
         logits = F.linear(rows, matrix, line)
-        plan = planned(_problem(call, *logits.shape, any(grads)), x.device)
+        plan = planned(_problem(call, logits.shape, any(grads)), x.device)
         losses[chunk], dlogits = _both(plan, logits, t, one[chunk], terms, any(grads), penalty / N, counted)
         if wants_dx:
             dx[chunk] = dlogits @ matrix

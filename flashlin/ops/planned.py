@@ -74,4 +74,6 @@ def wants_grad(*tensors: torch.Tensor | None) -> bool:
 def linear_dtype(x: torch.Tensor) -> torch.dtype:
     """What a linear layer computes x in: the autocast dtype where autocast is on (it leaves float64 alone), else x's own."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if x.dtype != torch.float64 and torch.is_autocast_enabled(device) else x.dtype
+    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)

@@ -132,9 +132,9 @@ def elementwise(op: str, dtype: torch.dtype, H: int = 32, K: int = 64, **options
 
 
 def rotating(dtype: torch.dtype, D: int, R: int, packed: bool = False, **options: Any) -> None:
-    tables = (torch.zeros(64, R, dtype=dtype),) * 2
-    given = {"cu_seqlens": torch.tensor([0, 30, 64], dtype=torch.int32), "seqlen_offsets": torch.zeros(2, dtype=torch.int32)} if packed else {}
-    backward(flashlin.rotary_embedding(zeros(1 if packed else 2, 64, 8, D, dtype=dtype), *tables, **options, **given))
+    table = torch.zeros(64, R, dtype=dtype)
+    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 30, 64]), "seqlen_offsets": torch.zeros(2, dtype=torch.int32)} if packed else {}
+    backward(flashlin.rotary_embedding(zeros(1 if packed else 2, 64, 8, D, dtype=dtype), table, table, **options, **given))
 
 
 def loss(dtype: torch.dtype, V: int, **options: Any) -> None:

@@ -263,7 +263,7 @@ def test_compiles_to_one_graph_for_all_numbers_of_rows() -> None:
 
 def test_compiled_calls_name_a_target_out_of_range() -> None:
     compiled = torch.compile(lambda x: flashlin.cross_entropy_loss(x, OUT)[0], fullgraph=True, backend="aot_eager")
-    with pytest.raises(ValueError, match="cross_entropy_loss called at .*test_cross_entropy.py.*target: got 8 at position 1"):
+    with pytest.raises(ValueError, match=r"cross_entropy_loss called at .*test_cross_entropy.py.*target: got 8 at position 1"):
         compiled(randn(4, 8))
 
 

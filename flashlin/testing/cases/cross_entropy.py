@@ -47,7 +47,7 @@ def reference(extra: dict[str, Any], logits: torch.Tensor, target: torch.Tensor)
     return {"loss": loss, "z_loss": z_loss.detach()}
 
 
-def linear_call(extra: dict[str, Any], **tensors: torch.Tensor) -> Tensors:
+def linear_call(extra: dict[str, Any], **tensors: Any) -> Tensors:
     return {"loss": flashlin.fused_linear_cross_entropy_loss(**tensors, **extra)}
 
 

@@ -26,7 +26,7 @@ def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *
     return {name: x.to(device) for name, x in made.items()}
 
 
-def call(extra: dict[str, Any], x: torch.Tensor, **tensors: torch.Tensor) -> Tensors:
+def call(extra: dict[str, Any], x: torch.Tensor, **tensors: Any) -> Tensors:
     return {"y": flashlin.rotary_embedding(x * 1 if extra.get("inplace") else x, **tensors, **extra)}
 
 
