@@ -68,7 +68,7 @@ def test_a_target_out_of_range_is_reported_later_and_the_context_lives_on(no_hos
     loss, _ = flashlin.cross_entropy_loss(logits, target)
     grad, = torch.autograd.grad(loss.sum(), logits)
     torch.cuda.set_sync_debug_mode("default")
-    with pytest.raises(ValueError, match="cross_entropy_loss called at .*: target: got 1000 at position 7, need 0 <= token < 1000"):
+    with pytest.raises(ValueError, match=r"cross_entropy_loss called at .*: target: got 1000 at position 7, need 0 <= token < 1000"):
         flashlin.synchronize()
     assert loss[7] == 0 and not grad[7].any() and bool(loss[:7].ne(0).all())
 
