@@ -44,6 +44,8 @@ class Call(NamedTuple):
 def check(op: str, tokens: Tensor, vocab_size: int, name: str, ignore_index: int | None) -> None:
     """See to it that the user hears of a token that is neither in 0 .. vocab_size - 1 nor ignore_index. tokens: int32 or int64, known to be.
     op, name: what the error calls the call and the tokens. Raises ValueError, now or at a later flashlin call."""
+    if mode() == "off":
+        return
     if torch.compiler.is_compiling():
         _check_op(tokens, _ANCHOR, vocab_size, ignore_index, op, name, traced_place())
     elif readable(tokens) and tokens.numel() and not torch._C._are_functorch_transforms_active():

@@ -62,8 +62,7 @@ def cross_entropy_loss(logits: Tensor, target: Tensor, label_smoothing: float = 
     """
     terms = _terms(label_smoothing, logit_scale, lse_square_scale, logit_softcapping, ignore_index, process_group)
     _check(logits, target)
-    if tokens.mode() != "off":
-        tokens.check("cross_entropy_loss", target, logits.shape[1], "target", ignore_index)
+    tokens.check("cross_entropy_loss", target, logits.shape[1], "target", ignore_index)
     call = _call_of("cross_entropy_loss", logits.dtype)
     needs_grad = wants_grad(logits)
     if torch.compiler.is_compiling():
@@ -116,8 +115,7 @@ def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, b
         raise ValueError(f"reduction: got {reduction!r}, need 'mean' or 'sum'")
     if num_chunks < 1:
         raise ValueError(f"num_chunks: got {num_chunks}, need at least 1")
-    if tokens.mode() != "off":
-        tokens.check("fused_linear_cross_entropy_loss", target, weight.shape[0], "target", ignore_index)
+    tokens.check("fused_linear_cross_entropy_loss", target, weight.shape[0], "target", ignore_index)
     dtype = linear_dtype(x)
     grads = [wants_grad(x), wants_grad(weight), wants_grad(bias)]
     call = _call_of("fused_linear_cross_entropy_loss", dtype)
@@ -273,76 +271,92 @@ _library_op.register_autograd(_differentiate, setup_context=_save)
 
 
 # The linear layer with its loss is an operator in eager calls too: what it costs to call one is nothing beside its products.
-@torch.library.custom_op(
-    "flashlin::linear_cross_entropy", mutates_args=(),
-    schema=f"(Tensor x, Tensor target, Tensor weight, Tensor? bias, {TERMS}, int num_chunks, bool mean, float penalty, bool wide, ScalarType dtype, "
-           "bool[] grads, str call) -> (Tensor, Tensor, Tensor, Tensor)")
+LINEAR = f"""(Tensor x, Tensor target, Tensor weight, Tensor? bias, {TERMS}, int num_chunks, bool mean, float penalty, bool wide, ScalarType dtype,
+bool[] grads, str call) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"""
+
+
+@torch.library.custom_op("flashlin::linear_cross_entropy", mutates_args=(), schema=LINEAR.replace("\n", " "))
 def _linear_op(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float | None, smoothing: float, squares: float,
                ignore_index: int, num_chunks: int, mean: bool, penalty: float, wide: bool, dtype: torch.dtype, grads: list[bool],
-               call: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, dx, dweight, dbias) for a gradient of 1; empty ones for those that are not wanted."""
+               call: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, dx, dweight, dbias, share), the gradients empty where they are not wanted: the loss's own for dweight and dbias, while dx has to be
+    multiplied by share, a scalar: divided by the number of rows now, it would vanish in float16 before it meets a gradient scaler's factor."""
     with torch.autocast(x.device.type, enabled=False):
-        terms = Terms(scale, cap, smoothing, squares, ignore_index)
-        return _in_chunks(x, target, weight, bias, terms, num_chunks, mean, penalty, wide, dtype, grads, call)
+        terms, (N, D), V = Terms(scale, cap, smoothing, squares, ignore_index), x.shape, weight.shape[0]
+        wants_dx, wants_dweight, wants_dbias = grads
+        matrix, line = weight.to(dtype), None if bias is None else bias.to(dtype)
+        losses = torch.zeros(N, dtype=_loss_dtype(dtype), device=x.device)
+        one, share = torch.ones_like(losses), losses.new_ones(())
+        if mean:
+            share = 1 / ((target >= 0) & (target < V) & (target != ignore_index)).sum().clamp(min=1).to(losses.dtype)
+        sums = torch.promote_types(losses.dtype, weight.dtype) if wide else weight.dtype
+        dx = torch.zeros_like(x) if wants_dx else x.new_empty(0)
+        dweight = torch.zeros_like(weight, dtype=sums) if wants_dweight else x.new_empty(0)
+        dbias = x.new_empty(0) if bias is None or not wants_dbias else torch.zeros_like(bias, dtype=sums)
+        chunks = min(num_chunks, -(-V // D))    # more would make the logits smaller than x, which is there anyway
+        C = -(-max(N, 1) // chunks // CHUNK) * CHUNK
+        for first in range(0, N, C):
+            chunk = slice(first, min(first + C, N))
+            rows = x[chunk].to(dtype)
+            logits = F.linear(rows, matrix, line)
+            plan = planned(_problem(call, logits.shape, any(grads)), x.device)
+            if not any(grads):
+                losses[chunk], _ = _losses(plan, logits, target[chunk], terms)
+                continue
+            losses[chunk], dlogits = _both(plan, logits, target[chunk], one[chunk], terms, penalty / N / share if penalty else None)
+            if wants_dx:
+                dx[chunk] = dlogits @ matrix
+            if wants_dweight:
+                _add_product(dweight, dlogits.t(), rows)
+            if dbias.numel():
+                dbias += dlogits.sum(0, dtype=sums)
+        line_dtype = weight.dtype if bias is None else bias.dtype
+        dweight, dbias = (_times(total, share, total if total.dtype == final else torch.empty_like(total, dtype=final))
+                          for total, final in ((dweight, weight.dtype), (dbias, line_dtype)))
+        return losses.sum() * share, dx, dweight, dbias, share
 
 
 @_linear_op.register_fake
 def _(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float | None, smoothing: float, squares: float,
       ignore_index: int, num_chunks: int, mean: bool, penalty: float, wide: bool, dtype: torch.dtype, grads: list[bool],
-      call: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss = x.new_empty([], dtype=_loss_dtype(dtype))
-    dx, dweight, dbias = (x.new_empty(0) if t is None or not wanted else t.new_empty(t.shape)
-                          for t, wanted in zip((x, weight, bias), grads, strict=True))
-    return loss, dx, dweight, dbias
+      call: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    loss, share = (x.new_empty([], dtype=_loss_dtype(dtype)) for _ in range(2))
+    dx = torch.empty_like(x) if grads[0] else x.new_empty(0)
+    dweight = torch.empty_like(weight) if grads[1] else weight.new_empty(0)
+    dbias = weight.new_empty(0) if bias is None else torch.empty_like(bias) if grads[2] else bias.new_empty(0)
+    return loss, dx, dweight, dbias, share
 
 
-def _in_chunks(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, terms: Terms, num_chunks: int, mean: bool, penalty: float,
-               wide: bool, dtype: torch.dtype, grads: list[bool], call: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (N, D), V = x.shape, weight.shape[0]
-    wants_dx, wants_dweight, wants_dbias = grads
-    matrix, line = weight.to(dtype), None if bias is None else bias.to(dtype)
-    losses = torch.zeros(N, dtype=_loss_dtype(dtype), device=x.device)
-    one = torch.ones_like(losses)
-    counted = ((target >= 0) & (target < V) & (target != terms.ignore_index)).sum().clamp(min=1) if mean else one.new_ones(())
-    dx = torch.zeros_like(x) if wants_dx else x.new_empty(0)
-    sums = torch.promote_types(losses.dtype, weight.dtype) if wide else weight.dtype
-    dweight = torch.zeros_like(weight, dtype=sums) if wants_dweight else x.new_empty(0)
-    dbias = torch.zeros_like(bias, dtype=sums) if bias is not None and wants_dbias else x.new_empty(0)
-    chunks = min(num_chunks, -(-V // D))    # more would make the logits smaller than x, which is there anyway
-    C = -(-max(N, 1) // chunks // CHUNK) * CHUNK
-    for first in range(0, N, C):
-        chunk = slice(first, min(first + C, N))
-        rows, t = x[chunk].to(dtype), target[chunk]
-        logits = F.linear(rows, matrix, line)
-        plan = planned(_problem(call, logits.shape, any(grads)), x.device)
-        losses[chunk], dlogits = _both(plan, logits, t, one[chunk], terms, any(grads), penalty / N, counted)
-        if wants_dx:
-            dx[chunk] = dlogits @ matrix
-        if wants_dweight:
-            _add_product(dweight, dlogits.t(), rows)
-        if dbias.numel():
-            dbias += dlogits.sum(0, dtype=sums)
-    # the mean's divisor comes last, in the sums' dtype: in float16 a gradient divided by it early would vanish
-    found = (dx.div_(counted), dweight.div_(counted).to(weight.dtype), dbias.div_(counted).to(weight.dtype if bias is None else bias.dtype))
-    return losses.sum() / counted, *found
-
-
-def _both(plan: Plan, logits: Tensor, target: Tensor, one: Tensor, terms: Terms, needs_grad: bool, penalty: float,
-          counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses and their gradient, which is written over the logits where it can be."""
-    given = logits
-    logits = logits.float() if plan.problem.dot == "fp32" else logits
-    highest, where = logits.max(1, keepdim=True) if penalty and needs_grad else (logits, logits)
+def _losses(plan: Plan, logits: Tensor, target: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """loss and L of a chunk."""
     if plan.problem.path == "torch":
         loss, _, lse = torch_path.run(logits, target, *terms)
-        dlogits = torch_path.gradients(logits, target, lse, one, *terms) if needs_grad else logits
     else:
-        from flashlin.kernels.cross_entropy import backward, forward
-        loss, _, lse = forward.run(plan, logits, target, *terms)
-        dlogits = backward.run(plan, logits, target, lse, one, *terms, True) if needs_grad else logits
-    if penalty and needs_grad:
-        dlogits.scatter_(1, where, dlogits.gather(1, where) + (highest * (penalty * counted)).to(dlogits.dtype))
-    return loss, dlogits.to(given.dtype)
+        from flashlin.kernels.cross_entropy import forward
+        loss, _, lse = forward.run(plan, logits.float() if plan.problem.dot == "fp32" else logits, target, *terms)
+    return loss, lse
+
+
+def _both(plan: Plan, logits: Tensor, target: Tensor, one: Tensor, terms: Terms, penalty: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Losses of a chunk and their gradient for a gradient of one, which is written over the logits where it can be. penalty: times each row's
+    highest logit it is added to the gradient of that logit."""
+    highest = None if penalty is None else logits.max(1, keepdim=True)
+    loss, lse = _losses(plan, logits, target, terms)
+    if plan.problem.path == "torch":
+        dlogits = torch_path.gradients(logits, target, lse, one, *terms)
+    else:
+        from flashlin.kernels.cross_entropy import backward
+        readable = logits.float() if plan.problem.dot == "fp32" else logits
+        dlogits = backward.run(plan, readable, target, lse, one, *terms, True).to(logits.dtype)
+    if highest is not None:
+        pull = highest.values.to(lse.dtype) * penalty
+        dlogits.scatter_(1, highest.indices, (dlogits.gather(1, highest.indices) + pull).to(dlogits.dtype))
+    return loss, dlogits
+
+
+def _times(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """x * factor, a scalar, in out and rounded once: on a GPU, a scalar beside x of 16 bits would be rounded to them first."""
+    return torch.mul(x, factor.reshape(1), out=out)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -365,7 +379,10 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _differentiate_linear(ctx: Any, dloss: Tensor, *_: Tensor) -> Any:
-    dx, dweight, dbias = ((grad * dloss).to(grad.dtype) if wanted else None for grad, wanted in zip(ctx.saved_tensors, ctx.grads, strict=True))
+    *found, share = ctx.saved_tensors
+    factors = dloss * share, dloss, dloss
+    dx, dweight, dbias = (_times(grad, factor, torch.empty_like(grad)) if wanted else None
+                          for grad, factor, wanted in zip(found, factors, ctx.grads, strict=True))
     return dx, None, dweight, dbias, *[None] * 12
 
 

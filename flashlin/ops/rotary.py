@@ -14,6 +14,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import FLOATS, check_cu_seqlens, shown
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
+from flashlin.ops.norm import STRICTEST
 from flashlin.ops.planned import name_of, planned, wants_grad
 
 
@@ -51,7 +52,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     if ((x.device.type == "cpu" or debug) and not torch.compiler.is_compiling()) or offsets is bounds is None:
         _check_places(x, cos.shape[0], offset, offsets, bounds)
     cos, sin = cos.detach(), sin.detach()
-    plan = None if torch.compiler.is_compiling() else planned(problem_of(x, cos.shape[1], bounds is not None, wants_grad(x)), x.device)
+    plan = None if torch.compiler.is_compiling() else planned(problem_of(x, cos, sin, bounds is not None, wants_grad(x)), x.device)
     if plan is None or plan.problem.path == "torch":
         y = torch_path.run(x, cos, sin, offset, offsets, bounds, interleaved)
         return x.copy_(y) if inplace else y
@@ -116,9 +117,11 @@ def _evenly(x: Tensor) -> Tensor:
     return x if even else x.contiguous()
 
 
-def problem_of(x: Tensor, R: int, packed: bool, needs_grad: bool) -> Problem:
-    B, T, H, D = x.shape
-    return Problem("rotary_embedding", "rotary", "", 1, B * T, H, D, R, 1, name_of(x.dtype), packed, needs_grad)
+def problem_of(x: Tensor, cos: Tensor, sin: Tensor, packed: bool, needs_grad: bool) -> Problem:
+    """The dtype is the strictest of the three."""
+    (B, T, H, D), dtypes = x.shape, {x.dtype, cos.dtype, sin.dtype}
+    dtype = next(dtype for dtype in STRICTEST if dtype in dtypes)
+    return Problem("rotary_embedding", "rotary", "", 1, B * T, H, D, cos.shape[1], 1, name_of(dtype), packed, needs_grad)
 
 
 class _Rotary(torch.autograd.Function):

@@ -109,6 +109,15 @@ def test_the_linear_layers_logits_are_never_all_there(wide: bool) -> None:
         assert judge("grad", grad, wanted, 0.02).ok
 
 
+def test_a_factor_of_the_loss_is_not_rounded_to_16_bits() -> None:
+    x, weight, target = randn(257, 64), randn(80, 64), torch.randint(0, 80, (257,), device=GPU)
+    got = flashlin.fused_linear_cross_entropy_loss(x, target, weight)
+    wide = [t.detach().float().requires_grad_() for t in (x, weight)]
+    expected = F.cross_entropy(F.linear(*wide), target)
+    for one, two in zip(torch.autograd.grad(got * 1.34, (x, weight)), torch.autograd.grad(expected * 1.34, wide), strict=True):
+        assert abs(float((one * two).sum() / two.square().sum()) - 1) < 1e-3  # bfloat16 has no 1.34, but 1.3438
+
+
 @pytest.mark.parametrize(("shape", "R"), [((5000, 2, 16, 64), 32), ((1, 4096, 32, 128), 64), ((2, 1000, 3, 300), 150), ((2, 1000, 8, 160), 64)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_beside_the_torch_path(shape: tuple[int, int, int, int], R: int, interleaved: bool) -> None:

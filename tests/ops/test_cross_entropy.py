@@ -171,6 +171,17 @@ def test_the_autocast_dtype_is_the_linear_layers(wide: bool) -> None:
         torch.testing.assert_close(got, wanted.float(), rtol=0.02, atol=2e-4)
 
 
+def test_small_gradients_do_not_vanish_in_float16() -> None:
+    """A gradient scaler's factor meets them before the number of rows does."""
+    x, weight, target = randn(2000, 16), randn(80, 16) * 1e-3, targets(2000, 80)
+    half = x.half().requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        got, = torch.autograd.grad(flashlin.fused_linear_cross_entropy_loss(half, target, weight) * 65536, half)
+    x.requires_grad_()
+    wanted, = torch.autograd.grad(F.cross_entropy(F.linear(x, weight), target) * 65536, x)
+    assert float((got - wanted).square().mean() / wanted.square().mean()) < 1e-5
+
+
 def test_weights_of_another_dtype_are_used_in_that_of_x() -> None:
     x, weight = randn(10, 16, dtype=torch.bfloat16), randn(80, 16, grad=True)
     found = flashlin.fused_linear_cross_entropy_loss(x, targets(10, 80), weight)
