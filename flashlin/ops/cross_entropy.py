@@ -348,7 +348,7 @@ def _both(plan: Plan, logits: Tensor, target: Tensor, one: Tensor, terms: Terms,
         from flashlin.kernels.cross_entropy import backward
         readable = logits.float() if plan.problem.dot == "fp32" else logits
         dlogits = backward.run(plan, readable, target, lse, one, *terms, True).to(logits.dtype)
-    if highest is not None:
+    if highest is not None and penalty is not None:
         pull = highest.values.to(lse.dtype) * penalty
         dlogits.scatter_(1, highest.indices, (dlogits.gather(1, highest.indices) + pull).to(dlogits.dtype))
     return loss, dlogits
