@@ -17,7 +17,7 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import conv, cross_entropy, delta, gla, norm, pointwise, recurrent, rotary, simple_gla
+from flashlin.ops import chunked, conv, cross_entropy, norm, pointwise, recurrent, rotary
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.cases.pointwise import CASES as pointwise_cases
@@ -41,7 +41,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
     def noting(*arguments: Any) -> Plan:
         made.append(planned(*arguments))
         return made[-1]
-    for module in (simple_gla, delta, gla, recurrent, norm, conv, pointwise, cross_entropy, rotary):
+    for module in (chunked, recurrent, norm, conv, pointwise, cross_entropy, rotary):
         monkeypatch.setattr(module, "planned", noting)
     yield made
     assert made, "no op was called"
@@ -169,7 +169,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def without_reading(cu_seqlens: torch.Tensor, on_host: torch.Tensor | None, rows: torch.Size, device: torch.device, debug: bool) -> torch.Tensor:
         return check_cu_seqlens(cu_seqlens, on_host, rows, AsOnAGpu(), debug)  # type: ignore[arg-type]
-    monkeypatch.setattr(simple_gla, "check_cu_seqlens", without_reading)
+    monkeypatch.setattr(chunked, "check_cu_seqlens", without_reading)
 
 
 @MODES
