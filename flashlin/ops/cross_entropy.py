@@ -58,7 +58,8 @@ def cross_entropy_loss(logits: Tensor, target: Tensor, label_smoothing: float = 
         nothing waits for it (``flashlin.check_tokens`` says how, and ``flashlin.settings(tokens=...)``), and meanwhile the row counts as
         ignored. UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: runs on CPU tensors, targets out of range are reported, and rows farther apart than V are no longer copied.
+    Differs from fla: runs on CPU tensors; targets out of range are reported; rows with gaps between them are not copied; a second backward over
+    logits that the first one has overwritten is an error.
     """
     terms = _terms(label_smoothing, logit_scale, lse_square_scale, logit_softcapping, ignore_index, process_group)
     _check(logits, target)
@@ -177,8 +178,8 @@ def _check_linear(x: Any, weight: Any, bias: Any) -> None:
 
 
 def _rows(logits: Tensor) -> Tensor:
-    """With rows that kernels can read: contiguous, and not too far apart."""
-    return logits if logits.stride(1) == 1 and 0 < logits.stride(0) <= FAR else logits.contiguous()
+    """With rows that kernels can read: contiguous, apart from each other, and not too far."""
+    return logits if logits.stride(1) == 1 and logits.shape[1] <= logits.stride(0) <= FAR else logits.contiguous()
 
 
 def _call_of(op: str, dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import chunked, conv, cross_entropy, norm, pointwise, recurrent, rotary
+from flashlin.ops import chunked, conv, cross_entropy, norm, pointwise, recurrent, rotary, simple_gla
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.cases.pointwise import CASES as pointwise_cases
@@ -167,9 +167,10 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """cu_seqlens as it is treated on a GPU: not read, so brought into order on the device."""
     check_cu_seqlens = tensors.check_cu_seqlens
 
-    def without_reading(cu_seqlens: torch.Tensor, on_host: torch.Tensor | None, rows: torch.Size, device: torch.device, debug: bool) -> torch.Tensor:
-        return check_cu_seqlens(cu_seqlens, on_host, rows, AsOnAGpu(), debug)  # type: ignore[arg-type]
-    monkeypatch.setattr(chunked, "check_cu_seqlens", without_reading)
+    def without_reading(cu_seqlens: torch.Tensor, on_host: torch.Tensor | None, rows: torch.Size, device: torch.device, *rest: Any) -> torch.Tensor:
+        return check_cu_seqlens(cu_seqlens, on_host, rows, AsOnAGpu(), *rest)  # type: ignore[arg-type]
+    for module in (chunked, simple_gla):
+        monkeypatch.setattr(module, "check_cu_seqlens", without_reading)
 
 
 @MODES
