@@ -86,8 +86,8 @@ def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int =
         op: a public op, such as ``chunk_simple_gla``.
         target: a machine as for ``doctor``; None is this one (its first GPU, or its CPU).
         B, T, H, K, V: the sizes, as in the ops, V being 128 if None; a norm or a cross entropy has B * T * H rows of K, a convolution K
-            channels and V taps, 4 if None, an elementwise op B * T rows of H heads of K, a rotary embedding V pairs, K // 2 if None.
-            N: number of packed sequences, with varlen.
+            channels and V taps, 4 if None, HGRN K channels, an elementwise op B * T rows of H heads of K, a rotary embedding V pairs, K // 2 if
+            None. N: number of packed sequences, with varlen.
         dtype: torch's name. mode: of an op that has the choice (``simple_gla``): ``auto``, ``chunk`` or ``fused_recurrent``.
         policy: None is the one in force.
 
@@ -110,6 +110,8 @@ def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int =
         B, T, N = 1, B * T, 1
     elif family in ("conv", "conv_update"):
         H = 1
+    elif family == "hgrn":
+        H, V = 1, K
     problem = Problem(op, family, mode or own, B, T, H, K, V, (N or 1) if varlen else B, dtype.removeprefix("torch."), varlen, needs_grad,
                       outlook.OPTIONS.get(op, ()))
     policy = in_force() if policy is None else policy

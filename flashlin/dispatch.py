@@ -17,7 +17,9 @@ from flashlin.guards.problem import Launch, Plan, Problem, Reason
 from flashlin.kernels.conv import recipe as conv
 from flashlin.kernels.cross_entropy import recipe as cross_entropy
 from flashlin.kernels.delta import recipe as delta
+from flashlin.kernels.dplr import recipe as dplr
 from flashlin.kernels.gla import recipe as gla
+from flashlin.kernels.hgrn import recipe as hgrn
 from flashlin.kernels.norm import recipe as norm
 from flashlin.kernels.pointwise import recipe as pointwise
 from flashlin.kernels.recurrent import recipe as recurrent
@@ -28,8 +30,8 @@ from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 
 RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {
-    "simple_gla": simple_gla.launches, "delta": delta.launches, "gla": gla.launches, "recurrent": recurrent.launches,
-    "norm": norm.launches, "conv": conv.launches, "conv_update": conv.launches_of_update, "shield": shield.launches,
+    "simple_gla": simple_gla.launches, "delta": delta.launches, "gla": gla.launches, "dplr": dplr.launches, "recurrent": recurrent.launches,
+    "hgrn": hgrn.launches, "norm": norm.launches, "conv": conv.launches, "conv_update": conv.launches_of_update, "shield": shield.launches,
     "cross_entropy": cross_entropy.launches, "rotary": rotary.launches,
     **dict.fromkeys((pointwise.GATE, pointwise.MIX, pointwise.KEY, pointwise.CORRECTION), pointwise.launches)}
 
@@ -47,6 +49,13 @@ OPS: dict[str, tuple[str, str]] = {
     "chunk_gated_delta_rule": ("delta", "chunk"), "fused_recurrent_gated_delta_rule": ("recurrent", "fused_recurrent"),
     "gated_delta_rule": ("delta", "auto"),
     "chunk_gla": ("gla", "chunk"), "fused_recurrent_gla": ("recurrent", "fused_recurrent"), "gla": ("gla", "auto"),
+    "chunk_kda": ("dplr", "chunk"), "fused_recurrent_kda": ("recurrent", "fused_recurrent"), "kda": ("dplr", "auto"),
+    "chunk_rwkv7": ("dplr", "chunk"), "rwkv7": ("dplr", "auto"), "chunk_dplr_delta_rule": ("dplr", "chunk"),
+    "chunk_iplr_delta_rule": ("dplr", "chunk"),
+    "fused_recurrent_rwkv6": ("recurrent", "fused_recurrent"),
+    "fused_recurrent_rwkv7": ("recurrent", "fused_recurrent"), "fused_mul_recurrent_rwkv7": ("recurrent", "fused_recurrent"),
+    "fused_recurrent_dplr_delta_rule": ("recurrent", "fused_recurrent"), "fused_recurrent_iplr_delta_rule": ("recurrent", "fused_recurrent"),
+    "chunk_hgrn": ("hgrn", ""), "fused_recurrent_hgrn": ("hgrn", ""),
     "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", ""), "group_norm": ("norm", ""),
     "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", ""),
     "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv_update", ""), "token_shift": ("conv", ""),

@@ -318,7 +318,7 @@ def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatc
             extra = {"output_attentions": True}
         tensors = ([x] if op == "l2norm" else [x, w, w] if op.endswith("_norm") else [x, x, w, w] if op.endswith("_gated") else
                    [x[0], torch.ones(16, 4)] if op == "causal_conv1d" else [x[0, :, 0], torch.ones(4, 16, 3), None, torch.ones(16, 3)]
-                   if op == "causal_conv1d_update" else [x[0]] if op == "token_shift" else
+                   if op == "causal_conv1d_update" else [x[0]] if op == "token_shift" else [x[0], -x[0]] if op.endswith("hgrn") else
                    [x, w] if op == "fused_gdn_gate" else [x] if op == "fused_kda_gate" else
                    [x[0], x[0], w, w, w, w, w] if op == "fused_addcmul_rwkv7" else [x[0], x[0], w] if op == "fused_k_rwkv7" else
                    [x.flatten(2), x, x, x[0, 0], x, x.flatten(2)] if op == "gate_output_correction" else
@@ -329,6 +329,10 @@ def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatc
             extra = {**extra, **gates}
         if op in ("chunk_gla", "gla"):
             extra = {"g": -x}
+        own = {"kda": "q g beta", "rwkv6": "r w u", "fused_mul_recurrent_rwkv7": "r w kk a", "rwkv7": "r w a b", "dplr_delta_rule": "q a b gk",
+               "iplr_delta_rule": "q a b"}
+        if names := own.get(op, own.get(op.removeprefix("fused_").removeprefix("recurrent_").removeprefix("chunk_"))):
+            tensors, extra = [], {name: {"beta": x[..., 0], "u": x[0, 0]}.get(name, x) for name in ("k", "v", *names.split())}
         before = len(asked)
         getattr(flashlin, op)(*tensors, **extra)
         del asked[before + 1:]  # the ops that auto has chosen ask again in their own names

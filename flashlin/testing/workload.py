@@ -69,17 +69,19 @@ def backward(*outputs: Any) -> None:
 def sequences(op: str, dtype: torch.dtype, D: int, *, T: int = 128, H: int = 4, HV: int = 0, packed: bool = False, gates: tuple[str, ...] = (),
               state: bool = True, **options: Any) -> None:
     """An op over q, k, v [2, T, H, D]; gates: which of g, beta, gk, gv and so on to pass, g_vector being a g
-    for each key channel. The gates and states are float32, as layers have them."""
+    for each key channel, and which others like k: a, b, kk. The gates and states are float32, as layers have them."""
     HV, B = HV or H, 1 if packed else 2
     shapes = {"g": (B, T, HV), "beta": (B, T, HV), "gk": (B, T, HV, D), "gv": (B, T, HV, D), "beta_headwise": (B, T, HV, D),
-              "g_vector": (B, T, HV, D), "A_log": (HV,), "dt_bias": (HV,)}
-    given: dict[str, Any] = {gate.removesuffix("_headwise").removesuffix("_vector"): zeros(*shapes[gate]) for gate in gates}
+              "g_vector": (B, T, HV, D), "w": (B, T, HV, D), "u": (HV, D), "A_log": (HV,), "dt_bias": (HV,), "dt_bias_vector": (HV * D,)}
+    given: dict[str, Any] = {gate.removesuffix("_headwise").removesuffix("_vector"): zeros(*shapes[gate]) for gate in gates if gate in shapes}
+    given.update((name, zeros(B, T, HV, D, dtype=dtype)) for name in gates if name not in shapes)
     if packed:
         given["cu_seqlens"] = torch.tensor([0, 50, T], dtype=torch.int32)
     if state:
         given["initial_state"] = zeros(2, HV, D, D)
-    o, ht = getattr(flashlin, op)(zeros(B, T, H, D, dtype=dtype), zeros(B, T, H, D, dtype=dtype), zeros(B, T, HV, D, dtype=dtype), **given,
-                                  output_final_state=state, **options)
+    q_name = "r" if "rwkv" in op else "q"
+    o, ht = getattr(flashlin, op)(**{q_name: zeros(B, T, H, D, dtype=dtype)}, k=zeros(B, T, H, D, dtype=dtype),
+                                  v=zeros(B, T, HV, D, dtype=dtype), **given, output_final_state=state, **options)
     backward(o, ht)
 
 
@@ -116,6 +118,18 @@ def shifting(dtype: torch.dtype, packed: bool = False) -> None:
     backward(*(found if isinstance(found, tuple) else (found,)))
 
 
+def recurrence(op: str, dtype: torch.dtype, T: int = 1024, packed: bool = False) -> None:
+    """HGRN's, of as few sequences as make it split them."""
+    B, given = (1, {"cu_seqlens": torch.tensor([0, 50, T], dtype=torch.int32)}) if packed else (2, {})
+    x = zeros(B, T, 1024, dtype=dtype)
+    backward(*getattr(flashlin, op)(x, zeros(B, T, 1024, dtype=dtype), zeros(2, 1024), True, **given))
+
+
+@torch.no_grad()
+def recurring_once(op: str, dtype: torch.dtype) -> None:
+    recurrence(op, dtype, 1)
+
+
 @torch.no_grad()
 def convolving_a_token(dtype: torch.dtype, W: int) -> None:
     flashlin.causal_conv1d_update(zeros(2, 1024, dtype=dtype), zeros(2, 1024, W, dtype=dtype), None, zeros(1024, W, dtype=dtype), activation="silu")
@@ -150,7 +164,8 @@ SIZES = ((BF16, 128), (BF16, 64), (BF16, 256), (FP16, 128), (FP32, 64), (FP32, 1
 DTYPES = (BF16, FP16, FP32)
 # What an op is always called with, by its name or by that without chunk_ or fused_recurrent_.
 GATES = {"simple_gla": ("g",), "delta_rule": ("beta",), "gated_delta_rule": ("g", "beta"), "gla": ("g_vector",),
-         "fused_recurrent_gla": ("gk",)}
+         "fused_recurrent_gla": ("gk",), "kda": ("g_vector", "beta"), "rwkv6": ("w", "u"), "rwkv7": ("w", "a", "b"),
+         "fused_mul_recurrent_rwkv7": ("w", "kk", "a"), "dplr_delta_rule": ("a", "b", "gk"), "iplr_delta_rule": ("a", "b")}
 OPTIONS: dict[str, dict[str, Any]] = {"linear_attn": {"normalize": False}, "lightning_attn": {"layer_idx": 1, "num_layers": 4}}
 INSIDE: dict[str, Any] = {"gates": ("g", "beta", "A_log", "dt_bias"), "HV": 8, "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
           "use_beta_sigmoid_in_kernel": True}
@@ -165,6 +180,9 @@ def calls() -> Iterator[Call]:
     yield _sequences("chunk_gated_delta_rule", BF16, 128, "HV=8, gates in kernel", **INSIDE)
     yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "decoding, HV=8, gates in kernel", decode=True, **INSIDE)
     yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "gk gv", gates=("gk", "gv", "beta"))
+    yield _sequences("chunk_kda", BF16, 128, "HV=8, gates in kernel", **{**INSIDE, "gates": ("g_vector", "beta", "A_log", "dt_bias_vector")})
+    yield _sequences("fused_recurrent_kda", BF16, 128, "decoding, HV=8, gates in kernel", decode=True, lower_bound=-5.0,
+                     **{**INSIDE, "gates": ("g_vector", "beta", "A_log", "dt_bias_vector")})
     yield _sequences("fused_recurrent_gla", BF16, 128, "gk gv", gates=("gk", "gv"))
     yield _sequences("fused_recurrent_delta_rule", FP32, 64, "headwise beta", gates=("beta_headwise",))
     for dtype in DTYPES:
@@ -175,6 +193,7 @@ def calls() -> Iterator[Call]:
         yield _call("causal_conv1d", dtype, "W=4", convolution, dtype, 4)
         yield _call("causal_conv1d_update", dtype, "W=4", convolving_a_token, dtype, 4)
         yield _call("token_shift", dtype, "D=1024", shifting, dtype)
+        yield _call("chunk_hgrn", dtype, "D=1024", recurrence, "chunk_hgrn", dtype)
         for op in ("fused_gdn_gate", "fused_kda_gate", "fused_addcmul_rwkv7", "fused_k_rwkv7", "gate_output_correction"):
             yield _call(op, dtype, "H=32 K=64", elementwise, op, dtype)
         yield _call("rotary_embedding", dtype, "D=128", rotating, dtype, 128, 64)
@@ -186,6 +205,8 @@ def calls() -> Iterator[Call]:
     yield _call("group_norm", BF16, "D=2048 in 8", norm, "group_norm", BF16, 2048, num_groups=8)
     yield _call("rms_norm", BF16, "D=8192 residual", norm, "rms_norm", BF16, 8192, prenorm=True, residual=torch.zeros(4, 64, 8192, dtype=BF16))
     yield _call("token_shift", BF16, "D=1024 packed, cache", shifting, BF16, packed=True)
+    yield _call("chunk_hgrn", BF16, "D=1024 packed", recurrence, "chunk_hgrn", BF16, packed=True)
+    yield _call("fused_recurrent_hgrn", BF16, "D=1024 decoding", recurring_once, "fused_recurrent_hgrn", BF16)
     yield _call("fused_kda_gate", BF16, "K=128, lower bound", elementwise, "fused_kda_gate", BF16, K=128, lower_bound=-5.0)
     yield _call("causal_conv1d", BF16, "W=4 packed, states", convolution, BF16, 4, packed=True, state=True)
 

@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,9 +18,10 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import chunked, conv, cross_entropy, norm, pointwise, recurrent, rotary, simple_gla
+from flashlin.ops import chunked, simple_gla
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
+from flashlin.testing.cases.dplr import CASES as dplr_cases
 from flashlin.testing.cases.pointwise import CASES as pointwise_cases
 from flashlin.testing.compare import Case, check, judge, poisoned
 
@@ -41,7 +43,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
     def noting(*arguments: Any) -> Plan:
         made.append(planned(*arguments))
         return made[-1]
-    for module in (chunked, recurrent, norm, conv, pointwise, cross_entropy, rotary):
+    for name in flashlin.__all__:  # all ops are loaded
+        getattr(flashlin, name)
+    for module in [x for name, x in sys.modules.items() if name.startswith("flashlin.ops.") and vars(x).get("planned") is planned]:
         monkeypatch.setattr(module, "planned", noting)
     yield made
     assert made, "no op was called"
@@ -58,6 +62,11 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
     everything into fp32 before they compute, so fp16 changes only how they load and store. tests/ops runs every case in torch."""
     if str(case) in ("causal_conv1d-many-blocks", "group_norm-many-rows"):  # a GPU's worth; test_conv.py has a card of one multiprocessor
         return False
+    if case in dplr_cases:  # several seconds each; fp16 once for either kind of kernels
+        if dtype == torch.float16:
+            return case.quick and case.op in ("chunk_kda", "chunk_rwkv7")
+        return case.quick or str(case) in ("chunk_kda-strong-packed", "chunk_kda-grouped", "chunk_kda-v-first", "chunk_kda-one-token",
+                                           "chunk_dplr_delta_rule-strong-packed", "chunk_dplr_delta_rule-odd")
     if case.quick:
         return True
     if case.op == "chunk_delta_rule" or case.op == "fused_recurrent_delta_rule":  # the gated ops' kernels without a gate
@@ -68,13 +77,17 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
         return dtype == torch.float32  # fp16 changes loads and stores only
     if case.op == "chunk_gla":
         return dtype == torch.float32 and case.id in ("packed", "strong", "strong-packed", "resets", "odd", "v-first", "one-token")
+    if case.op.endswith("hgrn"):  # test_hgrn.py has short segments; fp16 changes loads and stores only
+        return dtype == torch.float32 and not case.id.startswith("segments")
+    if case.op == "fused_recurrent_kda":  # what the interpreter has no other case of
+        return dtype == torch.float32 and case.id in ("g=-20", "layer", "bounded", "inference", "pool")
     if case.op.endswith("norm"):  # fp16 changes loads and stores only
         return dtype == torch.float32
     if case.id in ("packed", "reverse", "normalized"):
         return True
     if case.op.startswith(("causal_conv1d", "token_shift")) or case.op.endswith(("_gated", "group_norm")):  # fp16 changes loads and stores only
         return dtype == torch.float32
-    return "lightning" not in case.op and (dtype == torch.float32 or not case.op.startswith(("fused_recurrent", "recurrent")))
+    return "lightning" not in case.op and (dtype == torch.float32 or "recurrent" not in case.op)
 
 
 @pytest.mark.parametrize(("case", "dtype"), [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES
@@ -86,7 +99,7 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
 # bfloat16 is cast to fp32 by the plan, so these only have to show that the cast is there and that results come back in bfloat16.
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
 @pytest.mark.parametrize("case", [case for case in CASES if (
-    case.quick and not case.op.startswith(("fused_recurrent", "fused_chunk"))) or str(case) in (
+    case.quick and "recurrent" not in case.op and not case.op.startswith(("fused_chunk", "chunk_iplr", "chunk_dplr"))) or str(case) in (
     "chunk_simple_gla-packed", "fused_recurrent_simple_gla-packed", "fused_recurrent_retention-reverse")], ids=str)
 def test_bfloat16_runs_on_fp32_copies(case: Case, plans: Plans) -> None:
     assert not failed(case, torch.bfloat16)
