@@ -15,6 +15,7 @@ from flashlin.compat.target import Target
 from flashlin.guards.limits import CHECKS
 from flashlin.guards.problem import Launch, Plan, Problem, Reason
 from flashlin.kernels.conv import recipe as conv
+from flashlin.kernels.cross_entropy import recipe as cross_entropy
 from flashlin.kernels.delta import recipe as delta
 from flashlin.kernels.dplr import recipe as dplr
 from flashlin.kernels.gla import recipe as gla
@@ -22,6 +23,7 @@ from flashlin.kernels.hgrn import recipe as hgrn
 from flashlin.kernels.norm import recipe as norm
 from flashlin.kernels.pointwise import recipe as pointwise
 from flashlin.kernels.recurrent import recipe as recurrent
+from flashlin.kernels.rotary import recipe as rotary
 from flashlin.kernels.shield import recipe as shield
 from flashlin.kernels.simple_gla import recipe as simple_gla
 from flashlin.kernels.variants import VARIANTS
@@ -30,6 +32,7 @@ from flashlin.policy import Policy
 RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {
     "simple_gla": simple_gla.launches, "delta": delta.launches, "gla": gla.launches, "dplr": dplr.launches, "recurrent": recurrent.launches,
     "hgrn": hgrn.launches, "norm": norm.launches, "conv": conv.launches, "conv_update": conv.launches_of_update, "shield": shield.launches,
+    "cross_entropy": cross_entropy.launches, "rotary": rotary.launches,
     **dict.fromkeys((pointwise.GATE, pointwise.MIX, pointwise.KEY, pointwise.CORRECTION), pointwise.launches)}
 
 # Every public op: its family, and the mode it asks for.
@@ -57,7 +60,8 @@ OPS: dict[str, tuple[str, str]] = {
     "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", ""),
     "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv_update", ""), "token_shift": ("conv", ""),
     "fused_gdn_gate": (pointwise.GATE, ""), "fused_kda_gate": (pointwise.GATE, ""), "fused_addcmul_rwkv7": (pointwise.MIX, ""),
-    "fused_k_rwkv7": (pointwise.KEY, ""), "gate_output_correction": (pointwise.CORRECTION, "")}
+    "fused_k_rwkv7": (pointwise.KEY, ""), "gate_output_correction": (pointwise.CORRECTION, ""),
+    "rotary_embedding": ("rotary", ""), "cross_entropy_loss": ("cross_entropy", ""), "fused_linear_cross_entropy_loss": ("cross_entropy", "")}
 
 
 @lru_cache(maxsize=4096)

@@ -19,14 +19,17 @@ from flashlin.report import STATUSES, Check, Issue, OpPlan, Status
 
 DTYPES = ("bfloat16", "float16", "float32")
 # What people call the ops with: B, T, H, K, V, number of sequences, packed. Of a norm: T rows of K elements. Of a convolution: K channels
-# and V taps. Of HGRN: K channels. Of an elementwise op: T rows of H heads of K columns.
+# and V taps. Of HGRN: K channels. Of an elementwise op: T rows of H heads of K columns. Of a rotary embedding: T tokens of H heads of K channels,
+# V pairs of them rotated. Of a cross entropy: T rows of K logits.
 CALLS = {"training": (4, 2048, 16, 128, 128, 4, False), "packed": (1, 32768, 16, 128, 128, 16, True),
          "heads of 256": (4, 2048, 8, 256, 256, 4, False), "decoding": (64, 1, 16, 128, 128, 64, False)}
 ROWS = {"training": (1, 16384, 1, 4096, 4096, 1, False), "decoding": (1, 64, 1, 4096, 4096, 1, False)}
 CHANNELS = {"training": (4, 2048, 1, 4096, 4, 4, False), "packed": (1, 32768, 1, 4096, 4, 16, True), "decoding": (64, 1, 1, 4096, 4, 64, False)}
 HEADS = {"training": (1, 16384, 64, 64, 64, 1, False), "decoding": (1, 64, 64, 64, 64, 1, False)}
 RECURRENCES = {size: (B, T, 1, D, D, N, packed) for size, (B, T, _, D, _, N, packed) in CHANNELS.items()}
-SIZES = {"norm": ROWS, "hgrn": RECURRENCES, "conv": CHANNELS, "conv_update": CHANNELS,
+TURNS = {"training": (1, 16384, 32, 128, 64, 1, False), "packed": (1, 32768, 32, 128, 64, 1, True), "decoding": (1, 64, 32, 128, 64, 1, False)}
+LOGITS = {"training": (1, 16384, 1, 128256, 128256, 1, False), "decoding": (1, 64, 1, 128256, 128256, 1, False)}
+SIZES = {"norm": ROWS, "hgrn": RECURRENCES, "rotary": TURNS, "cross_entropy": LOGITS, "conv": CHANNELS, "conv_update": CHANNELS,
          **{family: HEADS for family, _ in OPS.values() if family.startswith("pointwise")}}
 TAPS = {"token_shift": 2}  # instead of the usual convolution's
 # The options that decide which kernels are started: simple GLA is called with a gate, as its name says, Kimi Delta Attention with its beta, and

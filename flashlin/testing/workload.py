@@ -145,6 +145,20 @@ def elementwise(op: str, dtype: torch.dtype, H: int = 32, K: int = 64, **options
     backward(*(found if isinstance(found, tuple) else (found,)))
 
 
+def rotating(dtype: torch.dtype, D: int, R: int, packed: bool = False, **options: Any) -> None:
+    table = torch.zeros(64, R, dtype=dtype)
+    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 30, 64]), "seqlen_offsets": torch.zeros(2, dtype=torch.int32)} if packed else {}
+    backward(flashlin.rotary_embedding(zeros(1 if packed else 2, 64, 8, D, dtype=dtype), table, table, **options, **given))
+
+
+def loss(dtype: torch.dtype, V: int, **options: Any) -> None:
+    backward(flashlin.cross_entropy_loss(zeros(8, V, dtype=dtype), torch.zeros(8, dtype=torch.int64), **options)[0])
+
+
+def linear_loss(dtype: torch.dtype, V: int) -> None:
+    backward(flashlin.fused_linear_cross_entropy_loss(zeros(128, 64, dtype=dtype), torch.zeros(128, dtype=torch.int64), zeros(V, 64, dtype=dtype)))
+
+
 # Head sizes by dtype: training in bf16 at every size, fp32 where somebody checks a model, fp16 once.
 SIZES = ((BF16, 128), (BF16, 64), (BF16, 256), (FP16, 128), (FP32, 64), (FP32, 128))
 DTYPES = (BF16, FP16, FP32)
@@ -182,6 +196,12 @@ def calls() -> Iterator[Call]:
         yield _call("chunk_hgrn", dtype, "D=1024", recurrence, "chunk_hgrn", dtype)
         for op in ("fused_gdn_gate", "fused_kda_gate", "fused_addcmul_rwkv7", "fused_k_rwkv7", "gate_output_correction"):
             yield _call(op, dtype, "H=32 K=64", elementwise, op, dtype)
+        yield _call("rotary_embedding", dtype, "D=128", rotating, dtype, 128, 64)
+        yield _call("cross_entropy_loss", dtype, "V=32000", loss, dtype, 32000)
+    yield _call("rotary_embedding", BF16, "D=128 of 160, packed, interleaved", rotating, BF16, 160, 64, packed=True, interleaved=True)
+    yield _call("cross_entropy_loss", BF16, "V=50257, all terms", loss, BF16, 50257, label_smoothing=0.1, lse_square_scale=1e-4,
+                logit_softcapping=30.0)
+    yield _call("fused_linear_cross_entropy_loss", BF16, "V=32000", linear_loss, BF16, 32000)
     yield _call("group_norm", BF16, "D=2048 in 8", norm, "group_norm", BF16, 2048, num_groups=8)
     yield _call("rms_norm", BF16, "D=8192 residual", norm, "rms_norm", BF16, 8192, prenorm=True, residual=torch.zeros(4, 64, 8192, dtype=BF16))
     yield _call("token_shift", BF16, "D=1024 packed, cache", shifting, BF16, packed=True)

@@ -18,6 +18,7 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
+from flashlin.ops import chunked, simple_gla
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.cases.dplr import CASES as dplr_cases
@@ -72,8 +73,8 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
         return dtype == torch.float32 and case.id in ("packed", "one-key", "headwise")
     if case.op == "chunk_gated_delta_rule":  # ten seconds each: a GPU has them all
         return dtype == torch.float32 and case.id in ("packed", "grouped", "one-key-2", "zero-keys", "g=-20", "gates")
-    if case in pointwise_cases:  # fp16 changes loads and stores only
-        return dtype == torch.float32
+    if case in pointwise_cases or case.op.startswith(("rotary", "cross_entropy", "fused_linear_cross")) or case.op.endswith("norm_linear"):
+        return dtype == torch.float32  # fp16 changes loads and stores only
     if case.op == "chunk_gla":
         return dtype == torch.float32 and case.id in ("packed", "strong", "strong-packed", "resets", "odd", "v-first", "one-token")
     if case.op.endswith("hgrn"):  # test_hgrn.py has short segments; fp16 changes loads and stores only
@@ -179,9 +180,10 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """cu_seqlens as it is treated on a GPU: not read, so brought into order on the device."""
     check_cu_seqlens = tensors.check_cu_seqlens
 
-    def without_reading(cu_seqlens: torch.Tensor, on_host: torch.Tensor | None, rows: torch.Size, device: torch.device, debug: bool) -> torch.Tensor:
-        return check_cu_seqlens(cu_seqlens, on_host, rows, AsOnAGpu(), debug)  # type: ignore[arg-type]
-    monkeypatch.setattr(simple_gla, "check_cu_seqlens", without_reading)
+    def without_reading(cu_seqlens: torch.Tensor, on_host: torch.Tensor | None, rows: torch.Size, device: torch.device, *rest: Any) -> torch.Tensor:
+        return check_cu_seqlens(cu_seqlens, on_host, rows, AsOnAGpu(), *rest)  # type: ignore[arg-type]
+    for module in (chunked, simple_gla):
+        monkeypatch.setattr(module, "check_cu_seqlens", without_reading)
 
 
 @MODES
