@@ -19,7 +19,7 @@ _HOME = {
     "flashlin.ops.gated_delta_rule": ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn",
                                       "gated_delta_rule"),
     "flashlin.ops.kda": ("chunk_kda", "fused_recurrent_kda", "kda"),
-    "flashlin.ops.rwkv6": ("fused_recurrent_rwkv6",),
+    "flashlin.ops.rwkv6": ("chunk_rwkv6", "fused_recurrent_rwkv6", "rwkv6"),
     "flashlin.ops.rwkv7": ("chunk_rwkv7", "fused_recurrent_rwkv7", "fused_mul_recurrent_rwkv7", "rwkv7"),
     "flashlin.ops.dplr_delta_rule": ("chunk_dplr_delta_rule", "fused_recurrent_dplr_delta_rule"),
     "flashlin.ops.iplr_delta_rule": ("chunk_iplr_delta_rule", "fused_recurrent_iplr_delta_rule"),
@@ -132,7 +132,9 @@ if TYPE_CHECKING:
     from flashlin.ops.retention import parallel_retention as parallel_retention
     from flashlin.ops.retention import retention as retention
     from flashlin.ops.rotary import rotary_embedding as rotary_embedding
+    from flashlin.ops.rwkv6 import chunk_rwkv6 as chunk_rwkv6
     from flashlin.ops.rwkv6 import fused_recurrent_rwkv6 as fused_recurrent_rwkv6
+    from flashlin.ops.rwkv6 import rwkv6 as rwkv6
     from flashlin.ops.rwkv7 import chunk_rwkv7 as chunk_rwkv7
     from flashlin.ops.rwkv7 import fused_mul_recurrent_rwkv7 as fused_mul_recurrent_rwkv7
     from flashlin.ops.rwkv7 import fused_recurrent_rwkv7 as fused_recurrent_rwkv7

@@ -52,7 +52,7 @@ OPS: dict[str, tuple[str, str]] = {
     "chunk_kda": ("dplr", "chunk"), "fused_recurrent_kda": ("recurrent", "fused_recurrent"), "kda": ("dplr", "auto"),
     "chunk_rwkv7": ("dplr", "chunk"), "rwkv7": ("dplr", "auto"), "chunk_dplr_delta_rule": ("dplr", "chunk"),
     "chunk_iplr_delta_rule": ("dplr", "chunk"),
-    "fused_recurrent_rwkv6": ("recurrent", "fused_recurrent"),
+    "chunk_rwkv6": ("gla", "chunk"), "fused_recurrent_rwkv6": ("recurrent", "fused_recurrent"), "rwkv6": ("gla", "auto"),
     "fused_recurrent_rwkv7": ("recurrent", "fused_recurrent"), "fused_mul_recurrent_rwkv7": ("recurrent", "fused_recurrent"),
     "fused_recurrent_dplr_delta_rule": ("recurrent", "fused_recurrent"), "fused_recurrent_iplr_delta_rule": ("recurrent", "fused_recurrent"),
     "chunk_hgrn": ("hgrn", ""), "fused_recurrent_hgrn": ("hgrn", ""),

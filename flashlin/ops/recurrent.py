@@ -134,11 +134,11 @@ def _static_way(op: str, dtype: str, K: int, V: int, device: torch.device) -> tu
 def _on_torch(x: Inputs, flags: tuple[str, ...], scale: float) -> Found:
     v_first = "v_first" in flags
     x = x._replace(h0=x.h0.mT) if v_first and x.h0 is not None else x
-    others = (x.gamma, x.gv, x.bonus, x.a, x.b)
-    chunked = x.q.shape[1] > LONG and set(flags) <= {"delta", "v_first"} and all(y is None for y in others)
+    chunked = x.q.shape[1] > LONG and "reverse" not in flags and all(y is None for y in (x.gamma, x.gv, x.a, x.b))
+    chunked = chunked and ("before" in flags) == (x.bonus is not None)
     if chunked and x.gk is not None and x.g is None and "delta" not in flags and x.q.shape[2] == x.v.shape[2]:
-        o, ht = chunked_gla.run(x.q, x.k, x.v, x.gk, x.h0, x.bounds, scale)  # the same function
-    elif chunked and x.gk is None and "delta" in flags and (x.beta is None or x.beta.ndim == 3):
+        o, ht = chunked_gla.run(x.q, x.k, x.v, x.gk, x.bonus, x.h0, x.bounds, scale)  # the same function
+    elif chunked and x.gk is None and x.bonus is None and "delta" in flags and (x.beta is None or x.beta.ndim == 3):
         beta = x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta
         o, ht = chunked_delta.run(x.q, x.k, x.v, beta, x.g, x.h0, x.bounds, scale)  # the same function
     else:

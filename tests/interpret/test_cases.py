@@ -75,6 +75,8 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
         return dtype == torch.float32 and case.id in ("packed", "grouped", "one-key-2", "zero-keys", "g=-20", "gates")
     if case in pointwise_cases or case.op.startswith(("rotary", "cross_entropy", "fused_linear_cross")) or case.op.endswith("norm_linear"):
         return dtype == torch.float32  # fp16 changes loads and stores only
+    if case.op == "chunk_rwkv6":
+        return dtype == torch.float32 and case.id in ("strong-packed", "resets", "odd", "one-token")
     if case.op == "chunk_gla":
         return dtype == torch.float32 and case.id in ("packed", "strong", "strong-packed", "resets", "odd", "v-first", "one-token")
     if case.op.endswith("hgrn"):  # test_hgrn.py has short segments; fp16 changes loads and stores only
