@@ -124,15 +124,16 @@ def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -
 
 def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, scale: float | None,
         h0: Tensor | None, has_ht: bool, state_v_first: bool, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None = None, *,
-        chunk_size: int = 64, reverse: bool = False, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
-    """Every op of the family: check, plan, run. out_dtype: of o, where the caller goes on computing with it."""
-    check_qkv(q, k, v)
-    B, T, H, K = q.shape
-    V = v.shape[3]
+        chunk_size: int = 64, reverse: bool = False, out_dtype: torch.dtype | None = None, grouped: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Every op of the family: check, plan, run. out_dtype: of o, where the caller goes on computing with it. grouped: q and k may have H heads
+    for the HV of v, g and states, where head j of v reads head j // (HV / H)."""
+    check_qkv(q, k, v, grouped=grouped)
+    B, T, _, K = q.shape
+    HV, V = v.shape[2:]
     if g is not None:
-        need_tensor("g", g, (B, T, H), "[B, T, H]", q.device)
+        need_tensor("g", g, (B, T, HV), "[B, T, H]", q.device)
     if gamma is not None:
-        need_tensor("g_gamma", gamma, (H,), "[H]", q.device)
+        need_tensor("g_gamma", gamma, (HV,), "[H]", q.device)
         gamma = gamma.detach()  # a constant, as documented, on every path
     if chunk_size != 64 and (chunk_size < 16 or chunk_size & (chunk_size - 1)):
         raise ValueError(f"chunk_size: got {chunk_size}, need a power of two of at least 16")
@@ -145,7 +146,7 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
         raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
     N = B if bounds is None else bounds.shape[0] - 1
     if h0 is not None:
-        check_state("initial_state", h0, N, H, K, V, state_v_first, q.device, bounds is not None)
+        check_state("initial_state", h0, N, HV, K, V, state_v_first, q.device, bounds is not None)
     if g is not None and gamma is not None:
         wide = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
         g, gamma = g.to(wide) + gamma.to(wide), None
@@ -181,13 +182,12 @@ def run_parallel(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gam
 def _planned_run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None,
                  bounds: Tensor | None, scale: float, has_ht: bool, state_v_first: bool, out_dtype: torch.dtype,
                  N: int) -> tuple[Tensor, Tensor | None]:
-    B, T, H, K = q.shape
-    V = v.shape[3]
+    K, V = q.shape[3], v.shape[3]
     if torch.compiler.is_compiling():
         path, dot = _route(op, mode, name_of(q.dtype), head_size_class(K), head_size_class(V), q.device)
     else:
         needs_grad = wants_grad(q, k, v, g, h0)
-        plan = planned(problem_of(op, mode, q, V, N, g is not None, bounds is not None, needs_grad), q.device)
+        plan = planned(problem_of(op, mode, q, v, N, g is not None, bounds is not None, needs_grad), q.device)
         path, dot = plan.problem.path, plan.problem.dot
     if path == "torch":
         state = h0.transpose(-1, -2) if state_v_first and h0 is not None else h0
@@ -215,9 +215,11 @@ def _planned_run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor 
     return o.to(asked_dtype), ht if has_ht else None
 
 
-def problem_of(op: str, mode: str, q: Tensor, V: int, N: int, gated: bool, varlen: bool, needs_grad: bool) -> Problem:
-    B, T, H, K = q.shape
-    return Problem(op, "simple_gla", mode, B, T, H, K, V, N, name_of(q.dtype), varlen, needs_grad, GATED if gated else ())
+def problem_of(op: str, mode: str, q: Tensor, v: Tensor, N: int, gated: bool, varlen: bool, needs_grad: bool) -> Problem:
+    """H counts value heads: they own the states."""
+    B, T, HV, V = v.shape
+    options = (*(GATED if gated else ()), *(("gva",) if HV != q.shape[2] else ()))
+    return Problem(op, "simple_gla", mode, B, T, HV, q.shape[3], V, N, name_of(q.dtype), varlen, needs_grad, options)
 
 
 @constant_while_tracing
@@ -266,7 +268,7 @@ def _library_op(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor
                 needs_grad: bool) -> tuple[Tensor, Tensor]:
     from flashlin.kernels.simple_gla import forward
     N = q.shape[0] if bounds is None else bounds.shape[0] - 1
-    plan = planned(problem_of(op, mode, q, v.shape[3], N, g is not None, bounds is not None, needs_grad), q.device)
+    plan = planned(problem_of(op, mode, q, v, N, g is not None, bounds is not None, needs_grad), q.device)
     o, ht = forward.run(plan, q, k, v, g, gamma, h0, bounds, scale, has_ht, state_v_first, out_dtype)
     return o, q.new_empty(0, dtype=torch.float32) if ht is None else ht
 
@@ -274,7 +276,7 @@ def _library_op(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor
 @_library_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None, bounds: Tensor | None, scale: float,
       has_ht: bool, state_v_first: bool, out_dtype: torch.dtype, op: str, mode: str, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    N, H, K, V = q.shape[0] if bounds is None else bounds.shape[0] - 1, q.shape[2], q.shape[3], v.shape[3]
+    N, K, (H, V) = q.shape[0] if bounds is None else bounds.shape[0] - 1, q.shape[3], v.shape[2:]
     shape = ((N, H, V, K) if state_v_first else (N, H, K, V)) if has_ht else (0,)
     return v.new_empty(v.shape, dtype=out_dtype), q.new_empty(shape, dtype=torch.float32)
 
@@ -286,7 +288,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h
 def _library_backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
                       scale: float, state_v_first: bool, do: Tensor, dht: Tensor | None, op: str, mode: str) -> list[Tensor]:
     N = q.shape[0] if bounds is None else bounds.shape[0] - 1
-    plan = planned(problem_of(op, mode, q, v.shape[3], N, g is not None, bounds is not None, True), q.device)
+    plan = planned(problem_of(op, mode, q, v, N, g is not None, bounds is not None, True), q.device)
     found = _gradients(plan, q, k, v, g, gamma, h0, bounds, scale, state_v_first, do, dht, g is not None, h0 is not None)
     return [q.new_empty(0) if x is None else x for x in found]
 
