@@ -19,12 +19,17 @@ _HOME = {
     "flashlin.ops.gated_delta_rule": ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn",
                                       "gated_delta_rule"),
     "flashlin.ops.gla": ("chunk_gla", "fused_recurrent_gla", "gla"),
-    "flashlin.ops.norm": ("layer_norm", "rms_norm", "group_norm", "layer_norm_gated", "rms_norm_gated", "l2norm", "l2_norm"),
+    "flashlin.ops.norm": ("layer_norm", "rms_norm", "group_norm", "layer_norm_gated", "rms_norm_gated", "l2norm", "l2_norm", "rmsnorm_fn",
+                          "layernorm_fn"),
     "flashlin.ops.conv": ("causal_conv1d", "causal_conv1d_update"),
+    "flashlin.ops.ssd": ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"),
+    "flashlin.ops.state_update": ("selective_state_update",),
+    "flashlin.ops.causal_conv1d": ("causal_conv1d_fn", "mamba_causal_conv1d_update"),
     "flashlin.ops.gates": ("fused_gdn_gate", "fused_kda_gate"),
     "flashlin.ops.rwkv7_steps": ("fused_addcmul_rwkv7", "fused_k_rwkv7", "gate_output_correction"),
     "flashlin.ops.token_shift": ("token_shift",),
     "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated", "L2Norm"),
+    "flashlin.modules.norm_gated": ("RMSNormGated",),
     "flashlin.modules.conv": ("ShortConvolution",),
     "flashlin.diagnosis": ("doctor", "explain"),
     "flashlin.dispatch": ("plan",),
@@ -55,6 +60,9 @@ if TYPE_CHECKING:
     from flashlin.modules.norm import L2Norm as L2Norm
     from flashlin.modules.norm import LayerNorm as LayerNorm
     from flashlin.modules.norm import RMSNorm as RMSNorm
+    from flashlin.modules.norm_gated import RMSNormGated as RMSNormGated
+    from flashlin.ops.causal_conv1d import causal_conv1d_fn as causal_conv1d_fn
+    from flashlin.ops.causal_conv1d import mamba_causal_conv1d_update as mamba_causal_conv1d_update
     from flashlin.ops.conv import causal_conv1d as causal_conv1d
     from flashlin.ops.conv import causal_conv1d_update as causal_conv1d_update
     from flashlin.ops.delta_rule import chunk_delta_rule as chunk_delta_rule
@@ -81,8 +89,10 @@ if TYPE_CHECKING:
     from flashlin.ops.norm import l2norm as l2norm
     from flashlin.ops.norm import layer_norm as layer_norm
     from flashlin.ops.norm import layer_norm_gated as layer_norm_gated
+    from flashlin.ops.norm import layernorm_fn as layernorm_fn
     from flashlin.ops.norm import rms_norm as rms_norm
     from flashlin.ops.norm import rms_norm_gated as rms_norm_gated
+    from flashlin.ops.norm import rmsnorm_fn as rmsnorm_fn
     from flashlin.ops.retention import chunk_retention as chunk_retention
     from flashlin.ops.retention import fused_chunk_retention as fused_chunk_retention
     from flashlin.ops.retention import fused_recurrent_retention as fused_recurrent_retention
@@ -96,6 +106,9 @@ if TYPE_CHECKING:
     from flashlin.ops.simple_gla import fused_recurrent_simple_gla as fused_recurrent_simple_gla
     from flashlin.ops.simple_gla import parallel_simple_gla as parallel_simple_gla
     from flashlin.ops.simple_gla import simple_gla as simple_gla
+    from flashlin.ops.ssd import mamba_chunk_scan_combined as mamba_chunk_scan_combined
+    from flashlin.ops.ssd import mamba_split_conv1d_scan_combined as mamba_split_conv1d_scan_combined
+    from flashlin.ops.state_update import selective_state_update as selective_state_update
     from flashlin.ops.token_shift import token_shift as token_shift
     from flashlin.patching import patch as patch
     from flashlin.patching import patched as patched

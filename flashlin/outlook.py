@@ -25,10 +25,13 @@ CALLS = {"training": (4, 2048, 16, 128, 128, 4, False), "packed": (1, 32768, 16,
 ROWS = {"training": (1, 16384, 1, 4096, 4096, 1, False), "decoding": (1, 64, 1, 4096, 4096, 1, False)}
 CHANNELS = {"training": (4, 2048, 1, 4096, 4, 4, False), "packed": (1, 32768, 1, 4096, 4, 16, True), "decoding": (64, 1, 1, 4096, 4, 64, False)}
 HEADS = {"training": (1, 16384, 64, 64, 64, 1, False), "decoding": (1, 64, 64, 64, 64, 1, False)}
-SIZES = {"norm": ROWS, "conv": CHANNELS, "conv_update": CHANNELS, **{family: HEADS for family, _ in OPS.values() if family.startswith("pointwise")}}
+# Of a state update: H heads of V, and states of K columns.
+STATES = {"decoding": (128, 1, 80, 128, 64, 128, False)}
+SIZES = {"norm": ROWS, "conv": CHANNELS, "conv_update": CHANNELS, "conv_window": CHANNELS, "state_update": STATES,
+         **{family: HEADS for family, _ in OPS.values() if family.startswith("pointwise")}}
 TAPS = {"token_shift": 2}  # instead of the usual convolution's
 # The options that decide which kernels are started: simple GLA is called with a gate, as its name says, and a shift's filters are fixed.
-OPTIONS = {**{op: ("g",) for op in OPS if op.endswith("simple_gla")}, "token_shift": ("fixed",)}
+OPTIONS = {**{op: ("g",) for op in OPS if op.endswith("simple_gla")}, **dict.fromkeys(("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"), ("g", "gva")), "token_shift": ("fixed",)}
 # Releases of Triton that an upgrade may lead to.
 TRITONS = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0", "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 

@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _WHERE = dict.fromkeys(("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated", "L2Norm"), "flashlin.modules.norm")
+_WHERE["RMSNormGated"] = "flashlin.modules.norm_gated"
 _WHERE["ShortConvolution"] = "flashlin.modules.conv"
 __all__ = sorted(_WHERE)
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from flashlin.modules.norm import L2Norm as L2Norm
     from flashlin.modules.norm import LayerNorm as LayerNorm
     from flashlin.modules.norm import RMSNorm as RMSNorm
+    from flashlin.modules.norm_gated import RMSNormGated as RMSNormGated
 
 
 def __getattr__(name: str) -> Any:
