@@ -159,7 +159,7 @@ def _run(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor 
     given, opening = x, NO_GATE if activation is None else ACTIVATIONS[activation]
     if groups > 1:
         x = x.unflatten(-1, (groups, -1))
-        residual = None if residual is None else residual.unflatten(-1, (groups, -1))
+        residual, gate = (None if t is None else t.unflatten(-1, (groups, -1)) for t in (residual, gate))
     if torch.compiler.is_compiling():
         path, dot = _route(call, x.device)
     else:

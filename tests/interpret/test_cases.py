@@ -17,9 +17,10 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import conv, delta, gla, norm, pointwise, recurrent, simple_gla
+from flashlin.ops import causal_conv1d, conv, delta, gla, norm, pointwise, recurrent, simple_gla, state_update
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
+from flashlin.testing.cases.mamba import CASES as mamba_cases
 from flashlin.testing.cases.pointwise import CASES as pointwise_cases
 from flashlin.testing.compare import Case, check, judge, poisoned
 
@@ -41,7 +42,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
     def noting(*arguments: Any) -> Plan:
         made.append(planned(*arguments))
         return made[-1]
-    for module in (simple_gla, delta, gla, recurrent, norm, conv, pointwise):
+    for module in (simple_gla, delta, gla, recurrent, norm, conv, pointwise, causal_conv1d, state_update):
         monkeypatch.setattr(module, "planned", noting)
     yield made
     assert made, "no op was called"
@@ -59,13 +60,17 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
     if str(case) in ("causal_conv1d-many-blocks", "group_norm-many-rows"):  # a GPU's worth; test_conv.py has a card of one multiprocessor
         return False
     if case.quick:
-        return True
+        return case not in mamba_cases or dtype == torch.float32
     if case.op == "chunk_delta_rule" or case.op == "fused_recurrent_delta_rule":  # the gated ops' kernels without a gate
         return dtype == torch.float32 and case.id in ("packed", "one-key", "headwise")
     if case.op == "chunk_gated_delta_rule":  # ten seconds each: a GPU has them all
         return dtype == torch.float32 and case.id in ("packed", "grouped", "one-key-2", "zero-keys", "g=-20", "gates")
     if case in pointwise_cases:  # fp16 changes loads and stores only
         return dtype == torch.float32
+    if case.op.startswith("mamba_") and case.op.endswith("scan_combined"):  # simple GLA's kernels with groups; several seconds each
+        return dtype == torch.float32 and case.id in ("packed", "one-group")
+    if case in mamba_cases:
+        return dtype == torch.float32 and not case.id.startswith("real")
     if case.op == "chunk_gla":
         return dtype == torch.float32 and case.id in ("packed", "strong", "strong-packed", "resets", "odd", "v-first", "one-token")
     if case.op.endswith("norm"):  # fp16 changes loads and stores only
