@@ -252,7 +252,7 @@ def _gradients(plan: Plan, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, ga
                scale: float, state_v_first: bool, do: Tensor | None, dht: Tensor | None, needs_dg: bool, needs_dh0: bool) -> Any:
     """Gradients in the dtypes of their tensors: those of g and h0, like the tensors themselves by now, are float32."""
     from flashlin.kernels.simple_gla import backward
-    do = torch.zeros_like(v) if do is None else do.contiguous()
+    do = torch.zeros_like(v) if do is None else do.to(v.dtype).contiguous()  # which is what the kernels multiply, also where o is float32
     dht = None if dht is None else dht.contiguous()
     return backward.run(plan, q, k, v, g, gamma, h0, bounds, scale, state_v_first, do, dht, needs_dg, needs_dh0)
 

@@ -39,21 +39,22 @@ from flashlin.kernels.pieces import (
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
-def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N, H, HV, R, K: tl.constexpr, V: tl.constexpr,
+def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N, H, R, K: tl.constexpr, V: tl.constexpr,
                   BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_DG: tl.constexpr,
-                  V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
-    """dq, and for the gate: a [NK, HV, R] = q . dq without the diagonal, states [slots, HV, K, V] = h entering each chunk."""
+                  V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+                  PRECISION: tl.constexpr):
+    """dq, and for the gate: a [NK, H, R] = q . dq without the diagonal, states [slots, H, K, V] = h entering each chunk. Of a group of GROUP
+    heads with one q and k each head has a dq and a dk of its own, which torch adds up."""
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     i_k = program % NK
     k0 = i_k * BK
     nh = program // NK
-    i_h = nh % HV
-    i_g = i_h // (HV // H)
-    n = nh // HV
+    i_h = nh % H
+    n = nh // H
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(dq, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
+        zero_gaps(dq, bounds, n, T, N, i_h, H, K, k0, BT, BK)
     at, inside = state_offsets(nh, k0, 0, K, V, BK, BV, V_FIRST)
     if HAS_H0:
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
@@ -65,12 +66,12 @@ def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N,
     else:
         causal = rows[:, None] >= rows[None, :]
     for t0 in range(0, length, BT):
-        b_k = tile(k, first, t0, length, i_g, H, K, k0, BT, BK)
-        b_v = tile(v, first, t0, length, i_h, HV, V, 0, BT, BV)
-        b_do = tile(do, first, t0, length, i_h, HV, V, 0, BT, BV).to(b_v.dtype)
+        b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, K, k0, BT, BK)
+        b_v = tile(v, first, t0, length, i_h, H, V, 0, BT, BV)
+        b_do = tile(do, first, t0, length, i_h, H, V, 0, BT, BV).to(b_v.dtype)
         D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
         if HAS_DG:
-            slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
+            slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
             to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
             tl.store(states + to, h.to(states.dtype.element_ty), mask=whole)
         p = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
@@ -87,30 +88,29 @@ def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N,
         b_dq += tl.dot(ds.to(b_k.dtype), b_k, input_precision=PRECISION)
         h += tl.dot(tl.trans(b_w), b_v, input_precision=PRECISION)
         if HAS_DG:
-            b_q = tile(q, first, t0, length, i_g, H, K, k0, BT, BK).to(tl.float32)
-            tl.store(a + (i_k * HV + i_h).to(tl.int64) * R + first + t0 + rows, tl.sum(b_q * b_dq, 1), mask=t0 + rows < length)
+            b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, K, k0, BT, BK).to(tl.float32)
+            tl.store(a + (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows, tl.sum(b_q * b_dq, 1), mask=t0 + rows < length)
             diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
             b_dq += (diagonal * scale)[:, None] * b_k.to(tl.float32)
-        put(dq, b_dq, first, t0, length, i_h, HV, K, k0, BT, BK)
+        put(dq, b_dq, first, t0, length, i_h, H, K, k0, BT, BK)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "slots", "scale"])
-def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bounds, scale, T, N, H, HV, R, slots, K: tl.constexpr,
+def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bounds, scale, T, N, H, R, slots, K: tl.constexpr,
                   V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr,
-                  HAS_DH0: tl.constexpr, HAS_DG: tl.constexpr, V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr,
-                  GAPS: tl.constexpr, PRECISION: tl.constexpr):
-    """dk and dh0, walking the chunks backwards. For the gate: b, c [NK, HV, R], and through [NK, slots, HV] = e^{G_L} <h, dh>."""
+                  HAS_DH0: tl.constexpr, HAS_DG: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+                  VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+    """dk and dh0, walking the chunks backwards. For the gate: b, c [NK, H, R], and through [NK, slots, H] = e^{G_L} <h, dh>."""
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     i_k = program % NK
     k0 = i_k * BK
     nh = program // NK
-    i_h = nh % HV
-    i_g = i_h // (HV // H)
-    n = nh // HV
+    i_h = nh % H
+    n = nh // H
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(dk, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
+        zero_gaps(dk, bounds, n, T, N, i_h, H, K, k0, BT, BK)
     at, inside = state_offsets(nh, k0, 0, K, V, BK, BV, V_FIRST)
     if HAS_DHT:
         dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
@@ -124,9 +124,9 @@ def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bo
     chunks = (length + BT - 1) // BT
     for i_c in range(chunks):
         t0 = (chunks - 1 - i_c) * BT
-        b_q = tile(q, first, t0, length, i_g, H, K, k0, BT, BK)
-        b_v = tile(v, first, t0, length, i_h, HV, V, 0, BT, BV)
-        b_do = tile(do, first, t0, length, i_h, HV, V, 0, BT, BV).to(b_v.dtype)
+        b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, K, k0, BT, BK)
+        b_v = tile(v, first, t0, length, i_h, H, V, 0, BT, BV)
+        b_do = tile(do, first, t0, length, i_h, H, V, 0, BT, BV).to(b_v.dtype)
         D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
         p = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         onwards = tl.dot(b_v, tl.trans(dh).to(b_v.dtype), input_precision=PRECISION)
@@ -139,12 +139,12 @@ def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bo
             b_w = (b_q * (tl.exp2(D) * scale)[:, None]).to(b_q.dtype)
         b_dk = tl.dot(ds.to(b_q.dtype), b_q, input_precision=PRECISION)
         if HAS_DG:
-            slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
+            slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
             to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
             h = tl.load(states + to, mask=whole, other=0.0).to(tl.float32)
-            tl.store(through + i_k * slots * HV + slot, tl.exp2(total) * tl.sum(tl.sum(h * dh, 1), 0))
-            b_k = tile(k, first, t0, length, i_g, H, K, k0, BT, BK).to(tl.float32)
-            line = (i_k * HV + i_h).to(tl.int64) * R + first + t0 + rows
+            tl.store(through + i_k * slots * H + slot, tl.exp2(total) * tl.sum(tl.sum(h * dh, 1), 0))
+            b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, K, k0, BT, BK).to(tl.float32)
+            line = (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows
             tl.store(b + line, tl.sum(b_k * b_dk, 1), mask=t0 + rows < length)
             tl.store(c + line, tl.sum(b_k * onwards, 1), mask=t0 + rows < length)
             diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
@@ -153,25 +153,24 @@ def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bo
         if DECAY != 0:
             dh *= tl.exp2(total)
         dh += tl.dot(tl.trans(b_w), b_do, input_precision=PRECISION)
-        put(dk, b_dk, first, t0, length, i_h, HV, K, k0, BT, BK)
+        put(dk, b_dk, first, t0, length, i_h, H, K, k0, BT, BK)
     if HAS_DH0:
         tl.store(dh0 + at, dh, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
-def simple_gla_dv(q, k, do, G, gamma, dht, dv, bounds, scale, T, N, H, HV, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                  BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr,
-                  GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def simple_gla_dv(q, k, do, G, gamma, dht, dv, bounds, scale, T, N, H, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                  BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+                  VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
     nh = program // NV
-    i_h = nh % HV
-    i_g = i_h // (HV // H)
-    n = nh // HV
+    i_h = nh % H
+    n = nh // H
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(dv, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+        zero_gaps(dv, bounds, n, T, N, i_h, H, V, v0, BT, BV)
     at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
     if HAS_DHT:
         dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
@@ -182,9 +181,9 @@ def simple_gla_dv(q, k, do, G, gamma, dht, dv, bounds, scale, T, N, H, HV, R, K:
     chunks = (length + BT - 1) // BT
     for i_c in range(chunks):
         t0 = (chunks - 1 - i_c) * BT
-        b_q = tile(q, first, t0, length, i_g, H, K, 0, BT, BK)
-        b_k = tile(k, first, t0, length, i_g, H, K, 0, BT, BK)
-        b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_q.dtype)
+        b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, K, 0, BT, BK)
+        b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, K, 0, BT, BK)
+        b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_q.dtype)
         D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
         s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
         b_dv = tl.dot(b_k, dh.to(b_k.dtype), input_precision=PRECISION)
@@ -198,7 +197,7 @@ def simple_gla_dv(q, k, do, G, gamma, dht, dv, bounds, scale, T, N, H, HV, R, K:
             dh *= tl.exp2(total)
         b_dv += tl.dot(s.to(b_do.dtype), b_do, input_precision=PRECISION)
         dh += tl.dot(tl.trans(b_q), b_w, input_precision=PRECISION)
-        put(dv, b_dv, first, t0, length, i_h, HV, V, v0, BT, BV)
+        put(dv, b_dv, first, t0, length, i_h, H, V, v0, BT, BV)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "slots", "S"])
@@ -232,20 +231,20 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
         h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, v_first: bool, do: torch.Tensor,
         dht: torch.Tensor | None, needs_dg: bool, needs_dh0: bool,
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv, dg or None, dh0 or None) for forward.run's tensors; do [B, T, HV, V], dht like its final state. dg and dh0 are fp32."""
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
+    """(dq, dk, dv, dg or None, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg and dh0 are fp32."""
+    (B, T, H, V), (groups, K) = v.shape, q.shape[2:]
     N = B if bounds is None else bounds.numel() - 1
     for_dq, for_dk, for_dv = plan.launch("simple_gla_dq"), plan.launch("simple_gla_dk"), plan.launch("simple_gla_dv")
     split = parts(plan, N)
-    new = torch.empty if fills_gaps(split, bounds) and N and HV else torch.zeros
-    dq, dk, dv = (new(B, T, HV, D, dtype=q.dtype, device=q.device) for D in (K, K, V))
-    dg = new(B, T, HV, dtype=torch.float32, device=q.device) if needs_dg and g is not None else None
+    new = torch.empty if fills_gaps(split, bounds) and N and H else torch.zeros
+    dq, dk, dv = (new(B, T, H, D, dtype=q.dtype, device=q.device) for D in (K, K, V))
+    dg = new(B, T, H, dtype=torch.float32, device=q.device) if needs_dg and g is not None else None
     dh0 = torch.empty_like(h0, dtype=torch.float32) if needs_dh0 and h0 is not None else None
     BT, NK = for_dk.block("BT"), -(-K // for_dk.block("BK"))
     gaps = dict(VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1)
-    constants = dict(gaps, K=K, V=V, DECAY=decay_of(g, gamma), V_FIRST=v_first, BLOCK=BLOCK, PRECISION=precision(plan))
-    for part in split if HV else ():
+    constants = dict(gaps, K=K, V=V, DECAY=decay_of(g, gamma), V_FIRST=v_first, GROUP=H // groups if H else 1, BLOCK=BLOCK,
+                     PRECISION=precision(plan))
+    for part in split if H else ():
         n = part.stop - part.start
         q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_ = (within(x, part, bounds) for x in (q, k, v, g, do, dq, dk, dv, dg))
         h0_, dh0_, dht_ = (sliced(x, part) for x in (h0, dh0, dht))
@@ -254,21 +253,21 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
         slots = rows // BT + n + 1
         a = b = c = through = states = None
         if dg is not None:
-            a, b, c = (torch.empty(NK, HV, rows, dtype=torch.float32, device=q.device) for _ in range(3))
-            through = torch.empty(NK, slots, HV, dtype=torch.float32, device=q.device)
-            states = torch.empty(slots, HV, K, V, dtype=q.dtype, device=q.device)
+            a, b, c = (torch.empty(NK, H, rows, dtype=torch.float32, device=q.device) for _ in range(3))
+            through = torch.empty(NK, slots, H, dtype=torch.float32, device=q.device)
+            states = torch.empty(slots, H, K, V, dtype=q.dtype, device=q.device)
         G = summed(plan, g_, bounds_, n)
-        start(for_dq, simple_gla_dq, n * HV * NK, (k_, v_, do_, q_, G, gamma, h0_, dq_, a, states, bounds_, scale, T, n, H, HV, rows),
+        start(for_dq, simple_gla_dq, n * H * NK, (k_, v_, do_, q_, G, gamma, h0_, dq_, a, states, bounds_, scale, T, n, H, rows),
               dict(constants, HAS_H0=h0 is not None, HAS_DG=dg is not None))
-        start(for_dk, simple_gla_dk, n * HV * NK,
-              (q_, v_, do_, k_, G, gamma, dht_, dk_, dh0_, b, c, through, states, bounds_, scale, T, n, H, HV, rows, slots),
+        start(for_dk, simple_gla_dk, n * H * NK,
+              (q_, v_, do_, k_, G, gamma, dht_, dk_, dh0_, b, c, through, states, bounds_, scale, T, n, H, rows, slots),
               dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, HAS_DG=dg is not None))
-        start(for_dv, simple_gla_dv, n * HV * -(-V // for_dv.block("BV")),
-              (q_, k_, do_, G, gamma, dht_, dv_, bounds_, scale, T, n, H, HV, rows), dict(constants, HAS_DHT=dht is not None))
+        start(for_dv, simple_gla_dv, n * H * -(-V // for_dv.block("BV")),
+              (q_, k_, do_, G, gamma, dht_, dv_, bounds_, scale, T, n, H, rows), dict(constants, HAS_DHT=dht is not None))
         if dg is not None:
             shares = max(1, -(-rows // (BT * n)))
-            start(plan.launch("simple_gla_dg"), simple_gla_dg, n * HV * shares,
-                  (a, b, c, through, dg_, bounds_, T, n, HV, rows, slots, shares), dict(gaps, NK=NK))
-    if HV != H:
-        dq, dk = (x.view(B, T, H, HV // max(H, 1), K).sum(3, dtype=torch.float32).to(q.dtype) for x in (dq, dk))
+            start(plan.launch("simple_gla_dg"), simple_gla_dg, n * H * shares,
+                  (a, b, c, through, dg_, bounds_, T, n, H, rows, slots, shares), dict(gaps, NK=NK))
+    if H != groups:
+        dq, dk = (x.view(B, T, groups, H // groups, K).sum(3, dtype=torch.float32).to(q.dtype) for x in (dq, dk))
     return dq, dk, dv, dg, dh0

@@ -34,19 +34,19 @@ from flashlin.kernels.recurrent.inputs import Inputs
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
-def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, HV, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                     BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
-                    V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+                    V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+                    PRECISION: tl.constexpr):
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
     nh = program // NV
-    i_h = nh % HV
-    i_g = i_h // (HV // H)
-    n = nh // HV
+    i_h = nh % H
+    n = nh // H
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(o, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+        zero_gaps(o, bounds, n, T, N, i_h, H, V, v0, BT, BV)
     at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
     if HAS_H0:
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
@@ -55,9 +55,9 @@ def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, HV, R,
     rows = tl.arange(0, BT)
     causal = rows[:, None] >= rows[None, :]
     for t0 in range(0, length, BT):
-        b_q = tile(q, first, t0, length, i_g, H, K, 0, BT, BK)
-        b_k = tile(k, first, t0, length, i_g, H, K, 0, BT, BK)
-        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
+        b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, K, 0, BT, BK)
+        b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, K, 0, BT, BK)
+        b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
         D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_o = tl.dot(b_q, h.to(b_q.dtype), input_precision=PRECISION)
@@ -72,7 +72,7 @@ def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, HV, R,
             h *= tl.exp2(total)
         b_o += tl.dot(s.to(b_v.dtype), b_v, input_precision=PRECISION)
         h += tl.dot(tl.trans(b_k), b_w, input_precision=PRECISION)
-        put(o, b_o, first, t0, length, i_h, HV, V, v0, BT, BV)
+        put(o, b_o, first, t0, length, i_h, H, V, v0, BT, BV)
     if HAS_HT:
         tl.store(ht + at, h, mask=inside)
 
@@ -80,28 +80,27 @@ def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, HV, R,
 def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
         h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool,
         out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final state or None). q, k [B, T, H, K], v [B, T, HV, V], contiguous, one dtype; value head j reads q and k of head j // (HV / H).
-    g [B, T, HV]; gamma [HV]; h0 [N, HV, K, V] or, with v_first, [N, HV, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds
-    are zeros. Starts the plan's launches."""
+    """(o, final state or None). q, k [B, T, G, K], v [B, T, H, V], contiguous, one dtype; head j of v reads head j // (H / G) of q and k.
+    g [B, T, H]; gamma [H]; h0 [N, H, K, V] or, with v_first, [N, H, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are
+    zeros. Starts the plan's launches."""
     if plan.problem.mode == "fused_recurrent":
         x = Inputs(q, k, v, g=g, gamma=gamma, h0=h0, bounds=bounds)
         o, ht, _ = recurrent.run(plan, x, ("v_first",) if v_first else (), scale, has_ht, out_dtype)
         return o, ht
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
+    (B, T, H, V), K = v.shape, q.shape[3]
     N = B if bounds is None else bounds.numel() - 1
     split, launch = parts(plan, N), plan.launch("simple_gla_scan")
-    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, HV, V, dtype=out_dtype, device=q.device)
-    ht = torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=torch.float32, device=q.device) if has_ht else None
-    if N == 0 or HV == 0:  # no program would run to write them
+    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, H, V, dtype=out_dtype, device=q.device)
+    ht = torch.empty((N, H, V, K) if v_first else (N, H, K, V), dtype=torch.float32, device=q.device) if has_ht else None
+    if N == 0 or H == 0:  # no program would run to write them
         return o.zero_(), ht
     constants = dict(K=K, V=V, DECAY=decay_of(g, gamma), HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first,
-                     VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1)
+                     GROUP=H // q.shape[2], VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1)
     for part in split:
         n = part.stop - part.start
         q_, k_, v_, g_, o_ = (within(x, part, bounds) for x in (q, k, v, g, o))
         h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds, slice(part.start, part.stop + 1))
-        start(launch, simple_gla_scan, n * HV * -(-V // launch.block("BV")),
-              (q_, k_, v_, summed(plan, g_, bounds_, n), gamma, h0_, o_, ht_, bounds_, scale, T, n, H, HV, B * T if bounds is not None else n * T),
+        start(launch, simple_gla_scan, n * H * -(-V // launch.block("BV")),
+              (q_, k_, v_, summed(plan, g_, bounds_, n), gamma, h0_, o_, ht_, bounds_, scale, T, n, H, B * T if bounds is not None else n * T),
               dict(constants, BLOCK=BLOCK, PRECISION=precision(plan)))
     return o, ht
