@@ -29,7 +29,7 @@ from flashlin import dispatch, policy
 from flashlin.compat.target import Target, parse, pretend, probe
 from flashlin.guards.problem import Plan, Problem
 from flashlin.kernels.norm.recipe import RMS
-from flashlin.ops import norm, simple_gla
+from flashlin.ops import chunked, norm, simple_gla
 from flashlin.ops.planned import planned, wants_grad
 
 LIMIT = 5.0  # microseconds that planning may add to a call
@@ -46,7 +46,7 @@ def rows() -> dict[str, float]:
     call = norm._call_of("rms_norm", RMS, q, None, None, None, None, q.dtype)
 
     def gla() -> Problem:
-        return simple_gla.problem_of("chunk_simple_gla", "chunk", q, 64, 2, True, False, wants_grad(q, q, q, None, None))
+        return chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (q, q, q, q, None), None, wants_grad(q, q, q, None, None))
 
     def rms() -> Problem:
         return norm.problem_of(norm._call_of("rms_norm", RMS, q, None, None, None, None, q.dtype), q, 1, wants_grad(q, None, None, None))
@@ -58,7 +58,7 @@ def rows() -> dict[str, float]:
         return dispatch.plan(next(fresh), target, now)
     found = {
         "wants_grad": microseconds(lambda: wants_grad(q, q, q, None, None)),
-        "problem_of, simple_gla": microseconds(lambda: simple_gla.problem_of("chunk_simple_gla", "chunk", q, 64, 2, True, False, True)),
+        "problem_of, simple_gla": microseconds(lambda: chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (q, q, q, q, None), None, True)),
         "problem_of, norm": microseconds(lambda: norm.problem_of(call, q, 1, True)),
         "probe": microseconds(lambda: probe(q.device)),
         "policy.current": microseconds(policy.current),

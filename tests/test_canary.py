@@ -16,7 +16,7 @@ from flashlin.compat import launch as door
 from flashlin.compat import target as machine
 from flashlin.compat.target import parse, pretend
 from flashlin.guards import proven
-from flashlin.ops import canary, simple_gla
+from flashlin.ops import canary, chunked, simple_gla
 
 NIGHTLY, NEWER = "triton=3.10.0+git0123abcd,sm=90", "triton=3.10.0,sm=90"
 RAN, COMPILED = "triton=3.6.0,sm=90", "triton=3.6.0,sm=86"
@@ -125,7 +125,7 @@ def test_as_many_plans_are_kept_as_there_is_room_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(canary, "PLANS", 2)
     for T in (8, 16, 32):
         x = torch.zeros(1, T, 2, 64)
-        plan = dispatch.plan(simple_gla.problem_of("chunk_simple_gla", "chunk", x, x, 1, True, False, False), parse(RAN))
+        plan = dispatch.plan(chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (x, x, x, x, None), None, False), parse(RAN))
         assert not canary.settled(plan) and canary.tried(plan, CPU, 1) is plan and canary.settled(plan)
     assert len(canary._settled) == 1
 
@@ -153,8 +153,8 @@ def test_another_rank_s_answer_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_another_rank_saw_fail_is_planned_otherwise_here(monkeypatch: pytest.MonkeyPatch) -> None:
     child = Warmup(monkeypatch, 0)
-    plan = dispatch.plan(simple_gla.problem_of("chunk_simple_gla", "chunk", *[torch.zeros(1, 64, 2, 64)] * 2, 1, True, False, False),
-                         parse(NEWER))
+    x = torch.zeros(1, 64, 2, 64)
+    plan = dispatch.plan(chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (x, x, x, x, None), None, False), parse(NEWER))
     proven.local(parse(NEWER))  # this process has looked before the other one knew
     read_again = canary._read_again
 
@@ -184,7 +184,7 @@ def test_what_the_child_has_blamed_is_all_that_fails(monkeypatch: pytest.MonkeyP
         if len(child.codes) == 2:
             machine._probed[CPU] = parse(NEWER)
             x = torch.zeros(1, 64, 2, 64)
-            plan = dispatch.plan(simple_gla.problem_of("chunk_simple_gla", "chunk", x, x, 1, True, False, False), parse(NEWER))
+            plan = dispatch.plan(chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (x, x, x, x, None), None, False), parse(NEWER))
             proven.keep({plan.launch("simple_gla_scan").config: "failed"}, parse(NEWER))
         return answer(command, **options)
     monkeypatch.setattr(canary.subprocess, "run", run)

@@ -128,7 +128,7 @@ def test_what_was_refused_is_remembered_though_it_is_planned_no_more(one_call: l
     again = matrix.run(CELL, (CARD,), tmp_path)
     assert list(again.launches) == [refused] and list(again.compiled) == [f"{refused}@sm90"]
     assert json.loads(support.launch_table([again], set(), tmp_path)) == {again.launches[refused].config: {"3.6.0": {"failed": ["sm90"]}}}
-    assert "| 0 of 0 | 0 | 1 |" in support.support_table(SMALL, [again], [])
+    assert "| 0 of 0 | 0 | 1 |" in support.support_table(SMALL, [again], [], tmp_path)
     monkeypatch.setattr(matrix, "is_current", lambda source, kernel: False)
     assert not matrix.run(CELL, (CARD,), tmp_path).launches, "of another source"
 
@@ -193,7 +193,7 @@ def test_a_gpu_record_counts_only_where_all_of_an_op_is_right(tmp_path: Path) ->
 
 
 def test_the_table_leaves_nothing_blank() -> None:
-    text = support.support_table(WHOLE, [load_result(Path("nowhere"), cell) for cell in WHOLE.cell], [])
+    text = support.support_table(WHOLE, [load_result(Path("nowhere"), cell) for cell in WHOLE.cell], [], Path("nowhere"))
     rows = [line for line in text.splitlines() if line.startswith(tuple(f"| {cell.triton} |" for cell in WHOLE.cell))]
     assert rows and all("not run" in row and "|  |" not in row for row in rows)
 

@@ -13,8 +13,9 @@ def shown(shape: Any) -> str:
     return "[" + ", ".join(str(size) for size in shape) + "]"
 
 
-def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, device: torch.device) -> None:
-    """``x`` is a floating-point tensor of that shape (None: any size) on that device. ``meaning`` spells the shape out in the error."""
+def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, device: torch.device, beside: str = "q") -> None:
+    """``x`` is a floating-point tensor of that shape (None: any size) on that device. ``meaning`` spells the shape out in the error;
+    ``beside`` is the argument whose device that is."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, need a tensor of shape {meaning}")
     if x.ndim != len(shape) or any(want is not None and want != got for want, got in zip(shape, x.shape, strict=False)):
@@ -23,24 +24,24 @@ def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, 
     if x.dtype not in FLOATS:
         raise TypeError(f"{name}: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
     if x.device != device:
-        raise ValueError(f"{name}: got device {x.device}, need {device}, where q is")
+        raise ValueError(f"{name}: got device {x.device}, need {device}, where {beside} is")
 
 
-def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool = False) -> None:
+def check_qkv(q: Any, k: Any, v: Any, grouped: bool = False, first: str = "q") -> None:
     """q, k [B, T, H, K] and v [B, T, H, V] agree; grouped: v may have several heads to each of q's. Heads of size zero are refused; empty
-    batches and sequences are fine."""
+    batches and sequences are fine. first: q's public name, RWKV's being r."""
     if not isinstance(q, torch.Tensor):
-        raise TypeError(f"q: got {type(q).__name__}, need a tensor of shape [B, T, H, K]")
-    need_tensor("q", q, (None, None, None, None), "[B, T, H, K]", q.device)
-    need_tensor("k", k, tuple(q.shape), "[B, T, H, K]", q.device)
+        raise TypeError(f"{first}: got {type(q).__name__}, need a tensor of shape [B, T, H, K]")
+    need_tensor(first, q, (None, None, None, None), "[B, T, H, K]", q.device, first)
+    need_tensor("k", k, tuple(q.shape), "[B, T, H, K]", q.device, first)
     if grouped:
-        need_tensor("v", v, (*q.shape[:2], None, None), "[B, T, HV, V]", q.device)
+        need_tensor("v", v, (*q.shape[:2], None, None), "[B, T, HV, V]", q.device, first)
         if v.shape[2] % max(q.shape[2], 1) or bool(q.shape[2]) != bool(v.shape[2]):
-            raise ValueError(f"v: got {v.shape[2]} heads, need a multiple of the {q.shape[2]} heads of q and k")
+            raise ValueError(f"v: got {v.shape[2]} heads, need a multiple of the {q.shape[2]} heads of {first} and k")
     else:
-        need_tensor("v", v, (*q.shape[:3], None), "[B, T, H, V]", q.device)
+        need_tensor("v", v, (*q.shape[:3], None), "[B, T, H, V]", q.device, first)
     if q.shape[3] == 0 or v.shape[3] == 0:
-        raise ValueError(f"{'q' if q.shape[3] == 0 else 'v'}: got a head dimension of 0, need at least 1")
+        raise ValueError(f"{first if q.shape[3] == 0 else 'v'}: got a head dimension of 0, need at least 1")
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None, rows: torch.Size, device: torch.device,
@@ -88,11 +89,12 @@ def check_bounds(edges: list[int], T: int) -> None:
         raise ValueError(f"cu_seqlens: got a last value of {edges[-1]}, need T = {T}: sequences must cover the packed tensor")
 
 
-def check_state(name: str, state: torch.Tensor, N: int, H: int, K: int, V: int, v_first: bool, device: torch.device, packed: bool) -> None:
+def check_state(name: str, state: torch.Tensor, N: int, H: int, K: int, V: int, v_first: bool, device: torch.device, packed: bool,
+                first: str = "q") -> None:
     if packed and isinstance(state, torch.Tensor) and state.ndim > 0 and state.shape[0] != N:
         raise ValueError(f"{name}: The number of initial states is expected to be equal to the number of input sequences, "
                          f"got {state.shape[0]} states, need {N}")
-    need_tensor(name, state, (N, H, V, K) if v_first else (N, H, K, V), "[N, H, V, K]" if v_first else "[N, H, K, V]", device)
+    need_tensor(name, state, (N, H, V, K) if v_first else (N, H, K, V), "[N, H, V, K]" if v_first else "[N, H, K, V]", device, first)
 
 
 def check_pool(name: str, pool: torch.Tensor | None, N: int | None, H: int, K: int, V: int, v_first: bool, device: torch.device,

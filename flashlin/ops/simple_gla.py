@@ -9,17 +9,17 @@ import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin import policy
-from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, need_tensor, no_unknown
+from flashlin.guards.tensors import check_cu_seqlens, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.simple_gla import torch_path
-from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
+from flashlin.ops import chunked
+from flashlin.ops.chunked import QKV, Argument
 
-GATED = ("g",)
-MODES = ("auto", "chunk", "fused_recurrent")
+FAMILY = chunked.family_of("simple_gla", {
+    **QKV, "g": Argument(("B", "T", "HV"), wide=True, optional=True), "gamma": Argument(("HV",), wide=True, optional=True, constant=True)},
+    torch_path.run)
 
 
 def chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
@@ -124,47 +124,28 @@ def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -
 
 def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, scale: float | None,
         h0: Tensor | None, has_ht: bool, state_v_first: bool, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None = None, *,
-        chunk_size: int = 64, reverse: bool = False, out_dtype: torch.dtype | None = None, grouped: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Every op of the family: check, plan, run. out_dtype: of o, where the caller goes on computing with it. grouped: q and k may have H heads
-    for the HV of v, g and states, where head j of v reads head j // (HV / H)."""
-    check_qkv(q, k, v, grouped=grouped)
-    B, T, _, K = q.shape
-    HV, V = v.shape[2:]
-    if g is not None:
-        need_tensor("g", g, (B, T, HV), "[B, T, H]", q.device)
-    if gamma is not None:
-        need_tensor("g_gamma", gamma, (HV,), "[H]", q.device)
-        gamma = gamma.detach()  # a constant, as documented, on every path
+        chunk_size: int = 64, reverse: bool = False, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+    """Every op of the family. out_dtype: of o, where the caller goes on computing with it."""
     if chunk_size != 64 and (chunk_size < 16 or chunk_size & (chunk_size - 1)):
         raise ValueError(f"chunk_size: got {chunk_size}, need a power of two of at least 16")
-    if mode not in MODES:
-        raise ValueError(f"mode: got {mode!r}, need one of {', '.join(MODES)}")
-    bounds = None
-    if cu_seqlens is not None:
-        bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape, q.device, policy.current().debug)
-    elif cu_seqlens_cpu is not None:
-        raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
-    N = B if bounds is None else bounds.shape[0] - 1
-    if h0 is not None:
-        check_state("initial_state", h0, N, HV, K, V, state_v_first, q.device, bounds is not None)
+    if reverse or (g is not None and gamma is not None):  # what is flipped or added here has to fit first
+        check_qkv(q, k, v)
+        for name, x, shape in (("g", g, q.shape[:3]), ("g_gamma", gamma, q.shape[2:3])):
+            if x is not None:
+                need_tensor(name, x, tuple(shape), "[B, T, H]" if name == "g" else "[H]", q.device)
     if g is not None and gamma is not None:
         wide = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-        g, gamma = g.to(wide) + gamma.to(wide), None
-    scale = K ** -0.5 if scale is None else float(scale)
-    if scale < 0:  # the kernels keep the scale in an exponent
-        q, scale = -q, -scale
-    out_dtype = out_dtype or v.dtype
-    if not q.dtype == k.dtype == v.dtype:
-        common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-        q, k, v = q.to(common), k.to(common), v.to(common)
+        g, gamma = g.to(wide) + gamma.detach().to(wide), None
     if reverse:
         q, k, v = q.flip(1), k.flip(1), v.flip(1)
         g = None if g is None else g.flip(1)
-        h0 = h0 if h0 is None or bounds is None else h0.flip(0)
-        bounds = None if bounds is None else T - bounds.flip(0)
-    o, ht = _planned_run(op, mode, q, k, v, g, gamma, h0, bounds, scale, has_ht, state_v_first, out_dtype, N)
+        if cu_seqlens is not None:
+            cu_seqlens = q.shape[1] - check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape, q.device, policy.current().debug).flip(0)
+            h0 = h0.flip(0) if isinstance(h0, Tensor) and h0.ndim else h0
+    o, ht = chunked.run(FAMILY, op, (q, k, v, g, gamma), scale, h0, has_ht, state_v_first, cu_seqlens, cu_seqlens_cpu, mode=mode,
+                        out_dtype=out_dtype, called={"gamma": "g_gamma"})
     if reverse:
-        o, ht = o.flip(1), ht if ht is None or bounds is None else ht.flip(0)
+        o, ht = o.flip(1), ht if ht is None or cu_seqlens is None else ht.flip(0)
     return o, ht
 
 
@@ -177,138 +158,3 @@ def run_parallel(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gam
     if not output_attentions:
         return o, None
     return o, torch_path.scores(q, k, g, gamma, q.shape[3] ** -0.5 if scale is None else float(scale)).to(q.dtype)
-
-
-def _planned_run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None,
-                 bounds: Tensor | None, scale: float, has_ht: bool, state_v_first: bool, out_dtype: torch.dtype,
-                 N: int) -> tuple[Tensor, Tensor | None]:
-    K, V = q.shape[3], v.shape[3]
-    if torch.compiler.is_compiling():
-        path, dot = _route(op, mode, name_of(q.dtype), head_size_class(K), head_size_class(V), q.device)
-    else:
-        needs_grad = wants_grad(q, k, v, g, h0)
-        plan = planned(problem_of(op, mode, q, v, N, g is not None, bounds is not None, needs_grad), q.device)
-        path, dot = plan.problem.path, plan.problem.dot
-    if path == "torch":
-        state = h0.transpose(-1, -2) if state_v_first and h0 is not None else h0
-        o, ht = torch_path.run(q, k, v, g, gamma, state, bounds, scale)
-        return o.to(out_dtype), (ht.transpose(-1, -2) if state_v_first else ht) if has_ht else None
-    asked_dtype = out_dtype
-    if dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
-        q, k, v = q.float(), k.float(), v.float()
-        out_dtype = torch.float32
-    g, gamma, h0 = (None if x is None else x.float() for x in (g, gamma, h0))
-    # Odd head sizes would make every row of a tile misaligned (and crash some ptxas, fla #1262): they are padded with zeros.
-    pad_k, pad_v = -K % 8, -V % 8
-    if pad_k or pad_v:
-        q, k, v = F.pad(q, (0, pad_k)), F.pad(k, (0, pad_k)), F.pad(v, (0, pad_v))
-        h0 = None if h0 is None else F.pad(h0, (0, pad_k, 0, pad_v) if state_v_first else (0, pad_v, 0, pad_k))
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    g, gamma, h0 = (None if x is None else x.contiguous() for x in (g, gamma, h0))
-    if torch.compiler.is_compiling():
-        o, ht = _library_op(q, k, v, g, gamma, h0, bounds, scale, has_ht, state_v_first, out_dtype, op, mode, wants_grad(q, k, v, g, h0))
-    else:
-        o, ht = _Scan.apply(plan, q, k, v, g, gamma, h0, bounds, scale, has_ht, state_v_first, out_dtype)
-    if pad_k or pad_v:
-        o = o[..., :V]
-        ht = ht if not has_ht else ht[..., :V, :K] if state_v_first else ht[..., :K, :V]
-    return o.to(asked_dtype), ht if has_ht else None
-
-
-def problem_of(op: str, mode: str, q: Tensor, v: Tensor, N: int, gated: bool, varlen: bool, needs_grad: bool) -> Problem:
-    """H counts value heads: they own the states."""
-    B, T, HV, V = v.shape
-    options = (*(GATED if gated else ()), *(("gva",) if HV != q.shape[2] else ()))
-    return Problem(op, "simple_gla", mode, B, T, HV, q.shape[3], V, N, name_of(q.dtype), varlen, needs_grad, options)
-
-
-@constant_while_tracing
-def _route(op: str, mode: str, dtype: str, K: int, V: int, device: torch.device) -> tuple[str, str]:
-    """What torch.compile may know while tracing: no B, T or H, so that none is ever specialised."""
-    problem = planned(Problem(op, "simple_gla", mode, 1, 1, 1, K, V, 1, dtype, False, True), device).problem
-    return problem.path, problem.dot
-
-
-class _Scan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None,
-                bounds: Tensor | None, scale: float, has_ht: bool, state_v_first: bool, out_dtype: torch.dtype) -> Any:
-        from flashlin.kernels.simple_gla import forward
-        ctx.plan, ctx.scale, ctx.v_first = plan, scale, state_v_first
-        ctx.save_for_backward(q, k, v, g, gamma, h0, bounds)
-        ctx.set_materialize_grads(False)
-        return forward.run(plan, q, k, v, g, gamma, h0, bounds, scale, has_ht, state_v_first, out_dtype)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> Any:
-        q, k, v, g, gamma, h0, bounds = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        dq, dk, dv, dg, dh0 = _gradients(ctx.plan, q, k, v, g, gamma, h0, bounds, ctx.scale, ctx.v_first, do, dht, needs[4], needs[6])
-        return None, dq, dk, dv, dg, None, dh0, None, None, None, None, None
-
-
-def _gradients(plan: Plan, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
-               scale: float, state_v_first: bool, do: Tensor | None, dht: Tensor | None, needs_dg: bool, needs_dh0: bool) -> Any:
-    """Gradients in the dtypes of their tensors: those of g and h0, like the tensors themselves by now, are float32."""
-    from flashlin.kernels.simple_gla import backward
-    do = torch.zeros_like(v) if do is None else do.to(v.dtype).contiguous()  # which is what the kernels multiply, also where o is float32
-    dht = None if dht is None else dht.contiguous()
-    return backward.run(plan, q, k, v, g, gamma, h0, bounds, scale, state_v_first, do, dht, needs_dg, needs_dh0)
-
-
-# Under torch.compile the same two functions run inside one library operator per direction, planned at run time. The schemas are spelt out
-# because torch 2.4 cannot read them from annotations that are strings.
-@torch.library.custom_op(
-    "flashlin::simple_gla", mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gamma, Tensor? h0, Tensor? bounds, float scale, bool has_ht, "
-           "bool state_v_first, ScalarType out_dtype, str op, str mode, bool needs_grad) -> (Tensor, Tensor)")
-def _library_op(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
-                scale: float, has_ht: bool, state_v_first: bool, out_dtype: torch.dtype, op: str, mode: str,
-                needs_grad: bool) -> tuple[Tensor, Tensor]:
-    from flashlin.kernels.simple_gla import forward
-    N = q.shape[0] if bounds is None else bounds.shape[0] - 1
-    plan = planned(problem_of(op, mode, q, v, N, g is not None, bounds is not None, needs_grad), q.device)
-    o, ht = forward.run(plan, q, k, v, g, gamma, h0, bounds, scale, has_ht, state_v_first, out_dtype)
-    return o, q.new_empty(0, dtype=torch.float32) if ht is None else ht
-
-
-@_library_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None, bounds: Tensor | None, scale: float,
-      has_ht: bool, state_v_first: bool, out_dtype: torch.dtype, op: str, mode: str, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    N, K, (H, V) = q.shape[0] if bounds is None else bounds.shape[0] - 1, q.shape[3], v.shape[2:]
-    shape = ((N, H, V, K) if state_v_first else (N, H, K, V)) if has_ht else (0,)
-    return v.new_empty(v.shape, dtype=out_dtype), q.new_empty(shape, dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "flashlin::simple_gla_backward", mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gamma, Tensor? h0, Tensor? bounds, float scale, bool state_v_first, "
-           "Tensor do, Tensor? dht, str op, str mode) -> Tensor[]")
-def _library_backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
-                      scale: float, state_v_first: bool, do: Tensor, dht: Tensor | None, op: str, mode: str) -> list[Tensor]:
-    N = q.shape[0] if bounds is None else bounds.shape[0] - 1
-    plan = planned(problem_of(op, mode, q, v, N, g is not None, bounds is not None, True), q.device)
-    found = _gradients(plan, q, k, v, g, gamma, h0, bounds, scale, state_v_first, do, dht, g is not None, h0 is not None)
-    return [q.new_empty(0) if x is None else x for x in found]
-
-
-@_library_backward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, h0: Tensor | None, bounds: Tensor | None, scale: float,
-      state_v_first: bool, do: Tensor, dht: Tensor | None, op: str, mode: str) -> list[Tensor]:
-    return [q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, g, h0)]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:7])
-    ctx.scale, ctx.has_ht, ctx.v_first, _, ctx.op, ctx.mode, _ = inputs[7:]
-
-
-def _differentiate(ctx: Any, do: Tensor, dht: Tensor | None) -> Any:
-    q, k, v, g, gamma, h0, bounds = ctx.saved_tensors
-    dq, dk, dv, dg, dh0 = _library_backward(q, k, v, g, gamma, h0, bounds, ctx.scale, ctx.v_first, do, dht if ctx.has_ht else None,
-                                            ctx.op, ctx.mode)
-    return dq, dk, dv, None if g is None else dg, None, None if h0 is None else dh0, None, *[None] * 7
-
-
-_library_op.register_autograd(_differentiate, setup_context=_save)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards.tensors import check_cu_seqlens, shown
-from flashlin.ops import simple_gla
+from flashlin.ops import chunked, simple_gla
 from flashlin.ops.causal_conv1d import begins, check_filters, check_seq_idx, convolved
 from flashlin.ops.norm import rmsnorm_fn
 from flashlin.ops.pointwise import check_beside, check_rows
@@ -173,8 +173,8 @@ def _scan(op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Te
     if seq_idx is not None:
         decay = torch.where(begins(seq_idx, False)[..., None], FORGOTTEN, decay)
     plain = D is None and z is None
-    y, ht = simple_gla.run(op, "chunk", C, B, (x * step[..., None]).to(dtype), decay, None, 1.0, h0, has_ht, True, bounds,
-                           out_dtype=x.dtype if plain else compute, grouped=True)
+    y, ht = chunked.run(simple_gla.FAMILY, op, (C, B, (x * step[..., None]).to(dtype), decay, None), 1.0, h0, has_ht, True, bounds,
+                        out_dtype=x.dtype if plain else compute, grouped=True)
     if D is not None:
         y = y + (D if D.ndim == 2 else D[:, None]).to(compute) * x
     if z is not None:

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from flashlin.guards.proven import PROVEN
-from flashlin.testing import seeds
+from flashlin.testing import peers, seeds
 from flashlin.testing.page import page
 from flashlin.testing.record import is_current
 from flashlin.testing.results import MEANS, STATUSES, CellResult, Matrix, Square, Status, gpu_records, load_result, squares
@@ -29,7 +29,7 @@ def write(matrix: Matrix, results: Path, table: Path, check: bool = False) -> in
     found = [load_result(results, cell) for cell in matrix.cell]
     stale = stale_launches(found)
     every = squares(matrix, found, gpu_records(results), stale)
-    texts = {table: support_table(matrix, found, every), PROVEN: launch_table(found, stale, results),
+    texts = {table: support_table(matrix, found, every, results), PROVEN: launch_table(found, stale, results),
              results / "index.html": page(matrix, every, max((one.date for one in found), default=""))}
     if check:
         old = [path.name for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
@@ -81,7 +81,7 @@ def _planned(result: CellResult) -> set[tuple[str, str]]:
     return {(launch, outcome.card) for outcome in result.outcomes if outcome.path == "triton" for launch in outcome.launches}
 
 
-def support_table(matrix: Matrix, results: list[CellResult], every: list[Square]) -> str:
+def support_table(matrix: Matrix, results: list[CellResult], every: list[Square], folder: Path) -> str:
     at = {(one.op, one.triton, one.card): one for one in every}
     ops = sorted({one.op for one in every})
     lines = ["# What runs where", "", "Made by `python -m matrix report` out of `matrix/results/`. The same as a page to click through, with every "
@@ -92,7 +92,7 @@ def support_table(matrix: Matrix, results: list[CellResult], every: list[Square]
     lines += _grid(matrix, {place: _worst([at.get((op, *place)) for op in ops]) for place in places})
     for op in ops:
         lines += ["", f"## {op}", "", *_grid(matrix, {place: _worst([at.get((op, *place))]) for place in places})]
-    lines += ["", "## The failures it began with", "", *seeds.table()]
+    lines += ["", "## The failures it began with", "", *seeds.table(), *peers.table(folder)]
     lines += ["", "## Why", "", "Reasons behind everything that is not compiled or ran, most frequent first."]
     reasons = Counter((reason.partition(": ")[2].partition(":")[0], one.status) for one in every for reason in one.why)
     lines += ["", "| reason | status | calls |", "|---|---|---|"]

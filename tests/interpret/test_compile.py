@@ -11,7 +11,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashlin
 from flashlin.compat.target import interpreting
-from flashlin.ops import simple_gla
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -149,11 +148,11 @@ def test_the_library_operator(facts: dict[str, Any]) -> None:
     mode = facts.get("mode", "chunk")
     arguments = (q, k, v, g if facts.get("g", True) else None, None, h0 if facts.get("h0", True) else None, bounds, 0.25,
                  facts.get("has_ht", True), v_first, torch.float32, f"{mode}_simple_gla", mode, needs_grad)
-    torch.library.opcheck(simple_gla._library_op, arguments)
+    torch.library.opcheck(torch.ops.flashlin.simple_gla.default, arguments)
 
 
 def test_the_library_operator_of_the_gradients() -> None:
     q, k, v, g, h0 = (x.detach() for x in leaves(2, 9))
     for gate, state in ((g, h0), (None, None)):
-        torch.library.opcheck(simple_gla._library_backward, (q, k, v, gate, None, state, None, 0.25, False, torch.ones_like(v), h0 * 2,
-                                                             "chunk_simple_gla", "chunk"))
+        torch.library.opcheck(torch.ops.flashlin.simple_gla_backward.default, (
+            q, k, v, gate, None, state, None, [], torch.ones_like(v), h0 * 2, 0.25, False, "chunk_simple_gla", "chunk"))

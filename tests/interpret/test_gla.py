@@ -11,7 +11,6 @@ import flashlin
 from flashlin.compat.target import interpreting
 from flashlin.guards import limits
 from flashlin.kernels.gla.reference import recurrence
-from flashlin.ops import gla
 from flashlin.testing.compare import judge, poisoned
 
 
@@ -147,7 +146,8 @@ def test_lengths_share_a_graph() -> None:
 @pytest.mark.parametrize("state", [True, False])
 def test_the_library_operators(state: bool) -> None:
     q, k, v, g, h0 = leaves(1, 9, 1)
-    torch.library.opcheck(gla._library_op, (q, k, v, g, h0 if state else None, None, 0.25, state, False, torch.float32, True))
+    torch.library.opcheck(torch.ops.flashlin.gla.default, (q, k, v, g, h0 if state else None, None, 0.25, state, False, torch.float32,
+                                                           "chunk_gla", "chunk", True))
     with torch.no_grad():
-        torch.library.opcheck(gla._library_backward, (q, k, v, g, h0 if state else None, None, 0.25, False, torch.ones_like(v),
-                                                      h0 * 2 if state else None))
+        torch.library.opcheck(torch.ops.flashlin.gla_backward.default, (
+            q, k, v, g, h0 if state else None, None, [], torch.ones_like(v), h0 * 2 if state else None, 0.25, False, "chunk_gla", "chunk"))

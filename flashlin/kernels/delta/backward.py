@@ -211,7 +211,7 @@ def delta_grads(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, dbeta
 
 def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
         bounds: torch.Tensor | None, A: torch.Tensor, A_low: torch.Tensor | None, lines: torch.Tensor, scale: float, v_first: bool, do: torch.Tensor,
-        dht: torch.Tensor | None, needs_dh0: bool,
+        dht: torch.Tensor | None, needs: frozenset[str],
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dq, dk, dv, dbeta, dg or None, dh0 or None) for forward.run's tensors and what it kept; do [B, T, HV, V], dht like its final
     state. dbeta, dg and dh0 are fp32."""
@@ -225,7 +225,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
     dv = new(B, T, HV, V, dtype=v.dtype, device=q.device)
     dbeta, dg = (None if x is None else new(B, T, HV, dtype=torch.float32, device=q.device) for x in (beta, g))
     assert dbeta is not None
-    dh0 = torch.empty_like(h0, dtype=torch.float32) if needs_dh0 and h0 is not None else None
+    dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
     BT = reversing.block("BT")
     strips = -(-V // reversing.block("BV"))
     gaps = dict(VARLEN=bounds is not None, PRECISION=precision(plan))

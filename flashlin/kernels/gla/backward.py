@@ -187,7 +187,7 @@ def gla_grads(q, k, v, do, G, states, dstates, dq, dk, dg, bounds, scale, T, N, 
 
 
 def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
-        scale: float, v_first: bool, do: torch.Tensor, dht: torch.Tensor | None, needs_dh0: bool,
+        scale: float, v_first: bool, do: torch.Tensor, dht: torch.Tensor | None, needs: frozenset[str],
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(dq, dk, dv, dg, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg and dh0 are fp32."""
     B, T, H, K = q.shape
@@ -197,7 +197,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
     split = parts(plan, N)
     new = torch.empty_like if fills_gaps(split, bounds) and N and H else torch.zeros_like
     dq, dk, dv, dg = new(q), new(k), new(v), new(g)
-    dh0 = torch.empty_like(h0, dtype=torch.float32) if needs_dh0 and h0 is not None else None
+    dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
     constants = dict(K=K, V=V, VARLEN=bounds is not None, PRECISION=precision(plan))
     gaps = bounds is not None and len(split) == 1
     for part in split if H else ():

@@ -229,17 +229,19 @@ def simple_gla_dg(a, b, c, through, dg, bounds, T, N, H, R, slots, S, BT: tl.con
 
 def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
         h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, v_first: bool, do: torch.Tensor,
-        dht: torch.Tensor | None, needs_dg: bool, needs_dh0: bool,
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv, dg or None, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg and dh0 are fp32."""
+        dht: torch.Tensor | None, needs: frozenset[str],
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, None, torch.Tensor | None]:
+    """(dq, dk, dv, dg or None, None for gamma, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg and
+    dh0 are fp32."""
     (B, T, H, V), (groups, K) = v.shape, q.shape[2:]
     N = B if bounds is None else bounds.numel() - 1
+    do = do.to(v.dtype)  # which is what the kernels multiply, also where o is float32
     for_dq, for_dk, for_dv = plan.launch("simple_gla_dq"), plan.launch("simple_gla_dk"), plan.launch("simple_gla_dv")
     split = parts(plan, N)
     new = torch.empty if fills_gaps(split, bounds) and N and H else torch.zeros
     dq, dk, dv = (new(B, T, H, D, dtype=q.dtype, device=q.device) for D in (K, K, V))
-    dg = new(B, T, H, dtype=torch.float32, device=q.device) if needs_dg and g is not None else None
-    dh0 = torch.empty_like(h0, dtype=torch.float32) if needs_dh0 and h0 is not None else None
+    dg = new(B, T, H, dtype=torch.float32, device=q.device) if g is not None and "g" in needs else None
+    dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
     BT, NK = for_dk.block("BT"), -(-K // for_dk.block("BK"))
     gaps = dict(VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1)
     constants = dict(gaps, K=K, V=V, DECAY=decay_of(g, gamma), V_FIRST=v_first, GROUP=H // groups if H else 1, BLOCK=BLOCK,
@@ -270,4 +272,4 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
                   (a, b, c, through, dg_, bounds_, T, n, H, rows, slots, shares), dict(gaps, NK=NK))
     if H != groups:
         dq, dk = (x.view(B, T, groups, H // groups, K).sum(3, dtype=torch.float32).to(q.dtype) for x in (dq, dk))
-    return dq, dk, dv, dg, dh0
+    return dq, dk, dv, dg, None, dh0

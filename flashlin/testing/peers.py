@@ -1,0 +1,50 @@
+"""What matrix/peers.py has found, as a table of SUPPORT.md: each op in another package and here."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+MARKS = {"right": "yes", "none": "-"}
+
+
+def table(folder: Path) -> list[str]:
+    """Lines of markdown; none without a record."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("peers-*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        lines += _of_record(record)
+    return lines
+
+
+def _of_record(record: dict[str, Any]) -> list[str]:
+    aspects: dict[str, str] = record["aspects"]
+    packages = ", ".join(f"{name} {facts['version']} (asks for Triton {facts['triton']})" for name, facts in record["packages"].items())
+    lines = ["", "## Beside fla and mamba_ssm", "",
+             f"Tried on an {record['device']} under Triton {record['triton']}, {record['date']}, by `matrix/peers.py`: {packages}; flashlin has "
+             "kernels for Triton 3.0 to 3.9 and plain torch elsewhere. A cell is the other package, then flashlin, where they differ. *wrong*: "
+             "beside float64; *no*: an error.", ""]
+    lines += ["; ".join(f"*{aspect}*: {meaning}" for aspect, meaning in aspects.items()) + ".", ""]
+    lines += ["| op | beside | " + " | ".join(aspects) + " |", "|---" * (len(aspects) + 2) + "|"]
+    rows = {(row["op"], row["side"]): row for row in record["rows"]}
+    reasons: list[str] = []
+    for (op, side), theirs in rows.items():
+        if side == "flashlin":
+            continue
+        ours = rows[op, "flashlin"]
+        cells = []
+        for aspect in aspects:
+            pair = [_mark(row[aspect]) for row in (theirs, ours)]
+            cells.append(pair[0] if pair[0] == pair[1] else " / ".join(pair))
+            reasons += [f"| `{op}` | {who} | {aspect} | {_escaped(row[aspect])} |" for who, row in ((side, theirs), ("flashlin", ours))
+                        if row[aspect] not in MARKS]
+        lines.append(f"| `{op}` | {side} | " + " | ".join(cells) + " |")
+    return [*lines, "", "What is behind everything else than *yes*:", "", "| op | in | asked | answer |", "|---|---|---|---|", *reasons]
+
+
+def _mark(answer: str) -> str:
+    return MARKS.get(answer) or ("wrong" if answer.startswith("wrong") else "no")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")

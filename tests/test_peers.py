@@ -1,0 +1,76 @@
+"""The table beside other packages: what it shows, and that the questions behind it tell right from wrong."""
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import flashlin
+from flashlin.testing import peers as table
+
+HERE = Path(__file__).parent.parent / "matrix" / "peers.py"
+
+
+@pytest.fixture(scope="module")
+def peers() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("peers_under_test", HERE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_op_over_sequences_is_asked_about(peers: ModuleType) -> None:
+    """fused_chunk_ ops are chunk_ ops under another name, and ops by mode are one of the others."""
+    ops = {name for name, (_, mode) in flashlin.dispatch.OPS.items() if mode in ("chunk", "fused_recurrent") and not name.startswith("fused_chunk_")}
+    assert ops <= {op.name for op in peers.OPS}
+
+
+@pytest.mark.parametrize("name", ["chunk_rwkv6", "fused_mul_recurrent_rwkv7", "chunk_kda", "fused_recurrent_hgrn", "mamba_chunk_scan_combined"])
+def test_the_other_reference_agrees_on_the_cpu(peers: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Written apart from those the cases use: two derivations of the same recurrence."""
+    op = next(op for op in peers.OPS if op.name == name)
+    monkeypatch.setitem(peers.SIZES, "CPU", peers.Sizes(T=9, K=8, V=8))
+    assert peers.answer("flashlin", op, "CPU") == "right"
+    right = getattr(flashlin, name)
+    monkeypatch.setattr(flashlin, name, lambda *args, **options: tuple(1.1 * x for x in right(*args, **options)))
+    assert peers.answer("flashlin", op, "CPU").startswith("wrong: o 0.1")
+
+
+def test_packed_sequences_are_kept_apart(peers: ModuleType) -> None:
+    op = next(op for op in peers.OPS if op.name == "chunk_gla")
+    made = peers.made(op, peers.Sizes(1, 6, 1, 4, 4, (0, 2, 6)), torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0))
+    tensors = {key: x.double() for key, x in made.items() if key != "cu_seqlens"}
+    found = peers.reference(op, True, cu_seqlens=made["cu_seqlens"], **tensors)
+    tail = {key: x[1:] if key == "initial_state" else x[:, 2:] for key, x in tensors.items()}
+    assert torch.equal(found["o"][:, 2:], peers.reference(op, True, **tail)["o"])
+
+
+def test_a_process_that_ends_is_an_answer(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = iter([('{"starting": "forward"}\n{"forward": "right"}\n{"starting": "backward"}\n', -6), ("", 1)])
+
+    def run(*args: Any, **options: Any) -> Any:
+        text, code = next(said)
+        return type("Ran", (), {"stdout": text, "returncode": code})
+
+    monkeypatch.setattr(peers.subprocess, "run", run)
+    monkeypatch.setattr(peers, "ASPECTS", {"forward": "", "backward": "", "CPU": ""})
+    assert peers.asked("fla", "chunk_gla", 1.0) == {"op": "chunk_gla", "side": "fla", "forward": "right",
+                                                    "backward": "error: process ended with -6", "CPU": "error: process ended with 1"}
+
+
+def test_the_table(tmp_path: Path) -> None:
+    assert table.table(tmp_path) == []
+    record = {"device": "NVIDIA H200", "triton": "3.6.0", "date": "2026-11-21", "aspects": {"forward": "outputs", "CPU": "CPU tensors"},
+              "packages": {"fla-core": {"version": "0.6.0", "triton": "3.3 or newer"}},
+              "rows": [{"op": "chunk_gla", "side": "fla", "forward": "wrong: o 0.3", "CPU": "error: a | b"},
+                       {"op": "chunk_gla", "side": "flashlin", "forward": "right", "CPU": "right"}]}
+    (tmp_path / "peers-x.json").write_text(json.dumps(record))
+    text = "\n".join(table.table(tmp_path))
+    assert "| `chunk_gla` | fla | wrong / yes | no / yes |" in text
+    assert "| `chunk_gla` | fla | CPU | error: a \\| b |" in text and "fla-core 0.6.0 (asks for Triton 3.3 or newer)" in text
