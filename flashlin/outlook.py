@@ -31,7 +31,8 @@ SIZES = {"norm": ROWS, "conv": CHANNELS, "conv_update": CHANNELS, "conv_window":
          **{family: HEADS for family, _ in OPS.values() if family.startswith("pointwise")}}
 TAPS = {"token_shift": 2}  # instead of the usual convolution's
 # The options that decide which kernels are started: simple GLA is called with a gate, as its name says, and a shift's filters are fixed.
-OPTIONS = {**{op: ("g",) for op in OPS if op.endswith("simple_gla")}, **dict.fromkeys(("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"), ("g", "gva")), "token_shift": ("fixed",)}
+OPTIONS = {**{op: ("g",) for op in OPS if op.endswith("simple_gla")},
+           **dict.fromkeys(("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"), ("g", "gva")), "token_shift": ("fixed",)}
 # Releases of Triton that an upgrade may lead to.
 TRITONS = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0", "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 

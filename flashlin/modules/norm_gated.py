@@ -22,6 +22,7 @@ class RMSNormGated(nn.Module):
             raise ValueError(f"group_size: got {group_size}, need a divisor of hidden_size = {hidden_size}")
         self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.bias: nn.Parameter | None
         self.register_parameter("bias", None)
         self.reset_parameters()
 

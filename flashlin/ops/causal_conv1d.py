@@ -185,7 +185,8 @@ def separated(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: 
     if x.device.type == "cpu" and not torch.compiler.is_compiling():  # counting is free
         bounds = F.pad(place[anew], (0, 1), value=rows)
     else:
-        bounds = torch.full((rows + 1,), rows, device=x.device).scatter(0, torch.where(anew, anew.cumsum(0) - 1, rows), torch.where(anew, place, rows))
+        slot = torch.where(anew, anew.cumsum(0) - 1, rows)
+        bounds = torch.full((rows + 1,), rows, device=x.device).scatter(0, slot, torch.where(anew, place, rows))
     y, _ = conv.planned_run(op, conv.evenly_spaced(x).reshape(1, rows, D), weight, bias, None, None, bounds, silu, False)
     y = y.reshape(b, before + T, D)[:, before:]
     return torch.where((seq_idx < 0)[:, before:, None], 0, y)
@@ -230,7 +231,7 @@ def _run(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bo
         x, window, weight, bias = x.float(), state.float(), weight.float(), None if bias is None else bias.float()
     weight, bias, seqlens, indices = weight.contiguous(), *(None if t is None else t.contiguous() for t in (bias, seqlens, indices))
     if torch.compiler.is_compiling():
-        y = _library_op(x, window, weight, bias, seqlens, indices, silu, strictest)
+        y: Tensor = _library_op(x, window, weight, bias, seqlens, indices, silu, strictest)
     else:
         from flashlin.kernels.mamba import forward
         y = forward.convolve(plan, x, window, weight, bias, seqlens, indices, silu, x.dtype)
@@ -258,9 +259,11 @@ def _route(dtype: str, W: int, device: torch.device) -> tuple[str, str]:
 def _library_op(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, seqlens: Tensor | None, indices: Tensor | None, silu: bool,
                 dtype: str) -> Tensor:
     from flashlin.kernels.mamba import forward
-    return forward.convolve(planned(problem_of(x, weight, dtype), x.device), x, state, weight, bias, seqlens, indices, silu, x.dtype)
+    y: Tensor = forward.convolve(planned(problem_of(x, weight, dtype), x.device), x, state, weight, bias, seqlens, indices, silu, x.dtype)
+    return y
 
 
 @_library_op.register_fake
-def _(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, seqlens: Tensor | None, indices: Tensor | None, silu: bool, dtype: str) -> Tensor:
+def _(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, seqlens: Tensor | None, indices: Tensor | None, silu: bool,
+      dtype: str) -> Tensor:
     return x.new_empty(x.shape)

@@ -23,10 +23,11 @@ from flashlin.ops.pointwise import check_beside, check_rows
 FORGOTTEN = -126 * math.log(2)  # log decay of what is forgotten: a multiple of it beside a sum of decays costs that sum no digits that matter
 
 
-def mamba_chunk_scan_combined(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None, z: Tensor | None = None,
-                              dt_bias: Tensor | None = None, initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
-                              cu_seqlens: Tensor | None = None, dt_softplus: bool = False, dt_limit: Sequence[float] = (0.0, math.inf),
-                              return_final_states: bool = False, return_varlen_states: bool = False) -> Tensor | tuple[Tensor, ...]:
+def mamba_chunk_scan_combined(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+                              z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
+                              seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None, dt_softplus: bool = False,
+                              dt_limit: Sequence[float] = (0.0, math.inf), return_final_states: bool = False,
+                              return_varlen_states: bool = False) -> Tensor | tuple[Tensor, ...]:
     """Mamba2's scan. Drop-in for ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined``.
 
     Args:
@@ -107,7 +108,7 @@ def mamba_split_conv1d_scan_combined(zxbcdt: Tensor, conv1d_weight: Tensor, conv
     mlp, z, xBC, dt = zxbcdt.split([2 * M, dim, dim + 2 * ngroups * N, H], -1)
     check_filters(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, activation, ("conv1d_weight", "conv1d_bias", "zxbcdt"))
     if seq_idx is not None:
-        check_seq_idx(seq_idx, *zxbcdt.shape[:2], zxbcdt)
+        check_seq_idx(seq_idx, zxbcdt.shape[0], zxbcdt.shape[1], zxbcdt)
     xBC = convolved(op, xBC, conv1d_weight, conv1d_bias, seq_idx, activation)
     x, B, C = xBC.split([dim, ngroups * N, ngroups * N], -1)
     x, z = x.unflatten(-1, (H, P)), z.unflatten(-1, (H, P))

@@ -140,7 +140,7 @@ def _run(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D
     z = None if z is None else rows_contiguous(z)
     indices = None if indices is None else indices.contiguous()
     if torch.compiler.is_compiling():
-        y = _library_op(states, x, dt, A, B, C, D, z, dt_bias, indices, softplus, strictest)
+        y: Tensor = _library_op(states, x, dt, A, B, C, D, z, dt_bias, indices, softplus, strictest)
     else:
         from flashlin.kernels.mamba import forward
         y = forward.update(plan, states, x, dt, A, B, C, D, z, dt_bias, indices, softplus, x.dtype)
@@ -176,7 +176,8 @@ def _library_op(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Te
     from flashlin.kernels.mamba import forward
     x, B, C = (rows_contiguous(t) for t in (x, B, C))
     z = None if z is None else rows_contiguous(z)
-    return forward.update(planned(problem_of(x, A, dtype), x.device), pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus, x.dtype)
+    y: Tensor = forward.update(planned(problem_of(x, A, dtype), x.device), pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus, x.dtype)
+    return y
 
 
 @_library_op.register_fake

@@ -125,9 +125,9 @@ def scanning(dtype: torch.dtype, packed: bool = False) -> None:
     """Heads of Mamba2's size; dt and what belongs to heads in float32."""
     B, H, P, N = 1 if packed else 2, 8, 64, 128
     x, groups, heads = zeros(B, 128, H, P, dtype=dtype), zeros(B, 128, 1, N, dtype=dtype), zeros(H)
-    given = {"cu_seqlens": torch.tensor([0, 50, 128], dtype=torch.int32), "return_varlen_states": True} if packed else {}
-    backward(*flashlin.mamba_chunk_scan_combined(x, zeros(B, 128, H), heads, groups, groups, 256, heads, x, heads, zeros(B, H, P, N), dt_softplus=True,
-                                                 return_final_states=True, **given))
+    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 50, 128], dtype=torch.int32), "return_varlen_states": True} if packed else {}
+    backward(*flashlin.mamba_chunk_scan_combined(x, zeros(B, 128, H), heads, groups, groups, 256, heads, x, heads, zeros(B, H, P, N),
+                                                 dt_softplus=True, return_final_states=True, **given))
 
 
 def mamba_layer(dtype: torch.dtype) -> None:

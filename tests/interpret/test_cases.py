@@ -17,7 +17,7 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import causal_conv1d, chunked, conv, norm, pointwise, recurrent, state_update
+from flashlin.ops import causal_conv1d, chunked, conv, norm, pointwise, recurrent, simple_gla, state_update
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.cases.mamba import CASES as mamba_cases

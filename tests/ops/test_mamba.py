@@ -118,8 +118,8 @@ def test_nothing_to_do() -> None:
         (y.sum() + ht.sum()).backward()
         assert mamba.causal_conv1d_fn(torch.zeros(facts.get("b", 2), 6, facts.get("T", 3)), torch.zeros(6, 4),
                                       seq_idx=torch.zeros(facts.get("b", 2), facts.get("T", 3), dtype=torch.int32)).numel() == 0
-    assert mamba.selective_state_update(torch.zeros(0, 2, 3, 4), torch.zeros(0, 2, 3), torch.zeros(0, 2, 3), torch.zeros(2, 3, 4), torch.zeros(0, 1, 4),
-                                        torch.zeros(0, 1, 4)).shape == (0, 2, 3)
+    x, groups = torch.zeros(0, 2, 3), torch.zeros(0, 1, 4)
+    assert mamba.selective_state_update(torch.zeros(0, 2, 3, 4), x, x, torch.zeros(2, 3, 4), groups, groups).shape == (0, 2, 3)
 
 
 def test_dt_is_clamped_to_zero_as_in_mamba_ssm() -> None:
@@ -178,7 +178,8 @@ def step_inputs() -> dict[str, Any]:
 
 
 WRONG_STEPS = [
-    ({"state": torch.zeros(3, 4)}, ValueError, "state: got shape [3, 4], need [b, H, P, N] or [b, P, N]"), ({"state": None}, TypeError, "state: got NoneType"),
+    ({"state": torch.zeros(3, 4)}, ValueError, "state: got shape [3, 4], need [b, H, P, N] or [b, P, N]"),
+    ({"state": None}, TypeError, "state: got NoneType"),
     ({"state": torch.zeros(2, 4, 20, 24)}, ValueError, "state: got 2 rows, need 3, as x (or state_batch_indices)"),
     ({"state": torch.zeros(3, 4, 20, 24, requires_grad=True)}, ValueError, "state: got a tensor that requires a gradient"),
     ({"x": torch.zeros(3, 4, 19)}, ValueError, "x: got shape [3, 4, 19], need [b, H, P] = [3, 4, 20]"),
@@ -233,7 +234,7 @@ def test_names_and_defaults() -> None:
     assert mamba.causal_conv1d_update is flashlin.mamba_causal_conv1d_update is not flashlin.causal_conv1d_update
     assert mamba.RMSNormGated is mamba.RMSNorm is not flashlin.RMSNorm
     assert mamba.RMSNorm(8).norm_before_gate and not flashlin.RMSNormGated(8).norm_before_gate
-    with pytest.raises(AttributeError, match="module 'flashlin.mamba' has no attribute 'mamba_inner'"):
+    with pytest.raises(AttributeError, match=r"module 'flashlin\.mamba' has no attribute 'mamba_inner'"):
         mamba.mamba_inner  # noqa: B018
 
 

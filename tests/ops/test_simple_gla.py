@@ -139,7 +139,8 @@ def test_a_wrong_mode_lists_the_right_ones() -> None:
         flashlin.linear_attn(*(inputs()[name] for name in "qkv"), mode="fast")
 
 
-@pytest.mark.parametrize("op", [name for name, (_, mode) in flashlin.dispatch.OPS.items() if mode in ("chunk", "fused_recurrent") and not name.startswith("mamba_")])
+@pytest.mark.parametrize("op", [name for name, (_, mode) in flashlin.dispatch.OPS.items()
+                                if mode in ("chunk", "fused_recurrent") and not name.startswith("mamba_")])
 def test_every_op_refuses_unknown_keywords_and_head_first(op: str) -> None:
     function = getattr(flashlin, op)
     needed = {name: None for name, x in inspect.signature(function).parameters.items() if x.default is x.empty and x.kind is not x.VAR_KEYWORD}

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -32,26 +33,23 @@ def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | Non
     dt = step_size(dt, dt_bias, softplus, limit)
     skip = torch.zeros(H, 1, dtype=x.dtype, device=x.device) if D is None else D if D.ndim == 2 else D[:, None]
     of_head = [head // (H // G) for head in range(H)]
-    rows, finals = [], []
-    ends: list[Tensor] = [x.new_zeros(H, P, N)] * (0 if edges is None else len(edges) - 1)
+    rows, finals, ends = [], [], []
     for i in range(b):
         state = x.new_zeros(H, P, N) if h0 is None else h0[i]
-        for n in [n for n in range(len(ends)) if edges is not None and edges[n + 1] == 0]:  # nothing was read yet
-            ends[n] = state if n == 0 else torch.zeros_like(state)
-        found = []
-        for t in range(T):
-            if t and ((seq_idx is not None and seq_idx[i, t] != seq_idx[i, t - 1]) or (edges is not None and t in edges[1:])):
-                state = torch.zeros_like(state)
-            elif edges is not None and t == 0 and len(edges) > 1 and edges[1] == 0:  # the state went to a sequence without tokens
-                state = torch.zeros_like(state)
-            state = (dt[i, t] * A).exp()[:, None, None] * state + (dt[i, t, :, None] * x[i, t])[:, :, None] * B[i, t, of_head][:, None, :]
-            found.append((state * C[i, t, of_head][:, None, :]).sum(-1) + skip * x[i, t])
-            if edges is not None:
-                for n in range(len(ends)):
-                    if edges[n + 1] == t + 1 and edges[n] < t + 1:
-                        ends[n] = state
+        spans = [(0, T)] if edges is None else list(pairwise(edges))
+        found, last = [], state
+        for n, (first, end) in enumerate(spans):
+            state = torch.zeros_like(state) if n else state
+            for t in range(first, end):
+                if t > first and seq_idx is not None and seq_idx[i, t] != seq_idx[i, t - 1]:
+                    state = torch.zeros_like(state)
+                new = (dt[i, t, :, None] * x[i, t])[:, :, None] * B[i, t, of_head][:, None, :]
+                state = (dt[i, t] * A).exp()[:, None, None] * state + new
+                found.append((state * C[i, t, of_head][:, None, :]).sum(-1) + skip * x[i, t])
+                last = state
+            ends.append(state)
         rows.append(torch.stack(found) if found else x.new_zeros(0, H, P))
-        finals.append(state)
+        finals.append(last)
     y = torch.stack(rows) if rows else torch.zeros_like(x)
     y = y if z is None else y * silu(z)
     return y, torch.stack(finals) if finals else x.new_zeros(0, H, P, N), None if edges is None else torch.stack(ends)
@@ -69,7 +67,8 @@ def step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, 
     return y if z is None else y * silu(z), state
 
 
-def window(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, seqlens: Tensor | None = None, silu_: bool = False) -> tuple[Tensor, Tensor]:
+def window(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, seqlens: Tensor | None = None,
+           silu_: bool = False) -> tuple[Tensor, Tensor]:
     """(y [b, D, T], state [b, D, L]) after T tokens of the convolution. A sequence's state is its last L tokens, the newest last; with seqlens
     [b] a ring, in which token t of the whole sequence has slot t mod L."""
     b, D, T = x.shape

@@ -58,7 +58,8 @@ def make_scan(device: torch.device, dtype: torch.dtype, generator: Generator, *,
 
 def call_scan(extra: dict[str, Any], **tensors: torch.Tensor) -> Tensors:
     options = {"dt_softplus": True, "return_final_states": True, **extra}
-    found = flashlin.mamba_chunk_scan_combined(**tensors, chunk_size=64, **options, return_varlen_states="cu_seqlens" in tensors)
+    function: Callable[..., Any] = flashlin.mamba_chunk_scan_combined
+    found = function(**tensors, chunk_size=64, **options, return_varlen_states="cu_seqlens" in tensors)
     return dict(zip(("y", "ht", "states"), found, strict=False))
 
 
@@ -87,7 +88,8 @@ def make_layer(device: torch.device, dtype: torch.dtype, generator: Generator, *
 
 
 def call_layer(extra: dict[str, Any], **tensors: torch.Tensor) -> Tensors:
-    y, ht = flashlin.mamba_split_conv1d_scan_combined(**{"conv1d_bias": None, **tensors}, chunk_size=64, return_final_states=True, **extra)
+    function: Callable[..., Any] = flashlin.mamba_split_conv1d_scan_combined
+    y, ht = function(**{"conv1d_bias": None, **tensors}, chunk_size=64, return_final_states=True, **extra)
     return {"y": y, "ht": ht}
 
 
@@ -98,10 +100,11 @@ def layer_reference(extra: dict[str, Any], zxbcdt: torch.Tensor, conv1d_weight: 
     H, P, G = D.shape[0], D.shape[1] if D.ndim == 2 else extra["headdim"], extra["ngroups"]
     N = (conv1d_weight.shape[0] - H * P) // 2 // G
     M = (zxbcdt.shape[2] - 2 * H * P - 2 * G * N - H) // 2
-    gate, value, z, xBC, dt = zxbcdt.split([M, M, H * P, H * P + 2 * G * N, H], 2)
+    gate, value, z, xBC, dt = torch.split(zxbcdt, [M, M, H * P, H * P + 2 * G * N, H], 2)
     xBC = convolved(xBC, conv1d_weight, conv1d_bias, None, seq_idx, extra.get("activation", "silu") is not None)
-    x, B, C = xBC.split([H * P, G * N, G * N], 2)
-    y, ht, _ = scan(x.unflatten(2, (H, P)), dt, A, B.unflatten(2, (G, N)), C.unflatten(2, (G, N)), D, None, dt_bias, initial_states, seq_idx, None, True)
+    x, B, C = torch.split(xBC, [H * P, G * N, G * N], 2)
+    b, T, _ = x.shape
+    y, ht, _ = scan(x.reshape(b, T, H, P), dt, A, B.reshape(b, T, G, N), C.reshape(b, T, G, N), D, None, dt_bias, initial_states, seq_idx, None, True)
     y = y.flatten(2)
     if rmsnorm_weight is None:
         y = y * silu(z)
@@ -145,9 +148,10 @@ def make_fn(device: torch.device, dtype: torch.dtype, generator: Generator, *, b
 def call_fn(extra: dict[str, Any], last: bool, x: torch.Tensor, **tensors: torch.Tensor) -> Tensors:
     """last: channels last, as layers have them."""
     x = x.transpose(1, 2).contiguous().transpose(1, 2) if last else x
+    function: Callable[..., Any] = flashlin.causal_conv1d_fn
     if "seq_idx" in tensors:
-        return {"y": flashlin.causal_conv1d_fn(x, **tensors, **extra)}  # type: ignore[dict-item]
-    y, ht = flashlin.causal_conv1d_fn(x, **tensors, **extra, return_final_states=True)
+        return {"y": function(x, **tensors, **extra)}
+    y, ht = function(x, **tensors, **extra, return_final_states=True)
     return {"y": y, "ht": ht}
 
 
@@ -202,9 +206,10 @@ def make_step(device: torch.device, dtype: torch.dtype, generator: Generator, *,
     def per_head(*lead: int) -> torch.Tensor:
         return random(generator, *lead, H) if tied else random(generator, *lead, *([H] if H else []), P)
     heads = [H] if H else []
-    made = {"state": random(generator, pool or b, *heads, P, N).to(dtype if states == "same" else getattr(torch, states)), "x": random(generator, b, *heads, P).to(dtype),
+    kept = dtype if states == "same" else getattr(torch, states)
+    made = {"state": random(generator, pool or b, *heads, P, N).to(kept), "x": random(generator, b, *heads, P).to(dtype),
             "dt": per_head(b).to(dtype), "A": -per_head().abs() if tied else -random(generator, *heads, P, N).abs(),
-            "B": random(generator, b, *([G] if H else []), N).to(dtype), "C": random(generator, b, *([G] if H else []), N).to(dtype),
+            **{name: random(generator, b, *([G] if H else []), N).to(dtype) for name in ("B", "C")},
             "D": per_head(), "z": random(generator, b, *heads, P).to(dtype), "dt_bias": per_head()}
     made = {name: x for name, x in made.items() if name not in ("D", "z", "dt_bias") or name in given}
     if pool:
@@ -223,11 +228,12 @@ def expanded(tied: bool, state: torch.Tensor, tensors: Tensors) -> Tensors:
 
 def call_step(tied: bool, extra: dict[str, Any], state: torch.Tensor, **tensors: torch.Tensor) -> Tensors:
     """Two calls, without gradients (the kernel's), and with them; the state is a view that the first must write through."""
+    function: Callable[..., Any] = flashlin.selective_state_update
     behind, after = state.mT.contiguous(), state.clone()
     given = expanded(tied, state, tensors)
     with torch.no_grad():
-        without = flashlin.selective_state_update(behind.mT, **given, **extra)
-    with_ = flashlin.selective_state_update(after, **given, **extra)
+        without = function(behind.mT, **given, **extra)
+    with_ = function(after, **given, **extra)
     return {"y": with_, "y_of_the_kernel": without, "state": behind.mT, "state_too": after}
 
 
@@ -248,7 +254,7 @@ def step_reference(tied: bool, extra: dict[str, Any], state: torch.Tensor, state
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int, eps: float, centred: bool) -> torch.Tensor:
-    rows = x.unflatten(-1, (-1, size))
+    rows: torch.Tensor = x.reshape(*x.shape[:-1], -1, size)
     rows = rows - rows.mean(-1, keepdim=True) if centred else rows
     y = (rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2) * weight
     return y if bias is None else y + bias
@@ -276,13 +282,14 @@ def norm_reference(op: str, extra: dict[str, Any], x: torch.Tensor, weight: torc
 
 def _scan(id: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
     extra = extra or {}
-    return Case("mamba_chunk_scan_combined", id, partial(make_scan, **facts), partial(call_scan, extra), partial(scan_reference, extra), SCAN, (), quick)
+    return Case("mamba_chunk_scan_combined", id, partial(make_scan, **facts), partial(call_scan, extra), partial(scan_reference, extra), SCAN, (),
+                quick)
 
 
 def _layer(id: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
     extra = {"ngroups": facts.get("G", 2), "headdim": facts.get("P", 16), "rmsnorm_eps": 1e-5, **(extra or {})}
-    return Case("mamba_split_conv1d_scan_combined", id, partial(make_layer, **facts), partial(call_layer, extra), partial(layer_reference, extra), LAYER, (),
-                quick)
+    return Case("mamba_split_conv1d_scan_combined", id, partial(make_layer, **facts), partial(call_layer, extra),
+                partial(layer_reference, extra), LAYER, (), quick)
 
 
 def _fn(id: str, extra: dict[str, Any] | None = None, quick: bool = False, last: bool = True, **facts: Any) -> Case:
@@ -298,8 +305,8 @@ def _window(id: str, extra: dict[str, Any] | None = None, quick: bool = False, *
 
 def _step(id: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
     tied, extra = facts.get("tied", True), {"dt_softplus": True, **(extra or {})}
-    return Case("selective_state_update", id, partial(make_step, **facts), partial(call_step, tied, extra), partial(step_reference, tied, extra), SCAN,
-                ("state",), quick)
+    return Case("selective_state_update", id, partial(make_step, **facts), partial(call_step, tied, extra),
+                partial(step_reference, tied, extra), SCAN, ("state",), quick)
 
 
 def _norm(op: str, id: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
@@ -318,8 +325,10 @@ CASES: list[Case] = [
     _scan("real", b=1, T=70, H=16, P=64, G=1, N=128), _scan("real-eight-groups", b=1, T=9, H=80, P=64, G=8, N=128),
     _layer("random", quick=True), _layer("gate-first", GATE_FIRST, seq=(30, 2, 58)), _layer("bare", LINEAR, given=(), T=40),
     _layer("everything", given=("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight", "outproj_bias"), M=12, wide_D=True, T=40, G=1),
-    _fn("random", quick=True), _fn("channels-first", last=False), _fn("bare", LINEAR, given=()), _fn("sequences", seq=(1, 2, 40, 27), given=("bias",)),
-    _fn("sequences-state", seq=(2, 40, 28)), _fn("sequences-channels-first", last=False, seq=(3, 40, 27)), _fn("padding", seq=(20, 3, 47), padding=True),
+    _fn("random", quick=True), _fn("channels-first", last=False), _fn("bare", LINEAR, given=()),
+    _fn("sequences", seq=(1, 2, 40, 27), given=("bias",)),
+    _fn("sequences-state", seq=(2, 40, 28)), _fn("sequences-channels-first", last=False, seq=(3, 40, 27)),
+    _fn("padding", seq=(20, 3, 47), padding=True),
     _fn("one-token", T=1), _fn("short", T=2), _fn("W=2", W=2), _fn("W=1", W=1, given=("bias",)), _fn("fp32-others", others="float32"),
     _window("random", quick=True), _window("W-1", L=3), _window("long-state", L=7, D=130), _window("bare", LINEAR, bias=False),
     _window("ring", L=3, ring=True), _window("ring-long", L=9, ring=True), _window("pool", pool=9, L=3), _window("pool-ring", pool=9, L=5, ring=True),
