@@ -9,6 +9,7 @@ _HOME = {
                               "FusedRMSNormSwishGate", "L2Norm"),
     "flashlin.modules.norm_linear": ("LayerNormLinear", "RMSNormLinear", "GroupNormLinear", "FusedLayerNormGatedLinear", "FusedRMSNormGatedLinear",
                                      "FusedLayerNormSwishGateLinear", "FusedRMSNormSwishGateLinear"),
+    "flashlin.modules.norm_gated": ("RMSNormGated",),
     "flashlin.modules.conv": ("ShortConvolution",),
     "flashlin.modules.rotary": ("RotaryEmbedding",),
     "flashlin.modules.cross_entropy": ("FusedCrossEntropyLoss", "FusedLinearCrossEntropyLoss"),
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from flashlin.modules.norm import L2Norm as L2Norm
     from flashlin.modules.norm import LayerNorm as LayerNorm
     from flashlin.modules.norm import RMSNorm as RMSNorm
+    from flashlin.modules.norm_gated import RMSNormGated as RMSNormGated
     from flashlin.modules.norm_linear import FusedLayerNormGatedLinear as FusedLayerNormGatedLinear
     from flashlin.modules.norm_linear import FusedLayerNormSwishGateLinear as FusedLayerNormSwishGateLinear
     from flashlin.modules.norm_linear import FusedRMSNormGatedLinear as FusedRMSNormGatedLinear

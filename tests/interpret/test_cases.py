@@ -22,6 +22,7 @@ from flashlin.ops import chunked, simple_gla
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.cases.dplr import CASES as dplr_cases
+from flashlin.testing.cases.mamba import CASES as mamba_cases
 from flashlin.testing.cases.pointwise import CASES as pointwise_cases
 from flashlin.testing.compare import Case, check, judge, poisoned
 
@@ -68,7 +69,7 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
         return case.quick or str(case) in ("chunk_kda-strong-packed", "chunk_kda-grouped", "chunk_kda-v-first", "chunk_kda-one-token",
                                            "chunk_dplr_delta_rule-strong-packed", "chunk_dplr_delta_rule-odd")
     if case.quick:
-        return True
+        return case not in mamba_cases or dtype == torch.float32
     if case.op == "chunk_delta_rule" or case.op == "fused_recurrent_delta_rule":  # the gated ops' kernels without a gate
         return dtype == torch.float32 and case.id in ("packed", "one-key", "headwise")
     if case.op == "chunk_gated_delta_rule":  # ten seconds each: a GPU has them all
@@ -77,6 +78,10 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
         return dtype == torch.float32  # fp16 changes loads and stores only
     if case.op == "chunk_rwkv6":
         return dtype == torch.float32 and case.id in ("strong-packed", "resets", "odd", "one-token")
+    if case.op.startswith("mamba_") and case.op.endswith("scan_combined"):  # simple GLA's kernels with groups; several seconds each
+        return dtype == torch.float32 and case.id in ("packed", "one-group")
+    if case in mamba_cases:
+        return dtype == torch.float32 and not case.id.startswith("real")
     if case.op == "chunk_gla":
         return dtype == torch.float32 and case.id in ("packed", "strong", "strong-packed", "resets", "odd", "v-first", "one-token")
     if case.op.endswith("hgrn"):  # test_hgrn.py has short segments; fp16 changes loads and stores only

@@ -65,7 +65,9 @@ def problem(op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2
         return Problem(op, family, mode, 1, min(B * T * H, 2**31), 1, K, K, 1, dtype, False, needs_grad)
     if family == "rotary":
         return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, K // 2, 1, dtype, varlen, needs_grad)
-    if family in ("conv", "conv_update"):
+    if family == "state_update":
+        return Problem(op, family, mode, B, 1, H, K, V, B, dtype)
+    if family in ("conv", "conv_update", "conv_window"):
         return Problem(op, family, mode, 1 if varlen else B, min(B * T, 2**30) if varlen else T, 1, K, 4, B, dtype, varlen, needs_grad, ("bias",))
     if family.startswith("pointwise"):
         return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, K, 1, dtype, False, needs_grad)

@@ -8,6 +8,7 @@ from flashlin.testing.cases import (
     dplr,
     gla,
     hgrn,
+    mamba,
     norm,
     norm_linear,
     pointwise,
@@ -18,5 +19,6 @@ from flashlin.testing.cases import (
 )
 from flashlin.testing.compare import Case
 
-FAMILIES = (simple_gla, delta, gla, rwkv6, dplr, recurrent, hgrn, norm, conv, pointwise, norm_linear, rotary, cross_entropy)
+FAMILIES = (simple_gla, delta, gla, rwkv6, dplr, recurrent, hgrn, norm, conv, pointwise, norm_linear, rotary, cross_entropy,
+            mamba)
 CASES: tuple[Case, ...] = tuple(case for family in FAMILIES for case in family.CASES)
