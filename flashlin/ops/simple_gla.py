@@ -18,7 +18,7 @@ from flashlin.ops import chunked
 from flashlin.ops.chunked import QKV, Argument
 
 FAMILY = chunked.family_of("simple_gla", {
-    **QKV, "g": Argument(("B", "T", "H"), wide=True, optional=True), "gamma": Argument(("H",), wide=True, optional=True, constant=True)},
+    **QKV, "g": Argument(("B", "T", "HV"), wide=True, optional=True), "gamma": Argument(("HV",), wide=True, optional=True, constant=True)},
     torch_path.run)
 
 
