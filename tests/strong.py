@@ -9,7 +9,7 @@ import torch
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import allowed, judge, results
 
-OPS = ("chunk_gla", "chunk_rwkv6")
+OPS = ("chunk_gla", "chunk_rwkv6", "chunk_kda")
 
 
 def failures(op: str, device: torch.device, dtype: torch.dtype, T: int, K: int, V: int, H: int = 2) -> list[str]:
