@@ -18,11 +18,11 @@ _HOME = {
     "flashlin.ops.delta_rule": ("chunk_delta_rule", "fused_recurrent_delta_rule", "delta_rule"),
     "flashlin.ops.gated_delta_rule": ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn",
                                       "gated_delta_rule"),
-    "flashlin.ops.kda": ("fused_recurrent_kda",),
+    "flashlin.ops.kda": ("chunk_kda", "fused_recurrent_kda", "kda"),
     "flashlin.ops.rwkv6": ("fused_recurrent_rwkv6",),
-    "flashlin.ops.rwkv7": ("fused_recurrent_rwkv7", "fused_mul_recurrent_rwkv7"),
-    "flashlin.ops.dplr_delta_rule": ("fused_recurrent_dplr_delta_rule",),
-    "flashlin.ops.iplr_delta_rule": ("fused_recurrent_iplr_delta_rule",),
+    "flashlin.ops.rwkv7": ("chunk_rwkv7", "fused_recurrent_rwkv7", "fused_mul_recurrent_rwkv7", "rwkv7"),
+    "flashlin.ops.dplr_delta_rule": ("chunk_dplr_delta_rule", "fused_recurrent_dplr_delta_rule"),
+    "flashlin.ops.iplr_delta_rule": ("chunk_iplr_delta_rule", "fused_recurrent_iplr_delta_rule"),
     "flashlin.ops.gla": ("chunk_gla", "fused_recurrent_gla", "gla"),
     "flashlin.ops.hgrn": ("chunk_hgrn", "fused_recurrent_hgrn"),
     "flashlin.ops.norm": ("layer_norm", "rms_norm", "group_norm", "layer_norm_gated", "rms_norm_gated", "l2norm", "l2_norm"),
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from flashlin.ops.delta_rule import chunk_delta_rule as chunk_delta_rule
     from flashlin.ops.delta_rule import delta_rule as delta_rule
     from flashlin.ops.delta_rule import fused_recurrent_delta_rule as fused_recurrent_delta_rule
+    from flashlin.ops.dplr_delta_rule import chunk_dplr_delta_rule as chunk_dplr_delta_rule
     from flashlin.ops.dplr_delta_rule import fused_recurrent_dplr_delta_rule as fused_recurrent_dplr_delta_rule
     from flashlin.ops.gated_delta_rule import chunk_gated_delta_rule as chunk_gated_delta_rule
     from flashlin.ops.gated_delta_rule import chunk_gdn as chunk_gdn
@@ -79,8 +80,11 @@ if TYPE_CHECKING:
     from flashlin.ops.gla import gla as gla
     from flashlin.ops.hgrn import chunk_hgrn as chunk_hgrn
     from flashlin.ops.hgrn import fused_recurrent_hgrn as fused_recurrent_hgrn
+    from flashlin.ops.iplr_delta_rule import chunk_iplr_delta_rule as chunk_iplr_delta_rule
     from flashlin.ops.iplr_delta_rule import fused_recurrent_iplr_delta_rule as fused_recurrent_iplr_delta_rule
+    from flashlin.ops.kda import chunk_kda as chunk_kda
     from flashlin.ops.kda import fused_recurrent_kda as fused_recurrent_kda
+    from flashlin.ops.kda import kda as kda
     from flashlin.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn
     from flashlin.ops.lightning_attn import fused_recurrent_lightning_attn as fused_recurrent_lightning_attn
     from flashlin.ops.linear_attn import chunk_linear_attn as chunk_linear_attn
@@ -100,8 +104,10 @@ if TYPE_CHECKING:
     from flashlin.ops.retention import parallel_retention as parallel_retention
     from flashlin.ops.retention import retention as retention
     from flashlin.ops.rwkv6 import fused_recurrent_rwkv6 as fused_recurrent_rwkv6
+    from flashlin.ops.rwkv7 import chunk_rwkv7 as chunk_rwkv7
     from flashlin.ops.rwkv7 import fused_mul_recurrent_rwkv7 as fused_mul_recurrent_rwkv7
     from flashlin.ops.rwkv7 import fused_recurrent_rwkv7 as fused_recurrent_rwkv7
+    from flashlin.ops.rwkv7 import rwkv7 as rwkv7
     from flashlin.ops.rwkv7_steps import fused_addcmul_rwkv7 as fused_addcmul_rwkv7
     from flashlin.ops.rwkv7_steps import fused_k_rwkv7 as fused_k_rwkv7
     from flashlin.ops.rwkv7_steps import gate_output_correction as gate_output_correction

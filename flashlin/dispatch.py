@@ -16,6 +16,7 @@ from flashlin.guards.limits import CHECKS
 from flashlin.guards.problem import Launch, Plan, Problem, Reason
 from flashlin.kernels.conv import recipe as conv
 from flashlin.kernels.delta import recipe as delta
+from flashlin.kernels.dplr import recipe as dplr
 from flashlin.kernels.gla import recipe as gla
 from flashlin.kernels.hgrn import recipe as hgrn
 from flashlin.kernels.norm import recipe as norm
@@ -27,7 +28,7 @@ from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 
 RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {
-    "simple_gla": simple_gla.launches, "delta": delta.launches, "gla": gla.launches, "recurrent": recurrent.launches,
+    "simple_gla": simple_gla.launches, "delta": delta.launches, "gla": gla.launches, "dplr": dplr.launches, "recurrent": recurrent.launches,
     "hgrn": hgrn.launches, "norm": norm.launches, "conv": conv.launches, "conv_update": conv.launches_of_update, "shield": shield.launches,
     **dict.fromkeys((pointwise.GATE, pointwise.MIX, pointwise.KEY, pointwise.CORRECTION), pointwise.launches)}
 
@@ -45,7 +46,10 @@ OPS: dict[str, tuple[str, str]] = {
     "chunk_gated_delta_rule": ("delta", "chunk"), "fused_recurrent_gated_delta_rule": ("recurrent", "fused_recurrent"),
     "gated_delta_rule": ("delta", "auto"),
     "chunk_gla": ("gla", "chunk"), "fused_recurrent_gla": ("recurrent", "fused_recurrent"), "gla": ("gla", "auto"),
-    "fused_recurrent_kda": ("recurrent", "fused_recurrent"), "fused_recurrent_rwkv6": ("recurrent", "fused_recurrent"),
+    "chunk_kda": ("dplr", "chunk"), "fused_recurrent_kda": ("recurrent", "fused_recurrent"), "kda": ("dplr", "auto"),
+    "chunk_rwkv7": ("dplr", "chunk"), "rwkv7": ("dplr", "auto"), "chunk_dplr_delta_rule": ("dplr", "chunk"),
+    "chunk_iplr_delta_rule": ("dplr", "chunk"),
+    "fused_recurrent_rwkv6": ("recurrent", "fused_recurrent"),
     "fused_recurrent_rwkv7": ("recurrent", "fused_recurrent"), "fused_mul_recurrent_rwkv7": ("recurrent", "fused_recurrent"),
     "fused_recurrent_dplr_delta_rule": ("recurrent", "fused_recurrent"), "fused_recurrent_iplr_delta_rule": ("recurrent", "fused_recurrent"),
     "chunk_hgrn": ("hgrn", ""), "fused_recurrent_hgrn": ("hgrn", ""),

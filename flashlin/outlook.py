@@ -29,8 +29,9 @@ RECURRENCES = {size: (B, T, 1, D, D, N, packed) for size, (B, T, _, D, _, N, pac
 SIZES = {"norm": ROWS, "hgrn": RECURRENCES, "conv": CHANNELS, "conv_update": CHANNELS,
          **{family: HEADS for family, _ in OPS.values() if family.startswith("pointwise")}}
 TAPS = {"token_shift": 2}  # instead of the usual convolution's
-# The options that decide which kernels are started: simple GLA is called with a gate, as its name says, and a shift's filters are fixed.
-OPTIONS = {**{op: ("g",) for op in OPS if op.endswith("simple_gla")}, "token_shift": ("fixed",)}
+# The options that decide which kernels are started: simple GLA is called with a gate, as its name says, Kimi Delta Attention with its beta, and
+# a shift's filters are fixed.
+OPTIONS = {**{op: ("g",) for op in OPS if op.endswith("simple_gla")}, "chunk_kda": ("beta",), "kda": ("beta",), "token_shift": ("fixed",)}
 # Releases of Triton that an upgrade may lead to.
 TRITONS = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0", "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 

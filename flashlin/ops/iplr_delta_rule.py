@@ -7,13 +7,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from flashlin.guards.tensors import no_unknown
+from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import recurrent
+from flashlin.ops import dplr_delta_rule, recurrent
 
 CALLED = {"a": "a", "b": "b"}
+
+
+def chunk_iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None,
+                          initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+                          cu_seqlens_cpu: Tensor | None = None, *, chunk_size: int | None = None,
+                          **unknown: Any) -> tuple[Tensor, Tensor | None]:
+    """The IPLR delta rule, chunk by chunk. Drop-in for ``fla.ops.generalized_delta_rule.chunk_iplr_delta_rule``.
+
+    Arguments, returns and errors as ``chunk_dplr_delta_rule``, of which it is the case without decays. scale may be any number.
+
+    Differs from fla where fla fails: has a backward (there it raises), any K, checked shapes and cu_seqlens, CPU tensors.
+    """
+    op = "chunk_iplr_delta_rule"
+    no_unknown(op, unknown)
+    check_qkv(q, k, v)
+    g = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    return dplr_delta_rule.run(op, q, k, v, g, a, b, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, chunk_size, None, None,
+                               CALLED)
 
 
 def fused_recurrent_iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None,

@@ -10,11 +10,31 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards.tensors import no_unknown
+from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import recurrent
+from flashlin.ops import chunked, dplr_delta_rule, recurrent
+from flashlin.ops.planned import wants_grad
 
 CALLED = {"q": "r", "gk": "w", "a": "a", "b": "b"}
+
+
+def chunk_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = 1.0,
+                initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+                cu_seqlens_cpu: Tensor | None = None, safe_gate: bool = False, chunk_size: int | None = None, disable_recompute: bool = False,
+                cp_context: Any = None, lower_bound: float | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
+    """RWKV-7, chunk by chunk. Drop-in for ``fla.ops.rwkv7.chunk_rwkv7``.
+
+    r, k, a, b: [B, T, H, K]; v: [B, T, H, V]. w: [B, T, H, K] natural-log decays, normally <= 0 (the layer's lie in -0.607 .. 0), as strong as
+    you like. scale: 1 by default, unlike ``fused_recurrent_rwkv7``; None means K ** -0.5. The rest, returns and errors as
+    ``chunk_dplr_delta_rule``.
+
+    Differs from fla where fla fails: strong decays are exact in every mode, K above 256 (in plain torch where the card has too little shared
+    memory), float32, any B * H, checked shapes and cu_seqlens, CPU tensors.
+    """
+    op = "chunk_rwkv7"
+    no_unknown(op, unknown)
+    return dplr_delta_rule.run(op, r, k, v, w, a, b, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, chunk_size, cp_context,
+                               lower_bound, CALLED)
 
 
 def fused_recurrent_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None,
@@ -64,3 +84,16 @@ def fused_mul_recurrent_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Te
     no_unknown(op, unknown)
     return recurrent.run(op, Inputs(r, k, v, gk=w, a=kk, b=a, h0=initial_state, bounds=cu_seqlens), ("rate", "reverse") if reverse else ("rate",),
                          scale, output_final_state, called={**CALLED, "a": "kk", "b": "a"})
+
+
+def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = 1.0, initial_state: Tensor | None = None,
+          output_final_state: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+          mode: str = "auto") -> tuple[Tensor, Tensor | None]:
+    """RWKV-7 in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and ``flashlin.explain`` says why.
+
+    mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest, and the scale's default, as ``chunk_rwkv7``.
+    """
+    check_qkv(r, k, v, first="r")
+    if chunked.chosen_mode(dplr_delta_rule.FAMILY, "rwkv7", mode, r, v, wants_grad(r, w, k, v, a, b, initial_state), ("a", "b")) == "chunk":
+        return chunk_rwkv7(r, w, k, v, a, b, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    return fused_recurrent_rwkv7(r, w, k, v, a, b, scale, initial_state, output_final_state, cu_seqlens)

@@ -166,6 +166,7 @@ def calls() -> Iterator[Call]:
     yield _sequences("chunk_gated_delta_rule", BF16, 128, "HV=8, gates in kernel", **INSIDE)
     yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "decoding, HV=8, gates in kernel", decode=True, **INSIDE)
     yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "gk gv", gates=("gk", "gv", "beta"))
+    yield _sequences("chunk_kda", BF16, 128, "HV=8, gates in kernel", **{**INSIDE, "gates": ("g_vector", "beta", "A_log", "dt_bias_vector")})
     yield _sequences("fused_recurrent_kda", BF16, 128, "decoding, HV=8, gates in kernel", decode=True, lower_bound=-5.0,
                      **{**INSIDE, "gates": ("g_vector", "beta", "A_log", "dt_bias_vector")})
     yield _sequences("fused_recurrent_gla", BF16, 128, "gk gv", gates=("gk", "gv"))

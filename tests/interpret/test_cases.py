@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,9 +18,9 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import conv, delta, gla, hgrn, norm, pointwise, recurrent, simple_gla
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
+from flashlin.testing.cases.dplr import CASES as dplr_cases
 from flashlin.testing.cases.pointwise import CASES as pointwise_cases
 from flashlin.testing.compare import Case, check, judge, poisoned
 
@@ -41,7 +42,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
     def noting(*arguments: Any) -> Plan:
         made.append(planned(*arguments))
         return made[-1]
-    for module in (simple_gla, delta, gla, recurrent, norm, conv, pointwise, hgrn):
+    for name in flashlin.__all__:  # all ops are loaded
+        getattr(flashlin, name)
+    for module in [x for name, x in sys.modules.items() if name.startswith("flashlin.ops.") and vars(x).get("planned") is planned]:
         monkeypatch.setattr(module, "planned", noting)
     yield made
     assert made, "no op was called"
@@ -58,6 +61,11 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
     everything into fp32 before they compute, so fp16 changes only how they load and store. tests/ops runs every case in torch."""
     if str(case) in ("causal_conv1d-many-blocks", "group_norm-many-rows"):  # a GPU's worth; test_conv.py has a card of one multiprocessor
         return False
+    if case in dplr_cases:  # several seconds each; fp16 once for either kind of kernels
+        if dtype == torch.float16:
+            return case.quick and case.op in ("chunk_kda", "chunk_rwkv7")
+        return case.quick or str(case) in ("chunk_kda-strong-packed", "chunk_kda-grouped", "chunk_kda-v-first", "chunk_kda-one-token",
+                                           "chunk_dplr_delta_rule-strong-packed", "chunk_dplr_delta_rule-odd")
     if case.quick:
         return True
     if case.op == "chunk_delta_rule" or case.op == "fused_recurrent_delta_rule":  # the gated ops' kernels without a gate
@@ -90,7 +98,7 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
 # bfloat16 is cast to fp32 by the plan, so these only have to show that the cast is there and that results come back in bfloat16.
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
 @pytest.mark.parametrize("case", [case for case in CASES if (
-    case.quick and "recurrent" not in case.op and not case.op.startswith("fused_chunk")) or str(case) in (
+    case.quick and "recurrent" not in case.op and not case.op.startswith(("fused_chunk", "chunk_iplr", "chunk_dplr"))) or str(case) in (
     "chunk_simple_gla-packed", "fused_recurrent_simple_gla-packed", "fused_recurrent_retention-reverse")], ids=str)
 def test_bfloat16_runs_on_fp32_copies(case: Case, plans: Plans) -> None:
     assert not failed(case, torch.bfloat16)
