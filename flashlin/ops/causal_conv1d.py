@@ -19,7 +19,7 @@ from flashlin.ops.conv import ACTIVATIONS
 from flashlin.ops.norm import STRICTEST
 from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
 from flashlin.ops.pointwise import check_beside
-from flashlin.ops.state_update import check_rows_of_pool
+from flashlin.ops.state_update import check_rows_of_pool, put_rows
 
 OP = "mamba_causal_conv1d_update"
 
@@ -211,7 +211,7 @@ def _in_parts(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, sil
     if known is None or rows is None:
         state.copy_(after)
         return y
-    state[rows[known]] = after[known]
+    put_rows(state, rows, known, after)
     return torch.where(known[:, None, None], y, 0)
 
 
