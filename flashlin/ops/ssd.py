@@ -109,7 +109,7 @@ def mamba_split_conv1d_scan_combined(zxbcdt: Tensor, conv1d_weight: Tensor, conv
     check_filters(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, activation, ("conv1d_weight", "conv1d_bias", "zxbcdt"))
     if seq_idx is not None:
         check_seq_idx(seq_idx, zxbcdt.shape[0], zxbcdt.shape[1], zxbcdt)
-    xBC = convolved(op, xBC, conv1d_weight, conv1d_bias, seq_idx, activation)
+    xBC = convolved(xBC, conv1d_weight, conv1d_bias, seq_idx, activation)
     x, B, C = xBC.split([dim, ngroups * N, ngroups * N], -1)
     x, z = x.unflatten(-1, (H, P)), z.unflatten(-1, (H, P))
     B, C = B.unflatten(-1, (ngroups, N)), C.unflatten(-1, (ngroups, N))
