@@ -127,7 +127,7 @@ def layernorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tenso
 
 def _mamba_norm(op: str, kind: int, x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None, eps: float, group_size: int | None,
                 norm_before_gate: bool) -> Tensor:
-    _check(x, None, weight, bias, eps, 1, None, None)
+    check(x, None, weight, bias, eps, 1, None, None)
     D, dtype = x.shape[-1], x.dtype
     size = D if group_size is None else group_size
     if size < 1 or D % size:
@@ -149,8 +149,15 @@ def _mamba_norm(op: str, kind: int, x: Tensor, weight: Tensor | None, bias: Tens
 def _run(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, prenorm: bool,
          residual_in_fp32: bool, *, output_dtype: torch.dtype | None = None, groups: int = 1, gate: Tensor | None = None,
          activation: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Every op of the family: check, plan, run. gate counts where there is an activation."""
-    _check(x, residual, weight, bias, eps, groups, gate, activation)
+    check(x, residual, weight, bias, eps, groups, gate, activation)
+    return run(op, kind, x, residual, weight, bias, eps, prenorm, residual_in_fp32, output_dtype=output_dtype, groups=groups, gate=gate,
+               activation=activation)
+
+
+def run(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, prenorm: bool,
+        residual_in_fp32: bool, *, output_dtype: torch.dtype | None = None, groups: int = 1, gate: Tensor | None = None,
+        activation: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """Every op of the family, of tensors that have been checked: plan, run. gate counts where there is an activation."""
     y_dtype = output_dtype or x.dtype
     total_dtype = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x.dtype
     returns_x = residual is None and total_dtype == x.dtype
@@ -188,7 +195,9 @@ def _run(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor 
     return (y, given if returns_x else total.to(total_dtype).reshape(given.shape)) if prenorm else y
 
 
-def _check(x: Any, residual: Any, weight: Any, bias: Any, eps: float, groups: int, gate: Any, activation: str | None) -> None:
+def check(x: Any, residual: Any, weight: Any, bias: Any, eps: float, groups: int, gate: Any, activation: str | None,
+          names: tuple[str, str] = ("weight", "bias")) -> None:
+    """names: what weight and bias are called."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x: got {type(x).__name__}, need a tensor of shape [..., D]")
     if x.ndim == 0 or x.shape[-1] == 0:
@@ -196,7 +205,7 @@ def _check(x: Any, residual: Any, weight: Any, bias: Any, eps: float, groups: in
     if x.dtype not in FLOATS:
         raise TypeError(f"x: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
     D = x.shape[-1]
-    for name, given, shape, meaning in (("weight", weight, (D,), "[D]"), ("bias", bias, (D,), "[D]"),
+    for name, given, shape, meaning in ((names[0], weight, (D,), "[D]"), (names[1], bias, (D,), "[D]"),
                                         ("residual", residual, tuple(x.shape), "x's shape"), ("g", gate, tuple(x.shape), "x's shape")):
         if given is not None or (name == "g" and activation is not None):
             need_tensor(name, given, shape, meaning, getattr(given, "device", x.device))

@@ -21,9 +21,10 @@ def l2normalized(x: Tensor) -> Tensor:
     return (full * (full.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()).to(x.dtype)
 
 
-def decay_of_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
-    """-exp(A_log) softplus(g + dt_bias): the log decay [B, T, HV] of a raw gate; A_log, dt_bias [HV]. At least float32."""
-    return pointwise.gate(g, A_log, dt_bias)
+def decay_of_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None, bound: float | None = None) -> Tensor:
+    """The log decay [B, T, HV] or, with A_log [HV, 1], [B, T, HV, K] of a raw gate, at least float32: -exp(A_log) softplus(g + dt_bias), or
+    with a bound bound sigmoid(exp(A_log) (g + dt_bias))."""
+    return pointwise.gate(g, A_log, dt_bias, bound)
 
 
 def beta_of_logits(beta: Tensor, allow_neg_eigval: bool) -> Tensor:

@@ -4,6 +4,8 @@ Inference does everything in one launch. With gradients, and on the torch path, 
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,10 +17,10 @@ from flashlin.guards.tensors import check_cu_seqlens, check_indices, check_pool,
 from flashlin.kernels.delta import torch_path as chunked_delta
 from flashlin.kernels.gla import torch_path as chunked_gla
 from flashlin.kernels.recurrent import torch_path
-from flashlin.kernels.recurrent.inputs import FLAGS, Inputs
+from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import kept
 from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
-from flashlin.ops.preprocess import beta_of_logits, decay_of_gate, l2normalized
+from flashlin.ops.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
 
 LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
 Found = tuple[Tensor, "Tensor | None"]
@@ -30,10 +32,10 @@ SHAPES = {"g": ("B", "T", "HV"), "gamma": ("HV",), "gk": ("B", "T", "HV", "K"), 
 
 
 def run(op: str, x: Inputs, flags: tuple[str, ...] = (), scale: float | None = None, has_ht: bool = False,
-        indices: Tensor | None = None, in_place: bool = False) -> Found:
+        indices: Tensor | None = None, in_place: bool = False, called: Mapping[str, str] = MappingProxyType({})) -> Found:
     """(o in v's dtype, final state or None). x.bounds: cu_seqlens as the user gave them. in_place or indices: states are read from and
-    written back to x.h0, which is what comes back as the final state."""
-    x = _checked(x, flags, indices, in_place)
+    written back to x.h0, which is what comes back as the final state. called: what the op calls those inputs that it must have."""
+    x = _checked(x, flags, indices, in_place, called)
     scale = x.q.shape[3] ** -0.5 if scale is None else float(scale)
     out_dtype = x.v.dtype
     common = out_dtype
@@ -61,20 +63,23 @@ def prepared(x: Inputs, flags: tuple[str, ...]) -> tuple[Inputs, tuple[str, ...]
         x = x._replace(q=l2normalized(x.q), k=l2normalized(x.k))
     if x.g is not None and x.A_log is not None:
         x = x._replace(g=decay_of_gate(x.g, x.A_log, x.dt_bias), A_log=None, dt_bias=None)
+    elif x.gk is not None and x.A_log is not None:
+        x = x._replace(gk=decay_of_gate(x.gk, x.A_log[:, None], x.dt_bias, bound_of(flags) or None), A_log=None, dt_bias=None)
     if x.beta is not None and "sigmoid" in flags:
         x = x._replace(beta=beta_of_logits(x.beta, "neg_eigval" in flags))
-    return x, tuple(flag for flag in flags if flag not in ("l2norm", "sigmoid", "neg_eigval"))
+    if x.a is not None and x.b is not None and "rate" in flags:
+        x = x._replace(b=-wide(x.a) * x.b)
+    return x, tuple(flag for flag in flags if flag in ("delta", "before", "reverse", "v_first"))
 
 
-def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool) -> Inputs:
-    check_qkv(x.q, x.k, x.v, grouped=True)
+def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool, called: Mapping[str, str]) -> Inputs:
+    first = called.get("q", "q")
+    check_qkv(x.q, x.k, x.v, grouped=True, first=first)
     B, T, _, K = x.q.shape
     HV, V = x.v.shape[2:]
-    if not set(flags) <= set(FLAGS):  # a family's mistake, not a user's
-        raise ValueError(f"flags: got {', '.join(set(flags) - set(FLAGS))}, need some of {', '.join(FLAGS)}")
-    if (x.a is None) != (x.b is None) or (x.a is not None and "delta" in flags):
-        raise ValueError("a, b: got one of them or delta with them, need both, and without delta")
-    if x.beta is not None:
+    if unknown := {flag.partition(":")[0] for flag in flags} - set(FLAGS):  # a family's mistake, not a user's
+        raise ValueError(f"flags: got {', '.join(unknown)}, need some of {', '.join(FLAGS)}")
+    if x.beta is not None or "beta" in called:
         if "delta" not in flags:
             raise ValueError("beta: got a tensor, need None without delta")
         if isinstance(x.beta, Tensor) and x.beta.ndim == 4:
@@ -82,19 +87,22 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
         else:
             need_tensor("beta", x.beta, (B, T, HV), "[B, T, HV] or [B, T, HV, V]", x.q.device)
     sizes = {"B": B, "T": T, "HV": HV, "K": K, "V": V}
-    for name, dims in SHAPES.items():
-        if (y := getattr(x, name)) is not None:
-            need_tensor(name, y, tuple([sizes[dim] for dim in dims]), f"[{', '.join(dims)}]", x.q.device)
+    shapes = SHAPES if x.g is not None or x.gk is None else {**SHAPES, "dt_bias": ("HV", "K")}
+    for name, dims in shapes.items():
+        if (y := getattr(x, name)) is not None or name in called:
+            need_tensor(called.get(name, name), y, tuple([sizes[dim] for dim in dims]), f"[{', '.join(dims)}]", x.q.device, first)
+    if (x.a is None) != (x.b is None) or (x.a is not None and "delta" in flags):
+        raise ValueError("a, b: got one of them or delta with them, need both, and without delta")
     readable = policy.current().debug or (x.q.device.type == "cpu" and not torch.compiler.is_compiling())
     if x.bounds is not None:
-        x = x._replace(bounds=check_cu_seqlens(x.bounds, None, x.q.shape, x.q.device, policy.current().debug))
+        x = x._replace(bounds=check_cu_seqlens(x.bounds, None, x.q.shape, x.q.device, policy.current().debug, first))
     if indices is not None:
         check_pool("initial_state", x.h0, None, HV, K, V, "v_first" in flags, x.q.device, "state_indices")
         check_indices(indices, x.sequences, x.h0.shape[0] if x.h0 is not None else 0, x.q.device, readable)
     elif in_place:
         check_pool("initial_state", x.h0, x.sequences, HV, K, V, "v_first" in flags, x.q.device, "inplace_state")
     elif x.h0 is not None:
-        check_state("initial_state", x.h0, x.sequences, HV, K, V, "v_first" in flags, x.q.device, x.bounds is not None)
+        check_state("initial_state", x.h0, x.sequences, HV, K, V, "v_first" in flags, x.q.device, x.bounds is not None, first)
     return x
 
 
@@ -126,11 +134,11 @@ def _static_way(op: str, dtype: str, K: int, V: int, device: torch.device) -> tu
 def _on_torch(x: Inputs, flags: tuple[str, ...], scale: float) -> Found:
     v_first = "v_first" in flags
     x = x._replace(h0=x.h0.mT) if v_first and x.h0 is not None else x
-    others = (x.gamma, x.gv, x.bonus, x.a, x.b)
-    chunked = x.q.shape[1] > LONG and set(flags) <= {"delta", "v_first"} and all(y is None for y in others)
+    chunked = x.q.shape[1] > LONG and "reverse" not in flags and all(y is None for y in (x.gamma, x.gv, x.a, x.b))
+    chunked = chunked and ("before" in flags) == (x.bonus is not None)
     if chunked and x.gk is not None and x.g is None and "delta" not in flags and x.q.shape[2] == x.v.shape[2]:
-        o, ht = chunked_gla.run(x.q, x.k, x.v, x.gk, x.h0, x.bounds, scale)  # the same function
-    elif chunked and x.gk is None and "delta" in flags and (x.beta is None or x.beta.ndim == 3):
+        o, ht = chunked_gla.run(x.q, x.k, x.v, x.gk, x.bonus, x.h0, x.bounds, scale)  # the same function
+    elif chunked and x.gk is None and x.bonus is None and "delta" in flags and (x.beta is None or x.beta.ndim == 3):
         beta = x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta
         o, ht = chunked_delta.run(x.q, x.k, x.v, beta, x.g, x.h0, x.bounds, scale)  # the same function
     else:

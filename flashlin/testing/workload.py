@@ -69,17 +69,19 @@ def backward(*outputs: Any) -> None:
 def sequences(op: str, dtype: torch.dtype, D: int, *, T: int = 128, H: int = 4, HV: int = 0, packed: bool = False, gates: tuple[str, ...] = (),
               state: bool = True, **options: Any) -> None:
     """An op over q, k, v [2, T, H, D]; gates: which of g, beta, gk, gv and so on to pass, g_vector being a g
-    for each key channel. The gates and states are float32, as layers have them."""
+    for each key channel, and which others like k: a, b, kk. The gates and states are float32, as layers have them."""
     HV, B = HV or H, 1 if packed else 2
     shapes = {"g": (B, T, HV), "beta": (B, T, HV), "gk": (B, T, HV, D), "gv": (B, T, HV, D), "beta_headwise": (B, T, HV, D),
-              "g_vector": (B, T, HV, D), "A_log": (HV,), "dt_bias": (HV,)}
-    given: dict[str, Any] = {gate.removesuffix("_headwise").removesuffix("_vector"): zeros(*shapes[gate]) for gate in gates}
+              "g_vector": (B, T, HV, D), "w": (B, T, HV, D), "u": (HV, D), "A_log": (HV,), "dt_bias": (HV,), "dt_bias_vector": (HV * D,)}
+    given: dict[str, Any] = {gate.removesuffix("_headwise").removesuffix("_vector"): zeros(*shapes[gate]) for gate in gates if gate in shapes}
+    given.update((name, zeros(B, T, HV, D, dtype=dtype)) for name in gates if name not in shapes)
     if packed:
         given["cu_seqlens"] = torch.tensor([0, 50, T], dtype=torch.int32)
     if state:
         given["initial_state"] = zeros(2, HV, D, D)
-    o, ht = getattr(flashlin, op)(zeros(B, T, H, D, dtype=dtype), zeros(B, T, H, D, dtype=dtype), zeros(B, T, HV, D, dtype=dtype), **given,
-                                  output_final_state=state, **options)
+    q_name = "r" if "rwkv" in op else "q"
+    o, ht = getattr(flashlin, op)(**{q_name: zeros(B, T, H, D, dtype=dtype)}, k=zeros(B, T, H, D, dtype=dtype),
+                                  v=zeros(B, T, HV, D, dtype=dtype), **given, output_final_state=state, **options)
     backward(o, ht)
 
 
@@ -114,6 +116,18 @@ def shifting(dtype: torch.dtype, packed: bool = False) -> None:
     given = {"cu_seqlens": torch.tensor([0, 30, 64], dtype=torch.int32), "cache": zeros(2, 1024, dtype=dtype)} if packed else {}
     found = flashlin.token_shift(zeros(1 if packed else 2, 64, 1024, dtype=dtype), **given, output_cache=packed)
     backward(*(found if isinstance(found, tuple) else (found,)))
+
+
+def recurrence(op: str, dtype: torch.dtype, T: int = 1024, packed: bool = False) -> None:
+    """HGRN's, of as few sequences as make it split them."""
+    B, given = (1, {"cu_seqlens": torch.tensor([0, 50, T], dtype=torch.int32)}) if packed else (2, {})
+    x = zeros(B, T, 1024, dtype=dtype)
+    backward(*getattr(flashlin, op)(x, zeros(B, T, 1024, dtype=dtype), zeros(2, 1024), True, **given))
+
+
+@torch.no_grad()
+def recurring_once(op: str, dtype: torch.dtype) -> None:
+    recurrence(op, dtype, 1)
 
 
 @torch.no_grad()
@@ -180,12 +194,27 @@ def elementwise(op: str, dtype: torch.dtype, H: int = 32, K: int = 64, **options
     backward(*(found if isinstance(found, tuple) else (found,)))
 
 
+def rotating(dtype: torch.dtype, D: int, R: int, packed: bool = False, **options: Any) -> None:
+    table = torch.zeros(64, R, dtype=dtype)
+    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 30, 64]), "seqlen_offsets": torch.zeros(2, dtype=torch.int32)} if packed else {}
+    backward(flashlin.rotary_embedding(zeros(1 if packed else 2, 64, 8, D, dtype=dtype), table, table, **options, **given))
+
+
+def loss(dtype: torch.dtype, V: int, **options: Any) -> None:
+    backward(flashlin.cross_entropy_loss(zeros(8, V, dtype=dtype), torch.zeros(8, dtype=torch.int64), **options)[0])
+
+
+def linear_loss(dtype: torch.dtype, V: int) -> None:
+    backward(flashlin.fused_linear_cross_entropy_loss(zeros(128, 64, dtype=dtype), torch.zeros(128, dtype=torch.int64), zeros(V, 64, dtype=dtype)))
+
+
 # Head sizes by dtype: training in bf16 at every size, fp32 where somebody checks a model, fp16 once.
 SIZES = ((BF16, 128), (BF16, 64), (BF16, 256), (FP16, 128), (FP32, 64), (FP32, 128))
 DTYPES = (BF16, FP16, FP32)
 # What an op is always called with, by its name or by that without chunk_ or fused_recurrent_.
 GATES = {"simple_gla": ("g",), "delta_rule": ("beta",), "gated_delta_rule": ("g", "beta"), "gla": ("g_vector",),
-         "fused_recurrent_gla": ("gk",)}
+         "fused_recurrent_gla": ("gk",), "kda": ("g_vector", "beta"), "rwkv6": ("w", "u"), "rwkv7": ("w", "a", "b"),
+         "fused_mul_recurrent_rwkv7": ("w", "kk", "a"), "dplr_delta_rule": ("a", "b", "gk"), "iplr_delta_rule": ("a", "b")}
 OPTIONS: dict[str, dict[str, Any]] = {"linear_attn": {"normalize": False}, "lightning_attn": {"layer_idx": 1, "num_layers": 4}}
 INSIDE: dict[str, Any] = {"gates": ("g", "beta", "A_log", "dt_bias"), "HV": 8, "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
           "use_beta_sigmoid_in_kernel": True}
@@ -200,6 +229,9 @@ def calls() -> Iterator[Call]:
     yield _sequences("chunk_gated_delta_rule", BF16, 128, "HV=8, gates in kernel", **INSIDE)
     yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "decoding, HV=8, gates in kernel", decode=True, **INSIDE)
     yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "gk gv", gates=("gk", "gv", "beta"))
+    yield _sequences("chunk_kda", BF16, 128, "HV=8, gates in kernel", **{**INSIDE, "gates": ("g_vector", "beta", "A_log", "dt_bias_vector")})
+    yield _sequences("fused_recurrent_kda", BF16, 128, "decoding, HV=8, gates in kernel", decode=True, lower_bound=-5.0,
+                     **{**INSIDE, "gates": ("g_vector", "beta", "A_log", "dt_bias_vector")})
     yield _sequences("fused_recurrent_gla", BF16, 128, "gk gv", gates=("gk", "gv"))
     yield _sequences("fused_recurrent_delta_rule", FP32, 64, "headwise beta", gates=("beta_headwise",))
     for dtype in DTYPES:
@@ -210,15 +242,24 @@ def calls() -> Iterator[Call]:
         yield _call("causal_conv1d", dtype, "W=4", convolution, dtype, 4)
         yield _call("causal_conv1d_update", dtype, "W=4", convolving_a_token, dtype, 4)
         yield _call("token_shift", dtype, "D=1024", shifting, dtype)
+        yield _call("chunk_hgrn", dtype, "D=1024", recurrence, "chunk_hgrn", dtype)
         yield _call("mamba_chunk_scan_combined", dtype, "P=64 N=128", scanning, dtype)
         yield _call("selective_state_update", dtype, "P=64 N=128", updating_states, dtype)
         yield _call("causal_conv1d_fn", dtype, "W=4, states", convolving_channels_first, dtype)
         yield _call("mamba_causal_conv1d_update", dtype, "W=4", convolving_in_place, dtype)
         for op in ("fused_gdn_gate", "fused_kda_gate", "fused_addcmul_rwkv7", "fused_k_rwkv7", "gate_output_correction"):
             yield _call(op, dtype, "H=32 K=64", elementwise, op, dtype)
+        yield _call("rotary_embedding", dtype, "D=128", rotating, dtype, 128, 64)
+        yield _call("cross_entropy_loss", dtype, "V=32000", loss, dtype, 32000)
+    yield _call("rotary_embedding", BF16, "D=128 of 160, packed, interleaved", rotating, BF16, 160, 64, packed=True, interleaved=True)
+    yield _call("cross_entropy_loss", BF16, "V=50257, all terms", loss, BF16, 50257, label_smoothing=0.1, lse_square_scale=1e-4,
+                logit_softcapping=30.0)
+    yield _call("fused_linear_cross_entropy_loss", BF16, "V=32000", linear_loss, BF16, 32000)
     yield _call("group_norm", BF16, "D=2048 in 8", norm, "group_norm", BF16, 2048, num_groups=8)
     yield _call("rms_norm", BF16, "D=8192 residual", norm, "rms_norm", BF16, 8192, prenorm=True, residual=torch.zeros(4, 64, 8192, dtype=BF16))
     yield _call("token_shift", BF16, "D=1024 packed, cache", shifting, BF16, packed=True)
+    yield _call("chunk_hgrn", BF16, "D=1024 packed", recurrence, "chunk_hgrn", BF16, packed=True)
+    yield _call("fused_recurrent_hgrn", BF16, "D=1024 decoding", recurring_once, "fused_recurrent_hgrn", BF16)
     yield _call("fused_kda_gate", BF16, "K=128, lower bound", elementwise, "fused_kda_gate", BF16, K=128, lower_bound=-5.0)
     yield _call("mamba_chunk_scan_combined", BF16, "P=64 N=128 packed", scanning, BF16, packed=True)
     yield _call("mamba_split_conv1d_scan_combined", BF16, "P=64 N=128", mamba_layer, BF16)

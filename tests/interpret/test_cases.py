@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,9 +18,10 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import causal_conv1d, chunked, conv, norm, pointwise, recurrent, simple_gla, state_update
+from flashlin.ops import chunked, simple_gla
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
+from flashlin.testing.cases.dplr import CASES as dplr_cases
 from flashlin.testing.cases.mamba import CASES as mamba_cases
 from flashlin.testing.cases.pointwise import CASES as pointwise_cases
 from flashlin.testing.compare import Case, check, judge, poisoned
@@ -42,7 +44,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
     def noting(*arguments: Any) -> Plan:
         made.append(planned(*arguments))
         return made[-1]
-    for module in (chunked, recurrent, norm, conv, pointwise, causal_conv1d, state_update):
+    for name in flashlin.__all__:  # all ops are loaded
+        getattr(flashlin, name)
+    for module in [x for name, x in sys.modules.items() if name.startswith("flashlin.ops.") and vars(x).get("planned") is planned]:
         monkeypatch.setattr(module, "planned", noting)
     yield made
     assert made, "no op was called"
@@ -59,27 +63,38 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
     everything into fp32 before they compute, so fp16 changes only how they load and store. tests/ops runs every case in torch."""
     if str(case) in ("causal_conv1d-many-blocks", "group_norm-many-rows"):  # a GPU's worth; test_conv.py has a card of one multiprocessor
         return False
+    if case in dplr_cases:  # several seconds each; fp16 once for either kind of kernels
+        if dtype == torch.float16:
+            return case.quick and case.op in ("chunk_kda", "chunk_rwkv7")
+        return case.quick or str(case) in ("chunk_kda-strong-packed", "chunk_kda-grouped", "chunk_kda-v-first", "chunk_kda-one-token",
+                                           "chunk_dplr_delta_rule-strong-packed", "chunk_dplr_delta_rule-odd")
     if case.quick:
         return case not in mamba_cases or dtype == torch.float32
     if case.op == "chunk_delta_rule" or case.op == "fused_recurrent_delta_rule":  # the gated ops' kernels without a gate
         return dtype == torch.float32 and case.id in ("packed", "one-key", "headwise")
     if case.op == "chunk_gated_delta_rule":  # ten seconds each: a GPU has them all
         return dtype == torch.float32 and case.id in ("packed", "grouped", "one-key-2", "zero-keys", "g=-20", "gates")
-    if case in pointwise_cases:  # fp16 changes loads and stores only
-        return dtype == torch.float32
+    if case in pointwise_cases or case.op.startswith(("rotary", "cross_entropy", "fused_linear_cross")) or case.op.endswith("norm_linear"):
+        return dtype == torch.float32  # fp16 changes loads and stores only
+    if case.op == "chunk_rwkv6":
+        return dtype == torch.float32 and case.id in ("strong-packed", "resets", "odd", "one-token")
     if case.op.startswith("mamba_") and case.op.endswith("scan_combined"):  # simple GLA's kernels with groups; several seconds each
         return dtype == torch.float32 and case.id in ("packed", "one-group")
     if case in mamba_cases:
         return dtype == torch.float32 and not case.id.startswith("real")
     if case.op == "chunk_gla":
         return dtype == torch.float32 and case.id in ("packed", "strong", "strong-packed", "resets", "odd", "v-first", "one-token")
+    if case.op.endswith("hgrn"):  # test_hgrn.py has short segments; fp16 changes loads and stores only
+        return dtype == torch.float32 and not case.id.startswith("segments")
+    if case.op == "fused_recurrent_kda":  # what the interpreter has no other case of
+        return dtype == torch.float32 and case.id in ("g=-20", "layer", "bounded", "inference", "pool")
     if case.op.endswith("norm"):  # fp16 changes loads and stores only
         return dtype == torch.float32
     if case.id in ("packed", "reverse", "normalized"):
         return True
     if case.op.startswith(("causal_conv1d", "token_shift")) or case.op.endswith(("_gated", "group_norm")):  # fp16 changes loads and stores only
         return dtype == torch.float32
-    return "lightning" not in case.op and (dtype == torch.float32 or not case.op.startswith(("fused_recurrent", "recurrent")))
+    return "lightning" not in case.op and (dtype == torch.float32 or "recurrent" not in case.op)
 
 
 @pytest.mark.parametrize(("case", "dtype"), [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES
@@ -91,7 +106,7 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
 # bfloat16 is cast to fp32 by the plan, so these only have to show that the cast is there and that results come back in bfloat16.
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
 @pytest.mark.parametrize("case", [case for case in CASES if (
-    case.quick and not case.op.startswith(("fused_recurrent", "fused_chunk"))) or str(case) in (
+    case.quick and "recurrent" not in case.op and not case.op.startswith(("fused_chunk", "chunk_iplr", "chunk_dplr"))) or str(case) in (
     "chunk_simple_gla-packed", "fused_recurrent_simple_gla-packed", "fused_recurrent_retention-reverse")], ids=str)
 def test_bfloat16_runs_on_fp32_copies(case: Case, plans: Plans) -> None:
     assert not failed(case, torch.bfloat16)
@@ -172,9 +187,10 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """cu_seqlens as it is treated on a GPU: not read, so brought into order on the device."""
     check_cu_seqlens = tensors.check_cu_seqlens
 
-    def without_reading(cu_seqlens: torch.Tensor, on_host: torch.Tensor | None, rows: torch.Size, device: torch.device, debug: bool) -> torch.Tensor:
-        return check_cu_seqlens(cu_seqlens, on_host, rows, AsOnAGpu(), debug)  # type: ignore[arg-type]
-    monkeypatch.setattr(simple_gla, "check_cu_seqlens", without_reading)
+    def without_reading(cu_seqlens: torch.Tensor, on_host: torch.Tensor | None, rows: torch.Size, device: torch.device, *rest: Any) -> torch.Tensor:
+        return check_cu_seqlens(cu_seqlens, on_host, rows, AsOnAGpu(), *rest)  # type: ignore[arg-type]
+    for module in (chunked, simple_gla):
+        monkeypatch.setattr(module, "check_cu_seqlens", without_reading)
 
 
 @MODES

@@ -80,7 +80,7 @@ def assert_equal(got: Tensors, wanted: Tensors) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if str(case) in (
-    "fused_recurrent_gated_delta_rule-packed", "recurrent-rwkv6-reverse", "recurrent-dplr-reverse-packed")], ids=str)
+    "fused_recurrent_gated_delta_rule-packed", "fused_recurrent_rwkv6-reverse", "fused_recurrent_dplr_delta_rule-reverse-packed")], ids=str)
 def test_segments_of_two_tokens(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """What segments of 64 do in long sequences."""
     for module in (recipe, forward, backward):
@@ -125,7 +125,7 @@ class AsOnAGpu:
 def test_rows_of_no_sequence_are_exact_zeros(edges: list[int], effective: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     check_cu_seqlens = tensors.check_cu_seqlens
     monkeypatch.setattr(recurrent, "check_cu_seqlens",
-                        lambda bounds, on_host, rows, device, debug: check_cu_seqlens(bounds, on_host, rows, AsOnAGpu(), debug))  # type: ignore[arg-type]
+                        lambda bounds, on_host, rows, device, debug, name: check_cu_seqlens(bounds, on_host, rows, AsOnAGpu(), debug))  # type: ignore[arg-type]
     call = Call(N=len(edges) - 1)
     got = call.run(torch.tensor(edges))
     assert_right(got, call.expected(torch.tensor(effective)))
@@ -311,6 +311,22 @@ def test_decoding_from_a_pool_in_a_graph(T: int, fresh_compiler: None, starts: l
     other, where = pool.clone(), torch.tensor([2, -1])
     got = torch.compile(step, fullgraph=True, backend="aot_eager")(pool, where, *tensors)
     assert torch.equal(got, step(other, where, *tensors)) and torch.equal(pool, other)
+
+
+DECODING = [case for case in CASES if str(case) in (
+    "fused_recurrent_kda-inference", "fused_recurrent_kda-pool", "fused_mul_recurrent_rwkv7-inference", "fused_recurrent_rwkv6-decoding")]
+
+
+@pytest.mark.parametrize("case", DECODING, ids=str)
+def test_gates_and_rates_are_inside_the_one_launch(case: Case, starts: list[Any], fresh_compiler: None) -> None:
+    """Eager and compiled, where the bound of a gate goes through the library operator."""
+    def again() -> Tensors:
+        return case.make(CPU, torch.float32, torch.Generator().manual_seed(0))
+    eager = case.call(**again())
+    assert len(starts) == 1 and len(DECODING) == 4
+    compiled = torch.compile(case.call, fullgraph=True, backend="aot_eager")(**again())
+    assert len(starts) == 2
+    assert_equal(compiled, eager)
 
 
 @pytest.mark.parametrize("facts", [{"flags": "delta v_first"}, {"needs_grad": False, "has_ht": False, "packed": True}], ids=str)

@@ -35,6 +35,7 @@ AUTO = Policy()
 
 WAYS = tuple(dict.fromkeys(dispatch.OPS.values()))  # (family, mode), each of which several ops share
 OP_OF = {way: next(op for op, its in dispatch.OPS.items() if its == way) for way in WAYS}
+OTHERS = ("chunk_rwkv7", "rwkv7")  # of a way, too, but with other optional tensors, so with other kernels
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 DIMS = (16, 64, 100, 128, 256, 512, 513, 1024)
 # (B, T, H): usual, decoding, fla's B * H > 65535, none at all, more programs than a grid has, offsets beyond 32 bits
@@ -56,19 +57,24 @@ def targets(triton: str) -> Iterator[Target]:
 
 def problem(op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2, 2048, 8), varlen: bool = False,
             needs_grad: bool = True) -> Problem:
-    """As the op's problem_of makes them: norms see rows of a length, convolutions channels, everything else heads."""
+    """As the op's problem_of makes them: norms and losses see rows of a length, convolutions channels, everything else heads."""
     (family, mode), (B, T, H) = dispatch.OPS[op], size
     if family == "norm":
         return Problem(op, family, mode, 1, min(B * T * H, 2**31), 1, K, K, 1, dtype, False, needs_grad, ("weight",))
+    if family == "cross_entropy":
+        return Problem(op, family, mode, 1, min(B * T * H, 2**31), 1, K, K, 1, dtype, False, needs_grad)
+    if family == "rotary":
+        return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, K // 2, 1, dtype, varlen, needs_grad)
     if family == "state_update":
         return Problem(op, family, mode, B, 1, H, K, V, B, dtype)
     if family in ("conv", "conv_update", "conv_window"):
         return Problem(op, family, mode, 1 if varlen else B, min(B * T, 2**30) if varlen else T, 1, K, 4, B, dtype, varlen, needs_grad, ("bias",))
     if family.startswith("pointwise"):
         return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, K, 1, dtype, False, needs_grad)
+    options = ("beta",) if op.endswith("kda") else ("a", "b") if family == "dplr" else ("g",)
     if varlen:
-        return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, V, B, dtype, True, needs_grad, ("g",))
-    return Problem(op, family, mode, B, T, H, K, V, B, dtype, False, needs_grad, ("g",))
+        return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, V, B, dtype, True, needs_grad, options)
+    return Problem(op, family, mode, B, T, H, K, V, B, dtype, False, needs_grad, options)
 
 
 def unique(found: Iterator[Problem]) -> tuple[Problem, ...]:
@@ -78,14 +84,14 @@ def unique(found: Iterator[Problem]) -> tuple[Problem, ...]:
 @lru_cache(maxsize=1)
 def usual() -> tuple[Problem, ...]:
     """Every pair of head sizes in a usual size, with gradients, which make all launches of a call without."""
-    return unique(problem(OP_OF[way], dtype, K, V) for way, dtype, K, V in itertools.product(WAYS, DTYPES, DIMS, DIMS))
+    return unique(problem(op, dtype, K, V) for op, dtype, K, V in itertools.product((*OP_OF.values(), *OTHERS), DTYPES, DIMS, DIMS))
 
 
 @lru_cache(maxsize=1)
 def odd() -> tuple[Problem, ...]:
     """Every size, packed or not, with gradients or not."""
-    return unique(problem(OP_OF[way], dtype, 128, 256, size, varlen, grad) for way, dtype, size, varlen, grad in
-                  itertools.product(WAYS, DTYPES, SIZES, (False, True), (False, True)))
+    return unique(problem(op, dtype, 128, 256, size, varlen, grad) for op, dtype, size, varlen, grad in
+                  itertools.product((*OP_OF.values(), *OTHERS), DTYPES, SIZES, (False, True), (False, True)))
 
 
 @lru_cache(maxsize=1)
@@ -184,9 +190,11 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 
 def test_ops_that_share_a_family_and_mode_plan_alike() -> None:
+    seen: dict[tuple[object, ...], Plan] = {}
     for op, way in dispatch.OPS.items():
         for triton, sm, dtype in itertools.product(("3.2.0", "3.7.1"), (75, 90), DTYPES):
-            mine, first = (fresh(problem(name, dtype, 128, 128), target(triton, sm)) for name in (op, OP_OF[way]))
+            mine = fresh(problem(op, dtype, 128, 128), target(triton, sm))
+            first = seen.setdefault((way, mine.asked.options, triton, sm, dtype), mine)
             assert mine.launches == first.launches and mine.steps == first.steps, op
 
 

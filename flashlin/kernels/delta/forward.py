@@ -15,6 +15,7 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.configs import BLOCK
+from flashlin.kernels.inverse import blocks, merged, merging, product, substitute
 from flashlin.kernels.pieces import (
     NO_DECAY,
     TOKEN_DECAY,
@@ -33,7 +34,6 @@ from flashlin.kernels.pieces import (
     within,
     zero_gaps,
 )
-from flashlin.kernels.scans import operand_bytes
 
 
 @triton.jit
@@ -51,63 +51,6 @@ def beta_rows(beta, betas, first, t0, length, i_h, HV, R, BT: tl.constexpr):
     b_beta = tl.load(beta + (first + t0 + rows) * HV + i_h, mask=inside, other=0.0).to(tl.float32)
     tl.store(betas + i_h.to(tl.int64) * R + first + t0 + rows, b_beta, mask=inside)
     return b_beta
-
-
-@triton.jit
-def blocks(at, SIDE: tl.constexpr):
-    """Where the 16x16 blocks on the diagonal of a [SIDE, SIDE] tile lie in scratch [SIDE, 16], and which of its elements they are."""
-    rows = tl.arange(0, SIDE)
-    return at + rows[:, None] * 16 + (rows % 16)[None, :], (rows // 16)[:, None] == (rows // 16)[None, :]
-
-
-@triton.jit
-def substitute(scratch, ROWS: tl.constexpr):
-    """For scratch [ROWS, 16] holding 16x16 blocks M, strictly lower triangular, put (I + M)^-1 of each in its place: substitution in
-    float32, all blocks at once. Through memory, since only there every column of the inverse reads the same row of M without an exchange
-    between threads at each of the 15 steps."""
-    columns = tl.arange(0, ROWS)  # column c of X is column c % 16 of block c // 16
-    j = tl.arange(0, 16)
-    top = scratch + (columns // 16 * 256)[None, :]
-    X = tl.where(j[:, None] == (columns % 16)[None, :], 1.0, 0.0)
-    for i in tl.static_range(1, 16):  # unrolled, so that no step waits for its row of M
-        m = tl.load(top + i * 16 + j[:, None])
-        X -= tl.where(j[:, None] == i, tl.sum(m * X, 0)[None, :], 0.0)
-    tl.debug_barrier()
-    tl.store(top + j[:, None] * 16 + (columns % 16)[None, :], X)
-
-
-@triton.jit
-def top_half(x):
-    """float32 cut to the bits that bf16 has. (Rounding to bf16 and back would be converted one number at a time, which is slow.)"""
-    return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def product(a, b, PRECISION: tl.constexpr):
-    """a b for float32 tiles. "split": each as the sum of two bf16 numbers, which keeps 16 bits at the price of three fast products: tf32's 11
-    are too few here, since in coherent rows their errors add up instead of averaging out."""
-    if PRECISION == "split":
-        a_top = top_half(a)
-        b_top = top_half(b)
-        a_high = a_top.to(tl.bfloat16)
-        b_high = b_top.to(tl.bfloat16)
-        a_low = (a - a_top).to(tl.bfloat16)
-        b_low = (b - b_top).to(tl.bfloat16)
-        small = tl.dot(a_high, b_low, tl.dot(a_low, b_high))
-        return tl.dot(a_high, b_high, small)
-    else:
-        return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def merged(X, M, SIDE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + M)^-1 of [SIDE, SIDE] out of its diagonal blocks' inverses. Exact algebra whose terms stay as small as the inverse is. (Powers
-    of M do not: for keys that resemble each other they grow like binomials, while the inverse has entries of about 1.)"""
-    if SIDE == 32:
-        block = tl.arange(0, SIDE) // 16
-        corner = tl.where(block[:, None] != block[None, :], M, 0.0)
-        X -= product(product(X, corner, PRECISION), X, PRECISION)
-    return X
 
 
 @triton.jit
@@ -343,9 +286,3 @@ def edges_of(bounds: torch.Tensor | None, part: slice) -> torch.Tensor | None:
 def columns(lines: torch.Tensor, part: slice, T: int, bounds: torch.Tensor | None) -> torch.Tensor:
     """The part's columns of lines [2, HV, rows]; their rows stay as far apart as they are."""
     return lines if bounds is not None else lines[..., part.start * T:part.stop * T]
-
-
-def merging(plan: Plan) -> str:
-    """How the inverse's blocks are multiplied: see product. Without bf16 products, as float32."""
-    full = precision(plan)
-    return "split" if full != "ieee" and operand_bytes(plan.problem) == 2 else full

@@ -79,7 +79,8 @@ def recurrent_backward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, h0, states,
             row = token * HV + i_h
             b_k = vector(k, (token * H + i_qk) * K, in_k, K)
             b_v = vector(v, row * V, in_v, V)
-            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, None, None, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, 0)
+            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, None, None, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, 0,
+                        False, 0)
         tl.debug_barrier()  # other threads may read what this one wrote
         for j in range(tokens):
             i = tokens - 1 - j
@@ -91,7 +92,7 @@ def recurrent_backward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, h0, states,
             b_k = vector(k, (token * H + i_qk) * K, in_k, K)
             b_v = vector(v, row * V, in_v, V)
             b_do = vector(do, row * V, in_v, V)
-            P = decayed(S, g, gamma, gk, gv, None, None, row, i_h, in_k, in_v, K, V)
+            P = decayed(S, g, gamma, gk, gv, None, None, row, i_h, in_k, in_v, K, V, 0)
             u = b_v
             if DELTA:
                 error = b_v - tl.sum(P * b_k[:, None], 0)
@@ -135,7 +136,7 @@ def recurrent_backward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, h0, states,
                 tl.store(dgk + part * K + in_k, tl.sum(dS * P, 1), mask=in_k < K)
             if dgv is not None:
                 tl.store(dgv + row * V + in_v, tl.sum(dS * P, 0), mask=in_v < V)
-            dS = decayed(dS, g, gamma, gk, gv, None, None, row, i_h, in_k, in_v, K, V)
+            dS = decayed(dS, g, gamma, gk, gv, None, None, row, i_h, in_k, in_v, K, V, 0)
             if a is not None:
                 dS += b_a[:, None] * b_w[None, :]
             if BEFORE:

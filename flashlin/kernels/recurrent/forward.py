@@ -11,7 +11,7 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.pieces import fills_gaps, parts, sequence_of, sliced, within, zero_gaps, zero_rows
-from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.kernels.recurrent.inputs import Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import SEGMENT, kept
 
 
@@ -34,19 +34,35 @@ def softplus(x):
 
 
 @triton.jit
-def decayed(S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k, in_v, K: tl.constexpr, V: tl.constexpr):
+def gated(x, A_log, i_h, BOUND: tl.constexpr):
+    """The log decay of a raw gate. BOUND: 0 for none."""
+    rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+    if BOUND != 0:
+        return BOUND / (1.0 + tl.exp(-rate * x))
+    else:
+        return -rate * softplus(x)
+
+
+@triton.jit
+def decayed(S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k, in_v, K: tl.constexpr, V: tl.constexpr, BOUND: tl.constexpr):
     """S after the decays of one token. row: token and value head."""
     if g is not None:
         rate = tl.load(g + row).to(tl.float32)
         if A_log is not None:
             if dt_bias is not None:
                 rate += tl.load(dt_bias + i_h).to(tl.float32)
-            rate = -tl.exp(tl.load(A_log + i_h).to(tl.float32)) * softplus(rate)
+            rate = gated(rate, A_log, i_h, 0)
         S = S * tl.exp(rate)
     if gamma is not None:
         S = S * tl.exp(tl.load(gamma + i_h).to(tl.float32))
     if gk is not None:
-        S = S * tl.exp(vector(gk, row * K, in_k, K))[:, None]
+        rates = vector(gk, row * K, in_k, K)
+        if g is None:
+            if A_log is not None:
+                if dt_bias is not None:
+                    rates += vector(dt_bias, i_h * K, in_k, K)
+                rates = gated(rates, A_log, i_h, BOUND)
+        S = S * tl.exp(rates)[:, None]
     if gv is not None:
         S = S * tl.exp(vector(gv, row * V, in_v, V))[None, :]
     return S
@@ -66,13 +82,17 @@ def strength(beta, row, in_v, V: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOI
 
 @triton.jit
 def updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K: tl.constexpr, V: tl.constexpr,
-            DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr):
-    """The state after one token."""
+            DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr, RATE: tl.constexpr, BOUND: tl.constexpr):
+    """The state after one token. RATE: what multiplies a is -a b."""
     if a is not None:
-        read = tl.sum(S * vector(a, row * K, in_k, K)[:, None], 0)
-    S = decayed(S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k, in_v, K, V)
+        b_a = vector(a, row * K, in_k, K)
+        read = tl.sum(S * b_a[:, None], 0)
+    S = decayed(S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k, in_v, K, V, BOUND)
     if a is not None:
-        S += vector(b, row * K, in_k, K)[:, None] * read[None, :]
+        b_b = vector(b, row * K, in_k, K)
+        if RATE:
+            b_b *= -b_a
+        S += b_b[:, None] * read[None, :]
     u = b_v
     if DELTA:
         u = b_v - tl.sum(S * b_k[:, None], 0)
@@ -112,8 +132,8 @@ def tile_of_state(in_k, in_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.cons
 def recurrent_forward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, A_log, dt_bias, h0, o, ht, states, indices, bounds, scale, T, N, H, HV, P,
                       q_row, k_row, v_row, state_row, K: tl.constexpr, V: tl.constexpr, SEGMENT: tl.constexpr, BT: tl.constexpr,
                       BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr,
-                      L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
-                      GAPS: tl.constexpr):
+                      L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr, RATE: tl.constexpr, BOUND: tl.constexpr,
+                      V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr):
     """q_row, k_row, v_row: elements from one token to the next. state_row: from one state of h0 and ht to the next. With indices, h0 and
     ht are one pool of P states, and sequence n has the one at indices[n]; one of none, or outside the pool, is left alone."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -161,9 +181,11 @@ def recurrent_forward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, A_log, dt_bi
             b_o = tl.sum(S * b_q[:, None], 0)
             if bonus is not None:
                 b_o += tl.sum(vector(bonus, i_h * K, in_k, K) * b_q * b_k, 0) * b_v
-            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, SIGMOID)
+            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, SIGMOID,
+                        RATE, BOUND)
         else:
-            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, SIGMOID)
+            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, SIGMOID,
+                        RATE, BOUND)
             b_o = tl.sum(S * b_q[:, None], 0)
         tl.store(o + row * V + in_v, b_o.to(o.dtype.element_ty), mask=in_v < V)
     if ht is not None:
@@ -193,7 +215,8 @@ def run(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: boo
     x = x._replace(q=with_rows(x.q), k=with_rows(x.k), v=with_rows(x.v))
     state_row = HV * K * V if x.h0 is None or x.h0.shape[0] <= 1 else x.h0.stride(0)
     sigmoid = (2.0 if "neg_eigval" in flags else 1.0) if "sigmoid" in flags else 0.0
-    constants = dict(constants_of(x, flags), L2NORM="l2norm" in flags, SIGMOID=sigmoid, GAPS=x.bounds is not None and len(split) == 1)
+    constants = dict(constants_of(x, flags), L2NORM="l2norm" in flags, SIGMOID=sigmoid, RATE="rate" in flags, BOUND=bound_of(flags),
+                     GAPS=x.bounds is not None and len(split) == 1)
     for part in split:
         y, n = part_of(x, part), part.stop - part.start
         h0, after = (x.h0, ht) if indices is not None else (y.h0, sliced(ht, part))

@@ -1,4 +1,4 @@
-"""Cases of the delta rules token by token: keys that repeat, keys that are too long, gates at both ends, groups, odd sizes, packed rows.
+"""Cases of the ops token by token: keys that repeat, keys that are too long, gates at both ends, groups, odd sizes, packed rows.
 
 Short, because Triton's interpreter runs them too: what depends on the length (the states kept for backward) has cases of more tokens.
 """
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import flashlin
 from flashlin.kernels.delta.reference import recurrence
+from flashlin.kernels.pointwise.reference import gate as decay_of_channels
 from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_others
 from flashlin.ops.preprocess import beta_of_logits, decay_of_gate, l2normalized
 from flashlin.testing.compare import Case, Tensors
@@ -146,9 +147,51 @@ CASES += [
     _inference("fused_recurrent_delta_rule", "in-place", {**NORM, "inplace_state": True}, B=2, T=3)]
 
 
-# What no public op of this file does, through the plumbing all token-by-token ops share: gla, rwkv6, dplr, and everything walked backwards.
+# Kimi Delta Attention: the decay of channels is called g, and its gate has a bias for each of them.
 
-def make_other(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, given: str, T: int = 5, HV: int = 2,
+def make_kda(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, raw: bool = False, scaled: bool = True,
+             decay: str = "random", **facts: Any) -> Tensors:
+    """raw: as for make; scaled: with an A_log, too."""
+    made = make(device, dtype, generator, raw=raw, gates={"gk": decay}, **facts)
+    made["g"] = made.pop("gk")
+    if raw:
+        shape = made["g"].shape
+        made["g"] = 8 * torch.randn(shape, generator=generator).to(device)
+        made["dt_bias"] = torch.randn(shape[2] * shape[3], generator=generator).to(device)
+        if not scaled:
+            del made["A_log"]
+    return made
+
+
+def reference_kda(extra: dict[str, Any], g: torch.Tensor, A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
+                  **tensors: torch.Tensor) -> Tensors:
+    if extra.get("use_gate_in_kernel"):
+        g = decay_of_channels(g, A_log, dt_bias, extra.get("lower_bound"))
+    return reference(extra, gk=g, **tensors)
+
+
+def _kda(name: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
+    return _case("fused_recurrent_kda", name, extra, quick)._replace(make=partial(make_kda, **facts), reference=partial(reference_kda, extra or {}))
+
+
+BOUND = {"lower_bound": -5.0}
+POOL = ("q", "k", "v", "beta", "g", "A_log", "dt_bias", "initial_state")
+CASES += [
+    _kda("random", quick=True, T=6), _kda("g=-20", decay="-20", T=4), _kda("odd", NORM, beta="headwise", K=23, V=37, B=1, T=6),
+    _kda("groups-packed", {"scale": -0.7}, H=1, HV=2, edges=PACKED), _kda("segments", B=1, T=66, K=16, V=16),
+    _kda("layer", {**LAYER, **V_FIRST}, raw=True, keys="long", v_first=True, T=6), _kda("bounded", {**LAYER, **BOUND}, raw=True, T=6, keys="long"),
+    _kda("bounded-unscaled", {**LAYER, **BOUND}, raw=True, scaled=False, B=1, T=5),
+    _kda("inference", LAYER, raw=True, keys="long", H=1, HV=2, T=5, V=40)._replace(constant=POOL),
+    _kda("pool", {**LAYER, **BOUND, **V_FIRST}, raw=True, v_first=True, B=3, T=1, H=1, HV=3, K=64, V=64, pool=(4, -1, 0))._replace(constant=POOL)]
+
+
+# The others: what reads before it stores (rwkv6), what takes back with vectors of its own (dplr, iplr, rwkv7); and through the plumbing that all
+# of them share, what no public op of this file does. Names are those of the reference; the ops have others for some.
+RENAMED = {"fused_recurrent_rwkv6": {"q": "r", "gk": "w", "bonus": "u"}, "fused_recurrent_rwkv7": {"q": "r", "gk": "w"},
+           "fused_mul_recurrent_rwkv7": {"q": "r", "gk": "w", "a": "kk", "b": "a"}}
+
+
+def make_other(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, op: str = "recurrent", given: str, T: int = 5, HV: int = 2,
                K: int = 16, V: int = 24, edges: tuple[int, ...] = ()) -> Tensors:
     """given: the optional tensors, by name."""
     def randn(*shape: int) -> torch.Tensor:
@@ -160,10 +203,16 @@ def make_other(device: torch.device, dtype: torch.dtype, generator: torch.Genera
             "h0": randn(len(edges) - 1 if edges else B, HV, K, V)}
     every = {"g": F.logsigmoid(randn(B, T, HV)), "gamma": -torch.rand(HV, generator=generator), "gk": F.logsigmoid(randn(B, T, HV, K)),
              "gv": F.logsigmoid(randn(B, T, HV, V)), "bonus": randn(HV, K), "a": -unit.to(dtype), "b": (unit * rate).to(dtype)}
+    if op == "fused_mul_recurrent_rwkv7":
+        every.update(a=unit.to(dtype), b=rate.to(dtype))
     made.update({name: every[name] for name in given.split()})
     if edges:
         made["bounds"] = torch.tensor(edges)
-    return {name: x.to(device) for name, x in made.items()}
+    return {_names(op).get(name, name): x.to(device) for name, x in made.items()}
+
+
+def _names(op: str) -> dict[str, str]:
+    return {} if op == "recurrent" else {"h0": "initial_state", "bounds": "cu_seqlens", **RENAMED.get(op, {})}
 
 
 def call_other(flags: tuple[str, ...], **tensors: torch.Tensor) -> Tensors:
@@ -174,20 +223,41 @@ def call_other(flags: tuple[str, ...], **tensors: torch.Tensor) -> Tensors:
     return {"o": o, "ht": ht}
 
 
-def reference_other(flags: tuple[str, ...], **tensors: torch.Tensor) -> Tensors:
-    o, ht = recurrence_of_others(**tensors, scale=tensors["q"].shape[3] ** -0.5, before="before" in flags, reverse="reverse" in flags)
+def reference_other(op: str, extra: dict[str, Any], before: bool, **tensors: torch.Tensor) -> Tensors:
+    back = {ours: name for name, ours in _names(op).items()}
+    given = {back.get(name, name): x for name, x in tensors.items()}
+    if op == "fused_mul_recurrent_rwkv7":
+        given.update(a=-given["a"], b=given["a"] * given["b"])
+    scale = extra.get("scale", 1.0 if op == "fused_mul_recurrent_rwkv7" else given["q"].shape[3] ** -0.5)
+    o, ht = recurrence_of_others(**given, scale=scale, before=before, reverse=extra.get("reverse", False))
     return {"o": o, "ht": ht}
 
 
 def _other(name: str, given: str, flags: tuple[str, ...] = (), **facts: Any) -> Case:
-    return Case("recurrent", name, partial(make_other, given=given, **facts), partial(call_other, flags), partial(reference_other, flags),
-                {**TOLERANCES, "dbonus": 0.02}, ("gamma",))
+    return Case("recurrent", name, partial(make_other, given=given, **facts), partial(call_other, flags),
+                partial(reference_other, "recurrent", dict.fromkeys(flags, True), "before" in flags), TOLERANCES, ("gamma",))
 
 
+def _public(op: str, given: str, name: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
+    extra = extra or {}
+    return Case(op, name, partial(make_other, op=op, given=given, **facts), partial(call, op, extra),
+                partial(reference_other, op, extra, "bonus" in given), {**TOLERANCES, "du": 0.02, "dw": 0.02}, (), quick)
+
+
+def _inference_of(case: Case) -> Case:
+    return case._replace(constant=("q", "r", "w", "k", "v", "kk", "a", "b", "gk", "u", "initial_state"))
+
+
+REVERSE = {"reverse": True}
+_rwkv6, _rwkv7 = partial(_public, "fused_recurrent_rwkv6", "gk bonus"), partial(_public, "fused_recurrent_rwkv7", "gk a b")
+_mul, _dplr = partial(_public, "fused_mul_recurrent_rwkv7", "gk a b"), partial(_public, "fused_recurrent_dplr_delta_rule", "gk a b")
+_iplr = partial(_public, "fused_recurrent_iplr_delta_rule", "a b")
 CASES += [
     _other("linear", ""), _other("gla", "gk gv"), _other("gla-reverse-packed", "gk gv", ("reverse",), edges=(0, 0, 3, 5)),
-    _other("retention-reverse", "gamma", ("reverse",)), _other("simple-gla", "g gamma"),
-    _other("rwkv6", "gk bonus", ("before",), V=40), _other("rwkv6-packed", "gk bonus", ("before",), edges=(0, 3, 5)),
-    _other("rwkv6-reverse", "gk bonus", ("before", "reverse")), _other("before", "g", ("before",)),
-    _other("dplr", "gk a b", V=40), _other("iplr", "a b"),
-    _other("dplr-reverse-packed", "gk a b", ("reverse",), edges=(0, 3, 5, 5))]
+    _other("retention-reverse", "gamma", ("reverse",)), _other("simple-gla", "g gamma"), _other("before", "g", ("before",)),
+    _rwkv6("random", quick=True, V=40), _rwkv6("packed", {"scale": 1.0}, edges=(0, 3, 5)), _rwkv6("reverse", REVERSE),
+    _rwkv6("segments", HV=1, T=66, V=16), _inference_of(_rwkv6("decoding", {"scale": 1.0}, T=1)),
+    _rwkv7("random", {"scale": 1.0}, quick=True), _rwkv7("packed", edges=(0, 0, 3, 5)), _inference_of(_rwkv7("decoding", T=1)),
+    _mul("random", quick=True), _mul("reverse-packed", {**REVERSE, "scale": 0.5}, edges=(0, 3, 5, 5)), _mul("segments", HV=1, T=66, V=16),
+    _inference_of(_mul("inference", T=4, V=40)), _dplr("random", quick=True, V=40), _dplr("odd", K=23, V=37),
+    _dplr("reverse-packed", REVERSE, edges=(0, 3, 5, 5)), _iplr("random", quick=True), _iplr("packed", {"scale": -0.7}, edges=(0, 0, 3, 5))]

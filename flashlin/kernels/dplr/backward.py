@@ -1,0 +1,372 @@
+"""Backward of the delta families with a decay for each key channel: a scan that rebuilds states, a reverse scan for their gradients, then all
+chunks at once. No partial sums, no atomics.
+
+With the notation of forward.py, dh the gradient of the state leaving a chunk (q', P and R hold the scale):
+    dX = b' dh + P^T do        dY = T^T dX        dV = N^T dY + k' dh + R^T do        dh' = Diag(e^{G_L}) dh + q'^T do + a'^T dY
+are the reverse scan's (split over V, like the forward). T's own gradient needs no product of three: with dY
+    da' = dY h^T        dL = dY X^T        dN = dY V^T        db' = X dh^T        dk' = V dh^T        dq' = scale do h^T
+    dP = scale do X^T        dR = scale do V^T
+all contract over V, so a program has a chunk to itself. The scores' gradients go level by level to q, k, a and b like the scores came: with
+Z_1 = dR and Z_2 = dL made symmetric, and C = dP below the diagonal and dN^T above it, Y1 = C X2 + Z_1 X1 and Y2 = C^T X1 + Z_2 X2 hold what
+each row gets from the other half. Without a second writer C holds dP and dL^T, and is all.
+The gate as in kernels/gla: what passes from before t to t or later. A pair is counted at its reader and taken off at its writer as the same
+product of the same rounded numbers; a reads the state before its own token's decay, so it counts at the row before. Pairs that do not decay,
+q with its own token's writers and a with those of the token before, stand apart from the levels: in the gate they would cancel on paper only.
+KDA: what is a's here goes on to k and beta, a = -beta k, and dv = beta dY.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.dplr.forward import beta_of, prepared, sums_before
+from flashlin.kernels.gla.backward import summed_before
+from flashlin.kernels.gla.forward import halves, sum_of_chunk, sums_at
+from flashlin.kernels.pieces import fills_gaps, first_slot, parts, precision, put, sequence_of, sliced, state_offsets, tile, within, zero_gaps
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def dplr_states(b_out, k_out, W, M, v, G, h0, x, states, bounds, T, N, HV, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+                PRECISION: tl.constexpr):
+    """x [rows, HV, V] = X, and states [slots, HV, K, V], the state entering each chunk."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    v0 = program % NV * BV
+    nh = program // NV
+    i_h = nh % HV
+    n = nh // HV
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    if HAS_H0:
+        h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        h = tl.zeros([BK, BV], dtype=tl.float32)
+    for t0 in range(0, length, BT):
+        b_W = tile(W, first, t0, length, i_h, HV, K, 0, BT, BK)
+        b_M = tile(M, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
+        b_b = tile(b_out, first, t0, length, i_h, HV, K, 0, BT, BK)
+        total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, HV, K, 0, BK)
+        b_h = h.to(b_W.dtype)
+        slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
+        to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
+        tl.store(states + to, b_h, mask=whole)
+        b_x = tl.dot(b_M, b_v, input_precision=PRECISION)
+        b_x += tl.dot(b_W, b_h, input_precision=PRECISION)
+        put(x, b_x, first, t0, length, i_h, HV, V, v0, BT, BV)
+        h *= tl.exp2(total)[:, None]
+        h += tl.dot(tl.trans(b_b), b_x.to(b_W.dtype), input_precision=PRECISION)
+        if TWO:
+            b_k = tile(k_out, first, t0, length, i_h, HV, K, 0, BT, BK)
+            h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def dplr_reverse(q_in, a_in, b_out, k_out, P, R, N_, T_, T_low, do, G, dht, dy, dv, dh0, dstates, bounds, T, N, HV, K: tl.constexpr,
+                 V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, HAS_DHT: tl.constexpr,
+                 HAS_DH0: tl.constexpr, V_FIRST: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+                 PRECISION: tl.constexpr):
+    """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, dh0, and of two writers dv."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    v0 = program % NV * BV
+    nh = program // NV
+    i_h = nh % HV
+    n = nh // HV
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS and TWO:
+        zero_gaps(dv, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    if HAS_DHT:
+        dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        dh = tl.zeros([BK, BV], dtype=tl.float32)
+    chunks = (length + BT - 1) // BT
+    for i_c in range(chunks):
+        t0 = (chunks - 1 - i_c) * BT
+        b_b = tile(b_out, first, t0, length, i_h, HV, K, 0, BT, BK)
+        b_P = tile(P, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_b.dtype)
+        b_dh = dh.to(b_b.dtype)
+        slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
+        to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
+        tl.store(dstates + to, b_dh, mask=whole)
+        dx = tl.dot(tl.trans(b_P), b_do, input_precision=PRECISION)
+        dx += tl.dot(b_b, b_dh, input_precision=PRECISION)
+        if TWO:  # what of dv reads dh comes first, then what does not
+            b_R = tile(R, first, t0, length, i_h, HV, BT, 0, BT, BT)
+            b_k = tile(k_out, first, t0, length, i_h, HV, K, 0, BT, BK)
+            b_dv = tl.dot(tl.trans(b_R), b_do, input_precision=PRECISION)
+            b_dv += tl.dot(b_k, b_dh, input_precision=PRECISION)
+        total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, HV, K, 0, BK)
+        b_q = tile(q_in, first, t0, length, i_h, HV, K, 0, BT, BK)
+        dh *= tl.exp2(total)[:, None]
+        dh += tl.dot(tl.trans(b_q), b_do, input_precision=PRECISION)
+        # Of keys that resemble each other T^T takes differences, so neither side may lose what rounding it would lose.
+        b_T = tile(T_, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        b_dx = dx.to(b_b.dtype)
+        y = tl.dot(tl.trans(b_T), b_dx, input_precision=PRECISION)
+        if HAS_LOW:
+            b_low = tile(T_low, first, t0, length, i_h, HV, BT, 0, BT, BT)
+            y += tl.dot(tl.trans(b_T), (dx - b_dx).to(b_b.dtype), input_precision=PRECISION)
+            y += tl.dot(tl.trans(b_low), b_dx, input_precision=PRECISION)
+        b_y = y.to(b_b.dtype)
+        b_a = tile(a_in, first, t0, length, i_h, HV, K, 0, BT, BK)
+        dh += tl.dot(tl.trans(b_a), b_y, input_precision=PRECISION)
+        put(dy, b_y, first, t0, length, i_h, HV, V, v0, BT, BV)
+        if TWO:
+            b_N = tile(N_, first, t0, length, i_h, HV, BT, 0, BT, BT)
+            b_dv += tl.dot(tl.trans(b_N), b_y, input_precision=PRECISION)
+            put(dv, b_dv, first, t0, length, i_h, HV, V, v0, BT, BV)
+    if HAS_DH0:
+        tl.store(dh0 + at, dh, mask=inside)
+
+
+@triton.jit
+def rows_beside(x, by: tl.constexpr, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+    """[BT, BD] of a [rows, H, D] tensor, in each row what belongs to row t + by of the chunk, zeros where the chunk has none."""
+    rows = tl.arange(0, BT)
+    columns = d0 + tl.arange(0, BD)
+    inside = (rows + by >= 0) & (rows + by < BT) & (t0 + rows + by < length)
+    offsets = rows[:, None] * (H * D) + columns[None, :]
+    return tl.load(x + ((first + t0 + by) * H + i_h) * D + offsets, mask=inside[:, None] & (columns < D)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, scale, n, first, t0, length, i_h, H, HV,
+                   K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
+                   PRECISION: tl.constexpr):
+    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
+    i_qk = i_h // (HV // H)
+    rows = tl.arange(0, BT)
+    last = tl.minimum(BT, length - t0) - 1
+    slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
+    below = rows[:, None] > rows[None, :]
+    equal = rows[:, None] == rows[None, :]
+    if not TWO:
+        b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
+        b_dbeta = tl.zeros([BT], dtype=tl.float32)
+    one = tl.zeros([BT, BT], dtype=tl.float32)
+    two = tl.zeros([BT, BT], dtype=tl.float32)
+    lower = tl.zeros([BT, BT], dtype=tl.float32)
+    upper = tl.zeros([BT, BT], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
+        b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_v.dtype)
+        b_x = tile(x, first, t0, length, i_h, HV, V, v0, BT, BV)
+        b_y = tile(dy, first, t0, length, i_h, HV, V, v0, BT, BV)
+        lower += tl.dot(b_do, tl.trans(b_x), input_precision=PRECISION)
+        if TWO:
+            upper += tl.dot(b_v, tl.trans(b_y), input_precision=PRECISION)
+            one += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+            two += tl.dot(b_y, tl.trans(b_x), input_precision=PRECISION)
+        else:
+            upper += tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
+            wide = b_y.to(tl.float32)
+            b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
+            put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, V, v0, BT, BV)
+    qb = tl.sum(tl.where(equal, lower, 0.0), 1) * scale
+    if TWO:
+        qk = tl.sum(tl.where(equal, one, 0.0), 1) * scale
+        above = rows[:, None] == rows[None, :] + 1  # in each row the column of the token before it
+        after = rows[:, None] + 1 == rows[None, :]
+        a_from_b = tl.sum(tl.where(above, two, 0.0), 1)
+        b_from_a = tl.sum(tl.where(above, two, 0.0), 0)
+        a_from_k = tl.sum(tl.where(after, upper, 0.0), 0)
+        k_from_a = tl.sum(tl.where(after, upper, 0.0), 1)
+        two = tl.where(above, 0.0, two)
+        upper = tl.where(after, 0.0, upper)
+    C = tl.where(below, lower * scale, upper).to(v.dtype.element_ty)
+    if TWO:
+        Z1 = (tl.where(below, one, tl.trans(one)) * scale).to(v.dtype.element_ty)
+        Z2 = tl.where(below, two, tl.trans(two)).to(v.dtype.element_ty)
+    for k0 in range(0, K, BK):
+        b_q = tile(q, first, t0, length, i_qk, H, K, k0, BT, BK)
+        b_k = tile(k, first, t0, length, i_qk, H, K, k0, BT, BK)
+        b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
+        total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
+        r_a = b_k  # but for -beta, which the rows that read get
+        b_b = b_k
+        b_B = b_G
+        if TWO:
+            r_a = tile(a, first, t0, length, i_h, HV, K, k0, BT, BK)
+            b_b = tile(b, first, t0, length, i_h, HV, K, k0, BT, BK)
+            b_B = sums_before(G, rows, last, first, t0, i_h, HV, K, k0, BK)
+        b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+        b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+        b_da = tl.zeros([BT, BK], dtype=tl.float32)
+        b_db = tl.zeros([BT, BK], dtype=tl.float32)
+        across = tl.zeros([BK], dtype=tl.float32)
+        for v0 in range(0, V, BV):
+            at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
+            h = tl.load(states + at, mask=whole, other=0.0)
+            dh = tl.load(dstates + at, mask=whole, other=0.0)
+            b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(h.dtype)
+            b_x = tile(x, first, t0, length, i_h, HV, V, v0, BT, BV)
+            b_y = tile(dy, first, t0, length, i_h, HV, V, v0, BT, BV)
+            b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
+            b_da += tl.dot(b_y, tl.trans(h), input_precision=PRECISION)
+            b_db += tl.dot(b_x, tl.trans(dh), input_precision=PRECISION)
+            if TWO:
+                b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
+                b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
+            across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
+        # What the states give, and what of it passes the decays: here at a row or later, there strictly later, left from before a row.
+        left = tl.exp2(total[None, :] - b_G)
+        b_dq *= tl.exp2(b_G) * scale
+        b_da *= tl.exp2(b_B)
+        b_db *= left
+        sent = b_b.to(tl.float32) * b_db
+        if TWO:
+            b_dk *= left
+            sent += b_k.to(tl.float32) * b_dk
+        b_dg = summed_before(sent, dg, first, t0, length, i_h, HV, K, k0, BT, BK)
+        put(dg, b_dg + (tl.exp2(total) * across)[None, :], first, t0, length, i_h, HV, K, k0, BT, BK)  # there until the levels are done
+        here = b_q.to(tl.float32) * b_dq
+        there = r_a.to(tl.float32) * b_da
+        if not TWO:
+            here -= b_beta[:, None] * there
+        b_dq += qb[:, None] * b_b.to(tl.float32)
+        b_db += qb[:, None] * b_q.to(tl.float32)
+        if TWO:
+            b_dq += qk[:, None] * b_k.to(tl.float32)
+            b_dk += qk[:, None] * b_q.to(tl.float32)
+            b_da += a_from_b[:, None] * rows_beside(b, -1, first, t0, length, i_h, HV, K, k0, BT, BK)
+            b_da += a_from_k[:, None] * rows_beside(k, -1, first, t0, length, i_h, HV, K, k0, BT, BK)
+            next_a = rows_beside(a, 1, first, t0, length, i_h, HV, K, k0, BT, BK)
+            b_db += b_from_a[:, None] * next_a
+            b_dk += k_from_a[:, None] * next_a
+        for level in range(LEVELS):
+            half = halves(level, BT)
+            second = (half % 2 == 1)[:, None]
+            partner = (half ^ 1)[:, None] == half[None, :]
+            b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, HV, K, k0, BK)
+            decay = tl.exp2(tl.where(second, b_G - b_M, b_M - b_G))
+            X1 = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
+            if TWO:
+                decay2 = tl.exp2(tl.where(second, b_B - b_M, b_M - b_G))
+                X2 = (tl.where(second, r_a, b_b) * decay2).to(b_q.dtype)
+            else:
+                decay2 = decay
+                X2 = (b_k * tl.where(second, -b_beta[:, None], 1.0) * decay).to(b_q.dtype)
+            b_C = tl.where(partner, C, 0.0).to(b_q.dtype)
+            y1 = tl.dot(b_C, X2, input_precision=PRECISION)
+            y2 = tl.dot(tl.trans(b_C), X1, input_precision=PRECISION)
+            if TWO:
+                y1 += tl.dot(tl.where(partner, Z1, 0.0).to(b_q.dtype), X1, input_precision=PRECISION)
+                y2 += tl.dot(tl.where(partner, Z2, 0.0).to(b_q.dtype), X2, input_precision=PRECISION)
+            both = X1.to(tl.float32) * y1
+            own = X2.to(tl.float32) * y2
+            if TWO:
+                here += tl.where(second, both, -both - own)
+                there += tl.where(second, own, 0.0)
+            else:
+                both += own
+                here += tl.where(second, both, -both)
+            y1 *= decay
+            y2 *= decay2
+            b_dq += tl.where(second, y1, 0.0)
+            b_da += tl.where(second, y2, 0.0)
+            if TWO:
+                b_dk += tl.where(second, 0.0, y1)
+                b_db += tl.where(second, 0.0, y2)
+            else:
+                b_db += tl.where(second, 0.0, y1 + y2)
+        put(dq, b_dq, first, t0, length, i_h, HV, K, k0, BT, BK)
+        if TWO:
+            put(dk, b_dk, first, t0, length, i_h, HV, K, k0, BT, BK)
+            put(da, b_da, first, t0, length, i_h, HV, K, k0, BT, BK)
+            put(db, b_db, first, t0, length, i_h, HV, K, k0, BT, BK)
+            put(G, there, first, t0, length, i_h, HV, K, k0, BT, BK)  # nobody reads the sums again
+            tl.debug_barrier()
+            here += rows_beside(G, 1, first, t0, length, i_h, HV, K, k0, BT, BK)
+        else:
+            put(dk, b_db - b_beta[:, None] * b_da, first, t0, length, i_h, HV, K, k0, BT, BK)
+            b_dbeta -= tl.sum(b_k.to(tl.float32) * b_da, 1)
+        tl.debug_barrier()  # another thread may have put there what this one reads
+        b_dg = tile(dg, first, t0, length, i_h, HV, K, k0, BT, BK)
+        put(dg, b_dg + tl.cumsum(here, 0, reverse=True), first, t0, length, i_h, HV, K, k0, BT, BK)
+    if not TWO:
+        tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=t0 + rows < length)
+
+
+@triton.jit(do_not_specialize=["T", "N", "S", "scale"])
+def dplr_grads(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, bounds, scale, T, N, H, HV, S,
+               K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, VARLEN: tl.constexpr,
+               GAPS: tl.constexpr, PRECISION: tl.constexpr):
+    """dq, dk, dg [rows, HV, K] of a chunk, da and db or dv and dbeta. S programs share a sequence."""
+    program = tl.program_id(0)
+    i_h = program % HV
+    share = program // HV % S
+    n = program // HV // S
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
+        if share == 0:
+            for k0 in range(0, K, BK):
+                zero_gaps(dq, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
+                zero_gaps(dk, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
+                zero_gaps(dg, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
+                if TWO:
+                    zero_gaps(da, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
+                    zero_gaps(db, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
+            if not TWO:
+                zero_gaps(dbeta, bounds, n, T, N, i_h, HV, 1, 0, BT, 1)
+                for v0 in range(0, V, BV):
+                    zero_gaps(dv, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+    if VARLEN:
+        for t0 in range(share * BT, length, S * BT):
+            grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, scale, n, first, t0, length, i_h,
+                           H, HV, K, V, BT, BK, BV, TWO, PRECISION)
+    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+        grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, scale, n, first, share * BT, length, i_h,
+                       H, HV, K, V, BT, BK, BV, TWO, PRECISION)
+
+
+Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
+              torch.Tensor | None]
+
+
+def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None,
+        beta: torch.Tensor | None, h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, v_first: bool, do: torch.Tensor,
+        dht: torch.Tensor | None, needs: frozenset[str]) -> Grads:
+    """(dq, dk, dv, dg, da, db, dbeta, dh0), None for what is not there, for forward.run's tensors; do [B, T, HV, V], dht like its final
+    state. dg, dbeta and dh0 are fp32."""
+    B, T, HV, V = v.shape
+    H, K = q.shape[2:]
+    N = B if bounds is None else bounds.numel() - 1
+    rebuilding, reversing, finishing = plan.launch("dplr_states"), plan.launch("dplr_reverse"), plan.launch("dplr_grads")
+    BT, strips = finishing.block("BT"), -(-V // reversing.block("BV"))
+    split = parts(plan, N)
+    new = torch.empty_like if fills_gaps(split, bounds) and N and HV else torch.zeros_like
+    dq, dk = (new(g, dtype=q.dtype) for _ in range(2))
+    dv, dg = new(v), new(g)
+    da, db, dbeta = (None if tensor is None else new(tensor) for tensor in (a, b, beta))
+    dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
+    constants = dict(K=K, V=V, TWO=beta is None, VARLEN=bounds is not None, PRECISION=precision(plan))
+    gaps = bounds is not None and len(split) == 1
+    for part in split if HV else ():
+        n = part.stop - part.start
+        q_, k_, v_, g_, a_, b_, beta_, do_ = (within(tensor, part, bounds) for tensor in (q, k, v, g, a, b, beta, do))
+        dq_, dk_, dv_, dg_, da_, db_, dbeta_ = (within(tensor, part, bounds) for tensor in (dq, dk, dv, dg, da, db, dbeta))
+        h0_, dh0_, dht_ = (sliced(tensor, part) for tensor in (h0, dh0, dht))
+        bounds_ = sliced(bounds, slice(part.start, part.stop + 1))
+        x = prepared(plan, q_, k_, g_, a_, b_, beta_, bounds_, n, scale, backward=True)  # type: ignore[arg-type]
+        rows = B * T if bounds is not None else n * T
+        states, dstates = (torch.empty(rows // BT + n + 1, HV, K, V, dtype=v.dtype, device=v.device) for _ in range(2))
+        read, dy = (torch.empty(1, rows, HV, V, dtype=v.dtype, device=v.device) for _ in range(2))
+        start(rebuilding, dplr_states, n * HV * strips, (x.b_out, x.k_out, x.W, x.M, v_, x.G, h0_, read, states, bounds_, T, n, HV),
+              dict(constants, HAS_H0=h0 is not None, V_FIRST=v_first))
+        start(reversing, dplr_reverse, n * HV * strips,
+              (x.q_in, x.a_in, x.b_out, x.k_out, x.P, x.R, x.N, x.T, x.T_low, do_, x.G, dht_, dy, dv_, dh0_, dstates, bounds_, T, n, HV),
+              dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first, HAS_LOW=x.T_low is not None, GAPS=gaps))
+        shares = -(-rows // (BT * n))
+        if shares > 0:
+            start(finishing, dplr_grads, n * shares * HV,
+                  (q_, k_, v_, a_, b_, beta_, do_, read, dy, x.G, states, dstates, dq_, dk_, dv_, da_, db_, dbeta_, dg_, bounds_, scale, T, n, H,
+                   HV, shares), dict(constants, GAPS=gaps))
+    if HV != H:
+        dq, dk = (tensor.view(B, T, H, HV // max(H, 1), K).sum(3, dtype=torch.float32).to(q.dtype) for tensor in (dq, dk))
+    return dq, dk, dv, dg, da, db, dbeta, dh0

@@ -1,0 +1,256 @@
+"""Forward of the delta families with a decay for each key channel: what a chunk needs, all chunks at once, then one scan of plain products.
+
+With the decay G_i = g_1 + ... + g_i inside a chunk, a vector over K, and the state h entering it (row i of a matrix is token i), what token
+i reads, x_i = a_i S_{i-1}, solves a triangular system:
+    X = T (a' h + N V)        T = (I - L)^-1        a'_i = a_i e^{G_{i-1}}        L_ij = sum_c a_ic b_jc e^{G_{i-1,c} - G_jc} for j < i
+    o = scale (q' h + P X + R V)        h' = Diag(e^{G_L}) h + b'^T X + k'^T V        q'_i = q_i e^{G_i}        b'_j = b_j e^{G_L - G_j}
+N is L with k in the place of b; P and R, for j <= i, are the scores of q with b and with k, which decay by e^{G_i - G_j}. KDA is the same
+with a_i = -beta_i k_i, which reads the state after it has decayed (G_i instead of G_{i-1}), b = k, N = Diag(beta), and no second writer:
+no R and no k'. TWO says which of both.
+All scores come by halving, see kernels/gla: in a level a row is either read with (q, a) or written with (k, b), so with rows
+X1 = (q or k) and X2 = (a or b) the products X1 X2^T, X1 X1^T and X2 X2^T hold P below and N^T above the diagonal, R, and L. With b = k the
+first holds P and L^T, and is all.
+T reaches the scan as W = T a' and M = T N, so a step's chain is two products long. Both are made of the float32 inverse: in bf16, rows that
+cancel because keys resemble each other would be lost.
+Source: Yang et al. 2024 (arXiv 2406.06484) for the chunked delta rule, Peng et al. 2025 (arXiv 2503.14456) for DPLR, Kimi 2025 (2510.26692)
+for KDA; halving and W are ours.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.gla.forward import gla_sums, halves, sum_of_chunk, sums_at
+from flashlin.kernels.inverse import inverse, merging, product
+from flashlin.kernels.pieces import fills_gaps, first_slot, parts, precision, put, sequence_of, sliced, state_offsets, tile, within, zero_gaps
+
+
+@triton.jit
+def beta_of(beta, first, t0, length, i_h, HV, BT: tl.constexpr):
+    """[BT] of beta [rows, HV], zeros past the end."""
+    rows = tl.arange(0, BT)
+    return tl.load(beta + (first + t0 + rows) * HV + i_h, mask=t0 + rows < length, other=0.0)
+
+
+@triton.jit
+def sums_before(G, rows, last, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
+    """[rows, BK]: G of the row before each of these rows of the chunk, 0 before the first; past the end G_L."""
+    columns = k0 + tl.arange(0, BK)
+    offsets = tl.minimum(rows - 1, last)[:, None] * (H * K) + columns[None, :]
+    return tl.load(G + ((first + t0) * H + i_h) * K + offsets, mask=(rows > 0)[:, None] & (columns < K)[None, :], other=0.0)
+
+
+@triton.jit
+def prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, scale, n, first, t0, length, i_h, H, HV,
+                  K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr,
+                  PRECISION: tl.constexpr, MERGE: tl.constexpr):
+    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
+    i_qk = i_h // (HV // H)
+    rows = tl.arange(0, BT)
+    last = tl.minimum(BT, length - t0) - 1
+    below = rows[:, None] > rows[None, :]
+    equal = rows[:, None] == rows[None, :]
+    if not TWO:
+        b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
+    own = tl.zeros([BT, BT], dtype=tl.float32)
+    cross = tl.zeros([BT, BT], dtype=tl.float32)
+    qk = tl.zeros([BT], dtype=tl.float32)
+    qb = tl.zeros([BT], dtype=tl.float32)
+    for k0 in range(0, K, BK):
+        b_q = tile(q, first, t0, length, i_qk, H, K, k0, BT, BK)
+        b_k = tile(k, first, t0, length, i_qk, H, K, k0, BT, BK)
+        b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
+        b_B = b_G
+        if TWO:
+            b_a = tile(a, first, t0, length, i_h, HV, K, k0, BT, BK)
+            b_b = tile(b, first, t0, length, i_h, HV, K, k0, BT, BK)
+            b_B = sums_before(G, rows, last, first, t0, i_h, HV, K, k0, BK)
+            qb += tl.sum(b_q.to(tl.float32) * b_b.to(tl.float32), 1)
+        else:
+            b_b = b_k.to(tl.float32)
+            b_a = -b_beta[:, None] * b_b
+        qk += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+        left = tl.exp2(sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)[None, :] - b_G)
+        put(q_in, b_q * scale * tl.exp2(b_G), first, t0, length, i_h, HV, K, k0, BT, BK)
+        put(b_out, b_b * left, first, t0, length, i_h, HV, K, k0, BT, BK)
+        if TWO:
+            put(k_out, b_k * left, first, t0, length, i_h, HV, K, k0, BT, BK)
+        if BACKWARD:
+            put(a_in, b_a * tl.exp2(b_B), first, t0, length, i_h, HV, K, k0, BT, BK)
+        for level in range(LEVELS):  # not unrolled: registers hold one level's tiles
+            half = halves(level, BT)
+            second = (half % 2 == 1)[:, None]
+            partner = (half ^ 1)[:, None] == half[None, :]
+            b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, HV, K, k0, BK)
+            decay = tl.exp2(tl.where(second, b_G - b_M, b_M - b_G))
+            X1 = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
+            if TWO:
+                decay = tl.exp2(tl.where(second, b_B - b_M, b_M - b_G))
+            X2 = (tl.where(second, b_a, b_b) * decay).to(b_q.dtype)
+            cross += tl.where(partner, tl.dot(X1, tl.trans(X2), input_precision=PRECISION), 0.0)
+            if TWO:
+                s1 = tl.dot(X1, tl.trans(X1), input_precision=PRECISION)
+                s2 = tl.dot(X2, tl.trans(X2), input_precision=PRECISION)
+                own += tl.where(partner, tl.where(below, s1, s2), 0.0)
+    if TWO:
+        put(R, tl.where(below, own, tl.where(equal, qk[:, None], 0.0)) * scale, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        put(P, tl.where(below, cross, tl.where(equal, qb[:, None], 0.0)) * scale, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        L = tl.where(below, tl.trans(own), 0.0)
+        b_N = tl.where(below, tl.trans(cross), 0.0)
+        if BACKWARD:
+            put(N_, b_N, first, t0, length, i_h, HV, BT, 0, BT, BT)
+    else:
+        put(P, tl.where(below, cross, tl.where(equal, qk[:, None], 0.0)) * scale, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        L = tl.where(below, tl.trans(cross), 0.0)
+    slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
+    X = inverse(-L, scratch + slot.to(tl.int64) * (BT * 16), BT, MERGE)
+    if TWO:
+        put(M, product(X, b_N, MERGE), first, t0, length, i_h, HV, BT, 0, BT, BT)
+    else:
+        put(M, X * b_beta[None, :], first, t0, length, i_h, HV, BT, 0, BT, BT)
+    if BACKWARD:
+        put(T_, X, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        if HAS_LOW:
+            put(T_low, X - X.to(T_.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV, BT, 0, BT, BT)
+    for k0 in range(0, K, BK):
+        if TWO:
+            b_a = tile(a, first, t0, length, i_h, HV, K, k0, BT, BK).to(tl.float32)
+            b_B = sums_before(G, rows, last, first, t0, i_h, HV, K, k0, BK)
+        else:
+            b_a = -b_beta[:, None] * tile(k, first, t0, length, i_qk, H, K, k0, BT, BK).to(tl.float32)
+            b_B = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
+        put(W, product(X, b_a * tl.exp2(b_B), MERGE), first, t0, length, i_h, HV, K, k0, BT, BK)
+
+
+@triton.jit(do_not_specialize=["T", "N", "S", "scale"])
+def dplr_prepare(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, bounds, scale, T, N, H, HV, S,
+                 K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr,
+                 VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+    """The weighted operands [rows, HV, K] and [rows, HV, BT] of the docstring, T_low = what T's rounding lost; scale is in q_in, P and R.
+    BACKWARD: also those that only the reverse scan reads. scratch [slots, HV, BT, 16]. S programs share a sequence."""
+    program = tl.program_id(0)
+    i_h = program % HV
+    share = program // HV % S
+    n = program // HV // S
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if VARLEN:
+        for t0 in range(share * BT, length, S * BT):
+            prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, scale, n, first, t0, length, i_h, H, HV,
+                          K, BT, BK, TWO, BACKWARD, HAS_LOW, PRECISION, MERGE)
+    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+        prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, scale, n, first, share * BT, length, i_h,
+                      H, HV, K, BT, BK, TWO, BACKWARD, HAS_LOW, PRECISION, MERGE)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def dplr_scan(q_in, b_out, k_out, W, M, P, R, v, G, h0, o, ht, bounds, T, N, HV, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+              BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr,
+              VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    v0 = program % NV * BV
+    nh = program // NV
+    i_h = nh % HV
+    n = nh // HV
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:
+        zero_gaps(o, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    if HAS_H0:
+        h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        h = tl.zeros([BK, BV], dtype=tl.float32)
+    for t0 in range(0, length, BT):
+        b_W = tile(W, first, t0, length, i_h, HV, K, 0, BT, BK)
+        b_M = tile(M, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
+        b_b = tile(b_out, first, t0, length, i_h, HV, K, 0, BT, BK)
+        b_q = tile(q_in, first, t0, length, i_h, HV, K, 0, BT, BK)
+        b_P = tile(P, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, HV, K, 0, BK)
+        b_h = h.to(b_W.dtype)
+        x = tl.dot(b_M, b_v, input_precision=PRECISION)
+        x += tl.dot(b_W, b_h, input_precision=PRECISION)
+        b_o = tl.dot(b_q, b_h, input_precision=PRECISION)
+        h *= tl.exp2(total)[:, None]
+        if TWO:
+            b_R = tile(R, first, t0, length, i_h, HV, BT, 0, BT, BT)
+            b_k = tile(k_out, first, t0, length, i_h, HV, K, 0, BT, BK)
+            b_o += tl.dot(b_R, b_v, input_precision=PRECISION)
+            h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
+        b_x = x.to(b_W.dtype)
+        h += tl.dot(tl.trans(b_b), b_x, input_precision=PRECISION)
+        b_o += tl.dot(b_P, b_x, input_precision=PRECISION)
+        put(o, b_o, first, t0, length, i_h, HV, V, v0, BT, BV)
+    if HAS_HT:
+        tl.store(ht + at, h, mask=inside)
+
+
+class Prepared(NamedTuple):
+    """See dplr_prepare. None: not of this call."""
+    G: torch.Tensor
+    q_in: torch.Tensor
+    a_in: torch.Tensor | None
+    b_out: torch.Tensor
+    k_out: torch.Tensor | None
+    W: torch.Tensor
+    M: torch.Tensor
+    P: torch.Tensor
+    R: torch.Tensor | None
+    N: torch.Tensor | None
+    T: torch.Tensor | None
+    T_low: torch.Tensor | None
+
+
+def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None,
+             beta: torch.Tensor | None, bounds: torch.Tensor | None, N: int, scale: float, backward: bool = False) -> Prepared:
+    """For the N sequences of one launch. Done again for backward instead of kept for it."""
+    B, T, HV, K = g.shape
+    summing, preparing = plan.launch("gla_sums"), plan.launch("dplr_prepare")
+    BT, two = preparing.block("BT"), beta is None
+    shares = -(-B * T // (BT * N))
+
+    def new(columns: int, wanted: bool = True) -> torch.Tensor | None:
+        return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None
+    low = backward and q.dtype != torch.float32
+    found = Prepared(torch.empty_like(g), new(K), new(K, backward), new(K), new(K, two), new(K), new(BT), new(BT), new(BT, two),  # type: ignore[arg-type]
+                     new(BT, two and backward), new(BT, backward), new(BT, low))
+    if shares == 0:  # no row to load, not even a chunk's last one
+        return found
+    scratch = torch.empty(B * T // BT + N + 1, HV, BT, 16, dtype=torch.float32, device=q.device)
+    start(summing, gla_sums, N * shares * -(-HV * K // summing.block("BC")), (g, found.G, bounds, T, N, HV * K, shares),
+          dict(VARLEN=bounds is not None))
+    start(preparing, dplr_prepare, N * shares * HV,
+          (q, k, a, b, beta, found.G, found.q_in, found.a_in, found.b_out, found.k_out, found.W, found.M, found.P, found.R, found.N, found.T,
+           found.T_low, scratch, bounds, scale, T, N, q.shape[2], HV, shares),
+          dict(K=K, TWO=two, BACKWARD=backward, HAS_LOW=low, VARLEN=bounds is not None, PRECISION=precision(plan), MERGE=merging(plan)))
+    return found
+
+
+def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None,
+        beta: torch.Tensor | None, h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool,
+        out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o, final state or None). q, k [B, T, H, K], a, b [B, T, HV, K], v [B, T, HV, V], contiguous, one dtype; g [B, T, HV, K] and beta
+    [B, T, HV] fp32, beta instead of a and b; h0 [N, HV, K, V] or, with v_first, [N, HV, V, K]; bounds [N + 1], rising, within 0 .. T.
+    Rows outside bounds are zeros. Starts the plan's launches."""
+    B, T, HV, V = v.shape
+    K, N = q.shape[3], (B if bounds is None else bounds.numel() - 1)
+    split, scanning = parts(plan, N), plan.launch("dplr_scan")
+    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, HV, V, dtype=out_dtype, device=q.device)
+    ht = torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=torch.float32, device=q.device) if has_ht else None
+    if N == 0 or HV == 0:  # no program would run to write them
+        return o.zero_(), ht
+    constants = dict(K=K, V=V, TWO=beta is None, HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first, VARLEN=bounds is not None,
+                     GAPS=bounds is not None and len(split) == 1, PRECISION=precision(plan))
+    for part in split:
+        n = part.stop - part.start
+        q_, k_, v_, g_, a_, b_, beta_, o_ = (within(x, part, bounds) for x in (q, k, v, g, a, b, beta, o))
+        h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds, slice(part.start, part.stop + 1))
+        x = prepared(plan, q_, k_, g_, a_, b_, beta_, bounds_, n, scale)  # type: ignore[arg-type]
+        start(scanning, dplr_scan, n * HV * -(-V // scanning.block("BV")),
+              (x.q_in, x.b_out, x.k_out, x.W, x.M, x.P, x.R, v_, x.G, h0_, o_, ht_, bounds_, T, n, HV), constants)
+    return o, ht
