@@ -19,9 +19,9 @@ from flashlin.ops.conv import ACTIVATIONS
 from flashlin.ops.norm import STRICTEST
 from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
 from flashlin.ops.pointwise import check_beside
-from flashlin.ops.state_update import check_rows_of_pool
+from flashlin.ops.state_update import check_rows_of_pool, put_rows
 
-OP = "mamba_causal_conv1d_update"
+OP, CONVOLUTION = "mamba_causal_conv1d_update", "causal_conv1d_fn"
 
 
 def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None, initial_states: Tensor | None = None,
@@ -66,10 +66,10 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
         raise ValueError("return_final_states: got True with seq_idx, need one of them: a row of several sequences has no one final state")
     rows = x.transpose(1, 2)
     if seq_idx is not None:
-        y, final = separated("causal_conv1d_fn", rows, weight, bias, seq_idx, initial_states, activation is not None), None
+        y, final = separated(rows, weight, bias, seq_idx, initial_states, activation is not None), None
     else:
         h0 = None if initial_states is None else F.pad(initial_states, (1, 0))  # ours have a slot more, which no token sees
-        y, final = conv.planned_run("causal_conv1d_fn", rows, weight, bias, None, h0, None, activation is not None, return_final_states)
+        y, final = conv.planned_run(CONVOLUTION, rows, weight, bias, None, h0, None, activation is not None, return_final_states)
     y = y.transpose(1, 2)
     y = y.contiguous() if x.is_contiguous() else y
     if final is None:
@@ -158,11 +158,11 @@ def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:
         raise ValueError(f"seq_idx: got device {seq_idx.device}, need {x.device}, where x is")
 
 
-def convolved(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, activation: str | None) -> Tensor:
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, activation: str | None) -> Tensor:
     """y [b, T, D] of x [b, T, D], which have been checked."""
     if seq_idx is not None:
-        return separated(op, x, weight, bias, seq_idx, None, activation is not None)
-    return conv.planned_run(op, x, weight, bias, None, None, None, activation is not None, False)[0]
+        return separated(x, weight, bias, seq_idx, None, activation is not None)
+    return conv.planned_run(CONVOLUTION, x, weight, bias, None, None, None, activation is not None, False)[0]
 
 
 def begins(seq_idx: Tensor, first: bool) -> Tensor:
@@ -170,7 +170,7 @@ def begins(seq_idx: Tensor, first: bool) -> Tensor:
     return torch.cat([torch.full_like(seq_idx[:, :1], first, dtype=torch.bool), seq_idx[:, 1:] != seq_idx[:, :-1]], 1)
 
 
-def separated(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, state: Tensor | None, silu: bool) -> Tensor:
+def separated(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, state: Tensor | None, silu: bool) -> Tensor:
     """y [b, T, D] of x [b, T, D] whose rows hold several sequences each. The whole batch becomes one packed row; since nobody has counted its
     sequences, its table of edges has room for one a token, and those that are not needed are empty. state: [b, D, W - 1]."""
     b, T, D = x.shape
@@ -187,7 +187,7 @@ def separated(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: 
     else:
         slot = torch.where(anew, anew.cumsum(0) - 1, rows)
         bounds = torch.full((rows + 1,), rows, device=x.device).scatter(0, slot, torch.where(anew, place, rows))
-    y, _ = conv.planned_run(op, conv.evenly_spaced(x).reshape(1, rows, D), weight, bias, None, None, bounds, silu, False)
+    y, _ = conv.planned_run(CONVOLUTION, conv.evenly_spaced(x).reshape(1, rows, D), weight, bias, None, None, bounds, silu, False)
     y = y.reshape(b, before + T, D)[:, before:]
     return torch.where((seq_idx < 0)[:, before:, None], 0, y)
 
@@ -203,7 +203,7 @@ def _in_parts(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, sil
     slots = torch.arange(L, device=x.device).expand(b, L) + (0 if seqlens is None else seqlens.long()[:, None])
     slots = (slots % L)[:, None].expand(before.shape)  # of the tokens, the oldest first
     ordered = before.gather(2, slots)
-    y, _ = conv.planned_run(OP, x.transpose(1, 2), weight, bias, None, F.pad(ordered[..., L - W + 1:], (1, 0)), None, silu, False)
+    y, _ = conv.planned_run(CONVOLUTION, x.transpose(1, 2), weight, bias, None, F.pad(ordered[..., L - W + 1:], (1, 0)), None, silu, False)
     y = y.transpose(1, 2)
     after = torch.cat([ordered, x.detach().to(state.dtype)], 2)[..., T:]
     if seqlens is not None:
@@ -211,7 +211,7 @@ def _in_parts(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, sil
     if known is None or rows is None:
         state.copy_(after)
         return y
-    state[rows[known]] = after[known]
+    put_rows(state, rows, known, after)
     return torch.where(known[:, None, None], y, 0)
 
 

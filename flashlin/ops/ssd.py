@@ -109,7 +109,7 @@ def mamba_split_conv1d_scan_combined(zxbcdt: Tensor, conv1d_weight: Tensor, conv
     check_filters(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, activation, ("conv1d_weight", "conv1d_bias", "zxbcdt"))
     if seq_idx is not None:
         check_seq_idx(seq_idx, zxbcdt.shape[0], zxbcdt.shape[1], zxbcdt)
-    xBC = convolved(op, xBC, conv1d_weight, conv1d_bias, seq_idx, activation)
+    xBC = convolved(xBC, conv1d_weight, conv1d_bias, seq_idx, activation)
     x, B, C = xBC.split([dim, ngroups * N, ngroups * N], -1)
     x, z = x.unflatten(-1, (H, P)), z.unflatten(-1, (H, P))
     B, C = B.unflatten(-1, (ngroups, N)), C.unflatten(-1, (ngroups, N))
@@ -160,7 +160,7 @@ def _check(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any
 def _scan(op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
           h0: Tensor | None, seq_idx: Tensor | None, bounds: Tensor | None, softplus: bool, limit: Sequence[float],
           has_ht: bool) -> tuple[Tensor, Tensor | None]:
-    """(y, the states after the rows, or with bounds after each sequence); h0 is for what has_ht returns. Arguments are checked."""
+    """(y, with has_ht the states after each row, or after each sequence of bounds). h0: one for each of those. Arguments are checked already."""
     given = [t for t in (x, dt, A, B, C, D, z, dt_bias, h0) if t is not None]
     compute = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
     dtype = torch.promote_types(torch.promote_types(x.dtype, B.dtype), C.dtype)

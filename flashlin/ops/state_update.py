@@ -106,6 +106,15 @@ def check_rows_of_pool(name: str, indices: Any, b: int, x: Tensor) -> None:
         raise ValueError(f"{name}: got device {indices.device}, need {x.device}, where x is")
 
 
+def put_rows(pool: Tensor, rows: Tensor, known: Tensor, values: Tensor) -> None:
+    """pool[rows] = values, of those that are known."""
+    if not torch.compiler.is_compiling():
+        pool[rows[known]] = values[known].to(pool.dtype)
+    else:  # a graph has no room for a number of rows that nobody knows: those without one go to a row that is cut off again
+        larger = torch.cat([pool, pool.new_zeros(1, *pool.shape[1:])])
+        pool.copy_(larger.index_copy(0, torch.where(known, rows, pool.shape[0]), values.to(pool.dtype))[:-1])
+
+
 def _in_torch(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
               indices: Tensor | None, softplus: bool) -> Tensor:
     if indices is None:
@@ -116,7 +125,7 @@ def _in_torch(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tens
     rows = indices.long().clamp(0, max(pool.shape[0] - 1, 0))
     before = pool[rows] if pool.shape[0] else pool.new_zeros(x.shape[0], *pool.shape[1:])
     y, after = torch_path.step(before, x, dt, A, B, C, D, z, dt_bias, softplus)
-    pool[rows[known]] = after.detach()[known].to(pool.dtype)
+    put_rows(pool, rows, known, after.detach())
     return torch.where(known[:, None, None], y, 0).to(x.dtype)
 
 

@@ -39,7 +39,7 @@ def results(given: Tensors) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("edges", [(), (0, 20, 20, 37)], ids=["dense", "packed"])
 def test_a_batch_in_parts_equals_the_whole(edges: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    given = make_scan(CPU, torch.float32, generator(), b=3, T=20, H=4, G=2, P=16, N=16, edges=edges)
+    given = make_scan(CPU, torch.float32, generator(), b=3, T=20, H=4, G=2, V=16, K=16, edges=edges)
     whole = results(given)
     monkeypatch.setattr(limits, "AXIS_LIMITS", (8, 1, 1))
     flashlin.dispatch.plan.cache_clear()

@@ -23,7 +23,7 @@ def made(maker: Callable[..., Tensors], dtype: torch.dtype = torch.float32, **fa
     return maker(CPU, dtype, torch.Generator().manual_seed(0), **facts)
 
 
-scan_inputs = partial(made, make_scan, T=12, P=8, N=16)
+scan_inputs = partial(made, make_scan, T=12, V=8, K=16)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.id.startswith("real") and (case.quick or case.id in (
@@ -277,3 +277,17 @@ def test_lengths_share_a_graph(fresh_compiler: None) -> None:
         for got, wanted in zip(*found, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     assert graphs.frame_count <= 2
+
+
+@torch.no_grad()
+def test_a_compiled_step_in_a_pool(fresh_compiler: None) -> None:
+    given, columns = made(make_step, tied=False, pool=7), made(make_window, b=3, pool=7, ring=True)
+
+    def layer(state: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+        inputs = (given[name] for name in ("x", "dt", "A", "B", "C"))
+        y = mamba.selective_state_update(state, *inputs, state_batch_indices=given["state_batch_indices"])
+        return y.sum() + mamba.causal_conv1d_update(columns["x"], window, columns["weight"], None, None, columns["cache_seqlens"],
+                                                    columns["conv_state_indices"])
+    ours, theirs = ([x.clone() for x in (given["state"], columns["conv_state"])] for _ in range(2))
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(*ours), layer(*theirs))
+    torch.testing.assert_close(ours, theirs)

@@ -34,14 +34,15 @@ def numbers(lengths: tuple[int, ...], b: int = 1) -> torch.Tensor:
     return torch.stack(rows).int()
 
 
-def make_scan(device: torch.device, dtype: torch.dtype, generator: Generator, *, b: int = 2, T: int = 150, H: int = 4, P: int = 32, G: int = 2,
-              N: int = 64, given: tuple[str, ...] = OPTIONAL, wide_D: bool = False, step: str = "usual", seq: tuple[int, ...] = (),
+def make_scan(device: torch.device, dtype: torch.dtype, generator: Generator, *, b: int = 2, T: int = 150, H: int = 4, V: int = 32, G: int = 2,
+              K: int = 64, given: tuple[str, ...] = OPTIONAL, wide_D: bool = False, step: str = "usual", seq: tuple[int, ...] = (),
               edges: tuple[int, ...] = (), others: str = "float32") -> Tensors:
-    """step: ``usual`` (after softplus about 0.1, as layers initialise it), ``large`` (decays down to e^-50) or ``tiny``. others: dtype of dt and
-    of what belongs to heads. seq: lengths of the sequences in each row. edges: of packed ones."""
+    """Heads of V and states of K columns, as other makers call them. step: ``usual`` (after softplus about 0.1, as layers initialise it), ``large``
+    (decays down to e^-50) or ``tiny``. others: dtype of dt and of what belongs to heads. seq: lengths of the sequences in each row. edges: of
+    packed ones."""
     if edges:
         b, T = 1, edges[-1]
-    own = getattr(torch, others) if others != "same" else dtype
+    own, P, N = getattr(torch, others) if others != "same" else dtype, V, K
     bias = {"usual": -2.0, "large": 3.0, "tiny": -9.0}[step]
     made = {"x": random(generator, b, T, H, P).to(dtype), "dt": (random(generator, b, T, H) + bias).to(own),
             "A": -(1 + 3 * torch.rand(H, generator=generator)).to(own), "B": random(generator, b, T, G, N).to(dtype),
@@ -70,9 +71,10 @@ def scan_reference(extra: dict[str, Any], x: torch.Tensor, dt: torch.Tensor, A: 
     return {"y": y, "ht": ht, **({} if states is None else {"states": states})}
 
 
-def make_layer(device: torch.device, dtype: torch.dtype, generator: Generator, *, b: int = 2, T: int = 90, H: int = 4, P: int = 16, G: int = 2,
-               N: int = 16, M: int = 0, W: int = 4, given: tuple[str, ...] = ("conv1d_bias", "rmsnorm_weight", "outproj_weight"),
+def make_layer(device: torch.device, dtype: torch.dtype, generator: Generator, *, b: int = 2, T: int = 90, H: int = 4, V: int = 16, G: int = 2,
+               K: int = 16, M: int = 0, W: int = 4, given: tuple[str, ...] = ("conv1d_bias", "rmsnorm_weight", "outproj_weight"),
                wide_D: bool = False, seq: tuple[int, ...] = ()) -> Tensors:
+    P, N = V, K
     D, C = H * P, H * P + 2 * G * N
     made = {"zxbcdt": random(generator, b, T, 2 * M + 2 * D + 2 * G * N + H), "conv1d_weight": random(generator, C, W) / W ** 0.5,
             "conv1d_bias": random(generator, C), "dt_bias": random(generator, H) - 2, "A": -1 - 3 * torch.rand(H, generator=generator),
@@ -287,7 +289,7 @@ def _scan(id: str, extra: dict[str, Any] | None = None, quick: bool = False, **f
 
 
 def _layer(id: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
-    extra = {"ngroups": facts.get("G", 2), "headdim": facts.get("P", 16), "rmsnorm_eps": 1e-5, **(extra or {})}
+    extra = {"ngroups": facts.get("G", 2), "headdim": facts.get("V", 16), "rmsnorm_eps": 1e-5, **(extra or {})}
     return Case("mamba_split_conv1d_scan_combined", id, partial(make_layer, **facts), partial(call_layer, extra),
                 partial(layer_reference, extra), LAYER, (), quick)
 
@@ -321,10 +323,10 @@ CASES: list[Case] = [
     _scan("no-softplus", {"dt_softplus": False}, step="large", T=70), _scan("large-steps", step="large"), _scan("tiny-steps", step="tiny", T=70),
     _scan("sequences", seq=(5, 1, 60, 70, 14)), _scan("token-each", seq=(1,) * 66, b=1, T=66, given=("initial_states",)), _scan("one-token", T=1),
     _scan("packed", edges=(0, 1, 1, 66, 130, 150)), _scan("packed-no-state", edges=(0, 40, 40), given=("z",)),
-    _scan("packed-and-numbered", edges=(0, 30, 70), seq=(10, 20, 40)), _scan("same-dtype", others="same", T=70), _scan("odd", P=36, N=100, T=70),
-    _scan("real", b=1, T=70, H=16, P=64, G=1, N=128), _scan("real-eight-groups", b=1, T=9, H=80, P=64, G=8, N=128),
-    _layer("random", quick=True), _layer("gate-first", GATE_FIRST, seq=(30, 2, 58)), _layer("bare", LINEAR, given=(), T=40),
-    _layer("everything", given=("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight", "outproj_bias"), M=12, wide_D=True, T=40, G=1),
+    _scan("packed-and-numbered", edges=(0, 30, 70), seq=(10, 20, 40)), _scan("same-dtype", others="same", T=70), _scan("odd", V=36, K=100, T=70),
+    _scan("real", b=1, T=70, H=16, V=64, G=1, K=128), _scan("real-eight-groups", b=1, T=9, H=80, V=64, G=8, K=128),
+    _layer("random", quick=True, wide_D=True), _layer("gate-first", GATE_FIRST, seq=(30, 2, 58)), _layer("bare", LINEAR, given=(), T=40),
+    _layer("everything", given=("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight", "outproj_bias"), M=12, T=40, G=1),
     _fn("random", quick=True), _fn("channels-first", last=False), _fn("bare", LINEAR, given=()),
     _fn("sequences", seq=(1, 2, 40, 27), given=("bias",)),
     _fn("sequences-state", seq=(2, 40, 28)), _fn("sequences-channels-first", last=False, seq=(3, 40, 27)),
