@@ -40,7 +40,7 @@ def main() -> None:
     tile = [int(size) for size in options.tile.split(",")] if options.tile else []
     if tile:
         vars(gla)["over_v"] = vars(delta)["over_v"] = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2], tile[3])])
-    gated = "vector" if options.op == "chunk_gla" else "gated" in options.op or "simple_gla" in options.op
+    gated: bool | str = {"chunk_gla": "vector", "chunk_rwkv6": "rwkv6"}.get(options.op, "gated" in options.op or "simple_gla" in options.op)
     tensors = inputs(B, T, H, D, gated, "delta" in options.op, torch.bfloat16)
     events: list[tuple[str, Any, Any]] = []
 

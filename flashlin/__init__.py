@@ -19,17 +19,32 @@ _HOME = {
     "flashlin.ops.gated_delta_rule": ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn",
                                       "gated_delta_rule"),
     "flashlin.ops.kda": ("chunk_kda", "fused_recurrent_kda", "kda"),
-    "flashlin.ops.rwkv6": ("fused_recurrent_rwkv6",),
+    "flashlin.ops.rwkv6": ("chunk_rwkv6", "fused_recurrent_rwkv6", "rwkv6"),
     "flashlin.ops.rwkv7": ("chunk_rwkv7", "fused_recurrent_rwkv7", "fused_mul_recurrent_rwkv7", "rwkv7"),
     "flashlin.ops.dplr_delta_rule": ("chunk_dplr_delta_rule", "fused_recurrent_dplr_delta_rule"),
     "flashlin.ops.iplr_delta_rule": ("chunk_iplr_delta_rule", "fused_recurrent_iplr_delta_rule"),
     "flashlin.ops.gla": ("chunk_gla", "fused_recurrent_gla", "gla"),
-    "flashlin.ops.norm": ("layer_norm", "rms_norm", "group_norm", "layer_norm_gated", "rms_norm_gated", "l2norm", "l2_norm"),
+    "flashlin.ops.rotary": ("rotary_embedding",),
+    "flashlin.ops.cross_entropy": ("cross_entropy_loss", "fused_linear_cross_entropy_loss"),
+    "flashlin.ops.norm_linear": ("layer_norm_linear", "rms_norm_linear", "group_norm_linear", "layer_norm_swish_gate_linear",
+                                 "rms_norm_swish_gate_linear"),
+    "flashlin.ops.hgrn": ("chunk_hgrn", "fused_recurrent_hgrn"),
+    "flashlin.ops.norm": ("layer_norm", "rms_norm", "group_norm", "layer_norm_gated", "rms_norm_gated", "l2norm", "l2_norm", "rmsnorm_fn",
+                          "layernorm_fn"),
     "flashlin.ops.conv": ("causal_conv1d", "causal_conv1d_update"),
+    "flashlin.ops.ssd": ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"),
+    "flashlin.ops.state_update": ("selective_state_update",),
+    "flashlin.ops.causal_conv1d": ("causal_conv1d_fn", "mamba_causal_conv1d_update"),
     "flashlin.ops.gates": ("fused_gdn_gate", "fused_kda_gate"),
     "flashlin.ops.rwkv7_steps": ("fused_addcmul_rwkv7", "fused_k_rwkv7", "gate_output_correction"),
     "flashlin.ops.token_shift": ("token_shift",),
-    "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated", "L2Norm"),
+    "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated", "FusedLayerNormSwishGate",
+                              "FusedRMSNormSwishGate", "L2Norm"),
+    "flashlin.modules.norm_linear": ("LayerNormLinear", "RMSNormLinear", "GroupNormLinear", "FusedLayerNormGatedLinear", "FusedRMSNormGatedLinear",
+                                     "FusedLayerNormSwishGateLinear", "FusedRMSNormSwishGateLinear"),
+    "flashlin.modules.rotary": ("RotaryEmbedding",),
+    "flashlin.modules.cross_entropy": ("FusedCrossEntropyLoss", "FusedLinearCrossEntropyLoss"),
+    "flashlin.modules.norm_gated": ("RMSNormGated",),
     "flashlin.modules.conv": ("ShortConvolution",),
     "flashlin.diagnosis": ("doctor", "explain"),
     "flashlin.dispatch": ("plan",),
@@ -54,14 +69,31 @@ if TYPE_CHECKING:
     from flashlin.guards.problem import Problem as Problem
     from flashlin.guards.problem import UnsupportedError as UnsupportedError
     from flashlin.modules.conv import ShortConvolution as ShortConvolution
+    from flashlin.modules.cross_entropy import FusedCrossEntropyLoss as FusedCrossEntropyLoss
+    from flashlin.modules.cross_entropy import FusedLinearCrossEntropyLoss as FusedLinearCrossEntropyLoss
     from flashlin.modules.norm import FusedLayerNormGated as FusedLayerNormGated
+    from flashlin.modules.norm import FusedLayerNormSwishGate as FusedLayerNormSwishGate
     from flashlin.modules.norm import FusedRMSNormGated as FusedRMSNormGated
+    from flashlin.modules.norm import FusedRMSNormSwishGate as FusedRMSNormSwishGate
     from flashlin.modules.norm import GroupNorm as GroupNorm
     from flashlin.modules.norm import L2Norm as L2Norm
     from flashlin.modules.norm import LayerNorm as LayerNorm
     from flashlin.modules.norm import RMSNorm as RMSNorm
+    from flashlin.modules.norm_gated import RMSNormGated as RMSNormGated
+    from flashlin.modules.norm_linear import FusedLayerNormGatedLinear as FusedLayerNormGatedLinear
+    from flashlin.modules.norm_linear import FusedLayerNormSwishGateLinear as FusedLayerNormSwishGateLinear
+    from flashlin.modules.norm_linear import FusedRMSNormGatedLinear as FusedRMSNormGatedLinear
+    from flashlin.modules.norm_linear import FusedRMSNormSwishGateLinear as FusedRMSNormSwishGateLinear
+    from flashlin.modules.norm_linear import GroupNormLinear as GroupNormLinear
+    from flashlin.modules.norm_linear import LayerNormLinear as LayerNormLinear
+    from flashlin.modules.norm_linear import RMSNormLinear as RMSNormLinear
+    from flashlin.modules.rotary import RotaryEmbedding as RotaryEmbedding
+    from flashlin.ops.causal_conv1d import causal_conv1d_fn as causal_conv1d_fn
+    from flashlin.ops.causal_conv1d import mamba_causal_conv1d_update as mamba_causal_conv1d_update
     from flashlin.ops.conv import causal_conv1d as causal_conv1d
     from flashlin.ops.conv import causal_conv1d_update as causal_conv1d_update
+    from flashlin.ops.cross_entropy import cross_entropy_loss as cross_entropy_loss
+    from flashlin.ops.cross_entropy import fused_linear_cross_entropy_loss as fused_linear_cross_entropy_loss
     from flashlin.ops.delta_rule import chunk_delta_rule as chunk_delta_rule
     from flashlin.ops.delta_rule import delta_rule as delta_rule
     from flashlin.ops.delta_rule import fused_recurrent_delta_rule as fused_recurrent_delta_rule
@@ -77,6 +109,8 @@ if TYPE_CHECKING:
     from flashlin.ops.gla import chunk_gla as chunk_gla
     from flashlin.ops.gla import fused_recurrent_gla as fused_recurrent_gla
     from flashlin.ops.gla import gla as gla
+    from flashlin.ops.hgrn import chunk_hgrn as chunk_hgrn
+    from flashlin.ops.hgrn import fused_recurrent_hgrn as fused_recurrent_hgrn
     from flashlin.ops.iplr_delta_rule import chunk_iplr_delta_rule as chunk_iplr_delta_rule
     from flashlin.ops.iplr_delta_rule import fused_recurrent_iplr_delta_rule as fused_recurrent_iplr_delta_rule
     from flashlin.ops.kda import chunk_kda as chunk_kda
@@ -93,14 +127,24 @@ if TYPE_CHECKING:
     from flashlin.ops.norm import l2norm as l2norm
     from flashlin.ops.norm import layer_norm as layer_norm
     from flashlin.ops.norm import layer_norm_gated as layer_norm_gated
+    from flashlin.ops.norm import layernorm_fn as layernorm_fn
     from flashlin.ops.norm import rms_norm as rms_norm
     from flashlin.ops.norm import rms_norm_gated as rms_norm_gated
+    from flashlin.ops.norm import rmsnorm_fn as rmsnorm_fn
+    from flashlin.ops.norm_linear import group_norm_linear as group_norm_linear
+    from flashlin.ops.norm_linear import layer_norm_linear as layer_norm_linear
+    from flashlin.ops.norm_linear import layer_norm_swish_gate_linear as layer_norm_swish_gate_linear
+    from flashlin.ops.norm_linear import rms_norm_linear as rms_norm_linear
+    from flashlin.ops.norm_linear import rms_norm_swish_gate_linear as rms_norm_swish_gate_linear
     from flashlin.ops.retention import chunk_retention as chunk_retention
     from flashlin.ops.retention import fused_chunk_retention as fused_chunk_retention
     from flashlin.ops.retention import fused_recurrent_retention as fused_recurrent_retention
     from flashlin.ops.retention import parallel_retention as parallel_retention
     from flashlin.ops.retention import retention as retention
+    from flashlin.ops.rotary import rotary_embedding as rotary_embedding
+    from flashlin.ops.rwkv6 import chunk_rwkv6 as chunk_rwkv6
     from flashlin.ops.rwkv6 import fused_recurrent_rwkv6 as fused_recurrent_rwkv6
+    from flashlin.ops.rwkv6 import rwkv6 as rwkv6
     from flashlin.ops.rwkv7 import chunk_rwkv7 as chunk_rwkv7
     from flashlin.ops.rwkv7 import fused_mul_recurrent_rwkv7 as fused_mul_recurrent_rwkv7
     from flashlin.ops.rwkv7 import fused_recurrent_rwkv7 as fused_recurrent_rwkv7
@@ -113,6 +157,9 @@ if TYPE_CHECKING:
     from flashlin.ops.simple_gla import fused_recurrent_simple_gla as fused_recurrent_simple_gla
     from flashlin.ops.simple_gla import parallel_simple_gla as parallel_simple_gla
     from flashlin.ops.simple_gla import simple_gla as simple_gla
+    from flashlin.ops.ssd import mamba_chunk_scan_combined as mamba_chunk_scan_combined
+    from flashlin.ops.ssd import mamba_split_conv1d_scan_combined as mamba_split_conv1d_scan_combined
+    from flashlin.ops.state_update import selective_state_update as selective_state_update
     from flashlin.ops.token_shift import token_shift as token_shift
     from flashlin.patching import patch as patch
     from flashlin.patching import patched as patched

@@ -85,8 +85,9 @@ def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int =
     Args:
         op: a public op, such as ``chunk_simple_gla``.
         target: a machine as for ``doctor``; None is this one (its first GPU, or its CPU).
-        B, T, H, K, V: the sizes, as in the ops, V being 128 if None; a norm has B * T * H rows of K, a convolution K channels and V taps, 4 if
-            None, an elementwise op B * T rows of H heads of K. N: number of packed sequences, with varlen.
+        B, T, H, K, V: the sizes, as in the ops, V being 128 if None; a norm or a cross entropy has B * T * H rows of K, a convolution K
+            channels and V taps, 4 if None, HGRN K channels, an elementwise op B * T rows of H heads of K, a rotary embedding V pairs, K // 2 if
+            None. N: number of packed sequences, with varlen.
         dtype: torch's name. mode: of an op that has the choice (``simple_gla``): ``auto``, ``chunk`` or ``fused_recurrent``.
         policy: None is the one in force.
 
@@ -96,16 +97,21 @@ def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int =
     modes = ("auto", "chunk", "fused_recurrent") if own == "auto" else (own,)
     if mode is not None and mode not in modes:
         raise ValueError(f"mode: got {mode!r}, need {' or '.join(map(repr, modes))} for {op}")
-    V = (outlook.TAPS.get(op, 4) if family in ("conv", "conv_update") else 128) if V is None else V
+    if V is None:
+        V = outlook.TAPS.get(op, 4) if family in ("conv", "conv_update") else max(K // 2, 1) if family == "rotary" else 128
     for name, size in {"B": B, "T": T, "H": H, "K": K, "V": V, "N": 1 if N is None else N}.items():
         if size < 1:
             raise ValueError(f"{name}: got {size}, need 1 or more")
-    if family == "norm":  # knows rows and their length only
+    if family in ("norm", "cross_entropy"):  # know rows and their length only
         B, T, H, V = 1, B * T * H, 1, K
     elif family.startswith("pointwise"):
         B, T, V = 1, B * T, K
+    elif family == "rotary":
+        B, T, N = 1, B * T, 1
     elif family in ("conv", "conv_update"):
         H = 1
+    elif family == "hgrn":
+        H, V = 1, K
     problem = Problem(op, family, mode or own, B, T, H, K, V, (N or 1) if varlen else B, dtype.removeprefix("torch."), varlen, needs_grad,
                       outlook.OPTIONS.get(op, ()))
     policy = in_force() if policy is None else policy

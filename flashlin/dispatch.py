@@ -15,12 +15,16 @@ from flashlin.compat.target import Target
 from flashlin.guards.limits import CHECKS
 from flashlin.guards.problem import Launch, Plan, Problem, Reason
 from flashlin.kernels.conv import recipe as conv
+from flashlin.kernels.cross_entropy import recipe as cross_entropy
 from flashlin.kernels.delta import recipe as delta
 from flashlin.kernels.dplr import recipe as dplr
 from flashlin.kernels.gla import recipe as gla
+from flashlin.kernels.hgrn import recipe as hgrn
+from flashlin.kernels.mamba import recipe as mamba
 from flashlin.kernels.norm import recipe as norm
 from flashlin.kernels.pointwise import recipe as pointwise
 from flashlin.kernels.recurrent import recipe as recurrent
+from flashlin.kernels.rotary import recipe as rotary
 from flashlin.kernels.shield import recipe as shield
 from flashlin.kernels.simple_gla import recipe as simple_gla
 from flashlin.kernels.variants import VARIANTS
@@ -28,7 +32,9 @@ from flashlin.policy import Policy
 
 RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {
     "simple_gla": simple_gla.launches, "delta": delta.launches, "gla": gla.launches, "dplr": dplr.launches, "recurrent": recurrent.launches,
-    "norm": norm.launches, "conv": conv.launches, "conv_update": conv.launches_of_update, "shield": shield.launches,
+    "hgrn": hgrn.launches, "norm": norm.launches, "conv": conv.launches, "conv_update": conv.launches_of_update, "shield": shield.launches,
+    "cross_entropy": cross_entropy.launches, "rotary": rotary.launches,
+    **dict.fromkeys((mamba.STATE_UPDATE, mamba.WINDOW), mamba.launches),
     **dict.fromkeys((pointwise.GATE, pointwise.MIX, pointwise.KEY, pointwise.CORRECTION), pointwise.launches)}
 
 # Every public op: its family, and the mode it asks for.
@@ -44,18 +50,22 @@ OPS: dict[str, tuple[str, str]] = {
     "delta_rule": ("delta", "auto"),
     "chunk_gated_delta_rule": ("delta", "chunk"), "fused_recurrent_gated_delta_rule": ("recurrent", "fused_recurrent"),
     "gated_delta_rule": ("delta", "auto"),
+    "mamba_chunk_scan_combined": ("simple_gla", "chunk"), "mamba_split_conv1d_scan_combined": ("simple_gla", "chunk"),
     "chunk_gla": ("gla", "chunk"), "fused_recurrent_gla": ("recurrent", "fused_recurrent"), "gla": ("gla", "auto"),
     "chunk_kda": ("dplr", "chunk"), "fused_recurrent_kda": ("recurrent", "fused_recurrent"), "kda": ("dplr", "auto"),
     "chunk_rwkv7": ("dplr", "chunk"), "rwkv7": ("dplr", "auto"), "chunk_dplr_delta_rule": ("dplr", "chunk"),
     "chunk_iplr_delta_rule": ("dplr", "chunk"),
-    "fused_recurrent_rwkv6": ("recurrent", "fused_recurrent"),
+    "chunk_rwkv6": ("gla", "chunk"), "fused_recurrent_rwkv6": ("recurrent", "fused_recurrent"), "rwkv6": ("gla", "auto"),
     "fused_recurrent_rwkv7": ("recurrent", "fused_recurrent"), "fused_mul_recurrent_rwkv7": ("recurrent", "fused_recurrent"),
     "fused_recurrent_dplr_delta_rule": ("recurrent", "fused_recurrent"), "fused_recurrent_iplr_delta_rule": ("recurrent", "fused_recurrent"),
+    "chunk_hgrn": ("hgrn", ""), "fused_recurrent_hgrn": ("hgrn", ""),
     "rms_norm": ("norm", ""), "layer_norm": ("norm", ""), "l2norm": ("norm", ""), "group_norm": ("norm", ""),
-    "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", ""),
+    "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", ""), "rmsnorm_fn": ("norm", ""), "layernorm_fn": ("norm", ""),
     "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv_update", ""), "token_shift": ("conv", ""),
+    "causal_conv1d_fn": ("conv", ""), "mamba_causal_conv1d_update": (mamba.WINDOW, ""), "selective_state_update": (mamba.STATE_UPDATE, ""),
     "fused_gdn_gate": (pointwise.GATE, ""), "fused_kda_gate": (pointwise.GATE, ""), "fused_addcmul_rwkv7": (pointwise.MIX, ""),
-    "fused_k_rwkv7": (pointwise.KEY, ""), "gate_output_correction": (pointwise.CORRECTION, "")}
+    "fused_k_rwkv7": (pointwise.KEY, ""), "gate_output_correction": (pointwise.CORRECTION, ""),
+    "rotary_embedding": ("rotary", ""), "cross_entropy_loss": ("cross_entropy", ""), "fused_linear_cross_entropy_loss": ("cross_entropy", "")}
 
 
 @lru_cache(maxsize=4096)

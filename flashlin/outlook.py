@@ -19,17 +19,27 @@ from flashlin.report import STATUSES, Check, Issue, OpPlan, Status
 
 DTYPES = ("bfloat16", "float16", "float32")
 # What people call the ops with: B, T, H, K, V, number of sequences, packed. Of a norm: T rows of K elements. Of a convolution: K channels
-# and V taps. Of an elementwise op: T rows of H heads of K columns.
+# and V taps. Of HGRN: K channels. Of an elementwise op: T rows of H heads of K columns. Of a rotary embedding: T tokens of H heads of K channels,
+# V pairs of them rotated. Of a cross entropy: T rows of K logits.
 CALLS = {"training": (4, 2048, 16, 128, 128, 4, False), "packed": (1, 32768, 16, 128, 128, 16, True),
          "heads of 256": (4, 2048, 8, 256, 256, 4, False), "decoding": (64, 1, 16, 128, 128, 64, False)}
 ROWS = {"training": (1, 16384, 1, 4096, 4096, 1, False), "decoding": (1, 64, 1, 4096, 4096, 1, False)}
 CHANNELS = {"training": (4, 2048, 1, 4096, 4, 4, False), "packed": (1, 32768, 1, 4096, 4, 16, True), "decoding": (64, 1, 1, 4096, 4, 64, False)}
 HEADS = {"training": (1, 16384, 64, 64, 64, 1, False), "decoding": (1, 64, 64, 64, 64, 1, False)}
-SIZES = {"norm": ROWS, "conv": CHANNELS, "conv_update": CHANNELS, **{family: HEADS for family, _ in OPS.values() if family.startswith("pointwise")}}
+RECURRENCES = {size: (B, T, 1, D, D, N, packed) for size, (B, T, _, D, _, N, packed) in CHANNELS.items()}
+TURNS = {"training": (1, 16384, 32, 128, 64, 1, False), "packed": (1, 32768, 32, 128, 64, 1, True), "decoding": (1, 64, 32, 128, 64, 1, False)}
+LOGITS = {"training": (1, 16384, 1, 128256, 128256, 1, False), "decoding": (1, 64, 1, 128256, 128256, 1, False)}
+# Of a state update: H heads of V, and states of K columns.
+STATES = {"decoding": (128, 1, 80, 128, 64, 128, False)}
+SIZES = {"norm": ROWS, "hgrn": RECURRENCES, "rotary": TURNS, "cross_entropy": LOGITS, "conv": CHANNELS, "conv_update": CHANNELS,
+         "conv_window": CHANNELS, "state_update": STATES,
+         **{family: HEADS for family, _ in OPS.values() if family.startswith("pointwise")}}
 TAPS = {"token_shift": 2}  # instead of the usual convolution's
-# The options that decide which kernels are started: simple GLA is called with a gate, as its name says, Kimi Delta Attention with its beta, and
-# a shift's filters are fixed.
-OPTIONS = {**{op: ("g",) for op in OPS if op.endswith("simple_gla")}, "chunk_kda": ("beta",), "kda": ("beta",), "token_shift": ("fixed",)}
+# The options that decide which kernels are started: simple GLA is called with a gate, as its name says, RWKV-6 with its bonus, Kimi Delta
+# Attention with its beta, Mamba2's heads come in groups, and a shift's filters are fixed.
+OPTIONS = {**{op: ("g",) for op in OPS if op.endswith("simple_gla")}, "chunk_rwkv6": ("u",), "rwkv6": ("u",), "chunk_kda": ("beta",),
+           "kda": ("beta",), "token_shift": ("fixed",),
+           **dict.fromkeys(("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"), ("g", "gva"))}
 # Releases of Triton that an upgrade may lead to.
 TRITONS = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0", "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 

@@ -8,45 +8,20 @@ whose values cannot be read (meta, fake, DTensor), rows are zero or torch's own,
 """
 from __future__ import annotations
 
-import os
-import sys
 import warnings
-from pathlib import Path
-from types import CodeType, MethodType, TracebackType
-from typing import Any, NamedTuple
+from types import MethodType, TracebackType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flashlin import policy
 from flashlin.guards import pending
 from flashlin.guards.pending import synchronize as synchronize
 from flashlin.guards.tensors import shown
-
-
-class Call(NamedTuple):
-    """A call under check, so that an error that comes late can name it. where: the caller's code, or a text; spelled out only if needed."""
-    op: str
-    argument: str
-    where: CodeType | str
-    line: int
-    shape: tuple[int, ...]
-    vocab_size: int
-    ignore_index: int | None
-
-    def verdict(self, position: int, value: int) -> str:
-        """The error's text, or "" if (position, value) is no out-of-range token. position counts through the tokens in order."""
-        if position < 0 or 0 <= value < self.vocab_size or value == self.ignore_index:
-            return ""
-        or_ignored = "" if self.ignore_index is None else f" or ignore_index = {self.ignore_index}"
-        return (f"{self}: {self.argument}: got {value} at position {position}{_unravelled(position, self.shape)}, "
-                f"need 0 <= token < {self.vocab_size}, the vocabulary size{or_ignored}")
-
-    def __str__(self) -> str:
-        if isinstance(self.where, str):
-            return f"{self.op} called {self.where}"
-        return f"{self.op} called at {self.where.co_filename}:{self.line} in {self.where.co_name}"
+from flashlin.guards.tokens import Call, call_of, check, check_dtype, mode, out_of_range, readable, report, traced_place
+from flashlin.guards.tokens import first_bad as first_bad
+from flashlin.guards.tokens import keep_first as keep_first
 
 
 def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens", *, ignore_index: int | None = None) -> None:
@@ -62,20 +37,16 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens", *, ignor
 
     Inside torch.compile it works too, but the compiled function is then not run as a CUDA graph (mode="reduce-overhead").
     """
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
+    if not torch.compiler.is_compiling():
         pending.poll()
-    if _mode() == "off":
+    if mode() == "off":
         return
-    _check_dtype(name, tokens)
+    check_dtype(name, tokens)
     if not isinstance(vocab_size, (int, torch.SymInt)):
         raise TypeError(f"vocab_size: got {type(vocab_size).__name__}, need an int")
     if vocab_size < 1:
         raise ValueError(f"vocab_size: got {vocab_size}, need at least 1")
-    if compiling:
-        _check_op(tokens, _ANCHOR, vocab_size, ignore_index, name, _traced_place())
-    elif _readable(tokens) and tokens.numel() and not torch._C._are_functorch_transforms_active():
-        _report(tokens, out_of_range(tokens, vocab_size, ignore_index)[1], _call("check_tokens", name, tokens, vocab_size, ignore_index))
+    check("check_tokens", tokens, vocab_size, name, ignore_index)
 
 
 def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
@@ -157,9 +128,9 @@ def _embedding(op: str, input: Tensor, weight: Tensor, padding_idx: int | None, 
     compiling = torch.compiler.is_compiling()
     if not compiling:
         pending.poll()
-    if _mode() == "off":
+    if mode() == "off":
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    _check_dtype("input", input)
+    check_dtype("input", input)
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight: got {type(weight).__name__}, need a tensor of shape [V, D]")
     if weight.ndim != 2:
@@ -168,7 +139,7 @@ def _embedding(op: str, input: Tensor, weight: Tensor, padding_idx: int | None, 
     if padding_idx is not None and not -V <= padding_idx < max(V, 1):
         raise ValueError(f"padding_idx: got {padding_idx}, need {-V} <= padding_idx < {V}, the rows of weight")
     if not compiling:
-        if not _readable(input, weight) or input.numel() == 0:
+        if not readable(input, weight) or input.numel() == 0:
             return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         if input.device != weight.device:
             raise ValueError(f"input: got device {input.device}, need {weight.device}, where weight is")
@@ -176,33 +147,12 @@ def _embedding(op: str, input: Tensor, weight: Tensor, padding_idx: int | None, 
             raise ValueError(f"weight: got a vocabulary of 0 rows, need at least 1 for {input.numel()} tokens")
     index, bad = out_of_range(input, V)
     if compiling:
-        bad = _bad_op(input, V, op, _traced_place())    # the same mask; taken from the operator, so that the compiler keeps it
+        bad = _bad_op(input, V, op, traced_place())    # the same mask; taken from the operator, so that the compiler keeps it
     elif torch._C._are_functorch_transforms_active():   # what autograd.Function asks itself
         return F.embedding(index, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse).masked_fill(bad.unsqueeze(-1), 0)
-    elif _report(input, bad, _call(op, "input", input, V, None)):
+    elif report(input, bad, call_of(op, "input", input, V, None)):
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     return masked_embedding(weight, index, bad, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-
-
-def out_of_range(tokens: Tensor, vocab_size: int, ignore_index: int | None = None) -> tuple[Tensor, Tensor]:
-    """Tokens clamped into 0 .. vocab_size - 1, and a bool mask of those that were not and are not ignore_index; in tokens' shape."""
-    index = tokens.clamp(0, min(vocab_size - 1, torch.iinfo(tokens.dtype).max))
-    bad = index != tokens
-    return index, bad if ignore_index is None else bad & (tokens != ignore_index)
-
-
-def first_bad(tokens: Tensor, bad: Tensor, out: Tensor | None = None) -> Tensor:
-    """[2] int64: the first position of ``bad`` in row-major order and its token, or position 0 and its token where nothing is bad:
-    whether that token is bad is for the reader to see, which saves the device a step. At least one token. Written to out if given."""
-    out = torch.empty(2, dtype=torch.int64, device=tokens.device) if out is None else out
-    torch.argmax(bad.reshape(-1).view(torch.uint8), 0, keepdim=True, out=out[:1])
-    torch.take(tokens.long(), out[:1], out=out[1:])
-    return out
-
-
-def keep_first(flag: Tensor, tokens: Tensor, bad: Tensor) -> None:
-    """Put the first bad token into flag [2] int64 unless one is in it (position >= 0) or nothing is bad."""
-    flag.copy_(torch.where((flag[:1] < 0) & bad.any(), first_bad(tokens, bad), flag))
 
 
 def masked_embedding(weight: Tensor, index: Tensor, bad: Tensor, padding_idx: int | None, max_norm: float | None, norm_type: float,
@@ -248,39 +198,12 @@ class _Masked(torch.autograd.Function):
         return found[:V], None, None, None, None, None
 
 
-def _report(tokens: Tensor, bad: Tensor, call: Call) -> bool:
-    """Raise, or see to it that somebody will. True where every token is known to be fine."""
-    if tokens.is_cuda:
-        if pending.capturing():
-            flag = pending.flag(tokens.device, call)
-            if flag is not None:
-                keep_first(flag, tokens, bad)
-            return False
-        if pending.prime(tokens.device):    # a capture may follow, and its first launch of a kernel must not be the process's first
-            keep_first(torch.full((2,), -1, device=tokens.device), tokens, bad)
-        if _mode() == "async":
-            slot = pending.take(tokens.device)
-            first_bad(tokens, bad, slot.pair)
-            pending.send(slot, call)
-            return False
-    text = call.verdict(*first_bad(tokens, bad).tolist())
-    if text:
-        raise ValueError(text)
-    return True
-
-
-# torch.compile: one operator per door. The mask's user keeps the first one alive; check_tokens has no result to use, so its operator claims
-# to write to a tensor, or the compiler would drop it.
-with torch.inference_mode(False):   # this module may be first imported inside it
-    _ANCHOR = torch.zeros(1, dtype=torch.int8, device="cpu")
-
-
 @torch.library.custom_op("flashlin::out_of_range", mutates_args=(), schema="(Tensor tokens, int vocab_size, str op, str place) -> Tensor")
 def _bad_op(tokens: Tensor, vocab_size: int, op: str, place: str) -> Tensor:
     pending.poll()
     bad = out_of_range(tokens, vocab_size)[1]
-    if tokens.numel() and _mode() != "off":
-        _report(tokens, bad, Call(op, "input", place, 0, tuple(tokens.shape), vocab_size, None))
+    if tokens.numel() and mode() != "off":
+        report(tokens, bad, Call(op, "input", place, 0, tuple(tokens.shape), vocab_size, None))
     return bad
 
 
@@ -289,65 +212,3 @@ def _(tokens: Tensor, vocab_size: int, op: str, place: str) -> Tensor:
     return torch.empty_like(tokens, dtype=torch.bool)
 
 
-@torch.library.custom_op(
-    "flashlin::check_tokens", mutates_args=("anchor",),
-    schema="(Tensor tokens, Tensor(a!) anchor, int vocab_size, int? ignore_index, str name, str place) -> ()")
-def _check_op(tokens: Tensor, anchor: Tensor, vocab_size: int, ignore_index: int | None, name: str, place: str) -> None:
-    pending.poll()
-    if tokens.numel() and _mode() != "off":
-        bad = out_of_range(tokens, vocab_size, ignore_index)[1]
-        _report(tokens, bad, Call("check_tokens", name, place, 0, tuple(tokens.shape), vocab_size, ignore_index))
-
-
-@_check_op.register_fake
-def _(tokens: Tensor, anchor: Tensor, vocab_size: int, ignore_index: int | None, name: str, place: str) -> None:
-    return None
-
-
-def _mode() -> str:
-    return policy.current().tokens
-
-
-def _check_dtype(name: str, tokens: Any) -> None:
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"{name}: got {type(tokens).__name__}, need an int32 or int64 tensor")
-    if tokens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: got dtype {tokens.dtype}, need int32 or int64")
-
-
-def _readable(*tensors: Tensor) -> bool:
-    """Whether there are values to look at: not on meta, and not in a subclass that computes in its own way (FakeTensor, DTensor)."""
-    return all(x.device.type != "meta" and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__ for x in tensors)
-
-
-def _call(op: str, argument: str, tokens: Tensor, vocab_size: int, ignore_index: int | None) -> Call:
-    """The call as seen by the first caller outside flashlin and torch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("flashlin", "torch"):
-        frame = frame.f_back
-    return Call(op, argument, frame.f_code, frame.f_lineno, tuple(tokens.shape), vocab_size, ignore_index)
-
-
-def _traced_place() -> str:
-    """The user's line that is being traced, for want of a stack at run time."""
-    for frame in reversed(torch._guards.TracingContext.extract_stack()):
-        if not frame.filename.startswith(_INSIDE):
-            return f"at {frame.filename}:{frame.lineno} in {frame.name}, compiled"
-    return "in compiled code"
-
-
-# torch.compiler.assume_constant_result does just this, after loading the whole compiler, which eager calls do not need.
-_traced_place._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-_INSIDE = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
-
-
-def _unravelled(position: int, shape: tuple[int, ...]) -> str:
-    """133 in [4, 64] -> `` = [2, 5]``; nothing where position says it all."""
-    if len(shape) < 2:
-        return ""
-    where: list[int] = []
-    for size in reversed(shape):
-        position, last = divmod(position, size)
-        where.insert(0, last)
-    return f" = {shown(where)}"

@@ -313,15 +313,17 @@ def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatc
     x = torch.rand(1, 4, 2, 16)
     for op in OPS:
         extra = {"layer_idx": 0, "num_layers": 2} if "lightning" in op else {}
-        w = torch.ones(16)
+        w, target = torch.ones(16), torch.tensor([0, 1])
         if op.startswith("parallel_"):
             extra = {"output_attentions": True}
         tensors = ([x] if op == "l2norm" else [x, w, w] if op.endswith("_norm") else [x, x, w, w] if op.endswith("_gated") else
                    [x[0], torch.ones(16, 4)] if op == "causal_conv1d" else [x[0, :, 0], torch.ones(4, 16, 3), None, torch.ones(16, 3)]
-                   if op == "causal_conv1d_update" else [x[0]] if op == "token_shift" else
+                   if op == "causal_conv1d_update" else [x[0]] if op == "token_shift" else [x[0], -x[0]] if op.endswith("hgrn") else
                    [x, w] if op == "fused_gdn_gate" else [x] if op == "fused_kda_gate" else
                    [x[0], x[0], w, w, w, w, w] if op == "fused_addcmul_rwkv7" else [x[0], x[0], w] if op == "fused_k_rwkv7" else
-                   [x.flatten(2), x, x, x[0, 0], x, x.flatten(2)] if op == "gate_output_correction" else [x, x, x])
+                   [x.flatten(2), x, x, x[0, 0], x, x.flatten(2)] if op == "gate_output_correction" else
+                   [x, x[0, :, 0, :8], x[0, :, 0, :8]] if op == "rotary_embedding" else
+                   [x[0, 0], target] if op == "cross_entropy_loss" else [x[0, 0], target, x[0, 1]] if "cross_entropy" in op else [x, x, x])
         if "delta_rule" in op:
             gates = {"beta": x[..., 0]} | ({"g": -x[..., 0]} if "gated" in op else {})
             extra = {**extra, **gates}

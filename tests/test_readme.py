@@ -97,7 +97,7 @@ def speed_table() -> str:
         said.add(f"{record['device']}, Triton {record['triton']}, torch {record['torch']}, fla-core {record['fla']}, {record['date']}")
         for row in record["rows"]:
             ours, theirs = row["flashlin"], row["fla"]
-            mark = "*" if row["guard_off"] and theirs.get("both_ms") else ""
+            mark = "*" if row["guard_off"] is True and theirs.get("both_ms") else ""
             lines.append(f"| `{row['op']}` | {ours['forward_ms']:.3f} | {theirs['forward_ms']:.3f} | {row['ratio_forward']:.2f} "
                          f"| {ours['both_ms']:.2f} | {theirs['both_ms']:.2f}{mark} "
                          f"| {row['ratio_both']:.2f} | {record['first_call']['forward_s']:.1f} |")

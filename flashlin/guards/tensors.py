@@ -122,6 +122,12 @@ def check_indices(indices: torch.Tensor, N: int, P: int, device: torch.device, r
         raise ValueError(f"state_indices: got {int(indices.max())}, need less than {P}, the number of states in initial_state")
 
 
+def check_chunk_size(chunk_size: int) -> None:
+    """Of the ops whose fla twins take any power of two. It changes nothing but rounding, so ours only have to accept it."""
+    if not isinstance(chunk_size, int) or chunk_size < 16 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size: got {chunk_size}, need a power of two of at least 16")
+
+
 def no_unknown(op: str, unknown: dict[str, Any]) -> None:
     """fla swallows unknown keywords, so a misspelt gate runs ungated; here they are a TypeError."""
     if "head_first" in unknown:

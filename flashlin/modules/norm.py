@@ -120,6 +120,22 @@ class FusedRMSNormGated(_Gated):
         return rms_norm_gated(x, g, self.weight, self.bias, self.activation, residual, prenorm, residual_in_fp32, self.eps)
 
 
+class FusedLayerNormSwishGate(FusedLayerNormGated):
+    """``FusedLayerNormGated`` with swish. Drop-in for ``fla.modules.FusedLayerNormSwishGate``."""
+
+    def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False, eps: float = 1e-5,
+                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(hidden_size, elementwise_affine, bias, eps, device=device, dtype=dtype)
+
+
+class FusedRMSNormSwishGate(FusedRMSNormGated):
+    """``FusedRMSNormGated`` with swish. Drop-in for ``fla.modules.FusedRMSNormSwishGate``."""
+
+    def __init__(self, hidden_size: int, elementwise_affine: bool = True, eps: float = 1e-5, device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None) -> None:
+        super().__init__(hidden_size, elementwise_affine, eps, device=device, dtype=dtype)
+
+
 class L2Norm(nn.Module):
     """``l2norm`` over the last dimension. Drop-in for ``fla.modules.L2Norm``."""
 

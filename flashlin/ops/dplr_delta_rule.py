@@ -15,7 +15,7 @@ from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import chunked, recurrent
 from flashlin.ops.chunked import QKV, Argument
 
-NAMES = {"a": "a", "b": "b", "gk": "gk"}
+CALLED = {"a": "a", "b": "b", "gk": "gk"}
 CHUNK_SIZES = (16, 32, 64)
 # With beta instead of a and b it is Kimi Delta Attention (kda.py).
 FAMILY = chunked.family_of("dplr", {
@@ -60,19 +60,19 @@ def chunk_dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
     op = "chunk_dplr_delta_rule"
     no_unknown(op, unknown)
     return run(op, q, k, v, gk, a, b, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, chunk_size, cp_context, lower_bound,
-               NAMES)
+               CALLED)
 
 
 def run(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, scale: float | None, h0: Tensor | None, has_ht: bool,
         cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, chunk_size: int | None, cp_context: Any, lower_bound: float | None,
-        names: dict[str, str]) -> tuple[Tensor, Tensor | None]:
-    """The chunked ops with two writing vectors. names: those of arguments, where they are not those of inputs.py."""
+        called: dict[str, str]) -> tuple[Tensor, Tensor | None]:
+    """The chunked ops with two writing vectors. called: those of arguments, where they are not those of inputs.py."""
     check_options(chunk_size, (None, *CHUNK_SIZES), cp_context, lower_bound)
     for name, x in (("a", a), ("b", b)):
         if x is None:
             raise TypeError(f"{name}: got NoneType, need a tensor of shape [B, T, HV, K]")
     return chunked.run(FAMILY, op, (q, k, v, g, a, b, None), scale, h0, has_ht, False, cu_seqlens, cu_seqlens_cpu,
-                       called={"g": names.get("gk", "g"), "q": names.get("q", "q")})
+                       called={"g": called.get("gk", "g"), "q": called.get("q", "q")})
 
 
 def check_options(chunk_size: int | None, chunk_sizes: tuple[int | None, ...], cp_context: Any, lower_bound: float | None) -> None:
@@ -117,4 +117,4 @@ def fused_recurrent_dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, 
     op = "fused_recurrent_dplr_delta_rule"
     no_unknown(op, unknown)
     return recurrent.run(op, Inputs(q, k, v, gk=gk, a=a, b=b, h0=initial_state, bounds=cu_seqlens), ("reverse",) if reverse else (), scale,
-                         output_final_state, names=NAMES)
+                         output_final_state, called=CALLED)

@@ -17,7 +17,9 @@ from flashlin.ops.chunked import QKV, Argument
 from flashlin.ops.planned import wants_grad
 from flashlin.ops.simple_gla import v_first
 
-FAMILY = chunked.family_of("gla", {**QKV, "g": Argument(("B", "T", "H", "K"), wide=True)}, torch_path.run)
+# RWKV-6 has a bonus u, and with it reads before the update (ops/rwkv6.py).
+FAMILY = chunked.family_of("gla", {
+    **QKV, "g": Argument(("B", "T", "H", "K"), wide=True), "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.run)
 
 
 def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
@@ -47,7 +49,7 @@ def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = 
     """
     op = "chunk_gla"
     no_unknown(op, unknown)
-    return chunked.run(FAMILY, op, (q, k, v, g), scale, initial_state, output_final_state, v_first(op, state_v_first, transpose_state_layout),
+    return chunked.run(FAMILY, op, (q, k, v, g, None), scale, initial_state, output_final_state, v_first(op, state_v_first, transpose_state_layout),
                        cu_seqlens, cu_seqlens_cpu)
 
 

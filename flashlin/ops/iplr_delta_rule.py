@@ -14,7 +14,7 @@ from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import dplr_delta_rule, recurrent
 
-NAMES = {"a": "a", "b": "b"}
+CALLED = {"a": "a", "b": "b"}
 
 
 def chunk_iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None,
@@ -32,7 +32,7 @@ def chunk_iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
     check_qkv(q, k, v)
     g = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     return dplr_delta_rule.run(op, q, k, v, g, a, b, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, chunk_size, None, None,
-                               NAMES)
+                               CALLED)
 
 
 def fused_recurrent_iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None,
@@ -48,4 +48,4 @@ def fused_recurrent_iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, 
     """
     op = "fused_recurrent_iplr_delta_rule"
     no_unknown(op, unknown)
-    return recurrent.run(op, Inputs(q, k, v, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale, output_final_state, names=NAMES)
+    return recurrent.run(op, Inputs(q, k, v, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale, output_final_state, called=CALLED)

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin.guards.problem import Plan, Problem
@@ -102,11 +103,61 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
 l2_norm = l2norm
 
 
+def rmsnorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None = None, eps: float = 1e-6, group_size: int | None = None,
+               norm_before_gate: bool = True) -> Tensor:
+    """RMS norm of each group_size columns of a row, and Mamba2's gate before or after it. Drop-in for ``rmsnorm_fn`` of
+    ``mamba_ssm.ops.triton.layernorm_gated`` and ``fla.modules.layernorm_gated``.
+
+    Args:
+        x: [..., D], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. weight, bias: [D] or None, of any float dtype.
+        z: of x's shape and any float dtype, or None for no gate.
+        group_size: a divisor of D; None means D. norm_before_gate: norm(x) * silu(z), else norm(x * silu(z)).
+
+    Returns:
+        y in x's shape and dtype. Arithmetic is in float32, x * silu(z) included; gradients reach x, weight, bias and z. Errors as ``layer_norm``.
+    """
+    return _mamba_norm("rmsnorm_fn", RMS, x, weight, bias, z, eps, group_size, norm_before_gate)
+
+
+def layernorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None = None, eps: float = 1e-6, group_size: int | None = None,
+                 norm_before_gate: bool = True, is_rms_norm: bool = False) -> Tensor:
+    """``rmsnorm_fn`` with a layer norm of each group, unless is_rms_norm. Drop-in for ``layernorm_fn`` of the same modules."""
+    return _mamba_norm("layernorm_fn", RMS if is_rms_norm else LAYER, x, weight, bias, z, eps, group_size, norm_before_gate)
+
+
+def _mamba_norm(op: str, kind: int, x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None, eps: float, group_size: int | None,
+                norm_before_gate: bool) -> Tensor:
+    check(x, None, weight, bias, eps, 1, None, None)
+    D, dtype = x.shape[-1], x.dtype
+    size = D if group_size is None else group_size
+    if size < 1 or D % size:
+        raise ValueError(f"group_size: got {group_size}, need a divisor of D = {D}")
+    gate = z if norm_before_gate else None
+    if z is not None:
+        need_tensor("z", z, tuple(x.shape), "x's shape", getattr(z, "device", x.device))
+        if z.device != x.device:
+            raise ValueError(f"z: got device {z.device}, need {x.device}, where x is")
+        if not norm_before_gate:
+            wide = torch.float64 if torch.float64 in (x.dtype, z.dtype) else torch.float32
+            x = x.to(wide) * F.silu(z.to(wide))
+    y = _run(op, kind, x, None, weight, bias, eps, False, False, output_dtype=dtype, groups=D // size, gate=gate,
+             activation=None if gate is None else "silu")
+    assert isinstance(y, Tensor)  # for the type checker: only prenorm gives two
+    return y
+
+
 def _run(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, prenorm: bool,
          residual_in_fp32: bool, *, output_dtype: torch.dtype | None = None, groups: int = 1, gate: Tensor | None = None,
          activation: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Every op of the family: check, plan, run. gate counts where there is an activation."""
-    _check(x, residual, weight, bias, eps, groups, gate, activation)
+    check(x, residual, weight, bias, eps, groups, gate, activation)
+    return run(op, kind, x, residual, weight, bias, eps, prenorm, residual_in_fp32, output_dtype=output_dtype, groups=groups, gate=gate,
+               activation=activation)
+
+
+def run(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, prenorm: bool,
+        residual_in_fp32: bool, *, output_dtype: torch.dtype | None = None, groups: int = 1, gate: Tensor | None = None,
+        activation: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """Every op of the family, of tensors that have been checked: plan, run. gate counts where there is an activation."""
     y_dtype = output_dtype or x.dtype
     total_dtype = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x.dtype
     returns_x = residual is None and total_dtype == x.dtype
@@ -115,7 +166,7 @@ def _run(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor 
     given, opening = x, NO_GATE if activation is None else ACTIVATIONS[activation]
     if groups > 1:
         x = x.unflatten(-1, (groups, -1))
-        residual = None if residual is None else residual.unflatten(-1, (groups, -1))
+        residual, gate = (None if t is None else t.unflatten(-1, (groups, -1)) for t in (residual, gate))
     if torch.compiler.is_compiling():
         path, dot = _route(call, x.device)
     else:
@@ -144,7 +195,9 @@ def _run(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor 
     return (y, given if returns_x else total.to(total_dtype).reshape(given.shape)) if prenorm else y
 
 
-def _check(x: Any, residual: Any, weight: Any, bias: Any, eps: float, groups: int, gate: Any, activation: str | None) -> None:
+def check(x: Any, residual: Any, weight: Any, bias: Any, eps: float, groups: int, gate: Any, activation: str | None,
+          names: tuple[str, str] = ("weight", "bias")) -> None:
+    """names: what weight and bias are called."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x: got {type(x).__name__}, need a tensor of shape [..., D]")
     if x.ndim == 0 or x.shape[-1] == 0:
@@ -152,7 +205,7 @@ def _check(x: Any, residual: Any, weight: Any, bias: Any, eps: float, groups: in
     if x.dtype not in FLOATS:
         raise TypeError(f"x: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
     D = x.shape[-1]
-    for name, given, shape, meaning in (("weight", weight, (D,), "[D]"), ("bias", bias, (D,), "[D]"),
+    for name, given, shape, meaning in ((names[0], weight, (D,), "[D]"), (names[1], bias, (D,), "[D]"),
                                         ("residual", residual, tuple(x.shape), "x's shape"), ("g", gate, tuple(x.shape), "x's shape")):
         if given is not None or (name == "g" and activation is not None):
             need_tensor(name, given, shape, meaning, getattr(given, "device", x.device))
@@ -175,7 +228,7 @@ def _call_of(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Ten
         if given is not None:
             dtypes.add(given.dtype)
             options += " " + name
-    if kind == RMS and op in ("layer_norm", "group_norm"):
+    if kind == RMS and op in ("layer_norm", "group_norm", "layernorm_fn"):
         options += " is_rms_norm"
     dtype = x.dtype if len(dtypes) == 1 else next(dtype for dtype in STRICTEST if dtype in dtypes)
     return f"{op} {name_of(dtype)}{options}"

@@ -69,3 +69,11 @@ def name_of(dtype: torch.dtype) -> str:
 def wants_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether backward may be asked of this call. Inside autograd.Function.forward it is too late to find out."""
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
+
+
+def linear_dtype(x: torch.Tensor) -> torch.dtype:
+    """What a linear layer computes x in: the autocast dtype where autocast is on (it leaves float64 alone), else x's own."""
+    device = x.device.type
+    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)

@@ -57,7 +57,7 @@ def check_rows(name: str, x: Any, meaning: str, dims: int | None = None, columns
         raise TypeError(f"{name}: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
 
 
-def check_beside(name: str, x: Any, shape: tuple[int, ...], meaning: str, beside: str, first: Tensor) -> None:
+def check_beside(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, beside: str, first: Tensor) -> None:
     """x is a tensor of that shape on the device of ``first``, which is called ``beside``."""
     need_tensor(name, x, shape, meaning, getattr(x, "device", first.device))
     _check_device(name, x, beside, first)

@@ -32,10 +32,10 @@ SHAPES = {"g": ("B", "T", "HV"), "gamma": ("HV",), "gk": ("B", "T", "HV", "K"), 
 
 
 def run(op: str, x: Inputs, flags: tuple[str, ...] = (), scale: float | None = None, has_ht: bool = False,
-        indices: Tensor | None = None, in_place: bool = False, names: Mapping[str, str] = MappingProxyType({})) -> Found:
+        indices: Tensor | None = None, in_place: bool = False, called: Mapping[str, str] = MappingProxyType({})) -> Found:
     """(o in v's dtype, final state or None). x.bounds: cu_seqlens as the user gave them. in_place or indices: states are read from and
-    written back to x.h0, which is what comes back as the final state. names: what the op calls those inputs that it must have."""
-    x = _checked(x, flags, indices, in_place, names)
+    written back to x.h0, which is what comes back as the final state. called: what the op calls those inputs that it must have."""
+    x = _checked(x, flags, indices, in_place, called)
     scale = x.q.shape[3] ** -0.5 if scale is None else float(scale)
     out_dtype = x.v.dtype
     common = out_dtype
@@ -72,14 +72,14 @@ def prepared(x: Inputs, flags: tuple[str, ...]) -> tuple[Inputs, tuple[str, ...]
     return x, tuple(flag for flag in flags if flag in ("delta", "before", "reverse", "v_first"))
 
 
-def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool, names: Mapping[str, str]) -> Inputs:
-    first = names.get("q", "q")
+def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool, called: Mapping[str, str]) -> Inputs:
+    first = called.get("q", "q")
     check_qkv(x.q, x.k, x.v, grouped=True, first=first)
     B, T, _, K = x.q.shape
     HV, V = x.v.shape[2:]
     if unknown := {flag.partition(":")[0] for flag in flags} - set(FLAGS):  # a family's mistake, not a user's
         raise ValueError(f"flags: got {', '.join(unknown)}, need some of {', '.join(FLAGS)}")
-    if x.beta is not None or "beta" in names:
+    if x.beta is not None or "beta" in called:
         if "delta" not in flags:
             raise ValueError("beta: got a tensor, need None without delta")
         if isinstance(x.beta, Tensor) and x.beta.ndim == 4:
@@ -89,8 +89,8 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
     sizes = {"B": B, "T": T, "HV": HV, "K": K, "V": V}
     shapes = SHAPES if x.g is not None or x.gk is None else {**SHAPES, "dt_bias": ("HV", "K")}
     for name, dims in shapes.items():
-        if (y := getattr(x, name)) is not None or name in names:
-            need_tensor(names.get(name, name), y, tuple([sizes[dim] for dim in dims]), f"[{', '.join(dims)}]", x.q.device, first)
+        if (y := getattr(x, name)) is not None or name in called:
+            need_tensor(called.get(name, name), y, tuple([sizes[dim] for dim in dims]), f"[{', '.join(dims)}]", x.q.device, first)
     if (x.a is None) != (x.b is None) or (x.a is not None and "delta" in flags):
         raise ValueError("a, b: got one of them or delta with them, need both, and without delta")
     readable = policy.current().debug or (x.q.device.type == "cpu" and not torch.compiler.is_compiling())
@@ -134,11 +134,11 @@ def _static_way(op: str, dtype: str, K: int, V: int, device: torch.device) -> tu
 def _on_torch(x: Inputs, flags: tuple[str, ...], scale: float) -> Found:
     v_first = "v_first" in flags
     x = x._replace(h0=x.h0.mT) if v_first and x.h0 is not None else x
-    others = (x.gamma, x.gv, x.bonus, x.a, x.b)
-    chunked = x.q.shape[1] > LONG and set(flags) <= {"delta", "v_first"} and all(y is None for y in others)
+    chunked = x.q.shape[1] > LONG and "reverse" not in flags and all(y is None for y in (x.gamma, x.gv, x.a, x.b))
+    chunked = chunked and ("before" in flags) == (x.bonus is not None)
     if chunked and x.gk is not None and x.g is None and "delta" not in flags and x.q.shape[2] == x.v.shape[2]:
-        o, ht = chunked_gla.run(x.q, x.k, x.v, x.gk, x.h0, x.bounds, scale)  # the same function
-    elif chunked and x.gk is None and "delta" in flags and (x.beta is None or x.beta.ndim == 3):
+        o, ht = chunked_gla.run(x.q, x.k, x.v, x.gk, x.bonus, x.h0, x.bounds, scale)  # the same function
+    elif chunked and x.gk is None and x.bonus is None and "delta" in flags and (x.beta is None or x.beta.ndim == 3):
         beta = x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta
         o, ht = chunked_delta.run(x.q, x.k, x.v, beta, x.g, x.h0, x.bounds, scale)  # the same function
     else:

@@ -15,7 +15,7 @@ from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import chunked, dplr_delta_rule, recurrent
 from flashlin.ops.planned import wants_grad
 
-NAMES = {"q": "r", "gk": "w", "a": "a", "b": "b"}
+CALLED = {"q": "r", "gk": "w", "a": "a", "b": "b"}
 
 
 def chunk_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = 1.0,
@@ -34,7 +34,7 @@ def chunk_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
     op = "chunk_rwkv7"
     no_unknown(op, unknown)
     return dplr_delta_rule.run(op, r, k, v, w, a, b, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, chunk_size, cp_context,
-                               lower_bound, NAMES)
+                               lower_bound, CALLED)
 
 
 def fused_recurrent_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None,
@@ -65,7 +65,7 @@ def fused_recurrent_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor,
     """
     no_unknown("fused_recurrent_rwkv7", unknown)
     return recurrent.run("fused_recurrent_rwkv7", Inputs(r, k, v, gk=w, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,
-                         output_final_state, names=NAMES)
+                         output_final_state, called=CALLED)
 
 
 def fused_mul_recurrent_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, scale: float = 1.0,
@@ -83,7 +83,7 @@ def fused_mul_recurrent_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Te
     op = "fused_mul_recurrent_rwkv7"
     no_unknown(op, unknown)
     return recurrent.run(op, Inputs(r, k, v, gk=w, a=kk, b=a, h0=initial_state, bounds=cu_seqlens), ("rate", "reverse") if reverse else ("rate",),
-                         scale, output_final_state, names={**NAMES, "a": "kk", "b": "a"})
+                         scale, output_final_state, called={**CALLED, "a": "kk", "b": "a"})
 
 
 def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = 1.0, initial_state: Tensor | None = None,

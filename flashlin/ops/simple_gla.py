@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from flashlin import policy
-from flashlin.guards.tensors import check_cu_seqlens, check_qkv, need_tensor, no_unknown
+from flashlin.guards.tensors import check_chunk_size, check_cu_seqlens, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.simple_gla import torch_path
 from flashlin.ops import chunked
 from flashlin.ops.chunked import QKV, Argument
 
 FAMILY = chunked.family_of("simple_gla", {
-    **QKV, "g": Argument(("B", "T", "H"), wide=True, optional=True), "gamma": Argument(("H",), wide=True, optional=True, constant=True)},
+    **QKV, "g": Argument(("B", "T", "HV"), wide=True, optional=True), "gamma": Argument(("HV",), wide=True, optional=True, constant=True)},
     torch_path.run)
 
 
@@ -126,8 +126,7 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
         h0: Tensor | None, has_ht: bool, state_v_first: bool, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None = None, *,
         chunk_size: int = 64, reverse: bool = False, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
     """Every op of the family. out_dtype: of o, where the caller goes on computing with it."""
-    if chunk_size != 64 and (chunk_size < 16 or chunk_size & (chunk_size - 1)):
-        raise ValueError(f"chunk_size: got {chunk_size}, need a power of two of at least 16")
+    check_chunk_size(chunk_size)
     if reverse or (g is not None and gamma is not None):  # what is flipped or added here has to fit first
         check_qkv(q, k, v)
         for name, x, shape in (("g", g, q.shape[:3]), ("g_gamma", gamma, q.shape[2:3])):

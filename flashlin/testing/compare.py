@@ -59,7 +59,12 @@ def judge(name: str, out: torch.Tensor, ref: torch.Tensor, allowed: float) -> Ve
 
 
 def check(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0) -> list[Verdict]:
-    """Run a case forward and backward with random output gradients and compare everything. NaN fills fresh memory meanwhile."""
+    """Run a case forward and backward and compare everything."""
+    return [judge(name, ours, theirs, allowed(case, name, dtype)) for name, (ours, theirs) in results(case, device, dtype, seed).items()]
+
+
+def results(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Outputs, and gradients for random output gradients, by name: the op's, on the CPU, and the reference's. NaN fills fresh memory meanwhile."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     inputs = case.make(torch.device("cpu"), dtype, generator)
     wanted = [name for name, x in inputs.items() if x.is_floating_point() and name not in case.constant]
@@ -76,14 +81,14 @@ def check(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0) -
     with poisoned():
         ours_grads = _gradients(got, {name: x.to(device) for name, x in cotangents.items()}, [ours[name] for name in wanted])
     their_grads = _gradients(expected, cotangents, [theirs[name] for name in wanted])
-    verdicts = [judge(name, got[name].cpu(), expected[name], _allowed(case, name, dtype)) for name in expected]
-    return verdicts + [judge("d" + name, a.cpu(), b, _allowed(case, "d" + name, dtype))
-                       for name, a, b in zip(wanted, ours_grads, their_grads, strict=True)]
+    found = {name: (got[name].cpu(), expected[name]) for name in expected}
+    return found | {"d" + name: (a.cpu(), b) for name, a, b in zip(wanted, ours_grads, their_grads, strict=True)}
 
 
-def _allowed(case: Case, name: str, dtype: torch.dtype) -> float:
-    allowed = case.tolerances.get(name, case.tolerances["d*" if name.startswith("d") else "*"])
-    return min(allowed, FP32_ALLOWED) if dtype in (torch.float32, torch.float64) else allowed
+def allowed(case: Case, name: str, dtype: torch.dtype) -> float:
+    """The RMS ratio that a case allows a tensor."""
+    most = case.tolerances.get(name, case.tolerances["d*" if name.startswith("d") else "*"])
+    return min(most, FP32_ALLOWED) if dtype in (torch.float32, torch.float64) else most
 
 
 def _leaf(x: torch.Tensor, wants_grad: bool) -> torch.Tensor:

@@ -118,9 +118,70 @@ def shifting(dtype: torch.dtype, packed: bool = False) -> None:
     backward(*(found if isinstance(found, tuple) else (found,)))
 
 
+def recurrence(op: str, dtype: torch.dtype, T: int = 1024, packed: bool = False) -> None:
+    """HGRN's, of as few sequences as make it split them."""
+    B, given = (1, {"cu_seqlens": torch.tensor([0, 50, T], dtype=torch.int32)}) if packed else (2, {})
+    x = zeros(B, T, 1024, dtype=dtype)
+    backward(*getattr(flashlin, op)(x, zeros(B, T, 1024, dtype=dtype), zeros(2, 1024), True, **given))
+
+
+@torch.no_grad()
+def recurring_once(op: str, dtype: torch.dtype) -> None:
+    recurrence(op, dtype, 1)
+
+
 @torch.no_grad()
 def convolving_a_token(dtype: torch.dtype, W: int) -> None:
     flashlin.causal_conv1d_update(zeros(2, 1024, dtype=dtype), zeros(2, 1024, W, dtype=dtype), None, zeros(1024, W, dtype=dtype), activation="silu")
+
+
+def scanning(dtype: torch.dtype, packed: bool = False) -> None:
+    """Heads of Mamba2's size; dt and what belongs to heads in float32."""
+    B, H, P, N = 1 if packed else 2, 8, 64, 128
+    x, groups, heads = zeros(B, 128, H, P, dtype=dtype), zeros(B, 128, 1, N, dtype=dtype), zeros(H)
+    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 50, 128], dtype=torch.int32), "return_varlen_states": True} if packed else {}
+    backward(*flashlin.mamba_chunk_scan_combined(x, zeros(B, 128, H), heads, groups, groups, 256, heads, x, heads, zeros(B, H, P, N),
+                                                 dt_softplus=True, return_final_states=True, **given))
+
+
+def mamba_layer(dtype: torch.dtype) -> None:
+    H, P, N = 8, 64, 128
+    D, C = H * P, H * P + 2 * N
+    backward(flashlin.mamba_split_conv1d_scan_combined(
+        zeros(2, 128, D + C + H, dtype=dtype), zeros(C, 4, dtype=dtype), zeros(C, dtype=dtype), zeros(H), zeros(H), zeros(H), 256, headdim=P,
+        seq_idx=torch.zeros(2, 128, dtype=torch.int32), rmsnorm_weight=zeros(D, dtype=dtype), outproj_weight=zeros(32, D, dtype=dtype),
+        norm_before_gate=False))
+
+
+@torch.no_grad()
+def updating_states(dtype: torch.dtype, heads: bool = True) -> None:
+    """As Mamba2 calls it, or as Mamba1 does."""
+    if not heads:
+        x, state, groups = zeros(2, 5120, dtype=dtype), zeros(2, 5120, 16), zeros(2, 16, dtype=dtype)
+        flashlin.selective_state_update(state, x, x, zeros(5120, 16), groups, groups, zeros(5120), x, zeros(5120), True)
+        return
+    H, P, N = 80, 64, 128
+    x, state, groups = zeros(2, H, P, dtype=dtype), zeros(2, H, P, N), zeros(2, 1, N, dtype=dtype)
+    dt, of_heads = zeros(2, H, 1, dtype=dtype).expand(2, H, P), zeros(H, 1).expand(H, P)
+    flashlin.selective_state_update(state, x, dt, zeros(H, 1, 1).expand(H, P, N), groups, groups, of_heads, x, of_heads, True)
+
+
+def convolving_channels_first(dtype: torch.dtype) -> None:
+    x = zeros(2, 64, 1024, dtype=dtype).transpose(1, 2)
+    backward(*flashlin.causal_conv1d_fn(x, zeros(1024, 4, dtype=dtype), zeros(1024, dtype=dtype), initial_states=zeros(2, 1024, 3, dtype=dtype),
+                                        return_final_states=True, activation="silu"))
+
+
+@torch.no_grad()
+def convolving_in_place(dtype: torch.dtype, ring: bool = False) -> None:
+    given = {"cache_seqlens": torch.zeros(2, dtype=torch.int32), "conv_state_indices": torch.arange(2, dtype=torch.int32)} if ring else {}
+    flashlin.mamba_causal_conv1d_update(zeros(2, 1024, dtype=dtype), zeros(2, 1024, 4, dtype=dtype), zeros(1024, 4, dtype=dtype),
+                                        zeros(1024, dtype=dtype), "silu", **given)
+
+
+def mamba_norm(op: str, dtype: torch.dtype, **options: Any) -> None:
+    x, weight = zeros(4, 64, 2048, dtype=dtype), zeros(2048, dtype=dtype)
+    backward(getattr(flashlin, op)(x, weight, None, x, **options))
 
 
 def elementwise(op: str, dtype: torch.dtype, H: int = 32, K: int = 64, **options: Any) -> None:
@@ -131,6 +192,20 @@ def elementwise(op: str, dtype: torch.dtype, H: int = 32, K: int = 64, **options
                "gate_output_correction": (rows, heads, heads, zeros(H, K, dtype=dtype), heads, rows)}
     found = getattr(flashlin, op)(*tensors[op], **options)
     backward(*(found if isinstance(found, tuple) else (found,)))
+
+
+def rotating(dtype: torch.dtype, D: int, R: int, packed: bool = False, **options: Any) -> None:
+    table = torch.zeros(64, R, dtype=dtype)
+    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 30, 64]), "seqlen_offsets": torch.zeros(2, dtype=torch.int32)} if packed else {}
+    backward(flashlin.rotary_embedding(zeros(1 if packed else 2, 64, 8, D, dtype=dtype), table, table, **options, **given))
+
+
+def loss(dtype: torch.dtype, V: int, **options: Any) -> None:
+    backward(flashlin.cross_entropy_loss(zeros(8, V, dtype=dtype), torch.zeros(8, dtype=torch.int64), **options)[0])
+
+
+def linear_loss(dtype: torch.dtype, V: int) -> None:
+    backward(flashlin.fused_linear_cross_entropy_loss(zeros(128, 64, dtype=dtype), torch.zeros(128, dtype=torch.int64), zeros(V, 64, dtype=dtype)))
 
 
 # Head sizes by dtype: training in bf16 at every size, fp32 where somebody checks a model, fp16 once.
@@ -148,7 +223,7 @@ INSIDE: dict[str, Any] = {"gates": ("g", "beta", "A_log", "dt_bias"), "HV": 8, "
 def calls() -> Iterator[Call]:
     """Every public op of ``dispatch.OPS`` (tests hold it to that), each option at the size most layers have."""
     for op, (_, mode) in dispatch.OPS.items():
-        if mode:
+        if mode and not op.startswith("mamba_"):
             yield from _over_sequences(op, mode)
     yield _sequences("chunk_linear_attn", BF16, 128, "normalised", normalize=True, state=False)
     yield _sequences("chunk_gated_delta_rule", BF16, 128, "HV=8, gates in kernel", **INSIDE)
@@ -167,12 +242,31 @@ def calls() -> Iterator[Call]:
         yield _call("causal_conv1d", dtype, "W=4", convolution, dtype, 4)
         yield _call("causal_conv1d_update", dtype, "W=4", convolving_a_token, dtype, 4)
         yield _call("token_shift", dtype, "D=1024", shifting, dtype)
+        yield _call("chunk_hgrn", dtype, "D=1024", recurrence, "chunk_hgrn", dtype)
+        yield _call("mamba_chunk_scan_combined", dtype, "P=64 N=128", scanning, dtype)
+        yield _call("selective_state_update", dtype, "P=64 N=128", updating_states, dtype)
+        yield _call("causal_conv1d_fn", dtype, "W=4, states", convolving_channels_first, dtype)
+        yield _call("mamba_causal_conv1d_update", dtype, "W=4", convolving_in_place, dtype)
         for op in ("fused_gdn_gate", "fused_kda_gate", "fused_addcmul_rwkv7", "fused_k_rwkv7", "gate_output_correction"):
             yield _call(op, dtype, "H=32 K=64", elementwise, op, dtype)
+        yield _call("rotary_embedding", dtype, "D=128", rotating, dtype, 128, 64)
+        yield _call("cross_entropy_loss", dtype, "V=32000", loss, dtype, 32000)
+    yield _call("rotary_embedding", BF16, "D=128 of 160, packed, interleaved", rotating, BF16, 160, 64, packed=True, interleaved=True)
+    yield _call("cross_entropy_loss", BF16, "V=50257, all terms", loss, BF16, 50257, label_smoothing=0.1, lse_square_scale=1e-4,
+                logit_softcapping=30.0)
+    yield _call("fused_linear_cross_entropy_loss", BF16, "V=32000", linear_loss, BF16, 32000)
     yield _call("group_norm", BF16, "D=2048 in 8", norm, "group_norm", BF16, 2048, num_groups=8)
     yield _call("rms_norm", BF16, "D=8192 residual", norm, "rms_norm", BF16, 8192, prenorm=True, residual=torch.zeros(4, 64, 8192, dtype=BF16))
     yield _call("token_shift", BF16, "D=1024 packed, cache", shifting, BF16, packed=True)
+    yield _call("chunk_hgrn", BF16, "D=1024 packed", recurrence, "chunk_hgrn", BF16, packed=True)
+    yield _call("fused_recurrent_hgrn", BF16, "D=1024 decoding", recurring_once, "fused_recurrent_hgrn", BF16)
     yield _call("fused_kda_gate", BF16, "K=128, lower bound", elementwise, "fused_kda_gate", BF16, K=128, lower_bound=-5.0)
+    yield _call("mamba_chunk_scan_combined", BF16, "P=64 N=128 packed", scanning, BF16, packed=True)
+    yield _call("mamba_split_conv1d_scan_combined", BF16, "P=64 N=128", mamba_layer, BF16)
+    yield _call("selective_state_update", BF16, "5120 channels of N=16", updating_states, BF16, heads=False)
+    yield _call("mamba_causal_conv1d_update", BF16, "W=4 ring in a pool", convolving_in_place, BF16, ring=True)
+    yield _call("rmsnorm_fn", BF16, "D=2048 in 8", mamba_norm, "rmsnorm_fn", BF16, group_size=256)
+    yield _call("layernorm_fn", BF16, "D=2048, gate first", mamba_norm, "layernorm_fn", BF16, norm_before_gate=False)
     yield _call("causal_conv1d", BF16, "W=4 packed, states", convolution, BF16, 4, packed=True, state=True)
 
 

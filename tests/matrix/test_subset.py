@@ -21,7 +21,9 @@ CALLS = {80: ("chunk_simple_gla bfloat16 D=128", "rms_norm bfloat16 D=2048"),
          90: ("chunk_simple_gla bfloat16 D=128", "chunk_gated_delta_rule bfloat16 D=128", "fused_recurrent_gated_delta_rule bfloat16 D=128 decoding",
               "rms_norm bfloat16 D=2048", "rms_norm_gated bfloat16 D=128", "causal_conv1d bfloat16 W=4", "causal_conv1d_update bfloat16 W=4",
               "fused_gdn_gate bfloat16 H=32 K=64", "fused_kda_gate bfloat16 K=128, lower bound", "fused_addcmul_rwkv7 bfloat16 H=32 K=64",
-              "fused_k_rwkv7 bfloat16 H=32 K=64", "gate_output_correction bfloat16 H=32 K=64", "chunk_gla bfloat16 D=128")}
+              "fused_k_rwkv7 bfloat16 H=32 K=64", "gate_output_correction bfloat16 H=32 K=64", "chunk_gla bfloat16 D=128",
+              "chunk_rwkv6 bfloat16 D=128",
+              "rotary_embedding bfloat16 D=128 of 160, packed, interleaved", "cross_entropy_loss bfloat16 V=50257, all terms")}
 
 BREAKS = "chunk_simple_gla bfloat16 D=64"
 

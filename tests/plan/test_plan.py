@@ -57,11 +57,17 @@ def targets(triton: str) -> Iterator[Target]:
 
 def problem(op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2, 2048, 8), varlen: bool = False,
             needs_grad: bool = True) -> Problem:
-    """As the op's problem_of makes them: norms see rows of a length, convolutions channels, everything else heads."""
+    """As the op's problem_of makes them: norms and losses see rows of a length, convolutions channels, everything else heads."""
     (family, mode), (B, T, H) = dispatch.OPS[op], size
     if family == "norm":
         return Problem(op, family, mode, 1, min(B * T * H, 2**31), 1, K, K, 1, dtype, False, needs_grad, ("weight",))
-    if family in ("conv", "conv_update"):
+    if family == "cross_entropy":
+        return Problem(op, family, mode, 1, min(B * T * H, 2**31), 1, K, K, 1, dtype, False, needs_grad)
+    if family == "rotary":
+        return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, K // 2, 1, dtype, varlen, needs_grad)
+    if family == "state_update":
+        return Problem(op, family, mode, B, 1, H, K, V, B, dtype)
+    if family in ("conv", "conv_update", "conv_window"):
         return Problem(op, family, mode, 1 if varlen else B, min(B * T, 2**30) if varlen else T, 1, K, 4, B, dtype, varlen, needs_grad, ("bias",))
     if family.startswith("pointwise"):
         return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, K, 1, dtype, False, needs_grad)

@@ -13,8 +13,9 @@ from flashlin.kernels.scans import dot_traits, fitting, operand_bytes, over_toke
 # Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a multiprocessor one program. In chunks that short 3.0 crashes
 # when it pipelines the scans (a segmentation fault for sm_90), and they have no registers to spare for it.
 SHORT = 32
-# Where a program has a chunk to itself, channels at a time, of the scores in 16 bits and short chunks twice as many, and columns of v.
-NARROW = 32
+# Where a program has a chunk to itself, channels at a time: of the scores in 16 bits, and of the gradients, with columns of v. Scores of chunks
+# of 64 tokens with fewer than 64 channels at a time are an illegal memory access on an H200 with Triton 3.6.0 and 4 warps.
+WIDE, NARROW = 64, 32
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
@@ -43,7 +44,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                   if (config.num_stages == 1 if config.BT <= SHORT else not two))
     scan = fitting(candidates, lambda config: max(forward(config), reverse(config) if problem.needs_grad else 0), target)
     BT = scan.BT
-    wide = min(NARROW * (2 if bytes_each == 2 and BT <= SHORT else 1), padded(problem.K))
+    wide = min(WIDE // (bytes_each // 2), padded(problem.K))
     preparing = size * 4 * BT * wide + 12 * BT ** 2
     found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
              over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing, once),

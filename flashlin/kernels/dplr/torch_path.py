@@ -43,7 +43,8 @@ def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> t
     short = -T % chunk
 
     def chunks(x: torch.Tensor) -> torch.Tensor:  # [B, H, chunks, C, D]
-        return F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4)
+        split: torch.Tensor = F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, chunk))
+        return split.permute(0, 3, 1, 2, 4)
     q, k, v, g = chunks(q), chunks(k), chunks(v), chunks(g)
     into, onwards, kept = q * g.cumsum(-2).exp(), after(g).exp(), g.sum(-2).exp()[..., None]
     if a is not None and b is not None:

@@ -1,5 +1,5 @@
-"""Backward of gated linear attention: a scan that rebuilds states, a reverse scan for their gradients, then all chunks at once. No partial
-sums, no atomics.
+"""Backward of gated linear attention and RWKV-6: a scan that rebuilds states, a reverse scan for their gradients, then all chunks at once. No
+atomics, and no partial sums but those of RWKV-6's bonus.
 
 With the notation of forward.py, dh the gradient of the state leaving a chunk and ds_ij = scale (do_i . v_j) for j <= i:
     dv_j = sum_{i >= j} A_ij do_i + (k_j e^{G_L - G_j}) dh          dh' = Diag(e^{G_L}) dh + scale sum_i (q_i e^{G_i})^T do_i
@@ -12,6 +12,12 @@ all per channel:
     dg_t = sum_{i >= t} (f_i + sum of levels (x_i where i is in a second half, -x_i where it is in a first)) + sum_{j < t} c_j
            + e^{G_L} <h, dh>
 Pairs i = j do not decay and take no part. Every chunk starts anew from <h, dh>, so rounding does not add up along the sequence.
+
+RWKV-6 (BEFORE): G_{i-1} takes the place of G_i wherever it goes with q_i, and the diagonal adds ds_ii u k_i to dq_i, ds_ii u q_i to dk_i and
+sum_i ds_ii q_i k_i to du. A pair then decays by the tokens between its two, so at i the gate counts from i - 1 on:
+    dg_t = sum_{i > t} (f_i + x_i where i reads) - sum_{j >= t} (x_j where j is read) + sum_{j < t} c_j + e^{G_L} <h, dh>
+Here neighbours are what does not decay, and stand apart from the levels like the diagonal: in them they would cancel on paper only, and where
+every decay is strong drown what is left.
 """
 
 import torch
@@ -20,7 +26,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.gla.forward import decay_to_meeting, halves, prepared, sum_of_chunk, sums_at
+from flashlin.kernels.gla.forward import bonus_of, decay_to_meeting, halves, prepared, sum_of_chunk, sums_at, sums_read
 from flashlin.kernels.pieces import fills_gaps, first_slot, parts, precision, put, sequence_of, sliced, state_offsets, tile, within, zero_gaps
 
 
@@ -92,23 +98,40 @@ def gla_reverse(q_in, k_out, do, A, G, dht, dv, dh0, dstates, bounds, scale, T, 
 
 
 @triton.jit
-def summed_before(x, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
-    """[BT, BD]: x_1 + ... + x_{t-1} for each row t. Not the running sum less x_t, which may be far larger than what remains: the rows move
-    down by one instead, by way of scratch [rows, H, D]."""
-    put(scratch, x, first, t0, length, i_h, H, D, d0, BT, BD)
-    tl.debug_barrier()
+def rows_beside(x, by: tl.constexpr, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+    """[BT, BD] of a [rows, H, D] tensor, in each row what belongs to row t + by of the chunk, zeros where the chunk has none."""
     rows = tl.arange(0, BT)
     columns = d0 + tl.arange(0, BD)
+    inside = (rows + by >= 0) & (rows + by < BT) & (t0 + rows + by < length)
     offsets = rows[:, None] * (H * D) + columns[None, :]
-    mask = ((rows > 0) & (t0 + rows < length))[:, None] & (columns < D)[None, :]
-    above = tl.load(scratch + ((first + t0 - 1) * H + i_h) * D + offsets, mask=mask, other=0.0)
-    tl.debug_barrier()  # before anybody writes there again
-    return tl.cumsum(above, 0)
+    return tl.load(x + ((first + t0 + by) * H + i_h) * D + offsets, mask=inside[:, None] & (columns < D)[None, :], other=0.0)
 
 
 @triton.jit
-def grads_of_chunk(q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first, t0, length, i_h, H, K: tl.constexpr, V: tl.constexpr,
-                   BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):
+def moved(x, by: tl.constexpr, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+    """[BT, BD]: row t + by of x in row t, by way of scratch [rows, H, D]."""
+    put(scratch, x, first, t0, length, i_h, H, D, d0, BT, BD)
+    tl.debug_barrier()
+    found = rows_beside(scratch, by, first, t0, length, i_h, H, D, d0, BT, BD)
+    tl.debug_barrier()  # before anybody writes there again
+    return found
+
+
+@triton.jit
+def summed_before(x, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+    """[BT, BD]: x_1 + ... + x_{t-1} for each row t. Not the running sum less x_t, which may be far larger than what remains."""
+    return tl.cumsum(moved(x, -1, scratch, first, t0, length, i_h, H, D, d0, BT, BD), 0)
+
+
+@triton.jit
+def summed_after(x, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+    """[BT, BD]: x_{t+1} + ... + x_L for each row t."""
+    return tl.cumsum(moved(x, 1, scratch, first, t0, length, i_h, H, D, d0, BT, BD), 0, reverse=True)
+
+
+@triton.jit
+def grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n, first, t0, length, i_h, H, K: tl.constexpr, V: tl.constexpr,
+                   BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr):
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
@@ -120,7 +143,17 @@ def grads_of_chunk(q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first,
         p += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     p *= scale
     diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
-    ds = tl.where(rows[:, None] > rows[None, :], p, tl.trans(p)).to(v.dtype.element_ty)
+    both = tl.where(rows[:, None] > rows[None, :], p, tl.trans(p))
+    if BEFORE:
+        is_above, is_below = rows[:, None] == rows[None, :] + 1, rows[:, None] + 1 == rows[None, :]
+        above, below = tl.sum(tl.where(is_above, both, 0.0), 1), tl.sum(tl.where(is_below, both, 0.0), 1)
+        both = tl.where(is_above | is_below, 0.0, both)
+        for k0 in range(0, K, BK):  # a loop of its own: in the next one these sums spill
+            b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
+            b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
+            columns = k0 + tl.arange(0, BK)
+            tl.store(du + slot * K + columns, tl.sum(b_q * b_k * diagonal[:, None], 0), mask=columns < K)
+    ds = both.to(v.dtype.element_ty)
     for k0 in range(0, K, BK):
         b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK)
         b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK)
@@ -128,23 +161,8 @@ def grads_of_chunk(q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first,
         total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
         wide_q = b_q.to(tl.float32)
         wide_k = b_k.to(tl.float32)
-        here = tl.zeros([BT, BK], dtype=tl.float32)
-        b_dq = diagonal[:, None] * wide_k
-        b_dk = diagonal[:, None] * wide_q
-        for level in range(LEVELS):
-            half = halves(level, BT)
-            second = (half % 2 == 1)[:, None]
-            decay = decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K, k0, BK)
-            b_X = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
-            b_Z = tl.where((half ^ 1)[:, None] == half[None, :], ds, 0.0).to(b_q.dtype)
-            y = tl.dot(b_Z, b_X, input_precision=PRECISION)
-            x = b_X.to(tl.float32) * y
-            y *= decay
-            here += tl.where(second, x, -x)
-            b_dq += tl.where(second, y, 0.0)
-            b_dk += tl.where(second, 0.0, y)
-        from_h = tl.zeros([BT, BK], dtype=tl.float32)
-        to_h = tl.zeros([BT, BK], dtype=tl.float32)
+        b_dq = tl.zeros([BT, BK], dtype=tl.float32)  # the states' part first, so that the levels add to it where it is
+        b_dk = tl.zeros([BT, BK], dtype=tl.float32)
         across = tl.zeros([BK], dtype=tl.float32)
         for v0 in range(0, V, BV):
             at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
@@ -152,22 +170,48 @@ def grads_of_chunk(q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first,
             dh = tl.load(dstates + at, mask=whole, other=0.0)
             b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
             b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_v.dtype)
-            from_h += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
-            to_h += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
+            b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
+            b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
             across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
-        from_h *= tl.exp2(b_G) * scale
-        to_h *= tl.exp2(total[None, :] - b_G)
-        put(dq, b_dq + from_h, first, t0, length, i_h, H, K, k0, BT, BK)
-        put(dk, b_dk + to_h, first, t0, length, i_h, H, K, k0, BT, BK)
-        b_dg = tl.cumsum(here + wide_q * from_h, 0, reverse=True) + (tl.exp2(total) * across)[None, :]
-        b_dg += summed_before(wide_k * to_h, dg, first, t0, length, i_h, H, K, k0, BT, BK)
+        b_dq *= tl.exp2(sums_read(b_G, G, last, first, t0, i_h, H, K, k0, BT, BK, BEFORE)) * scale
+        b_dk *= tl.exp2(total[None, :] - b_G)
+        here = wide_q * b_dq
+        b_dg = summed_before(wide_k * b_dk, dg, first, t0, length, i_h, H, K, k0, BT, BK) + (tl.exp2(total) * across)[None, :]
+        if BEFORE:
+            bonus = bonus_of(u, i_h, K, k0, BK)
+            b_dq += diagonal[:, None] * wide_k * bonus + above[:, None] * rows_beside(k, -1, first, t0, length, i_h, H, K, k0, BT, BK)
+            b_dk += diagonal[:, None] * wide_q * bonus + below[:, None] * rows_beside(q, 1, first, t0, length, i_h, H, K, k0, BT, BK)
+        else:
+            b_dq += diagonal[:, None] * wide_k
+            b_dk += diagonal[:, None] * wide_q
+        for level in range(LEVELS):
+            half = halves(level, BT)
+            second = (half % 2 == 1)[:, None]
+            decay = decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K, k0, BK, BEFORE)
+            b_X = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
+            b_Z = tl.where((half ^ 1)[:, None] == half[None, :], ds, 0.0).to(b_q.dtype)
+            y = tl.dot(b_Z, b_X, input_precision=PRECISION)
+            x = b_X.to(tl.float32) * y
+            y *= decay
+            here += tl.where(second, x, -x)
+            if BEFORE:
+                b_dg -= tl.where(second, 0.0, x)
+            b_dq += tl.where(second, y, 0.0)
+            b_dk += tl.where(second, 0.0, y)
+        put(dq, b_dq, first, t0, length, i_h, H, K, k0, BT, BK)
+        put(dk, b_dk, first, t0, length, i_h, H, K, k0, BT, BK)
+        if BEFORE:
+            b_dg += summed_after(here, dg, first, t0, length, i_h, H, K, k0, BT, BK)
+        else:
+            b_dg += tl.cumsum(here, 0, reverse=True)
         put(dg, b_dg, first, t0, length, i_h, H, K, k0, BT, BK)
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
-def gla_grads(q, k, v, do, G, states, dstates, dq, dk, dg, bounds, scale, T, N, H, S, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-              BK: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
-    """dq, dk and dg [rows, H, K] of a chunk. S programs share a sequence."""
+def gla_grads(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, bounds, scale, T, N, H, S, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+              BK: tl.constexpr, BV: tl.constexpr, BEFORE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+    """dq, dk and dg [rows, H, K] of a chunk; with BEFORE, too, what it adds to the bonus's gradient: du [slots, H, K]. S programs share a
+    sequence."""
     program = tl.program_id(0)
     i_h = program % H
     share = program // H % S
@@ -181,15 +225,17 @@ def gla_grads(q, k, v, do, G, states, dstates, dq, dk, dg, bounds, scale, T, N, 
                 zero_gaps(dg, bounds, n, T, N, i_h, H, K, k0, BT, BK)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            grads_of_chunk(q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first, t0, length, i_h, H, K, V, BT, BK, BV, PRECISION)
+            grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n, first, t0, length, i_h, H, K, V, BT, BK, BV, BEFORE,
+                           PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        grads_of_chunk(q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first, share * BT, length, i_h, H, K, V, BT, BK, BV, PRECISION)
+        grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n, first, share * BT, length, i_h, H, K, V, BT, BK, BV, BEFORE,
+                       PRECISION)
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
-        scale: float, v_first: bool, do: torch.Tensor, dht: torch.Tensor | None, needs: frozenset[str],
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(dq, dk, dv, dg, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg and dh0 are fp32."""
+def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None, h0: torch.Tensor | None,
+        bounds: torch.Tensor | None, scale: float, v_first: bool, do: torch.Tensor, dht: torch.Tensor | None, needs: frozenset[str],
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(dq, dk, dv, dg, du or None, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg, du, dh0 are fp32."""
     B, T, H, K = q.shape
     V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
     rebuilding, reversing, finishing = plan.launch("gla_states"), plan.launch("gla_reverse"), plan.launch("gla_grads")
@@ -198,6 +244,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
     new = torch.empty_like if fills_gaps(split, bounds) and N and H else torch.zeros_like
     dq, dk, dv, dg = new(q), new(k), new(v), new(g)
     dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
+    du = None if u is None else torch.zeros_like(u)
     constants = dict(K=K, V=V, VARLEN=bounds is not None, PRECISION=precision(plan))
     gaps = bounds is not None and len(split) == 1
     for part in split if H else ():
@@ -205,15 +252,20 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
         q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_ = (within(x, part, bounds) for x in (q, k, v, g, do, dq, dk, dv, dg))
         h0_, dh0_, dht_ = (sliced(x, part) for x in (h0, dh0, dht))
         bounds_ = sliced(bounds, slice(part.start, part.stop + 1))
-        x = prepared(plan, q_, k_, g_, bounds_, n, scale)  # type: ignore[arg-type]
+        x = prepared(plan, q_, k_, g_, u, bounds_, n, scale)  # type: ignore[arg-type]
         rows = B * T if bounds is not None else n * T
-        states, dstates = (torch.empty(rows // BT + n + 1, H, K, V, dtype=v.dtype, device=q.device) for _ in range(2))
+        slots = rows // BT + n + 1
+        states, dstates = (torch.empty(slots, H, K, V, dtype=v.dtype, device=q.device) for _ in range(2))
+        du_ = None if u is None else torch.zeros(slots, H, K, dtype=torch.float32, device=q.device)  # sequences leave slots between them
         start(rebuilding, gla_states, n * H * strips, (x.k_out, v_, x.G, h0_, states, bounds_, T, n, H),
               dict(constants, HAS_H0=h0 is not None, V_FIRST=v_first))
         start(reversing, gla_reverse, n * H * strips, (x.q_in, x.k_out, do_, x.A, x.G, dht_, dv_, dh0_, dstates, bounds_, scale, T, n, H),
               dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first, GAPS=gaps))
         shares = -(-rows // (BT * n))
         if shares > 0:
-            start(finishing, gla_grads, n * shares * H, (q_, k_, v_, do_, x.G, states, dstates, dq_, dk_, dg_, bounds_, scale, T, n, H, shares),
-                  dict(constants, GAPS=gaps))
-    return dq, dk, dv, dg, dh0
+            start(finishing, gla_grads, n * shares * H,
+                  (q_, k_, v_, u, do_, x.G, states, dstates, dq_, dk_, dg_, du_, bounds_, scale, T, n, H, shares),
+                  dict(constants, BEFORE=u is not None, GAPS=gaps))
+        if du is not None and du_ is not None:
+            du += du_.sum(0)
+    return dq, dk, dv, dg, du, dh0

@@ -1,4 +1,4 @@
-"""Forward of gated linear attention: decays are summed, all chunks at once get their scores, then one scan. Tensors in, tensors out.
+"""Forward of gated linear attention and RWKV-6: decays are summed, all chunks at once get their scores, then one scan. Tensors in, tensors out.
 
 With the decay G_i = g_1 + ... + g_i inside a chunk, a vector over K, and the state h entering it (row i of a matrix is token i):
     o_i = scale (q_i e^{G_i}) h + sum_{j <= i} A_ij v_j          A_ij = scale sum_c q_ic k_jc e^{G_ic - G_jc}
@@ -8,7 +8,11 @@ both factors at most 1. No m serves all pairs (e^{-G_j} alone overflows), but ha
 meet that hold i and j. In the level of blocks of 2 s tokens a row of a block's second half is only ever an i, one of its first half only
 ever a j, so one matrix X of rows q_i e^{..} and k_j e^{..} serves both sides, and the level is X X^T masked to the pairs whose highest
 differing bit is s. What is left is the diagonal, which does not decay.
-Source: Yang et al. 2023 (arXiv 2312.06635) for the chunked form; the halving is ours.
+
+RWKV-6 (BEFORE) reads the state before token i decays and updates it, and itself with a bonus u: above, q_i goes with the sum G_{i-1} instead of G_i,
+A_ij is of j < i, and A_ii = scale sum_c q_ic u_c k_ic. The halving stays: a row of a second half is at least one past where the halves meet,
+so its sum less that of the meeting is still a sum of decays, and of neighbours that meet there exactly 0.
+Source: Yang et al. 2023 (arXiv 2312.06635) for the chunked form, Peng et al. 2024 (arXiv 2404.05892) for RWKV-6; the halving is ours.
 """
 
 from typing import NamedTuple
@@ -54,6 +58,24 @@ def sums_at(G, rows, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
 
 
 @triton.jit
+def sums_read(b_G, G, last, first, t0, i_h, H, K: tl.constexpr, k0, BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr):
+    """[BT, BK]: how far the state that enters the chunk has decayed when each row reads it: b_G or, with BEFORE, that of the row above."""
+    if BEFORE:
+        rows = tl.arange(0, BT)
+        above = sums_at(G, tl.minimum(tl.maximum(rows - 1, 0), last), first, t0, i_h, H, K, k0, BK)
+        return tl.where((rows > 0)[:, None], above, 0.0)
+    else:
+        return b_G
+
+
+@triton.jit
+def bonus_of(u, i_h, K: tl.constexpr, k0, BK: tl.constexpr):
+    """[1, BK] of u [H, K]."""
+    columns = k0 + tl.arange(0, BK)
+    return tl.load(u + i_h * K + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def sum_of_chunk(G, last, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
     """[BK]: G_L, which is that of the chunk's last row inside the sequence."""
     columns = k0 + tl.arange(0, BK)
@@ -67,15 +89,18 @@ def halves(level, BT: tl.constexpr):
 
 
 @triton.jit
-def decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
-    """[BT, BK]: what is left between each row and where the halves of its block meet. Rows past the end hold G_L, so all is at most 1."""
+def decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr, BEFORE: tl.constexpr = False):
+    """[BT, BK]: what is left between each row and where the halves of its block meet. Rows past the end hold G_L, so all is at most 1.
+    With BEFORE second halves read one row earlier, which is no earlier than the meeting."""
     b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, H, K, k0, BK)
+    if BEFORE:
+        b_G = sums_at(G, tl.minimum(tl.arange(0, half.shape[0]) - half % 2, last), first, t0, i_h, H, K, k0, BK)
     return tl.exp2(tl.where((half % 2 == 1)[:, None], b_G - b_M, b_M - b_G))
 
 
 @triton.jit
-def scores_of_chunk(q, k, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                    PRECISION: tl.constexpr):
+def scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                    BEFORE: tl.constexpr, PRECISION: tl.constexpr):
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
@@ -86,13 +111,17 @@ def scores_of_chunk(q, k, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K
         b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, H, K, k0, BK)
         total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
-        put(q_in, b_q * tl.exp2(b_G), first, t0, length, i_h, H, K, k0, BT, BK)
+        b_R = sums_read(b_G, G, last, first, t0, i_h, H, K, k0, BT, BK, BEFORE)
+        put(q_in, b_q * tl.exp2(b_R), first, t0, length, i_h, H, K, k0, BT, BK)
         put(k_out, b_k * tl.exp2(total[None, :] - b_G), first, t0, length, i_h, H, K, k0, BT, BK)
-        diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+        own = b_q.to(tl.float32) * b_k.to(tl.float32)
+        if BEFORE:
+            own *= bonus_of(u, i_h, K, k0, BK)
+        diagonal += tl.sum(own, 1)
         for level in range(LEVELS):  # not unrolled: registers hold one level's tiles
             half = halves(level, BT)
             second = half % 2 == 1
-            decay = decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K, k0, BK)
+            decay = decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K, k0, BK, BEFORE)
             b_X = (tl.where(second[:, None], b_q, b_k) * decay).to(b_q.dtype)
             s = tl.dot(b_X, tl.trans(b_X), input_precision=PRECISION)
             b_A += tl.where(tl.where(second, half - 1, -1)[:, None] == half[None, :], s, 0.0)
@@ -101,10 +130,10 @@ def scores_of_chunk(q, k, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
-def gla_scores(q, k, G, A, q_in, k_out, bounds, scale, T, N, H, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-               VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+def gla_scores(q, k, u, G, A, q_in, k_out, bounds, scale, T, N, H, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+               BEFORE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
     """A [rows, H, BT]; q_in [rows, H, K] = q e^{G}, what a token reads of the state that enters its chunk; k_out = k e^{G_L - G}, what it
-    leaves to the one that goes on. S programs share a sequence."""
+    leaves to the one that goes on. u [H, K] with BEFORE, else None. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % H
     share = program // H % S
@@ -112,9 +141,9 @@ def gla_scores(q, k, G, A, q_in, k_out, bounds, scale, T, N, H, S, K: tl.constex
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            scores_of_chunk(q, k, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K, BT, BK, PRECISION)
+            scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K, BT, BK, BEFORE, PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        scores_of_chunk(q, k, G, A, q_in, k_out, scale, first, share * BT, length, i_h, H, K, BT, BK, PRECISION)
+        scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, share * BT, length, i_h, H, K, BT, BK, BEFORE, PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "scale"])
@@ -159,7 +188,8 @@ class Prepared(NamedTuple):
     k_out: torch.Tensor
 
 
-def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, bounds: torch.Tensor | None, N: int, scale: float) -> Prepared:
+def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None, bounds: torch.Tensor | None, N: int,
+             scale: float) -> Prepared:
     """For the N sequences of one launch. Cheap enough to be done again for backward instead of kept for it."""
     B, T, H, K = q.shape
     summing, scoring = plan.launch("gla_sums"), plan.launch("gla_scores")
@@ -170,15 +200,16 @@ def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, boun
         return found
     start(summing, gla_sums, N * shares * -(-H * K // summing.block("BC")), (g, found.G, bounds, T, N, H * K, shares),
           dict(VARLEN=bounds is not None))
-    start(scoring, gla_scores, N * shares * H, (q, k, found.G, found.A, found.q_in, found.k_out, bounds, scale, T, N, H, shares),
-          dict(K=K, VARLEN=bounds is not None, PRECISION=precision(plan)))
+    start(scoring, gla_scores, N * shares * H, (q, k, u, found.G, found.A, found.q_in, found.k_out, bounds, scale, T, N, H, shares),
+          dict(K=K, BEFORE=u is not None, VARLEN=bounds is not None, PRECISION=precision(plan)))
     return found
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
-        scale: float, has_ht: bool, v_first: bool, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final state or None). q, k [B, T, H, K], v [B, T, H, V], contiguous, one dtype; g [B, T, H, K] fp32; h0 [N, H, K, V] or, with
-    v_first, [N, H, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros. Starts the plan's launches."""
+def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None, h0: torch.Tensor | None,
+        bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o, final state or None). q, k [B, T, H, K], v [B, T, H, V], contiguous, one dtype; g [B, T, H, K] fp32; u [H, K] fp32 for RWKV-6, else
+    None; h0 [N, H, K, V] or, with v_first, [N, H, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros. Starts the
+    plan's launches."""
     B, T, H, K = q.shape
     V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
     split, scanning = parts(plan, N), plan.launch("gla_scan")
@@ -192,7 +223,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
         n = part.stop - part.start
         q_, k_, v_, g_, o_ = (within(x, part, bounds) for x in (q, k, v, g, o))
         h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds, slice(part.start, part.stop + 1))
-        x = prepared(plan, q_, k_, g_, bounds_, n, scale)  # type: ignore[arg-type]
+        x = prepared(plan, q_, k_, g_, u, bounds_, n, scale)  # type: ignore[arg-type]
         start(scanning, gla_scan, n * H * -(-V // scanning.block("BV")),
               (x.q_in, x.k_out, v_, x.A, x.G, h0_, o_, ht_, bounds_, scale, T, n, H), constants)
     return o, ht

@@ -1,4 +1,4 @@
-"""Which launches a problem with a decay for each key channel makes. Plain Python: no tensor, no torch, no triton."""
+"""Which launches a problem with a decay for each key channel makes; RWKV-6 has u among its options. Plain Python: no tensor, no torch, no triton."""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
@@ -21,7 +21,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return recurrent.launches(problem, target)
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
     size = tf32_copies(bytes_each, target) * bytes_each
-    once = dots - {"rmw_acc"} | {"mixed_sum"}
+    # RWKV-6's read before the update: they are told apart from gated linear attention's in the launch table
+    once = dots - {"rmw_acc"} | {"mixed_sum"} | ({"before"} if "u" in problem.options else set())
 
     def shared(config: Config) -> int:  # in 16 bits the scores, too, and decays on their way from one layout to another; fp32 never has all at once
         more = config.num_stages * bytes_each * config.BT ** 2 + 8 * config.BK if bytes_each == 2 else 0

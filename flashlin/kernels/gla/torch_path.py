@@ -1,12 +1,14 @@
 """The family in plain, differentiable torch: chunks of 64 tokens, each halved until single tokens are left, a loop over chunks for the state.
 
-A score sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} has a decay of its own in every channel, so it is a product of two factors only with a token
-between j and i to refer to. Halving gives each pair one: where the halves that hold them meet. Then both factors are decays, sums of g that
-are added up by themselves: nothing is subtracted, divided by or clamped, so no decay is too strong, not even e^-inf.
+A score sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} (RWKV-6's end with g_{i-1}) has a decay of its own in every channel, so it is a product of two
+factors only with a token between j and i to refer to. Halving gives each pair one: where the halves that hold them meet. Then both factors
+are decays, sums of g that are added up by themselves: nothing is subtracted, divided by or clamped, so no decay is too strong, not even e^-inf.
 
 torch.compile unrolls the loop over chunks, so a graph serves one number of chunks.
 """
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,32 +18,33 @@ from flashlin.kernels.simple_gla.torch_path import packed
 CHUNK = 64
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
-        scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None, h0: torch.Tensor | None,
+        bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. Arguments as reference.recurrence.
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
     """
     compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     q, k, v, g = q.to(compute) * scale, k.to(compute), v.to(compute), g.to(compute)
-    h0 = None if h0 is None else h0.to(compute)
-    return _rows((q, k, v, g), h0) if bounds is None else packed(_rows, (q, k, v, g), h0, bounds)
+    h0, rows = None if h0 is None else h0.to(compute), partial(_rows, u=None if u is None else u.to(compute))
+    return rows((q, k, v, g), h0) if bounds is None else packed(rows, (q, k, v, g), h0, bounds)
 
 
-def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None, u: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, g = tensors
     assert q is not None and k is not None and v is not None and g is not None
     B, T, H, K = q.shape
     h = q.new_zeros(B, H, K, v.shape[-1]) if h is None else h
     if T == 0:  # nothing, but with gradients
-        return v * (q * k * g).sum(-1, keepdim=True), h.clone()
+        return v * (q * k * g * (1 if u is None else u)).sum(-1, keepdim=True), h.clone()
     chunk = CHUNK  # shorter for short sequences, of which there may be many; a graph has one length for all
     while not torch.compiler.is_compiling() and chunk // 2 >= T:
         chunk //= 2
     short = -T % chunk
     q, k, v, g = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4) for x in (q, k, v, g))  # [B, H, chunks, C, D]
-    into, onwards, kept = q * g.cumsum(-2).exp(), k * after(g).exp(), g.sum(-2).exp()[..., None]
-    inside, added = scores(q, k, g) @ v, onwards.mT @ v
+    own = None if u is None else k * u[:, None, None, :]
+    into, onwards, kept = q * until(g, own is not None).exp(), k * after(g).exp(), g.sum(-2).exp()[..., None]
+    inside, added = scores(q, k, g, own) @ v, onwards.mT @ v
     outputs = []
     for c in range(q.shape[2]):
         outputs.append(inside[:, :, c] + into[:, :, c] @ h)
@@ -49,14 +52,22 @@ def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> t
     return torch.stack(outputs, 2).permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], h
 
 
-def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """[..., C, C]: sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} for j <= i, else 0. q, k, g [..., C, K], C a power of two."""
+def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
+    """[..., C, C]: sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} for j <= i, else 0. q, k, g [..., C, K], C a power of two.
+    With own [..., C, K] the sums of decays end with g_{i-1}, and the diagonal is that of q and own."""
     if q.shape[-2] == 1:
-        return (q * k).sum(-1, keepdim=True)
+        return (q * (k if own is None else own)).sum(-1, keepdim=True)
     q, k, g = (x.unflatten(-2, (2, -1)) for x in (q, k, g))
-    corner = (q[..., 1, :, :] * g[..., 1, :, :].cumsum(-2).exp()) @ (k[..., 0, :, :] * after(g[..., 0, :, :]).exp()).mT
-    halves = scores(q, k, g)
+    own = None if own is None else own.unflatten(-2, (2, -1))
+    reading = q[..., 1, :, :] * until(g[..., 1, :, :], own is not None).exp()
+    corner = reading @ (k[..., 0, :, :] * after(g[..., 0, :, :]).exp()).mT
+    halves = scores(q, k, g, own)
     return torch.cat([torch.cat([halves[..., 0, :, :], torch.zeros_like(corner)], -1), torch.cat([corner, halves[..., 1, :, :]], -1)], -2)
+
+
+def until(g: torch.Tensor, before: bool) -> torch.Tensor:
+    """g_1 + ... + g_i for each i, or with before g_1 + ... + g_{i-1}, [..., C, K]."""
+    return (F.pad(g[..., :-1, :], (0, 0, 1, 0)) if before else g).cumsum(-2)
 
 
 def after(g: torch.Tensor) -> torch.Tensor:

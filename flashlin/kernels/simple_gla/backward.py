@@ -41,8 +41,10 @@ from flashlin.kernels.pieces import (
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
 def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N, H, R, K: tl.constexpr, V: tl.constexpr,
                   BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_DG: tl.constexpr,
-                  V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
-    """dq, and for the gate: a [NK, H, R] = q . dq without the diagonal, states [slots, H, K, V] = h entering each chunk."""
+                  V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+                  PRECISION: tl.constexpr):
+    """dq, and for the gate: a [NK, H, R] = q . dq without the diagonal, states [slots, H, K, V] = h entering each chunk. Of a group of GROUP
+    heads with one q and k each head has a dq and a dk of its own, which torch adds up."""
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     i_k = program % NK
@@ -64,7 +66,7 @@ def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N,
     else:
         causal = rows[:, None] >= rows[None, :]
     for t0 in range(0, length, BT):
-        b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK)
+        b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, K, k0, BT, BK)
         b_v = tile(v, first, t0, length, i_h, H, V, 0, BT, BV)
         b_do = tile(do, first, t0, length, i_h, H, V, 0, BT, BV).to(b_v.dtype)
         D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
@@ -86,7 +88,7 @@ def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N,
         b_dq += tl.dot(ds.to(b_k.dtype), b_k, input_precision=PRECISION)
         h += tl.dot(tl.trans(b_w), b_v, input_precision=PRECISION)
         if HAS_DG:
-            b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
+            b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, K, k0, BT, BK).to(tl.float32)
             tl.store(a + (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows, tl.sum(b_q * b_dq, 1), mask=t0 + rows < length)
             diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
             b_dq += (diagonal * scale)[:, None] * b_k.to(tl.float32)
@@ -96,8 +98,8 @@ def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N,
 @triton.jit(do_not_specialize=["T", "N", "R", "slots", "scale"])
 def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bounds, scale, T, N, H, R, slots, K: tl.constexpr,
                   V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr,
-                  HAS_DH0: tl.constexpr, HAS_DG: tl.constexpr, V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr,
-                  GAPS: tl.constexpr, PRECISION: tl.constexpr):
+                  HAS_DH0: tl.constexpr, HAS_DG: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+                  VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
     """dk and dh0, walking the chunks backwards. For the gate: b, c [NK, H, R], and through [NK, slots, H] = e^{G_L} <h, dh>."""
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
@@ -122,7 +124,7 @@ def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bo
     chunks = (length + BT - 1) // BT
     for i_c in range(chunks):
         t0 = (chunks - 1 - i_c) * BT
-        b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK)
+        b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, K, k0, BT, BK)
         b_v = tile(v, first, t0, length, i_h, H, V, 0, BT, BV)
         b_do = tile(do, first, t0, length, i_h, H, V, 0, BT, BV).to(b_v.dtype)
         D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
@@ -141,7 +143,7 @@ def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bo
             to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
             h = tl.load(states + to, mask=whole, other=0.0).to(tl.float32)
             tl.store(through + i_k * slots * H + slot, tl.exp2(total) * tl.sum(tl.sum(h * dh, 1), 0))
-            b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
+            b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, K, k0, BT, BK).to(tl.float32)
             line = (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows
             tl.store(b + line, tl.sum(b_k * b_dk, 1), mask=t0 + rows < length)
             tl.store(c + line, tl.sum(b_k * onwards, 1), mask=t0 + rows < length)
@@ -158,8 +160,8 @@ def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bo
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
 def simple_gla_dv(q, k, do, G, gamma, dht, dv, bounds, scale, T, N, H, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                  BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr,
-                  GAPS: tl.constexpr, PRECISION: tl.constexpr):
+                  BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+                  VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -179,8 +181,8 @@ def simple_gla_dv(q, k, do, G, gamma, dht, dv, bounds, scale, T, N, H, R, K: tl.
     chunks = (length + BT - 1) // BT
     for i_c in range(chunks):
         t0 = (chunks - 1 - i_c) * BT
-        b_q = tile(q, first, t0, length, i_h, H, K, 0, BT, BK)
-        b_k = tile(k, first, t0, length, i_h, H, K, 0, BT, BK)
+        b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, K, 0, BT, BK)
+        b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, K, 0, BT, BK)
         b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_q.dtype)
         D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
         s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
@@ -231,17 +233,19 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, None, torch.Tensor | None]:
     """(dq, dk, dv, dg or None, None for gamma, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg and
     dh0 are fp32."""
-    B, T, H, K = q.shape
-    V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
+    (B, T, H, V), (groups, K) = v.shape, q.shape[2:]
+    N = B if bounds is None else bounds.numel() - 1
+    do = do.to(v.dtype)  # which is what the kernels multiply, also where o is float32
     for_dq, for_dk, for_dv = plan.launch("simple_gla_dq"), plan.launch("simple_gla_dk"), plan.launch("simple_gla_dv")
     split = parts(plan, N)
-    new = torch.empty_like if fills_gaps(split, bounds) and N and H else torch.zeros_like
-    dq, dk, dv = new(q), new(k), new(v)
-    dg = new(g, dtype=torch.float32) if g is not None and "g" in needs else None
+    new = torch.empty if fills_gaps(split, bounds) and N and H else torch.zeros
+    dq, dk, dv = (new(B, T, H, D, dtype=q.dtype, device=q.device) for D in (K, K, V))
+    dg = new(B, T, H, dtype=torch.float32, device=q.device) if g is not None and "g" in needs else None
     dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
     BT, NK = for_dk.block("BT"), -(-K // for_dk.block("BK"))
     gaps = dict(VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1)
-    constants = dict(gaps, K=K, V=V, DECAY=decay_of(g, gamma), V_FIRST=v_first, BLOCK=BLOCK, PRECISION=precision(plan))
+    constants = dict(gaps, K=K, V=V, DECAY=decay_of(g, gamma), V_FIRST=v_first, GROUP=H // groups if H else 1, BLOCK=BLOCK,
+                     PRECISION=precision(plan))
     for part in split if H else ():
         n = part.stop - part.start
         q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_ = (within(x, part, bounds) for x in (q, k, v, g, do, dq, dk, dv, dg))
@@ -266,4 +270,6 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
             shares = max(1, -(-rows // (BT * n)))
             start(plan.launch("simple_gla_dg"), simple_gla_dg, n * H * shares,
                   (a, b, c, through, dg_, bounds_, T, n, H, rows, slots, shares), dict(gaps, NK=NK))
+    if H != groups:
+        dq, dk = (x.view(B, T, groups, H // groups, K).sum(3, dtype=torch.float32).to(q.dtype) for x in (dq, dk))
     return dq, dk, dv, dg, None, dh0

@@ -36,7 +36,8 @@ from flashlin.kernels.recurrent.inputs import Inputs
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
 def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                     BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
-                    V_FIRST: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+                    V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+                    PRECISION: tl.constexpr):
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -54,8 +55,8 @@ def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, R, K: 
     rows = tl.arange(0, BT)
     causal = rows[:, None] >= rows[None, :]
     for t0 in range(0, length, BT):
-        b_q = tile(q, first, t0, length, i_h, H, K, 0, BT, BK)
-        b_k = tile(k, first, t0, length, i_h, H, K, 0, BT, BK)
+        b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, K, 0, BT, BK)
+        b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, K, 0, BT, BK)
         b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
         D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
@@ -79,21 +80,22 @@ def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, R, K: 
 def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
         h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool,
         out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final state or None). q, k [B, T, H, K], v [B, T, H, V], contiguous, one dtype; g [B, T, H]; gamma [H]; h0 [N, H, K, V] or,
-    with v_first, [N, H, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros. Starts the plan's launches."""
+    """(o, final state or None). q, k [B, T, G, K], v [B, T, H, V], contiguous, one dtype; head j of v reads head j // (H / G) of q and k.
+    g [B, T, H]; gamma [H]; h0 [N, H, K, V] or, with v_first, [N, H, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are
+    zeros. Starts the plan's launches."""
     if plan.problem.mode == "fused_recurrent":
         x = Inputs(q, k, v, g=g, gamma=gamma, h0=h0, bounds=bounds)
         o, ht, _ = recurrent.run(plan, x, ("v_first",) if v_first else (), scale, has_ht, out_dtype)
         return o, ht
-    B, T, H, K = q.shape
-    V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
+    (B, T, H, V), K = v.shape, q.shape[3]
+    N = B if bounds is None else bounds.numel() - 1
     split, launch = parts(plan, N), plan.launch("simple_gla_scan")
     o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, H, V, dtype=out_dtype, device=q.device)
     ht = torch.empty((N, H, V, K) if v_first else (N, H, K, V), dtype=torch.float32, device=q.device) if has_ht else None
     if N == 0 or H == 0:  # no program would run to write them
         return o.zero_(), ht
     constants = dict(K=K, V=V, DECAY=decay_of(g, gamma), HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first,
-                     VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1)
+                     GROUP=H // q.shape[2], VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1)
     for part in split:
         n = part.stop - part.start
         q_, k_, v_, g_, o_ = (within(x, part, bounds) for x in (q, k, v, g, o))

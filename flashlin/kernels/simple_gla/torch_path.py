@@ -25,9 +25,12 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | Non
     compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     decay = None if g is None else g.to(compute)
     if gamma is not None:
-        decay = gamma.to(compute).expand(q.shape[:3]) if decay is None else decay + gamma.to(compute)
+        decay = gamma.to(compute).expand(v.shape[:3]) if decay is None else decay + gamma.to(compute)
     q, k, v = q.to(compute) * scale, k.to(compute), v.to(compute)
     h0 = None if h0 is None else h0.to(compute)
+    group = v.shape[2] // max(q.shape[2], 1)
+    if group > 1:
+        q, k = (x.repeat_interleave(group, 2) for x in (q, k))
     tensors = (q, k, v, decay)
     return _rows(tensors, h0) if bounds is None else packed(_rows, tensors, h0, bounds)
 

@@ -1,0 +1,50 @@
+"""Backward of the cross entropy, in forward's names, p = e^(x - L) and 1[target] the row with a one at the target:
+    dlogits = dloss (p (1 + 2 a L) - (1 - e) 1[target] - e / V) (1 - tanh^2(s logits / c)) s
+and zero for rows that do not count. A program owns BT rows and BV columns. It reads before it writes and nobody else reads what it writes, so
+dlogits may be the logits themselves.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.cross_entropy.forward import tanh, targets_of
+
+
+@triton.jit(do_not_specialize=["rows", "scale", "cap", "smoothing", "squares", "ignore_index"])
+def cross_entropy_backward(logits, target, lse, dloss, dlogits, stride, dstride, rows, scale, cap, smoothing, squares, ignore_index,
+                           V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, CAPPED: tl.constexpr):
+    STRIPS: tl.constexpr = (V + BV - 1) // BV
+    first = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
+    row = tl.arange(0, BT)
+    col = tl.program_id(0) % STRIPS * BV + tl.arange(0, BV)
+    inside = first + row < rows
+    t, counts = targets_of(target, first, rows, ignore_index, V, BT)
+    level = tl.load(lse + first + row, mask=inside, other=0.0)
+    factor = tl.load(dloss + first + row, mask=inside, other=0.0) * scale
+    there = inside[:, None] & (col < V)[None, :]
+    x = tl.load(logits + first * stride + (row[:, None] * stride + col[None, :]), mask=there, other=0.0).to(tl.float32) * scale
+    if CAPPED:
+        th = tanh(x / cap)
+        x = cap * th
+    d = tl.exp(x - level[:, None]) * (1 + 2 * squares * level)[:, None] - smoothing / V
+    d -= tl.where(t[:, None] == col[None, :], 1 - smoothing, 0.0)
+    if CAPPED:
+        d *= 1 - th * th
+    d = tl.where(counts[:, None], d * factor[:, None], 0.0)
+    tl.store(dlogits + first * dstride + (row[:, None] * dstride + col[None, :]), d.to(dlogits.dtype.element_ty), mask=there)
+
+
+def run(plan: Plan, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor, scale: float, cap: float | None,
+        smoothing: float, squares: float, ignore_index: int, in_place: bool) -> torch.Tensor:
+    """dlogits [N, V] in logits' dtype, which are logits themselves if in_place. lse, dloss: [N] in fp32, contiguous; the rest as forward.run."""
+    N, V = logits.shape
+    dlogits = logits if in_place else torch.empty((N, V), dtype=logits.dtype, device=logits.device)
+    if N:
+        launch = plan.launch("cross_entropy_backward")
+        start(launch, cross_entropy_backward, launch.grid[0],
+              (logits, target, lse, dloss, dlogits, logits.stride(0), dlogits.stride(0), N, scale, cap or 1.0, smoothing, squares, ignore_index),
+              dict(V=V, CAPPED=cap is not None))
+    return dlogits

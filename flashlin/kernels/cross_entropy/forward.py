@@ -1,0 +1,81 @@
+"""Forward of the cross entropy. Tensors in, tensors out.
+
+With x = c tanh(s logits / c), or x = s logits without a softcap c, and L = log sum e^x over the V columns of a row:
+    loss = L - (1 - e) x_target - e mean(x) + a L^2        z_loss = a L^2
+s is the scale, e the label smoothing, a the weight of the squares. Rows whose target is ignore_index, or no column at all, have loss 0.
+A program owns BT rows and walks their columns in blocks of BV, with a running maximum and a running sum (Milakov and Gimelshein 2018).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+
+
+@triton.jit
+def targets_of(target, first, rows, ignore_index, V: tl.constexpr, BT: tl.constexpr):
+    """Targets of BT rows, and which of the rows count: nothing else may be looked up by its target."""
+    row = tl.arange(0, BT)
+    t = tl.load(target + first + row, mask=first + row < rows, other=-1).to(tl.int64)
+    return t, (t >= 0) & (t < V) & (t != ignore_index)
+
+
+@triton.jit
+def tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def shaped(logits, scale, cap, CAPPED: tl.constexpr):
+    """x of logits, in fp32."""
+    x = logits.to(tl.float32) * scale
+    if CAPPED:
+        x = cap * tanh(x / cap)
+    return x
+
+
+@triton.jit(do_not_specialize=["rows", "scale", "cap", "smoothing", "squares", "ignore_index"])
+def cross_entropy_forward(logits, target, loss, z_loss, lse, stride, rows, scale, cap, smoothing, squares, ignore_index, V: tl.constexpr,
+                          BT: tl.constexpr, BV: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * BT
+    row = tl.arange(0, BT)
+    inside = first + row < rows
+    base = logits + first * stride
+    highest = tl.full([BT], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BT], dtype=tl.float32)
+    plain = tl.zeros([BT], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        col = v0 + tl.arange(0, BV)
+        there = inside[:, None] & (col < V)[None, :]
+        x = shaped(tl.load(base + (row[:, None] * stride + col[None, :]), mask=there, other=0.0), scale, cap, CAPPED)
+        if SMOOTHED:
+            plain += tl.sum(tl.where(there, x, 0.0), 1)
+        x = tl.where(there, x, float("-inf"))
+        higher = tl.maximum(highest, tl.max(x, 1))
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # a block of nothing but -inf is no NaN
+        total = total * tl.exp(highest - level) + tl.sum(tl.exp(x - level[:, None]), 1)
+        highest = higher
+    found = tl.where(highest == float("-inf"), 0.0, highest) + tl.log(tl.where(inside, total, 1.0))
+    t, counts = targets_of(target, first, rows, ignore_index, V, BT)
+    chosen = shaped(tl.load(base + (row.to(tl.int64) * stride + t), mask=counts, other=0.0), scale, cap, CAPPED)
+    z = squares * found * found
+    if SMOOTHED:
+        chosen += smoothing * (plain / V - chosen)
+    tl.store(loss + first + row, tl.where(counts, found - chosen + z, 0.0), mask=inside)
+    tl.store(z_loss + first + row, tl.where(counts, z, 0.0), mask=inside)
+    tl.store(lse + first + row, found, mask=inside)
+
+
+def run(plan: Plan, logits: torch.Tensor, target: torch.Tensor, scale: float, cap: float | None, smoothing: float, squares: float,
+        ignore_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss, z_loss, L), each [N] in fp32. logits [N, V] of any dtype with contiguous rows; target [N] int32 or int64, contiguous, of any values."""
+    N, V = logits.shape
+    loss, z_loss, lse = (torch.empty(N, dtype=torch.float32, device=logits.device) for _ in range(3))
+    if N:
+        launch = plan.launch("cross_entropy_forward")
+        start(launch, cross_entropy_forward, launch.grid[0],
+              (logits, target, loss, z_loss, lse, logits.stride(0), N, scale, cap or 1.0, smoothing, squares, ignore_index),
+              dict(V=V, CAPPED=cap is not None, SMOOTHED=smoothing > 0))
+    return loss, z_loss, lse

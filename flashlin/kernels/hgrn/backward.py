@@ -1,0 +1,81 @@
+"""HGRN's recurrence, backward: the same walk from the last token to the first.
+
+    dx_t = do_t + e^{g_{t+1}} dx_{t+1}, the final state's gradient being dx after the last token     dg_t = dx_t e^{g_t} h_{t-1}
+h is what forward returned as o: rounded to 16 bits it makes dg as precise as any tensor of 16 bits, where o_t - x_t would cancel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.hgrn.forward import both, carried, decay, last, pairs, put_walked, segment_of, walked
+from flashlin.kernels.hgrn.recipe import segments
+from flashlin.kernels.pieces import fills_gaps, parts, sequence_of, sliced, within, zero_gaps
+
+
+@triton.jit(do_not_specialize=["T", "N", "S"])
+def hgrn_backward(do, g, decays, ends, o, h0, dht, dx, dg, dh0, bounds, T, N, S, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+                  VARLEN: tl.constexpr, GAPS: tl.constexpr):
+    STRIPS: tl.constexpr = (D + BD - 1) // BD
+    program = tl.program_id(0)
+    d0 = program % STRIPS * BD
+    cols = d0 + tl.arange(0, BD)
+    s = program // STRIPS % S
+    n = program // STRIPS // S
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:
+        if s == 0:
+            zero_gaps(dx, bounds, n, T, N, 0, 1, D, d0, BT, BD)
+            zero_gaps(dg, bounds, n, T, N, 0, 1, D, d0, BT, BD)
+    begin, end = segment_of(s, S, length, BT)
+    final = first + length - 1
+    state = n.to(tl.int64) * D + cols
+    next_x = walked(do, final, begin, 0, end, cols, 0.0, D, BT, -1)
+    next_g = walked(g, final + 1, begin, 1, end, cols, 0.0, D, BT, -1)
+    if dht is not None:
+        dh = tl.load(dht + state, mask=cols < D, other=0.0).to(tl.float32)
+    else:
+        dh = tl.zeros([BD], dtype=tl.float32)
+    dh = carried(dh, decays, ends, n, s, S, cols, D, BT)
+    for i0 in range(begin, end, BT):
+        now_x, now_g = next_x, next_g
+        own_g = walked(g, final, i0, 0, end, cols, 0.0, D, BT, -1)
+        before = walked(o, final - 1, i0, 0, tl.minimum(end, length - 1), cols, 0.0, D, BT, -1)
+        next_x = walked(do, final, i0 + BT, 0, end, cols, 0.0, D, BT, -1)
+        next_g = walked(g, final + 1, i0 + BT, 1, end, cols, 0.0, D, BT, -1)
+        a, sums = tl.associative_scan((decay(now_g), now_x.to(tl.float32)), 0, both)
+        b_dx = a * dh[None, :] + sums
+        put_walked(dx, b_dx, final, i0, end, cols, D, BT, -1)
+        h = before.to(tl.float32)
+        if h0 is not None:
+            h += tl.where((i0 + tl.arange(0, BT) == length - 1)[:, None], tl.load(h0 + state, mask=cols < D, other=0.0)[None, :], 0.0)
+        put_walked(dg, b_dx * decay(own_g) * h, final, i0, end, cols, D, BT, -1)
+        dh = last(b_dx, BT)
+    if dh0 is not None:
+        if (end == length) & ((begin < length) | (s == 0)):
+            one = decay(tl.load(g + first * D + cols, mask=cols < tl.where(length > 0, D, 0), other=0.0))
+            tl.store(dh0 + state, dh * one, mask=cols < D)
+
+
+def run(plan: Plan, g: torch.Tensor, o: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None, do: torch.Tensor,
+        dht: torch.Tensor | None, needs_dh0: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(dx in o's dtype, dg in g's, dh0 in fp32 or None). o: what forward returned; do like o, dht like the final state; contiguous."""
+    B, T, D = o.shape
+    N = B if bounds is None else bounds.shape[0] - 1
+    split = parts(plan, N)
+    new = torch.empty_like if fills_gaps(split, bounds) else torch.zeros_like
+    dx, dg = new(o), new(g)
+    dh0 = torch.empty(N, D, dtype=torch.float32, device=o.device) if needs_dh0 else None
+    if N == 0:
+        return dx.zero_(), dg.zero_(), dh0
+    launch, S = plan.launch("hgrn_backward"), segments(plan.problem, plan.target)
+    for part in split:
+        n, edges = part.stop - part.start, sliced(bounds, slice(part.start, part.stop + 1)) if len(split) > 1 else bounds
+        decays, ends = pairs(plan, do, g, part, edges, S, -1)
+        start(launch, hgrn_backward, n * S * -(-D // launch.block("BD")),
+              (within(do, part, bounds), within(g, part, bounds), decays, ends, within(o, part, bounds), sliced(h0, part), sliced(dht, part),
+               within(dx, part, bounds), within(dg, part, bounds), sliced(dh0, part), edges, T, n, S),
+              dict(D=D, VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1))
+    return dx, dg, dh0

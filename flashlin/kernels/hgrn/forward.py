@@ -1,0 +1,164 @@
+"""HGRN's recurrence h_t = e^{g_t} h_{t-1} + x_t, forward, and what both directions share. Tensors in, tensors out.
+
+A program is one warp with a strip of channels of one segment of a sequence, and walks it in blocks of BT tokens, of which the next is always
+being loaded. Within a block the tokens are scanned as pairs (a, x), each of which turns h into a h + x: products of decays are all there is,
+so nothing is divided by one, and e^-inf is 0. Segments start from what those before leave behind, which is a scan of pairs like any other.
+Backward walks from the last token to the first; a walk's i-th token is row ``origin + STEP * i``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.hgrn.recipe import segments
+from flashlin.kernels.pieces import fills_gaps, parts, sequence_of, sliced, within, zero_gaps
+
+
+@triton.jit
+def both(a1, x1, a2, x2):
+    """The pair of one pair after another."""
+    return a1 * a2, a2 * x1 + x2
+
+
+@triton.jit
+def last(x, BT: tl.constexpr):
+    """The last row of [BT, BD]."""
+    return tl.sum(tl.where((tl.arange(0, BT) == BT - 1)[:, None], x, 0.0), 0)
+
+
+@triton.jit
+def walked(x, origin, i0, low, high, cols, other, D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr):
+    """[BT, BD]: what a walk meets from its i0-th token on, ``other`` for tokens outside low .. high."""
+    i = tl.arange(0, BT)
+    mask = ((i0 + i >= low) & (i0 + i < high))[:, None] & (cols < D)[None, :]
+    return tl.load(x + (origin + STEP * i0) * D + (STEP * D * i[:, None] + cols[None, :]), mask=mask, other=other)
+
+
+@triton.jit
+def put_walked(x, value, origin, i0, high, cols, D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr):
+    i = tl.arange(0, BT)
+    mask = (i0 + i < high)[:, None] & (cols < D)[None, :]
+    tl.store(x + (origin + STEP * i0) * D + (STEP * D * i[:, None] + cols[None, :]), value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def decay(g):
+    return tl.exp(g.to(tl.float32))
+
+
+@triton.jit
+def segment_of(s, S, length, BT: tl.constexpr):
+    """Segment s of S: whole blocks, so that the last ones may be empty."""
+    size = ((length + S - 1) // S + BT - 1) // BT * BT
+    begin = tl.minimum(s * size, length)
+    return begin, tl.minimum(begin + size, length)
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def hgrn_ends(x, g, decays, ends, bounds, T, S, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, VARLEN: tl.constexpr):
+    """decays, ends [N, S - 1, D] fp32: each segment but the last as a pair. STEP -1: of the gradient, x being that of o."""
+    STRIPS: tl.constexpr = (D + BD - 1) // BD
+    BACK: tl.constexpr = (1 - STEP) // 2
+    program = tl.program_id(0)
+    cols = program % STRIPS * BD + tl.arange(0, BD)
+    s = program // STRIPS % (S - 1)
+    n = program // STRIPS // (S - 1)
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    begin, end = segment_of(s, S, length, BT)
+    origin = first + BACK * (length - 1)
+    h = tl.zeros([BD], dtype=tl.float32)
+    total = tl.full([BD], 1.0, dtype=tl.float32)
+    next_x = walked(x, origin, begin, 0, end, cols, 0.0, D, BT, STEP)
+    next_g = walked(g, origin + BACK, begin, BACK, end, cols, 0.0, D, BT, STEP)
+    for i0 in range(begin, end, BT):
+        now_x, now_g = next_x, next_g
+        next_x = walked(x, origin, i0 + BT, 0, end, cols, 0.0, D, BT, STEP)
+        next_g = walked(g, origin + BACK, i0 + BT, BACK, end, cols, 0.0, D, BT, STEP)
+        a, sums = tl.associative_scan((decay(now_g), now_x.to(tl.float32)), 0, both)
+        h = last(a * h[None, :] + sums, BT)
+        total *= last(a, BT)
+    at = (n.to(tl.int64) * (S - 1) + s) * D + cols
+    tl.store(decays + at, total, mask=cols < D)
+    tl.store(ends + at, h, mask=cols < D)
+
+
+@triton.jit
+def carried(h, decays, ends, n, s, S, cols, D: tl.constexpr, BT: tl.constexpr):
+    """h after the first s segments of sequence n."""
+    origin = n.to(tl.int64) * (S - 1)
+    for i0 in range(0, s, BT):
+        a, sums = tl.associative_scan((walked(decays, origin, i0, 0, s, cols, 1.0, D, BT, 1), walked(ends, origin, i0, 0, s, cols, 0.0, D, BT, 1)),
+                                      0, both)
+        h = last(a * h[None, :] + sums, BT)
+    return h
+
+
+@triton.jit(do_not_specialize=["T", "N", "S"])
+def hgrn_forward(x, g, decays, ends, h0, o, ht, bounds, T, N, S, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr,
+                 GAPS: tl.constexpr):
+    STRIPS: tl.constexpr = (D + BD - 1) // BD
+    program = tl.program_id(0)
+    d0 = program % STRIPS * BD
+    cols = d0 + tl.arange(0, BD)
+    s = program // STRIPS % S
+    n = program // STRIPS // S
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:
+        if s == 0:
+            zero_gaps(o, bounds, n, T, N, 0, 1, D, d0, BT, BD)
+    begin, end = segment_of(s, S, length, BT)
+    next_x = walked(x, first, begin, 0, end, cols, 0.0, D, BT, 1)
+    next_g = walked(g, first, begin, 0, end, cols, 0.0, D, BT, 1)
+    if h0 is not None:
+        h = tl.load(h0 + n.to(tl.int64) * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+    else:
+        h = tl.zeros([BD], dtype=tl.float32)
+    h = carried(h, decays, ends, n, s, S, cols, D, BT)
+    for i0 in range(begin, end, BT):
+        now_x, now_g = next_x, next_g
+        next_x = walked(x, first, i0 + BT, 0, end, cols, 0.0, D, BT, 1)
+        next_g = walked(g, first, i0 + BT, 0, end, cols, 0.0, D, BT, 1)
+        a, sums = tl.associative_scan((decay(now_g), now_x.to(tl.float32)), 0, both)
+        states = a * h[None, :] + sums
+        put_walked(o, states, first, i0, end, cols, D, BT, 1)
+        h = last(states, BT)
+    if ht is not None:
+        if (end == length) & ((begin < length) | (s == 0)):
+            tl.store(ht + n.to(tl.int64) * D + cols, h, mask=cols < D)
+
+
+def run(plan: Plan, x: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
+        has_ht: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o [B, T, D] in x's dtype, final state [N, D] in fp32 or None). x, g [B, T, D], h0 [N, D], contiguous."""
+    B, T, D = x.shape
+    N = B if bounds is None else bounds.shape[0] - 1
+    split = parts(plan, N)
+    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, D, dtype=x.dtype, device=x.device)
+    ht = torch.empty(N, D, dtype=torch.float32, device=x.device) if has_ht else None
+    if N == 0:  # no program would run to write them
+        return o.zero_(), ht
+    launch, S = plan.launch("hgrn_forward"), segments(plan.problem, plan.target)
+    for part in split:
+        n, edges = part.stop - part.start, sliced(bounds, slice(part.start, part.stop + 1)) if len(split) > 1 else bounds
+        decays, ends = pairs(plan, x, g, part, edges, S, 1)
+        start(launch, hgrn_forward, n * S * -(-D // launch.block("BD")),
+              (within(x, part, bounds), within(g, part, bounds), decays, ends, sliced(h0, part), within(o, part, bounds), sliced(ht, part), edges,
+               T, n, S),
+              dict(D=D, VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1))
+    return o, ht
+
+
+def pairs(plan: Plan, x: torch.Tensor, g: torch.Tensor, part: slice, bounds: torch.Tensor | None, S: int,
+          step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each segment but the last of a part's sequences leaves behind; tables of nothing for whole sequences, which nobody reads. bounds:
+    the part's own."""
+    n, T, D = part.stop - part.start, *x.shape[1:]
+    decays, ends = torch.empty(2, n, S - 1, D, dtype=torch.float32, device=x.device)
+    if S > 1:
+        launch = plan.launch("hgrn_ends")
+        start(launch, hgrn_ends, n * (S - 1) * -(-D // launch.block("BD")),
+              (within(x, part, bounds), within(g, part, bounds), decays, ends, bounds, T, S),
+              dict(D=D, STEP=step, VARLEN=bounds is not None))
+    return decays, ends

@@ -1,0 +1,48 @@
+"""Which launches HGRN's recurrence makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
+
+A Problem's K is the number of channels D, each of which is a recurrence of its own; V is the same. The op only moves memory: what counts is
+how much of it is under way, so where sequences and channels are few, sequences are split into segments.
+"""
+from __future__ import annotations
+
+from flashlin.compat.target import Target
+from flashlin.guards.problem import Launch, Problem
+
+BT, BD = 16, 64  # tokens and channels of a block; a program is one warp, so that a scan over tokens needs no barriers
+ENOUGH, WANTED = 3, 8  # programs for each multiprocessor: with fewer than the one, sequences are split until there are the other
+SHORTEST = 8 * BT  # tokens of a segment
+
+
+def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
+    """Forward's launches and backward's. What the segments before leave behind is found by a kernel that both share."""
+    S = segments(problem, target)
+    found = [_launch("hgrn_ends", problem, S - 1)] if S > 1 else []
+    found.append(_launch("hgrn_forward", problem, S))
+    if problem.needs_grad:
+        found.append(_launch("hgrn_backward", problem, S))
+    return tuple(found)
+
+
+def segments(problem: Problem, target: Target) -> int:
+    """Into how many segments each sequence is split. The second reading of the inputs that this costs has to pay."""
+    programs = max(1, problem.N * strips(problem.K))
+    if programs >= ENOUGH * target.sms:
+        return 1
+    return max(1, min(-(-WANTED * target.sms // programs), problem.T // SHORTEST))
+
+
+def strips(D: int) -> int:
+    return -(-D // width(D))
+
+
+def width(D: int) -> int:
+    """Channels of a program."""
+    return min(BD, max(16, 1 << (D - 1).bit_length()))
+
+
+def _launch(kernel: str, problem: Problem, segments: int) -> Launch:
+    BD = width(problem.K)
+    programs = (problem.batch_part or problem.N) * segments * strips(problem.K)
+    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
+    # shared: tiles that change their layout
+    return Launch(kernel, (programs,), 1, 1, (("BT", BT), ("BD", BD)), 8 * BT * BD + 1024, BT * problem.K, traits)

@@ -1,0 +1,46 @@
+"""HGRN's recurrence in plain, differentiable torch, for CPUs, float64 and cards that no Triton compiles for. No loop over tokens: spans of 1, 2,
+4, ... tokens are joined, each being a pair (a, x) that turns h into a h + x, so nothing is divided by a decay."""
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def run(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(o [B, T, D], states [N, D]) in float32, or float64 if a tensor is. bounds, on whichever device, are not read on the host."""
+    compute = torch.float64 if torch.float64 in (x.dtype, g.dtype) else torch.float32
+    x, g = x.to(compute), g.to(compute)
+    N = x.shape[0] if bounds is None else bounds.shape[0] - 1
+    h0 = x.new_zeros(N, x.shape[2]) if h0 is None else h0.to(compute)
+    if x.shape[1] == 0 or N == 0:
+        return torch.where(x.new_ones(1, dtype=torch.bool), 0, x + g), h0.clone()  # zeros, but with gradients
+    if bounds is not None:
+        return _packed(x, g, h0, bounds)
+    a = g.exp()
+    o = _joined(a, torch.cat([x[:, :1] + a[:, :1] * h0[:, None], x[:, 1:]], 1))
+    return o, o[:, -1].clone()
+
+
+def _packed(x: Tensor, g: Tensor, h0: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """One row in which a sequence's first token forgets what was before, and starts from its own state. Rows of no sequence are zeros."""
+    rows, N = torch.arange(x.shape[1], device=x.device), h0.shape[0]
+    n = torch.searchsorted(bounds, rows.to(bounds.dtype), right=True) - 1
+    inside = ((n >= 0) & (n < N))[:, None]
+    n = n.clamp(0, N - 1)
+    first = (rows == bounds[n])[:, None] & inside
+    x, a = torch.where(inside, x, 0), torch.where(inside, g, 0).exp()
+    o = _joined(torch.where(first, 0, a), x + torch.where(first, a * h0[n], 0))
+    o = torch.where(inside, o, 0)
+    ends = torch.where((bounds[1:] > bounds[:-1])[:, None], o[0, (bounds[1:] - 1).clamp(min=0)], h0)
+    return o, ends
+
+
+def _joined(a: Tensor, x: Tensor) -> Tensor:
+    """All h of h_t = a_t h_{t-1} + x_t with nothing before the first."""
+    size = 1
+    while size < x.shape[1]:
+        x = torch.cat([x[:, :size], x[:, size:] + a[:, size:] * x[:, :-size]], 1)
+        a = torch.cat([a[:, :size], a[:, size:] * a[:, :-size]], 1)
+        size *= 2
+    return x

@@ -1,0 +1,152 @@
+"""The decoding steps of a Mamba layer. Tensors in, tensors out; states are read and written where they lie, whatever their strides.
+
+    h = e^{dt A} h + dt x B^T          y = (h C + D x) silu(z)          for each sequence and head, h [P, N]
+    y_t = act(b + sum_w W_w x_{t - W + 1 + w})                          for each sequence and channel, x before t = 0 from the state
+A state update only moves the state, once in and once out: a program owns BP rows of it, so nothing else is read more than P / BP times.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.recurrent.forward import softplus
+
+
+@triton.jit(do_not_specialize=["pool"])
+def state_update(state, x, dt, dt_bias, A, B, C, D, z, y, indices, pool, H, heads, state_n, state_h, state_p, state_s, x_n, dt_n, dt_h, dt_p,
+                 bias_h, bias_p, A_h, A_p, A_s, B_n, C_n, D_h, D_p, z_n, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+                 SOFTPLUS: tl.constexpr, TIED: tl.constexpr):
+    """TIED: a head has one dt and one A. heads: that share B and C. indices [n]: the state of each sequence, those outside the pool for none."""
+    STRIPS: tl.constexpr = (P + BP - 1) // BP
+    program = tl.program_id(0)
+    n = (program // STRIPS // H).to(tl.int64)
+    i_h = program // STRIPS % H
+    rows = program % STRIPS * BP + tl.arange(0, BP)
+    columns = tl.arange(0, BN)
+    inside = rows < P
+    there = columns < N
+    slot = n
+    known = True
+    if indices is not None:
+        slot = tl.load(indices + n).to(tl.int64)
+        known = (slot >= 0) & (slot < pool)
+    whole = inside[:, None] & there[None, :] & known
+    places = state + slot * state_n + i_h.to(tl.int64) * state_h + (rows.to(tl.int64)[:, None] * state_p + columns.to(tl.int64)[None, :] * state_s)
+    h = tl.load(places, mask=whole, other=0.0).to(tl.float32)
+    b_x = tl.load(x + n * x_n + (i_h * P + rows), mask=inside, other=0.0).to(tl.float32)
+    group = i_h // heads * N
+    b_B = tl.load(B + n * B_n + (group + columns), mask=there, other=0.0).to(tl.float32)
+    b_C = tl.load(C + n * C_n + (group + columns), mask=there, other=0.0).to(tl.float32)
+    if TIED:
+        rate = tl.load(dt + n * dt_n + i_h * dt_h).to(tl.float32)
+        if dt_bias is not None:
+            rate += tl.load(dt_bias + i_h * bias_h).to(tl.float32)
+        if SOFTPLUS:
+            rate = softplus(rate)
+        h *= tl.exp(rate * tl.load(A + i_h * A_h).to(tl.float32))
+    else:
+        rate = tl.load(dt + n * dt_n + (i_h * dt_h + rows * dt_p), mask=inside, other=0.0).to(tl.float32)
+        if dt_bias is not None:
+            rate += tl.load(dt_bias + (i_h * bias_h + rows * bias_p), mask=inside, other=0.0).to(tl.float32)
+        if SOFTPLUS:
+            rate = softplus(rate)
+        b_A = tl.load(A + (i_h * A_h + rows[:, None] * A_p + columns[None, :] * A_s), mask=inside[:, None] & there[None, :], other=0.0)
+        h *= tl.exp(rate[:, None] * b_A.to(tl.float32))
+    h += (rate * b_x)[:, None] * b_B[None, :]
+    tl.store(places, h.to(state.dtype.element_ty), mask=whole)
+    b_y = tl.sum(h * b_C[None, :], 1)
+    if D is not None:
+        b_y += b_x * tl.load(D + (i_h * D_h + rows * D_p), mask=inside, other=0.0).to(tl.float32)
+    if z is not None:
+        b_z = tl.load(z + n * z_n + (i_h * P + rows), mask=inside, other=0.0).to(tl.float32)
+        b_y *= b_z * tl.sigmoid(b_z)
+    if indices is not None:
+        b_y = tl.where(known, b_y, 0.0)
+    tl.store(y + n * (H * P) + (i_h * P + rows), b_y.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def column_of(x, channels, known, along_d, along_t, t, BD: tl.constexpr):
+    """[BD] of column t, in fp32."""
+    return tl.load(x + t * along_t + channels * along_d, mask=known, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["T", "pool"])
+def conv_window(x, weight, bias, state, y, seqlens, indices, T, pool, x_n, x_d, x_t, state_n, state_d, state_l, D: tl.constexpr, W: tl.constexpr,
+                L: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr):
+    """T tokens of the convolution, then into the state [.., D, L]: the newest last, or with seqlens [n] each in slot (seqlens + t) mod L."""
+    STRIPS: tl.constexpr = (D + BD - 1) // BD
+    n = (tl.program_id(0) // STRIPS).to(tl.int64)
+    channels = (tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)).to(tl.int64)
+    inside = channels < D
+    slot = n
+    known = inside
+    if indices is not None:
+        slot = tl.load(indices + n).to(tl.int64)
+        known = inside & (slot >= 0) & (slot < pool)
+    x += n * x_n
+    y += n * T * D
+    state += slot * state_n
+    oldest = 0  # slot of the oldest token, or of the token that is L tokens before the first
+    if seqlens is not None:
+        oldest = (tl.load(seqlens + n) % L).to(tl.int32)
+        oldest = (oldest + L) % L
+    for t in range(T):
+        value = tl.zeros([BD], dtype=tl.float32)
+        if bias is not None:
+            value += tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
+        for w in tl.static_range(W):
+            at = t - (W - 1 - w)
+            past = (oldest + L + at) % L
+            seen = column_of(x, channels, known & (at >= 0), x_d, x_t, at, BD)
+            seen += column_of(state, channels, known & (at < 0), state_d, state_l, past, BD)
+            value += seen * tl.load(weight + channels * W + w, mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            value *= tl.sigmoid(value)
+        tl.store(y + channels * T + t, tl.where(known, value, 0.0).to(y.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # other threads may still read what is overwritten from here on
+    if seqlens is not None:
+        for t in range(tl.maximum(T - L, 0), T):
+            kept = column_of(x, channels, known, x_d, x_t, t, BD)
+            tl.store(state + (oldest + t) % L * state_l + channels * state_d, kept.to(state.dtype.element_ty), mask=known)
+    else:
+        for to in range(L):  # a thread has its channels to itself, and what it writes lies before what it still reads
+            at = to + T - L
+            kept = column_of(x, channels, known & (at >= 0), x_d, x_t, at, BD)
+            kept += column_of(state, channels, known & (at < 0), state_d, state_l, to + T, BD)
+            tl.store(state + to * state_l + channels * state_d, kept.to(state.dtype.element_ty), mask=known)
+
+
+def update(plan: Plan, state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+           D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, indices: torch.Tensor | None, softplus: bool,
+           dtype: torch.dtype) -> torch.Tensor:
+    """y [n, H, P] of that dtype, after updating state [S, H, P, N] in place. x, z [n, H, P] and B, C [n, G, N]: contiguous but for the step
+    from one sequence to the next; dt [n, H, P], A [H, P, N], D, dt_bias [H, P]: any strides, 0 too; indices [n] or None. Any dtypes."""
+    n, H, P = x.shape
+    y = torch.empty((n, H, P), dtype=dtype, device=x.device)
+    if y.numel():
+        launch = plan.launch("state_update")
+        tied = 0 == A.stride(1) == A.stride(2) == dt.stride(2) and (dt_bias is None or dt_bias.stride(1) == 0)
+        start(launch, state_update, launch.grid[0],
+              (state, x, dt, dt_bias, A, B, C, D, z, y, indices, state.shape[0], H, H // B.shape[1], *state.stride(), x.stride(0), *dt.stride(),
+               *_strides(dt_bias, 2), *A.stride(), B.stride(0), C.stride(0), *_strides(D, 2), *_strides(z, 1)),
+              dict(P=P, N=A.shape[2], SOFTPLUS=softplus, TIED=tied))
+    return y
+
+
+def convolve(plan: Plan, x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, seqlens: torch.Tensor | None,
+             indices: torch.Tensor | None, silu: bool, dtype: torch.dtype) -> torch.Tensor:
+    """y [n, D, T] of that dtype, after putting x [n, D, T] into state [S, D, L] in place, both of any strides; the others contiguous."""
+    n, D, T = x.shape
+    y = torch.empty((n, D, T), dtype=dtype, device=x.device)
+    if y.numel():
+        launch = plan.launch("conv_window")
+        start(launch, conv_window, launch.grid[0], (x, weight, bias, state, y, seqlens, indices, T, state.shape[0], *x.stride(), *state.stride()),
+              dict(D=D, W=weight.shape[1], L=state.shape[2], SILU=silu))
+    return y
+
+
+def _strides(x: torch.Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if x is None else x.stride()[:count]

@@ -1,0 +1,269 @@
+"""The short causal convolution as the package ``causal_conv1d`` has it: channels first. The kernels are those of ``flashlin.causal_conv1d``.
+
+    y_t = act(bias + sum_w weight[:, w] x_{t - W + 1 + w})
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashlin.guards.limits import MAX_WIDTH
+from flashlin.guards.problem import Problem
+from flashlin.guards.tensors import FLOATS, shown
+from flashlin.kernels.mamba.recipe import WINDOW
+from flashlin.ops import conv
+from flashlin.ops.conv import ACTIVATIONS
+from flashlin.ops.norm import STRICTEST
+from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
+from flashlin.ops.pointwise import check_beside
+from flashlin.ops.state_update import check_rows_of_pool
+
+OP = "mamba_causal_conv1d_update"
+
+
+def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None, initial_states: Tensor | None = None,
+                     return_final_states: bool = False, final_states_out: Tensor | None = None,
+                     activation: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal convolution of each channel with its own filter. Drop-in for ``causal_conv1d.causal_conv1d_fn``.
+
+    Args:
+        x: [b, D, T], bfloat16, float16 or float32 (float64 runs in plain torch); never modified. Where its channels are contiguous (a transposed
+            [b, T, D], a slice of one) it is read where it is; else it is copied.
+        weight: [D, W], the last column for the token itself; any W, with kernels up to 16. bias: [D]. Each of any float dtype, with a gradient.
+        seq_idx: [b, T] of integers: a token whose number is not that of the token before it begins a new sequence, which does not look back.
+            Tokens of negative numbers are padding: their y is zero.
+        initial_states: [b, D, W - 1] of any float dtype: the tokens before the first, the newest last; seen by each row's first sequence. Gets a
+            gradient.
+        return_final_states: also return the last W - 1 tokens of each row; not together with seq_idx.
+        final_states_out: [b, D, W - 1], of any strides: where to put them (without return_final_states it is left alone).
+        activation: ``silu``, which is also called ``swish``, or None.
+
+    Returns:
+        y [b, D, T] in x's dtype, laid out in memory like x; with return_final_states (y, final states [b, D, W - 1] in x's dtype, or
+        final_states_out itself). Gradients, also those of the final states, are computed in fp32 and repeat to the bit.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+
+    Differs from causal_conv1d: any D, W and strides; seq_idx and states for any layout; initial_states together with seq_idx, as from 1.7 on; a
+    number of seq_idx may be used again for a later sequence; CPU tensors.
+    """
+    check_channels(x)
+    b, D, T = x.shape
+    check_filters(x, weight, bias, activation)
+    W = weight.shape[1]
+    for name, given in (("initial_states", initial_states), ("final_states_out", final_states_out)):
+        if given is not None:
+            check_beside(name, given, (b, D, W - 1), "[b, D, W - 1]", "x", x)
+    if final_states_out is not None and final_states_out.requires_grad and torch.is_grad_enabled():
+        raise ValueError("final_states_out: got a tensor that requires a gradient, need one that does not: it is written to")
+    if seq_idx is not None:
+        check_seq_idx(seq_idx, b, T, x)
+    if seq_idx is not None and return_final_states:
+        raise ValueError("return_final_states: got True with seq_idx, need one of them: a row of several sequences has no one final state")
+    rows = x.transpose(1, 2)
+    if seq_idx is not None:
+        y, final = separated("causal_conv1d_fn", rows, weight, bias, seq_idx, initial_states, activation is not None), None
+    else:
+        h0 = None if initial_states is None else F.pad(initial_states, (1, 0))  # ours have a slot more, which no token sees
+        y, final = conv.planned_run("causal_conv1d_fn", rows, weight, bias, None, h0, None, activation is not None, return_final_states)
+    y = y.transpose(1, 2)
+    y = y.contiguous() if x.is_contiguous() else y
+    if final is None:
+        return y
+    final = final[..., 1:]
+    if final_states_out is None:
+        return y, final
+    final_states_out.copy_(final)
+    return y, final_states_out
+
+
+def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
+                         cache_seqlens: Tensor | None = None, conv_state_indices: Tensor | None = None) -> Tensor:
+    """The next tokens of each sequence. Drop-in for ``causal_conv1d.causal_conv1d_update``. (``flashlin.causal_conv1d_update`` is fla's.)
+
+    Args:
+        x: [b, D] or [b, D, T], any strides, never modified.
+        conv_state: [b, D, L], L at least W - 1, of any float dtype and any strides: the last L tokens, the newest last. UPDATED IN PLACE, also
+            where it is a view.
+        weight, bias, activation: as ``causal_conv1d_fn``.
+        cache_seqlens: [b] int32 or int64: how many tokens each sequence has had. Then conv_state is a ring: token t has slot t mod L.
+        conv_state_indices: [b] int32 or int64: the row of conv_state of each sequence; conv_state may then have any number of rows. Sequences whose
+            index is negative or past the end have none: their y is zero.
+
+    Returns:
+        y of x's shape and dtype.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name; a conv_state that requires a gradient, which cannot pass through a tensor
+        updated in place (``causal_conv1d_fn`` with initial_states has it). UnsupportedError: this machine cannot run the call.
+
+    Differs from causal_conv1d: x, weight and bias have gradients, where there they are silently none; any D, W and dtypes; CPU tensors.
+    """
+    check_channels(x, "[b, D] or [b, D, T]", (2, 3))
+    check_filters(x, weight, bias, activation)
+    rows = x if x.ndim == 3 else x.unsqueeze(-1)
+    b, D, T = rows.shape
+    check_beside("conv_state", conv_state, (None if conv_state_indices is not None else b, D, None), "[b, D, L]", "x", x)
+    if conv_state.shape[2] < max(weight.shape[1] - 1, 1):
+        raise ValueError(f"conv_state: got {conv_state.shape[2]} slots, need at least W - 1 = {weight.shape[1] - 1}, and one")
+    if conv_state.requires_grad and torch.is_grad_enabled():
+        raise ValueError("conv_state: got a tensor that requires a gradient, need one that does not: it is updated in place. "
+                         "causal_conv1d_fn with initial_states has the gradient")
+    for name, given in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
+        if given is not None:
+            check_rows_of_pool(name, given, b, x)
+    silu = activation is not None
+    if wants_grad(x, weight, bias):
+        y = _in_parts(rows, conv_state, weight, bias, silu, cache_seqlens, conv_state_indices)
+    else:
+        y = _run(rows, conv_state, weight, bias, silu, cache_seqlens, conv_state_indices)
+    return y if x.ndim == 3 else y.squeeze(-1)
+
+
+mamba_causal_conv1d_update = causal_conv1d_update  # its name beside fla's function
+
+
+def check_channels(x: Any, meaning: str = "[b, D, T]", dims: tuple[int, ...] = (3,)) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: got {type(x).__name__}, need a tensor of shape {meaning}")
+    if x.ndim not in dims or x.shape[1] == 0:
+        raise ValueError(f"x: got shape {shown(x.shape)}, need {meaning} with D of at least 1")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
+
+
+def check_filters(x: Tensor, weight: Any, bias: Any, activation: str | None, names: tuple[str, str, str] = ("weight", "bias", "x")) -> None:
+    """weight [D, W] and bias [D] or None, for x of D channels."""
+    D = x.shape[1]
+    check_beside(names[0], weight, (D, None), "[D, W]", names[2], x)
+    if weight.shape[1] == 0:
+        raise ValueError(f"{names[0]}: got shape {shown(weight.shape)}, need [D, W] with W of at least 1")
+    if bias is not None:
+        check_beside(names[1], bias, (D,), "[D]", names[2], x)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: got {activation!r}, need None, 'silu' or 'swish'")
+
+
+def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:
+    if not isinstance(seq_idx, Tensor) or seq_idx.is_floating_point() or seq_idx.is_complex() or seq_idx.dtype == torch.bool:
+        got = seq_idx.dtype if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
+        raise TypeError(f"seq_idx: got {got}, need a tensor of integers of shape [b, T]")
+    if tuple(seq_idx.shape) != (b, T):
+        raise ValueError(f"seq_idx: got shape {shown(seq_idx.shape)}, need [b, T] = {shown((b, T))}")
+    if seq_idx.device != x.device:
+        raise ValueError(f"seq_idx: got device {seq_idx.device}, need {x.device}, where x is")
+
+
+def convolved(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, activation: str | None) -> Tensor:
+    """y [b, T, D] of x [b, T, D], which have been checked."""
+    if seq_idx is not None:
+        return separated(op, x, weight, bias, seq_idx, None, activation is not None)
+    return conv.planned_run(op, x, weight, bias, None, None, None, activation is not None, False)[0]
+
+
+def begins(seq_idx: Tensor, first: bool) -> Tensor:
+    """[b, T]: whether a token's number is not that of the token before it; ``first`` is what a row's first one gets."""
+    return torch.cat([torch.full_like(seq_idx[:, :1], first, dtype=torch.bool), seq_idx[:, 1:] != seq_idx[:, :-1]], 1)
+
+
+def separated(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, state: Tensor | None, silu: bool) -> Tensor:
+    """y [b, T, D] of x [b, T, D] whose rows hold several sequences each. The whole batch becomes one packed row; since nobody has counted its
+    sequences, its table of edges has room for one a token, and those that are not needed are empty. state: [b, D, W - 1]."""
+    b, T, D = x.shape
+    before = 0
+    if state is not None and T:  # tokens of the first sequence
+        before = state.shape[2]
+        x = torch.cat([state.transpose(1, 2).to(x.dtype), x], 1)
+        seq_idx = torch.cat([seq_idx[:, :1].expand(-1, before), seq_idx], 1)
+    rows = b * (before + T)
+    anew = begins(seq_idx, True).flatten()
+    place = torch.arange(rows, device=x.device)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():  # counting is free
+        bounds = F.pad(place[anew], (0, 1), value=rows)
+    else:
+        slot = torch.where(anew, anew.cumsum(0) - 1, rows)
+        bounds = torch.full((rows + 1,), rows, device=x.device).scatter(0, slot, torch.where(anew, place, rows))
+    y, _ = conv.planned_run(op, conv.evenly_spaced(x).reshape(1, rows, D), weight, bias, None, None, bounds, silu, False)
+    y = y.reshape(b, before + T, D)[:, before:]
+    return torch.where((seq_idx < 0)[:, before:, None], 0, y)
+
+
+def _in_parts(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, seqlens: Tensor | None, indices: Tensor | None) -> Tensor:
+    """The convolution with a state taken out of the pool before, and the pool written to after: for gradients and for plain torch."""
+    (b, _, T), L, W = x.shape, state.shape[2], weight.shape[1]
+    known = rows = None
+    before = state.detach().clone()
+    if indices is not None:
+        known, rows = (indices >= 0) & (indices < state.shape[0]), indices.long().clamp(0, max(state.shape[0] - 1, 0))
+        before = before[rows] if state.shape[0] else state.new_zeros(b, *state.shape[1:])
+    slots = torch.arange(L, device=x.device).expand(b, L) + (0 if seqlens is None else seqlens.long()[:, None])
+    slots = (slots % L)[:, None].expand(before.shape)  # of the tokens, the oldest first
+    ordered = before.gather(2, slots)
+    y, _ = conv.planned_run(OP, x.transpose(1, 2), weight, bias, None, F.pad(ordered[..., L - W + 1:], (1, 0)), None, silu, False)
+    y = y.transpose(1, 2)
+    after = torch.cat([ordered, x.detach().to(state.dtype)], 2)[..., T:]
+    if seqlens is not None:
+        after = before.scatter(2, (slots + T) % L, after)
+    if known is None or rows is None:
+        state.copy_(after)
+        return y
+    state[rows[known]] = after[known]
+    return torch.where(known[:, None, None], y, 0)
+
+
+def _run(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, seqlens: Tensor | None, indices: Tensor | None) -> Tensor:
+    dtype = x.dtype
+    dtypes = {t.dtype for t in (x, state, weight, bias) if t is not None}
+    strictest = name_of(next(one for one in STRICTEST if one in dtypes))
+    if torch.compiler.is_compiling():
+        path, dot = _route(strictest, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device)
+    else:
+        plan = planned(problem_of(x, weight, strictest), x.device)
+        path, dot = plan.problem.path, plan.problem.dot
+    if path == "torch":
+        return _in_parts(x, state, weight, bias, silu, seqlens, indices)
+    window = state
+    if dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
+        x, window, weight, bias = x.float(), state.float(), weight.float(), None if bias is None else bias.float()
+    weight, bias, seqlens, indices = weight.contiguous(), *(None if t is None else t.contiguous() for t in (bias, seqlens, indices))
+    if torch.compiler.is_compiling():
+        y: Tensor = _library_op(x, window, weight, bias, seqlens, indices, silu, strictest)
+    else:
+        from flashlin.kernels.mamba import forward
+        y = forward.convolve(plan, x, window, weight, bias, seqlens, indices, silu, x.dtype)
+    if window is not state:
+        state.copy_(window)
+    return y.to(dtype)
+
+
+def problem_of(x: Tensor, weight: Tensor, dtype: str) -> Problem:
+    """dtype: the strictest of any tensor."""
+    b, D, T = x.shape
+    return Problem(OP, WINDOW, "", b, T, 1, D, weight.shape[1], b, dtype)
+
+
+@constant_while_tracing
+def _route(dtype: str, W: int, device: torch.device) -> tuple[str, str]:
+    """What torch.compile may know while tracing: no size, which may be symbolic; only whether W is one for the kernels."""
+    problem = planned(Problem(OP, WINDOW, "", 1, 1, 1, 1, W, 1, dtype), device).problem
+    return problem.path, problem.dot
+
+
+@torch.library.custom_op(
+    "flashlin::conv_window", mutates_args=("state",),
+    schema="(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? seqlens, Tensor? indices, bool silu, str dtype) -> Tensor")
+def _library_op(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, seqlens: Tensor | None, indices: Tensor | None, silu: bool,
+                dtype: str) -> Tensor:
+    from flashlin.kernels.mamba import forward
+    y: Tensor = forward.convolve(planned(problem_of(x, weight, dtype), x.device), x, state, weight, bias, seqlens, indices, silu, x.dtype)
+    return y
+
+
+@_library_op.register_fake
+def _(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, seqlens: Tensor | None, indices: Tensor | None, silu: bool,
+      dtype: str) -> Tensor:
+    return x.new_empty(x.shape)

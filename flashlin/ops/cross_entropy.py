@@ -1,0 +1,390 @@
+"""Cross entropy over a vocabulary, of logits and of what a linear layer makes them from; mirrors ``fla.modules.fused_cross_entropy`` and
+``fla.modules.fused_linear_cross_entropy``.
+
+With x = c tanh(s logits / c), or s logits without a softcap c, and L = log sum e^x over the V columns of a row:
+    loss = L - (1 - e) x_target - e mean(x) + a L^2
+Source: label smoothing is of Szegedy et al. 2016, the squares ("z loss") of Chowdhery et al. 2022, the softcap of Gemma 2 (2024). Losses of a
+linear layer in chunks: Wijmans et al. 2024, Hsu et al. 2024 (Liger).
+"""
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashlin.dispatch import OPS
+from flashlin.guards import tokens
+from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.tensors import FLOATS, shown
+from flashlin.kernels.cross_entropy import torch_path
+from flashlin.kernels.cross_entropy.recipe import FAR
+from flashlin.ops.planned import constant_while_tracing, linear_dtype, name_of, planned, wants_grad
+
+CHUNK = 64  # rows of logits come in multiples of so many
+
+
+class Terms(NamedTuple):
+    """The numbers of the formula, as forward.run takes them."""
+    scale: float
+    cap: float | None
+    smoothing: float
+    squares: float
+    ignore_index: int
+
+
+def cross_entropy_loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, logit_scale: float = 1.0, lse_square_scale: float = 0.0,
+                       logit_softcapping: float | None = None, ignore_index: int = -100, inplace_backward: bool = False,
+                       process_group: Any = None) -> tuple[Tensor, Tensor]:
+    """Cross entropy of each row. Drop-in for ``fla.modules.fused_cross_entropy.cross_entropy_loss``.
+
+    Args:
+        logits: [N, V], bfloat16, float16 or float32 (float64 runs in plain torch), any V. Contiguous rows are read where they are.
+        target: [N] int32 or int64, each the number of a column or ignore_index, which may be any number.
+        label_smoothing: e, in 0 .. 1: so much of the target is spread evenly over all columns. logit_scale: s, of the logits.
+        lse_square_scale: a, of the squares. logit_softcapping: c, above 0, or None for no cap; the scale comes before it.
+        inplace_backward: backward writes the gradient over the logits, so nobody else may want their values by then; a second backward raises.
+            Where they are not contiguous, or on another path than the kernels', it goes into a tensor of its own all the same.
+        process_group: None; a vocabulary split over several GPUs is not supported.
+
+    Returns:
+        (loss, z_loss): [N] in float32 (float64 for float64 logits). z_loss, a L^2, is part of the loss and has no gradient of its own. Both are
+        0 where target is ignore_index, and the gradient with them, whatever such a row holds.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name; a target out of range: on a GPU that comes with a later flashlin call and
+        nothing waits for it (``flashlin.check_tokens`` says how, and ``flashlin.settings(tokens=...)``), and meanwhile the row counts as
+        ignored. UnsupportedError: this machine cannot run the call.
+
+    Differs from fla: runs on CPU tensors; targets out of range are reported; rows with gaps between them are not copied; a second backward over
+    logits that the first one has overwritten is an error.
+    """
+    terms = _terms(label_smoothing, logit_scale, lse_square_scale, logit_softcapping, ignore_index, process_group)
+    _check(logits, target)
+    tokens.check("cross_entropy_loss", target, logits.shape[1], "target", ignore_index)
+    call = _call_of("cross_entropy_loss", logits.dtype)
+    needs_grad = wants_grad(logits)
+    if torch.compiler.is_compiling():
+        path, dot = _route(call, logits.device)
+    else:
+        plan = planned(_problem(call, logits.shape, needs_grad), logits.device)
+        path, dot = plan.problem.path, plan.problem.dot
+    if path == "torch":
+        loss, z_loss, _ = torch_path.run(logits, target, *terms)
+        return loss, z_loss.detach()
+    rows = _rows(logits.float() if dot == "fp32" else logits)
+    if torch.compiler.is_compiling():
+        loss, z_loss, _ = _library_op(rows, target.contiguous(), *terms, needs_grad, call)
+        return loss, z_loss
+    in_place = inplace_backward and rows is logits
+    found: tuple[Tensor, Tensor] = _CrossEntropy.apply(plan, rows, target.contiguous(), terms, in_place)
+    return found
+
+
+def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
+                                    label_smoothing: float = 0.0, logit_scale: float = 1.0, logit_softcapping: float | None = None,
+                                    num_chunks: int = 8, reduction: str = "mean", use_l2warp: bool = False, l2_penalty_factor: float = 1e-4,
+                                    accumulate_grad_in_fp32: bool = True, process_group: Any = None) -> Tensor:
+    """Cross entropy of ``x @ weight.T + bias``, of which only some rows exist at any time. Drop-in for
+    ``fla.modules.fused_linear_cross_entropy.fused_linear_cross_entropy_loss``.
+
+    Gradients are made in forward, chunk by chunk, as far as anything wants them; backward multiplies them by the loss's.
+
+    Args:
+        x: [N, D], any float dtype. weight: [V, D]. bias: [V] or None. They are multiplied in the autocast dtype, or without autocast in x's.
+        target, ignore_index, label_smoothing, logit_scale, logit_softcapping, process_group: as in ``cross_entropy_loss``.
+        num_chunks: into how many chunks the N rows are cut, at least 1; fewer where N is small, or where V is not that much larger than D.
+        reduction: ``mean`` over the rows that are not ignored, or ``sum``.
+        use_l2warp: add l2_penalty_factor / N times each row's highest logit to the gradient of that logit (not to the loss), as RWKV does; of
+            all rows. Ties go to one of them.
+        accumulate_grad_in_fp32: add the chunks' gradients of weight and bias up in float32, else in their own dtype.
+
+    Returns:
+        A float32 scalar (float64 for float64 x); 0 with gradients of 0 where every row is ignored.
+
+    Raises: as ``cross_entropy_loss``.
+
+    Differs from fla: a second backward through the same graph is right; nothing is computed for what wants no gradient; gradients of weight are
+    products of 16-bit matrices added up in float32, so tensor cores do them; it compiles.
+    """
+    terms = _terms(label_smoothing, logit_scale, 0.0, logit_softcapping, ignore_index, process_group)
+    _check_linear(x, weight, bias)
+    _check_target(target, x.shape[0], x.device, "x")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction: got {reduction!r}, need 'mean' or 'sum'")
+    if num_chunks < 1:
+        raise ValueError(f"num_chunks: got {num_chunks}, need at least 1")
+    tokens.check("fused_linear_cross_entropy_loss", target, weight.shape[0], "target", ignore_index)
+    dtype = linear_dtype(x)
+    grads = [wants_grad(x), wants_grad(weight), wants_grad(bias)]
+    call = _call_of("fused_linear_cross_entropy_loss", dtype)
+    if not torch.compiler.is_compiling():   # the operator plans again, for its chunks; here the whole call hears of what stands against it
+        planned(_problem(call, (x.shape[0], weight.shape[0]), any(grads)), x.device)
+    loss: Tensor = _linear_op(x, target.contiguous(), weight, bias, *terms, num_chunks, reduction == "mean", l2_penalty_factor if use_l2warp else 0.0,
+                          accumulate_grad_in_fp32, dtype, grads, call)[0]
+    return loss
+
+
+def _terms(label_smoothing: float, logit_scale: float, lse_square_scale: float, logit_softcapping: float | None, ignore_index: int,
+           process_group: Any) -> Terms:
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: got {label_smoothing}, need a number in 0 .. 1")
+    for name, value in (("logit_scale", logit_scale), ("lse_square_scale", lse_square_scale)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name}: got {value}, need a finite number")
+    if logit_softcapping is not None and not 0 < logit_softcapping < math.inf:
+        raise ValueError(f"logit_softcapping: got {logit_softcapping}, need a number above 0, or None")
+    if process_group is not None:
+        raise ValueError(f"process_group: got {type(process_group).__name__}, need None: a vocabulary split over several GPUs is not supported")
+    return Terms(float(logit_scale), None if logit_softcapping is None else float(logit_softcapping), float(label_smoothing),
+                 float(lse_square_scale), int(ignore_index))
+
+
+def _check(logits: Any, target: Any) -> None:
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"logits: got {type(logits).__name__}, need a tensor of shape [N, V]")
+    if logits.ndim != 2 or logits.shape[1] == 0:
+        raise ValueError(f"logits: got shape {shown(logits.shape)}, need [N, V] with V of at least 1")
+    if logits.dtype not in FLOATS:
+        raise TypeError(f"logits: got dtype {logits.dtype}, need bfloat16, float16, float32 or float64")
+    _check_target(target, logits.shape[0], logits.device, "logits")
+
+
+def _check_target(target: Any, N: int, device: torch.device, beside: str) -> None:
+    tokens.check_dtype("target", target)
+    if tuple(target.shape) != (N,):
+        raise ValueError(f"target: got shape {shown(target.shape)}, need [N] = [{N}]")
+    if target.device != device:
+        raise ValueError(f"target: got device {target.device}, need {device}, where {beside} is")
+
+
+def _check_linear(x: Any, weight: Any, bias: Any) -> None:
+    for name, given, meaning in (("x", x, "[N, D]"), ("weight", weight, "[V, D]"), ("bias", bias, "[V]")):
+        if given is None and name == "bias":
+            continue
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name}: got {type(given).__name__}, need a tensor of shape {meaning}")
+        shape = (None, None) if name == "x" else (None, x.shape[1]) if name == "weight" else (weight.shape[0],)
+        if given.ndim != len(shape) or any(want not in (None, got) for want, got in zip(shape, given.shape, strict=True)) or (
+                name != "bias" and given.shape[0 if name == "weight" else 1] == 0):
+            sizes = {"x": "with D of at least 1", "weight": f"with V of at least 1 and D = {x.shape[-1]}", "bias": f"= {shown(shape)}"}[name]
+            raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning} {sizes}")
+        if given.dtype not in FLOATS:
+            raise TypeError(f"{name}: got dtype {given.dtype}, need bfloat16, float16, float32 or float64")
+        if given.device != x.device:
+            raise ValueError(f"{name}: got device {given.device}, need {x.device}, where x is")
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """With rows that kernels can read: contiguous, apart from each other, and not too far."""
+    return logits if logits.stride(1) == 1 and logits.shape[1] <= logits.stride(0) <= FAR else logits.contiguous()
+
+
+def _call_of(op: str, dtype: torch.dtype) -> str:
+    """Op and dtype in one string, because that is what a library operator takes."""
+    return f"{op} {name_of(dtype)}"
+
+
+def _problem(call: str, shape: tuple[int, ...], needs_grad: bool) -> Problem:
+    (op, dtype), (N, V) = call.split(" "), shape
+    return Problem(op, OPS[op][0], "", 1, N, 1, V, V, 1, dtype, False, needs_grad)
+
+
+@constant_while_tracing
+def _route(call: str, device: torch.device) -> tuple[str, str]:
+    """What torch.compile may know while tracing: no size, which may be symbolic; there are kernels for all of them."""
+    problem = planned(_problem(call, (1, 1), True), device).problem
+    return problem.path, problem.dot
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, logits: Tensor, target: Tensor, terms: Terms, in_place: bool) -> Any:
+        from flashlin.kernels.cross_entropy import forward
+        loss, z_loss, lse = forward.run(plan, logits, target, *terms)
+        ctx.save_for_backward(logits, target, lse)
+        ctx.mark_non_differentiable(z_loss)
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.terms, ctx.in_place = plan, terms, in_place
+        return loss, z_loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss: Tensor | None, dz_loss: None) -> Any:
+        from flashlin.kernels.cross_entropy import backward
+        if dloss is None:
+            return (None,) * 5
+        logits, target, lse = ctx.saved_tensors
+        terms: Terms = ctx.terms
+        dlogits = backward.run(ctx.plan, logits, target, lse, dloss.contiguous(), *terms, ctx.in_place)
+        if ctx.in_place:
+            torch.autograd.graph.increment_version(logits)  # whoever else has kept them for backward is told so
+        return None, dlogits, None, None, None
+
+
+# Under torch.compile the same two functions run inside one library operator per direction, planned at run time.
+TERMS = "float scale, float? cap, float smoothing, float squares, int ignore_index"
+
+
+@torch.library.custom_op("flashlin::cross_entropy", mutates_args=(),
+                         schema=f"(Tensor logits, Tensor target, {TERMS}, bool needs_grad, str call) -> (Tensor, Tensor, Tensor)")
+def _library_op(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothing: float, squares: float, ignore_index: int,
+                needs_grad: bool, call: str) -> tuple[Tensor, Tensor, Tensor]:
+    from flashlin.kernels.cross_entropy import forward
+    plan = planned(_problem(call, logits.shape, needs_grad), logits.device)
+    return forward.run(plan, _rows(logits), target, scale, cap, smoothing, squares, ignore_index)
+
+
+@_library_op.register_fake
+def _(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothing: float, squares: float, ignore_index: int,
+      needs_grad: bool, call: str) -> tuple[Tensor, Tensor, Tensor]:
+    loss, z_loss, lse = (logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(3))
+    return loss, z_loss, lse
+
+
+@torch.library.custom_op("flashlin::cross_entropy_backward", mutates_args=(),
+                         schema=f"(Tensor logits, Tensor target, Tensor lse, Tensor dloss, {TERMS}, str call) -> Tensor")
+def _library_backward(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, scale: float, cap: float | None, smoothing: float,
+                      squares: float, ignore_index: int, call: str) -> Tensor:
+    from flashlin.kernels.cross_entropy import backward
+    plan = planned(_problem(call, logits.shape, True), logits.device)
+    return backward.run(plan, _rows(logits), target, lse, dloss.contiguous(), scale, cap, smoothing, squares, ignore_index, False)
+
+
+@_library_backward.register_fake
+def _(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, scale: float, cap: float | None, smoothing: float, squares: float,
+      ignore_index: int, call: str) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    logits, target, *ctx.terms, _, ctx.call = inputs
+    ctx.save_for_backward(logits, target, output[2])
+
+
+def _differentiate(ctx: Any, dloss: Tensor, dz_loss: Tensor, dlse: Tensor) -> Any:
+    return _library_backward(*ctx.saved_tensors, dloss, *ctx.terms, ctx.call), *[None] * 8
+
+
+_library_op.register_autograd(_differentiate, setup_context=_save)
+
+
+# The linear layer with its loss is an operator in eager calls too: what it costs to call one is nothing beside its products.
+LINEAR = f"""(Tensor x, Tensor target, Tensor weight, Tensor? bias, {TERMS}, int num_chunks, bool mean, float penalty, bool wide, ScalarType dtype,
+bool[] grads, str call) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"""
+
+
+@torch.library.custom_op("flashlin::linear_cross_entropy", mutates_args=(), schema=LINEAR.replace("\n", " "))
+def _linear_op(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float | None, smoothing: float, squares: float,
+               ignore_index: int, num_chunks: int, mean: bool, penalty: float, wide: bool, dtype: torch.dtype, grads: list[bool],
+               call: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, dx, dweight, dbias, share), the gradients empty where they are not wanted: the loss's own for dweight and dbias, while dx has to be
+    multiplied by share, a scalar: divided by the number of rows now, it would vanish in float16 before it meets a gradient scaler's factor."""
+    with torch.autocast(x.device.type, enabled=False):
+        terms, (N, D), V = Terms(scale, cap, smoothing, squares, ignore_index), x.shape, weight.shape[0]
+        wants_dx, wants_dweight, wants_dbias = grads
+        matrix, line = weight.to(dtype), None if bias is None else bias.to(dtype)
+        losses = torch.zeros(N, dtype=_loss_dtype(dtype), device=x.device)
+        one, share = torch.ones_like(losses), losses.new_ones(())
+        if mean:
+            share = 1 / ((target >= 0) & (target < V) & (target != ignore_index)).sum().clamp(min=1).to(losses.dtype)
+        sums = torch.promote_types(losses.dtype, weight.dtype) if wide else weight.dtype
+        dx = torch.zeros_like(x) if wants_dx else x.new_empty(0)
+        dweight = torch.zeros_like(weight, dtype=sums) if wants_dweight else x.new_empty(0)
+        dbias = x.new_empty(0) if bias is None or not wants_dbias else torch.zeros_like(bias, dtype=sums)
+        chunks = min(num_chunks, -(-V // D))    # more would make the logits smaller than x, which is there anyway
+        C = -(-max(N, 1) // chunks // CHUNK) * CHUNK
+        for first in range(0, N, C):
+            chunk = slice(first, min(first + C, N))
+            rows = x[chunk].to(dtype)
+            logits = F.linear(rows, matrix, line)
+            plan = planned(_problem(call, logits.shape, any(grads)), x.device)
+            if not any(grads):
+                losses[chunk], _ = _losses(plan, logits, target[chunk], terms)
+                continue
+            losses[chunk], dlogits = _both(plan, logits, target[chunk], one[chunk], terms, penalty / N / share if penalty else None)
+            if wants_dx:
+                dx[chunk] = dlogits @ matrix
+            if wants_dweight:
+                _add_product(dweight, dlogits.t(), rows)
+            if dbias.numel():
+                dbias += dlogits.sum(0, dtype=sums)
+        line_dtype = weight.dtype if bias is None else bias.dtype
+        dweight, dbias = (_times(total, share, total if total.dtype == final else torch.empty_like(total, dtype=final))
+                          for total, final in ((dweight, weight.dtype), (dbias, line_dtype)))
+        return losses.sum() * share, dx, dweight, dbias, share
+
+
+@_linear_op.register_fake
+def _(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float | None, smoothing: float, squares: float,
+      ignore_index: int, num_chunks: int, mean: bool, penalty: float, wide: bool, dtype: torch.dtype, grads: list[bool],
+      call: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    loss, share = (x.new_empty([], dtype=_loss_dtype(dtype)) for _ in range(2))
+    dx = torch.empty_like(x) if grads[0] else x.new_empty(0)
+    dweight = torch.empty_like(weight) if grads[1] else weight.new_empty(0)
+    dbias = weight.new_empty(0) if bias is None else torch.empty_like(bias) if grads[2] else bias.new_empty(0)
+    return loss, dx, dweight, dbias, share
+
+
+def _losses(plan: Plan, logits: Tensor, target: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """loss and L of a chunk."""
+    if plan.problem.path == "torch":
+        loss, _, lse = torch_path.run(logits, target, *terms)
+    else:
+        from flashlin.kernels.cross_entropy import forward
+        loss, _, lse = forward.run(plan, logits.float() if plan.problem.dot == "fp32" else logits, target, *terms)
+    return loss, lse
+
+
+def _both(plan: Plan, logits: Tensor, target: Tensor, one: Tensor, terms: Terms, penalty: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Losses of a chunk and their gradient for a gradient of one, which is written over the logits where it can be. penalty: times each row's
+    highest logit it is added to the gradient of that logit."""
+    highest = None if penalty is None else logits.max(1, keepdim=True)
+    loss, lse = _losses(plan, logits, target, terms)
+    if plan.problem.path == "torch":
+        dlogits = torch_path.gradients(logits, target, lse, one, *terms)
+    else:
+        from flashlin.kernels.cross_entropy import backward
+        readable = logits.float() if plan.problem.dot == "fp32" else logits
+        dlogits = backward.run(plan, readable, target, lse, one, *terms, True).to(logits.dtype)
+    if highest is not None and penalty is not None:
+        pull = highest.values.to(lse.dtype) * penalty
+        dlogits.scatter_(1, highest.indices, (dlogits.gather(1, highest.indices) + pull).to(dlogits.dtype))
+    return loss, dlogits
+
+
+def _times(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """x * factor, a scalar, in out and rounded once: on a GPU, a scalar beside x of 16 bits would be rounded to them first."""
+    return torch.mul(x, factor.reshape(1), out=out)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in total's dtype."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):    # from torch 2.8 on: products of 16 bits, sums of 32
+        total += torch.mm(a, b, out_dtype=torch.float32)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.grads = inputs[-2]
+    ctx.save_for_backward(*output[1:])
+
+
+def _differentiate_linear(ctx: Any, dloss: Tensor, *_: Tensor) -> Any:
+    *found, share = ctx.saved_tensors
+    factors = dloss * share, dloss, dloss
+    dx, dweight, dbias = (_times(grad, factor, torch.empty_like(grad)) if wanted else None
+                          for grad, factor, wanted in zip(found, factors, ctx.grads, strict=True))
+    return dx, None, dweight, dbias, *[None] * 12
+
+
+_linear_op.register_autograd(_differentiate_linear, setup_context=_save_linear)

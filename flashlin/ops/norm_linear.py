@@ -1,0 +1,115 @@
+"""Norms with a linear layer behind them, whose input backward makes again instead of keeping it; mirrors the functions of ``fla.modules``.
+
+    out = norm(x + residual) W^T + b        or, gated, norm(x + residual) g sigmoid(g) W^T + b
+"""
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flashlin.guards.tensors import FLOATS, shown
+from flashlin.kernels.norm.recipe import LAYER, RMS
+from flashlin.ops import norm
+from flashlin.ops.planned import linear_dtype, wants_grad
+
+Found = Tensor | tuple[Tensor, Tensor]
+
+
+def layer_norm_linear(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, linear_weight: Tensor, linear_bias: Tensor | None,
+                      residual: Tensor | None = None, eps: float = 1e-5, prenorm: bool = False, residual_in_fp32: bool = False,
+                      is_rms_norm: bool = False, num_groups: int = 1) -> Found:
+    """``layer_norm`` (or ``group_norm``, for num_groups > 1) and a linear layer. Drop-in for ``fla.modules.layernorm.layer_norm_linear``.
+
+    Args:
+        x: [..., D], bfloat16, float16, float32 or float64. norm_weight, norm_bias: [D] or None. residual, eps, prenorm, residual_in_fp32,
+            is_rms_norm, num_groups: as in ``layer_norm`` and ``group_norm``.
+        linear_weight: [E, D]. linear_bias: [E] or None. They are used in the autocast dtype, or without autocast in x's.
+
+    Returns:
+        [..., E] in that dtype; with prenorm (out, x + residual). The normalised rows are not kept for backward, which makes them again from x.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+    """
+    op = "group_norm" if num_groups > 1 else "rms_norm" if is_rms_norm else "layer_norm"
+    return _run(op, RMS if is_rms_norm else LAYER, x, residual, norm_weight, norm_bias, linear_weight, linear_bias, eps, prenorm, residual_in_fp32,
+                groups=num_groups)
+
+
+def rms_norm_linear(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, linear_weight: Tensor, linear_bias: Tensor | None,
+                    residual: Tensor | None = None, eps: float = 1e-5, prenorm: bool = False, residual_in_fp32: bool = False) -> Found:
+    """``rms_norm`` and a linear layer. Drop-in for ``fla.modules.layernorm.rms_norm_linear``; arguments as ``layer_norm_linear``."""
+    return _run("rms_norm", RMS, x, residual, norm_weight, norm_bias, linear_weight, linear_bias, eps, prenorm, residual_in_fp32)
+
+
+def group_norm_linear(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, linear_weight: Tensor, linear_bias: Tensor | None,
+                      residual: Tensor | None = None, eps: float = 1e-5, prenorm: bool = False, residual_in_fp32: bool = False,
+                      is_rms_norm: bool = False, num_groups: int = 1) -> Found:
+    """``group_norm`` and a linear layer. Drop-in for ``fla.modules.layernorm.group_norm_linear``; arguments as ``layer_norm_linear``."""
+    return _run("group_norm", RMS if is_rms_norm else LAYER, x, residual, norm_weight, norm_bias, linear_weight, linear_bias, eps, prenorm,
+                residual_in_fp32, groups=num_groups)
+
+
+def layer_norm_swish_gate_linear(x: Tensor, g: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, linear_weight: Tensor,
+                                 linear_bias: Tensor | None, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False,
+                                 eps: float = 1e-6) -> Found:
+    """``layer_norm_gated`` with swish and a linear layer. Drop-in for ``fla.modules.fused_norm_gate.layer_norm_swish_gate_linear``.
+
+    g: of x's shape. eps is smaller than ``layer_norm_linear``'s, as in fla; the rest as there.
+    """
+    return _run("layer_norm_gated", LAYER, x, residual, norm_weight, norm_bias, linear_weight, linear_bias, eps, prenorm, residual_in_fp32, gate=g,
+                activation="swish")
+
+
+def rms_norm_swish_gate_linear(x: Tensor, g: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, linear_weight: Tensor,
+                               linear_bias: Tensor | None, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False,
+                               eps: float = 1e-6) -> Found:
+    """``rms_norm_gated`` with swish and a linear layer. Drop-in for ``fla.modules.fused_norm_gate.rms_norm_swish_gate_linear``; arguments as
+    ``layer_norm_swish_gate_linear``."""
+    return _run("rms_norm_gated", RMS, x, residual, norm_weight, norm_bias, linear_weight, linear_bias, eps, prenorm, residual_in_fp32, gate=g,
+                activation="swish")
+
+
+def _run(op: str, kind: int, x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, linear_weight: Tensor,
+         linear_bias: Tensor | None, eps: float, prenorm: bool, residual_in_fp32: bool, *, groups: int = 1, gate: Tensor | None = None,
+         activation: str | None = None) -> Found:
+    norm.check(x, residual, norm_weight, norm_bias, eps, groups, gate, activation, ("norm_weight", "norm_bias"))
+    _check_linear(x, linear_weight, linear_bias)
+    both = partial(_both, op, kind, eps, prenorm, residual_in_fp32, groups, activation)
+    tensors = (x, residual, norm_weight, norm_bias, gate, linear_weight, linear_bias)
+    if not wants_grad(*tensors):
+        return both(*tensors)
+    # Of what is inside only these tensors are kept; nothing random happens there, and the product is not made again, since nobody needs it.
+    found: Found = checkpoint(both, *tensors, use_reentrant=False, preserve_rng_state=False)
+    return found
+
+
+def _both(op: str, kind: int, eps: float, prenorm: bool, residual_in_fp32: bool, groups: int, activation: str | None, x: Tensor,
+          residual: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, gate: Tensor | None, linear_weight: Tensor,
+          linear_bias: Tensor | None) -> Found:
+    dtype = linear_dtype(x)
+    y = norm.run(op, kind, x, residual, norm_weight, norm_bias, eps, prenorm, residual_in_fp32, output_dtype=dtype, groups=groups, gate=gate,
+                 activation=activation)
+    y, *total = y if isinstance(y, tuple) else (y,)
+    out = F.linear(y, linear_weight.to(dtype), None if linear_bias is None else linear_bias.to(dtype))
+    return (out, *total) if prenorm else out  # type: ignore[return-value]
+
+
+def _check_linear(x: Tensor, weight: Any, bias: Any) -> None:
+    for name, given, meaning in (("linear_weight", weight, "[E, D]"), ("linear_bias", bias, "[E]")):
+        if given is None and name == "linear_bias":
+            continue
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name}: got {type(given).__name__}, need a tensor of shape {meaning}")
+        fits = given.ndim == 2 and given.shape[1] == x.shape[-1] if name == "linear_weight" else tuple(given.shape) == (weight.shape[0],)
+        if not fits:
+            sizes = f"with D = {x.shape[-1]}" if name == "linear_weight" else f"= [{weight.shape[0]}]"
+            raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning} {sizes}")
+        if given.dtype not in FLOATS:
+            raise TypeError(f"{name}: got dtype {given.dtype}, need bfloat16, float16, float32 or float64")
+        if given.device != x.device:
+            raise ValueError(f"{name}: got device {given.device}, need {x.device}, where x is")

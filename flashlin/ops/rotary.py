@@ -1,0 +1,144 @@
+"""Rotary position embeddings; mirrors ``fla.modules.rotary``. Source: Su et al. 2021 (RoFormer).
+
+Pair i of a head's channels, as a complex number, is multiplied by cos + i sin of its token's place in the sequence.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashlin import policy
+from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.tensors import FLOATS, check_cu_seqlens, shown
+from flashlin.kernels.rotary import torch_path
+from flashlin.kernels.rotary.recipe import FAR
+from flashlin.ops.norm import STRICTEST
+from flashlin.ops.planned import name_of, planned, wants_grad
+
+
+def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False, seqlen_offsets: int | Tensor = 0,
+                     cu_seqlens: Tensor | None = None, chunk_indices: Any = None) -> Tensor:
+    """Rotate pairs of channels by tables of angles. Drop-in for ``fla.modules.rotary.rotary_embedding``.
+
+    Args:
+        x: [B, T, H, D], bfloat16, float16 or float32 (float64 runs in plain torch), any D. Evenly spaced tokens, such as a slice of a fused
+            projection, are read where they are. With cu_seqlens B is 1 and the sequences are packed along T.
+        cos, sin: [TR, R] of any float dtype: row p is for place p, 2 R <= D. They get no gradient.
+        interleaved: pairs are channels (2 i, 2 i + 1) instead of (i, R + i). The channels from 2 R on are copied.
+        inplace: write the result into x, and return x. Backward never writes into a gradient.
+        seqlen_offsets: added to every token's place; an int, or [N] int32 or int64 (N sequences). Places below 0 are padding: their pairs are
+            zero, and so are their gradients.
+        cu_seqlens: [N + 1] int32 or int64 on x's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        chunk_indices: accepted for compatibility; nothing is looked up in it.
+
+    Returns:
+        y of x's shape and dtype, computed in float32. Rows that cu_seqlens does not cover are zero, as are their gradients. Places from TR on: a
+        ValueError where they are known without waiting for a GPU (an int offset of a batch that is not packed, tensors on the CPU, debug
+        mode); elsewhere such tokens' pairs are NaN, and nothing outside of the tables is read.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+
+    Differs from fla where fla fails: D > 256, B * H > 65535, tables of another dtype than x's, CPU tensors; a place past the tables does not end
+    the CUDA context; inplace tells autograd, and leaves the gradient that it gets alone.
+    """
+    _check(x, cos, sin)
+    debug = policy.current().debug
+    bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, None, x.shape, x.device, debug, "x")
+    N = x.shape[0] if bounds is None else bounds.shape[0] - 1
+    offset, offsets = _offsets(seqlen_offsets, N, x.device)
+    if ((x.device.type == "cpu" or debug) and not torch.compiler.is_compiling()) or offsets is bounds is None:
+        _check_places(x, cos.shape[0], offset, offsets, bounds)
+    cos, sin = cos.detach(), sin.detach()
+    plan = None if torch.compiler.is_compiling() else planned(problem_of(x, cos, sin, bounds is not None, wants_grad(x)), x.device)
+    if plan is None or plan.problem.path == "torch":
+        y = torch_path.run(x, cos, sin, offset, offsets, bounds, interleaved)
+        return x.copy_(y) if inplace else y
+    if plan.problem.dot == "fp32":  # nothing of 16 bits may reach a kernel
+        y = _Rotary.apply(plan, _evenly(x.float()), cos.float().contiguous(), sin.float().contiguous(), offset, offsets, bounds, interleaved, False)
+        return x.copy_(y) if inplace else y.to(x.dtype)
+    even = _evenly(x)
+    y = _Rotary.apply(plan, even, cos.contiguous(), sin.contiguous(), offset, offsets, bounds, interleaved, inplace and even is x)
+    return x.copy_(y) if inplace and even is not x else y
+
+
+def _check(x: Any, cos: Any, sin: Any) -> None:
+    for name, given, meaning in (("x", x, "[B, T, H, D]"), ("cos", cos, "[TR, R]"), ("sin", sin, "[TR, R]")):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name}: got {type(given).__name__}, need a tensor of shape {meaning}")
+        if given.ndim != (4 if name == "x" else 2) or given.shape[-1] == 0:
+            raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning} with {meaning[-2]} of at least 1")
+        if given.dtype not in FLOATS:
+            raise TypeError(f"{name}: got dtype {given.dtype}, need bfloat16, float16, float32 or float64")
+        if given.device != x.device:
+            raise ValueError(f"{name}: got device {given.device}, need {x.device}, where x is")
+    if 2 * cos.shape[1] > x.shape[3]:
+        raise ValueError(f"cos: got R = {cos.shape[1]} pairs, need at most {x.shape[3] // 2}, half of x's D = {x.shape[3]}")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin: got shape {shown(sin.shape)}, need {shown(cos.shape)}, as cos")
+
+
+def _offsets(given: Any, N: int, device: torch.device) -> tuple[int, Tensor | None]:
+    """seqlen_offsets as an int and, where it is one, a tensor."""
+    if not isinstance(given, Tensor):
+        if not isinstance(given, (int, torch.SymInt)):
+            raise TypeError(f"seqlen_offsets: got {type(given).__name__}, need an int, or an int32 or int64 tensor of shape [N]")
+        return given, None  # type: ignore[return-value]
+    if given.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"seqlen_offsets: got dtype {given.dtype}, need int32 or int64")
+    if tuple(given.shape) != (N,):
+        raise ValueError(f"seqlen_offsets: got shape {shown(given.shape)}, need [N] = [{N}]")
+    if given.device != device:
+        raise ValueError(f"seqlen_offsets: got device {given.device}, need {device}, where x is")
+    return 0, given.contiguous()
+
+
+def _check_places(x: Tensor, TR: int, offset: int, offsets: Tensor | None, bounds: Tensor | None) -> None:
+    """Whether the tables reach as far as the sequences. Reads tensors that there are."""
+    B, T, H, _ = x.shape
+    if not (B and T and H):
+        return
+    if offsets is None and bounds is None:
+        last = offset + T - 1
+    else:
+        places, belongs = torch_path.places_of(x, offset, offsets, bounds)
+        last = int((places if belongs is None else torch.where(belongs, places, -1)).max())
+    if last >= TR:
+        raise ValueError(f"cos: got {TR} rows, need at least {last + 1}, since seqlen_offsets and the length of x lead to place {last}")
+
+
+def _evenly(x: Tensor) -> Tensor:
+    """With tokens evenly spaced through the batch and channels contiguous, or a copy that is so."""
+    B, T, H, D = x.shape
+    step = x.stride(0) if T == 1 else x.stride(1)
+    even = x.stride(3) == 1 and (B == 1 or T == 1 or x.stride(0) == T * step) and (H - 1) * x.stride(2) + D <= step <= FAR
+    return x if even else x.contiguous()
+
+
+def problem_of(x: Tensor, cos: Tensor, sin: Tensor, packed: bool, needs_grad: bool) -> Problem:
+    """The dtype is the strictest of the three."""
+    (B, T, H, D), dtypes = x.shape, {x.dtype, cos.dtype, sin.dtype}
+    dtype = next(dtype for dtype in STRICTEST if dtype in dtypes)
+    return Problem("rotary_embedding", "rotary", "", 1, B * T, H, D, cos.shape[1], 1, name_of(dtype), packed, needs_grad)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, x: Tensor, cos: Tensor, sin: Tensor, offset: int, offsets: Tensor | None, bounds: Tensor | None,
+                interleaved: bool, in_place: bool) -> Tensor:
+        from flashlin.kernels.rotary import forward
+        ctx.save_for_backward(cos, sin, offsets, bounds)
+        ctx.plan, ctx.offset, ctx.interleaved = plan, offset, interleaved
+        if in_place:
+            ctx.mark_dirty(x)
+        return forward.run(plan, x, cos, sin, offset, offsets, bounds, interleaved, False, in_place)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        from flashlin.kernels.rotary import forward
+        cos, sin, offsets, bounds = ctx.saved_tensors
+        dx = forward.run(ctx.plan, _evenly(dy), cos, sin, ctx.offset, offsets, bounds, ctx.interleaved, True, False)
+        return None, dx, *[None] * 7

@@ -1,0 +1,203 @@
+"""The state space duality of Mamba2, chunk by chunk; mirrors ``mamba_ssm.ops.triton.ssd_combined``.
+
+    h_t = e^{dt_t A} h_{t-1} + dt_t x_t B_t^T        y_t = (h_t C_t + D x_t) silu(z_t)
+Source: Dao and Gu 2024. It is simple GLA with q = C, k = B, v = dt x and g = dt A, so it takes those kernels; what remains is elementwise torch.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashlin import policy
+from flashlin.guards.tensors import check_cu_seqlens, shown
+from flashlin.ops import chunked, simple_gla
+from flashlin.ops.causal_conv1d import begins, check_filters, check_seq_idx, convolved
+from flashlin.ops.norm import rmsnorm_fn
+from flashlin.ops.pointwise import check_beside, check_rows
+
+FORGOTTEN = -126 * math.log(2)  # log decay of what is forgotten: a multiple of it beside a sum of decays costs that sum no digits that matter
+
+
+def mamba_chunk_scan_combined(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+                              z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
+                              seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None, dt_softplus: bool = False,
+                              dt_limit: Sequence[float] = (0.0, math.inf), return_final_states: bool = False,
+                              return_varlen_states: bool = False) -> Tensor | tuple[Tensor, ...]:
+    """Mamba2's scan. Drop-in for ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined``.
+
+    Args:
+        x: [b, T, H, P], bfloat16, float16 or float32 (float64 runs in plain torch), any strides, never modified.
+        dt: [b, T, H] of any float dtype, the step before bias, softplus and limits. A: [H], normally negative; dt_bias: [H].
+        B, C: [b, T, G, N], where G divides H: head h reads group h // (H / G). Different dtypes of x, B and C are promoted as torch does it.
+        chunk_size: accepted for compatibility (at least 1); the launch table chooses the chunk, which changes nothing beyond rounding.
+        D: [H] or [H, P], a skip connection. z: [b, T, H, P], a gate: y is multiplied by silu(z).
+        initial_states: [b, H, P, N] of any float dtype, for each row's first sequence.
+        seq_idx: [b, T] of integers: a token whose number is not that of the token before it begins a new sequence, with a state of zero.
+        cu_seqlens: [n + 1] int32 or int64, for b = 1: sequence i is rows cu_seqlens[i] .. cu_seqlens[i + 1]. As in mamba_ssm it only counts with
+            return_varlen_states. The initial state is that of sequence 0.
+        dt_softplus: apply softplus to dt + dt_bias. dt_limit: what dt is then clamped to.
+        return_final_states: also return the state after each row. return_varlen_states: also that after each sequence of cu_seqlens.
+
+    Returns:
+        y [b, T, H, P] in x's dtype; or (y, final states [b, H, P, N] in float32); or (y, states of sequences [n, H, P, N] in C's dtype); or
+        (y, final states, states of sequences). (float64 for float64 tensors.) Gradients reach every floating-point argument through each of them.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+
+    Differs from mamba_ssm: no autotuning; gradients repeat to the bit; they pass through return_varlen_states, an error there; with it, cu_seqlens
+    separates sequences even without seq_idx, where there they are mixed, and the first one's state holds the initial state even if it is short;
+    seq_idx may start with any number (there the initial state only counts where it is 0) and use a number again for a later sequence.
+    """
+    op = "mamba_chunk_scan_combined"
+    _check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_limit, chunk_size)
+    if not return_varlen_states:
+        y, final = _scan(op, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, None, dt_softplus, dt_limit, return_final_states)
+        return y if final is None else (y, final)
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens: got None with return_varlen_states, need the edges of the sequences, [n + 1]")
+    bounds = check_cu_seqlens(cu_seqlens, None, x.shape, x.device, policy.current().debug, "x")
+    n = bounds.shape[0] - 1
+    if n == 0:
+        raise ValueError("cu_seqlens: got shape [1], need the edges of at least one sequence")
+    h0 = None if initial_states is None else F.pad(initial_states, (0, 0, 0, 0, 0, 0, 0, n - 1))
+    y, states = _scan(op, x, dt, A, B, C, D, z, dt_bias, h0, seq_idx, bounds, dt_softplus, dt_limit, True)
+    assert states is not None  # for the type checker
+    of_sequences = states.to(C.dtype)
+    if not return_final_states:
+        return y, of_sequences
+    last = (torch.arange(n, device=x.device) * (bounds.diff() > 0)).max()  # the last sequence with a token
+    return y, states.index_select(0, last[None]), of_sequences
+
+
+def mamba_split_conv1d_scan_combined(zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, dt_bias: Tensor, A: Tensor, D: Tensor,
+                                     chunk_size: int, initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
+                                     dt_limit: Sequence[float] = (0.0, math.inf), return_final_states: bool = False,
+                                     activation: str | None = "silu", rmsnorm_weight: Tensor | None = None, rmsnorm_eps: float = 1e-6,
+                                     outproj_weight: Tensor | None = None, outproj_bias: Tensor | None = None, headdim: int | None = None,
+                                     ngroups: int = 1, norm_before_gate: bool = True) -> Tensor | tuple[Tensor, Tensor]:
+    """A Mamba2 layer between its input projection and its output: convolution, scan, gated norm, output projection. Drop-in for
+    ``mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined``.
+
+    Args:
+        zxbcdt: [b, T, 2 M + 2 H P + 2 G N + H], the input projection: what an MLP beside the scan takes (M is what is left over, usually 0),
+            then z, x, B, C and dt. bfloat16, float16 or float32 (float64 runs in plain torch).
+        conv1d_weight: [H P + 2 G N, W]; conv1d_bias: [H P + 2 G N] or None; activation: ``silu``, ``swish`` or None. The convolution of x, B and C.
+        dt_bias, A: [H]. D: [H, P], or [H] with headdim = P. ngroups: G. dt always goes through softplus.
+        seq_idx: [b, T] of integers, as ``mamba_chunk_scan_combined``; the convolution does not look across sequences either, and gives zeros for
+            tokens of negative numbers.
+        rmsnorm_weight: [H P] or None for y = scan * silu(z). With it G slices are normalised one by one: norm(scan) * silu(z) if
+            norm_before_gate, else norm(scan * silu(z)); rmsnorm_eps is added to the mean of the squares.
+        outproj_weight: [out, M + H P] or None; outproj_bias: [out] or None. Under autocast the product is in its dtype.
+        chunk_size, initial_states [b, H, P, N], dt_limit, return_final_states: as ``mamba_chunk_scan_combined``.
+
+    Returns:
+        [b, T, M + H P], or [b, T, out] with outproj_weight; with return_final_states also the final states [b, H, P, N] in float32. With an
+        MLP its silu(first half) * second half comes before the scan's columns.
+
+    Raises, and differs from mamba_ssm, as ``mamba_chunk_scan_combined``; any number of channels will do, and W up to 16 has kernels.
+    """
+    op = "mamba_split_conv1d_scan_combined"
+    H, P, N, M = _layout(zxbcdt, conv1d_weight, D, headdim, ngroups)
+    dim = H * P
+    mlp, z, xBC, dt = zxbcdt.split([2 * M, dim, dim + 2 * ngroups * N, H], -1)
+    check_filters(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, activation, ("conv1d_weight", "conv1d_bias", "zxbcdt"))
+    if seq_idx is not None:
+        check_seq_idx(seq_idx, zxbcdt.shape[0], zxbcdt.shape[1], zxbcdt)
+    xBC = convolved(op, xBC, conv1d_weight, conv1d_bias, seq_idx, activation)
+    x, B, C = xBC.split([dim, ngroups * N, ngroups * N], -1)
+    x, z = x.unflatten(-1, (H, P)), z.unflatten(-1, (H, P))
+    B, C = B.unflatten(-1, (ngroups, N)), C.unflatten(-1, (ngroups, N))
+    normed = rmsnorm_weight is not None
+    _check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_limit, chunk_size)
+    y, final = _scan(op, x, dt, A, B, C, D, None if normed else z, dt_bias, initial_states, seq_idx, None, True, dt_limit, return_final_states)
+    y = y.flatten(2)
+    if rmsnorm_weight is not None:
+        check_beside("rmsnorm_weight", rmsnorm_weight, (dim,), "[H P]", "zxbcdt", zxbcdt)
+        y = rmsnorm_fn(y, rmsnorm_weight, None, z.flatten(2), rmsnorm_eps, dim // ngroups, norm_before_gate)
+    if M:
+        gate, value = (half if half.dtype == torch.float64 else half.float() for half in mlp.chunk(2, -1))
+        y = torch.cat([(F.silu(gate) * value).to(y.dtype), y], -1)
+    if outproj_weight is not None:
+        check_beside("outproj_weight", outproj_weight, (None, M + dim), "[out, M + H P]", "zxbcdt", zxbcdt)
+        if outproj_bias is not None:
+            check_beside("outproj_bias", outproj_bias, outproj_weight.shape[:1], "[out]", "zxbcdt", zxbcdt)
+        if outproj_weight.dtype != y.dtype and not torch.is_autocast_enabled():
+            raise TypeError(f"outproj_weight: got dtype {outproj_weight.dtype}, need {y.dtype}, as zxbcdt (or autocast)")
+        y = F.linear(y, outproj_weight, outproj_bias)
+    elif outproj_bias is not None:
+        raise ValueError("outproj_bias: got a tensor without outproj_weight, need both")
+    return y if final is None else (y, final)
+
+
+def _check(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, h0: Any, seq_idx: Any, limit: Sequence[float],
+           chunk_size: int) -> None:
+    check_rows("x", x, "[b, T, H, P]", 4)
+    b, T, H, P = x.shape
+    check_beside("B", B, (b, T, None, None), "[b, T, G, N]", "x", x)
+    if B.shape[3] == 0 or H % max(B.shape[2], 1) or bool(H) != bool(B.shape[2]):
+        raise ValueError(f"B: got shape {shown(B.shape)}, need [b, T, G, N] with G a divisor of the {H} heads of x and N of at least 1")
+    for name, given, shape, meaning in (("dt", dt, (b, T, H), "[b, T, H]"), ("A", A, (H,), "[H]"), ("C", C, tuple(B.shape), "B's shape")):
+        check_beside(name, given, shape, meaning, "x", x)
+    wide_D = isinstance(D, Tensor) and D.ndim == 2
+    for name, given, shape, meaning in (("D", D, (H, P) if wide_D else (H,), "[H, P] or [H]"), ("z", z, (b, T, H, P), "x's shape"),
+                                        ("dt_bias", dt_bias, (H,), "[H]"), ("initial_states", h0, (b, H, P, B.shape[3]), "[b, H, P, N]")):
+        if given is not None:
+            check_beside(name, given, shape, meaning, "x", x)
+    if seq_idx is not None:
+        check_seq_idx(seq_idx, b, T, x)
+    if len(limit) != 2 or not limit[0] <= limit[1]:
+        raise ValueError(f"dt_limit: got {limit}, need (lowest, highest)")
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size: got {chunk_size!r}, need an integer of at least 1")
+
+
+def _scan(op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+          h0: Tensor | None, seq_idx: Tensor | None, bounds: Tensor | None, softplus: bool, limit: Sequence[float],
+          has_ht: bool) -> tuple[Tensor, Tensor | None]:
+    """(y, the states after the rows, or with bounds after each sequence); h0 is for what has_ht returns. Arguments are checked."""
+    given = [t for t in (x, dt, A, B, C, D, z, dt_bias, h0) if t is not None]
+    compute = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
+    dtype = torch.promote_types(torch.promote_types(x.dtype, B.dtype), C.dtype)
+    step = dt.to(compute)
+    step = step if dt_bias is None else step + dt_bias.to(compute)
+    step = F.softplus(step) if softplus else step
+    lowest, highest = limit
+    if highest != math.inf or not (softplus and lowest <= 0):
+        step = step.clamp(lowest, highest)
+    decay = (step * A.to(compute)).clamp(min=FORGOTTEN)
+    if seq_idx is not None:
+        decay = torch.where(begins(seq_idx, False)[..., None], FORGOTTEN, decay)
+    plain = D is None and z is None
+    y, ht = chunked.run(simple_gla.FAMILY, op, (C, B, (x * step[..., None]).to(dtype), decay, None), 1.0, h0, has_ht, True, bounds,
+                        out_dtype=x.dtype if plain else compute, grouped=True)
+    if D is not None:
+        y = y + (D if D.ndim == 2 else D[:, None]).to(compute) * x
+    if z is not None:
+        y = y * F.silu(z.to(compute))
+    return y.to(x.dtype), ht
+
+
+def _layout(zxbcdt: Any, weight: Any, D: Any, headdim: int | None, ngroups: int) -> tuple[int, int, int, int]:
+    """H, P, N and M."""
+    check_rows("zxbcdt", zxbcdt, "[b, T, 2 M + 2 H P + 2 G N + H]", 3)
+    if not isinstance(D, Tensor) or D.ndim not in (1, 2):
+        raise ValueError(f"D: got {shown(D.shape) if isinstance(D, Tensor) else type(D).__name__}, need a tensor of shape [H, P] or [H]")
+    if D.ndim == 1 and headdim is None:
+        raise ValueError("headdim: got None with D of shape [H], need P")
+    H, P = D.shape[0], D.shape[1] if D.ndim == 2 else int(headdim or 0)
+    if ngroups < 1 or H < 1 or P < 1 or H % ngroups:
+        raise ValueError(f"ngroups: got {ngroups}, need a divisor of the {H} heads of D, of P = {P} each")
+    check_beside("conv1d_weight", weight, (None, None), "[H P + 2 G N, W]", "zxbcdt", zxbcdt)
+    N, rest = divmod(weight.shape[0] - H * P, 2 * ngroups)
+    if N < 1 or rest:
+        raise ValueError(f"conv1d_weight: got {weight.shape[0]} channels, need H P + 2 G N = {H * P} + {2 * ngroups} N")
+    M, rest = divmod(zxbcdt.shape[2] - 2 * H * P - 2 * ngroups * N - H, 2)
+    if M < 0 or rest:
+        raise ValueError(f"zxbcdt: got {zxbcdt.shape[2]} columns, need 2 H P + 2 G N + H = {2 * H * P + 2 * ngroups * N + H}, and 2 M of an MLP")
+    return H, P, N, M

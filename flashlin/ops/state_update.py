@@ -1,0 +1,186 @@
+"""One token of a selective state space model; mirrors ``mamba_ssm.ops.triton.selective_state_update``.
+
+    h = e^{dt A} h + dt x B^T        y = (h C + D x) silu(z)
+Source: Gu and Dao 2023 (Mamba), Dao and Gu 2024 (Mamba2, where a head has one dt and one A).
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashlin.guards.problem import Problem
+from flashlin.guards.tensors import FLOATS, shown
+from flashlin.kernels.mamba import torch_path
+from flashlin.kernels.mamba.recipe import STATE_UPDATE
+from flashlin.ops.norm import STRICTEST
+from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
+from flashlin.ops.pointwise import check_beside
+
+OP = "selective_state_update"
+
+
+def selective_state_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+                           dt_bias: Tensor | None = None, dt_softplus: bool = False, state_batch_indices: Tensor | None = None) -> Tensor:
+    """One token of each sequence. Drop-in for ``mamba_ssm.ops.triton.selective_state_update.selective_state_update``.
+
+    Args:
+        state: [b, H, P, N] or, without heads, [b, P, N], of any float dtype and any strides: UPDATED IN PLACE, also where it is a view.
+        x, dt: [b, H, P] or [b, P]; z: the same or None, a gate. A: [H, P, N] or [P, N], normally negative; D, dt_bias: [H, P] or [P] or None.
+            Expanded tensors (stride 0) are read as they are; where dt, dt_bias and A are expanded along P and N, as in Mamba2, a head has a
+            single exponential.
+        B, C: [b, G, N] or [b, N], where G divides H: head h reads group h // (H / G).
+        dt_softplus: dt is softplus(dt + dt_bias).
+        state_batch_indices: [b] int32 or int64: the row of state of each sequence; state may then have any number of rows. Sequences whose
+            index is negative or past the end have none: their y is zero.
+
+    Each tensor may have a dtype of its own; all arithmetic is in float32 (float64 runs in plain torch).
+
+    Returns:
+        y of x's shape and dtype.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name; a state that requires a gradient, which cannot pass through a tensor
+        updated in place. UnsupportedError: this machine cannot run the call.
+
+    Differs from mamba_ssm: dt_bias may be None (an error there in 2.2.6 and 2.3), the other tensors have gradients (by plain torch; there they are
+    silently none), indices past the end touch nothing, and CPU tensors work.
+    """
+    heads, pool = _pool(state, x)
+    (_, H, P, N), b = pool.shape, x.shape[0]
+    tensors = [_with_heads(name, given, shape, meaning, at, x) for name, given, shape, meaning, at in (
+        ("x", x, (b, H, P), "[b, H, P]", 1), ("dt", dt, (b, H, P), "[b, H, P]", 1), ("A", A, (H, P, N), "[H, P, N]", 0),
+        ("B", B, (b, None, N), "[b, G, N]", 1), ("C", C, (b, None, N), "[b, G, N]", 1))]
+    x, dt, A, B, C = tensors
+    D, z, dt_bias = (None if given is None else _with_heads(name, given, shape, meaning, at, x) for name, given, shape, meaning, at in (
+        ("D", D, (H, P), "[H, P]", 0), ("z", z, (b, H, P), "[b, H, P]", 1), ("dt_bias", dt_bias, (H, P), "[H, P]", 0)))
+    if H % max(B.shape[1], 1) or (H and not B.shape[1]):
+        raise ValueError(f"B: got {B.shape[1]} groups, need a divisor of the {H} heads of state")
+    if C.shape != B.shape:
+        raise ValueError(f"C: got shape {shown(C.shape)}, need {shown(B.shape)}, as B")
+    if state_batch_indices is not None:
+        check_rows_of_pool("state_batch_indices", state_batch_indices, b, x)
+    elif pool.shape[0] != b:
+        raise ValueError(f"state: got {pool.shape[0]} rows, need {b}, as x (or state_batch_indices)")
+    if wants_grad(x, dt, A, B, C, D, z, dt_bias):
+        y = _in_torch(pool, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_softplus)
+    else:
+        y = _run(pool, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_softplus)
+    return y if heads else y.squeeze(1)
+
+
+def _pool(state: Any, x: Any) -> tuple[bool, Tensor]:
+    """Whether state has heads, and state with heads."""
+    for name, given, dims, meaning in (("state", state, (3, 4), "[b, H, P, N] or [b, P, N]"), ("x", x, (2, 3), "[b, H, P] or [b, P]")):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name}: got {type(given).__name__}, need a tensor of shape {meaning}")
+        if given.ndim not in dims or (name == "state" and 0 in given.shape[-2:]):
+            raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning}" + " with P and N of at least 1" * (name == "state"))
+        if given.dtype not in FLOATS:
+            raise TypeError(f"{name}: got dtype {given.dtype}, need bfloat16, float16, float32 or float64")
+    if state.device != x.device:
+        raise ValueError(f"state: got device {state.device}, need {x.device}, where x is")
+    if state.requires_grad and torch.is_grad_enabled():
+        raise ValueError("state: got a tensor that requires a gradient, need one that does not: it is updated in place. "
+                         "mamba_chunk_scan_combined with initial_states has the gradient")
+    return state.ndim == 4, state if state.ndim == 4 else state.unsqueeze(1)
+
+
+def _with_heads(name: str, given: Any, shape: tuple[int | None, ...], meaning: str, at: int, x: Tensor) -> Tensor:
+    if isinstance(given, Tensor) and given.ndim == len(shape) - 1:
+        given = given.unsqueeze(at)
+    check_beside(name, given, shape, meaning, "x", x)
+    found: Tensor = given
+    return found
+
+
+def check_rows_of_pool(name: str, indices: Any, b: int, x: Tensor) -> None:
+    """indices [b]: rows of a pool of states. Their values are not looked at: kernels skip those outside."""
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
+        got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        raise TypeError(f"{name}: got {got}, need an int32 or int64 tensor of shape [b]")
+    if tuple(indices.shape) != (b,):
+        raise ValueError(f"{name}: got shape {shown(indices.shape)}, need [b] = [{b}]")
+    if indices.device != x.device:
+        raise ValueError(f"{name}: got device {indices.device}, need {x.device}, where x is")
+
+
+def _in_torch(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+              indices: Tensor | None, softplus: bool) -> Tensor:
+    if indices is None:
+        y, after = torch_path.step(pool.clone(), x, dt, A, B, C, D, z, dt_bias, softplus)
+        pool.copy_(after.detach())
+        return y.to(x.dtype)
+    known = (indices >= 0) & (indices < pool.shape[0])
+    rows = indices.long().clamp(0, max(pool.shape[0] - 1, 0))
+    before = pool[rows] if pool.shape[0] else pool.new_zeros(x.shape[0], *pool.shape[1:])
+    y, after = torch_path.step(before, x, dt, A, B, C, D, z, dt_bias, softplus)
+    pool[rows[known]] = after.detach()[known].to(pool.dtype)
+    return torch.where(known[:, None, None], y, 0).to(x.dtype)
+
+
+def _run(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+         indices: Tensor | None, softplus: bool) -> Tensor:
+    dtype = x.dtype
+    dtypes = {t.dtype for t in (pool, x, dt, A, B, C, D, z, dt_bias) if t is not None}
+    strictest = name_of(next(one for one in STRICTEST if one in dtypes))
+    if torch.compiler.is_compiling():
+        path, dot = _route(strictest, x.device)
+    else:
+        plan = planned(problem_of(x, A, strictest), x.device)
+        path, dot = plan.problem.path, plan.problem.dot
+    if path == "torch":
+        return _in_torch(pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus)
+    states = pool
+    if dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
+        states, x, dt, A, B, C = (t.float() for t in (pool, x, dt, A, B, C))
+        D, z, dt_bias = (None if t is None else t.float() for t in (D, z, dt_bias))
+    x, B, C = (rows_contiguous(t) for t in (x, B, C))
+    z = None if z is None else rows_contiguous(z)
+    indices = None if indices is None else indices.contiguous()
+    if torch.compiler.is_compiling():
+        y: Tensor = _library_op(states, x, dt, A, B, C, D, z, dt_bias, indices, softplus, strictest)
+    else:
+        from flashlin.kernels.mamba import forward
+        y = forward.update(plan, states, x, dt, A, B, C, D, z, dt_bias, indices, softplus, x.dtype)
+    if states is not pool:
+        pool.copy_(states)
+    return y.to(dtype)
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """x, copied unless each x[n] is contiguous."""
+    return x if x.shape[0] and x[0].is_contiguous() else x.contiguous()
+
+
+def problem_of(x: Tensor, A: Tensor, dtype: str) -> Problem:
+    """dtype: the strictest of any tensor."""
+    b, H, P = x.shape
+    return Problem(OP, STATE_UPDATE, "", b, 1, H, A.shape[2], P, b, dtype)
+
+
+@constant_while_tracing
+def _route(dtype: str, device: torch.device) -> tuple[str, str]:
+    """What torch.compile may know while tracing: no size, which may be symbolic."""
+    problem = planned(Problem(OP, STATE_UPDATE, "", 1, 1, 1, 1, 1, 1, dtype), device).problem
+    return problem.path, problem.dot
+
+
+@torch.library.custom_op(
+    "flashlin::selective_state_update", mutates_args=("pool",),
+    schema="(Tensor(a!) pool, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? indices, "
+           "bool softplus, str dtype) -> Tensor")
+def _library_op(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+                indices: Tensor | None, softplus: bool, dtype: str) -> Tensor:
+    from flashlin.kernels.mamba import forward
+    x, B, C = (rows_contiguous(t) for t in (x, B, C))
+    z = None if z is None else rows_contiguous(z)
+    y: Tensor = forward.update(planned(problem_of(x, A, dtype), x.device), pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus, x.dtype)
+    return y
+
+
+@_library_op.register_fake
+def _(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+      indices: Tensor | None, softplus: bool, dtype: str) -> Tensor:
+    return x.new_empty(x.shape)

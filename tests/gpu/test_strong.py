@@ -1,0 +1,15 @@
+"""Decays as strong as they come, over 8,192 tokens, on a real GPU: kernels in bf16 beside the recurrence in float64."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import strong
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+
+@pytest.mark.parametrize("op", strong.OPS)
+def test_no_decay_is_too_strong(op: str) -> None:
+    assert strong.failures(op, torch.device("cuda"), torch.bfloat16, T=8192, K=64, V=64) == []

@@ -1,0 +1,116 @@
+"""Mamba2's kernels in Triton's interpreter, beyond their cases: batches in parts, groups, any strides, the library operators."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashlin
+from flashlin.compat.target import interpreting
+from flashlin.guards import limits
+from flashlin.kernels.mamba import reference
+from flashlin.ops import causal_conv1d, state_update
+from flashlin.testing.cases.mamba import make_scan, make_step, make_window
+from flashlin.testing.compare import poisoned
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter() -> None:
+    if not interpreting():
+        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def results(given: Tensors) -> list[torch.Tensor]:
+    leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in given.items()}
+    with poisoned():
+        found = flashlin.mamba_chunk_scan_combined(**leaves, chunk_size=64, dt_softplus=True, return_final_states=True,
+                                                   return_varlen_states="cu_seqlens" in given)
+        loss = torch.stack([x.sin().sum() for x in found]).sum()
+        return [*found, *torch.autograd.grad(loss, [x for x in leaves.values() if x.requires_grad])]
+
+
+@pytest.mark.parametrize("edges", [(), (0, 20, 20, 37)], ids=["dense", "packed"])
+def test_a_batch_in_parts_equals_the_whole(edges: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = make_scan(CPU, torch.float32, generator(), b=3, T=20, H=4, G=2, P=16, N=16, edges=edges)
+    whole = results(given)
+    monkeypatch.setattr(limits, "AXIS_LIMITS", (8, 1, 1))
+    flashlin.dispatch.plan.cache_clear()
+    try:
+        for got, wanted in zip(results(given), whole, strict=True):
+            assert torch.equal(got, wanted)
+    finally:
+        flashlin.dispatch.plan.cache_clear()
+
+
+def test_public_simple_gla_refuses_groups() -> None:
+    q, v = torch.zeros(1, 5, 2, 16), torch.zeros(1, 5, 4, 16)
+    with pytest.raises(ValueError, match="v: got shape"):
+        flashlin.chunk_simple_gla(q, q, v)
+
+
+def test_a_state_of_any_strides_is_updated_where_it_lies() -> None:
+    given = make_step(CPU, torch.float32, generator(), tied=False)
+    given.pop("state")
+    for behind in (torch.randn(3, 4, 24, 20).mT, torch.randn(20, 3, 24, 4).permute(1, 3, 0, 2), torch.randn(3, 8, 20, 48)[:, ::2, :, ::2]):
+        wanted, after = reference.step(behind.double(), **{name: x.double() for name, x in given.items()}, softplus=True)
+        y = flashlin.selective_state_update(behind, **given, dt_softplus=True)
+        torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(behind.double(), after, rtol=1e-5, atol=1e-5)
+
+
+def test_strided_inputs_of_a_step() -> None:
+    """x, B and C as slices of one projection, dt expanded from it."""
+    H, P, N = 4, 16, 8
+    rows = torch.randn(3, H * P + 2 * N + H)
+    x, B, C, dt = rows.split([H * P, N, N, H], 1)
+    A, state = -torch.rand(H), torch.randn(3, H, P, N)
+    args = (x.view(3, H, P), dt[..., None].expand(3, H, P), A[:, None, None].expand(H, P, N), B[:, None], C[:, None])
+    wanted, after = reference.step(state.double(), *(t.double() for t in args), softplus=True)
+    y = flashlin.selective_state_update(state, *args, dt_softplus=True)
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.double(), after, rtol=1e-5, atol=1e-5)
+
+
+def test_an_index_past_the_end_touches_nothing() -> None:
+    given = make_step(CPU, torch.float32, generator(), tied=False, pool=7)
+    state = given.pop("state")
+    given["state_batch_indices"] = torch.tensor([6, 7, 2**40])
+    before = state.clone()
+    y = flashlin.selective_state_update(state, **given)
+    assert y[0].any() and not y[1:].any() and torch.equal(state[:6], before[:6]) and not torch.equal(state[6], before[6])
+
+
+@torch.no_grad()
+def test_the_library_operators_write_in_place() -> None:
+    given = make_step(CPU, torch.float32, generator(), tied=False)
+    args = [given.get(name) for name in ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")]
+    torch.library.opcheck(state_update._library_op, (*args, None, True, "float32"))
+    given = make_window(CPU, torch.float32, generator(), pool=7, ring=True)
+    torch.library.opcheck(causal_conv1d._library_op, (*(given[name] for name in (
+        "x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices")), True, "float32"))
+
+
+@torch.no_grad()
+def test_a_compiled_step_of_a_layer() -> None:
+    H, P, N = 2, 16, 16
+
+    def layer(rows: torch.Tensor, window: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+        x, B, C, dt = flashlin.mamba_causal_conv1d_update(rows, window, weight, None, "silu").split([H * P, N, N, H], 1)
+        return flashlin.selective_state_update(state, x.view(-1, H, P), dt[..., None].expand(-1, H, P), A[:, None, None].expand(H, P, N),
+                                               B[:, None], C[:, None], dt_softplus=True)
+    columns = H * P + 2 * N + H
+    given: list[Any] = [torch.randn(3, columns), torch.randn(3, columns, 4), torch.randn(3, H, P, N), torch.randn(columns, 4), -torch.rand(H)]
+    theirs = [x.clone() for x in given]
+    torch._dynamo.reset()
+    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(*given)
+    torch.testing.assert_close(y, layer(*theirs))
+    for got, wanted in zip(given, theirs, strict=True):
+        torch.testing.assert_close(got, wanted)
