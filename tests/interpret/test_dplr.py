@@ -1,0 +1,158 @@
+"""The kernels of the delta rules with a decay for each key channel in Triton's interpreter, beyond their cases: batches in parts, rows of no
+sequence, decays that end everything, the library operator."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flashlin
+from flashlin.compat.target import interpreting
+from flashlin.guards import limits
+from flashlin.kernels.dplr.reference import recurrence
+from flashlin.testing.compare import judge, poisoned
+
+OPS = pytest.mark.parametrize("op", ["chunk_kda", "chunk_dplr_delta_rule"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter() -> None:
+    if not interpreting():
+        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
+
+
+def leaves(op: str, B: int, T: int, N: int, H: int = 1, K: int = 16, V: int = 16) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    q, k, v, read, g = (torch.randn(B, T, H, D) for D in (K, K, V, K, K))
+    k, read, g, rate = F.normalize(k, dim=-1), F.normalize(read, dim=-1), F.logsigmoid(g), torch.randn(B, T, H, 1).sigmoid()
+    own = [g, rate[..., 0]] if op == "chunk_kda" else [-read, read * rate, g]
+    return [x.contiguous().requires_grad_() for x in (q, k, v, *own, torch.randn(N, H, K, V))]
+
+
+def results(op: str, tensors: list[torch.Tensor], bounds: torch.Tensor | None = None, call: Any = None, **extra: Any) -> list[torch.Tensor]:
+    *given, h0 = tensors
+    with poisoned():
+        o, ht = (call or getattr(flashlin, op))(*given, initial_state=h0, output_final_state=True, cu_seqlens=bounds, **extra)
+        return [o, ht, *torch.autograd.grad(o.sin().sum() + ht.sin().sum(), tensors)]
+
+
+def expected(op: str, tensors: list[torch.Tensor], bounds: torch.Tensor | None = None, scale: float = 0.25) -> list[torch.Tensor]:
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
+    if op == "chunk_kda":
+        q, k, v, g, beta, h0 = doubles
+        o, ht = recurrence(q, k, v, g, None, None, beta, h0, bounds, scale)
+    else:
+        q, k, v, a, b, g, h0 = doubles
+        o, ht = recurrence(q, k, v, g, a, b, None, h0, bounds, scale)
+    return [o, ht, *torch.autograd.grad(o.sin().sum() + ht.sin().sum(), doubles)]
+
+
+def assert_right(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert [verdict for n, (x, y) in enumerate(zip(got, wanted, strict=True)) if not (verdict := judge(str(n), x, y, 2e-5)).ok] == []
+
+
+@OPS
+@pytest.mark.parametrize("edges", [None, [0, 20, 20, 37, 40]], ids=["dense", "packed"])
+def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = leaves(op, 3, 19, 3) if edges is None else leaves(op, 1, 40, 4)
+    bounds = None if edges is None else torch.tensor(edges)
+    whole = results(op, tensors, bounds)
+    monkeypatch.setattr(limits, "AXIS_LIMITS", (4, 1, 1))
+    flashlin.dispatch.plan.cache_clear()
+    try:
+        for got, wanted in zip(results(op, tensors, bounds), whole, strict=True):
+            assert torch.equal(got, wanted)
+    finally:
+        flashlin.dispatch.plan.cache_clear()
+    assert_right(whole, expected(op, tensors, bounds))
+
+
+@OPS
+def test_rows_of_no_sequence_are_exact_zeros(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)  # as on a GPU, where nobody reads them
+    tensors, bounds = leaves(op, 1, 40, 2), torch.tensor([3, 20, 33])
+    o, ht, *grads = results(op, tensors, bounds)
+    for x in (o, *grads[:-1]):
+        assert not x[:, :3].any() and not x[:, 33:].any() and x[:, 3:33].any()
+    assert_right([o, ht, *grads], expected(op, tensors, bounds))
+
+
+@OPS
+def test_a_row_beside_a_sequence_is_not_its_own(op: str) -> None:
+    """Reading the row above or below, as gradients do, ends at a sequence's end and at a chunk's."""
+    tensors = leaves(op, 1, 80, 2)
+    with torch.no_grad():
+        for x in tensors[:3]:
+            x[:, 39] *= 100
+    whole = results(op, tensors, torch.tensor([0, 40, 80]))
+    alone = results(op, [x[:, 40:] for x in tensors[:-1]] + [tensors[-1][1:]])
+    for n in (0, *range(2, len(whole) - 1)):
+        torch.testing.assert_close(whole[n][:, 40:], alone[n][:, 40:] if alone[n].shape[1] == 80 else alone[n], rtol=1e-5, atol=1e-5)
+
+
+@OPS
+@pytest.mark.parametrize("edges", [None, [0, 33, 70]], ids=["dense", "packed"])
+def test_forgetting_everything(op: str, edges: list[int] | None) -> None:
+    tensors = leaves(op, 1, 70, 1 if edges is None else 2)
+    bounds = None if edges is None else torch.tensor(edges)
+    with torch.no_grad():
+        g = tensors[3 if op == "chunk_kda" else 5]
+        g[:, 40] = -torch.inf
+        g[:, 12, :, ::3] = -torch.inf
+    assert_right(results(op, tensors, bounds), expected(op, tensors, bounds))
+
+
+@OPS
+@pytest.mark.parametrize("which", [0, 1], ids=["output", "state"])
+def test_gradients_of_one_of_both(op: str, which: int) -> None:
+    tensors = leaves(op, 1, 20, 1)
+    *given, h0 = tensors
+    with poisoned():
+        found = getattr(flashlin, op)(*given, initial_state=h0, output_final_state=True)[which]
+        grads = torch.autograd.grad(found.sum(), tensors, allow_unused=True, materialize_grads=True)
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
+    q, k, v, *own, state = doubles
+    g, a, b, beta = (own[0], None, None, own[1]) if op == "chunk_kda" else (own[2], own[0], own[1], None)
+    wanted = torch.autograd.grad(recurrence(q, k, v, g, a, b, beta, state, None, 0.25)[which].sum(), doubles, allow_unused=True, materialize_grads=True)
+    assert_right(list(grads), list(wanted))
+
+
+@OPS
+def test_nothing_to_do(op: str) -> None:
+    for facts in ({"B": 0, "T": 5, "N": 0}, {"B": 2, "T": 0, "N": 2}, {"B": 2, "T": 5, "N": 2, "H": 0}):
+        tensors = leaves(op, **facts)
+        o, ht, *grads = results(op, tensors)
+        assert o.shape == tensors[2].shape and torch.equal(ht, tensors[-1]) and not any(grad.any() for grad in grads[:-1])
+        assert torch.equal(grads[-1], tensors[-1].cos())
+
+
+def test_heads_that_share_keys() -> None:
+    """Their gradients are added up in float32."""
+    q, k, v, g, beta, h0 = leaves("chunk_kda", 1, 20, 1, H=4)
+    tensors = [x.detach().contiguous().requires_grad_() for x in (q[:, :, :2], k[:, :, :2], v, g, beta, h0)]
+    assert_right(results("chunk_kda", tensors, scale=-0.7), expected("chunk_kda", tensors, scale=-0.7))
+
+
+@OPS
+def test_lengths_share_a_graph(op: str) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(getattr(flashlin, op), fullgraph=True, backend=graphs)
+    for T in (20, 7, 16):
+        tensors = leaves(op, 2, T, 2)
+        for got, wanted in zip(results(op, tensors, call=compiled), results(op, tensors), strict=True):
+            torch.testing.assert_close(got, wanted)
+    assert graphs.frame_count <= 2
+
+
+def test_the_library_operators() -> None:
+    q, k, v, g, beta, h0 = leaves("chunk_kda", 1, 9, 1)
+    torch.library.opcheck(torch.ops.flashlin.dplr, (q, k, v, g, None, None, beta, h0, None, 0.25, True, False, torch.float32, "chunk_kda", "chunk", True))
+    q, k, v, a, b, g, _ = leaves("chunk_rwkv7", 1, 9, 1)
+    torch.library.opcheck(torch.ops.flashlin.dplr, (q, k, v, g, a, b, None, None, None, 0.25, False, False, torch.float32, "chunk_rwkv7", "chunk", True))
+    with torch.no_grad():
+        torch.library.opcheck(torch.ops.flashlin.dplr_backward, (q, k, v, g, a, b, None, None, None, [], torch.ones_like(v), None, 0.25, False,
+                                                                 "chunk_rwkv7", "chunk"))
