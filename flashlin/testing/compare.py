@@ -121,5 +121,7 @@ class poisoned:
 def _poisoning(function: Any) -> Any:
     def made(*args: Any, **kwargs: Any) -> torch.Tensor:
         x: torch.Tensor = function(*args, **kwargs)
-        return x.fill_(math.nan) if x.is_floating_point() else x
+        if x.is_floating_point():
+            x.detach().fill_(math.nan)  # detached: torch's own checkpoint makes an empty leaf that wants a gradient
+        return x
     return made

@@ -161,29 +161,14 @@ def grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n,
         total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
         wide_q = b_q.to(tl.float32)
         wide_k = b_k.to(tl.float32)
-        b_dq = tl.zeros([BT, BK], dtype=tl.float32)  # the states' part first, so that the levels add to it where it is
-        b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-        across = tl.zeros([BK], dtype=tl.float32)
-        for v0 in range(0, V, BV):
-            at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
-            h = tl.load(states + at, mask=whole, other=0.0)
-            dh = tl.load(dstates + at, mask=whole, other=0.0)
-            b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
-            b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_v.dtype)
-            b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
-            b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
-            across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
-        b_dq *= tl.exp2(sums_read(b_G, G, last, first, t0, i_h, H, K, k0, BT, BK, BEFORE)) * scale
-        b_dk *= tl.exp2(total[None, :] - b_G)
-        here = wide_q * b_dq
-        b_dg = summed_before(wide_k * b_dk, dg, first, t0, length, i_h, H, K, k0, BT, BK) + (tl.exp2(total) * across)[None, :]
+        here = tl.zeros([BT, BK], dtype=tl.float32)
+        b_dq = diagonal[:, None] * wide_k
+        b_dk = diagonal[:, None] * wide_q
         if BEFORE:
             bonus = bonus_of(u, i_h, K, k0, BK)
-            b_dq += diagonal[:, None] * wide_k * bonus + above[:, None] * rows_beside(k, -1, first, t0, length, i_h, H, K, k0, BT, BK)
-            b_dk += diagonal[:, None] * wide_q * bonus + below[:, None] * rows_beside(q, 1, first, t0, length, i_h, H, K, k0, BT, BK)
-        else:
-            b_dq += diagonal[:, None] * wide_k
-            b_dk += diagonal[:, None] * wide_q
+            b_dq = b_dq * bonus + above[:, None] * rows_beside(k, -1, first, t0, length, i_h, H, K, k0, BT, BK)
+            b_dk = b_dk * bonus + below[:, None] * rows_beside(q, 1, first, t0, length, i_h, H, K, k0, BT, BK)
+            read = tl.zeros([BT, BK], dtype=tl.float32)
         for level in range(LEVELS):
             half = halves(level, BT)
             second = (half % 2 == 1)[:, None]
@@ -195,15 +180,32 @@ def grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n,
             y *= decay
             here += tl.where(second, x, -x)
             if BEFORE:
-                b_dg -= tl.where(second, 0.0, x)
+                read += tl.where(second, 0.0, x)
             b_dq += tl.where(second, y, 0.0)
             b_dk += tl.where(second, 0.0, y)
-        put(dq, b_dq, first, t0, length, i_h, H, K, k0, BT, BK)
-        put(dk, b_dk, first, t0, length, i_h, H, K, k0, BT, BK)
+        from_h = tl.zeros([BT, BK], dtype=tl.float32)
+        to_h = tl.zeros([BT, BK], dtype=tl.float32)
+        across = tl.zeros([BK], dtype=tl.float32)
+        for v0 in range(0, V, BV):
+            at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
+            h = tl.load(states + at, mask=whole, other=0.0)
+            dh = tl.load(dstates + at, mask=whole, other=0.0)
+            b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
+            b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_v.dtype)
+            from_h += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
+            to_h += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
+            across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
+        from_h *= tl.exp2(sums_read(b_G, G, last, first, t0, i_h, H, K, k0, BT, BK, BEFORE)) * scale
+        to_h *= tl.exp2(total[None, :] - b_G)
+        put(dq, b_dq + from_h, first, t0, length, i_h, H, K, k0, BT, BK)
+        put(dk, b_dk + to_h, first, t0, length, i_h, H, K, k0, BT, BK)
+        here += wide_q * from_h
         if BEFORE:
-            b_dg += summed_after(here, dg, first, t0, length, i_h, H, K, k0, BT, BK)
+            b_dg = summed_after(here, dg, first, t0, length, i_h, H, K, k0, BT, BK) - read
         else:
-            b_dg += tl.cumsum(here, 0, reverse=True)
+            b_dg = tl.cumsum(here, 0, reverse=True)
+        b_dg += (tl.exp2(total) * across)[None, :]
+        b_dg += summed_before(wide_k * to_h, dg, first, t0, length, i_h, H, K, k0, BT, BK)
         put(dg, b_dg, first, t0, length, i_h, H, K, k0, BT, BK)
 
 
