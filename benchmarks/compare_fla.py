@@ -35,20 +35,26 @@ print(json.dumps({"forward_s": forward, "forward_backward_s": time.perf_counter(
 """
 
 
-def inputs(B: int, T: int, H: int, D: int, gated: bool | str, delta: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """gated: whether there is a g, "vector" for one for each key channel, "rwkv6" for that and a bonus, under RWKV-6's names."""
+def inputs(B: int, T: int, H: int, D: int, arguments: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors of an op, by name: ``name`` or ``name:role``, as in OPS. Keys of the delta rules have length 1, or the state would grow."""
     torch.manual_seed(0)
-    made = {name: torch.randn(B, T, H, D, device="cuda", dtype=dtype, requires_grad=True) for name in ("q", "k", "v")}
-    if gated:
-        made["g"] = torch.nn.functional.logsigmoid(torch.randn(B, T, H, *((D,) if isinstance(gated, str) else ()), device="cuda")).requires_grad_()
-    if gated == "rwkv6":
-        made |= {"r": made.pop("q"), "w": made.pop("g"), "u": torch.randn(H, D, device="cuda", dtype=dtype, requires_grad=True)}
-    if delta:
-        with torch.no_grad():
-            made["k"] = torch.nn.functional.normalize(made["k"], dim=-1)
-        made["k"].requires_grad_()
-        made["beta"] = torch.rand(B, T, H, device="cuda", dtype=dtype).requires_grad_()
-    return made
+    roles = {name: role or name for name, _, role in (argument.partition(":") for argument in arguments.split())}
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda")
+
+    def made(role: str) -> torch.Tensor:
+        if role == "k" and "beta" in roles:
+            role = "unit"
+        if role in ("unit", "a", "b"):  # a = -key, b = its rate times key
+            key = torch.nn.functional.normalize(randn(B, T, H, D), dim=-1)
+            return {"unit": key, "a": -key, "b": key * torch.rand(B, T, H, 1, device="cuda")}[role].to(dtype)
+        if role in ("g", "gk"):
+            return torch.nn.functional.logsigmoid(randn(B, T, H, *((D,) if role == "gk" else ())))
+        if role == "beta":
+            return torch.rand(B, T, H, device="cuda").to(dtype)
+        return randn(H, D).to(dtype) if role == "bonus" else randn(B, T, H, D).to(dtype)
+    return {name: made(role).requires_grad_() for name, role in roles.items()}
 
 
 def timed(function: Callable[..., Any], tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> dict[str, float]:
@@ -74,9 +80,9 @@ def timed(function: Callable[..., Any], tensors: dict[str, torch.Tensor], extra:
             "both_ms": do_bench(both, warmup=20, rep=150, return_mode="median"), "peak_mb": peak / 2**20}
 
 
-def host(function: Callable[..., Any], D: int, gated: bool | str, delta: bool, extra: dict[str, Any]) -> dict[str, float]:
+def host(function: Callable[..., Any], D: int, arguments: str, extra: dict[str, Any]) -> dict[str, float]:
     """Microseconds of host time a call takes on a shape the card finishes at once, forward and forward plus backward."""
-    tensors = inputs(1, 64, 2, D, gated, delta, torch.bfloat16)
+    tensors = inputs(1, 64, 2, D, arguments, torch.bfloat16)
     do = torch.randn_like(tensors["v"])
     found = {}
     for name, grad in (("host_forward_us", False), ("host_both_us", True)):
@@ -108,12 +114,14 @@ def fla_op(family: str, name: str) -> tuple[Callable[..., Any] | None, str]:
 
 
 SHAPES = ((4, 4096, 32, 128), (1, 8192, 32, 128), (8, 1024, 8, 64), (2, 4096, 16, 256))
-OPS: tuple[tuple[str, str, bool | str, dict[str, Any]], ...] = (
-    ("simple_gla", "chunk_simple_gla", True, {}), ("retention", "chunk_retention", False, {}),
-    ("linear_attn", "chunk_linear_attn", False, {"normalize": False}),
-    ("lightning_attn", "chunk_lightning_attn", False, {"layer_idx": 2, "num_layers": 12}),
-    ("gated_delta_rule", "chunk_gated_delta_rule", True, {}), ("delta_rule", "chunk_delta_rule", False, {}),
-    ("gla", "chunk_gla", "vector", {}), ("rwkv6", "chunk_rwkv6", "rwkv6", {}))
+# fla.ops.<home>, the op, its arguments with their roles, and whether fla refuses its backward on Hopper.
+OPS: tuple[tuple[str, str, str, bool, dict[str, Any]], ...] = (
+    ("simple_gla", "chunk_simple_gla", "q k v g", True, {}), ("retention", "chunk_retention", "q k v", False, {}),
+    ("linear_attn", "chunk_linear_attn", "q k v", False, {"normalize": False}),
+    ("lightning_attn", "chunk_lightning_attn", "q k v", False, {"layer_idx": 2, "num_layers": 12}),
+    ("gated_delta_rule", "chunk_gated_delta_rule", "q k v g beta", True, {}), ("delta_rule", "chunk_delta_rule", "q k v beta", False, {}),
+    ("gla", "chunk_gla", "q k v g:gk", False, {}), ("rwkv6", "chunk_rwkv6", "r:q k v w:gk u:bonus", False, {}),
+    ("kda", "chunk_kda", "q k v g:gk beta", False, {}), ("rwkv7", "chunk_rwkv7", "r:q w:gk k v a b", False, {}))
 
 
 def main() -> None:
@@ -137,27 +145,26 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__, "fla": version,
               "date": datetime.date.today().isoformat(), "first_call": first_call, "rows": rows}
-    for family, name, gated, extra in OPS:
+    for family, name, arguments, refused, extra in OPS:
         if options.op and name not in options.op:
             continue
         theirs, why = fla_op(family, name)
         for shape in SHAPES if family in ("simple_gla", "retention") and not options.quick else SHAPES[:1]:
             B, T, H, D = shape
             row: dict[str, Any] = {"op": name, "B": B, "T": T, "H": H, "D": D, "dtype": "bfloat16"}
-            delta = "delta" in name
-            tensors = inputs(B, T, H, D, gated, delta, torch.bfloat16)
+            tensors = inputs(B, T, H, D, arguments, torch.bfloat16)
             for who, function in (("flashlin", getattr(flashlin, name)), ("fla", theirs)):
                 if function is None:
                     row[who] = {"failed": why}
                     continue
                 try:
-                    row[who] = timed(function, tensors, extra) | host(function, D, gated, delta, extra)
+                    row[who] = timed(function, tensors, extra) | host(function, D, arguments, extra)
                 except Exception as error:  # one side's failure is the row's result
                     row[who] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
             if "both_ms" in row["flashlin"] and "both_ms" in row["fla"]:
                 row["ratio_forward"] = row["flashlin"]["forward_ms"] / row["fla"]["forward_ms"]
                 row["ratio_both"] = row["flashlin"]["both_ms"] / row["fla"]["both_ms"]
-            row["guard_off"] = gated is True  # fla refuses gates of heads, not those of channels
+            row["guard_off"] = refused
             rows.append(row)
             print(json.dumps({key: value if not isinstance(value, dict) else {k: round(v, 3) if isinstance(v, float) else v for k, v in value.items()}
                               for key, value in row.items()}), flush=True)

@@ -21,10 +21,11 @@ import flashlin
 from flashlin.compat import launch as door
 from flashlin.kernels.configs import Config, padded
 from flashlin.kernels.delta import recipe as delta
+from flashlin.kernels.dplr import recipe as dplr
 from flashlin.kernels.gla import recipe as gla
 
 sys.path.insert(0, str(Path(__file__).parent))
-from compare_fla import inputs
+from compare_fla import OPS, inputs
 
 
 def main() -> None:
@@ -39,9 +40,8 @@ def main() -> None:
     changes = {kernel: [int(n) for n in values.split(",")] for kernel, _, values in (change.partition("=") for change in options.set)}
     tile = [int(size) for size in options.tile.split(",")] if options.tile else []
     if tile:
-        vars(gla)["over_v"] = vars(delta)["over_v"] = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2], tile[3])])
-    gated: bool | str = {"chunk_gla": "vector", "chunk_rwkv6": "rwkv6"}.get(options.op, "gated" in options.op or "simple_gla" in options.op)
-    tensors = inputs(B, T, H, D, gated, "delta" in options.op, torch.bfloat16)
+        vars(dplr)["over_v"] = vars(gla)["over_v"] = vars(delta)["over_v"] = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2], tile[3])])
+    tensors = inputs(B, T, H, D, next(arguments for _, op, arguments, *_ in OPS if op == options.op), torch.bfloat16)
     events: list[tuple[str, Any, Any]] = []
 
     def timing(launch: Any, kernel: Any, programs: int, arguments: Any, constants: dict[str, Any]) -> None:

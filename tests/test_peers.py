@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import flashlin
+from flashlin import dispatch
 from flashlin.testing import peers as table
 
 HERE = Path(__file__).parent.parent / "matrix" / "peers.py"
@@ -27,7 +28,7 @@ def peers() -> ModuleType:
 
 def test_every_op_over_sequences_is_asked_about(peers: ModuleType) -> None:
     """fused_chunk_ ops are chunk_ ops under another name, and ops by mode are one of the others."""
-    ops = {name for name, (_, mode) in flashlin.dispatch.OPS.items() if mode in ("chunk", "fused_recurrent") and not name.startswith("fused_chunk_")}
+    ops = {name for name, (_, mode) in dispatch.OPS.items() if mode in ("chunk", "fused_recurrent") and not name.startswith("fused_chunk_")}
     assert ops <= {op.name for op in peers.OPS}
 
 
