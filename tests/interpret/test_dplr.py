@@ -115,7 +115,8 @@ def test_gradients_of_one_of_both(op: str, which: int) -> None:
     doubles = [x.detach().double().requires_grad_() for x in tensors]
     q, k, v, *own, state = doubles
     g, a, b, beta = (own[0], None, None, own[1]) if op == "chunk_kda" else (own[2], own[0], own[1], None)
-    wanted = torch.autograd.grad(recurrence(q, k, v, g, a, b, beta, state, None, 0.25)[which].sum(), doubles, allow_unused=True, materialize_grads=True)
+    loss = recurrence(q, k, v, g, a, b, beta, state, None, 0.25)[which].sum()
+    wanted = torch.autograd.grad(loss, doubles, allow_unused=True, materialize_grads=True)
     assert_right(list(grads), list(wanted))
 
 
@@ -150,9 +151,10 @@ def test_lengths_share_a_graph(op: str) -> None:
 
 def test_the_library_operators() -> None:
     q, k, v, g, beta, h0 = leaves("chunk_kda", 1, 9, 1)
-    torch.library.opcheck(torch.ops.flashlin.dplr, (q, k, v, g, None, None, beta, h0, None, 0.25, True, False, torch.float32, "chunk_kda", "chunk", True))
+    how = (torch.float32, "chunk_kda", "chunk", True)
+    torch.library.opcheck(torch.ops.flashlin.dplr, (q, k, v, g, None, None, beta, h0, None, 0.25, True, False, *how))
     q, k, v, a, b, g, _ = leaves("chunk_rwkv7", 1, 9, 1)
-    torch.library.opcheck(torch.ops.flashlin.dplr, (q, k, v, g, a, b, None, None, None, 0.25, False, False, torch.float32, "chunk_rwkv7", "chunk", True))
+    torch.library.opcheck(torch.ops.flashlin.dplr, (q, k, v, g, a, b, None, None, None, 0.25, False, False, *how))
     with torch.no_grad():
         torch.library.opcheck(torch.ops.flashlin.dplr_backward, (q, k, v, g, a, b, None, None, None, [], torch.ones_like(v), None, 0.25, False,
                                                                  "chunk_rwkv7", "chunk"))

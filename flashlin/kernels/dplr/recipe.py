@@ -3,15 +3,15 @@ counts value heads; with beta there is one writing vector, without it there are 
 from __future__ import annotations
 
 from flashlin.compat.target import Target
-from flashlin.compat.versions import release
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import Config, over_v, padded
+from flashlin.kernels.configs import BLOCK, Config, over_v, padded
 from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import dot_traits, fitting, operand_bytes, over_tokens, state_launch, tf32_copies
 
 # Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a multiprocessor one program. In chunks that short 3.0 crashes
-# when it pipelines the scans (a segmentation fault for sm_90), and they have no registers to spare for it.
+# when it pipelines the scans (a segmentation fault for sm_90), and they have no registers to spare for it. In float32, chunks of 32 beside more
+# than 64 channels spill tens of kilobytes a thread.
 SHORT = 32
 # Where a program has a chunk to itself, channels at a time: of the scores in 16 bits, and of the gradients, with columns of v. Scores of chunks
 # of 64 tokens with fewer than 64 channels at a time are an illegal memory access on an H200 with Triton 3.6.0 and 4 warps.
@@ -29,30 +29,28 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     once = dots - {"rmw_acc"} | {"mixed_sum"}
     two = "beta" not in problem.options
 
-    def scanning(config: Config, tall: int, square: int) -> int:
-        """tall, square: how many tiles of a chunk's rows by K and by itself. Besides, v or do, the state, and rows of v between products."""
+    def scanning(config: Config, tall: int = 3, square: int = 2) -> int:
+        """tall, square: how many tiles of a chunk's rows by K and by itself are there at a time; without a second stage not all of them.
+        Besides, v or do, the state, and rows of v between products."""
         tiles = config.BT * (tall * config.BK + square * config.BT + config.BV)
-        moved = config.BT * (config.BV + 16) if release(target.triton) < (3, 3) or target.capability < (8, 0) else 0  # see shared_bytes
-        return size * (config.num_stages * tiles + config.BK * config.BV + 2 * config.BT * config.BV + moved)
-
-    def forward(config: Config) -> int:
-        return scanning(config, 4 if two else 3, 3 if two else 2)
+        return bytes_each * (config.num_stages * tiles + config.BK * config.BV + 2 * config.BT * config.BV)
 
     def reverse(config: Config) -> int:
-        return scanning(config._replace(num_stages=1), 4 if two else 3, (5 if two else 2) + (bytes_each == 2))
+        return scanning(config._replace(num_stages=1), 2, 3)
+    longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two else BLOCK
     candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps)
-                  if (config.num_stages == 1 if config.BT <= SHORT else not two))
-    scan = fitting(candidates, lambda config: max(forward(config), reverse(config) if problem.needs_grad else 0), target)
+                  if config.BT <= longest and (config.num_stages == 1 or config.BT > SHORT))
+    scan = fitting(candidates, lambda config: max(scanning(config), reverse(config) if problem.needs_grad else 0), target)
     BT = scan.BT
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
     preparing = size * 4 * BT * wide + 12 * BT ** 2
     found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
              over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing, once),
-             state_launch("dplr_scan", scan, problem, forward(scan), dots)]
+             state_launch("dplr_scan", scan, problem, scanning(scan), dots)]
     if problem.needs_grad:
         narrow, strip = min(16 if bytes_each == 4 else NARROW, padded(problem.K)), min(NARROW, padded(problem.V))
         finishing = size * (4 * BT * strip + 2 * narrow * strip + 2 * BT * narrow + 3 * BT ** 2) + 4 * BT ** 2
-        found += [state_launch("dplr_states", scan, problem, scanning(scan, 3 if two else 2, 1), dots),
+        found += [state_launch("dplr_states", scan, problem, scanning(scan), dots),
                   state_launch("dplr_reverse", scan._replace(num_stages=1), problem, reverse(scan), dots),
                   over_tokens("dplr_grads", problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing, once)]
     return tuple(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from flashlin.kernels.gla.torch_path import CHUNK, after, scores
+from flashlin.kernels.gla.torch_path import CHUNK, after, scores, until
 from flashlin.kernels.simple_gla.torch_path import packed
 
 
@@ -49,8 +49,9 @@ def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> t
     into, onwards, kept = q * g.cumsum(-2).exp(), after(g).exp(), g.sum(-2).exp()[..., None]
     if a is not None and b is not None:
         a, b = chunks(a), chunks(b)
-        x, system = b, scores_before(a, b, g)
-        wanted = scores_before(a, k, g) @ v, a * before(g).exp()
+        nothing = torch.zeros_like(b)  # on the diagonal: a token does not read what it writes itself
+        x, system = b, scores(a, b, g, nothing)
+        wanted = scores(a, k, g, nothing) @ v, a * until(g, True).exp()
         inside, added = scores(q, k, g) @ v, (k * onwards).mT @ v
     else:
         assert beta is not None
@@ -70,18 +71,3 @@ def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> t
             o, h = o + inside[:, :, c], h + added[:, :, c]
         outputs.append(o)
     return torch.stack(outputs, 2).permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], h
-
-
-def scores_before(a: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """[..., C, C]: sum_c a_ic k_jc e^{g_{j+1} + ... + g_{i-1}} for j < i, else 0. a, k, g [..., C, K], C a power of two."""
-    if a.shape[-2] == 1:
-        return torch.zeros_like(a[..., :1])
-    a, k, g = (x.unflatten(-2, (2, -1)) for x in (a, k, g))
-    corner = (a[..., 1, :, :] * before(g[..., 1, :, :]).exp()) @ (k[..., 0, :, :] * after(g[..., 0, :, :]).exp()).mT
-    halves = scores_before(a, k, g)
-    return torch.cat([torch.cat([halves[..., 0, :, :], torch.zeros_like(corner)], -1), torch.cat([corner, halves[..., 1, :, :]], -1)], -2)
-
-
-def before(g: torch.Tensor) -> torch.Tensor:
-    """g_1 + ... + g_{i-1} for each i, [..., C, K]."""
-    return F.pad(g[..., :-1, :], (0, 0, 1, 0)).cumsum(-2)
