@@ -40,7 +40,8 @@ def main() -> None:
     changes = {kernel: [int(n) for n in values.split(",")] for kernel, _, values in (change.partition("=") for change in options.set)}
     tile = [int(size) for size in options.tile.split(",")] if options.tile else []
     if tile:
-        vars(dplr)["over_v"] = vars(gla)["over_v"] = vars(delta)["over_v"] = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2], tile[3])])
+        for recipe in (dplr, gla, delta):
+            vars(recipe)["over_v"] = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2], tile[3])])
     tensors = inputs(B, T, H, D, next(arguments for _, op, arguments, *_ in OPS if op == options.op), torch.bfloat16)
     events: list[tuple[str, Any, Any]] = []
 

@@ -14,5 +14,6 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def fresh_policy() -> Iterator[None]:
     policy._current = None
+    policy.current()
     yield
     policy._current = None

@@ -14,6 +14,7 @@ from flashlin.guards.problem import Plan, Problem, UnsupportedError
 from flashlin.kernels.variants import VARIANTS
 from flashlin.ops import canary
 
+policy.current()  # now: torch.compile, if it were the first to ask, could neither read os.environ nor keep what it makes
 _told: set[tuple[str, str]] = set()
 _DTYPES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in
                                    (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
