@@ -43,7 +43,7 @@ def _of_record(record: dict[str, Any]) -> list[str]:
 
 
 def _mark(answer: str) -> str:
-    return MARKS.get(answer) or ("wrong" if answer.startswith("wrong") else "no")
+    return MARKS.get(answer) or {"wrong": "wrong", "error": "no"}.get(answer.partition(":")[0], "see below")
 
 
 def _escaped(text: str) -> str:
