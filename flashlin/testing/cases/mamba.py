@@ -18,8 +18,8 @@ SCAN = {"*": 0.005, "d*": 0.008, "ddt": 0.02, "dA": 0.02, "dD": 0.02, "ddt_bias"
         "dconv1d_bias": 0.02, "drmsnorm_weight": 0.02, "dweight": 0.02, "dbias": 0.02}
 OPTIONAL = ("D", "z", "dt_bias", "initial_states")
 
-# x, B and C are rounded between the convolution and the scan, y before its norm and its projection; dt_bias gathers it all.
-LAYER = {**SCAN, "*": 0.01, "d*": 0.016, "ddt_bias": 0.03}
+# x, B and C are rounded between the convolution and the scan, y before its norm and its projection.
+LAYER = {**SCAN, "*": 0.01, "d*": 0.016}
 
 
 def random(generator: Generator, *shape: int) -> torch.Tensor:
