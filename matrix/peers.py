@@ -32,7 +32,8 @@ ALLOWED = 0.02  # RMS ratio in 16 bits: twice what the field allows itself, sinc
 
 class Op(NamedTuple):
     """arguments: public name, or public:role where they differ, in any order; roles as in kernels/recurrent/inputs.py. delta: the prediction is
-    subtracted (kda, the delta rules). before: the state is read before the update (rwkv6). home: module in fla or mamba_ssm."""
+    subtracted (kda, the delta rules). before: the state is read before the update (rwkv6). home: module in fla or mamba_ssm. options: keywords
+    it is always called with. states: whether it has any. packed: whether the other package's op takes cu_seqlens."""
     name: str
     home: str
     arguments: str
@@ -44,7 +45,7 @@ class Op(NamedTuple):
 
 
 def _both(family: str, arguments: str, **facts: Any) -> list[Op]:
-    return [Op(f"{mode}_{family}", f"fla.ops.{family.removeprefix('mul_')}", arguments, **facts) for mode in ("chunk", "fused_recurrent")]
+    return [Op(f"{mode}_{family}", f"fla.ops.{family}", arguments, **facts) for mode in ("chunk", "fused_recurrent")]
 
 
 OPS: list[Op] = [
@@ -201,7 +202,7 @@ def answer(side: str, op: Op, aspect: str) -> str:
         return "see cu_seqlens and seq_idx in the op's own cases"
     device = torch.device("cpu" if aspect == "CPU" else "cuda")
     dtype = torch.float32 if aspect in ("CPU", "fp32") else torch.bfloat16
-    with_state = aspect not in ("backward",)
+    with_state = aspect != "backward"
     case = Case(op.name, aspect, partial(made, op, SIZES.get(aspect, Sizes())), partial(called, function, op, with_state),
                 partial(reference, op, with_state), {"*": ALLOWED, "d*": ALLOWED})
     if aspect == "forward":

@@ -68,10 +68,6 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
             return case.quick and case.op in ("chunk_kda", "chunk_rwkv7")
         return case.quick or str(case) in ("chunk_kda-strong-packed", "chunk_kda-grouped", "chunk_kda-v-first", "chunk_kda-one-token",
                                            "chunk_dplr_delta_rule-strong-packed", "chunk_dplr_delta_rule-odd")
-    if case.op.startswith(("parallel_", "fused_chunk_")):  # the kernels of chunk_ under another name
-        return dtype == torch.float32 and case.quick
-    if case.op in ("chunk_retention", "chunk_linear_attn", "chunk_lightning_attn"):  # simple GLA's kernels
-        return dtype == torch.float32 and (case.quick or case.id in ("packed", "normalized"))
     if case.quick:
         return case not in mamba_cases or dtype == torch.float32
     if case.op == "chunk_delta_rule" or case.op == "fused_recurrent_delta_rule":  # the gated ops' kernels without a gate
