@@ -4,9 +4,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import flashlin
-
-_WHERE = {name: module for name, module in flashlin._WHERE.items() if module.startswith("flashlin.modules.")}
+_HOME = {
+    "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated", "FusedLayerNormSwishGate",
+                              "FusedRMSNormSwishGate", "L2Norm"),
+    "flashlin.modules.norm_linear": ("LayerNormLinear", "RMSNormLinear", "GroupNormLinear", "FusedLayerNormGatedLinear", "FusedRMSNormGatedLinear",
+                                     "FusedLayerNormSwishGateLinear", "FusedRMSNormSwishGateLinear"),
+    "flashlin.modules.norm_gated": ("RMSNormGated",),
+    "flashlin.modules.conv": ("ShortConvolution",),
+    "flashlin.modules.rotary": ("RotaryEmbedding",),
+    "flashlin.modules.cross_entropy": ("FusedCrossEntropyLoss", "FusedLinearCrossEntropyLoss"),
+}
+_WHERE = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted(_WHERE)
 
 if TYPE_CHECKING:
