@@ -116,19 +116,20 @@ def rmsnorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor 
     Returns:
         y in x's shape and dtype. Arithmetic is in float32, x * silu(z) included; gradients reach x, weight, bias and z. Errors as ``layer_norm``.
     """
-    return _mamba_norm("rmsnorm_fn", RMS, x, weight, bias, z, eps, group_size, norm_before_gate)
+    return mamba_norm("rmsnorm_fn", RMS, x, weight, bias, z, eps, group_size, norm_before_gate, x.dtype)
 
 
 def layernorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None = None, eps: float = 1e-6, group_size: int | None = None,
                  norm_before_gate: bool = True, is_rms_norm: bool = False) -> Tensor:
     """``rmsnorm_fn`` with a layer norm of each group, unless is_rms_norm. Drop-in for ``layernorm_fn`` of the same modules."""
-    return _mamba_norm("layernorm_fn", RMS if is_rms_norm else LAYER, x, weight, bias, z, eps, group_size, norm_before_gate)
+    return mamba_norm("layernorm_fn", RMS if is_rms_norm else LAYER, x, weight, bias, z, eps, group_size, norm_before_gate, x.dtype)
 
 
-def _mamba_norm(op: str, kind: int, x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None, eps: float, group_size: int | None,
-                norm_before_gate: bool) -> Tensor:
+def mamba_norm(op: str, kind: int, x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None, eps: float, group_size: int | None,
+               norm_before_gate: bool, dtype: torch.dtype) -> Tensor:
+    """y in that dtype."""
     check(x, None, weight, bias, eps, 1, None, None)
-    D, dtype = x.shape[-1], x.dtype
+    D = x.shape[-1]
     size = D if group_size is None else group_size
     if size < 1 or D % size:
         raise ValueError(f"group_size: got {group_size}, need a divisor of D = {D}")

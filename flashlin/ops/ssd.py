@@ -15,9 +15,10 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards.tensors import check_cu_seqlens, shown
+from flashlin.kernels.norm.recipe import RMS
 from flashlin.ops import chunked, simple_gla
 from flashlin.ops.causal_conv1d import begins, check_filters, check_seq_idx, convolved
-from flashlin.ops.norm import rmsnorm_fn
+from flashlin.ops.norm import mamba_norm
 from flashlin.ops.pointwise import check_beside, check_rows
 
 FORGOTTEN = -126 * math.log(2)  # log decay of what is forgotten: a multiple of it beside a sum of decays costs that sum no digits that matter
@@ -115,11 +116,13 @@ def mamba_split_conv1d_scan_combined(zxbcdt: Tensor, conv1d_weight: Tensor, conv
     B, C = B.unflatten(-1, (ngroups, N)), C.unflatten(-1, (ngroups, N))
     normed = rmsnorm_weight is not None
     _check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_limit, chunk_size)
-    y, final = _scan(op, x, dt, A, B, C, D, None if normed else z, dt_bias, initial_states, seq_idx, None, True, dt_limit, return_final_states)
+    # A norm takes the scan's result as it is in float32: one rounding less, which gradients where a row is small would see enlarged.
+    y, final = _scan(op, x, dt, A, B, C, D, None if normed else z, dt_bias, initial_states, seq_idx, None, True, dt_limit, return_final_states,
+                     rounded=not normed)
     y = y.flatten(2)
     if rmsnorm_weight is not None:
         check_beside("rmsnorm_weight", rmsnorm_weight, (dim,), "[H P]", "zxbcdt", zxbcdt)
-        y = rmsnorm_fn(y, rmsnorm_weight, None, z.flatten(2), rmsnorm_eps, dim // ngroups, norm_before_gate)
+        y = mamba_norm("rmsnorm_fn", RMS, y, rmsnorm_weight, None, z.flatten(2), rmsnorm_eps, dim // ngroups, norm_before_gate, x.dtype)
     if M:
         gate, value = (half if half.dtype == torch.float64 else half.float() for half in mlp.chunk(2, -1))
         y = torch.cat([(F.silu(gate) * value).to(y.dtype), y], -1)
@@ -159,8 +162,9 @@ def _check(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any
 
 def _scan(op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
           h0: Tensor | None, seq_idx: Tensor | None, bounds: Tensor | None, softplus: bool, limit: Sequence[float],
-          has_ht: bool) -> tuple[Tensor, Tensor | None]:
-    """(y, with has_ht the states after each row, or after each sequence of bounds). h0: one for each of those. Arguments are checked already."""
+          has_ht: bool, rounded: bool = True) -> tuple[Tensor, Tensor | None]:
+    """(y in x's dtype or, not rounded, that of the arithmetic; with has_ht the states after each row, or after each sequence of bounds). h0: one
+    for each of those. Arguments are checked already."""
     given = [t for t in (x, dt, A, B, C, D, z, dt_bias, h0) if t is not None]
     compute = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
     dtype = torch.promote_types(torch.promote_types(x.dtype, B.dtype), C.dtype)
@@ -173,14 +177,14 @@ def _scan(op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Te
     decay = (step * A.to(compute)).clamp(min=FORGOTTEN)
     if seq_idx is not None:
         decay = torch.where(begins(seq_idx, False)[..., None], FORGOTTEN, decay)
-    plain = D is None and z is None
+    plain = rounded and D is None and z is None
     y, ht = chunked.run(simple_gla.FAMILY, op, (C, B, (x * step[..., None]).to(dtype), decay, None), 1.0, h0, has_ht, True, bounds,
                         out_dtype=x.dtype if plain else compute, grouped=True)
     if D is not None:
         y = y + (D if D.ndim == 2 else D[:, None]).to(compute) * x
     if z is not None:
         y = y * F.silu(z.to(compute))
-    return y.to(x.dtype), ht
+    return y.to(x.dtype) if rounded else y, ht
 
 
 def _layout(zxbcdt: Any, weight: Any, D: Any, headdim: int | None, ngroups: int) -> tuple[int, int, int, int]:

@@ -21,9 +21,9 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.dplr.forward import beta_of, prepared, sums_before
-from flashlin.kernels.gla.backward import summed_before
-from flashlin.kernels.gla.forward import halves, sum_of_chunk, sums_at
+from flashlin.kernels.dplr.forward import beta_of, prepared
+from flashlin.kernels.gla.backward import rows_beside, summed_before
+from flashlin.kernels.gla.forward import halves, sum_of_chunk, sums_at, sums_read
 from flashlin.kernels.pieces import fills_gaps, first_slot, parts, precision, put, sequence_of, sliced, state_offsets, tile, within, zero_gaps
 
 
@@ -126,16 +126,6 @@ def dplr_reverse(q_in, a_in, b_out, k_out, P, R, N_, T_, T_low, do, G, dht, dy, 
 
 
 @triton.jit
-def rows_beside(x, by: tl.constexpr, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
-    """[BT, BD] of a [rows, H, D] tensor, in each row what belongs to row t + by of the chunk, zeros where the chunk has none."""
-    rows = tl.arange(0, BT)
-    columns = d0 + tl.arange(0, BD)
-    inside = (rows + by >= 0) & (rows + by < BT) & (t0 + rows + by < length)
-    offsets = rows[:, None] * (H * D) + columns[None, :]
-    return tl.load(x + ((first + t0 + by) * H + i_h) * D + offsets, mask=inside[:, None] & (columns < D)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
 def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, scale, n, first, t0, length, i_h, H, HV,
                    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
                    PRECISION: tl.constexpr):
@@ -190,11 +180,10 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
         total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
         r_a = b_k  # but for -beta, which the rows that read get
         b_b = b_k
-        b_B = b_G
+        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K, k0, BT, BK, TWO)
         if TWO:
             r_a = tile(a, first, t0, length, i_h, HV, K, k0, BT, BK)
             b_b = tile(b, first, t0, length, i_h, HV, K, k0, BT, BK)
-            b_B = sums_before(G, rows, last, first, t0, i_h, HV, K, k0, BK)
         b_dq = tl.zeros([BT, BK], dtype=tl.float32)
         b_dk = tl.zeros([BT, BK], dtype=tl.float32)
         b_da = tl.zeros([BT, BK], dtype=tl.float32)

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.gla.forward import gla_sums, halves, sum_of_chunk, sums_at
+from flashlin.kernels.gla.forward import gla_sums, halves, sum_of_chunk, sums_at, sums_read
 from flashlin.kernels.inverse import inverse, merging, product
 from flashlin.kernels.pieces import fills_gaps, first_slot, parts, precision, put, sequence_of, sliced, state_offsets, tile, within, zero_gaps
 
@@ -34,14 +34,6 @@ def beta_of(beta, first, t0, length, i_h, HV, BT: tl.constexpr):
     """[BT] of beta [rows, HV], zeros past the end."""
     rows = tl.arange(0, BT)
     return tl.load(beta + (first + t0 + rows) * HV + i_h, mask=t0 + rows < length, other=0.0)
-
-
-@triton.jit
-def sums_before(G, rows, last, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
-    """[rows, BK]: G of the row before each of these rows of the chunk, 0 before the first; past the end G_L."""
-    columns = k0 + tl.arange(0, BK)
-    offsets = tl.minimum(rows - 1, last)[:, None] * (H * K) + columns[None, :]
-    return tl.load(G + ((first + t0) * H + i_h) * K + offsets, mask=(rows > 0)[:, None] & (columns < K)[None, :], other=0.0)
 
 
 @triton.jit
@@ -64,11 +56,10 @@ def prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_,
         b_q = tile(q, first, t0, length, i_qk, H, K, k0, BT, BK)
         b_k = tile(k, first, t0, length, i_qk, H, K, k0, BT, BK)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
-        b_B = b_G
+        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K, k0, BT, BK, TWO)
         if TWO:
             b_a = tile(a, first, t0, length, i_h, HV, K, k0, BT, BK)
             b_b = tile(b, first, t0, length, i_h, HV, K, k0, BT, BK)
-            b_B = sums_before(G, rows, last, first, t0, i_h, HV, K, k0, BK)
             qb += tl.sum(b_q.to(tl.float32) * b_b.to(tl.float32), 1)
         else:
             b_b = b_k.to(tl.float32)
@@ -119,10 +110,10 @@ def prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_,
     for k0 in range(0, K, BK):
         if TWO:
             b_a = tile(a, first, t0, length, i_h, HV, K, k0, BT, BK).to(tl.float32)
-            b_B = sums_before(G, rows, last, first, t0, i_h, HV, K, k0, BK)
         else:
             b_a = -b_beta[:, None] * tile(k, first, t0, length, i_qk, H, K, k0, BT, BK).to(tl.float32)
-            b_B = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
+        b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
+        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K, k0, BT, BK, TWO)
         put(W, product(X, b_a * tl.exp2(b_B), MERGE), first, t0, length, i_h, HV, K, k0, BT, BK)
 
 
