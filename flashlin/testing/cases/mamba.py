@@ -317,6 +317,8 @@ def _norm(op: str, id: str, extra: dict[str, Any] | None = None, quick: bool = F
     return Case(op, id, partial(make_norm, **facts), partial(call_norm, op, extra), partial(norm_reference, op, extra), SCAN, (), quick)
 
 
+# Heads enough in a normalised slice: a sequence's first tokens are little more than D x, and of two heads with a small D their norm would divide by
+# next to nothing, which enlarges the rounding of B and C to 16 bits (dconv1d_weight off by 0.005 to 0.034, by seed, instead of 0.005).
 GATE_FIRST, LINEAR = {"norm_before_gate": False}, {"activation": None}
 CASES: list[Case] = [
     _scan("random", quick=True), _scan("bare", given=(), T=70), _scan("wide-D", {"dt_limit": (0.05, 0.2)}, wide_D=True, T=70),
@@ -326,7 +328,7 @@ CASES: list[Case] = [
     _scan("packed", edges=(0, 1, 1, 66, 130, 150)), _scan("packed-no-state", edges=(0, 40, 40), given=("z",)),
     _scan("packed-and-numbered", edges=(0, 30, 70), seq=(10, 20, 40)), _scan("same-dtype", others="same", T=70), _scan("odd", V=36, K=100, T=70),
     _scan("real", b=1, T=70, H=16, V=64, G=1, K=128), _scan("real-eight-groups", b=1, T=9, H=80, V=64, G=8, K=128),
-    _layer("random", quick=True, wide_D=True), _layer("gate-first", GATE_FIRST, seq=(30, 2, 58)), _layer("bare", LINEAR, given=(), T=40),
+    _layer("random", quick=True, wide_D=True), _layer("gate-first", GATE_FIRST, seq=(30, 2, 58), H=16), _layer("bare", LINEAR, given=(), T=40),
     _layer("everything", given=("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight", "outproj_bias"), M=12, T=40, G=1),
     _fn("random", quick=True), _fn("channels-first", last=False), _fn("bare", LINEAR, given=()),
     _fn("sequences", seq=(1, 2, 40, 27), given=("bias",)),
