@@ -1,10 +1,16 @@
-"""Which GPUs of a machine share the cases of ``python -m flashlin.testing.gpu``. What it does there needs one: tests/gpu."""
+"""Which GPUs of a machine share the cases of ``python -m flashlin.testing.gpu``, and which a record spares it. What it does there: tests/gpu."""
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import pytest
 import torch
 
-from flashlin.testing import gpu
+from flashlin import settings
+from flashlin.compat import target
+from flashlin.compat.target import parse
+from flashlin.testing import cases, gpu
 
 
 @pytest.mark.parametrize(("shown", "names"), [(None, ["0", "2"]), ("4,5,7", ["4", "7"])])
@@ -17,3 +23,37 @@ def test_cards_like_the_first_one_share_the_cases(shown: str | None, names: list
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     assert gpu.gpus() == names
+
+
+HERE = parse("triton=3.6.0,sm=90,name=NVIDIA H200")
+
+
+def row(case: str, ok: bool, **configs: str) -> dict[str, Any]:
+    return {"op": "chunk_gla", "case": case, "dtype": "bfloat16", "ok": ok, "configs": configs}
+
+
+def test_later_cases_take_the_place_of_earlier_ones_in_a_record() -> None:
+    first = gpu.merged({}, [row("random", True, scan="1", sums="1"), row("wide", False, wide="1", sums="1"), row("gone", True, gone="1")])
+    assert (first["passed"], first["failed"], first["configs"]) == (1, 1, {"gone": "1", "scan": "1"})  # sums: of a case that was wrong, too
+    second = gpu.merged(first, [row("wide", True, wide="2", sums="2")])
+    assert (second["passed"], second["failed"]) == (2, 0) and second["configs"] == {"gone": "1", "scan": "1", "sums": "2", "wide": "2"}
+    assert [one["case"] for one in second["rows"]] == ["random", "wide"]
+
+
+def test_what_a_record_knows_to_be_right_is_not_run_again(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(target, "probe", lambda device: HERE)
+    monkeypatch.setattr(gpu, "DTYPES", ("bfloat16",))
+    monkeypatch.setattr(gpu, "rows_of_case", lambda case, dtype: {"ran": case.id})
+    monkeypatch.setattr(cases, "CASES", [case for case in cases.CASES if case.op == "chunk_gla" and case.id in ("random", "wide", "narrow")])
+    would = {case.id: gpu.planned(case, "bfloat16") for case in cases.CASES}
+    assert {config.split()[0] for config in would["random"]} == {"gla_sums", "gla_scores", "gla_scan", "gla_states", "gla_reverse", "gla_grads"}
+
+    def ran(known: dict[str, Any]) -> list[str]:
+        with settings(canary="off"):
+            gpu.work(0, 1, [], known)
+        return [line["ran"] for line in map(json.loads, capsys.readouterr().out.splitlines()) if "ran" in line]
+    record = {"rows": [row("random", True), row("wide", True), row("narrow", False)], "configs": would["random"] | would["wide"] | would["narrow"]}
+    assert sorted(ran({})) == ["narrow", "random", "wide"] and ran(record) == ["narrow"]
+    stale = {config: source if "gla_grads" not in config else "elsewhere" for config, source in record["configs"].items()}
+    assert sorted(ran({**record, "configs": stale})) == ["narrow", "random", "wide"]

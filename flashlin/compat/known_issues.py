@@ -85,6 +85,11 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         capabilities=(VOLTA, TURING), traits=frozenset({"half_dot", "mixed_sum"}), need="fp32 operands, or Triton 3.4",
         remedies=("via_fp32", "torch_path"), url=_TRITON + "4492", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
+        id="v-first-volta", effect="Unsupported Shared -> DotOperand[MMAv1] conversion, or an abort (3.2): products with a state stored [V, K]",
+        triton=Range(fixed_in="3.3.0"), capabilities=(VOLTA, TURING), traits=frozenset({"half_dot", "v_first"}),
+        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url="", proof=_PROVEN + "; no public thread known",
+        confidence="compiled"),
+    KnownIssue(
         id="half-dot-33-pre-ampere", effect="'Unsupported conversion from bf16 to f16', 'Unsupported rounding mode for conversion': every dot "
         "on 16-bit operands fails to compile",
         triton=Range(since="3.3.0", fixed_in="3.4.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"half_dot"}),
@@ -118,7 +123,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="tall-state-32", effect="the compiler aborts: 'Failed to emit transfer from register to shared' (3.2), UNREACHABLE (3.0, 3.1)",
         triton=Range(fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"tall_state", "half_dot"}), min_warps=4,
-        need="at most 2 warps for a state of 256 rows, or Triton 3.3", remedies=("limit_num_warps", "torch_path"),
+        need="at most 2 warps for a state of 64 rows or more beside shorter chunks, or Triton 3.3", remedies=("limit_num_warps", "torch_path"),
         url="", proof=_PROVEN + ", and an H200; no public thread known", confidence="compiled"),
     KnownIssue(
         id="blackwell-unknown-32", effect="the compiler aborts: the architecture is unknown to it",

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import BLOCK, Config
+from flashlin.kernels.configs import BLOCK, Config, padded
 
+PADDING = 16  # elements, of a row that changes its layout
 HEADS = 16  # heads per program of the cumulative sum
 
 
@@ -33,9 +35,13 @@ def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: in
 def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
     """An upper estimate of a scan's shared memory: its tiles once per stage, the state and the scores as operands of dots."""
     tiles = config.BT * (2 * max(config.BK, config.BV) + min(config.BK, config.BV))
-    # Before 3.3, and without tensor cores, tiles that change their layout go through shared memory of their own, in padded rows.
-    moved = config.BT * (min(config.BK, config.BV) + 16) if release(target.triton) < (3, 3) or target.capability < (8, 0) else 0
+    moved = config.BT * (min(config.BK, config.BV) + PADDING) if moves(target) else 0
     return tf32_copies(bytes_each, target) * bytes_each * (config.num_stages * tiles + config.BK * config.BV + config.BT * config.BT + moved)
+
+
+def moves(target: Target) -> bool:
+    """Before 3.3, and on old tensor cores, tiles that change their layout go through shared memory of their own, in padded rows."""
+    return release(target.triton) < (3, 3) or target.capability < (8, 0)
 
 
 def tf32_copies(bytes_each: int, target: Target) -> int:
@@ -53,9 +59,24 @@ def fitting(configs: Iterable[Config], shared: Callable[[Config], int], target: 
     return config
 
 
-def state_launch(kernel: str, config: Config, problem: Problem, shared: int, traits: frozenset[str]) -> Launch:
-    """A program per sequence, head and tile of the state."""
-    if config.BK >= 256 and "dot" in traits:
+class Strip(NamedTuple):
+    """What a program that has a chunk to itself takes at a time: channels, and columns of v."""
+    K: int
+    V: int
+    num_warps: int
+
+
+def fitting_strip(wide: Strip | None, narrow: Strip, problem: Problem, target: Target, shared: Callable[[Strip], int]) -> Strip:
+    """wide, if it is no wider than the heads and there is room for it; else narrow."""
+    warps = min(problem.max_warps, 8 if release(target.triton) >= (3, 5) else 4)  # 8 lose compilers on Hopper, up to builds of 3.4
+    if wide and wide.K <= padded(problem.K) and wide.V <= padded(problem.V) and wide.num_warps <= warps and shared(wide) <= target.shared:
+        return wide
+    return Strip(min(narrow.K, padded(problem.K)), min(narrow.V, padded(problem.V)), narrow.num_warps)
+
+
+def state_launch(kernel: str, config: Config, problem: Problem, shared: int, traits: frozenset[str], tall: bool = True) -> Launch:
+    """A program per sequence, head and tile of the state. tall: whether a state taller than its chunks loses compilers (tall-state-32)."""
+    if tall and config.BT < 64 <= config.BK and "half_dot" in traits:
         traits = traits | {"tall_state"}
     strips = -(-problem.K // config.BK) * -(-problem.V // config.BV)
     span = config.BT * problem.H * max(problem.K, problem.V)

@@ -85,9 +85,9 @@ def run(family: Family, op: str, tensors: tuple[Tensor | None, ...], scale: floa
     given = [x if argument.wide or x is None or x.dtype == dtype else x.to(dtype) for argument, x in zip(arguments, given, strict=True)]
     needs_grad = wants_grad(*given, h0)
     if torch.compiler.is_compiling():
-        plan, (path, dot) = None, _route(op, family.name, mode, name_of(dtype), head_size_class(K), head_size_class(V), q.device)
+        plan, (path, dot) = None, _route(op, family.name, mode, name_of(dtype), head_size_class(K), head_size_class(V), state_v_first, q.device)
     else:
-        plan = planned(problem_of(family, op, given, bounds, needs_grad, mode), q.device)
+        plan = planned(problem_of(family, op, given, bounds, needs_grad, mode, state_v_first), q.device)
         path, dot = plan.problem.path, plan.problem.dot
     if path == "torch":
         o, ht = family.torch_path(*given, h0.transpose(-1, -2) if state_v_first and h0 is not None else h0, bounds, scale)
@@ -143,23 +143,22 @@ def chosen_mode(family: Family, op: str, mode: str, q: Tensor, v: Tensor, needs_
 
 
 def problem_of(family: Family, op: str, tensors: list[Tensor | None] | tuple[Tensor | None, ...], bounds: Tensor | None, needs_grad: bool,
-               mode: str = "chunk") -> Problem:
+               mode: str = "chunk", v_first: bool = False) -> Problem:
     """H counts value heads: they own the states."""
     q, v = tensors[0], tensors[2]
     assert q is not None and v is not None
     B, T, HV, V = v.shape
     H, K = q.shape[2:]
     options = [name for at, name in family.options if tensors[at] is not None]
-    if HV != H:
-        options = sorted([*options, "gva"])
+    options = sorted([*options, *["gva"] * (HV != H), *["v_first"] * v_first])
     N = B if bounds is None else bounds.shape[0] - 1
     return Problem(op, family.name, mode, B, T, HV, K, V, N, name_of(q.dtype), bounds is not None, needs_grad, tuple(options))
 
 
 @constant_while_tracing
-def _route(op: str, family: str, mode: str, dtype: str, K: int, V: int, device: torch.device) -> tuple[str, str]:
+def _route(op: str, family: str, mode: str, dtype: str, K: int, V: int, v_first: bool, device: torch.device) -> tuple[str, str]:
     """What torch.compile may know while tracing: no B, T or H, so that none is ever specialised."""
-    problem = planned(Problem(op, family, mode, 1, 1, 1, K, V, 1, dtype, False, True), device).problem
+    problem = planned(Problem(op, family, mode, 1, 1, 1, K, V, 1, dtype, False, True, ("v_first",) * v_first), device).problem
     return problem.path, problem.dot
 
 
@@ -208,7 +207,7 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         tensors, (scale, has_ht, state_v_first, out_dtype, op, mode, needs_grad) = arguments[:count], arguments[count:]
-        plan = planned(problem_of(family, op, tensors[:-2], tensors[-1], needs_grad, mode), tensors[0].device)
+        plan = planned(problem_of(family, op, tensors[:-2], tensors[-1], needs_grad, mode, state_v_first), tensors[0].device)
         o, ht, *kept = _kernels(family, "forward").run(plan, *tensors, scale, has_ht, state_v_first, out_dtype)
         return o, _some(ht, o), [_some(x, o) for x in kept]
 
@@ -221,7 +220,7 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
 
     def backward(*arguments: Any) -> list[Tensor]:
         *tensors, kept, do, dht, scale, state_v_first, op, mode = arguments
-        plan = planned(problem_of(family, op, tuple(tensors[:-2]), tensors[-1], True, mode), tensors[0].device)
+        plan = planned(problem_of(family, op, tuple(tensors[:-2]), tensors[-1], True, mode, state_v_first), tensors[0].device)
         needs = frozenset(name for name, x in zip((*names, "h0"), tensors, strict=False) if x is not None)
         saved = (*tensors, *(None if x.ndim == 1 else x for x in kept))
         return [_some(x, do) for x in _gradients(family, plan, saved, scale, state_v_first, do, dht, needs)]

@@ -1,6 +1,6 @@
 """Run every case on this machine's GPUs, in worker processes, and record the verdicts as one JSON file.
 
-    python -m flashlin.testing.gpu --out matrix/results/ [--op chunk_simple_gla] [--jobs 8]
+    python -m flashlin.testing.gpu --out matrix/results/ [--op chunk_simple_gla] [--missing] [--jobs 8]
 
 Each case runs forward and backward twice in every dtype, against the float64 reference; the second run must repeat the first to the
 bit. A worker that dies (an abort, an illegal address) is a row, and the others go on.
@@ -46,8 +46,26 @@ def rows_of_case(case: Any, dtype_name: str) -> dict[str, Any]:
             "rms": worst.rms, "row": worst.row, "allowed": worst.allowed}
 
 
-def work(part: int, of: int, ops: list[str]) -> None:
-    """A worker: its share of the cases, one JSON line each, announced before it starts so that a death names its case."""
+def planned(case: Any, dtype_name: str) -> dict[str, str]:
+    """The configurations that a case would start on this card, and their sources, as in ``rows_of_case``. Starts nothing."""
+    import torch
+
+    from flashlin.compat.target import probe
+    from flashlin.testing.record import recording, source_hash
+    target = probe(torch.device("cuda", torch.cuda.current_device()))
+    tensors = case.make(torch.device("cpu"), getattr(torch, dtype_name), torch.Generator().manual_seed(0))
+    wanted = {name for name, x in tensors.items() if x.is_floating_point() and name not in case.constant}
+    with recording(target) as launches:
+        found = case.call(**{name: x.clone().requires_grad_(name in wanted) for name, x in tensors.items()})
+        outputs = [x for x in found.values() if x.requires_grad]
+        if outputs:
+            torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
+    return {launch.config: source_hash(launch.module, launch.kernel) for launch in launches}
+
+
+def work(part: int, of: int, ops: list[str], known: dict[str, Any]) -> None:
+    """A worker: its share of the cases, one JSON line each, announced before it starts so that a death names its case. Those of which a record
+    knows all that they would start, and that they were right, are left out."""
     import torch
 
     import flashlin
@@ -56,7 +74,10 @@ def work(part: int, of: int, ops: list[str]) -> None:
     torch.set_num_threads(1)  # the references run on the CPU, one worker a core
     # neighbours share kernels, so a worker takes a run of them and compiles each kernel once
     todo = [(case, dtype) for dtype in DTYPES for case in CASES if not ops or case.op in ops]
+    right = {(row["op"], row["case"], row["dtype"]) for row in known.get("rows", ()) if row["ok"]}
     for case, dtype in todo[len(todo) * part // of:len(todo) * (part + 1) // of]:
+        if (case.op, case.id, dtype) in right and planned(case, dtype).items() <= known["configs"].items():
+            continue
         print(json.dumps({"starting": [case.op, case.id, dtype]}), flush=True)
         print(json.dumps(rows_of_case(case, dtype)), flush=True)
 
@@ -70,8 +91,8 @@ def gpus() -> list[str]:
     return [name for index, name in enumerate(names) if torch.cuda.get_device_name(index) == first]
 
 
-def collect(jobs: int, ops: list[str], seconds: float) -> list[dict[str, Any]]:
-    """Rows of all workers; a worker that ended early leaves a row that says how."""
+def collect(jobs: int, ops: list[str], seconds: float, known: Path | None = None) -> list[dict[str, Any]]:
+    """Rows of all workers; a worker that ended early leaves a row that says how. known: a record, of which what is right is not run again."""
     cards = gpus()
     rows: list[dict[str, Any]] = []
     deadline = time.monotonic() + seconds
@@ -79,7 +100,8 @@ def collect(jobs: int, ops: list[str], seconds: float) -> list[dict[str, Any]]:
         files = [Path(folder) / f"{part}.jsonl" for part in range(jobs)]
         running = []
         for part, file in enumerate(files):
-            command = [sys.executable, "-m", "flashlin.testing.gpu", "--part", f"{part}/{jobs}", *(f"--op={op}" for op in ops)]
+            command = [sys.executable, "-m", "flashlin.testing.gpu", "--part", f"{part}/{jobs}", *(f"--op={op}" for op in ops),
+                       *([f"--known={known}"] if known else [])]
             running.append(subprocess.Popen(command, stdout=file.open("w"), stderr=(Path(folder) / f"{part}.err").open("w"),
                                             env={**os.environ, "CUDA_VISIBLE_DEVICES": cards[part % len(cards)]}))
         for part, (process, file) in enumerate(zip(running, files, strict=True)):
@@ -97,42 +119,59 @@ def collect(jobs: int, ops: list[str], seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
+def merged(before: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A record's cases with these rows in place of older ones. A configuration counts as right until a case that uses it is not."""
+    def name(row: dict[str, Any]) -> tuple[str, str, str]:
+        return row["op"], row["case"], row["dtype"]
+    configs, broken = dict[str, str](before.get("configs", {})), set[str]()
+    for row in rows:
+        used = row.pop("configs", {})
+        configs.update(used)
+        broken.update(used if not row["ok"] else ())
+    from flashlin.testing.cases import CASES
+    there = {(case.op, case.id) for case in CASES}
+    every = {name(row): row for row in (*before.get("rows", ()), *rows) if name(row)[:2] in there}
+    passed = sum(row["ok"] for row in every.values())
+    return {"passed": passed, "failed": len(every) - passed,
+            "configs": {config: source for config, source in sorted(configs.items()) if config not in broken},
+            "rows": [every[key] for key in sorted(every)]}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for gpu-<card>-triton-<version>.json")
     parser.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
     parser.add_argument("--jobs", type=int, default=8, help="worker processes (default 8; compiling is what takes the time)")
     parser.add_argument("--seconds", type=float, default=540, help="time limit for all of it (default 540)")
+    parser.add_argument("--missing", action="store_true", help="only cases that failed or start something of which the record in --out, made by "
+                        "these versions, does not know that it was right")
     parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--known", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:
         part, of = arguments.part.split("/")
-        work(int(part), int(of), arguments.op)
+        work(int(part), int(of), arguments.op, json.loads(arguments.known.read_text()) if arguments.known else {})
         sys.stdout.flush()
         os._exit(0)  # some pairs of torch and Triton abort while the interpreter is torn down, after all work is done
     import torch
 
     from flashlin.compat.target import probe
     target = probe(torch.device("cuda", torch.cuda.current_device()))
-    rows = collect(arguments.jobs, arguments.op, arguments.seconds)
+    made_by = {"device": target.name, "capability": list(target.capability), "triton": target.triton, "ptxas": target.ptxas, "torch": target.torch}
+    place = (arguments.out or Path()) / f"gpu-{target.name.replace(' ', '-')}-triton-{target.triton}.json"
+    before: dict[str, Any] = json.loads(place.read_text()) if arguments.out and place.exists() and (arguments.op or arguments.missing) else {}
+    if {name: before.get(name) for name in made_by} != made_by:
+        before = {}
+    rows = collect(arguments.jobs, arguments.op, arguments.seconds, place if before and arguments.missing else None)
     failed = [row for row in rows if not row["ok"]]
-    configs, broken = dict[str, str](), set[str]()
-    for row in rows:
-        used = row.pop("configs", {})
-        configs.update(used)
-        broken.update(used if not row["ok"] else ())
-    record = {"device": target.name, "capability": list(target.capability), "triton": target.triton, "ptxas": target.ptxas,
-              "torch": target.torch, "date": datetime.date.today().isoformat(), "passed": len(rows) - len(failed), "failed": len(failed),
-              "configs": {config: source for config, source in sorted(configs.items()) if config not in broken},
-              "rows": sorted(rows, key=lambda row: (row["op"], row["case"], row["dtype"]))}
+    record = made_by | {"date": datetime.date.today().isoformat()} | merged(before, rows)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        name = f"gpu-{target.name.replace(' ', '-')}-triton-{target.triton}.json"
-        (arguments.out / name).write_text(json.dumps(record, indent=1) + "\n")
+        place.write_text(json.dumps(record, indent=1) + "\n")
     for row in failed:
         print(f"FAILED {row['op']} {row['case']} {row['dtype']}: "
               f"{row.get('error') or '{worst} rms {rms:.1e} row {row:.1e} bitwise {bitwise}'.format(**row)}")
-    print(f"{target}: {record['passed']} passed, {record['failed']} failed")
+    print(f"{target}: {len(rows)} run, {len(failed)} failed; {record['passed']} right of {len(record['rows'])} in the record")
     return 1 if failed else 0
 
 

@@ -67,8 +67,8 @@ def backward(*outputs: Any) -> None:
 
 
 def sequences(op: str, dtype: torch.dtype, D: int, *, T: int = 128, H: int = 4, HV: int = 0, packed: bool = False, gates: tuple[str, ...] = (),
-              state: bool = True, **options: Any) -> None:
-    """An op over q, k, v [2, T, H, D]; gates: which of g, beta, gk, gv and so on to pass, g_vector being a g
+              state: bool = True, V: int = 0, **options: Any) -> None:
+    """An op over q, k [2, T, H, D] and v [2, T, H, V], V = D if 0; gates: which of g, beta, gk, gv and so on to pass, g_vector being a g
     for each key channel, and which others like k: a, b, kk. The gates and states are float32, as layers have them."""
     HV, B = HV or H, 1 if packed else 2
     shapes = {"g": (B, T, HV), "beta": (B, T, HV), "gk": (B, T, HV, D), "gv": (B, T, HV, D), "beta_headwise": (B, T, HV, D),
@@ -78,10 +78,10 @@ def sequences(op: str, dtype: torch.dtype, D: int, *, T: int = 128, H: int = 4, 
     if packed:
         given["cu_seqlens"] = torch.tensor([0, 50, T], dtype=torch.int32)
     if state:
-        given["initial_state"] = zeros(2, HV, D, D)
+        given["initial_state"] = zeros(2, HV, D, V or D)
     q_name = "r" if "rwkv" in op else "q"
     o, ht = getattr(flashlin, op)(**{q_name: zeros(B, T, H, D, dtype=dtype)}, k=zeros(B, T, H, D, dtype=dtype),
-                                  v=zeros(B, T, HV, D, dtype=dtype), **given, output_final_state=state, **options)
+                                  v=zeros(B, T, HV, V or D, dtype=dtype), **given, output_final_state=state, **options)
     backward(o, ht)
 
 
@@ -226,6 +226,8 @@ def calls() -> Iterator[Call]:
         if mode and not op.startswith("mamba_"):
             yield from _over_sequences(op, mode)
     yield _sequences("chunk_linear_attn", BF16, 128, "normalised", normalize=True, state=False)
+    for op in ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla"):
+        yield _sequences(op, BF16, 64, "V=32", V=32)
     yield _sequences("chunk_gated_delta_rule", BF16, 128, "HV=8, gates in kernel", **INSIDE)
     yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "decoding, HV=8, gates in kernel", decode=True, **INSIDE)
     yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "gk gv", gates=("gk", "gv", "beta"))

@@ -43,6 +43,30 @@ def mixed_sum(a, b, o, N: tl.constexpr):
     tl.store(o + at, tl.dot(b_a, b_b) + tl.dot(tl.trans(b_a), tl.trans(b_b)))
 
 
+# --- v-first-volta: a state whose neighbours in memory are rows, read by a product and added to
+
+@triton.jit
+def column_state(a, h, o, T, N: tl.constexpr):
+    n = tl.arange(0, N)
+    at = n[:, None] * N + n[None, :]
+    b_h = tl.load(h + n[:, None] + n[None, :] * N)
+    for t in range(T):
+        b_a = tl.load(a + t * N * N + at)
+        tl.store(o + t * N * N + at, tl.dot(b_a, b_h.to(b_a.dtype)))
+        b_h += tl.dot(tl.trans(b_a), b_a)
+
+
+@triton.jit
+def ieee_column_state(a, h, o, T, N: tl.constexpr):
+    n = tl.arange(0, N)
+    at = n[:, None] * N + n[None, :]
+    b_h = tl.load(h + n[:, None] + n[None, :] * N)
+    for t in range(T):
+        b_a = tl.load(a + t * N * N + at)
+        tl.store(o + t * N * N + at, tl.dot(b_a, b_h, input_precision="ieee"))
+        b_h += tl.dot(tl.trans(b_a), b_a, input_precision="ieee")
+
+
 # --- half-dot-volta-32: a vector in the layout of a product's rows
 
 @triton.jit

@@ -66,6 +66,7 @@ BF16_PRODUCT = launch("product", (BF16, BF16, FP32), N=32)
 IEEE_PRODUCT = launch("ieee_product", FP32, N=32)
 ROW_SUMS = launch("row_sums", (FP16, FP16, FP32), N=32)
 SCAN_8, SCAN_4 = (launch("scan", BF16, warps, K=64, V=64, BT=64) for warps in (8, 4))
+SHORT_4, SHORT_2 = (launch("scan", BF16, warps, more=("tall_state",), K=64, V=32, BT=32) for warps in (4, 2))
 TALL_4, TALL_2 = (launch("scan", BF16, warps, K=256, V=32, BT=32) for warps in (4, 2))
 REVERSE_4, REVERSE_2 = (launch("reverse_scan", BF16, warps, N=64) for warps in (4, 2))
 TF32_4, TF32_2 = (launch("reverse_scan", FP32, warps, N=64) for warps in (4, 2))
@@ -82,6 +83,9 @@ PROOFS = (
     Proof("bf16-pre-ampere-32", 70, BF16_PRODUCT, cured=IEEE_PRODUCT, fails=with_tensor_cores),
     Proof("mma-to-mma-volta", 70, launch("mixed_sum", (FP16, FP16, FP32), more=("mixed_sum",), N=32),
           ("mma -> mma layout conversion is only supported on Ampere",), IEEE_PRODUCT, 75),
+    Proof("v-first-volta", 70, launch("column_state", (FP16, FP32, FP32), more=("v_first",), N=64),
+          ("Unsupported Shared -> DotOperand[MMAv1] conversion", "Failed to emit transfer from register to shared"),
+          launch("ieee_column_state", FP32, more=("v_first",), N=64), 75),
     Proof("half-dot-volta-32", 70, ROW_SUMS, ("Failed to compute parent layout for slice layout",), launch("ieee_row_sums", FP32, N=32), 75),
     Proof("half-dot-33-pre-ampere", 70, HALF_PRODUCT, ("Unsupported rounding mode for conversion", "Unsupported conversion from"), IEEE_PRODUCT, 80),
     Proof("half-dot-33-pre-ampere", 75, BF16_PRODUCT, ("Unsupported rounding mode for conversion", "Unsupported conversion from"), IEEE_PRODUCT, 80),
@@ -93,6 +97,7 @@ PROOFS = (
     Proof("reshape-outs-32", 90, SCAN_8, ("reshapeOuts",), SCAN_4, 80),
     Proof("stmatrix-33", 90, SCAN_8, ("chooseStMatrixLayoutLeadingOffset",), SCAN_4, 80),
     Proof("tall-state-32", 90, TALL_4, ("UNREACHABLE executed", "Failed to emit transfer from register to shared"), TALL_2, 80),
+    Proof("tall-state-32", 90, SHORT_4, ("UNREACHABLE executed", "Failed to emit transfer from register to shared"), SHORT_2, 80),
     # Blackwell
     Proof("blackwell-unknown-32", 120, COPY, UNKNOWN, spared=90),
     Proof("blackwell-unknown-32", 100, BF16_PRODUCT, ("getMMAVersionSafe",), spared=90),

@@ -306,7 +306,10 @@ def test_ampere_to_hopper_run_everything_as_asked(triton: str, sm: int) -> None:
     for asked in usual():
         # 100 KB hold a chunk's inverse and a state of 512 rows in 16 bits, not in fp32.
         crowded = asked.family in ("delta", "dplr") and asked.dtype == "float32" and asked.K > 256 and sm in (86, 89)
-        if asked.dtype != "float64" and (not asked.mode or max(asked.K, asked.V) <= widest) and not crowded:
+        # Up to 3.2 two warps for a state taller than its chunks, which are short beside few columns: tall-state-32.
+        tall = (asked.family in ("simple_gla", "delta", "gla") and asked.dtype != "float32" and asked.K >= 64 > asked.V
+                and sm == 90 and release(triton) < (3, 3))
+        if asked.dtype != "float64" and (not asked.mode or max(asked.K, asked.V) <= widest) and not crowded and not tall:
             plan = fresh(asked, target(triton, sm))
             assert plan.path == "triton" and plan.problem._replace(mode=asked.mode) == asked, plan
 

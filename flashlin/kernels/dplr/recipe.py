@@ -7,15 +7,18 @@ from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, over_v, padded
 from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
-from flashlin.kernels.scans import dot_traits, fitting, operand_bytes, over_tokens, state_launch, tf32_copies
+from flashlin.kernels.scans import Strip, dot_traits, fitting, fitting_strip, operand_bytes, over_tokens, state_launch, tf32_copies
 
 # Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a multiprocessor one program. In chunks that short 3.0 crashes
 # when it pipelines the scans (a segmentation fault for sm_90), and they have no registers to spare for it. In float32, chunks of 32 beside more
 # than 64 channels spill tens of kilobytes a thread.
 SHORT = 32
-# Where a program has a chunk to itself, channels at a time: of the scores in 16 bits, and of the gradients, with columns of v. Scores of chunks
-# of 64 tokens with fewer than 64 channels at a time are an illegal memory access on an H200 with Triton 3.6.0 and 4 warps.
-WIDE, NARROW = 64, 32
+# Where a program has a chunk to itself, channels at a time: of the scores in 16 bits. Those of chunks of 64 tokens with fewer than 64 channels
+# at a time are an illegal memory access on an H200 with Triton 3.6.0 and 4 warps.
+WIDE = 64
+# Of the gradients in 16 bits, the fastest on an H200 (benchmarks/results/kernels-*). In chunks of 64, 16 channels at a time, or 32 beside 128
+# columns, are an illegal memory access there, too.
+OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
@@ -46,11 +49,16 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     preparing = size * 4 * BT * wide + 12 * BT ** 2
     found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
              over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing, once),
-             state_launch("dplr_scan", scan, problem, scanning(scan), dots)]
+             state_launch("dplr_scan", scan, problem, scanning(scan), dots, tall=False)]
     if problem.needs_grad:
-        narrow, strip = min(16 if bytes_each == 4 else NARROW, padded(problem.K)), min(NARROW, padded(problem.V))
-        finishing = size * (4 * BT * strip + 2 * narrow * strip + 2 * BT * narrow + 3 * BT ** 2) + 4 * BT ** 2
-        found += [state_launch("dplr_states", scan, problem, scanning(scan), dots),
-                  state_launch("dplr_reverse", scan._replace(num_stages=1), problem, reverse(scan), dots),
-                  over_tokens("dplr_grads", problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing, once)]
+        single = scan._replace(num_stages=1)
+
+        def finishing(strip: Strip) -> int:
+            return size * (4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2) + 4 * BT ** 2
+        wide_strip, narrow = (None, Strip(16, 32, 4)) if bytes_each == 4 else (OF_TWO if two else OF_ONE, Strip(32, 32, 4))
+        strip = fitting_strip(wide_strip, narrow, problem, target, finishing)
+        found += [state_launch("dplr_states", single, problem, reverse(scan), dots, tall=False),
+                  state_launch("dplr_reverse", single, problem, reverse(scan), dots, tall=False),
+                  over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H, finishing(strip), once,
+                              num_warps=strip.num_warps)]
     return tuple(found)

@@ -12,7 +12,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Forward's launches, then backward's if gradients are wanted; backward of the token kernel is the chunked one."""
     if problem.mode == "auto":  # nothing to say before the mode is chosen
         return ()
-    bytes_each, dots = operand_bytes(problem), dot_traits(problem)
+    bytes_each, dots = operand_bytes(problem), dot_traits(problem) | {"v_first"} & set(problem.options)
 
     def shared(config: Config) -> int:
         return shared_bytes(config, bytes_each, target)

@@ -80,7 +80,8 @@ def _family(op: str) -> list[Case]:
                     {**TOLERANCES, **(allowed or {})}, (), quick)
     l2 = {"use_qk_l2norm_in_kernel": True}
     cases = [case("random", quick=True), case("packed", edges=(0, 1, 1, 66, 130, 150)), case("no-state", state=False, T=64),
-             case("one-token", T=1), case("odd", K=100, V=36, T=70), case("wide", K=128, V=128), case("grouped", H=2, HV=6, K=32, V=40, T=70),
+             case("one-token", T=1), case("odd", K=100, V=36, T=70), case("wide", K=128, V=128), case("narrow", K=64, V=32, T=70),
+             case("grouped", H=2, HV=6, K=32, V=40, T=70),
              case("one-key", allowed=FORGETFUL, keys="one-key", beta="1"),
              case("one-key-2", allowed=None if "gated" in op else REFLECTED, keys="one-key", beta="2"), case("alike", keys="alike", beta="1"),
              case("alike-l2", l2, keys="alike"), case("period-4", keys="period-4", beta="1"), case("beta=0", beta="0"),

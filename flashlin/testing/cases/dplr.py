@@ -102,7 +102,7 @@ def _shared(op: str) -> list[Case]:
     case = partial(_case, op)
     return [case("random", quick=True, T=70), case("batch", B=3), case("no-state", state=False, T=64), case("one-token", T=1),
             case("short", T=21, H=1), case("packed", {"scale": -0.7}, edges=(0, 1, 1, 66, 130, 150)),
-            case("odd", K=100, V=36, T=70), case("wide", K=128, V=128),
+            case("odd", K=100, V=36, T=70), case("wide", K=128, V=128), case("narrow", K=64, V=32, T=70),
             case("g=0", gate="0"), case("g=-20", gate="-20", T=70), case("strong", gate="strong"),
             case("strong-packed", gate="strong", edges=(0, 17, 97, 97, 130)), case("resets", gate="resets"),
             case("one-key", allowed=FORGETFUL, keys="one-key", rate="1"), case("one-key-2", allowed=REFLECTED, keys="one-key", rate="2", gate="0"),

@@ -83,6 +83,7 @@ CASES: list[Case] = [
     _chunk("strong-no-state", gate="strong", state=False, T=64), _chunk("resets", gate="resets"),
     _chunk("packed", {"scale": -0.7}, edges=(0, 1, 1, 66, 130, 150)),
     _chunk("strong-packed", gate="strong", edges=(0, 17, 97, 97, 130)), _chunk("wide", K=128, V=128, T=100),
+    _chunk("narrow", K=64, V=32, T=70),
     _chunk("odd", K=100, V=36, T=70), _chunk("v-first", V_FIRST, v_first=True, K=24, V=40, T=70), _chunk("one-token", T=1), _chunk("short", T=21),
     _chunk("K=256,V=256", K=256, V=256, B=1, T=80), _chunk("K=512,V=64", K=512, B=1, T=80), _chunk("K=64,V=512", V=512, B=1, T=80),
     _chunk("K=129,V=20", K=129, V=20, B=1, T=80),

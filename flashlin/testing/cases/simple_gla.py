@@ -111,6 +111,8 @@ def _family(op: str, maker: Callable[..., Maker], gamma: Any = None, extra: dict
              case("no-state", gate=first, state=False, T=64), case("packed", gate=first, edges=(0, 1, 1, 66, 130, 150)),
              case("wide", gate=first, K=128, V=128, T=100), case("odd", gate=first, K=100, V=36, T=70), case("one-token", gate=first, T=1)]
     cases += [case(f"g={gate}", gate=gate) for gate in gates[1:]]
+    if op == "chunk_simple_gla":
+        cases.append(case("narrow", gate=first, K=64, V=32, T=70))
     if op.startswith("fused_recurrent"):
         cases.append(case("reverse", gate=first, T=70, reverse=True))
     return cases
