@@ -57,7 +57,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
             return size * (4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2) + 4 * BT ** 2
         wide_strip, narrow = (None, Strip(16, 32, 4)) if bytes_each == 4 else (OF_TWO if two else OF_ONE, Strip(32, 32, 4))
         strip = fitting_strip(wide_strip, narrow, problem, target, finishing)
-        found += [state_launch("dplr_states", single, problem, reverse(scan), dots, tall=False),
+        found += [state_launch("dplr_states", single, problem, scanning(single), dots, tall=False),
                   state_launch("dplr_reverse", single, problem, reverse(scan), dots, tall=False),
                   over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H, finishing(strip), once,
                               num_warps=strip.num_warps)]
