@@ -3,6 +3,7 @@
     python benchmarks/kernels.py --op chunk_gated_delta_rule                       the planned configuration
     python benchmarks/kernels.py --op chunk_gated_delta_rule --tile 64,64,4,2      BT, BV, num_warps, num_stages of the scans
     python benchmarks/kernels.py --op chunk_gated_delta_rule --set delta_grads=4,2
+    python benchmarks/kernels.py --op chunk_kda --set dplr_grads=8,1,BK=64,BV=64      num_warps, num_stages, the tile
 """
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ def main() -> None:
     parser.add_argument("--op", default="chunk_gated_delta_rule")
     parser.add_argument("--shape", default="4,4096,32,128", help="B, T, H, D")
     parser.add_argument("--tile", default="", help="BT,BV,num_warps,num_stages instead of the planned ones")
-    parser.add_argument("--set", action="append", default=[], help="kernel=num_warps,num_stages[,registers] (repeatable)")
+    parser.add_argument("--set", action="append", default=[], help="kernel=num_warps,num_stages[,registers][,BK=64] (repeatable)")
     parser.add_argument("--only-compile", action="store_true")
     options = parser.parse_args()
     B, T, H, D = (int(size) for size in options.shape.split(","))
-    changes = {kernel: [int(n) for n in values.split(",")] for kernel, _, values in (change.partition("=") for change in options.set)}
+    changes = {kernel: values.split(",") for kernel, _, values in (change.partition("=") for change in options.set)}
     tile = [int(size) for size in options.tile.split(",")] if options.tile else []
     if tile:
         for recipe in (dplr, gla, delta):
@@ -47,8 +48,9 @@ def main() -> None:
 
     def timing(launch: Any, kernel: Any, programs: int, arguments: Any, constants: dict[str, Any]) -> None:
         if launch.kernel in changes:
-            num_warps, num_stages, *registers = changes[launch.kernel]
-            launch = launch._replace(num_warps=num_warps, num_stages=num_stages)
+            num_warps, num_stages, *registers = (int(value) for value in changes[launch.kernel] if "=" not in value)
+            blocks = {name: int(size) for name, size in (value.split("=") for value in changes[launch.kernel] if "=" in value)}
+            launch = launch._replace(num_warps=num_warps, num_stages=num_stages, tile=tuple({**dict(launch.tile), **blocks}.items()))
             constants = {**constants, **({"maxnreg": registers[0]} if registers else {})}
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         marks[0].record()
