@@ -2,12 +2,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import BLOCK, Config, padded
+from flashlin.kernels.configs import BLOCK, Config
 
 PADDING = 16  # elements, of a row that changes its layout
 HEADS = 16  # heads per program of the cumulative sum
@@ -57,21 +56,6 @@ def fitting(configs: Iterable[Config], shared: Callable[[Config], int], target: 
             break
     assert config is not None  # a kernel without candidates is a mistake in configs.py
     return config
-
-
-class Strip(NamedTuple):
-    """What a program that has a chunk to itself takes at a time: channels, and columns of v."""
-    K: int
-    V: int
-    num_warps: int
-
-
-def fitting_strip(wide: Strip | None, narrow: Strip, problem: Problem, target: Target, shared: Callable[[Strip], int]) -> Strip:
-    """wide, if it is no wider than the heads and there is room for it; else narrow."""
-    warps = min(problem.max_warps, 8 if release(target.triton) >= (3, 5) else 4)  # 8 lose compilers on Hopper, up to builds of 3.4
-    if wide and wide.K <= padded(problem.K) and wide.V <= padded(problem.V) and wide.num_warps <= warps and shared(wide) <= target.shared:
-        return wide
-    return Strip(min(narrow.K, padded(problem.K)), min(narrow.V, padded(problem.V)), narrow.num_warps)
 
 
 def state_launch(kernel: str, config: Config, problem: Problem, shared: int, traits: frozenset[str], tall: bool = True) -> Launch:

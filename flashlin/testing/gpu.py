@@ -121,6 +121,8 @@ def collect(jobs: int, ops: list[str], seconds: float, known: Path | None = None
 
 def merged(before: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A record's cases with these rows in place of older ones. A configuration counts as right until a case that uses it is not."""
+    from flashlin.testing.cases import CASES
+
     def name(row: dict[str, Any]) -> tuple[str, str, str]:
         return row["op"], row["case"], row["dtype"]
     configs, broken = dict[str, str](before.get("configs", {})), set[str]()
@@ -128,7 +130,6 @@ def merged(before: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
         used = row.pop("configs", {})
         configs.update(used)
         broken.update(used if not row["ok"] else ())
-    from flashlin.testing.cases import CASES
     there = {(case.op, case.id) for case in CASES}
     every = {name(row): row for row in (*before.get("rows", ()), *rows) if name(row)[:2] in there}
     passed = sum(row["ok"] for row in every.values())

@@ -2,12 +2,15 @@
 counts value heads; with beta there is one writing vector, without it there are two."""
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from flashlin.compat.target import Target
+from flashlin.compat.versions import release
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, over_v, padded
 from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
-from flashlin.kernels.scans import Strip, dot_traits, fitting, fitting_strip, operand_bytes, over_tokens, state_launch, tf32_copies
+from flashlin.kernels.scans import dot_traits, fitting, operand_bytes, over_tokens, state_launch, tf32_copies
 
 # Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a multiprocessor one program. In chunks that short 3.0 crashes
 # when it pipelines the scans (a segmentation fault for sm_90), and they have no registers to spare for it. In float32, chunks of 32 beside more
@@ -16,6 +19,15 @@ SHORT = 32
 # Where a program has a chunk to itself, channels at a time: of the scores in 16 bits. Those of chunks of 64 tokens with fewer than 64 channels
 # at a time are an illegal memory access on an H200 with Triton 3.6.0 and 4 warps.
 WIDE = 64
+
+
+class Strip(NamedTuple):
+    """What a program that has a chunk to itself takes at a time: channels, and columns of v."""
+    K: int
+    V: int
+    num_warps: int
+
+
 # Of the gradients in 16 bits, the fastest on an H200 (benchmarks/results/kernels-*). In chunks of 64, 16 channels at a time, or 32 beside 128
 # columns, are an illegal memory access there, too.
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
@@ -55,8 +67,11 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
         def finishing(strip: Strip) -> int:
             return size * (4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2) + 4 * BT ** 2
-        wide_strip, narrow = (None, Strip(16, 32, 4)) if bytes_each == 4 else (OF_TWO if two else OF_ONE, Strip(32, 32, 4))
-        strip = fitting_strip(wide_strip, narrow, problem, target, finishing)
+        strip, narrow = OF_TWO if two else OF_ONE, Strip(16 if bytes_each == 4 else 32, 32, 4)
+        warps = min(problem.max_warps, 8 if release(target.triton) >= (3, 5) else 4)  # 8 lose compilers on Hopper, up to builds of 3.4
+        if (bytes_each == 4 or strip.K > padded(problem.K) or strip.V > padded(problem.V) or strip.num_warps > warps
+                or finishing(strip) > target.shared):
+            strip = Strip(min(narrow.K, padded(problem.K)), min(narrow.V, padded(problem.V)), narrow.num_warps)
         found += [state_launch("dplr_states", single, problem, scanning(single), dots, tall=False),
                   state_launch("dplr_reverse", single, problem, reverse(scan), dots, tall=False),
                   over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H, finishing(strip), once,

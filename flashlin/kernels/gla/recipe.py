@@ -5,25 +5,12 @@ from flashlin.compat.target import Target
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
-from flashlin.kernels.scans import (
-    PADDING,
-    Strip,
-    dot_traits,
-    fitting,
-    fitting_strip,
-    moves,
-    operand_bytes,
-    over_tokens,
-    shared_bytes,
-    state_launch,
-    tf32_copies,
-)
+from flashlin.kernels.scans import PADDING, dot_traits, fitting, moves, operand_bytes, over_tokens, shared_bytes, state_launch, tf32_copies
 
 CHANNELS = 64  # of the sums, a program; they know no heads
-# Where a program has a chunk to itself. Of the scores, channels at a time; of the gradients, which hold half a dozen tiles of a chunk's rows,
-# what spills least, and in 16 bits the fastest on an H200 (benchmarks/results/kernels-*).
-SCORES = 64
-NARROW, WIDE = Strip(32, 32, 4), Strip(32, 32, 4)
+# Where a program has a chunk to itself. Of the scores, channels at a time; of the gradients, which hold half a dozen tiles of a chunk's rows
+# and would spill with more, channels and columns of v at a time. With 8 warps and 64 they are no faster (benchmarks/results/kernels-*).
+SCORES, GRADS = 64, 32
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
@@ -42,19 +29,15 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         more = config.num_stages * bytes_each * config.BT * columns + 8 * config.BK if bytes_each == 2 else 0
         return shared_bytes(config, bytes_each, target) + more
     scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), shared, target)
-    BT, wide = scan.BT, min(SCORES, padded(problem.K))
+    BT, wide, narrow, strip = scan.BT, min(SCORES, padded(problem.K)), min(GRADS, padded(problem.K)), min(GRADS, padded(problem.V))
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2  # both operands, of fp32 two parts of each; the scores
     found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
              over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, once),
              state_launch("gla_scan", scan, problem, shared(scan), dots)]
     if problem.needs_grad:
         single = scan._replace(num_stages=1)
-
-        def finishing(strip: Strip) -> int:
-            return size * (2 * BT * strip.V + 2 * strip.K * strip.V + BT * strip.K + BT ** 2) + 4 * BT ** 2
-        strip = fitting_strip(WIDE if bytes_each == 2 else None, NARROW, problem, target, finishing)
+        finishing = size * (2 * BT * strip + 2 * narrow * strip + BT * narrow + BT ** 2) + 4 * BT ** 2
         found += [state_launch("gla_states", scan, problem, shared(scan), dots),
                   state_launch("gla_reverse", single, problem, shared(single), dots),
-                  over_tokens("gla_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H, finishing(strip), once,
-                              num_warps=strip.num_warps)]
+                  over_tokens("gla_grads", problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing, once)]
     return tuple(found)
