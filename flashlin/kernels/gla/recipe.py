@@ -26,7 +26,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
     def shared(config: Config) -> int:  # in 16 bits the scores, too, and decays on their way from one layout to another; fp32 never has all at once
         columns = config.BT + (PADDING if moves(target) else 0)
-        more = config.num_stages * bytes_each * config.BT * columns + 8 * config.BK if bytes_each == 2 else 0
+        more = config.num_stages * bytes_each * config.BT * columns + 16 * config.BK if bytes_each == 2 else 0
         return shared_bytes(config, bytes_each, target) + more
     scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), shared, target)
     BT, wide, narrow, strip = scan.BT, min(SCORES, padded(problem.K)), min(GRADS, padded(problem.K)), min(GRADS, padded(problem.V))
