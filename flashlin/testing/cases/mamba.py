@@ -318,7 +318,8 @@ def _norm(op: str, id: str, extra: dict[str, Any] | None = None, quick: bool = F
 
 
 # Heads enough in a normalised slice: a sequence's first tokens are little more than D x, and of two heads with a small D their norm would divide by
-# next to nothing, which enlarges the rounding of B and C to 16 bits (of 12 seeds dconv1d_weight is off by up to 0.019, with P = 64 by up to 0.034; with eight heads by 0.005).
+# next to nothing, which enlarges the rounding of B and C to 16 bits (of 12 seeds dconv1d_weight is off by up to 0.019, with P = 64 by up to 0.034;
+# with eight heads by 0.005).
 GATE_FIRST, LINEAR = {"norm_before_gate": False}, {"activation": None}
 CASES: list[Case] = [
     _scan("random", quick=True), _scan("bare", given=(), T=70), _scan("wide-D", {"dt_limit": (0.05, 0.2)}, wide_D=True, T=70),
