@@ -141,7 +141,8 @@ def merged(before: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for gpu-<card>-triton-<version>.json")
-    parser.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
+    parser.add_argument("--op", action="append", default=[], help="only this op (repeatable); the record in --out, if made by these versions, "
+                        "keeps the others")
     parser.add_argument("--jobs", type=int, default=8, help="worker processes (default 8; compiling is what takes the time)")
     parser.add_argument("--seconds", type=float, default=540, help="time limit for all of it (default 540)")
     parser.add_argument("--missing", action="store_true", help="only cases that failed or start something of which the record in --out, made by "

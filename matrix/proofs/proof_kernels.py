@@ -56,17 +56,6 @@ def column_state(a, h, o, T, N: tl.constexpr):
         b_h += tl.dot(tl.trans(b_a), b_a)
 
 
-@triton.jit
-def ieee_column_state(a, h, o, T, N: tl.constexpr):
-    n = tl.arange(0, N)
-    at = n[:, None] * N + n[None, :]
-    b_h = tl.load(h + n[:, None] + n[None, :] * N)
-    for t in range(T):
-        b_a = tl.load(a + t * N * N + at)
-        tl.store(o + t * N * N + at, tl.dot(b_a, b_h, input_precision="ieee"))
-        b_h += tl.dot(tl.trans(b_a), b_a, input_precision="ieee")
-
-
 # --- half-dot-volta-32: a vector in the layout of a product's rows
 
 @triton.jit

@@ -85,7 +85,7 @@ PROOFS = (
           ("mma -> mma layout conversion is only supported on Ampere",), IEEE_PRODUCT, 75),
     Proof("v-first-volta", 70, launch("column_state", (FP16, FP32, FP32), more=("v_first",), N=64),
           ("Unsupported Shared -> DotOperand[MMAv1] conversion", "Failed to emit transfer from register to shared"),
-          launch("ieee_column_state", FP32, more=("v_first",), N=64), 75),
+          launch("column_state", FP32, more=("v_first",), N=64), 75),
     Proof("half-dot-volta-32", 70, ROW_SUMS, ("Failed to compute parent layout for slice layout",), launch("ieee_row_sums", FP32, N=32), 75),
     Proof("half-dot-33-pre-ampere", 70, HALF_PRODUCT, ("Unsupported rounding mode for conversion", "Unsupported conversion from"), IEEE_PRODUCT, 80),
     Proof("half-dot-33-pre-ampere", 75, BF16_PRODUCT, ("Unsupported rounding mode for conversion", "Unsupported conversion from"), IEEE_PRODUCT, 80),

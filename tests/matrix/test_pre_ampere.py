@@ -102,3 +102,23 @@ def test_the_remedy_is_fp32_operands_and_only_where_needed(triton: str, sm: int,
 
 def test_every_issue_proven_here_is_one() -> None:
     assert {*SAYS, SPILLING} <= {issue.id for issue in KNOWN_ISSUES}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("v_first", [True, False])
+def test_volta_cannot_multiply_a_state_stored_v_first_and_is_not_asked_to(v_first: bool, compiled: Compile) -> None:
+    """Issue v-first-volta, from the public op to machine code, forward and backward."""
+    found = {}
+    for policy in ("off", "auto"):
+        q, k, v = (torch.zeros(1, 64, 2, 64, dtype=torch.float16, requires_grad=True) for _ in range(3))
+        with recording(parse("triton=3.1.0,sm=70")) as launches, flashlin.settings(policy=policy):
+            o, ht = flashlin.chunk_simple_gla(q, k, v, torch.zeros(1, 64, 2), initial_state=torch.zeros(1, 2, 64, 64), output_final_state=True,
+                                              state_v_first=v_first)
+            (o.sum() + ht.sum()).backward()
+        found[policy] = [launch for launch in launches if launch.kernel.startswith("simple_gla_")]
+    raw, planned = (compiled("3.1.0", [Job(70, launch) for launch in found[policy]]) for policy in ("off", "auto"))
+    assert {launch.kernel for launch in found["auto"]} == {f"simple_gla_{name}" for name in ("scan", "dq", "dk", "dv")}
+    assert all(result.ok != v_first and (result.ok or "DotOperand[MMAv1]" in result.cause) for result in raw), raw
+    assert all(result.ok for result in planned), planned
+    for launch in found["auto"]:
+        assert any("fp16" in str(kind) for _, kind in launch.arguments) != v_first, launch

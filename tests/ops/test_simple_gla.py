@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -16,12 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashlin
-from flashlin.compat.target import parse
 from flashlin.kernels.simple_gla import torch_path
 from flashlin.kernels.simple_gla.reference import recurrence
 from flashlin.ops.slopes import lightning_slopes, retention_slopes
 from flashlin.testing.compare import Case, Tensors, check, judge
-from flashlin.testing.record import recording
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 Op = Callable[..., Any]
@@ -695,18 +692,3 @@ def test_scores_of_nothing(facts: dict[str, int]) -> None:
 def test_gradients_of_scores_and_output_pass_gradcheck() -> None:
     leaves = [x.requires_grad_() for x in inputs(B=1, T=6, H=2, K=3, V=2).values()]
     assert torch.autograd.gradcheck(lambda *x: flashlin.parallel_simple_gla(*x, output_attentions=True), leaves)
-
-
-@pytest.mark.parametrize(("triton", "sm", "v_first", "dot"), [("3.1.0", 70, True, "fp32"), ("3.1.0", 70, False, "native"),
-                                                              ("3.1.0", 75, True, "native"), ("3.6.0", 80, True, "native")])
-def test_volta_before_33_cannot_multiply_a_state_stored_v_first(triton: str, sm: int, v_first: bool, dot: str) -> None:
-    """From the public op to what would be started, forward and backward."""
-    q, k, v = (torch.zeros(1, 64, 2, 64, dtype=torch.float16, requires_grad=True) for _ in range(3))
-    with recording(parse(f"triton={triton},sm={sm}")) as launches, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        o, ht = flashlin.chunk_simple_gla(q, k, v, torch.zeros(1, 64, 2), output_final_state=True, state_v_first=v_first)
-        (o.sum() + ht.sum()).backward()
-    scans = [launch for launch in launches if launch.kernel.startswith("simple_gla_")]
-    assert len(scans) == 4
-    for launch in scans:
-        assert any("fp16" in str(kind) for _, kind in launch.arguments) == (dot == "native"), launch

@@ -59,6 +59,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     BT = scan.BT
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
     preparing = size * 4 * BT * wide + 12 * BT ** 2
+    # tall=False: the scans multiply what they load, and of that no state is too tall for 4 warps (compiled for sm_90 under 3.0.0 and 3.2.0).
     found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
              over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing, once),
              state_launch("dplr_scan", scan, problem, scanning(scan), dots, tall=False)]
@@ -67,11 +68,11 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
         def finishing(strip: Strip) -> int:
             return size * (4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2) + 4 * BT ** 2
-        strip, narrow = OF_TWO if two else OF_ONE, Strip(16 if bytes_each == 4 else 32, 32, 4)
+        strip = OF_TWO if two else OF_ONE
         warps = min(problem.max_warps, 8 if release(target.triton) >= (3, 5) else 4)  # 8 lose compilers on Hopper, up to builds of 3.4
         if (bytes_each == 4 or strip.K > padded(problem.K) or strip.V > padded(problem.V) or strip.num_warps > warps
                 or finishing(strip) > target.shared):
-            strip = Strip(min(narrow.K, padded(problem.K)), min(narrow.V, padded(problem.V)), narrow.num_warps)
+            strip = Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)
         found += [state_launch("dplr_states", single, problem, scanning(single), dots, tall=False),
                   state_launch("dplr_reverse", single, problem, reverse(scan), dots, tall=False),
                   over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H, finishing(strip), once,
