@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from flashlin.compat.target import Target
+from flashlin.compat.versions import release
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
@@ -37,8 +38,9 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         deep = scan._replace(num_stages=3)
         states = deep if scan.num_stages == 2 and shared(deep) <= target.shared else scan
         reverse = scan._replace(num_stages=1)  # it has no registers to spare for a second stage (benchmarks/results/kernels-*)
-        # from 3.7 on so tall a state changes its layout in float32 where warpgroups multiply
+        # from 3.7 on so tall a state changes its layout in float32 where warpgroups multiply, and from 3.8 on rows of v in 16 bits do
         moved = (4 - bytes_each) * scan.BK * scan.BV if scan.BK >= 256 and (9, 0) <= target.capability < (10, 0) else 0
+        moved += 2 * scan.BT * scan.BV if bytes_each == 2 and release(target.triton) >= (3, 8) else 0
         ways = [(strip, num_stages) for strip in (STRIP, STRIP // 2, STRIP // 4) for num_stages in (2, 1)]
         strip, num_stages = next((way for way in ways if finishing(*way) <= target.shared), ways[-1])
         tile = dict(BT=BT, BK=min(strip, padded(problem.K)), BV=min(strip, padded(problem.V)))

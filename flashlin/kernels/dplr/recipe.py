@@ -51,7 +51,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return bytes_each * (config.num_stages * tiles + config.BK * config.BV + 2 * config.BT * config.BV)
 
     def reverse(config: Config) -> int:
-        return scanning(config._replace(num_stages=1), 2, 3)
+        moved = bytes_each * config.BT * config.BV if release(target.triton) >= (3, 8) else 0  # rows of v change their layout
+        return scanning(config._replace(num_stages=1), 2, 3) + moved
     longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two else BLOCK
     candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps)
                   if config.BT <= longest and (config.num_stages == 1 or config.BT > SHORT))
