@@ -46,13 +46,13 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
     def scanning(config: Config, tall: int = 3, square: int = 2) -> int:
         """tall, square: how many tiles of a chunk's rows by K and by itself are there at a time; without a second stage not all of them.
-        Besides, v or do, the state, and rows of v between products."""
+        Besides, v or do, the state, and rows of v between products, once more where warpgroups multiply (3.3 on sm_100, from 3.8 on)."""
+        moved = 3 if target.capability >= (9, 0) else 2
         tiles = config.BT * (tall * config.BK + square * config.BT + config.BV)
-        return bytes_each * (config.num_stages * tiles + config.BK * config.BV + 2 * config.BT * config.BV)
+        return bytes_each * (config.num_stages * tiles + config.BK * config.BV + moved * config.BT * config.BV)
 
     def reverse(config: Config) -> int:
-        moved = bytes_each * config.BT * config.BV if release(target.triton) >= (3, 8) else 0  # rows of v change their layout
-        return scanning(config._replace(num_stages=1), 2, 3) + moved
+        return scanning(config._replace(num_stages=1), 2, 3)
     longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two else BLOCK
     candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps)
                   if config.BT <= longest and (config.num_stages == 1 or config.BT > SHORT))
