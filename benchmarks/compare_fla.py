@@ -1,4 +1,5 @@
-"""flashlin beside fla on the same work in one run: forward, forward plus backward, peak memory, host time, first call.
+"""flashlin beside fla, and Mamba2's scan beside mamba_ssm, on the same work in one run: forward, forward plus backward, peak memory, host
+time, first call.
 
     python benchmarks/compare_fla.py --out benchmarks/results/
 Ratios are flashlin / fla; lower is better. fla refuses the backward of chunk_simple_gla and chunk_gated_delta_rule on Hopper with Triton 3.4 to 3.7.0
@@ -9,12 +10,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,12 @@ def inputs(B: int, T: int, H: int, D: int, arguments: str, dtype: torch.dtype) -
         if role in ("unit", "a", "b"):  # a = -key, b = its rate times key
             key = torch.nn.functional.normalize(randn(B, T, H, D), dim=-1)
             return {"unit": key, "a": -key, "b": key * torch.rand(B, T, H, 1, device="cuda")}[role].to(dtype)
+        if role == "dt":
+            return torch.nn.functional.softplus(randn(B, T, H) - 2)
+        if role == "pole":
+            return -torch.rand(H, device="cuda") - 0.5
+        if role == "shared":  # one key and query for all heads, of Mamba2's usual 128
+            return randn(B, T, 1, 128).to(dtype)
         if role in ("g", "gk"):
             return torch.nn.functional.logsigmoid(randn(B, T, H, *((D,) if role == "gk" else ())))
         if role == "beta":
@@ -57,17 +66,22 @@ def inputs(B: int, T: int, H: int, D: int, arguments: str, dtype: torch.dtype) -
     return {name: made(role).requires_grad_() for name, role in roles.items()}
 
 
+def output(returned: Any) -> torch.Tensor:
+    """o, of an op that returns it alone or with its final state."""
+    o: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return o
+
+
 def timed(function: Callable[..., Any], tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> dict[str, float]:
     from triton.testing import do_bench
-    do = torch.randn_like(tensors["v"])
 
     def forward() -> Any:
         with torch.no_grad():
             return function(**tensors, **extra)
+    do = torch.randn_like(output(forward()))
 
     def both() -> None:
-        o = function(**tensors, **extra)
-        (o[0] if isinstance(o, tuple) else o).backward(do)
+        output(function(**tensors, **extra)).backward(do)
         for x in tensors.values():
             x.grad = None
     both()
@@ -83,7 +97,7 @@ def timed(function: Callable[..., Any], tensors: dict[str, torch.Tensor], extra:
 def host(function: Callable[..., Any], D: int, arguments: str, extra: dict[str, Any]) -> dict[str, float]:
     """Microseconds of host time a call takes on a shape the card finishes at once, forward and forward plus backward."""
     tensors = inputs(1, 64, 2, D, arguments, torch.bfloat16)
-    do = torch.randn_like(tensors["v"])
+    do = torch.randn_like(output(function(**tensors, **extra)))
     found = {}
     for name, grad in (("host_forward_us", False), ("host_both_us", True)):
         best = 1e9
@@ -94,7 +108,7 @@ def host(function: Callable[..., Any], D: int, arguments: str, extra: dict[str, 
                 with torch.set_grad_enabled(grad):
                     o = function(**tensors, **extra)
                 if grad:
-                    (o[0] if isinstance(o, tuple) else o).backward(do)
+                    output(o).backward(do)
             best = min(best, (time.perf_counter() - start) / 50)
             torch.cuda.synchronize()
         found[name] = best * 1e6
@@ -102,26 +116,40 @@ def host(function: Callable[..., Any], D: int, arguments: str, extra: dict[str, 
 
 
 def fla_op(family: str, name: str) -> tuple[Callable[..., Any] | None, str]:
-    """fla's op with its Hopper refusal off, or why there is none."""
+    """fla's op with its Hopper refusal off, or mamba_ssm's without that package's __init__, which wants a CUDA extension; or why there is none."""
     try:
+        if family.startswith("mamba_ssm"):
+            package = types.ModuleType("mamba_ssm")
+            package.__path__ = [str(Path(folder) / "mamba_ssm") for folder in sys.path if (Path(folder) / "mamba_ssm").is_dir()]
+            sys.modules["mamba_ssm"] = package
+            return getattr(importlib.import_module(family), name), ""
         module = importlib.import_module("fla.ops.common.chunk_o")
         for flag in ("IS_NVIDIA_HOPPER",):
             if hasattr(module, flag):
                 setattr(module, flag, False)
         return getattr(importlib.import_module(f"fla.ops.{family}"), name), ""
-    except Exception as error:  # fla not installed or broken here: its column says so
+    except Exception as error:  # the other package not installed or broken here: its column says so
         return None, f"{type(error).__name__}: {error}"
 
 
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+MAMBA = "mamba_ssm.ops.triton.ssd_combined"
 SHAPES = ((4, 4096, 32, 128), (1, 8192, 32, 128), (8, 1024, 8, 64), (2, 4096, 16, 256))
-# fla.ops.<home>, the op, its arguments with their roles, and whether fla refuses its backward on Hopper.
+# fla.ops.<home> or the module's whole name, the op, its arguments with their roles, and whether fla refuses its backward on Hopper.
 OPS: tuple[tuple[str, str, str, bool, dict[str, Any]], ...] = (
     ("simple_gla", "chunk_simple_gla", "q k v g", True, {}), ("retention", "chunk_retention", "q k v", False, {}),
     ("linear_attn", "chunk_linear_attn", "q k v", False, {"normalize": False}),
     ("lightning_attn", "chunk_lightning_attn", "q k v", False, {"layer_idx": 2, "num_layers": 12}),
     ("gated_delta_rule", "chunk_gated_delta_rule", "q k v g beta", True, {}), ("delta_rule", "chunk_delta_rule", "q k v beta", False, {}),
     ("gla", "chunk_gla", "q k v g:gk", False, {}), ("rwkv6", "chunk_rwkv6", "r:q k v w:gk u:bonus", False, {}),
-    ("kda", "chunk_kda", "q k v g:gk beta", False, {}), ("rwkv7", "chunk_rwkv7", "r:q w:gk k v a b", False, {}))
+    ("kda", "chunk_kda", "q k v g:gk beta", False, {}), ("rwkv7", "chunk_rwkv7", "r:q w:gk k v a b", False, {}),
+    (MAMBA, "mamba_chunk_scan_combined", "x dt A:pole B:shared C:shared", False, {"chunk_size": 256}))
 
 
 def main() -> None:
@@ -138,22 +166,21 @@ def main() -> None:
     import triton
 
     import flashlin
-    try:
-        version = importlib.import_module("importlib.metadata").version("fla-core")
-    except importlib.metadata.PackageNotFoundError:
-        version = "none"
     rows: list[dict[str, Any]] = []
-    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__, "fla": version,
+    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__,
+              "fla": version("fla-core"), "mamba_ssm": version("mamba_ssm"),
               "date": datetime.date.today().isoformat(), "first_call": first_call, "rows": rows}
     for family, name, arguments, refused, extra in OPS:
         if options.op and name not in options.op:
             continue
         theirs, why = fla_op(family, name)
-        for shape in SHAPES if family in ("simple_gla", "retention") and not options.quick else SHAPES[:1]:
+        peer = "mamba_ssm" if family == MAMBA else "fla"
+        shapes = ((8, 2048, 80, 64),) if family == MAMBA else SHAPES if family in ("simple_gla", "retention") and not options.quick else SHAPES[:1]
+        for shape in shapes:
             B, T, H, D = shape
             row: dict[str, Any] = {"op": name, "B": B, "T": T, "H": H, "D": D, "dtype": "bfloat16"}
             tensors = inputs(B, T, H, D, arguments, torch.bfloat16)
-            for who, function in (("flashlin", getattr(flashlin, name)), ("fla", theirs)):
+            for who, function in (("flashlin", getattr(flashlin, name)), (peer, theirs)):
                 if function is None:
                     row[who] = {"failed": why}
                     continue
@@ -161,9 +188,9 @@ def main() -> None:
                     row[who] = timed(function, tensors, extra) | host(function, D, arguments, extra)
                 except Exception as error:  # one side's failure is the row's result
                     row[who] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
-            if "both_ms" in row["flashlin"] and "both_ms" in row["fla"]:
-                row["ratio_forward"] = row["flashlin"]["forward_ms"] / row["fla"]["forward_ms"]
-                row["ratio_both"] = row["flashlin"]["both_ms"] / row["fla"]["both_ms"]
+            if "both_ms" in row["flashlin"] and "both_ms" in row[peer]:
+                row["ratio_forward"] = row["flashlin"]["forward_ms"] / row[peer]["forward_ms"]
+                row["ratio_both"] = row["flashlin"]["both_ms"] / row[peer]["both_ms"]
             row["guard_off"] = refused
             rows.append(row)
             print(json.dumps({key: value if not isinstance(value, dict) else {k: round(v, 3) if isinstance(v, float) else v for k, v in value.items()}

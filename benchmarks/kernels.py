@@ -26,7 +26,7 @@ from flashlin.kernels.dplr import recipe as dplr
 from flashlin.kernels.gla import recipe as gla
 
 sys.path.insert(0, str(Path(__file__).parent))
-from compare_fla import OPS, inputs
+from compare_fla import OPS, inputs, output
 
 
 def main() -> None:
@@ -43,7 +43,8 @@ def main() -> None:
     if tile:
         for recipe in (dplr, gla, delta):
             vars(recipe)["over_v"] = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2], tile[3])])
-    tensors = inputs(B, T, H, D, next(arguments for _, op, arguments, *_ in OPS if op == options.op), torch.bfloat16)
+    _, _, arguments_of, _, extra = next(row for row in OPS if row[1] == options.op)
+    tensors = inputs(B, T, H, D, arguments_of, torch.bfloat16)
     events: list[tuple[str, Any, Any]] = []
 
     def timing(launch: Any, kernel: Any, programs: int, arguments: Any, constants: dict[str, Any]) -> None:
@@ -58,12 +59,12 @@ def main() -> None:
         marks[1].record()
         events.append((launch.kernel, *marks))
     door.replace_starter(timing)
-    do = torch.randn_like(tensors["v"])
     for repeat in range(1 if options.only_compile else 23):
         if repeat == 3:
             torch.cuda.synchronize()
             events.clear()
-        getattr(flashlin, options.op)(**tensors)[0].backward(do)
+        o = output(getattr(flashlin, options.op)(**tensors, **extra))
+        o.backward(torch.ones_like(o))
     torch.cuda.synchronize()
     times: dict[str, list[float]] = {}
     for kernel, begin, end in events:

@@ -89,8 +89,8 @@ def error_example() -> str:
 
 
 def speed_table() -> str:
-    """Out of benchmarks/results/compare-fla-*.json: one row an op, for the first shape of each file."""
-    lines = ["| op | forward, ms | fla | ratio | with backward, ms | fla | ratio | first call, s |", "|---" * 8 + "|"]
+    """Out of benchmarks/results/compare-fla-*.json: one row for each op and shape."""
+    lines = ["| op | forward, ms | theirs | ratio | with backward, ms | theirs | ratio | first call, s |", "|---" * 8 + "|"]
     said = set()
     for file in sorted((README.parent / "benchmarks" / "results").glob("compare-fla-*.json")):
         record = json.loads(file.read_text())
