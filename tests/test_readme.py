@@ -94,14 +94,16 @@ def speed_table() -> str:
     said = set()
     for file in sorted((README.parent / "benchmarks" / "results").glob("compare-fla-*.json")):
         record = json.loads(file.read_text())
-        said.add(f"{record['device']}, Triton {record['triton']}, torch {record['torch']}, fla-core {record['fla']}, {record['date']}")
         for row in record["rows"]:
-            ours, theirs = row["flashlin"], row["fla"]
+            peer = "fla" if "fla" in row else "mamba_ssm"
+            said.add(f"{record['device']}, Triton {record['triton']}, torch {record['torch']}, {peer} {record[peer]}, {record['date']}, "
+                     f"B={row['B']} T={row['T']} H={row['H']} D={row['D']}")
+            ours, theirs = row["flashlin"], row[peer]
             mark = "*" if row["guard_off"] is True and theirs.get("both_ms") else ""
             lines.append(f"| `{row['op']}` | {ours['forward_ms']:.3f} | {theirs['forward_ms']:.3f} | {row['ratio_forward']:.2f} "
                          f"| {ours['both_ms']:.2f} | {theirs['both_ms']:.2f}{mark} "
                          f"| {row['ratio_both']:.2f} | {record['first_call']['forward_s']:.1f} |")
-    shape = "B=4 T=4096 H=32 D=128, bfloat16, both in one process; first call: chunk_simple_gla from empty caches."
+    shape = "bfloat16, both in one process: Mamba2 beside mamba_ssm, all others beside fla; first call: chunk_simple_gla from empty caches."
     return "\n".join([*lines, "", f"{shape} *: fla refuses this backward here; its refusal was switched off for the timing.", *sorted(said)])
 
 
