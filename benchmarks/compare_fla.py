@@ -115,7 +115,7 @@ def host(function: Callable[..., Any], D: int, arguments: str, extra: dict[str, 
     return found
 
 
-def fla_op(family: str, name: str) -> tuple[Callable[..., Any] | None, str]:
+def peer_op(family: str, name: str) -> tuple[Callable[..., Any] | None, str]:
     """fla's op with its Hopper refusal off, or mamba_ssm's without that package's __init__, which wants a CUDA extension; or why there is none."""
     try:
         if family.startswith("mamba_ssm"):
@@ -173,7 +173,7 @@ def main() -> None:
     for family, name, arguments, refused, extra in OPS:
         if options.op and name not in options.op:
             continue
-        theirs, why = fla_op(family, name)
+        theirs, why = peer_op(family, name)
         peer = "mamba_ssm" if family == MAMBA else "fla"
         shapes = ((8, 2048, 80, 64),) if family == MAMBA else SHAPES if family in ("simple_gla", "retention") and not options.quick else SHAPES[:1]
         for shape in shapes:
