@@ -35,7 +35,7 @@ RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {
     "hgrn": hgrn.launches, "norm": norm.launches, "conv": conv.launches, "conv_update": conv.launches_of_update, "shield": shield.launches,
     "cross_entropy": cross_entropy.launches, "rotary": rotary.launches,
     **dict.fromkeys((mamba.STATE_UPDATE, mamba.WINDOW), mamba.launches),
-    **dict.fromkeys((pointwise.GATE, pointwise.MIX, pointwise.KEY, pointwise.CORRECTION), pointwise.launches)}
+    **dict.fromkeys(pointwise.FAMILIES, pointwise.launches)}
 
 # Every public op: its family, and the mode it asks for.
 OPS: dict[str, tuple[str, str]] = {

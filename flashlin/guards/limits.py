@@ -78,7 +78,7 @@ def check_head_dim(problem: Problem, launches: tuple[Launch, ...], target: Targe
 def check_width(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
     if problem.family in ("conv", "conv_update", "conv_window") and problem.V > MAX_WIDTH:
         return Reason("width", f"filters of {problem.V} taps", f"up to {MAX_WIDTH} for the kernels", ("torch_path",))
-    if problem.family == "pointwise_correction" and problem.K > MAX_COLUMNS:
+    if problem.family in ("pointwise_correction", "pointwise_scale") and problem.K > MAX_COLUMNS:
         return Reason("width", f"heads of {problem.K} columns", f"up to {MAX_COLUMNS} for the kernels", ("torch_path",))
     if problem.family == "state_update" and problem.K > MAX_COLUMNS:
         return Reason("width", f"states of {problem.K} columns", f"up to {MAX_COLUMNS} for the kernels", ("torch_path",))

@@ -14,32 +14,50 @@ from flashlin.dispatch import OPS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import FLOATS, need_tensor, shown
 from flashlin.kernels.pointwise import torch_path
-from flashlin.kernels.pointwise.recipe import MIX
+from flashlin.kernels.pointwise.recipe import APART, MIX, SCALE, SKIP
 from flashlin.ops.norm import STRICTEST
 from flashlin.ops.planned import name_of, planned, wants_grad
 
 
-def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bound: float | None = None) -> tuple[Tensor, ...]:
+def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bound: float | None = None,
+        family: str | None = None) -> tuple[Tensor, ...]:
     """The outputs of an op over rows of H * K columns, of that dtype. tensors: what its kernels take, in shapes that broadcast; the first
-    has a row's shape at the end."""
+    has a row's shape at the end. family: where it is not the op's own, but a part of it."""
     first = tensors[0]
     assert first is not None
+    family = family or OPS[op][0]
     if torch.compiler.is_compiling():
-        return tuple(y.to(dtype) for y in torch_path.run(OPS[op][0], tensors, bound))
-    plan = planned(problem_of(op, first.numel() // (H * K), H, K, dtype, tensors, wants_grad(*tensors)), first.device)
+        return tuple(y.to(dtype) for y in torch_path.run(family, tensors, bound))
+    plan = planned(problem_of(op, family, first.numel() // (H * K), H, K, dtype, tensors, wants_grad(*tensors)), first.device)
     if plan.problem.path == "torch":
-        return tuple(y.to(dtype) for y in torch_path.run(OPS[op][0], tensors, bound))
+        return tuple(y.to(dtype) for y in torch_path.run(family, tensors, bound))
     kernel_dtype = dtype
     if plan.problem.dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
         tensors, kernel_dtype = tuple(None if x is None else x.float() for x in tensors), torch.float32
-    found: tuple[Tensor, ...] = _Pointwise.apply(plan, bound, kernel_dtype, *(None if x is None else x.contiguous() for x in tensors))
+    found: tuple[Tensor, ...] = _Pointwise.apply(plan, bound, kernel_dtype, *(
+        x if x is None or family in APART else x.contiguous() for x in tensors))
     return tuple(y.to(dtype) for y in found)
 
 
-def problem_of(op: str, rows: int, H: int, K: int, dtype: torch.dtype, tensors: tuple[Tensor | None, ...], needs_grad: bool) -> Problem:
+def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
+    """x step in that dtype: x [..., H, K], step [..., H]."""
+    H, P = x.shape[-2:]
+    y, = run(op, H, P, dtype, x, step.contiguous(), family=SCALE)
+    return y
+
+
+def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(o + D x) silu(z) in that dtype: o [..., H, K] of float32, D [H] or [H, K] or None, z or None."""
+    H, P = x.shape[-2:]
+    y, = run(op, H, P, dtype, o.contiguous(), None if D is None else x, None if D is None else D.contiguous(), z, family=SKIP)
+    return y
+
+
+def problem_of(op: str, family: str, rows: int, H: int, K: int, dtype: torch.dtype, tensors: tuple[Tensor | None, ...],
+               needs_grad: bool) -> Problem:
     """The dtype is the strictest of any tensor, output included."""
     dtypes = frozenset([dtype, *(x.dtype for x in tensors if x is not None)])
-    return Problem(op, OPS[op][0], "", 1, rows, H, K, K, 1, _strictest(dtypes), False, needs_grad)
+    return Problem(op, family, "", 1, rows, H, K, K, 1, _strictest(dtypes), False, needs_grad)
 
 
 @lru_cache(maxsize=64)
@@ -84,8 +102,9 @@ class _Pointwise(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, bound: float | None, dtype: torch.dtype, *tensors: Tensor | None) -> Any:
         from flashlin.kernels.pointwise import forward
         ctx.plan, ctx.bound = plan, bound
-        kept = (None, *tensors[1:]) if plan.problem.family == MIX else tensors  # where h went into needs no gradient of it
-        ctx.save_for_backward(*kept)
+        family = plan.problem.family
+        only_added = family == MIX or (family == SKIP and tensors[3] is None)  # the first one: no gradient depends on it
+        ctx.save_for_backward(*((None, *tensors[1:]) if only_added else tensors))
         return forward.run(plan, tensors, bound, dtype)
 
     @staticmethod

@@ -1,7 +1,8 @@
 """The state space duality of Mamba2, chunk by chunk; mirrors ``mamba_ssm.ops.triton.ssd_combined``.
 
     h_t = e^{dt_t A} h_{t-1} + dt_t x_t B_t^T        y_t = (h_t C_t + D x_t) silu(z_t)
-Source: Dao and Gu 2024. It is simple GLA with q = C, k = B, v = dt x and g = dt A, so it takes those kernels; what remains is elementwise torch.
+Source: Dao and Gu 2024. It is simple GLA with q = C, k = B, v = dt x and g = dt A, so it takes those kernels, and elementwise ones for dt x
+and for what D and z do.
 """
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from flashlin.kernels.norm.recipe import RMS
 from flashlin.ops import chunked, simple_gla
 from flashlin.ops.causal_conv1d import begins, check_filters, check_seq_idx, convolved
 from flashlin.ops.norm import mamba_norm
-from flashlin.ops.pointwise import check_beside, check_rows
+from flashlin.ops.pointwise import check_beside, check_rows, scaled, skipped
 
 FORGOTTEN = -126 * math.log(2)  # log decay of what is forgotten: a multiple of it beside a sum of decays costs that sum no digits that matter
 
@@ -177,14 +178,11 @@ def _scan(op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Te
     decay = (step * A.to(compute)).clamp(min=FORGOTTEN)
     if seq_idx is not None:
         decay = torch.where(begins(seq_idx, False)[..., None], FORGOTTEN, decay)
-    plain = rounded and D is None and z is None
-    y, ht = chunked.run(simple_gla.FAMILY, op, (C, B, (x * step[..., None]).to(dtype), decay, None), 1.0, h0, has_ht, True, bounds,
-                        out_dtype=x.dtype if plain else compute, grouped=True)
-    if D is not None:
-        y = y + (D if D.ndim == 2 else D[:, None]).to(compute) * x
-    if z is not None:
-        y = y * F.silu(z.to(compute))
-    return y.to(x.dtype) if rounded else y, ht
+    plain = D is None and z is None
+    out_dtype = x.dtype if rounded else compute
+    y, ht = chunked.run(simple_gla.FAMILY, op, (C, B, scaled(op, x, step, dtype), decay, None), 1.0, h0, has_ht, True, bounds,
+                        out_dtype=out_dtype if plain else compute, grouped=True)
+    return y if plain else skipped(op, y, x, D, z, out_dtype), ht
 
 
 def _layout(zxbcdt: Any, weight: Any, D: Any, headdim: int | None, ngroups: int) -> tuple[int, int, int, int]:

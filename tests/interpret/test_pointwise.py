@@ -10,6 +10,8 @@ import flashlin
 from flashlin import dispatch
 from flashlin.compat.target import interpreting, probe
 from flashlin.kernels.pointwise import reference
+from flashlin.kernels.pointwise.forward import FARTHEST, rows_of
+from flashlin.kernels.pointwise.recipe import GATE
 from flashlin.ops import pointwise
 from flashlin.ops.planned import planned
 from flashlin.testing.cases.pointwise import CASES
@@ -45,7 +47,7 @@ def test_programs_that_share_out_many_rows(name: str) -> None:
 def test_each_programs_rows_are_many_on_one_multiprocessor(one_multiprocessor: None) -> None:
     """The tests above are about something."""
     x = torch.zeros(3000, 32)
-    launch = pointwise.planned(pointwise.problem_of("fused_gdn_gate", 3000, 32, 1, x.dtype, (x,), True), CPU).launches[-1]
+    launch = pointwise.planned(pointwise.problem_of("fused_gdn_gate", GATE, 3000, 32, 1, x.dtype, (x,), True), CPU).launches[-1]
     assert launch.grid[0] * launch.block("BT") < 3000
 
 
@@ -112,3 +114,41 @@ def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
     dk, = torch.autograd.grad(flashlin.fused_k_rwkv7(k, k, torch.ones(8)).pow(2).sum(), k, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dk.sum().backward()
+
+
+SLICES = {"whole": lambda x: x[..., :12].contiguous(), "slice": lambda x: x[..., 3:15], "every other": lambda x: x[..., ::2],
+          "tokens first": lambda x: x[..., :12].transpose(0, 1).contiguous().transpose(0, 1), "one for all": lambda x: x[:, :1, :12].expand(2, 7, 12)}
+
+
+@pytest.mark.parametrize("lies", SLICES)
+@pytest.mark.parametrize("given", ["D", "D of columns", "z", "D z"])
+def test_parts_of_a_scan_take_rows_as_they_lie(lies: str, given: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, z = (SLICES[lies](torch.randn(2, 7, 24, generator=generator)).unflatten(2, (3, 4)).requires_grad_() for _ in range(2))
+    step, o = (torch.randn(2, 7, 3, *size, generator=generator).requires_grad_() for size in ((), (4,)))
+    D = torch.randn(3, *[4] * ("columns" in given), generator=generator).requires_grad_()
+    with poisoned():
+        y = pointwise.scaled("mamba_chunk_scan_combined", x, step, torch.float32)
+        out = pointwise.skipped("mamba_chunk_scan_combined", o, x, D if "D" in given else None, z if "z" in given else None, torch.float32)
+        dy, dout = (torch.randn(2, 7, 3, 4, generator=generator) for _ in range(2))
+        leaves = [x, step, o, *[D] * ("D" in given), *[z] * ("z" in given)]
+        got = torch.autograd.grad((y * dy + out * dout).sum(), leaves)
+    wide_x, wide_step, wide_o, wide_D, wide_z = doubles = [t.detach().double().requires_grad_() for t in (x, step, o, D, z)]
+    wanted_y = torch.einsum("bthp,bth->bthp", wide_x, wide_step)
+    wanted = wide_o + ((wide_D if "columns" in given else wide_D[:, None]) * wide_x if "D" in given else 0)
+    wanted = wanted * (wide_z / (1 + (-wide_z).exp()) if "z" in given else 1)
+    chosen = [*doubles[:3], *[wide_D] * ("D" in given), *[wide_z] * ("z" in given)]
+    expected = torch.autograd.grad((wanted_y * dy + wanted * dout).sum(), chosen)
+    assert judge("y", y, wanted_y, 1e-6).ok and judge("out", out, wanted, 1e-6).ok
+    for grad, right in zip(got, expected, strict=True):
+        assert grad.shape == right.shape and judge("gradient", grad, right, 2e-6).ok
+
+
+def test_only_rows_that_no_offset_reaches_are_copied() -> None:
+    x = torch.empty(2, 7, 24)
+    rows, apart = rows_of(x[..., 3:15].unflatten(2, (3, 4)), 12)
+    assert rows is not None and apart == 24 and rows.data_ptr() == x[..., 3:].data_ptr()
+    far = torch.empty(4, FARTHEST + 1, device="meta")[:, :12]
+    for copied in (x[..., ::2], x.transpose(0, 1)[..., :12], far):
+        rows, apart = rows_of(copied, 12)
+        assert rows is not None and apart == 12 and rows.is_contiguous()

@@ -73,6 +73,12 @@ def column_of(x, channels, known, along_d, along_t, t, BD: tl.constexpr):
     return tl.load(x + t * along_t + channels * along_d, mask=known, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def come(t, BD: tl.constexpr):
+    """[BD]: whether token t is of this call. Of a block, since in the interpreter of 3.9 what two scalars are compared to is no mask."""
+    return tl.zeros([BD], dtype=tl.int32) + t >= 0
+
+
 @triton.jit(do_not_specialize=["T", "pool"])
 def conv_window(x, weight, bias, state, y, seqlens, indices, T, pool, x_n, x_d, x_t, state_n, state_d, state_l, D: tl.constexpr, W: tl.constexpr,
                 L: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr):
@@ -100,8 +106,8 @@ def conv_window(x, weight, bias, state, y, seqlens, indices, T, pool, x_n, x_d, 
         for w in tl.static_range(W):
             at = t - (W - 1 - w)
             past = (oldest + L + at) % L
-            seen = column_of(x, channels, known & (at >= 0), x_d, x_t, at, BD)
-            seen += column_of(state, channels, known & (at < 0), state_d, state_l, past, BD)
+            seen = column_of(x, channels, known & come(at, BD), x_d, x_t, at, BD)
+            seen += column_of(state, channels, known & ~come(at, BD), state_d, state_l, past, BD)
             value += seen * tl.load(weight + channels * W + w, mask=inside, other=0.0).to(tl.float32)
         if SILU:
             value *= tl.sigmoid(value)
@@ -114,8 +120,8 @@ def conv_window(x, weight, bias, state, y, seqlens, indices, T, pool, x_n, x_d, 
     else:
         for to in range(L):  # a thread has its channels to itself, and what it writes lies before what it still reads
             at = to + T - L
-            kept = column_of(x, channels, known & (at >= 0), x_d, x_t, at, BD)
-            kept += column_of(state, channels, known & (at < 0), state_d, state_l, to + T, BD)
+            kept = column_of(x, channels, known & come(at, BD), x_d, x_t, at, BD)
+            kept += column_of(state, channels, known & ~come(at, BD), state_d, state_l, to + T, BD)
             tl.store(state + to * state_l + channels * state_d, kept.to(state.dtype.element_ty), mask=known)
 
 

@@ -6,6 +6,8 @@ With ' for the gradient of a parameter before its sum over rows (and for A over 
     mix          dh = sum_i dy_i,  ddelta = sum_i x_i dy_i,    x_i' = delta dy_i
     key          dk = (1 + (a - 1) c) dy,  da = k c dy,        c' = k (a - 1) dy
     correction   do = p,  dv = s p,  dr = q k u,  dk = q r u,  dg = (o + s v) dy,   u' = q r k     where p = g dy, q = sum over columns of p v
+    scale        dx = s dy,  ds = sum over a head's columns of x dy
+    skip         do = p,  dx = D p,  dz = dy (o + D x) silu'(z),            D' = x p     where p = silu(z) dy
 A program takes every so many-th BT rows of its strip and keeps its share of the parameters' gradients in registers; the shares are
 [parameters, programs of a strip, D] in fp32, and torch adds them up.
 """
@@ -16,8 +18,8 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.pointwise.forward import line, opened, put, strip_of, tile, widths
-from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX
+from flashlin.kernels.pointwise.forward import line, of_head, opened, per_parameter, put, rows_of, strip_of, tile, widths
+from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, SCALE, SKIP
 from flashlin.kernels.recurrent.forward import softplus
 
 
@@ -141,38 +143,86 @@ def pointwise_correction_backward(o, r, k, u, v, g, dy, do, dr, dk, dv, dg, shar
         put_share(shares, total, 0, share, count, cols, there, D)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def pointwise_scale_backward(x, s, dy, dx, ds, x_n, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    block, _, cols, there = strip_of(D, W, BD)
+    first = block.to(tl.int64) * BT
+    places, known = of_head(first, rows, D, W, BT)
+    b_s = tl.load(s + places, mask=known, other=0.0)[:, None]
+    b_dy = tile(dy, first, rows, cols, there, D, BT)
+    put(dx, b_dy * b_s, first, rows, cols, there, D, BT)
+    tl.store(ds + places, tl.sum(b_dy * tile(x, first, rows, cols, there, x_n, BT), 1), mask=known)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def pointwise_skip_backward(dy, o, x, skip, z, do, dx, dz, shares, x_n, z_n, rows, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+                            BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr):
+    """Without z do is dy, and not written."""
+    share, count, cols, there = strip_of(D, W, BD)
+    first = share.to(tl.int64) * BT
+    step = count.to(tl.int64) * BT
+    total = tl.zeros([BT, BD], dtype=tl.float32)
+    for _ in range((rows - first + step - 1) // step):
+        p = tile(dy, first, rows, cols, there, D, BT)
+        b_x = tl.zeros([BT, BD], dtype=tl.float32)
+        b_skip = tl.zeros([1, BD], dtype=tl.float32)
+        if skip is not None:
+            b_x = tile(x, first, rows, cols, there, x_n, BT)
+            b_skip = line(skip, cols // K, there)
+        if z is not None:
+            b_z = tile(z, first, rows, cols, there, z_n, BT)
+            on = tl.sigmoid(b_z)
+            put(dz, p * (tile(o, first, rows, cols, there, D, BT) + b_skip * b_x) * on * (1 + b_z * (1 - on)), first, rows, cols, there, D, BT)
+            p *= b_z * on
+            put(do, p, first, rows, cols, there, D, BT)
+        if skip is not None:
+            put(dx, p * b_skip, first, rows, cols, there, D, BT)
+            total += p * b_x
+        first += step
+    if SUMS:
+        put_share(shares, total, 0, share, count, cols, there, D)
+
+
 # Which tensors are parameters, in the order of their shares.
-PARAMETERS = {GATE: (1, 2), MIX: (2, 3, 4, 5, 6, 7), KEY: (2,), CORRECTION: (3,)}
+PARAMETERS = {GATE: (1, 2), MIX: (2, 3, 4, 5, 6, 7), KEY: (2,), CORRECTION: (3,), SCALE: (), SKIP: (2,)}
 
 
 def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], dys: tuple[torch.Tensor, ...], bound: float | None,
         sums: bool) -> list[torch.Tensor | None]:
     """A gradient for each of tensors, in its dtype and shape; those of parameters only with sums. tensors: what forward.run got, though of a
-    mix h may be None. dys: the contiguous gradients of what it gave."""
-    family, launch = plan.problem.family, plan.launches[-1]
-    x = tensors[1] if family == MIX else tensors[0]
-    assert x is not None
+    mix h may be None, and of a skip without z a float32 o. dys: the contiguous gradients of what it gave."""
+    family, launch, dy = plan.problem.family, plan.launches[-1], dys[0]
     D, rows, parameters = plan.problem.H * plan.problem.K, plan.problem.T, PARAMETERS[family]
-    found = [None if of is None or at in parameters else torch.empty_like(of) for at, of in enumerate(tensors)]
+    found = [None if of is None or at in parameters else torch.empty(of.shape, dtype=of.dtype, device=of.device) for at, of in enumerate(tensors)]
     if family == MIX:
-        found[0] = torch.empty_like(x, dtype=dys[0].dtype)
+        found[0] = torch.empty_like(dy)
     made = [of for of in found if of is not None]
     facts: dict[str, int] = {**widths(plan, launch), "SUMS": sums}
     count = launch.grid[0] // -(-D // facts["W"])
-    shares = torch.empty((len(parameters), count, D), dtype=torch.float32, device=x.device) if sums else None
-    if x.numel() and family == GATE:
+    shares = torch.empty((len(parameters), count, D), dtype=torch.float32, device=dy.device) if sums else None
+    if dy.numel() and family == GATE:
         start(launch, pointwise_gate_backward, launch.grid[0], (*tensors, *dys, *made, shares, bound or 0.0, rows),
               {**facts, "K": plan.problem.K, "BOUNDED": bound is not None})
-    elif x.numel() and family == MIX:
+    elif dy.numel() and family == MIX:
         start(launch, pointwise_mix_backward, launch.grid[0], (*tensors[1:], *dys, *[None] * (6 - len(dys)), *made, shares, rows), facts)
-    elif x.numel():
+    elif dy.numel() and family == SCALE:
+        x, x_n = rows_of(tensors[0], D)
+        start(launch, pointwise_scale_backward, launch.grid[0], (x, tensors[1], dy, *made, x_n, rows), widths(plan, launch))
+    elif dy.numel() and family == SKIP:
+        (x, x_n), (z, z_n) = rows_of(tensors[1], D), rows_of(tensors[3], D)
+        do, dx, _, dz = found
+        start(launch, pointwise_skip_backward, launch.grid[0], (dy, tensors[0], x, tensors[2], z, do, dx, dz, shares, x_n, z_n, rows),
+              {**facts, "K": per_parameter(tensors[2], D)})
+    elif dy.numel():
         start(launch, pointwise_key_backward if family == KEY else pointwise_correction_backward, launch.grid[0],
               (*tensors, *dys, *made, shares, rows), facts)
     if shares is not None:
-        totals = shares.sum(1) if x.numel() else shares.new_zeros((len(parameters), D))
+        totals = shares.sum(1) if dy.numel() else shares.new_zeros((len(parameters), D))
         for at, total in zip(parameters, totals, strict=True):
             of = tensors[at]
             if of is not None:
                 total = total if of.numel() == D else total.view(of.numel(), -1).sum(1)
                 found[at] = total.view(of.shape).to(of.dtype)
+    if family == SKIP and tensors[0] is None:
+        found[0] = dy.float()
     return found

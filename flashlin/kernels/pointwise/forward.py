@@ -4,7 +4,9 @@
     mix          y_i = h + delta x_i, for five or six x of a column each
     key          y = k (1 + (a - 1) c)                                                              c: of a column
     correction   y = (o + s v) g,  s = sum over a head's columns of r k u                           u: of a column
-A program owns BT rows and a strip of BD columns; for the correction a strip is a head, so that the sum is at home.
+    scale        y = x s                                                                            s: of a row's head
+    skip         y = (o + D x) silu(z)                                                              D: of a head or a column
+A program owns BT rows and a strip of BD columns; for the correction and the scale a strip is a head, so that sums over it are at home.
 """
 
 import torch
@@ -13,7 +15,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Launch, Plan
-from flashlin.kernels.pointwise.recipe import GATE, KEY, MIX, strip_width
+from flashlin.kernels.pointwise.recipe import GATE, KEY, MIX, SCALE, SKIP, strip_width
 from flashlin.kernels.recurrent.forward import softplus
 
 
@@ -27,10 +29,11 @@ def strip_of(D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def tile(x, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr):
-    """[BT, BD] of a [rows, D] tensor from row first on, in fp32, zeros outside."""
+def tile(x, first, rows, cols, there, apart, BT: tl.constexpr):
+    """[BT, BD] of rows that far apart, from row first on, in fp32, zeros outside."""
     row = tl.arange(0, BT)
-    return tl.load(x + first * D + (row[:, None] * D + cols[None, :]), mask=(first + row < rows)[:, None] & there[None, :], other=0.0).to(tl.float32)
+    known = (first + row < rows)[:, None] & there[None, :]
+    return tl.load(x + first * apart + (row[:, None] * apart + cols[None, :]), mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -108,16 +111,65 @@ def pointwise_correction(o, r, k, u, v, g, y, rows, D: tl.constexpr, W: tl.const
     put(y, total * tile(g, first, rows, cols, there, D, BT), first, rows, cols, there, D, BT)
 
 
+@triton.jit
+def of_head(first, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr):
+    """Where this program's head, a strip of W columns, is in a [rows, heads] tensor: places, and which of them there are."""
+    row = first + tl.arange(0, BT)
+    return row * (D // W) + tl.program_id(0) % (D // W), row < rows
+
+
+@triton.jit(do_not_specialize=["rows"])
+def pointwise_scale(x, s, y, x_n, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    block, _, cols, there = strip_of(D, W, BD)
+    first = block.to(tl.int64) * BT
+    places, known = of_head(first, rows, D, W, BT)
+    b_s = tl.load(s + places, mask=known, other=0.0)[:, None]
+    put(y, tile(x, first, rows, cols, there, x_n, BT) * b_s, first, rows, cols, there, D, BT)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def pointwise_skip(o, x, skip, z, y, x_n, z_n, rows, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """skip: of K columns at a time."""
+    block, _, cols, there = strip_of(D, W, BD)
+    first = block.to(tl.int64) * BT
+    value = tile(o, first, rows, cols, there, D, BT)
+    if skip is not None:
+        value += line(skip, cols // K, there) * tile(x, first, rows, cols, there, x_n, BT)
+    if z is not None:
+        b_z = tile(z, first, rows, cols, there, z_n, BT)
+        value *= b_z * tl.sigmoid(b_z)
+    put(y, value, first, rows, cols, there, D, BT)
+
+
+FARTHEST = 2**31 // 2048  # rows of one tile that 32-bit offsets reach, however narrow it is
+
+
+def rows_of(x: torch.Tensor | None, D: int) -> tuple[torch.Tensor | None, int]:
+    """x as rows of D columns and how far apart they are; copied only if columns do not lie side by side, or rows too far apart."""
+    if x is None:
+        return None, 0
+    rows = x.reshape(-1, D)
+    if rows.stride(1) != 1 or rows.stride(0) > FARTHEST:
+        rows = rows.contiguous()
+    return rows, rows.stride(0)
+
+
+def per_parameter(D_skip: torch.Tensor | None, D: int) -> int:
+    """Columns to each element of a skip's D, which is of heads or of columns."""
+    return 1 if D_skip is None else D // D_skip.numel()
+
+
 def widths(plan: Plan, launch: Launch) -> dict[str, int]:
     """D columns in strips of W."""
     return dict(D=plan.problem.H * plan.problem.K, W=strip_width(plan.problem, launch.block("BD")))
 
 
 def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | None, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The outputs, of that dtype. tensors: as named above, in that order, contiguous and of any dtypes; A, b and the sixth x may be None."""
+    """The outputs, of that dtype. tensors: as named above, in that order, contiguous and of any dtypes; A, b and the sixth x may be None, and
+    so may x and D, or z, of a skip. What a scale and a skip take of a row need not be contiguous."""
     x, family, launch = tensors[0], plan.problem.family, plan.launches[0]
     assert x is not None
-    outputs = tuple(torch.empty_like(x, dtype=dtype) for of in (tensors[2:] if family == MIX else tensors[:1]) if of is not None)
+    outputs = tuple(torch.empty(x.shape, dtype=dtype, device=x.device) for of in (tensors[2:] if family == MIX else tensors[:1]) if of is not None)
     if not x.numel():
         return outputs
     facts, rows = widths(plan, launch), plan.problem.T
@@ -126,6 +178,13 @@ def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | Non
               {**facts, "K": plan.problem.K, "BOUNDED": bound is not None})
     elif family == MIX:
         start(launch, pointwise_mix, launch.grid[0], (*tensors, *outputs, *[None] * (6 - len(outputs)), rows), facts)
+    elif family == SCALE:
+        x, x_n = rows_of(x, facts["D"])
+        start(launch, pointwise_scale, launch.grid[0], (x, tensors[1], *outputs, x_n, rows), facts)
+    elif family == SKIP:
+        (x, x_n), (z, z_n) = rows_of(tensors[1], facts["D"]), rows_of(tensors[3], facts["D"])
+        start(launch, pointwise_skip, launch.grid[0], (tensors[0], x, tensors[2], z, *outputs, x_n, z_n, rows),
+              {**facts, "K": per_parameter(tensors[2], facts["D"])})
     else:
         start(launch, pointwise_key if family == KEY else pointwise_correction, launch.grid[0], (*tensors, *outputs, rows), facts)
     return outputs

@@ -10,7 +10,12 @@ from typing import NamedTuple
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Launch, Problem
 
-GATE, MIX, KEY, CORRECTION = "pointwise_gate", "pointwise_mix", "pointwise_key", "pointwise_correction"  # families, and their kernels
+# Families, and their kernels.
+GATE, MIX, KEY, CORRECTION = "pointwise_gate", "pointwise_mix", "pointwise_key", "pointwise_correction"
+SCALE, SKIP = "pointwise_scale", "pointwise_skip"
+FAMILIES = (GATE, MIX, KEY, CORRECTION, SCALE, SKIP)
+APART = (SCALE, SKIP)  # parts of a scan, which take slices of a projection as they lie
+BY_HEAD = (CORRECTION, SCALE)  # add up a head's columns
 
 
 class Config(NamedTuple):
@@ -26,18 +31,18 @@ FORWARD, BACKWARD = Config(2048, 4), Config(1024, 4, 4)  # backward keeps a sum 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Forward's launch and backward's."""
     found = [_launch(problem.family, FORWARD, problem, target)]
-    if problem.needs_grad:
-        found.append(_launch(problem.family + "_backward", BACKWARD, problem, target))
+    if problem.needs_grad:  # a scale has no parameters
+        found.append(_launch(problem.family + "_backward", FORWARD if problem.family == SCALE else BACKWARD, problem, target))
     return tuple(found)
 
 
 def strip_width(problem: Problem, BD: int) -> int:
     """Columns of a program: BD of them, or a whole head where they are added up."""
-    return problem.K if problem.family == CORRECTION else BD
+    return problem.K if problem.family in BY_HEAD else BD
 
 
 def _launch(kernel: str, config: Config, problem: Problem, target: Target) -> Launch:
-    if problem.family == CORRECTION:
+    if problem.family in BY_HEAD:
         BD = max(8, 1 << (problem.K - 1).bit_length())
         config = config._replace(elements=max(config.elements, BD), num_warps=max(config.num_warps, BD // 256))
     else:

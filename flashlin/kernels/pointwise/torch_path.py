@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX
+from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, SCALE, SKIP
 
 Tensor = torch.Tensor
 
@@ -42,7 +42,23 @@ def correction(o: Tensor, r: Tensor, k: Tensor, u: Tensor, v: Tensor, g: Tensor)
     return (o + (r * k * u).sum(-1, keepdim=True) * v) * g
 
 
-FUNCTIONS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {GATE: gate, MIX: mix, KEY: key, CORRECTION: correction}
+def scale(x: Tensor, step: Tensor) -> Tensor:
+    """x step, x [..., H, K], step [..., H]."""
+    wide_x, wide_step = _wide(x, step)
+    assert wide_x is not None and wide_step is not None
+    return wide_x * wide_step[..., None]
+
+
+def skip(o: Tensor, x: Tensor | None, D: Tensor | None, z: Tensor | None) -> Tensor:
+    """(o + D x) silu(z), all [..., H, K] but D [H] or [H, K]; x and D, or z, may be None."""
+    y, x, D, z = _wide(o, x, D, z)
+    assert y is not None
+    if x is not None and D is not None:
+        y = y + (D if D.ndim == 2 else D[:, None]) * x
+    return y if z is None else y * F.silu(z)
+
+
+FUNCTIONS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {GATE: gate, MIX: mix, KEY: key, CORRECTION: correction, SCALE: scale, SKIP: skip}
 
 
 def run(family: str, tensors: tuple[Tensor | None, ...], bound: float | None) -> tuple[Tensor, ...]:
