@@ -34,6 +34,7 @@ _HOME = {
     "flashlin.ops.conv": ("causal_conv1d", "causal_conv1d_update"),
     "flashlin.ops.ssd": ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"),
     "flashlin.ops.state_update": ("selective_state_update",),
+    "flashlin.ops.selective_scan": ("selective_scan_fn",),
     "flashlin.ops.causal_conv1d": ("causal_conv1d_fn", "mamba_causal_conv1d_update"),
     "flashlin.ops.gates": ("fused_gdn_gate", "fused_kda_gate"),
     "flashlin.ops.rwkv7_steps": ("fused_addcmul_rwkv7", "fused_k_rwkv7", "gate_output_correction"),
@@ -152,6 +153,7 @@ if TYPE_CHECKING:
     from flashlin.ops.rwkv7_steps import fused_addcmul_rwkv7 as fused_addcmul_rwkv7
     from flashlin.ops.rwkv7_steps import fused_k_rwkv7 as fused_k_rwkv7
     from flashlin.ops.rwkv7_steps import gate_output_correction as gate_output_correction
+    from flashlin.ops.selective_scan import selective_scan_fn as selective_scan_fn
     from flashlin.ops.simple_gla import chunk_simple_gla as chunk_simple_gla
     from flashlin.ops.simple_gla import fused_chunk_simple_gla as fused_chunk_simple_gla
     from flashlin.ops.simple_gla import fused_recurrent_simple_gla as fused_recurrent_simple_gla

@@ -25,6 +25,7 @@ from flashlin.kernels.norm import recipe as norm
 from flashlin.kernels.pointwise import recipe as pointwise
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.rotary import recipe as rotary
+from flashlin.kernels.selective import recipe as selective
 from flashlin.kernels.shield import recipe as shield
 from flashlin.kernels.simple_gla import recipe as simple_gla
 from flashlin.kernels.variants import VARIANTS
@@ -33,7 +34,7 @@ from flashlin.policy import Policy
 RECIPES: dict[str, Callable[[Problem, Target], tuple[Launch, ...]]] = {
     "simple_gla": simple_gla.launches, "delta": delta.launches, "gla": gla.launches, "dplr": dplr.launches, "recurrent": recurrent.launches,
     "hgrn": hgrn.launches, "norm": norm.launches, "conv": conv.launches, "conv_update": conv.launches_of_update, "shield": shield.launches,
-    "cross_entropy": cross_entropy.launches, "rotary": rotary.launches,
+    "cross_entropy": cross_entropy.launches, "rotary": rotary.launches, selective.FAMILY: selective.launches,
     **dict.fromkeys((mamba.STATE_UPDATE, mamba.WINDOW), mamba.launches),
     **dict.fromkeys(pointwise.FAMILIES, pointwise.launches)}
 
@@ -63,6 +64,7 @@ OPS: dict[str, tuple[str, str]] = {
     "rms_norm_gated": ("norm", ""), "layer_norm_gated": ("norm", ""), "rmsnorm_fn": ("norm", ""), "layernorm_fn": ("norm", ""),
     "causal_conv1d": ("conv", ""), "causal_conv1d_update": ("conv_update", ""), "token_shift": ("conv", ""),
     "causal_conv1d_fn": ("conv", ""), "mamba_causal_conv1d_update": (mamba.WINDOW, ""), "selective_state_update": (mamba.STATE_UPDATE, ""),
+    "selective_scan_fn": (selective.FAMILY, ""),
     "fused_gdn_gate": (pointwise.GATE, ""), "fused_kda_gate": (pointwise.GATE, ""), "fused_addcmul_rwkv7": (pointwise.MIX, ""),
     "fused_k_rwkv7": (pointwise.KEY, ""), "gate_output_correction": (pointwise.CORRECTION, ""),
     "rotary_embedding": ("rotary", ""), "cross_entropy_loss": ("cross_entropy", ""), "fused_linear_cross_entropy_loss": ("cross_entropy", "")}

@@ -31,8 +31,10 @@ TURNS = {"training": (1, 16384, 32, 128, 64, 1, False), "packed": (1, 32768, 32,
 LOGITS = {"training": (1, 16384, 1, 128256, 128256, 1, False), "decoding": (1, 64, 1, 128256, 128256, 1, False)}
 # Of a state update: H heads of V, and states of K columns.
 STATES = {"decoding": (128, 1, 80, 128, 64, 128, False)}
+# Of a selective scan: H groups, K states for each of V channels.
+CHANNEL_STATES = {"training": (4, 2048, 1, 16, 5120, 4, False)}
 SIZES = {"norm": ROWS, "hgrn": RECURRENCES, "rotary": TURNS, "cross_entropy": LOGITS, "conv": CHANNELS, "conv_update": CHANNELS,
-         "conv_window": CHANNELS, "state_update": STATES,
+         "conv_window": CHANNELS, "state_update": STATES, "selective": CHANNEL_STATES,
          **{family: HEADS for family, _ in OPS.values() if family.startswith("pointwise")}}
 TAPS = {"token_shift": 2}  # instead of the usual convolution's
 # The options that decide which kernels are started: simple GLA is called with a gate, as its name says, RWKV-6 with its bonus, Kimi Delta

@@ -19,6 +19,7 @@ AXIS_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA's maximum grid, by axis
 OFFSET_LIMIT = 2**31 - 1
 MAX_HEAD_DIM = 512
 MAX_WIDTH = 16  # of a convolution's filters, whose taps are unrolled
+MAX_STATES = 256  # of a channel of a selective scan, which are all in one program's registers
 MAX_COLUMNS = 4096  # that an elementwise op adds up in one program
 # Up to here a token-by-token kernel without gradients beats the chunked one: it is one short launch, and a chunk would be mostly padding.
 FEW_TOKENS = 16
@@ -80,6 +81,10 @@ def check_width(problem: Problem, launches: tuple[Launch, ...], target: Target, 
         return Reason("width", f"filters of {problem.V} taps", f"up to {MAX_WIDTH} for the kernels", ("torch_path",))
     if problem.family in ("pointwise_correction", "pointwise_scale") and problem.K > MAX_COLUMNS:
         return Reason("width", f"heads of {problem.K} columns", f"up to {MAX_COLUMNS} for the kernels", ("torch_path",))
+    if problem.family == "selective" and "fixed" in problem.options:
+        return Reason("fixed", "B or C of shape [D, N]", "B and C with a token dimension for the kernels", ("torch_path",))
+    if problem.family == "selective" and problem.K > MAX_STATES:
+        return Reason("width", f"{problem.K} states of a channel", f"up to {MAX_STATES} for the kernels", ("torch_path",))
     if problem.family == "state_update" and problem.K > MAX_COLUMNS:
         return Reason("width", f"states of {problem.K} columns", f"up to {MAX_COLUMNS} for the kernels", ("torch_path",))
     return None

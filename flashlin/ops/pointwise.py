@@ -70,7 +70,7 @@ def check_rows(name: str, x: Any, meaning: str, dims: int | None = None, columns
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, need a tensor of shape {meaning}")
     if x.ndim < columns or x.ndim != (dims or x.ndim) or 0 in x.shape[x.ndim - columns:]:
-        raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning} with at least 1 column")
+        raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning}" + " with at least 1 column" * bool(columns))
     if x.dtype not in FLOATS:
         raise TypeError(f"{name}: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
 

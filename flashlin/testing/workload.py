@@ -166,6 +166,14 @@ def updating_states(dtype: torch.dtype, heads: bool = True) -> None:
     flashlin.selective_state_update(state, x, dt, zeros(H, 1, 1).expand(H, P, N), groups, groups, of_heads, x, of_heads, True)
 
 
+def scanning_channels(dtype: torch.dtype, N: int = 16) -> None:
+    """As Mamba1's layers call it: u and z are slices of a projection, dt and what belongs to channels in float32."""
+    D = 1024
+    u, z = zeros(2, 64, 2 * D, dtype=dtype).mT.chunk(2, 1)
+    B, C = zeros(2, 64, 2 * N, dtype=dtype).mT.chunk(2, 1)
+    backward(*flashlin.selective_scan_fn(u, zeros(2, D, 64, dtype=dtype), zeros(D, N), B, C, zeros(D), z, zeros(D), True, True))
+
+
 def convolving_channels_first(dtype: torch.dtype) -> None:
     x = zeros(2, 64, 1024, dtype=dtype).transpose(1, 2)
     backward(*flashlin.causal_conv1d_fn(x, zeros(1024, 4, dtype=dtype), zeros(1024, dtype=dtype), initial_states=zeros(2, 1024, 3, dtype=dtype),
@@ -247,6 +255,7 @@ def calls() -> Iterator[Call]:
         yield _call("chunk_hgrn", dtype, "D=1024", recurrence, "chunk_hgrn", dtype)
         yield _call("mamba_chunk_scan_combined", dtype, "P=64 N=128", scanning, dtype)
         yield _call("selective_state_update", dtype, "P=64 N=128", updating_states, dtype)
+        yield _call("selective_scan_fn", dtype, "N=16", scanning_channels, dtype)
         yield _call("causal_conv1d_fn", dtype, "W=4, states", convolving_channels_first, dtype)
         yield _call("mamba_causal_conv1d_update", dtype, "W=4", convolving_in_place, dtype)
         for op in ("fused_gdn_gate", "fused_kda_gate", "fused_addcmul_rwkv7", "fused_k_rwkv7", "gate_output_correction"):
@@ -265,6 +274,7 @@ def calls() -> Iterator[Call]:
     yield _call("fused_kda_gate", BF16, "K=128, lower bound", elementwise, "fused_kda_gate", BF16, K=128, lower_bound=-5.0)
     yield _call("mamba_chunk_scan_combined", BF16, "P=64 N=128 packed", scanning, BF16, packed=True)
     yield _call("mamba_split_conv1d_scan_combined", BF16, "P=64 N=128", mamba_layer, BF16)
+    yield _call("selective_scan_fn", BF16, "N=64", scanning_channels, BF16, 64)
     yield _call("selective_state_update", BF16, "5120 channels of N=16", updating_states, BF16, heads=False)
     yield _call("mamba_causal_conv1d_update", BF16, "W=4 ring in a pool", convolving_in_place, BF16, ring=True)
     yield _call("rmsnorm_fn", BF16, "D=2048 in 8", mamba_norm, "rmsnorm_fn", BF16, group_size=256)

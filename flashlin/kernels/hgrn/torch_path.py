@@ -18,7 +18,7 @@ def run(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) -> tuple
     if bounds is not None:
         return _packed(x, g, h0, bounds)
     a = g.exp()
-    o = _joined(a, torch.cat([x[:, :1] + a[:, :1] * h0[:, None], x[:, 1:]], 1))
+    o = joined(a, torch.cat([x[:, :1] + a[:, :1] * h0[:, None], x[:, 1:]], 1))
     return o, o[:, -1].clone()
 
 
@@ -30,13 +30,13 @@ def _packed(x: Tensor, g: Tensor, h0: Tensor, bounds: Tensor) -> tuple[Tensor, T
     n = n.clamp(0, N - 1)
     first = (rows == bounds[n])[:, None] & inside
     x, a = torch.where(inside, x, 0), torch.where(inside, g, 0).exp()
-    o = _joined(torch.where(first, 0, a), x + torch.where(first, a * h0[n], 0))
+    o = joined(torch.where(first, 0, a), x + torch.where(first, a * h0[n], 0))
     o = torch.where(inside, o, 0)
     ends = torch.where((bounds[1:] > bounds[:-1])[:, None], o[0, (bounds[1:] - 1).clamp(min=0)], h0)
     return o, ends
 
 
-def _joined(a: Tensor, x: Tensor) -> Tensor:
+def joined(a: Tensor, x: Tensor) -> Tensor:
     """All h of h_t = a_t h_{t-1} + x_t with nothing before the first."""
     size = 1
     while size < x.shape[1]:

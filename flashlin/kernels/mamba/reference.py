@@ -55,6 +55,31 @@ def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | Non
     return y, torch.stack(finals) if finals else x.new_zeros(0, H, P, N), None if edges is None else torch.stack(ends)
 
 
+def selective(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+              bias: Tensor | None = None, softplus: bool = False) -> tuple[Tensor, Tensor]:
+    """(y [b, D, T], the last state [b, D, N]) of Mamba's scan: h_t = e^{dt_t A} h_{t-1} + dt_t u_t B_t,  y_t = (h_t . C_t + D u_t) silu(z_t).
+
+    u, delta, z [b, D, T], A [D, N], B, C [b, N, T], [b, G, N, T] or [D, N], D, bias [D].
+    """
+    dt = step_size(delta, None if bias is None else bias[:, None], softplus)
+
+    def of_token(x: Tensor, i: int, t: int) -> Tensor:
+        if x.ndim == 2:
+            return x
+        groups = x[i, None] if x.ndim == 3 else x[i]
+        return torch.stack([groups[d // (len(A) // len(groups)), :, t] for d in range(len(A))])
+    rows, lasts = [], []
+    for i in range(u.shape[0]):
+        h, columns = torch.zeros_like(A), []
+        for t in range(u.shape[2]):
+            h = (dt[i, :, t, None] * A).exp() * h + (dt[i, :, t] * u[i, :, t])[:, None] * of_token(B, i, t)
+            columns.append((h * of_token(C, i, t)).sum(1) + (0 if D is None else D * u[i, :, t]))
+        rows.append(torch.stack(columns, 1) if columns else u[i] * dt[i])
+        lasts.append(h)
+    y = torch.stack(rows)
+    return y if z is None else y * silu(z), torch.stack(lasts)
+
+
 def step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
          dt_bias: Tensor | None = None, softplus: bool = False) -> tuple[Tensor, Tensor]:
     """(y [b, H, P], state [b, H, P, N]) after one token. x, dt, z [b, H, P], A [H, P, N], B, C [b, G, N], D, dt_bias [H, P]."""

@@ -10,11 +10,11 @@ import torch
 
 import flashlin
 from flashlin.kernels.conv.reference import convolve
-from flashlin.kernels.mamba.reference import scan, silu, step, window
+from flashlin.kernels.mamba.reference import scan, selective, silu, step, window
 from flashlin.testing.compare import Case, Tensors
 
 Generator = torch.Generator
-SCAN = {"*": 0.005, "d*": 0.008, "ddt": 0.02, "dA": 0.02, "dD": 0.02, "ddt_bias": 0.02, "dzxbcdt": 0.02, "dconv1d_weight": 0.02,
+SCAN = {"*": 0.005, "d*": 0.008, "ddt": 0.02, "dA": 0.02, "dD": 0.02, "ddt_bias": 0.02, "ddelta_bias": 0.02, "dzxbcdt": 0.02, "dconv1d_weight": 0.02,
         "dconv1d_bias": 0.02, "drmsnorm_weight": 0.02, "dweight": 0.02, "dbias": 0.02}
 OPTIONAL = ("D", "z", "dt_bias", "initial_states")
 
@@ -70,6 +70,35 @@ def scan_reference(extra: dict[str, Any], x: torch.Tensor, dt: torch.Tensor, A: 
     y, ht, states = scan(x, dt, A, B, C, h0=initial_states, edges=None if cu_seqlens is None else cu_seqlens.tolist(),
                          softplus=extra.get("dt_softplus", True), limit=extra.get("dt_limit", (0.0, math.inf)), **tensors)
     return {"y": y, "ht": ht, **({} if states is None else {"states": states})}
+
+
+def make_selective(device: torch.device, dtype: torch.dtype, generator: Generator, *, b: int = 2, D: int = 40, T: int = 75, N: int = 16,
+                   G: int = 0, given: tuple[str, ...] = ("D", "z", "delta_bias"), step: str = "usual", others: str = "float32") -> Tensors:
+    """step: as make_scan's, or ``positive`` without softplus. G = 0: B and C without groups. others: dtype of what belongs to channels."""
+    own = getattr(torch, others) if others != "same" else dtype
+    bias = {"usual": -2.0, "large": 3.0, "tiny": -9.0, "positive": 0.0}[step]
+    shape = (b, *[G] * bool(G), N, T)
+    made = {"u": random(generator, b, D, T).to(dtype), "delta": (random(generator, b, D, T) + bias).to(dtype),
+            "A": -(1 + 3 * torch.rand(D, N, generator=generator)).to(own), "D": random(generator, D).to(own),
+            "z": random(generator, b, D, T).to(dtype), "delta_bias": random(generator, D).to(own),
+            "B": random(generator, *shape).to(dtype), "C": (random(generator, *shape) / N ** 0.5).to(dtype)}
+    if step == "positive":
+        made["delta"] = made["delta"].abs()
+    return {name: made[name].to(device) for name in ("u", "delta", "A", "B", "C", *given)}
+
+
+def call_selective(extra: dict[str, Any], last: bool, **tensors: torch.Tensor) -> Tensors:
+    """last: channels last, as a projection leaves them."""
+    if last:
+        tensors.update({name: tensors[name].mT.contiguous().mT for name in ("u", "z", "B") if name in tensors})
+    function: Callable[..., Any] = flashlin.selective_scan_fn
+    y, ht = function(**tensors, **{"delta_softplus": True, **extra}, return_last_state=True)
+    return {"y": y, "ht": ht}
+
+
+def selective_reference(extra: dict[str, Any], delta_bias: torch.Tensor | None = None, **tensors: torch.Tensor) -> Tensors:
+    y, ht = selective(**tensors, bias=delta_bias, softplus=extra.get("delta_softplus", True))
+    return {"y": y, "ht": ht}
 
 
 def make_layer(device: torch.device, dtype: torch.dtype, generator: Generator, *, b: int = 2, T: int = 90, H: int = 4, V: int = 16, G: int = 2,
@@ -289,6 +318,12 @@ def _scan(id: str, extra: dict[str, Any] | None = None, quick: bool = False, **f
                 quick)
 
 
+def _selective(id: str, extra: dict[str, Any] | None = None, quick: bool = False, last: bool = True, **facts: Any) -> Case:
+    extra = extra or {}
+    return Case("selective_scan_fn", id, partial(make_selective, **facts), partial(call_selective, extra, last),
+                partial(selective_reference, extra), SCAN, (), quick)
+
+
 def _layer(id: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
     extra = {"ngroups": facts.get("G", 2), "headdim": facts.get("V", 16), "rmsnorm_eps": 1e-5, **(extra or {})}
     return Case("mamba_split_conv1d_scan_combined", id, partial(make_layer, **facts), partial(call_layer, extra),
@@ -329,6 +364,12 @@ CASES: list[Case] = [
     _scan("packed", edges=(0, 1, 1, 66, 130, 150)), _scan("packed-no-state", edges=(0, 40, 40), given=("z",)),
     _scan("packed-and-numbered", edges=(0, 30, 70), seq=(10, 20, 40)), _scan("same-dtype", others="same", T=70), _scan("odd", V=36, K=100, T=70),
     _scan("real", b=1, T=70, H=16, V=64, G=1, K=128), _scan("real-eight-groups", b=1, T=9, H=80, V=64, G=8, K=128),
+    _selective("random", quick=True), _selective("tokens-together", last=False), _selective("bare", given=(), T=33), _selective("one-token", T=1),
+    _selective("groups", G=2, D=70), _selective("a-group-each", G=3, D=3, T=40), _selective("no-gate", given=("D",), T=64),
+    _selective("no-softplus", {"delta_softplus": False}, step="positive", given=("D", "z")), _selective("large-steps", step="large"),
+    _selective("tiny-steps", step="tiny"), _selective("same-dtype", others="same"), _selective("one-state", N=1, T=40),
+    _selective("odd-states", N=23, T=40), _selective("many-states", N=130, D=5, T=40), _selective("one-channel", D=1, N=3),
+    _selective("real", b=1, D=256, T=200),
     _layer("random", quick=True, wide_D=True), _layer("gate-first", GATE_FIRST, seq=(30, 2, 58), H=16), _layer("bare", LINEAR, given=(), T=40),
     _layer("everything", given=("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight", "outproj_bias"), M=12, T=40, G=1),
     _fn("random", quick=True), _fn("channels-first", last=False), _fn("bare", LINEAR, given=()),

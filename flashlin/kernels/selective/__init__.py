@@ -1,0 +1,1 @@
+"""The short convolution: causal, one filter per channel."""

@@ -1,0 +1,131 @@
+"""Mamba's selective scan, backward. Program: a strip of channels, walking segments of tokens from the last to the first.
+
+Of each segment the states are computed anew from the one that forward kept, and written to scratch memory; then the tokens are walked
+backwards. With p = dy silu(z), dh the gradient of h_t on entering token t, and w = dh e^{step A} h_{t-1}:
+    dz = dy (h . C + D u) silu'(z)    dC = h p    dh += C p    dD = u p    du = D p + step (dh . B)    dB = step u dh
+    dstep = u (dh . B) + w . A        dA = step w                          gradient of h_{t-1}: e^{step A} dh
+Sums over channels are partial sums of a strip, added up by torch: deterministic, no atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.selective.forward import LOG2_E, constants_of, loaded, place, step_size, strides, token
+from flashlin.kernels.selective.recipe import SEGMENT
+
+
+@triton.jit(do_not_specialize=["T", "b_count", "u_b", "u_t", "s_b", "s_t", "B_b", "B_g", "B_t", "C_b", "C_g", "C_t", "z_b", "z_t", "y_b", "y_t",
+                               "o_b", "o_t"])
+def selective_backward(dy, u, delta, A, B, C, skip, z, bias, states, dlast, du, ddelta, dz, dA, dB, dC, dskip, dbias, scratch, T, b_count,
+                       u_b, u_d, u_t, s_b, s_d, s_t, B_b, B_g, B_n, B_t, C_b, C_g, C_n, C_t, z_b, z_d, z_t, y_b, y_d, y_t, o_b, o_d, o_t,
+                       D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, SEGMENT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+                       SOFTPLUS: tl.constexpr):
+    """Strides as in forward, y's being dy's, and o's those of du, ddelta and dz. Of each row: dA [b, D, N], dskip, dbias [b, D]; of each strip
+    of a group: dB, dC [strips, b, G, T, N]; fp32. scratch [programs, SEGMENT, BN, BD] fp32."""
+    strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
+    whole = there[:, None] & here[None, :]
+    state = d[None, :] * N + n[:, None]
+    rates = loaded(A + state, whole) * LOG2_E
+    b_bias = tl.zeros([BD], dtype=tl.float32)
+    if bias is not None:
+        b_bias = loaded(bias + d, here)
+    b_skip = tl.zeros([BD], dtype=tl.float32)
+    if skip is not None:
+        b_skip = loaded(skip + d, here)
+    u += b * u_b + d * u_d
+    delta += b * s_b + d * s_d
+    B += b * B_b + g.to(tl.int64) * B_g + n * B_n
+    C += b * C_b + g.to(tl.int64) * C_g + n * C_n
+    dy += b * y_b + d * y_d
+    outputs = b * o_b + d * o_d
+    if z is not None:
+        z += b * z_b + d * z_d
+    partial = ((strip * b_count + b) * G + g) * T * N + n
+    states += (b * ((T - 1) // SEGMENT) - 1) * (N * D) + n[:, None] * D + d[None, :]
+    scratch += tl.program_id(0).to(tl.int64) * (SEGMENT * BN * BD) + tl.arange(0, BN)[:, None] * BD + tl.arange(0, BD)[None, :]
+    dh = tl.zeros([BN, BD], dtype=tl.float32)
+    if dlast is not None:
+        dh = loaded(dlast + b * (D * N) + state, whole)
+    of_A = tl.zeros([BN, BD], dtype=tl.float32)
+    of_skip = tl.zeros([BD], dtype=tl.float32)
+    of_bias = tl.zeros([BD], dtype=tl.float32)
+    segments = (T + SEGMENT - 1) // SEGMENT
+    for back in range(segments):
+        i0 = (segments - 1 - back) * SEGMENT
+        tokens = tl.minimum(SEGMENT, T - i0)
+        h = tl.zeros([BN, BD], dtype=tl.float32)
+        if i0 > 0:
+            h = loaded(states + (i0 // SEGMENT).to(tl.int64) * (N * D), whole)
+        u1, raw1, B1, _, _ = token(u, delta, B, B, None, i0, T, u_t, s_t, B_t, B_t, 0, here, there)
+        u2, raw2, B2, _, _ = token(u, delta, B, B, None, i0 + 1, T, u_t, s_t, B_t, B_t, 0, here, there)
+        for i in range(tokens):
+            b_u, raw, b_B = u1, raw1, B1
+            u1, raw1, B1 = u2, raw2, B2
+            u2, raw2, B2, _, _ = token(u, delta, B, B, None, i0 + i + 2, T, u_t, s_t, B_t, B_t, 0, here, there)
+            tl.store(scratch + i * (BN * BD), h)
+            _, step = step_size(raw, b_bias, SOFTPLUS)
+            h = tl.exp2(step[None, :] * rates) * h + (step * b_u)[None, :] * b_B[:, None]
+        tl.debug_barrier()  # other threads may read what this one wrote
+        final = i0 + tokens - 1
+        u1, raw1, B1, C1, z1 = token(u, delta, B, C, z, final, T, u_t, s_t, B_t, C_t, z_t, here, there)
+        dy1 = loaded(dy + final.to(tl.int64) * y_t, here)
+        for j in range(tokens):
+            i = tokens - 1 - j
+            t = (i0 + i).to(tl.int64)
+            b_u, raw, b_B, b_C, b_z, p = u1, raw1, B1, C1, z1, dy1
+            u1, raw1, B1, C1, z1 = token(u, delta, B, C, z, tl.maximum(i0 + i - 1, 0), T, u_t, s_t, B_t, C_t, z_t, here, there)
+            dy1 = loaded(dy + tl.maximum(t - 1, 0) * y_t, here)
+            before = tl.load(scratch + i * (BN * BD))
+            raw, step = step_size(raw, b_bias, SOFTPLUS)
+            a = tl.exp2(step[None, :] * rates)
+            decayed = a * before
+            h = decayed + (step * b_u)[None, :] * b_B[:, None]
+            if z is not None:
+                on = tl.sigmoid(b_z)
+                b_dz = p * (tl.sum(h * b_C[:, None], 0) + b_skip * b_u) * on * (1 + b_z * (1 - on))
+                tl.store(dz + outputs + t * o_t, b_dz.to(dz.dtype.element_ty), mask=here)
+                p *= b_z * on
+            tl.store(dC + partial + t * N, tl.sum(h * p[None, :], 1), mask=there)
+            dh += b_C[:, None] * p[None, :]
+            of_skip += p * b_u
+            along_B = tl.sum(dh * b_B[:, None], 0)
+            tl.store(du + outputs + t * o_t, (b_skip * p + step * along_B).to(du.dtype.element_ty), mask=here)
+            tl.store(dB + partial + t * N, tl.sum(dh * (step * b_u)[None, :], 1), mask=there)
+            w = dh * decayed
+            of_A += w * step[None, :]
+            b_ds = b_u * along_B + tl.sum(w * rates, 0) * (1 / LOG2_E)
+            if SOFTPLUS:
+                b_ds *= tl.sigmoid(raw)
+            of_bias += b_ds
+            tl.store(ddelta + outputs + t * o_t, b_ds.to(ddelta.dtype.element_ty), mask=here)
+            dh *= a
+        tl.debug_barrier()  # before the next segment's states take the place of these
+    tl.store(dA + b * (D * N) + state, of_A, mask=whole)
+    tl.store(dskip + b * D + d, of_skip, mask=here)
+    tl.store(dbias + b * D + d, of_bias, mask=here)
+
+
+def run(plan: Plan, u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
+        z: torch.Tensor | None, bias: torch.Tensor | None, states: torch.Tensor, softplus: bool, dy: torch.Tensor,
+        dlast: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of u, delta, A, B, C, D, z and bias, in their dtypes. Tensors as forward.run's; dy of any strides, dlast contiguous."""
+    b, channels, T = u.shape
+    G, N = B.shape[1:3]
+    launch = plan.launch("selective_backward")
+    du, ddelta = torch.empty_like(u), torch.empty_like(u, dtype=delta.dtype)
+    dz = None if z is None else torch.empty_like(u, dtype=z.dtype)
+    wide: dict[str, torch.dtype | torch.device] = {"dtype": torch.float32, "device": u.device}
+    strips = launch.grid[0] // max(b * G, 1)
+    new = torch.empty if u.numel() else torch.zeros
+    dB, dC = new(2, strips, b, G, T, N, **wide)  # type: ignore[call-overload]
+    dA, dskip, dbias = new(b, channels, N, **wide), new(b, channels, **wide), new(b, channels, **wide)  # type: ignore[call-overload]
+    if u.numel():
+        scratch = torch.empty(launch.grid[0], SEGMENT, launch.block("BN"), launch.block("BD"), dtype=torch.float32, device=u.device)
+        start(launch, selective_backward, launch.grid[0],
+              (dy, u, delta, A, B, C, D, z, bias, states, dlast, du, ddelta, dz, dA, dB, dC, dskip, dbias, scratch, T, b,
+               *u.stride(), *delta.stride(), *B.stride(), *C.stride(), *strides(z), *dy.stride(), *du.stride()), constants_of(A, B, softplus))
+    return (du, ddelta, dA.sum(0), dB.sum(0).mT.to(B.dtype), dC.sum(0).mT.to(C.dtype), None if D is None else dskip.sum(0), dz,
+            None if bias is None else dbias.sum(0))

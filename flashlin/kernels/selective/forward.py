@@ -1,0 +1,132 @@
+"""Mamba's selective scan, forward, and what both directions share. Tensors in, tensors out.
+
+    h_t = e^{step_t A} h_{t-1} + step_t u_t B_t        y_t = (h_t . C_t + D u_t) silu(z_t)        for each channel, h [N]
+A program owns a strip of channels and walks the tokens with their states [BN, BD] in registers, while the next three tokens are being loaded.
+Nothing is divided by a decay.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.recurrent.forward import softplus
+from flashlin.kernels.selective.recipe import SEGMENT, kept
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def place(D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+    """This program's strip, group and row; its channels, which of them there are, its states, and which of those there are."""
+    STRIPS: tl.constexpr = (D // G + BD - 1) // BD
+    program = tl.program_id(0)
+    strip = program % STRIPS
+    g = program // STRIPS % G
+    own = strip * BD + tl.arange(0, BD)
+    n = tl.arange(0, BN)
+    return strip, g, (program // STRIPS // G).to(tl.int64), (g * (D // G) + own).to(tl.int64), own < D // G, n, n < N
+
+
+@triton.jit
+def loaded(x, known):
+    return tl.load(x, mask=known, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def token(u, delta, B, C, z, t, T, u_t, s_t, B_t, C_t, z_t, here, there):
+    """Token t, or the last one past the end, of what lies at these places. Without z it is zeros, which nobody reads."""
+    t = tl.minimum(t, T - 1).to(tl.int64)
+    b_u = loaded(u + t * u_t, here)
+    b_z = b_u * 0
+    if z is not None:
+        b_z = loaded(z + t * z_t, here)
+    return b_u, loaded(delta + t * s_t, here), loaded(B + t * B_t, there), loaded(C + t * C_t, there), b_z
+
+
+@triton.jit
+def step_size(raw, bias, SOFTPLUS: tl.constexpr):
+    """Raw steps with their bias, and the steps."""
+    raw += bias
+    step = raw
+    if SOFTPLUS:
+        step = softplus(raw)
+    return raw, step
+
+
+@triton.jit(do_not_specialize=["T", "u_b", "u_t", "s_b", "s_t", "B_b", "B_g", "B_t", "C_b", "C_g", "C_t", "z_b", "z_t", "y_b", "y_t"])
+def selective_forward(u, delta, A, B, C, skip, z, bias, y, states, last, T, u_b, u_d, u_t, s_b, s_d, s_t, B_b, B_g, B_n, B_t, C_b, C_g, C_n,
+                      C_t, z_b, z_d, z_t, y_b, y_d, y_t, D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, SEGMENT: tl.constexpr,
+                      BN: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr):
+    """Strides of u, delta (s), z and y by row, channel and token, of B and C by row, group, state and token. states [b, kept, N, D] and
+    last [b, D, N] fp32 or None."""
+    strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
+    whole = there[:, None] & here[None, :]
+    rates = loaded(A + d[None, :] * N + n[:, None], whole) * LOG2_E
+    b_bias = tl.zeros([BD], dtype=tl.float32)
+    if bias is not None:
+        b_bias = loaded(bias + d, here)
+    b_skip = tl.zeros([BD], dtype=tl.float32)
+    if skip is not None:
+        b_skip = loaded(skip + d, here)
+    u += b * u_b + d * u_d
+    delta += b * s_b + d * s_d
+    B += b * B_b + g.to(tl.int64) * B_g + n * B_n
+    C += b * C_b + g.to(tl.int64) * C_g + n * C_n
+    y += b * y_b + d * y_d
+    if z is not None:
+        z += b * z_b + d * z_d
+    u1, raw1, B1, C1, z1 = token(u, delta, B, C, z, 0, T, u_t, s_t, B_t, C_t, z_t, here, there)
+    u2, raw2, B2, C2, z2 = token(u, delta, B, C, z, 1, T, u_t, s_t, B_t, C_t, z_t, here, there)
+    u3, raw3, B3, C3, z3 = token(u, delta, B, C, z, 2, T, u_t, s_t, B_t, C_t, z_t, here, there)
+    if states is not None:
+        states += b * ((T - 1) // SEGMENT) * (N * D) + n[:, None] * D + d[None, :]
+    h = tl.zeros([BN, BD], dtype=tl.float32)
+    for t in range(T):
+        if states is not None:
+            if (t > 0) & (t % SEGMENT == 0):
+                tl.store(states, h, mask=whole)
+                states += N * D
+        b_u, raw, b_B, b_C, b_z = u1, raw1, B1, C1, z1
+        u1, raw1, B1, C1, z1 = u2, raw2, B2, C2, z2
+        u2, raw2, B2, C2, z2 = u3, raw3, B3, C3, z3
+        u3, raw3, B3, C3, z3 = token(u, delta, B, C, z, t + 3, T, u_t, s_t, B_t, C_t, z_t, here, there)
+        _, step = step_size(raw, b_bias, SOFTPLUS)
+        h = tl.exp2(step[None, :] * rates) * h + (step * b_u)[None, :] * b_B[:, None]
+        b_y = tl.sum(h * b_C[:, None], 0) + b_skip * b_u
+        if z is not None:
+            b_y *= b_z * tl.sigmoid(b_z)
+        tl.store(y, b_y.to(y.dtype.element_ty), mask=here)
+        y += y_t
+    if last is not None:
+        tl.store(last + (b * D + d[None, :]) * N + n[:, None], h, mask=whole)
+
+
+def run(plan: Plan, u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
+        z: torch.Tensor | None, bias: torch.Tensor | None, softplus: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(y [b, D, T] like u, the last state [b, D, N] in fp32, the states that backward starts its segments from or None).
+
+    u, delta, z [b, D, T] and B, C [b, G, N, T], of any strides; A [D, N], D, bias [D], contiguous. y lies as u does."""
+    b, channels, T = u.shape
+    N = A.shape[1]
+    y, last = torch.empty_like(u), u.new_empty(b, channels, N, dtype=torch.float32)
+    needs_grad = len(plan.launches) > 1
+    states = u.new_empty(b, kept(T), N, channels, dtype=torch.float32) if needs_grad else None
+    if T == 0:
+        return y, last.zero_(), states
+    if last.numel():
+        launch = plan.launch("selective_forward")
+        start(launch, selective_forward, launch.grid[0],
+              (u, delta, A, B, C, D, z, bias, y, states, last, T, *u.stride(), *delta.stride(), *B.stride(), *C.stride(), *strides(z), *y.stride()),
+              constants_of(A, B, softplus))
+    return y, last, states
+
+
+def constants_of(A: torch.Tensor, B: torch.Tensor, softplus: bool) -> dict[str, object]:
+    """The constexprs that forward and backward share, besides the tile."""
+    return dict(D=A.shape[0], N=A.shape[1], G=B.shape[1], SEGMENT=SEGMENT, SOFTPLUS=softplus)
+
+
+def strides(x: torch.Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if x is None else x.stride()

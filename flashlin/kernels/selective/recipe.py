@@ -1,0 +1,32 @@
+"""Which launches Mamba's selective scan makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
+
+Of a Problem V is the number of channels, H that of the groups which share B and C, and K that of a channel's states N. A program is a strip of
+channels with all their states, in registers: 16 elements of them a thread, so that their decays fit in as well.
+"""
+from __future__ import annotations
+
+from flashlin.compat.target import Target
+from flashlin.guards.problem import Launch, Problem
+
+FAMILY = "selective"
+BD = 32  # channels of a program
+SEGMENT = 32  # tokens between states that forward keeps for backward
+PER_THREAD = 16
+
+
+def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
+    """Forward's launch and backward's."""
+    kernels = ("selective_forward", "selective_backward") if problem.needs_grad else ("selective_forward",)
+    BN = max(4, 1 << max(0, problem.K - 1).bit_length())
+    groups = max(problem.H, 1)
+    strips = groups * -(-(problem.V // groups) // BD)
+    warps = max(1, BN * BD // (32 * PER_THREAD))
+    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
+    # shared: sums of each warp, and at most one exchange of a tile between threads; offsets in 32 bits are those of a tile of states
+    return tuple(Launch(kernel, (problem.N * strips,), min(warps, 16, problem.max_warps), 1, (("BN", BN), ("BD", BD)), 8 * BN * BD + 4096,
+                        BN * BD, traits) for kernel in kernels)
+
+
+def kept(T: int) -> int:
+    """States that forward keeps of each channel: one before each segment but the first."""
+    return max(0, T - 1) // SEGMENT

@@ -1,0 +1,38 @@
+"""Mamba's selective scan in plain, differentiable torch, for CPUs, float64, cards that no Triton compiles for, and B or C without tokens."""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from flashlin.kernels.hgrn.torch_path import joined
+
+Tensor = torch.Tensor
+BLOCK = 64  # tokens whose states are there at once: with b, D and N, they are what takes memory
+
+
+def run(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
+        softplus: bool) -> tuple[Tensor, Tensor]:
+    """(y [b, D, T], the last state [b, D, N]) in float32, or float64 if a tensor is. u, delta, z [b, D, T], A [D, N], D, bias [D]; B, C
+    [b, G, N, T], or [D, N] where they are the same for all tokens."""
+    given = [x for x in (u, delta, A, B, C, D, z, bias) if x is not None]
+    compute = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
+    u, step, A = u.to(compute).mT, delta.to(compute).mT, A.to(compute)
+    step = step if bias is None else step + bias.to(compute)
+    step = F.softplus(step) if softplus else step
+    h, ys = u.new_zeros(u.shape[0], *A.shape), [u[:, :0] * step[:, :0]]
+    for t in range(0, u.shape[1], BLOCK):
+        now = slice(t, t + BLOCK)
+        now_B, now_C = (_of_channels(x, now, u.shape[2]).to(compute) for x in (B, C))
+        a = (step[:, now, :, None] * A).exp()
+        x = (step[:, now] * u[:, now])[..., None] * now_B
+        states = joined(a, torch.cat([x[:, :1] + a[:, :1] * h[:, None], x[:, 1:]], 1))
+        ys.append((states * now_C).sum(-1))
+        h = states[:, -1]
+    y = torch.cat(ys, 1)
+    y = y if D is None else y + D.to(compute) * u
+    return (y if z is None else y * F.silu(z.to(compute).mT)).mT, h
+
+
+def _of_channels(x: Tensor, now: slice, D: int) -> Tensor:
+    """B or C as [b, T, D, N] of some tokens, or as [D, N]."""
+    return x if x.ndim == 2 else x[..., now].permute(0, 3, 1, 2).repeat_interleave(D // x.shape[1], 2)
