@@ -86,8 +86,8 @@ def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int =
         op: a public op, such as ``chunk_simple_gla``.
         target: a machine as for ``doctor``; None is this one (its first GPU, or its CPU).
         B, T, H, K, V: the sizes, as in the ops, V being 128 if None; a norm or a cross entropy has B * T * H rows of K, a convolution K
-            channels and V taps, 4 if None, HGRN K channels, an elementwise op B * T rows of H heads of K, a rotary embedding V pairs, K // 2 if
-            None. N: number of packed sequences, with varlen.
+            channels and V taps, 4 if None, HGRN K channels, a selective scan V channels of K states in H groups, an elementwise op B * T rows
+            of H heads of K, a rotary embedding V pairs, K // 2 if None. N: number of packed sequences, with varlen.
         dtype: torch's name. mode: of an op that has the choice (``simple_gla``): ``auto``, ``chunk`` or ``fused_recurrent``.
         policy: None is the one in force.
 

@@ -316,6 +316,7 @@ def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatc
     mamba = {"mamba_chunk_scan_combined": [x, x[..., 0], -ones(2), x, x, 64],
              "mamba_split_conv1d_scan_combined": [ones(1, 4, 98), ones(64, 4), None, ones(2), -ones(2), ones(2, 16), 64],
              "selective_state_update": [ones(4, 2, 16, 16), x[0], x[0], -ones(2, 16, 16), x[0], x[0]],
+             "selective_scan_fn": [ones(1, 16, 4), ones(1, 16, 4), -ones(16, 2), ones(1, 2, 4), ones(1, 2, 4)],
              "causal_conv1d_fn": [x[0], ones(2, 4)], "mamba_causal_conv1d_update": [x[0], ones(4, 2, 4), ones(2, 4)],
              "rmsnorm_fn": [x, ones(16), None], "layernorm_fn": [x, ones(16), None]}
     for op in OPS:
@@ -342,8 +343,8 @@ def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatc
             tensors, extra = [], {name: {"beta": x[..., 0], "u": x[0, 0]}.get(name, x) for name in ("k", "v", *names.split())}
         before = len(asked)
         getattr(flashlin, op)(*mamba.get(op, tensors), **extra)
-        # the ops that auto has chosen, and the convolution inside a layer, ask in their own names
-        asked[before:] = [next(problem for problem in asked[before:] if problem.op == op)]
+        # the ops that auto has chosen, and the convolution inside a layer, ask in their own names; the elementwise parts of a scan in its name
+        asked[before:] = [next(problem for problem in asked[before:] if problem.op == op and problem.family == OPS[op][0])]
     assert [(problem.op, problem.family, problem.mode) for problem in asked] == [(op, *of) for op, of in OPS.items()]
 
 

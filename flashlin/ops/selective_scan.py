@@ -5,6 +5,7 @@ Source: Gu and Dao 2023 (arXiv 2312.00752).
 """
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -116,11 +117,15 @@ def _route(dtype: str, fixed: bool, device: torch.device) -> tuple[str, str]:
     return problem.path, problem.dot
 
 
+def _kernels(direction: str) -> Any:
+    """Triton is imported when it is needed, not before."""
+    return import_module(f"flashlin.kernels.{FAMILY}.{direction}")
+
+
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, softplus: bool, *tensors: Any) -> Any:
-        from flashlin.kernels.selective import forward
-        y, last, states = forward.run(plan, *tensors, softplus=softplus)
+        y, last, states = _kernels("forward").run(plan, *tensors, softplus)
         ctx.plan, ctx.softplus = plan, softplus
         ctx.save_for_backward(*tensors, states)
         ctx.set_materialize_grads(False)
@@ -133,9 +138,9 @@ class _Scan(torch.autograd.Function):
 
 
 def _gradients(plan: Plan, saved: tuple[Any, ...], softplus: bool, dy: Tensor | None, dlast: Tensor | None) -> tuple[Any, ...]:
-    from flashlin.kernels.selective import backward
     dy = torch.zeros_like(saved[0]) if dy is None else dy
-    return backward.run(plan, *saved, softplus=softplus, dy=dy, dlast=None if dlast is None else dlast.contiguous())
+    found: tuple[Any, ...] = _kernels("backward").run(plan, *saved, softplus, dy, None if dlast is None else dlast.contiguous())
+    return found
 
 
 # Under torch.compile the same functions run inside library operators, planned at run time; see ops/chunked.py.
@@ -146,9 +151,8 @@ _TENSORS = "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Ten
                          schema=f"({_TENSORS}, bool softplus, str dtype, bool needs_grad) -> (Tensor, Tensor, Tensor)")
 def _library_op(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
                 softplus: bool, dtype: str, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    from flashlin.kernels.selective import forward
     plan = planned(problem_of(u, A, B, dtype, False, needs_grad), u.device)
-    y, last, states = forward.run(plan, u, delta, A, B, C, D, z, bias, softplus)
+    y, last, states = _kernels("forward").run(plan, u, delta, A, B, C, D, z, bias, softplus)
     return y, last, last.new_empty(0) if states is None else states
 
 

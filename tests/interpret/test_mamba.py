@@ -10,8 +10,8 @@ import flashlin
 from flashlin.compat.target import interpreting
 from flashlin.guards import limits
 from flashlin.kernels.mamba import reference
-from flashlin.ops import causal_conv1d, state_update
-from flashlin.testing.cases.mamba import make_scan, make_step, make_window
+from flashlin.ops import causal_conv1d, selective_scan, state_update
+from flashlin.testing.cases.mamba import make_scan, make_selective, make_step, make_window
 from flashlin.testing.compare import poisoned
 
 CPU = torch.device("cpu")
@@ -96,6 +96,44 @@ def test_the_library_operators_write_in_place() -> None:
     given = make_window(CPU, torch.float32, generator(), pool=7, ring=True)
     torch.library.opcheck(causal_conv1d._library_op, (*(given[name] for name in (
         "x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices")), True, "float32"))
+
+
+@pytest.mark.parametrize("given", [("D", "z", "delta_bias"), ()], ids=["all", "bare"])
+def test_a_compiled_selective_scan(given: tuple[str, ...]) -> None:
+    tensors = make_selective(CPU, torch.float32, generator(), T=40, D=5, N=3, given=given)
+    leaves = {name: x.requires_grad_() for name, x in tensors.items()}
+    arguments = [leaves.get(name) for name in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")]
+    arguments[3:5] = [x.unsqueeze(1) for x in arguments[3:5] if x is not None]
+    torch.library.opcheck(selective_scan._library_op, (*arguments, True, "float32", True))
+
+    def scan() -> list[torch.Tensor]:
+        y, last = flashlin.selective_scan_fn(**leaves, delta_softplus=True, return_last_state=True)
+        return [y, last, *torch.autograd.grad(y.sin().sum() + last.sum(), list(leaves.values()))]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **x: flashlin.selective_scan_fn(**x, delta_softplus=True, return_last_state=True), fullgraph=True,
+                             backend="aot_eager")
+    y, last = compiled(**leaves)
+    found = [y, last, *torch.autograd.grad(y.sin().sum() + last.sum(), list(leaves.values()))]
+    for got, wanted in zip(found, scan(), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_a_selective_scan_reads_what_lies_anywhere() -> None:
+    """Slices of a projection, tokens or channels together, a gradient that is one number for all: nothing is copied, all is equal."""
+    tensors = make_selective(CPU, torch.float32, generator(), T=37, D=6, N=5, G=2)
+    apart = {**tensors, "u": torch.cat([tensors["u"].mT, tensors["z"].mT], 2).mT[:, :6], "z": tensors["z"].mT.contiguous().mT,
+             "B": tensors["B"].permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1), "A": tensors["A"].mT.contiguous().mT}
+    found = []
+    for given in (tensors, apart):
+        leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+        with poisoned():
+            y = flashlin.selective_scan_fn(**leaves, delta_softplus=True)
+            assert isinstance(y, torch.Tensor)
+            found.append([y, *torch.autograd.grad(y.sum(), list(leaves.values()))])
+    for got, wanted in zip(*found, strict=True):
+        assert torch.equal(got, wanted)
+    assert found[1][0].stride() == (6 * 37, 1, 6)  # as u lies, but for the columns beside it
 
 
 @torch.no_grad()

@@ -27,7 +27,8 @@ scan_inputs = partial(made, make_scan, T=12, V=8, K=16)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.id.startswith("real") and (case.quick or case.id in (
-    "sequences", "packed", "everything", "gate-first", "sequences-state", "tokens-ring", "pool", "no-heads", "groups-gate-first"))], ids=str)
+    "sequences", "packed", "everything", "groups", "tokens-together", "gate-first", "sequences-state", "tokens-ring", "pool", "no-heads",
+    "groups-gate-first"))], ids=str)
 def test_float64_is_exact(case: Any) -> None:
     """Also the gradients: what torch differentiates here are the formulas, so they must agree with the recurrence's to the last digits."""
     exact = case._replace(make=lambda *args: {name: x.double() if x.is_floating_point() else x for name, x in case.make(*args).items()})

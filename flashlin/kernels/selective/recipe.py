@@ -1,7 +1,7 @@
 """Which launches Mamba's selective scan makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
 
 Of a Problem V is the number of channels, H that of the groups which share B and C, and K that of a channel's states N. A program is a strip of
-channels with all their states, in registers: 16 elements of them a thread, so that their decays fit in as well.
+channels with all their states, in registers: 16 elements of them a thread as long as 8 warps suffice, so that their decays fit in as well.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     warps = max(1, BN * BD // (32 * PER_THREAD))
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     # shared: sums of each warp, and at most one exchange of a tile between threads; offsets in 32 bits are those of a tile of states
-    return tuple(Launch(kernel, (problem.N * strips,), min(warps, 16, problem.max_warps), 1, (("BN", BN), ("BD", BD)), 8 * BN * BD + 4096,
+    return tuple(Launch(kernel, (problem.N * strips,), min(warps, problem.max_warps), 1, (("BN", BN), ("BD", BD)), 8 * BN * BD + 4096,
                         BN * BD, traits) for kernel in kernels)
 
 
