@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from flashlin.testing.peers import module_of
 
 FIRST_CALL = """
 import time, torch, json
@@ -118,16 +119,13 @@ def host(function: Callable[..., Any], D: int, arguments: str, extra: dict[str, 
 def peer_op(family: str, name: str) -> tuple[Callable[..., Any] | None, str]:
     """fla's op with its Hopper refusal off, or mamba_ssm's without that package's __init__, which wants a CUDA extension; or why there is none."""
     try:
-        if family.startswith("mamba_ssm"):
-            package = types.ModuleType("mamba_ssm")
-            package.__path__ = [str(Path(folder) / "mamba_ssm") for folder in sys.path if (Path(folder) / "mamba_ssm").is_dir()]
-            sys.modules["mamba_ssm"] = package
-            return getattr(importlib.import_module(family), name), ""
+        if family == MAMBA:
+            return getattr(module_of(family), name), ""
         module = importlib.import_module("fla.ops.common.chunk_o")
         for flag in ("IS_NVIDIA_HOPPER",):
             if hasattr(module, flag):
                 setattr(module, flag, False)
-        return getattr(importlib.import_module(f"fla.ops.{family}"), name), ""
+        return getattr(module_of(f"fla.ops.{family}"), name), ""
     except Exception as error:  # the other package not installed or broken here: its column says so
         return None, f"{type(error).__name__}: {error}"
 
@@ -141,6 +139,7 @@ def version(package: str) -> str:
 
 MAMBA = "mamba_ssm.ops.triton.ssd_combined"
 SHAPES = ((4, 4096, 32, 128), (1, 8192, 32, 128), (8, 1024, 8, 64), (2, 4096, 16, 256))
+SHAPES_OF = {MAMBA: ((8, 2048, 80, 64),), "simple_gla": SHAPES, "retention": SHAPES}
 # fla.ops.<home> or the module's whole name, the op, its arguments with their roles, and whether fla refuses its backward on Hopper.
 OPS: tuple[tuple[str, str, str, bool, dict[str, Any]], ...] = (
     ("simple_gla", "chunk_simple_gla", "q k v g", True, {}), ("retention", "chunk_retention", "q k v", False, {}),
@@ -175,8 +174,8 @@ def main() -> None:
             continue
         theirs, why = peer_op(family, name)
         peer = "mamba_ssm" if family == MAMBA else "fla"
-        shapes = ((8, 2048, 80, 64),) if family == MAMBA else SHAPES if family in ("simple_gla", "retention") and not options.quick else SHAPES[:1]
-        for shape in shapes:
+        shapes = SHAPES_OF.get(family, SHAPES[:1])
+        for shape in shapes[:1] if options.quick else shapes:
             B, T, H, D = shape
             row: dict[str, Any] = {"op": name, "B": B, "T": T, "H": H, "D": D, "dtype": "bfloat16"}
             tensors = inputs(B, T, H, D, arguments, torch.bfloat16)

@@ -14,12 +14,13 @@ import importlib
 import json
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from flashlin.testing.peers import module_of
 
 # What a row of the table asks: sizes, dtype, and what is looked at.
 ASPECTS: dict[str, str] = {
@@ -87,11 +88,7 @@ def function_of(side: str, op: Op) -> Callable[..., Any]:
         before(self, *args, **kwargs)
         self.configs = [next((config for config in self.configs if config.num_warps == 4), self.configs[0])]
     tuner.Autotuner.__init__ = one_configuration
-    if op.home.startswith("mamba_ssm"):  # without its __init__, which wants the CUDA extension
-        package = types.ModuleType("mamba_ssm")
-        package.__path__ = [str(Path(folder) / "mamba_ssm") for folder in sys.path if (Path(folder) / "mamba_ssm").is_dir()]
-        sys.modules["mamba_ssm"] = package
-    return getattr(importlib.import_module(op.home), op.name)  # type: ignore[no-any-return]
+    return getattr(module_of(op.home), op.name)  # type: ignore[no-any-return]
 
 
 def made(op: Op, sizes: Sizes, device: Any, dtype: Any, generator: Any) -> dict[str, Any]:

@@ -1,11 +1,23 @@
-"""What matrix/peers.py has found, as a table of SUPPORT.md: each op in another package and here."""
+"""The packages flashlin is compared with: how their modules are loaded, and what matrix/peers.py has found, as a table of SUPPORT.md."""
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 MARKS = {"right": "yes", "none": "-"}
+
+
+def module_of(home: str) -> ModuleType:
+    """A module of another package; of mamba_ssm without its ``__init__``, which wants a CUDA extension. Raises ImportError where there is none."""
+    if home.startswith("mamba_ssm."):
+        package = ModuleType("mamba_ssm")
+        package.__path__ = [str(Path(folder) / "mamba_ssm") for folder in sys.path if (Path(folder) / "mamba_ssm").is_dir()]
+        sys.modules["mamba_ssm"] = package
+    return importlib.import_module(home)
 
 
 def table(folder: Path) -> list[str]:
