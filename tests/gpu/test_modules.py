@@ -24,13 +24,6 @@ def nothing_owed() -> Iterator[None]:
     flashlin.synchronize()
 
 
-@pytest.fixture
-def no_host_sync() -> Iterator[Callable[[], None]]:
-    """A host sync is an error from the call to the end of the test."""
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
-
-
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> torch.Tensor:
     torch.manual_seed(sum(shape))
     return torch.randn(*shape, device=GPU).to(dtype).requires_grad_(grad)

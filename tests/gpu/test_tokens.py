@@ -43,13 +43,6 @@ def fresh(monkeypatch):
     synchronize()   # slots go back to where they came from
 
 
-@pytest.fixture
-def no_host_sync():
-    """A host sync is an error from ``start()`` to the end of the test."""
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
-
-
 def on_gpu(ids, dtype=torch.int64):
     return torch.tensor(ids, dtype=dtype, device=GPU)
 

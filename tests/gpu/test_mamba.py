@@ -1,0 +1,107 @@
+"""Mamba on a real GPU in the shapes of real models: kernels beside the torch path, rows past 32 bits, no host syncs, torch.compile."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flashlin
+from flashlin.testing.compare import judge
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+GPU = torch.device("cuda", torch.cuda.current_device())
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device=GPU).to(dtype)
+
+
+def channels(b: int, D: int, T: int) -> dict[str, torch.Tensor]:
+    """Of Mamba's scan, as its layers have them: u and z are halves of a projection, dt has its tokens together."""
+    torch.manual_seed(0)
+    u, z = randn(b, T, 2 * D).mT.chunk(2, 1)
+    B, C = randn(b, T, 32).mT.chunk(2, 1)
+    return {"u": u, "delta": randn(b, D, T), "A": -torch.arange(1, 17, device=GPU).float().expand(D, 16).contiguous(), "B": B, "C": C / 4,
+            "D": randn(D, dtype=torch.float32), "z": z, "delta_bias": randn(D, dtype=torch.float32) - 4}
+
+
+def heads(b: int, T: int, H: int, norm: bool) -> dict[str, torch.Tensor]:
+    """Of Mamba2's layer, with heads of 64 and states of 128."""
+    torch.manual_seed(0)
+    D, C = 64 * H, 64 * H + 256
+    own = {"dt_bias": randn(H, dtype=torch.float32) - 4, "A": -1 - 15 * torch.rand(H, device=GPU), "D": randn(H, dtype=torch.float32)}
+    return {"zxbcdt": randn(b, T, D + C + H), "conv1d_weight": randn(C, 4) / 2, "conv1d_bias": randn(C), **own,
+            **({"rmsnorm_weight": randn(D)} if norm else {})}
+
+
+def selective(tensors: dict[str, torch.Tensor]) -> Any:
+    return flashlin.selective_scan_fn(**tensors, delta_softplus=True, return_last_state=True)
+
+
+def layer(tensors: dict[str, torch.Tensor]) -> Any:
+    return flashlin.mamba_split_conv1d_scan_combined(**tensors, chunk_size=256, headdim=64, return_final_states=True, rmsnorm_eps=1e-5)  # type: ignore[arg-type]
+
+
+def results(function: Callable[..., Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    y, last = function(leaves)
+    torch.manual_seed(1)
+    dy, dlast = (torch.randn(x.shape, device=GPU).bfloat16().to(x.dtype) for x in (y, last))
+    return {"y": y, "last": last, **dict(zip(leaves, torch.autograd.grad([y, last], list(leaves.values()), [dy, dlast]), strict=True))}
+
+
+CALLS = [(selective, channels, dict(b=2, D=5120, T=700)), (selective, channels, dict(b=1, D=8192, T=300)),
+         (layer, heads, dict(b=1, T=700, H=80, norm=True)), (layer, heads, dict(b=2, T=300, H=24, norm=False))]
+
+
+@pytest.mark.parametrize(("function", "made", "facts"), CALLS, ids=str)
+def test_shapes_of_real_models(function: Callable[..., Any], made: Callable[..., dict[str, torch.Tensor]], facts: dict[str, Any]) -> None:
+    tensors = made(**facts)
+    got, again = (results(function, tensors) for _ in range(2))
+    assert all(torch.equal(x, again[name]) for name, x in got.items())
+    with flashlin.settings(path="torch"):
+        wanted = results(function, {name: x.float() for name, x in tensors.items()})
+    verdicts = [judge(name, x, wanted[name], 0.02) for name, x in got.items()]
+    assert all(verdict.ok for verdict in verdicts), verdicts
+
+
+@torch.no_grad()
+def test_more_than_32_bits_count() -> None:
+    """A row of which the tokens together are, and one of which the channels together are: what is long gone no longer matters to its end."""
+    D, T, tail = 8192, 270_000, 2048
+    for together in ("tokens", "channels"):
+        torch.manual_seed(0)
+        u, B = (torch.empty(1, C, T, device=GPU, dtype=torch.bfloat16) if together == "tokens" else
+                torch.empty(1, T, C, device=GPU, dtype=torch.bfloat16).mT for C in (D, 16))
+        given = [u.normal_(), u, -torch.ones(D, 16, device=GPU), B.normal_(), B]
+        assert u.numel() > 2**31
+        y = flashlin.selective_scan_fn(*given, delta_softplus=True)
+        alone = flashlin.selective_scan_fn(*(x if x.ndim == 2 else x[..., T - tail:].clone() for x in given), delta_softplus=True)
+        assert isinstance(y, torch.Tensor) and isinstance(alone, torch.Tensor)
+        torch.testing.assert_close(y[..., T - 100:], alone[..., tail - 100:])
+        assert not torch.equal(y[..., T - tail:], alone)  # the first of them do see what was before
+        del u, B, given, y
+
+
+@pytest.mark.parametrize(("function", "made", "facts"), CALLS[1:3], ids=str)
+def test_nothing_waits_for_the_host(function: Callable[..., Any], made: Callable[..., dict[str, torch.Tensor]], facts: dict[str, Any],
+                                    no_host_sync: Callable[[], None]) -> None:
+    tensors = made(**facts)
+    results(function, tensors)
+    no_host_sync()
+    results(function, tensors)
+
+
+@pytest.mark.parametrize(("function", "made", "facts"), [(selective, channels, dict(b=2, D=96)), (layer, heads, dict(b=2, H=4, norm=True))], ids=str)
+def test_compiled_calls_are_eager_ones(function: Callable[..., Any], made: Callable[..., dict[str, torch.Tensor]], facts: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True)
+    for T in (50, 77, 300):
+        tensors = made(T=T, **facts)
+        got, wanted = results(compiled, tensors), results(function, tensors)
+        verdicts = [judge(name, x, wanted[name], 0.02) for name, x in got.items()]
+        assert all(verdict.ok for verdict in verdicts), verdicts
