@@ -14,6 +14,12 @@ from flashlin.guards.problem import Plan
 from flashlin.kernels.recurrent.forward import softplus
 
 
+@triton.jit
+def spread(t, BD: tl.constexpr):
+    """[BD] of one number: compared with another, it makes a mask, where two scalars do not in the interpreter of 3.9."""
+    return tl.zeros([BD], dtype=tl.int32) + t
+
+
 @triton.jit(do_not_specialize=["pool"])
 def state_update(state, x, dt, dt_bias, A, B, C, D, z, y, indices, pool, H, heads, state_n, state_h, state_p, state_s, x_n, dt_n, dt_h, dt_p,
                  bias_h, bias_p, A_h, A_p, A_s, B_n, C_n, D_h, D_p, z_n, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
@@ -28,11 +34,11 @@ def state_update(state, x, dt, dt_bias, A, B, C, D, z, y, indices, pool, H, head
     inside = rows < P
     there = columns < N
     slot = n
-    known = True
+    known = inside
     if indices is not None:
         slot = tl.load(indices + n).to(tl.int64)
-        known = (slot >= 0) & (slot < pool)
-    whole = inside[:, None] & there[None, :] & known
+        known = inside & (spread(slot, BP) >= 0) & (spread(slot, BP) < pool)
+    whole = known[:, None] & there[None, :]
     places = state + slot * state_n + i_h.to(tl.int64) * state_h + (rows.to(tl.int64)[:, None] * state_p + columns.to(tl.int64)[None, :] * state_s)
     h = tl.load(places, mask=whole, other=0.0).to(tl.float32)
     b_x = tl.load(x + n * x_n + (i_h * P + rows), mask=inside, other=0.0).to(tl.float32)
@@ -73,12 +79,6 @@ def column_of(x, channels, known, along_d, along_t, t, BD: tl.constexpr):
     return tl.load(x + t * along_t + channels * along_d, mask=known, other=0.0).to(tl.float32)
 
 
-@triton.jit
-def come(t, BD: tl.constexpr):
-    """[BD]: whether token t is of this call. Of a block, since in the interpreter of 3.9 what two scalars are compared to is no mask."""
-    return tl.zeros([BD], dtype=tl.int32) + t >= 0
-
-
 @triton.jit(do_not_specialize=["T", "pool"])
 def conv_window(x, weight, bias, state, y, seqlens, indices, T, pool, x_n, x_d, x_t, state_n, state_d, state_l, D: tl.constexpr, W: tl.constexpr,
                 L: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr):
@@ -91,7 +91,7 @@ def conv_window(x, weight, bias, state, y, seqlens, indices, T, pool, x_n, x_d, 
     known = inside
     if indices is not None:
         slot = tl.load(indices + n).to(tl.int64)
-        known = inside & (slot >= 0) & (slot < pool)
+        known = inside & (spread(slot, BD) >= 0) & (spread(slot, BD) < pool)
     x += n * x_n
     y += n * T * D
     state += slot * state_n
@@ -106,8 +106,8 @@ def conv_window(x, weight, bias, state, y, seqlens, indices, T, pool, x_n, x_d, 
         for w in tl.static_range(W):
             at = t - (W - 1 - w)
             past = (oldest + L + at) % L
-            seen = column_of(x, channels, known & come(at, BD), x_d, x_t, at, BD)
-            seen += column_of(state, channels, known & ~come(at, BD), state_d, state_l, past, BD)
+            seen = column_of(x, channels, known & (spread(at, BD) >= 0), x_d, x_t, at, BD)
+            seen += column_of(state, channels, known & (spread(at, BD) < 0), state_d, state_l, past, BD)
             value += seen * tl.load(weight + channels * W + w, mask=inside, other=0.0).to(tl.float32)
         if SILU:
             value *= tl.sigmoid(value)
@@ -120,8 +120,8 @@ def conv_window(x, weight, bias, state, y, seqlens, indices, T, pool, x_n, x_d, 
     else:
         for to in range(L):  # a thread has its channels to itself, and what it writes lies before what it still reads
             at = to + T - L
-            kept = column_of(x, channels, known & come(at, BD), x_d, x_t, at, BD)
-            kept += column_of(state, channels, known & ~come(at, BD), state_d, state_l, to + T, BD)
+            kept = column_of(x, channels, known & (spread(at, BD) >= 0), x_d, x_t, at, BD)
+            kept += column_of(state, channels, known & (spread(at, BD) < 0), state_d, state_l, to + T, BD)
             tl.store(state + to * state_l + channels * state_d, kept.to(state.dtype.element_ty), mask=known)
 
 
