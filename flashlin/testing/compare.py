@@ -108,14 +108,13 @@ class poisoned:
     """While it lasts ``torch.empty`` and its kin hold NaN, so that an element nobody wrote cannot pass for a right one."""
 
     def __enter__(self) -> None:
-        self._before: dict[str, Any] = {}
-        for name in ("empty", "empty_like"):
-            self._before[name] = getattr(torch, name)
-            setattr(torch, name, _poisoning(self._before[name]))
+        self._before = [(home, name, getattr(home, name)) for home, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))]
+        for home, name, function in self._before:
+            setattr(home, name, _poisoning(function))
 
     def __exit__(self, *error: object) -> None:
-        for name, function in self._before.items():
-            setattr(torch, name, function)
+        for home, name, function in self._before:
+            setattr(home, name, function)
 
 
 def _poisoning(function: Any) -> Any:

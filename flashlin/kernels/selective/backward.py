@@ -117,13 +117,12 @@ def run(plan: Plan, u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: to
     launch = plan.launch("selective_backward")
     du, ddelta = torch.empty_like(u), torch.empty_like(u, dtype=delta.dtype)
     dz = None if z is None else torch.empty_like(u, dtype=z.dtype)
-    wide: dict[str, torch.dtype | torch.device] = {"dtype": torch.float32, "device": u.device}
-    strips = launch.grid[0] // max(b * G, 1)
-    new = torch.empty if u.numel() else torch.zeros
-    dB, dC = new(2, strips, b, G, T, N, **wide)  # type: ignore[call-overload]
-    dA, dskip, dbias = new(b, channels, N, **wide), new(b, channels, **wide), new(b, channels, **wide)  # type: ignore[call-overload]
+    new = u.new_empty if u.numel() else u.new_zeros
+    dA = new((b, channels, N), dtype=torch.float32)
+    dB, dC = new((2, launch.grid[0] // max(b * G, 1), b, G, T, N), dtype=torch.float32)
+    dskip, dbias = new((2, b, channels), dtype=torch.float32)
     if u.numel():
-        scratch = torch.empty(launch.grid[0], SEGMENT, launch.block("BN"), launch.block("BD"), dtype=torch.float32, device=u.device)
+        scratch = u.new_empty((launch.grid[0], SEGMENT, launch.block("BN"), launch.block("BD")), dtype=torch.float32)
         start(launch, selective_backward, launch.grid[0],
               (dy, u, delta, A, B, C, D, z, bias, states, dlast, du, ddelta, dz, dA, dB, dC, dskip, dbias, scratch, T, b,
                *u.stride(), *delta.stride(), *B.stride(), *C.stride(), *strides(z), *dy.stride(), *du.stride()), constants_of(A, B, softplus))
