@@ -28,7 +28,7 @@ def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bo
     family = family or OPS[op][0]
     if torch.compiler.is_compiling():
         return tuple(y.to(dtype) for y in torch_path.run(family, tensors, bound))
-    plan = planned(problem_of(op, family, first.numel() // (H * K), H, K, dtype, tensors, wants_grad(*tensors)), first.device)
+    plan = planned(problem_of(op, family, first.numel() // max(H * K, 1), H, K, dtype, tensors, wants_grad(*tensors)), first.device)
     if plan.problem.path == "torch":
         return tuple(y.to(dtype) for y in torch_path.run(family, tensors, bound))
     kernel_dtype = dtype

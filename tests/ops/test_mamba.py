@@ -123,6 +123,13 @@ def test_nothing_to_do() -> None:
     assert mamba.selective_state_update(torch.zeros(0, 2, 3, 4), x, x, torch.zeros(2, 3, 4), groups, groups).shape == (0, 2, 3)
 
 
+def test_no_heads_are_no_error() -> None:
+    given = {name: x.requires_grad_() for name, x in scan_inputs(H=0, G=0).items()}
+    y, ht = mamba.mamba_chunk_scan_combined(**given, chunk_size=16, return_final_states=True)
+    assert y.shape == given["x"].shape and ht.shape == given["initial_states"].shape
+    (y.sum() + ht.sum()).backward()
+
+
 def test_dt_is_clamped_to_zero_as_in_mamba_ssm() -> None:
     """The limit (0, inf) holds without softplus, too: a negative dt does nothing, and gets no gradient."""
     given = scan_inputs(given=())
