@@ -50,6 +50,12 @@ def test_a_batch_in_parts_equals_the_whole(edges: tuple[int, ...], monkeypatch: 
         flashlin.dispatch.plan.cache_clear()
 
 
+@pytest.mark.parametrize("nothing", [{"b": 0}, {"T": 0}, {"H": 0, "G": 0}], ids=str)
+def test_nothing_to_do(nothing: dict[str, int]) -> None:
+    given = make_scan(CPU, torch.float32, generator(), **{"b": 2, "T": 5, "H": 4, "G": 2, "V": 16, "K": 16, **nothing})
+    assert all(not x.isnan().any() for x in results(given))
+
+
 def test_public_simple_gla_refuses_groups() -> None:
     q, v = torch.zeros(1, 5, 2, 16), torch.zeros(1, 5, 4, 16)
     with pytest.raises(ValueError, match="v: got shape"):
@@ -96,6 +102,15 @@ def test_the_library_operators_write_in_place() -> None:
     given = make_window(CPU, torch.float32, generator(), pool=7, ring=True)
     torch.library.opcheck(causal_conv1d._library_op, (*(given[name] for name in (
         "x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices")), True, "float32"))
+
+
+@pytest.mark.parametrize("nothing", [{"b": 0}, {"T": 0}], ids=str)
+def test_a_selective_scan_of_nothing(nothing: dict[str, int]) -> None:
+    leaves = {name: x.requires_grad_() for name, x in make_selective(CPU, torch.float32, generator(), **{"b": 2, "T": 5, **nothing}).items()}
+    with poisoned():
+        y, last = flashlin.selective_scan_fn(**leaves, return_last_state=True)
+        assert y.shape == leaves["u"].shape and not last.any()
+        assert not any(grad.any() for grad in torch.autograd.grad(y.sum() + last.sum(), list(leaves.values())))
 
 
 @pytest.mark.parametrize("given", [("D", "z", "delta_bias"), ()], ids=["all", "bare"])

@@ -198,7 +198,7 @@ def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], dys: tuple[torch.T
         found[0] = torch.empty_like(dy)
     made = [of for of in found if of is not None]
     facts: dict[str, int] = {**widths(plan, launch), "SUMS": sums}
-    count = launch.grid[0] // -(-D // facts["W"])
+    count = launch.grid[0] // max(-(-D // facts["W"]), 1)
     shares = torch.empty((len(parameters), count, D), dtype=torch.float32, device=dy.device) if sums else None
     if dy.numel() and family == GATE:
         start(launch, pointwise_gate_backward, launch.grid[0], (*tensors, *dys, *made, shares, bound or 0.0, rows),
