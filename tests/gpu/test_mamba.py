@@ -54,11 +54,15 @@ def results(function: Callable[..., Any], tensors: dict[str, torch.Tensor]) -> d
     return {"y": y, "last": last, **dict(zip(leaves, torch.autograd.grad([y, last], list(leaves.values()), [dy, dlast]), strict=True))}
 
 
+def named(value: Any) -> str:
+    return value.__name__ if callable(value) else str(value)
+
+
 CALLS = [(selective, channels, dict(b=2, D=5120, T=700)), (selective, channels, dict(b=1, D=8192, T=300)),
          (layer, heads, dict(b=1, T=700, H=80, norm=True)), (layer, heads, dict(b=2, T=300, H=24, norm=False))]
 
 
-@pytest.mark.parametrize(("function", "made", "facts"), CALLS, ids=str)
+@pytest.mark.parametrize(("function", "made", "facts"), CALLS, ids=named)
 def test_shapes_of_real_models(function: Callable[..., Any], made: Callable[..., dict[str, torch.Tensor]], facts: dict[str, Any]) -> None:
     tensors = made(**facts)
     got, again = (results(function, tensors) for _ in range(2))
@@ -87,7 +91,20 @@ def test_more_than_32_bits_count() -> None:
         del u, B, given, y
 
 
-@pytest.mark.parametrize(("function", "made", "facts"), CALLS[1:3], ids=str)
+@pytest.mark.parametrize(("function", "made", "facts"), [(selective, channels, dict(b=70_000, D=3, T=5)),
+                                                         (layer, heads, dict(b=33_000, T=5, H=2, norm=False))], ids=named)
+def test_more_rows_than_an_axis_of_a_grid_holds(function: Callable[..., Any], made: Callable[..., dict[str, torch.Tensor]],
+                                                facts: dict[str, Any]) -> None:
+    tensors = made(**facts)
+    of_rows = {name for name, x in tensors.items() if x.shape[0] == facts["b"]}
+    whole = results(function, tensors)
+    some = {name: x[-40:] if name in of_rows else x for name, x in tensors.items()}
+    y, last = function(some)
+    assert torch.equal(whole["y"][-40:], y) and torch.equal(whole["last"][-40:], last)
+    assert all(bool(x.isfinite().all()) for x in whole.values())
+
+
+@pytest.mark.parametrize(("function", "made", "facts"), CALLS[1:3], ids=named)
 def test_nothing_waits_for_the_host(function: Callable[..., Any], made: Callable[..., dict[str, torch.Tensor]], facts: dict[str, Any],
                                     no_host_sync: Callable[[], None]) -> None:
     tensors = made(**facts)
@@ -96,7 +113,8 @@ def test_nothing_waits_for_the_host(function: Callable[..., Any], made: Callable
     results(function, tensors)
 
 
-@pytest.mark.parametrize(("function", "made", "facts"), [(selective, channels, dict(b=2, D=96)), (layer, heads, dict(b=2, H=4, norm=True))], ids=str)
+@pytest.mark.parametrize(("function", "made", "facts"), [(selective, channels, dict(b=2, D=96)), (layer, heads, dict(b=2, H=4, norm=True))],
+                         ids=named)
 def test_compiled_calls_are_eager_ones(function: Callable[..., Any], made: Callable[..., dict[str, torch.Tensor]], facts: dict[str, Any]) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True)
