@@ -16,7 +16,7 @@ from flashlin.guards.tensors import shown
 from flashlin.kernels.selective import torch_path
 from flashlin.kernels.selective.recipe import FAMILY, kept
 from flashlin.ops.norm import STRICTEST
-from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
+from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
 from flashlin.ops.pointwise import check_beside, check_rows
 
 OP = "selective_scan_fn"
@@ -38,22 +38,25 @@ def selective_scan_fn(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
     Each tensor may have a dtype of its own; all arithmetic is in float32.
 
     Returns:
-        y [b, D, T] in u's dtype, lying as u does; or (y, last state [b, D, N] in float32, float64 for float64 tensors). Gradients reach every
-        argument through both, and repeat to the bit.
+        y [b, D, T] in u's dtype (of the kernels: lying as u does); or (y, last state [b, D, N] in float32, float64 for float64 tensors).
+        Gradients reach every argument through both, and repeat to the bit. For those of B and C backward takes D / 4 bytes for each state and
+        token: sums of 32 channels each, in float32.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
 
-    Differs from mamba_ssm: it needs no CUDA extension and works on CPUs; the last state passes gradients on, where there they are dropped
-    without a word; N may be up to 256 in kernels, and larger in plain torch; complex A is an error.
+    Differs from mamba_ssm: it needs no CUDA extension and works on CPUs; the last state passes gradients on, where there they are left
+    out; N may be up to 256 in kernels, and larger in plain torch; complex A is an error.
     """
     check_rows("u", u, "[b, D, T]", 3, columns=0)
     b, channels, T = u.shape
+    if not channels:
+        raise ValueError(f"u: got shape {shown(u.shape)}, need [b, D, T] with D of at least 1")
     check_beside("delta", delta, (b, channels, T), "u's shape", "u", u)
     check_beside("A", A, (channels, None), "[D, N]", "u", u)
     N = A.shape[1]
-    if not channels or not N:
-        raise ValueError(f"A: got shape {shown(A.shape)}, need [D, N] with D and N of at least 1")
+    if not N:
+        raise ValueError(f"A: got shape {shown(A.shape)}, need [D, N] with N of at least 1")
     B, C = (_with_groups(name, x, b, channels, N, T, u) for name, x in (("B", B), ("C", C)))
     if B.ndim == C.ndim == 4 and B.shape[1] != C.shape[1]:
         raise ValueError(f"C: got {C.shape[1]} groups, need {B.shape[1]}, as B")
@@ -67,12 +70,12 @@ def selective_scan_fn(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
 
 def _with_groups(name: str, x: Any, b: int, channels: int, N: int, T: int, u: Tensor) -> Tensor:
     """B or C as [b, G, N, T], or [D, N] where it has no tokens."""
-    if isinstance(x, Tensor) and x.ndim == 2:
-        check_beside(name, x, (channels, N), "[D, N], [b, N, T] or [b, G, N, T]", "u", u)
-        return x
-    if isinstance(x, Tensor) and x.ndim == 3:
-        x = x.unsqueeze(1)
-    check_beside(name, x, (b, None, N, T), "[b, N, T] or [b, G, N, T]", "u", u)
+    shapes: dict[int, tuple[int | None, ...]] = {2: (channels, N), 3: (b, N, T)}
+    shape = shapes.get(x.ndim, (b, None, N, T)) if isinstance(x, Tensor) else (b, N, T)
+    check_beside(name, x, shape, "[D, N], [b, N, T] or [b, G, N, T]", "u", u)
+    if x.ndim == 2:
+        return x  # type: ignore[no-any-return]
+    x = x.unsqueeze(1) if x.ndim == 3 else x
     if not x.shape[1] or channels % x.shape[1]:
         raise ValueError(f"{name}: got {x.shape[1]} groups, need a divisor of the {channels} channels of u")
     found: Tensor = x
@@ -85,7 +88,7 @@ def _run(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | 
     dtypes = {x.dtype for x in given if x is not None}
     strictest, fixed = name_of(next(one for one in STRICTEST if one in dtypes)), B.ndim == 2 or C.ndim == 2
     if torch.compiler.is_compiling():
-        path, dot = _route(strictest, fixed, u.device)
+        path, dot = _route(strictest, head_size_class(A.shape[1]), fixed, u.device)
     else:
         plan = planned(problem_of(u, A, B, strictest, fixed, wants_grad(*given)), u.device)
         path, dot = plan.problem.path, plan.problem.dot
@@ -111,9 +114,9 @@ def problem_of(u: Tensor, A: Tensor, B: Tensor, dtype: str, fixed: bool, needs_g
 
 
 @constant_while_tracing
-def _route(dtype: str, fixed: bool, device: torch.device) -> tuple[str, str]:
-    """What torch.compile may know while tracing: no size, which may be symbolic."""
-    problem = planned(Problem(OP, FAMILY, "", 1, 1, 1, 16, 64, 1, dtype, False, True, ("fixed",) * fixed), device).problem
+def _route(dtype: str, N: int, fixed: bool, device: torch.device) -> tuple[str, str]:
+    """What torch.compile may know while tracing: no b, D or T, which may be symbolic."""
+    problem = planned(Problem(OP, FAMILY, "", 1, 1, 1, N, 64, 1, dtype, False, True, ("fixed",) * fixed), device).problem
     return problem.path, problem.dot
 
 

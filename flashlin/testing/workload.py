@@ -167,7 +167,7 @@ def updating_states(dtype: torch.dtype, heads: bool = True) -> None:
 
 
 def scanning_channels(dtype: torch.dtype, N: int = 16) -> None:
-    """As Mamba1's layers call it: u and z are slices of a projection, dt and what belongs to channels in float32."""
+    """As Mamba1's layers call it: u and z are slices of a projection, and what belongs to channels is float32."""
     D = 1024
     u, z = zeros(2, 64, 2 * D, dtype=dtype).mT.chunk(2, 1)
     B, C = zeros(2, 64, 2 * N, dtype=dtype).mT.chunk(2, 1)

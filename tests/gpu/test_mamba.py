@@ -73,22 +73,29 @@ def test_shapes_of_real_models(function: Callable[..., Any], made: Callable[...,
     assert all(verdict.ok for verdict in verdicts), verdicts
 
 
-@torch.no_grad()
-def test_more_than_32_bits_count() -> None:
-    """A row of which the tokens together are, and one of which the channels together are: what is long gone no longer matters to its end."""
+@pytest.mark.parametrize("together", ["tokens", "channels"])
+def test_more_than_32_bits_count(together: str) -> None:
+    """What is long gone no longer matters to the end of a row, nor to the gradients there."""
     D, T, tail = 8192, 270_000, 2048
-    for together in ("tokens", "channels"):
-        torch.manual_seed(0)
-        u, B = (torch.empty(1, C, T, device=GPU, dtype=torch.bfloat16) if together == "tokens" else
-                torch.empty(1, T, C, device=GPU, dtype=torch.bfloat16).mT for C in (D, 16))
-        given = [u.normal_(), u, -torch.ones(D, 16, device=GPU), B.normal_(), B]
-        assert u.numel() > 2**31
-        y = flashlin.selective_scan_fn(*given, delta_softplus=True)
-        alone = flashlin.selective_scan_fn(*(x if x.ndim == 2 else x[..., T - tail:].clone() for x in given), delta_softplus=True)
-        assert isinstance(y, torch.Tensor) and isinstance(alone, torch.Tensor)
-        torch.testing.assert_close(y[..., T - 100:], alone[..., tail - 100:])
-        assert not torch.equal(y[..., T - tail:], alone)  # the first of them do see what was before
-        del u, B, given, y
+    torch.manual_seed(0)
+
+    def new(C: int) -> torch.Tensor:
+        x = torch.empty(1, C, T, device=GPU, dtype=torch.bfloat16) if together == "tokens" else torch.empty(1, T, C, device=GPU,
+                                                                                                          dtype=torch.bfloat16).mT
+        return x.normal_()
+
+    def scanned(u: torch.Tensor, B: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [u.detach().requires_grad_(), u.detach().requires_grad_(), B.detach().requires_grad_()]
+        y = flashlin.selective_scan_fn(leaves[0], leaves[1], -torch.ones(D, 16, device=GPU), leaves[2], leaves[2], z=u, delta_softplus=True)
+        assert isinstance(y, torch.Tensor)
+        return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+    u, B = new(D), new(16)
+    assert u.numel() > 2**31
+    whole = scanned(u, B)
+    for name, got, alone in zip(("y", "du", "ddelta", "dB"), whole, scanned(u[..., T - tail:].clone(), B[..., T - tail:].clone()), strict=True):
+        assert judge(name, got[..., T - 100:].float(), alone[..., tail - 100:].float(), 1e-4).ok
+        assert name == "du" or not torch.equal(got[..., T - tail:], alone)  # the first of them do see what was before; du what comes after
+    del whole
 
 
 @pytest.mark.parametrize(("function", "made", "facts"), [(selective, channels, dict(b=70_000, D=3, T=5)),

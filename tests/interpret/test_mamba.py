@@ -134,8 +134,15 @@ def test_a_compiled_selective_scan(given: tuple[str, ...]) -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
+def test_more_states_than_kernels_take_are_left_to_torch_when_compiled_too() -> None:
+    tensors = make_selective(CPU, torch.float32, generator(), b=1, T=3, D=2, N=260, given=())
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **x: flashlin.selective_scan_fn(**x), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**tensors), flashlin.selective_scan_fn(**tensors))
+
+
 def test_a_selective_scan_reads_what_lies_anywhere() -> None:
-    """Slices of a projection, tokens or channels together, a gradient that is one number for all: nothing is copied, all is equal."""
+    """Slices of a projection, tokens or channels together, a gradient that is one number for all."""
     tensors = make_selective(CPU, torch.float32, generator(), T=37, D=6, N=5, G=2)
     apart = {**tensors, "u": torch.cat([tensors["u"].mT, tensors["z"].mT], 2).mT[:, :6], "z": tensors["z"].mT.contiguous().mT,
              "B": tensors["B"].permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1), "A": tensors["A"].mT.contiguous().mT}

@@ -92,6 +92,16 @@ def test_there_may_be_no_tokens_and_no_rows(shape: dict[str, int]) -> None:
     assert y.shape == leaves["u"].shape and not last.any()
     (y.sum() + last.sum()).backward()
     assert leaves["u"].grad is not None and not leaves["u"].grad.any()
+    assert last.requires_grad
+
+
+def test_the_last_state_is_a_tensor_of_its_own() -> None:
+    """Decoding updates it in place, while backward of the prompt may still be to come."""
+    given = {name: x.requires_grad_() for name, x in made(T=70).items()}
+    y, last = flashlin.selective_scan_fn(**given, delta_softplus=True, return_last_state=True)
+    assert last.untyped_storage().nbytes() == last.numel() * last.element_size()
+    last.detach().mul_(2)
+    y.sum().backward()
 
 
 def test_a_longer_row_is_its_beginning_and_the_steps_after_it() -> None:
@@ -114,9 +124,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"u": None}, TypeError, "u: got NoneType, need a tensor of shape [b, D, T]"),
     ({"delta": torch.zeros(2, 4, 6)}, ValueError, "delta: got shape [2, 4, 6], need u's shape = [2, 4, 5]"),
     ({"A": torch.zeros(5, 3)}, ValueError, "A: got shape [5, 3], need [D, N] = [4, any]"),
-    ({"A": torch.zeros(4, 0)}, ValueError, "A: got shape [4, 0], need [D, N] with D and N of at least 1"),
+    ({"A": torch.zeros(4, 0)}, ValueError, "A: got shape [4, 0], need [D, N] with N of at least 1"),
+    ({"u": torch.zeros(2, 0, 5)}, ValueError, "u: got shape [2, 0, 5], need [b, D, T] with D of at least 1"),
     ({"A": torch.zeros(4, 3, dtype=torch.complex64)}, TypeError, "A: got dtype torch.complex64"),
-    ({"B": torch.zeros(2, 3, 6)}, ValueError, "B: got shape [2, 1, 3, 6], need [b, N, T] or [b, G, N, T] = [2, any, 3, 5]"),
+    ({"B": torch.zeros(2, 3, 6)}, ValueError, "B: got shape [2, 3, 6], need [D, N], [b, N, T] or [b, G, N, T] = [2, 3, 5]"),
+    ({"B": torch.zeros(2, 1, 3, 6)}, ValueError, "B: got shape [2, 1, 3, 6], need [D, N], [b, N, T] or [b, G, N, T] = [2, any, 3, 5]"),
     ({"B": torch.zeros(3, 4)}, ValueError, "B: got shape [3, 4], need [D, N], [b, N, T] or [b, G, N, T] = [4, 3]"),
     ({"B": None}, TypeError, "B: got NoneType"),
     ({"B": torch.zeros(2, 3, 3, 5)}, ValueError, "B: got 3 groups, need a divisor of the 4 channels of u"),
@@ -133,7 +145,19 @@ def test_wrong_arguments_are_named(change: dict[str, Any], error: type[Exception
     assert str(raised.value).startswith(text)
 
 
-def test_compiles_without_a_break() -> None:
-    given = made(torch.float32, T=20)
-    compiled = torch.compile(lambda **tensors: flashlin.selective_scan_fn(**tensors, delta_softplus=True), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**given), flashlin.selective_scan_fn(**given, delta_softplus=True))
+def test_lengths_share_graphs() -> None:
+    from torch._dynamo.testing import CompileCounter
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    compiled = torch.compile(lambda **tensors: flashlin.selective_scan_fn(**tensors, delta_softplus=True), fullgraph=True, backend=graphs)
+    for T in (70, 100, 110, 120, 127, 90):
+        given = made(torch.float32, T=T)
+        torch.testing.assert_close(compiled(**given), flashlin.selective_scan_fn(**given, delta_softplus=True))
+    assert graphs.frame_count <= 3  # the first length, one for all, and one for every doubling
+
+
+def test_offsets_beyond_32_bits_are_left_to_torch() -> None:
+    def planned(T: int) -> Any:
+        return plan(Problem("selective_scan_fn", "selective", "", 1, T, 1, 256, 64, 1, "bfloat16"), H200)
+    assert planned(8_000_000).path == "triton"
+    assert planned(9_000_000).path == "torch" and [reason.code for reason, _ in planned(9_000_000).steps] == ["offset"]

@@ -141,7 +141,7 @@ def pointwise_skip(o, x, skip, z, y, x_n, z_n, rows, D: tl.constexpr, K: tl.cons
     put(y, value, first, rows, cols, there, D, BT)
 
 
-FARTHEST = 2**31 // 2048  # rows of one tile that 32-bit offsets reach, however narrow it is
+FARTHEST = 2**31 // 2048  # from one row to the next, for 32-bit offsets to reach all rows of a tile, however narrow it is
 
 
 def rows_of(x: torch.Tensor | None, D: int) -> tuple[torch.Tensor | None, int]:

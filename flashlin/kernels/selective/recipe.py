@@ -22,9 +22,10 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     strips = groups * -(-(problem.V // groups) // BD)
     warps = max(1, BN * BD // (32 * PER_THREAD))
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
-    # shared: sums of each warp, and at most one exchange of a tile between threads; offsets in 32 bits are those of a tile of states
+    # shared: sums of each warp, and at most one exchange of a tile between threads; in 32 bits are the places of B's and C's states, which are T
+    # apart where their tokens are together
     return tuple(Launch(kernel, (problem.N * strips,), min(warps, problem.max_warps), 1, (("BN", BN), ("BD", BD)), 8 * BN * BD + 4096,
-                        BN * BD, traits) for kernel in kernels)
+                        max(BN * BD, BN * problem.T), traits) for kernel in kernels)
 
 
 def kept(T: int) -> int:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from flashlin.kernels.hgrn.torch_path import joined
 
 Tensor = torch.Tensor
-BLOCK = 64  # tokens whose states are there at once: with b, D and N, they are what takes memory
+BLOCK = 64  # tokens whose states are there at once: with b, D and N they are what takes memory
 
 
 def run(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
@@ -19,15 +19,15 @@ def run(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | N
     u, step, A = u.to(compute).mT, delta.to(compute).mT, A.to(compute)
     step = step if bias is None else step + bias.to(compute)
     step = F.softplus(step) if softplus else step
-    h, ys = u.new_zeros(u.shape[0], *A.shape), [u[:, :0] * step[:, :0]]
-    for t in range(0, u.shape[1], BLOCK):
-        now = slice(t, t + BLOCK)
+    h, ys = (u[:, :0, :, None] * A).sum(1), [u[:, :0] * step[:, :0]]
+    # traced, all tokens are one block: else there would be a graph for every number of blocks
+    for now in [slice(None)] if torch.compiler.is_compiling() else [slice(t, t + BLOCK) for t in range(0, u.shape[1], BLOCK)]:
         now_B, now_C = (_of_channels(x, now, u.shape[2]).to(compute) for x in (B, C))
         a = (step[:, now, :, None] * A).exp()
         x = (step[:, now] * u[:, now])[..., None] * now_B
         states = joined(a, torch.cat([x[:, :1] + a[:, :1] * h[:, None], x[:, 1:]], 1))
         ys.append((states * now_C).sum(-1))
-        h = states[:, -1]
+        h = states[:, -1].clone()  # and not what keeps all of them
     y = torch.cat(ys, 1)
     y = y if D is None else y + D.to(compute) * u
     return (y if z is None else y * F.silu(z.to(compute).mT)).mT, h
