@@ -122,8 +122,9 @@ def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, b
     call = _call_of("fused_linear_cross_entropy_loss", dtype)
     if not torch.compiler.is_compiling():   # the operator plans again, for its chunks; here the whole call hears of what stands against it
         planned(_problem(call, (x.shape[0], weight.shape[0]), any(grads)), x.device)
-    loss: Tensor = _linear_op(x, target.contiguous(), weight, bias, *terms, num_chunks, reduction == "mean", l2_penalty_factor if use_l2warp else 0.0,
-                          accumulate_grad_in_fp32, dtype, grads, call)[0]
+    inputs = (x, target.contiguous(), weight, bias, *terms, num_chunks, reduction == "mean", l2_penalty_factor if use_l2warp else 0.0,
+              accumulate_grad_in_fp32, dtype, grads, call)
+    loss: Tensor = _linear_op(*inputs)[0] if torch.compiler.is_compiling() else _LinearCrossEntropy.apply(*inputs)
     return loss
 
 
@@ -271,13 +272,11 @@ def _differentiate(ctx: Any, dloss: Tensor, dz_loss: Tensor, dlse: Tensor) -> An
 _library_op.register_autograd(_differentiate, setup_context=_save)
 
 
-# The linear layer with its loss is an operator in eager calls too: what it costs to call one is nothing beside its products.
 LINEAR = f"""(Tensor x, Tensor target, Tensor weight, Tensor? bias, {TERMS}, int num_chunks, bool mean, float penalty, bool wide, ScalarType dtype,
 bool[] grads, str call) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"""
 
 
-@torch.library.custom_op("flashlin::linear_cross_entropy", mutates_args=(), schema=LINEAR.replace("\n", " "))
-def _linear_op(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float | None, smoothing: float, squares: float,
+def _linear_loss(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float | None, smoothing: float, squares: float,
                ignore_index: int, num_chunks: int, mean: bool, penalty: float, wide: bool, dtype: torch.dtype, grads: list[bool],
                call: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, dx, dweight, dbias, share), the gradients empty where they are not wanted: the loss's own for dweight and dbias, while dx has to be
@@ -315,6 +314,9 @@ def _linear_op(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, s
         dweight, dbias = (_times(total, share, total if total.dtype == final else torch.empty_like(total, dtype=final))
                           for total, final in ((dweight, weight.dtype), (dbias, line_dtype)))
         return losses.sum() * share, dx, dweight, dbias, share
+
+
+_linear_op = torch.library.custom_op("flashlin::linear_cross_entropy", _linear_loss, mutates_args=(), schema=LINEAR.replace("\n", " "))
 
 
 @_linear_op.register_fake
@@ -388,3 +390,16 @@ def _differentiate_linear(ctx: Any, dloss: Tensor, *_: Tensor) -> Any:
 
 
 _linear_op.register_autograd(_differentiate_linear, setup_context=_save_linear)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        found = _linear_loss(*inputs)
+        _save_linear(ctx, inputs, found)
+        return found[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        return _differentiate_linear(ctx, dloss)
