@@ -19,7 +19,7 @@ from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
 from flashlin.compat.target import Target, bundled_ptxas, parse
 from flashlin.compat.versions import release
 from flashlin.guards import limits
-from flashlin.guards.limits import AXIS_LIMITS, CHECKS, MAX_HEAD_DIM, OFFSET_LIMIT
+from flashlin.guards.limits import AXIS_LIMITS, CHECKS, MAX_HEAD_DIM, MAX_STATES, OFFSET_LIMIT
 from flashlin.guards.problem import Launch, Plan, Problem
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import CHOICES, Policy, from_environment
@@ -292,6 +292,8 @@ def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> No
                 assert "dtype" in codes, (asked, on)
             elif asked.mode and max(asked.K, asked.V) > MAX_HEAD_DIM and on.backend == "cuda":
                 assert codes & {"head-dim", "before-volta"}, (asked, on)
+            elif asked.family == "selective" and asked.K > MAX_STATES and on.backend == "cuda":
+                assert codes & {"width", "before-volta"}, (asked, on)
             elif on.backend == "cuda" and max(asked.K, asked.V) > 128 and (on.shared < 102400 or release(triton) < (3, 3)):
                 # No room for the widest heads in fp32: on cards of 100 KB and less, and before 3.3, where fp32 operands take twice as much.
                 assert codes <= here | {"shared-memory"}, (asked, on)
@@ -309,7 +311,8 @@ def test_ampere_to_hopper_run_everything_as_asked(triton: str, sm: int) -> None:
         # Up to 3.2 two warps for a state taller than its chunks, which are short beside few columns: tall-state-32.
         tall = (asked.family in ("simple_gla", "delta", "gla") and asked.dtype != "float32" and asked.K >= 64 > asked.V
                 and sm == 90 and release(triton) < (3, 3))
-        if asked.dtype != "float64" and (not asked.mode or max(asked.K, asked.V) <= widest) and not crowded and not tall:
+        too_many = asked.family == "selective" and asked.K > MAX_STATES
+        if asked.dtype != "float64" and (not asked.mode or max(asked.K, asked.V) <= widest) and not crowded and not tall and not too_many:
             plan = fresh(asked, target(triton, sm))
             assert plan.path == "triton" and plan.problem._replace(mode=asked.mode) == asked, plan
 
