@@ -78,8 +78,9 @@ SIZES = {"packed": Sizes(1, 130, edges=(0, 50, 50, 130)), "B*H > 65,535": Sizes(
 
 
 def function_of(side: str, op: Op) -> Callable[..., Any]:
+    found: Callable[..., Any]
     if side == "flashlin":
-        found: Callable[..., Any] = getattr(importlib.import_module("flashlin"), op.name)
+        found = getattr(importlib.import_module("flashlin"), op.name)
         return found
     import triton.runtime.autotuner as tuner
     before = tuner.Autotuner.__init__
@@ -88,7 +89,8 @@ def function_of(side: str, op: Op) -> Callable[..., Any]:
         before(self, *args, **kwargs)
         self.configs = [next((config for config in self.configs if config.num_warps == 4), self.configs[0])]
     tuner.Autotuner.__init__ = one_configuration
-    return getattr(module_of(op.home), op.name)  # type: ignore[no-any-return]
+    found = getattr(module_of(op.home), op.name)
+    return found
 
 
 def made(op: Op, sizes: Sizes, device: Any, dtype: Any, generator: Any) -> dict[str, Any]:

@@ -73,12 +73,9 @@ def _with_groups(name: str, x: Any, b: int, channels: int, N: int, T: int, u: Te
     shapes: dict[int, tuple[int | None, ...]] = {2: (channels, N), 3: (b, N, T)}
     shape = shapes.get(x.ndim, (b, None, N, T)) if isinstance(x, Tensor) else (b, N, T)
     check_beside(name, x, shape, "[D, N], [b, N, T] or [b, G, N, T]", "u", u)
-    if x.ndim == 2:
-        return x  # type: ignore[no-any-return]
-    x = x.unsqueeze(1) if x.ndim == 3 else x
-    if not x.shape[1] or channels % x.shape[1]:
-        raise ValueError(f"{name}: got {x.shape[1]} groups, need a divisor of the {channels} channels of u")
-    found: Tensor = x
+    found: Tensor = x.unsqueeze(1) if x.ndim == 3 else x
+    if found.ndim == 4 and (not found.shape[1] or channels % found.shape[1]):
+        raise ValueError(f"{name}: got {found.shape[1]} groups, need a divisor of the {channels} channels of u")
     return found
 
 

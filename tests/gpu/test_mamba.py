@@ -42,8 +42,8 @@ def selective(tensors: dict[str, torch.Tensor]) -> Any:
     return flashlin.selective_scan_fn(**tensors, delta_softplus=True, return_last_state=True)
 
 
-def layer(tensors: dict[str, torch.Tensor]) -> Any:
-    return flashlin.mamba_split_conv1d_scan_combined(**tensors, chunk_size=256, headdim=64, return_final_states=True, rmsnorm_eps=1e-5)  # type: ignore[arg-type]
+def layer(tensors: dict[str, Any]) -> Any:
+    return flashlin.mamba_split_conv1d_scan_combined(**tensors, chunk_size=256, headdim=64, return_final_states=True, rmsnorm_eps=1e-5)
 
 
 def results(function: Callable[..., Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Mamba2's kernels in Triton's interpreter, beyond their cases: batches in parts, groups, any strides, the library operators."""
+"""Mamba's and Mamba2's kernels in Triton's interpreter, beyond their cases: batches in parts, groups, any strides, the library operators."""
 from __future__ import annotations
 
 from typing import Any

@@ -13,7 +13,7 @@ from flashlin.compat.target import parse
 from flashlin.dispatch import OPS, plan
 from flashlin.guards.limits import MAX_COLUMNS
 from flashlin.guards.problem import Problem
-from flashlin.kernels.pointwise.recipe import CORRECTION, GATE
+from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, SCALE, SKIP
 from flashlin.ops.pointwise import problem_of
 from flashlin.testing.cases.pointwise import CASES
 from flashlin.testing.compare import Case, check
@@ -205,7 +205,25 @@ def test_no_size_needs_a_remedy_and_programs_cover_it(op: str, H: int, K: int, T
     assert backward.grid[0] % strips[backward] == 0 and backward.grid[0] <= 4 * 132 + strips[backward]
 
 
+@pytest.mark.parametrize("T", [0, 1, 100, 10**7])
+@pytest.mark.parametrize(("H", "K"), [(1, 1), (3, 20), (80, 64), (700, 8)])
+def test_parts_of_a_scan_cover_their_rows(H: int, K: int, T: int) -> None:
+    for family in (SCALE, SKIP):
+        planned = plan(part_of_a_scan(family, T, H, K), H200)
+        assert planned.path == "triton" and not planned.steps and not planned.refused
+        forward, backward = planned.launches
+        for launch in (forward, backward) if family == SCALE else (forward,):  # a skip's backward shares out the rows
+            strips = H if family == SCALE else -(-H * K // launch.block("BD"))
+            assert launch.grid[0] == strips * -(-T // launch.block("BT"))
+            assert family == SKIP or launch.block("BD") >= K
+
+
+def part_of_a_scan(family: str, T: int, H: int, K: int) -> Problem:
+    return Problem("mamba_chunk_scan_combined", family, "", 1, T, H, K, K, 1, "bfloat16", False, True)
+
+
 def test_heads_wider_than_the_kernels_take_the_torch_path() -> None:
+    assert [plan(part_of_a_scan(family, 64, 2, MAX_COLUMNS + 1), H200).path for family in (SCALE, SKIP)] == ["torch", "triton"]
     planned = plan(problem("gate_output_correction", 64, 2, MAX_COLUMNS + 1), H200)
     assert planned.path == "torch" and [reason.code for reason, _ in planned.steps] == ["width"]
     widest = plan(problem("gate_output_correction", 64, 2, MAX_COLUMNS), H200).launches

@@ -1,4 +1,5 @@
-"""Mamba2's recurrence and the steps around it in float64, token by token, written from the mathematics. Everything else is checked against it."""
+"""The recurrences of Mamba2 and Mamba and the steps around them in float64, token by token, written from the mathematics. Everything else,
+``kernels/selective`` too, is checked against it."""
 from __future__ import annotations
 
 import math

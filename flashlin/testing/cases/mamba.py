@@ -1,4 +1,4 @@
-"""Cases of Mamba2: the scan with groups, gates, limits and packed rows, its fused layer, decoding steps in place, gated norms."""
+"""Cases of Mamba and Mamba2: the scans with groups, gates, limits and packed rows, its fused layer, decoding steps in place, gated norms."""
 from __future__ import annotations
 
 import math
