@@ -1,4 +1,4 @@
-"""flashlin beside fla, and Mamba2's scan beside mamba_ssm, on the same work in one run: forward, forward plus backward, peak memory, host
+"""flashlin beside fla, and the scans of Mamba and Mamba2 beside mamba_ssm, on the same work in one run: forward, forward plus backward, peak memory, host
 time, first call.
 
     python benchmarks/compare_fla.py --out benchmarks/results/
@@ -40,7 +40,8 @@ print(json.dumps({"forward_s": forward, "forward_backward_s": time.perf_counter(
 
 
 def inputs(B: int, T: int, H: int, D: int, arguments: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors of an op, by name: ``name`` or ``name:role``, as in OPS. Keys of the delta rules have length 1, or the state would grow."""
+    """The tensors of an op, by name: ``name`` or ``name:role``, as in OPS. Keys of the delta rules have length 1, or the state would grow.
+    Mamba's scan has H channels of D states."""
     torch.manual_seed(0)
     roles = {name: role or name for name, _, role in (argument.partition(":") for argument in arguments.split())}
 
@@ -59,6 +60,16 @@ def inputs(B: int, T: int, H: int, D: int, arguments: str, dtype: torch.dtype) -
             return -torch.rand(H, device="cuda") - 0.5
         if role == "shared":  # one key and query for all heads, of Mamba2's usual 128
             return randn(B, T, 1, 128).to(dtype)
+        if role == "channels":
+            return randn(B, H, T).to(dtype)
+        if role == "channels_last":  # as a linear layer leaves them
+            return randn(B, T, H).to(dtype).mT
+        if role == "poles":
+            return -torch.rand(H, D, device="cuda") - 0.5
+        if role == "columns":
+            return randn(B, D, T).to(dtype)
+        if role == "weights":
+            return randn(H)
         if role in ("g", "gk"):
             return torch.nn.functional.logsigmoid(randn(B, T, H, *((D,) if role == "gk" else ())))
         if role == "beta":
@@ -117,9 +128,9 @@ def host(function: Callable[..., Any], D: int, arguments: str, extra: dict[str, 
 
 
 def peer_op(family: str, name: str) -> tuple[Callable[..., Any] | None, str]:
-    """fla's op with its Hopper refusal off, or mamba_ssm's without that package's __init__, which wants a CUDA extension; or why there is none."""
+    """fla's op with its Hopper refusal off, or mamba_ssm's without that package's __init__, which wants more packages; or why there is none."""
     try:
-        if family == MAMBA:
+        if family.startswith("mamba_ssm."):
             return getattr(module_of(family), name), ""
         module = importlib.import_module("fla.ops.common.chunk_o")
         for flag in ("IS_NVIDIA_HOPPER",):
@@ -137,9 +148,9 @@ def version(package: str) -> str:
         return "none"
 
 
-MAMBA = "mamba_ssm.ops.triton.ssd_combined"
+MAMBA, MAMBA2 = "mamba_ssm.ops.selective_scan_interface", "mamba_ssm.ops.triton.ssd_combined"
 SHAPES = ((4, 4096, 32, 128), (1, 8192, 32, 128), (8, 1024, 8, 64), (2, 4096, 16, 256))
-SHAPES_OF = {MAMBA: ((8, 2048, 80, 64),), "simple_gla": SHAPES, "retention": SHAPES}
+SHAPES_OF = {MAMBA: ((8, 2048, 4096, 16),), MAMBA2: ((8, 2048, 80, 64),), "simple_gla": SHAPES, "retention": SHAPES}
 # fla.ops.<home> or the module's whole name, the op, its arguments with their roles, and whether fla refuses its backward on Hopper.
 OPS: tuple[tuple[str, str, str, bool, dict[str, Any]], ...] = (
     ("simple_gla", "chunk_simple_gla", "q k v g", True, {}), ("retention", "chunk_retention", "q k v", False, {}),
@@ -148,7 +159,9 @@ OPS: tuple[tuple[str, str, str, bool, dict[str, Any]], ...] = (
     ("gated_delta_rule", "chunk_gated_delta_rule", "q k v g beta", True, {}), ("delta_rule", "chunk_delta_rule", "q k v beta", False, {}),
     ("gla", "chunk_gla", "q k v g:gk", False, {}), ("rwkv6", "chunk_rwkv6", "r:q k v w:gk u:bonus", False, {}),
     ("kda", "chunk_kda", "q k v g:gk beta", False, {}), ("rwkv7", "chunk_rwkv7", "r:q w:gk k v a b", False, {}),
-    (MAMBA, "mamba_chunk_scan_combined", "x dt A:pole B:shared C:shared", False, {"chunk_size": 256}))
+    (MAMBA2, "mamba_chunk_scan_combined", "x dt A:pole B:shared C:shared", False, {"chunk_size": 256}),
+    *((MAMBA, "selective_scan_fn", f"u:{layout} delta:{layout} A:poles B:columns C:columns D:weights z:{layout} delta_bias:weights", False,
+       {"delta_softplus": True}) for layout in ("channels", "channels_last")))
 
 
 def main() -> None:
@@ -173,11 +186,11 @@ def main() -> None:
         if options.op and name not in options.op:
             continue
         theirs, why = peer_op(family, name)
-        peer = "mamba_ssm" if family == MAMBA else "fla"
+        peer = "mamba_ssm" if family.startswith("mamba_ssm.") else "fla"
         shapes = SHAPES_OF.get(family, SHAPES[:1])
         for shape in shapes[:1] if options.quick else shapes:
             B, T, H, D = shape
-            row: dict[str, Any] = {"op": name, "B": B, "T": T, "H": H, "D": D, "dtype": "bfloat16"}
+            row: dict[str, Any] = {"op": name, "B": B, "T": T, "H": H, "D": D, "dtype": "bfloat16", "arguments": arguments}
             tensors = inputs(B, T, H, D, arguments, torch.bfloat16)
             for who, function in (("flashlin", getattr(flashlin, name)), (peer, theirs)):
                 if function is None:

@@ -34,15 +34,17 @@ ALLOWED = 0.02  # RMS ratio in 16 bits: twice what the field allows itself, sinc
 class Op(NamedTuple):
     """arguments: public name, or public:role where they differ, in any order; roles as in kernels/recurrent/inputs.py. delta: the prediction is
     subtracted (kda, the delta rules). before: the state is read before the update (rwkv6). home: module in fla or mamba_ssm. options: keywords
-    it is always called with. states: whether it has any. packed: whether the other package's op takes cu_seqlens."""
+    it is always called with. initial, last: the arguments that bring a state and ask for the last one, empty where there is none. packed:
+    whose ops take cu_seqlens, or what else there is to say of it."""
     name: str
     home: str
     arguments: str
     delta: bool = False
     before: bool = False
     options: tuple[tuple[str, Any], ...] = ()
-    states: bool = True
-    packed: bool = True
+    initial: str = "initial_state"
+    last: str = "output_final_state"
+    packed: str = "both"
 
 
 def _both(family: str, arguments: str, **facts: Any) -> list[Op]:
@@ -50,8 +52,8 @@ def _both(family: str, arguments: str, **facts: Any) -> list[Op]:
 
 
 OPS: list[Op] = [
-    *_both("simple_gla", "q k v g"), Op("parallel_simple_gla", "fla.ops.simple_gla", "q k v g", states=False),
-    *_both("retention", "q k v"), Op("parallel_retention", "fla.ops.retention", "q k v", states=False),
+    *_both("simple_gla", "q k v g"), Op("parallel_simple_gla", "fla.ops.simple_gla", "q k v g", initial="", last=""),
+    *_both("retention", "q k v"), Op("parallel_retention", "fla.ops.retention", "q k v", initial="", last=""),
     *_both("linear_attn", "q k v", options=(("normalize", False),)),
     *_both("lightning_attn", "q k v", options=(("layer_idx", 1), ("num_layers", 4))),
     *_both("delta_rule", "q k v beta", delta=True), *_both("gated_delta_rule", "q k v g beta", delta=True),
@@ -61,8 +63,10 @@ OPS: list[Op] = [
     Op("fused_mul_recurrent_rwkv7", "fla.ops.rwkv7", "r:q w:gk k v kk a:rate"),
     *[op._replace(home="fla.ops.generalized_delta_rule")
       for op in (*_both("dplr_delta_rule", "q k v a b gk"), *_both("iplr_delta_rule", "q k v a b"))],
-    Op("chunk_hgrn", "fla.ops.hgrn", "x:v g:gv", packed=False), Op("fused_recurrent_hgrn", "fla.ops.hgrn", "x:v g:gv"),
-    Op("mamba_chunk_scan_combined", "mamba_ssm.ops.triton.ssd_combined", "x:v dt A B:k C:q", options=(("chunk_size", 64),))]
+    Op("chunk_hgrn", "fla.ops.hgrn", "x:v g:gv", packed="flashlin"), Op("fused_recurrent_hgrn", "fla.ops.hgrn", "x:v g:gv"),
+    Op("mamba_chunk_scan_combined", "mamba_ssm.ops.triton.ssd_combined", "x:v dt A B:k C:q", options=(("chunk_size", 64),),
+       initial="initial_states", last="return_final_states", packed="see cu_seqlens and seq_idx in the op's own cases"),
+    Op("selective_scan_fn", "mamba_ssm.ops.selective_scan_interface", "u:v delta A B:k C:q", initial="", last="return_last_state", packed="none")]
 
 
 class Sizes(NamedTuple):
@@ -109,6 +113,9 @@ def made(op: Op, sizes: Sizes, device: Any, dtype: Any, generator: Any) -> dict[
         given = {"x": randn(B, T, H, V).to(dtype), "dt": F.softplus(randn(B, T, H) - 2), "A": -torch.rand(H, generator=generator) - 0.5,
                  "B": randn(B, T, H, K).to(dtype), "C": randn(B, T, H, K).to(dtype)}
         state = (B, H, V, K)
+    elif op.name == "selective_scan_fn":  # a head is so many channels with states of their own
+        given = {"u": randn(B, H * V, T).to(dtype), "delta": F.softplus(randn(B, H * V, T) - 2).to(dtype),
+                 "A": -torch.rand(H * V, K, generator=generator) - 0.5, "B": randn(B, K, T).to(dtype), "C": randn(B, K, T).to(dtype)}
     else:
         unit = F.normalize(randn(B, T, H, K), dim=-1)
         every = {"q": randn(B, T, H, K).to(dtype), "k": (F.normalize(randn(B, T, H, K), dim=-1) if op.delta else randn(B, T, H, K)).to(dtype),
@@ -116,8 +123,8 @@ def made(op: Op, sizes: Sizes, device: Any, dtype: Any, generator: Any) -> dict[
                  "beta": randn(B, T, H).sigmoid().to(dtype), "bonus": randn(H, K), "a": -unit.to(dtype),
                  "b": (unit * randn(B, T, H, K).sigmoid()).to(dtype), "kk": unit.to(dtype), "rate": randn(B, T, H, K).sigmoid().to(dtype)}
         given = {name: every[role] for name, role in _roles(op).items()}
-    if op.states:
-        given["initial_states" if op.name.startswith("mamba") else "initial_state"] = randn(*state)
+    if op.initial:
+        given[op.initial] = randn(*state)
     if edges:
         given["cu_seqlens"] = torch.tensor(edges, dtype=torch.int64)
     return {name: x.to(device) for name, x in given.items()}
@@ -130,10 +137,10 @@ def _roles(op: Op) -> dict[str, str]:
 
 def called(function: Callable[..., Any], op: Op, with_state: bool, **tensors: Any) -> dict[str, Any]:
     options = dict(op.options)
-    if op.states:
-        options["return_final_states" if op.name.startswith("mamba") else "output_final_state"] = True
+    if op.last:
+        options[op.last] = True
     o, ht = function(**tensors, **options)
-    return {"o": o, "ht": ht} if op.states and with_state else {"o": o}
+    return {"o": o, "ht": ht} if op.last and with_state else {"o": o}
 
 
 def reference(op: Op, with_state: bool, cu_seqlens: Any = None, **tensors: Any) -> dict[str, Any]:
@@ -141,18 +148,26 @@ def reference(op: Op, with_state: bool, cu_seqlens: Any = None, **tensors: Any) 
     import torch
     if cu_seqlens is not None:
         parts = []
-        names = ("o", "ht") if op.states else ("o",)
+        names = ("o", "ht") if op.last else ("o",)
         for n, (first, end) in enumerate(zip(cu_seqlens.tolist()[:-1], cu_seqlens.tolist()[1:], strict=True)):
             own = {name: x[n:n + 1] if name == "initial_state" else x if name == "u" else x[:, first:end] for name, x in tensors.items()}
             parts.append(reference(op, True, **own))
         found = {name: torch.cat([part[name] for part in parts], 1 if name == "o" else 0) for name in names}
-        return found if with_state and op.states else {"o": found["o"]}
+        return found if with_state and op.last else {"o": found["o"]}
     if "hgrn" in op.name:
         S, outputs = tensors["initial_state"], []
         for t in range(tensors["x"].shape[1]):
             S = tensors["g"][:, t].exp() * S + tensors["x"][:, t]
             outputs.append(S)
         o = torch.stack(outputs, 1) if outputs else tensors["x"]
+        return {"o": o, "ht": S} if with_state else {"o": o}
+    if op.name == "selective_scan_fn":
+        S, outputs = torch.zeros_like(tensors["A"]), []
+        for t in range(tensors["u"].shape[2]):
+            step = tensors["delta"][:, :, t, None]
+            S = (step * tensors["A"]).exp() * S + step * tensors["u"][:, :, t, None] * tensors["B"][:, None, :, t]
+            outputs.append((S * tensors["C"][:, None, :, t]).sum(-1))
+        o = torch.stack(outputs, 2)
         return {"o": o, "ht": S} if with_state else {"o": o}
     if op.name.startswith("mamba"):
         dt = tensors["dt"]
@@ -189,7 +204,7 @@ def reference(op: Op, with_state: bool, cu_seqlens: Any = None, **tensors: Any) 
         outputs.append(scale * torch.einsum("bhkv,bhk->bhv", read, q))
     o = torch.stack(outputs, 1) if outputs else x["v"]
     S = S.mT if op.name.startswith("mamba") else S
-    return {"o": o, "ht": S} if op.states and with_state else {"o": o}
+    return {"o": o, "ht": S} if op.last and with_state else {"o": o}
 
 
 def answer(side: str, op: Op, aspect: str) -> str:
@@ -197,21 +212,20 @@ def answer(side: str, op: Op, aspect: str) -> str:
 
     from flashlin.testing.compare import Case, check
     function = function_of(side, op)
-    if aspect == "packed" and op.name.startswith("mamba"):
-        return "see cu_seqlens and seq_idx in the op's own cases"
+    if aspect == "packed" and op.packed not in ("both", "flashlin"):
+        return op.packed
     device = torch.device("cpu" if aspect == "CPU" else "cuda")
     dtype = torch.float32 if aspect in ("CPU", "fp32") else torch.bfloat16
     with_state = aspect != "backward"
     case = Case(op.name, aspect, partial(made, op, SIZES.get(aspect, Sizes())), partial(called, function, op, with_state),
                 partial(reference, op, with_state), {"*": ALLOWED, "d*": ALLOWED})
     if aspect == "forward":
-        names = (*_roles(op), "initial_state", "initial_states")
-        case = case._replace(constant=names)
+        case = case._replace(constant=(*_roles(op), op.initial))
     if aspect == "backward":
-        case = case._replace(constant=("initial_state", "initial_states"))
-    if not op.states and aspect == "states":
+        case = case._replace(constant=(op.initial,))
+    if not op.last and aspect == "states":
         return "none"
-    if not op.packed and aspect == "packed" and side != "flashlin":
+    if op.packed == "flashlin" and aspect == "packed" and side != "flashlin":
         return "error: no cu_seqlens"
     bad = [verdict for verdict in check(case, device, dtype) if not verdict.ok]
     return "right" if not bad else "wrong: " + ", ".join(f"{verdict.tensor} {verdict.rms:.2g}" for verdict in bad)
@@ -254,7 +268,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for peers-<card>-triton-<version>.json")
     parser.add_argument("--jobs", type=int, default=8, help="processes at once (default 8)")
     parser.add_argument("--seconds", type=float, default=240, help="time limit of a process (default 240)")
-    parser.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
+    parser.add_argument("--op", action="append", default=[], help="only this op (repeatable); the record in --out keeps the others")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("aspects", nargs="*", help=argparse.SUPPRESS)
@@ -274,8 +288,12 @@ def main() -> int:
               "aspects": ASPECTS, "rows": rows}
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        name = f"peers-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json"
-        (arguments.out / name).write_text(json.dumps(record, indent=1) + "\n")
+        place = arguments.out / f"peers-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json"
+        before = json.loads(place.read_text()) if arguments.op and place.exists() else {}
+        if all(before.get(key) == record[key] for key in ("torch", "packages", "aspects")):
+            kept = [row for row in before["rows"] if row["op"] not in arguments.op]
+            record["rows"] = sorted([*kept, *rows], key=lambda row: [op.name for op in OPS].index(row["op"]))
+        place.write_text(json.dumps(record, indent=1) + "\n")
     for row in rows:
         print(" ".join(f"{str(row[key])[:40]!s:<14}" for key in ("op", "side", *ASPECTS)))
     return 0

@@ -100,10 +100,11 @@ def speed_table() -> str:
                      f"B={row['B']} T={row['T']} H={row['H']} D={row['D']}")
             ours, theirs = row["flashlin"], row[peer]
             mark = "*" if row["guard_off"] is True and theirs.get("both_ms") else ""
-            lines.append(f"| `{row['op']}` | {ours['forward_ms']:.3f} | {theirs['forward_ms']:.3f} | {row['ratio_forward']:.2f} "
+            layout = ", channels last" if "channels_last" in row.get("arguments", "") else ""
+            lines.append(f"| `{row['op']}`{layout} | {ours['forward_ms']:.3f} | {theirs['forward_ms']:.3f} | {row['ratio_forward']:.2f} "
                          f"| {ours['both_ms']:.2f} | {theirs['both_ms']:.2f}{mark} "
                          f"| {row['ratio_both']:.2f} | {record['first_call']['forward_s']:.1f} |")
-    shape = "bfloat16, both in one process: Mamba2 beside mamba_ssm, all others beside fla; first call: chunk_simple_gla from empty caches."
+    shape = "bfloat16, both in one process: Mamba's scans beside mamba_ssm, all others beside fla; first call: chunk_simple_gla from empty caches."
     return "\n".join([*lines, "", f"{shape} *: fla refuses this backward here; its refusal was switched off for the timing.", *sorted(said)])
 
 

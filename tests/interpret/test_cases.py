@@ -63,6 +63,9 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
     everything into fp32 before they compute, so fp16 changes only how they load and store. tests/ops runs every case in torch."""
     if str(case) in ("causal_conv1d-many-blocks", "group_norm-many-rows"):  # a GPU's worth; test_conv.py has a card of one multiprocessor
         return False
+    if case.op in ("fused_recurrent_linear_attn", "fused_recurrent_retention", "fused_recurrent_lightning_attn"):
+        # simple GLA's kernel, with a constant decay or with none
+        return dtype == torch.float32 and (case.quick or case.id in ("reverse", "normalized"))
     if case in dplr_cases:  # several seconds each; fp16 once for either kind of kernels
         if dtype == torch.float16:
             return case.quick and case.op in ("chunk_kda", "chunk_rwkv7")
@@ -80,6 +83,8 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
         return dtype == torch.float32 and case.id in ("strong-packed", "resets", "odd", "one-token")
     if case.op.startswith("mamba_") and case.op.endswith("scan_combined"):  # simple GLA's kernels with groups; several seconds each
         return dtype == torch.float32 and case.id in ("packed", "one-group")
+    if case.op == "selective_scan_fn":  # ten seconds each; test_mamba.py has what its plumbing could get wrong
+        return dtype == torch.float32 and case.id in ("groups", "odd-states", "bare")
     if case in mamba_cases:
         return dtype == torch.float32 and not case.id.startswith("real")
     if case.op == "chunk_gla":
@@ -90,7 +95,7 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
         return dtype == torch.float32 and case.id in ("g=-20", "layer", "bounded", "inference", "pool")
     if case.op.endswith("norm"):  # fp16 changes loads and stores only
         return dtype == torch.float32
-    if case.id in ("packed", "reverse", "normalized"):
+    if case.id in ("packed", "reverse"):
         return True
     if case.op.startswith(("causal_conv1d", "token_shift")) or case.op.endswith(("_gated", "group_norm")):  # fp16 changes loads and stores only
         return dtype == torch.float32
@@ -103,10 +108,12 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
     assert not failed(case, dtype)
 
 
-# bfloat16 is cast to fp32 by the plan, so these only have to show that the cast is there and that results come back in bfloat16.
+# bfloat16 is cast to fp32 by the plan, so these only have to show that the cast is there and that results come back in bfloat16: of the chunked
+# ops, which share the piece that casts, a few.
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
 @pytest.mark.parametrize("case", [case for case in CASES if (
-    case.quick and "recurrent" not in case.op and not case.op.startswith(("fused_chunk", "chunk_iplr", "chunk_dplr"))) or str(case) in (
+    case.quick and "recurrent" not in case.op and not case.op.startswith("fused_chunk")
+    and (case.op in ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda", "chunk_hgrn") or not case.op.startswith("chunk_"))) or str(case) in (
     "chunk_simple_gla-packed", "fused_recurrent_simple_gla-packed", "fused_recurrent_retention-reverse")], ids=str)
 def test_bfloat16_runs_on_fp32_copies(case: Case, plans: Plans) -> None:
     assert not failed(case, torch.bfloat16)

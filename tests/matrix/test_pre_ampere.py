@@ -1,7 +1,7 @@
 """Below sm_80: what fails on which Triton fails exactly where a KnownIssue says, and what is planned instead compiles.
 
 Our own kernels; where each failure begins and ends: test_known_issues.py. No card is needed: ``raw`` are the launches recorded with the
-known-issue checks off, ``planned`` those of the normal policy; both are compiled to machine code by the real releases.
+known-issue checks off, ``planned`` those of the normal policy; both are compiled to machine code by the real releases, half of them by each.
 """
 from __future__ import annotations
 
@@ -62,6 +62,8 @@ def test_raw_launches_fail_exactly_where_a_known_issue_says(version: str, compil
     jobs = list(dict.fromkeys(Job(sm, launch) for sm, dtype in cells(version) for launch in launches(version, sm, dtype, "off")))
     if version >= "3.4":  # nothing fails there, so the planned launches below are these
         jobs = [job for job in jobs if job.launch.kernel == "simple_gla_scan"]
+    else:
+        jobs = jobs[RELEASES.index(version) % 2::2]
     wrong = []
     for job, result in zip(jobs, compiled(version, jobs), strict=True):
         issues = striking(version, job.sm, job.launch)
@@ -84,7 +86,7 @@ def test_planned_launches_compile(version: str, compiled: Compile, launches: Lau
         if version < "3.3":  # there a kernel may not even load or store bf16: torch casts, before the launch and after it
             assert not any("bf16" in str(kind) for launch in planned for _, kind in launch.arguments), f"sm_{sm} {dtype}"
         jobs += [Job(sm, launch) for launch in planned]
-    jobs = list(dict.fromkeys(jobs))
+    jobs = list(dict.fromkeys(jobs))[RELEASES.index(version) % 2::2]
     failed = [f"sm_{job.sm} {job.launch}: {result}" for job, result in zip(jobs, compiled(version, jobs), strict=True) if not result.ok]
     assert not failed, "\n".join(failed)
 
@@ -115,9 +117,9 @@ def test_volta_cannot_multiply_a_state_stored_v_first_and_is_not_asked_to(v_firs
             o, ht = flashlin.chunk_simple_gla(q, k, v, torch.zeros(1, 64, 2), initial_state=torch.zeros(1, 2, 64, 64), output_final_state=True,
                                               state_v_first=v_first)
             (o.sum() + ht.sum()).backward()
-        found[policy] = [launch for launch in launches if launch.kernel.startswith("simple_gla_")]
+        found[policy] = [launch for launch in launches if launch.kernel in ("simple_gla_scan", "simple_gla_dq")]
     raw, planned = (compiled("3.1.0", [Job(70, launch) for launch in found[policy]]) for policy in ("off", "auto"))
-    assert {launch.kernel for launch in found["auto"]} == {f"simple_gla_{name}" for name in ("scan", "dq", "dk", "dv")}
+    assert {launch.kernel for launch in found["auto"]} == {"simple_gla_scan", "simple_gla_dq"}
     assert all(result.ok != v_first and (result.ok or "DotOperand[MMAv1]" in result.cause) for result in raw), raw
     assert all(result.ok for result in planned), planned
     for launch in found["auto"]:

@@ -16,15 +16,19 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     edges = None if cu_seqlens is None else cu_seqlens.tolist()
     spans = [(b, 0, T) for b in range(B)] if edges is None else [(0, edges[n], edges[n + 1]) for n in range(len(edges) - 1)]
     rows = [[x.new_zeros(D, dtype=torch.float64)] * T for _ in range(B)]
+    # unbind: the gradient of an index into x would be as large as x
+    tokens = [row.unbind(0) for row in x.double()]
+    added = [row.unbind(0) for row in (torch.zeros_like(x) if residual is None else residual).double()]
+    taps = weight.double().unbind(1)
     states = []
     for n, (b, start, end) in enumerate(spans):
         zeros = x.new_zeros(D, W, dtype=torch.float64)
         window = list((zeros if initial_state is None else initial_state[n].double()).unbind(1))
         for t in range(start, end):
-            window = [*window[1:], x[b, t].double()]
-            z = sum((weight[:, w].double() * window[w] for w in range(W)), zeros[:, 0] if bias is None else bias.double())
+            window = [*window[1:], tokens[b][t]]
+            z = sum((taps[w] * window[w] for w in range(W)), zeros[:, 0] if bias is None else bias.double())
             z = z / (1 + (-z).exp()) if silu else z
-            rows[b][t] = z if residual is None else z + residual[b, t].double()
+            rows[b][t] = z + added[b][t]
         states.append(torch.stack(window, 1))
     y = torch.stack([torch.stack(row) for row in rows]) if B and T else x.new_zeros(B, T, D, dtype=torch.float64)
     return y, torch.stack(states) if states else x.new_zeros(0, D, W, dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -64,17 +65,18 @@ def selective(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tens
     """
     dt = step_size(delta, None if bias is None else bias[:, None], softplus)
 
-    def of_token(x: Tensor, i: int, t: int) -> Tensor:
+    def by_token(x: Tensor, i: int) -> Sequence[Tensor]:
+        """[D, N] for each token."""
         if x.ndim == 2:
-            return x
+            return [x] * u.shape[2]
         groups = x[i, None] if x.ndim == 3 else x[i]
-        return torch.stack([groups[d // (len(A) // len(groups)), :, t] for d in range(len(A))])
+        return torch.stack([groups[d // (len(A) // len(groups))] for d in range(len(A))]).unbind(2)
     rows, lasts = [], []
     for i in range(u.shape[0]):
         h, columns = torch.zeros_like(A), []
-        for t in range(u.shape[2]):
-            h = (dt[i, :, t, None] * A).exp() * h + (dt[i, :, t] * u[i, :, t])[:, None] * of_token(B, i, t)
-            columns.append((h * of_token(C, i, t)).sum(1) + (0 if D is None else D * u[i, :, t]))
+        for steps, x, b_t, c_t in zip(dt[i].unbind(1), u[i].unbind(1), by_token(B, i), by_token(C, i), strict=True):
+            h = (steps[:, None] * A).exp() * h + (steps * x)[:, None] * b_t
+            columns.append((h * c_t).sum(1) + (0 if D is None else D * x))
         rows.append(torch.stack(columns, 1) if columns else u[i] * dt[i])
         lasts.append(h)
     y = torch.stack(rows)

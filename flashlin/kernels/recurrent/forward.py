@@ -157,7 +157,7 @@ def recurrent_forward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, A_log, dt_bi
         mine = (slot >= 0) & (slot < P)
         zero_rows(o, first, tl.where(mine, 0, length), i_h, HV, V, v0, BT, BV)
         length = tl.where(mine, length, 0)
-        here = here & mine
+        here = inside & (in_v < tl.where(mine, V, 0))[None, :]  # not "& mine": in 3.9's interpreter two scalars make no mask
     at = slot * state_row + i_h.to(tl.int64) * (K * V)
     if h0 is not None:
         S = tl.load(h0 + at + tile, mask=here, other=0.0).to(tl.float32)

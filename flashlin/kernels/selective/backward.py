@@ -13,7 +13,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.selective.forward import LOG2_E, constants_of, loaded, place, step_size, strides, token
+from flashlin.kernels.selective.forward import LOG2_E, constants_of, loaded, per_channel, place, step_size, strides, token
 from flashlin.kernels.selective.recipe import SEGMENT
 
 
@@ -29,12 +29,8 @@ def selective_backward(dy, u, delta, A, B, C, skip, z, bias, states, dlast, du, 
     whole = there[:, None] & here[None, :]
     state = d[None, :] * N + n[:, None]
     rates = loaded(A + state, whole) * LOG2_E
-    b_bias = tl.zeros([BD], dtype=tl.float32)
-    if bias is not None:
-        b_bias = loaded(bias + d, here)
-    b_skip = tl.zeros([BD], dtype=tl.float32)
-    if skip is not None:
-        b_skip = loaded(skip + d, here)
+    b_bias = per_channel(bias, d, here, BD)
+    b_skip = per_channel(skip, d, here, BD)
     u += b * u_b + d * u_d
     delta += b * s_b + d * s_d
     B += b * B_b + g.to(tl.int64) * B_g + n * B_n

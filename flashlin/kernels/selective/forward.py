@@ -35,6 +35,15 @@ def loaded(x, known):
 
 
 @triton.jit
+def per_channel(x, d, here, BD: tl.constexpr):
+    """[BD] of x, zeros where there is no x."""
+    values = tl.zeros([BD], dtype=tl.float32)
+    if x is not None:
+        values = loaded(x + d, here)
+    return values
+
+
+@triton.jit
 def token(u, delta, B, C, z, t, T, u_t, s_t, B_t, C_t, z_t, here, there):
     """Token t, or the last one past the end, of what lies at these places. Without z it is zeros, which nobody reads."""
     t = tl.minimum(t, T - 1).to(tl.int64)
@@ -64,12 +73,8 @@ def selective_forward(u, delta, A, B, C, skip, z, bias, y, states, last, T, u_b,
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
     rates = loaded(A + d[None, :] * N + n[:, None], whole) * LOG2_E
-    b_bias = tl.zeros([BD], dtype=tl.float32)
-    if bias is not None:
-        b_bias = loaded(bias + d, here)
-    b_skip = tl.zeros([BD], dtype=tl.float32)
-    if skip is not None:
-        b_skip = loaded(skip + d, here)
+    b_bias = per_channel(bias, d, here, BD)
+    b_skip = per_channel(skip, d, here, BD)
     u += b * u_b + d * u_d
     delta += b * s_b + d * s_d
     B += b * B_b + g.to(tl.int64) * B_g + n * B_n
