@@ -1,5 +1,5 @@
-"""flashlin beside fla, and the scans of Mamba and Mamba2 beside mamba_ssm, on the same work in one run: forward, forward plus backward, peak memory, host
-time, first call.
+"""flashlin beside fla, and the scans of Mamba and Mamba2 beside mamba_ssm, on the same work in one run: forward, forward plus backward, peak
+memory, host time, first call.
 
     python benchmarks/compare_fla.py --out benchmarks/results/
 Ratios are flashlin / fla; lower is better. fla refuses the backward of chunk_simple_gla and chunk_gated_delta_rule on Hopper with Triton 3.4 to 3.7.0

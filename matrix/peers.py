@@ -263,6 +263,15 @@ def asked(side: str, name: str, seconds: float) -> dict[str, Any]:
     return {"op": name, "side": side, **answers}
 
 
+def joined(before: dict[str, Any], record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The record's rows, and those of other ops from the one before, if that asked the same of the same versions."""
+    rows: list[dict[str, Any]] = record["rows"]
+    if any(before[key] != record[key] for key in ("device", "triton", "torch", "packages", "aspects")):
+        return rows
+    names, new = [op.name for op in OPS], {row["op"] for row in rows}
+    return sorted([*(row for row in before["rows"] if row["op"] not in new), *rows], key=lambda row: names.index(row["op"]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for peers-<card>-triton-<version>.json")
@@ -289,10 +298,8 @@ def main() -> int:
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         place = arguments.out / f"peers-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json"
-        before = json.loads(place.read_text()) if arguments.op and place.exists() else {}
-        if all(before.get(key) == record[key] for key in ("torch", "packages", "aspects")):
-            kept = [row for row in before["rows"] if row["op"] not in arguments.op]
-            record["rows"] = sorted([*kept, *rows], key=lambda row: [op.name for op in OPS].index(row["op"]))
+        if arguments.op and place.exists():
+            record["rows"] = joined(json.loads(place.read_text()), record)
         place.write_text(json.dumps(record, indent=1) + "\n")
     for row in rows:
         print(" ".join(f"{str(row[key])[:40]!s:<14}" for key in ("op", "side", *ASPECTS)))

@@ -67,6 +67,16 @@ def test_a_process_that_ends_is_an_answer(peers: ModuleType, monkeypatch: pytest
                                                     "backward": "error: process ended with -6", "CPU": "error: process ended with 1"}
 
 
+def test_a_record_keeps_the_ops_that_were_not_asked_again(peers: ModuleType) -> None:
+    def record(*rows: tuple[str, str], torch: str = "2.11.0") -> dict[str, Any]:
+        return {"device": "NVIDIA H200", "triton": "3.6.0", "torch": torch, "packages": {}, "aspects": {},
+                "rows": [{"op": op, "forward": answer} for op, answer in rows]}
+    before = record(("chunk_gla", "right"), ("selective_scan_fn", "wrong"))
+    assert peers.joined(before, record(("selective_scan_fn", "right"))) == record(("chunk_gla", "right"), ("selective_scan_fn", "right"))["rows"]
+    assert peers.joined(before, record(("chunk_kda", "right")))[0]["op"] == "chunk_kda", "in the order of OPS"
+    assert len(peers.joined(before, record(("chunk_kda", "right"), torch="2.12.0"))) == 1
+
+
 def test_the_table(tmp_path: Path) -> None:
     assert table.table(tmp_path) == []
     record = {"device": "NVIDIA H200", "triton": "3.6.0", "date": "2026-11-21", "aspects": {"forward": "outputs", "CPU": "CPU tensors"},

@@ -58,7 +58,7 @@ def failed(case: Case, dtype: torch.dtype) -> list[Any]:
 
 
 def worth_it(case: Case, dtype: torch.dtype) -> bool:
-    """All cases would take the interpreter six minutes on two cores. Left out is what takes the same way through the same kernels: lightning
+    """All cases would take the interpreter too long for every push. Left out is what takes the same way through the same kernels: lightning
     attention is retention with other numbers in gamma; the token-by-token ops share their backward with the chunked ones and turn
     everything into fp32 before they compute, so fp16 changes only how they load and store. tests/ops runs every case in torch."""
     if str(case) in ("causal_conv1d-many-blocks", "group_norm-many-rows"):  # a GPU's worth; test_conv.py has a card of one multiprocessor

@@ -10,6 +10,7 @@ import flashlin
 from flashlin.compat.target import parse
 from flashlin.testing.compile import Job, Result
 from flashlin.testing.record import Recorded, recording
+from tests.matrix.test_shield_releases import child
 
 Compile = Callable[[str, list[Job]], list[Result]]
 
@@ -39,3 +40,16 @@ def test_training_and_decoding_compile_and_spill_nothing_on_hopper(version: str,
     for job, result in zip(jobs, compiled(version, jobs), strict=True):
         assert result.ok and result.shared <= job.launch.shared, (job, result)
         assert job.sm != 90 or result.spills == 0, (job, result)
+
+
+def test_sequences_without_a_state_of_a_pool_in_the_interpreter_of_39() -> None:
+    """Its masks have to be blocks: two scalars compared and joined are none there."""
+    said = child("3.9.0", """
+        q = torch.ones(2, 1, 2, 16)
+        pool = torch.zeros(5, 2, 16, 16)
+        with flashlin.settings(path="triton"):
+            o, after = flashlin.fused_recurrent_delta_rule(q, q, q, torch.ones(2, 1, 2), initial_state=pool, output_final_state=True,
+                                                           state_indices=torch.tensor([3, -1]))
+        print([x.any().item() for x in o], [x.any().item() for x in after])
+        """, "import torch, triton, flashlin", interpret=True)
+    assert said.splitlines()[-1] == "[True, False] [False, False, False, True, False]"

@@ -65,10 +65,10 @@ BEGIN = """
 """
 
 
-def child(version: str, script: str, before: str = BEGIN) -> str:
-    """What a script prints under that release. Raises AssertionError, with its traceback, where it fails."""
+def child(version: str, script: str, before: str = BEGIN, interpret: bool = False) -> str:
+    """What a script prints under that release, or in its interpreter. Raises AssertionError, with its traceback, where it fails."""
     try:
-        environment = triton_environment(version)
+        environment = triton_environment(version, interpreter=interpret)
     except NotInstallable as error:
         if os.environ.get("CI"):
             raise
@@ -76,7 +76,7 @@ def child(version: str, script: str, before: str = BEGIN) -> str:
     text = textwrap.dedent(before) + f"\nassert triton.__version__ == {version!r}\n" + textwrap.dedent(script)
     paths = os.pathsep.join([environment["PYTHONPATH"], str(ROOT)])
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300, check=False, cwd=ROOT,
-                          env={**os.environ, **environment, "PYTHONPATH": paths, "TRITON_INTERPRET": "0"})
+                          env={**os.environ, **environment, "PYTHONPATH": paths, "TRITON_INTERPRET": str(int(interpret))})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -73,9 +73,8 @@ def test_the_default_backend() -> None:
     assert_same(torch.compile(gated, fullgraph=True), gated, leaves(2, 70, 2, 16, 8))
 
 
-@pytest.mark.parametrize("name", ["retention", "chunk_retention", "fused_recurrent_retention", "linear_attn", "fused_recurrent_linear_attn",
-                                  "chunk_lightning_attn", "simple_gla", "fused_recurrent_simple_gla"])
-def test_the_rest_of_the_family(name: str) -> None:
+@pytest.mark.parametrize("name", ["retention", "fused_recurrent_linear_attn", "chunk_lightning_attn", "simple_gla"])  # by mode, step and chunk
+def test_others_of_the_family(name: str) -> None:
     extra = {"layer_idx": 1, "num_layers": 4} if "lightning" in name else {"normalize": False} if "linear" in name else {}
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
