@@ -17,6 +17,7 @@ from flashlin.compat import target as machine
 from flashlin.compat.target import parse, pretend
 from flashlin.guards import proven
 from flashlin.ops import canary, chunked, simple_gla
+from tests import foreign
 
 NIGHTLY, NEWER = "triton=3.10.0+git0123abcd,sm=90", "triton=3.10.0,sm=90"
 RAN, COMPILED = "triton=3.6.0,sm=90", "triton=3.6.0,sm=86"
@@ -68,6 +69,17 @@ def test_an_op_is_tried_once_and_then_runs(target: str, monkeypatch: pytest.Monk
     assert {Path(one.filename) for one in told} == {Path(__file__)}
     assert child.asked == [["--op", "chunk_simple_gla", "--dtype", "float32", "--device", "cpu", "--head-dim", "64"]]
     assert call(target) == {"gate_cumsum 4", "simple_gla_scan 4"} and len(child.asked) == 1
+
+
+@pytest.mark.parametrize("target", [NEWER, RAN])
+def test_a_users_own_kernel_is_started_untried(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No child could call it. On the machine itself: what is only pretended is never tried."""
+    child, started = Warmup(monkeypatch), []
+    machine._probed[CPU] = parse(target)
+    shielded = flashlin.shield(foreign.scaled)
+    monkeypatch.setattr(shielded, "_start", lambda *args, **kwargs: started.append(kwargs["grid"]))
+    shielded[(1, 6)](torch.zeros(2, 3, 1), torch.zeros(2, 3, 1), 1, 2, H=3, BT=16)
+    assert started == [(1, 6)] and not child.asked
 
 
 def test_what_fails_gets_fewer_warps_and_then_the_torch_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,11 +28,11 @@ def settled(the_plan: Plan) -> bool:
 
 def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
     """The plan once its kernels have run on such a card, here or where flashlin was tested; each op, dtype and head size is tried once on a
-    machine, for each family of its kernels. Ranks that start together wait for the first one's answer. Raises UnsupportedError where nothing
-    is left that may run."""
+    machine, for each family of its kernels. Ranks that start together wait for the first one's answer. A user's own kernel (``shield``) is not
+    tried: no child knows how to call it. Raises UnsupportedError where nothing is left that may run."""
     asked, target = the_plan.asked, the_plan.target
     key = (asked.op, asked.family, asked.dtype, asked.K, asked.V, asked.needs_grad, target)
-    if key not in _done and _wanted(target) and _unsure(the_plan):
+    if asked.given is None and key not in _done and _wanted(target) and _unsure(the_plan):
         for _ in range(ROUNDS):
             with proven.alone(f"canary-{asked.op}-{asked.dtype}-{asked.K}"):
                 _read_again(target, {})
