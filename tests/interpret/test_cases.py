@@ -21,9 +21,6 @@ from flashlin.kernels.simple_gla.reference import recurrence
 from flashlin.ops import chunked, simple_gla
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
-from flashlin.testing.cases.dplr import CASES as dplr_cases
-from flashlin.testing.cases.mamba import CASES as mamba_cases
-from flashlin.testing.cases.pointwise import CASES as pointwise_cases
 from flashlin.testing.compare import Case, check, judge, poisoned
 
 CPU = torch.device("cpu")
@@ -57,49 +54,32 @@ def failed(case: Case, dtype: torch.dtype) -> list[Any]:
     return [verdict for verdict in check(case, CPU, dtype) if not verdict.ok]
 
 
+# float16 changes how kernels load and store: a case of each that does so in its own way.
+HALF = {f"{op}-random" for op in ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule", "rms_norm",
+                                  "causal_conv1d")}
+# Of ops whose cases take many seconds here: these.
+ONLY = {
+    "chunk_delta_rule": "random packed one-key", "fused_recurrent_delta_rule": "random packed headwise",  # the gated ops' kernels
+    "chunk_gated_delta_rule": "random packed grouped one-key-2 zero-keys g=-20 gates",
+    "chunk_gla": "random packed strong-packed odd v-first one-token", "chunk_rwkv6": "random strong-packed odd one-token",
+    "chunk_kda": "random strong-packed grouped v-first one-token", "chunk_dplr_delta_rule": "random strong-packed", "chunk_rwkv7": "random",
+    "chunk_iplr_delta_rule": "random", "fused_recurrent_kda": "random g=-20 layer bounded inference pool",
+    "fused_recurrent_simple_gla": "random packed reverse odd g=-20 one-token",
+    "fused_recurrent_retention": "random", "fused_recurrent_lightning_attn": "", "chunk_lightning_attn": "random",  # simple GLA's kernels
+    "fused_recurrent_linear_attn": "reverse normalized", "selective_scan_fn": "odd-states bare",
+    "mamba_chunk_scan_combined": "random packed", "mamba_split_conv1d_scan_combined": "random"}
+# Sizes and values that change nothing about the way through a kernel, and those for a card of many programs: test_conv.py, test_pointwise.py and
+# test_mamba.py have one of a single multiprocessor.
+ELSEWHERE = ("wide", "constant", "K=256,V=256", "many-blocks", "many-heads", "many-rows")
+
+
 def worth_it(case: Case, dtype: torch.dtype) -> bool:
-    """All cases would take the interpreter too long for every push. Left out is what takes the same way through the same kernels: lightning
-    attention is retention with other numbers in gamma; the token-by-token ops share their backward with the chunked ones and turn
-    everything into fp32 before they compute, so fp16 changes only how they load and store. tests/ops runs every case in torch."""
-    if str(case) in ("causal_conv1d-many-blocks", "group_norm-many-rows"):  # a GPU's worth; test_conv.py has a card of one multiprocessor
-        return False
-    if case.op in ("fused_recurrent_linear_attn", "fused_recurrent_retention", "fused_recurrent_lightning_attn"):
-        # simple GLA's kernel, with a constant decay or with none
-        return dtype == torch.float32 and (case.quick or case.id in ("reverse", "normalized"))
-    if case in dplr_cases:  # several seconds each; fp16 once for either kind of kernels
-        if dtype == torch.float16:
-            return case.quick and case.op in ("chunk_kda", "chunk_rwkv7")
-        return case.quick or str(case) in ("chunk_kda-strong-packed", "chunk_kda-grouped", "chunk_kda-v-first", "chunk_kda-one-token",
-                                           "chunk_dplr_delta_rule-strong-packed", "chunk_dplr_delta_rule-odd")
-    if case.quick:
-        return case not in mamba_cases or dtype == torch.float32
-    if case.op == "chunk_delta_rule" or case.op == "fused_recurrent_delta_rule":  # the gated ops' kernels without a gate
-        return dtype == torch.float32 and case.id in ("packed", "one-key", "headwise")
-    if case.op == "chunk_gated_delta_rule":  # ten seconds each: a GPU has them all
-        return dtype == torch.float32 and case.id in ("packed", "grouped", "one-key-2", "zero-keys", "g=-20", "gates")
-    if case in pointwise_cases or case.op.startswith(("rotary", "cross_entropy", "fused_linear_cross")) or case.op.endswith("norm_linear"):
-        return dtype == torch.float32  # fp16 changes loads and stores only
-    if case.op == "chunk_rwkv6":
-        return dtype == torch.float32 and case.id in ("strong-packed", "resets", "odd", "one-token")
-    if case.op.startswith("mamba_") and case.op.endswith("scan_combined"):  # simple GLA's kernels with groups; several seconds each
-        return dtype == torch.float32 and case.id in ("packed", "one-group")
-    if case.op == "selective_scan_fn":  # ten seconds each; test_mamba.py has what its plumbing could get wrong
-        return dtype == torch.float32 and case.id in ("groups", "odd-states", "bare")
-    if case in mamba_cases:
-        return dtype == torch.float32 and not case.id.startswith("real")
-    if case.op == "chunk_gla":
-        return dtype == torch.float32 and case.id in ("packed", "strong", "strong-packed", "resets", "odd", "v-first", "one-token")
-    if case.op.endswith("hgrn"):  # test_hgrn.py has short segments; fp16 changes loads and stores only
-        return dtype == torch.float32 and not case.id.startswith("segments")
-    if case.op == "fused_recurrent_kda":  # what the interpreter has no other case of
-        return dtype == torch.float32 and case.id in ("g=-20", "layer", "bounded", "inference", "pool")
-    if case.op.endswith("norm"):  # fp16 changes loads and stores only
-        return dtype == torch.float32
-    if case.id in ("packed", "reverse"):
-        return True
-    if case.op.startswith(("causal_conv1d", "token_shift")) or case.op.endswith(("_gated", "group_norm")):  # fp16 changes loads and stores only
-        return dtype == torch.float32
-    return "lightning" not in case.op and (dtype == torch.float32 or "recurrent" not in case.op)
+    """All cases would take the interpreter too long for every push. tests/ops runs every case in torch, flashlin.testing.gpu on a GPU."""
+    if dtype == torch.float16:
+        return str(case) in HALF
+    if case.op in ONLY:
+        return case.id in ONLY[case.op].split()
+    return case.id not in ELSEWHERE and not case.id.startswith(("real", "segments"))
 
 
 @pytest.mark.parametrize(("case", "dtype"), [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES
@@ -108,13 +88,20 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
     assert not failed(case, dtype)
 
 
-# bfloat16 is cast to fp32 by the plan, so these only have to show that the cast is there and that results come back in bfloat16: of the chunked
-# ops, which share the piece that casts, a few.
+def test_the_chosen_cases_exist(plans: Plans) -> None:
+    chosen = HALF | {f"{op}-{name}" for op, names in ONLY.items() for name in names.split()}
+    assert chosen <= {str(case) for case in CASES} and set(ELSEWHERE) <= {case.id for case in CASES}
+    flashlin.l2norm(torch.ones(2, 8))  # every test here calls an op
+
+
+# bfloat16 is cast to fp32 by the plan, so these only have to show that the cast is there and that results come back in bfloat16: of the ops over
+# sequences, which share the pieces that cast, one each.
+CASTING = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_hgrn", "fused_recurrent_retention")
+SEQUENCES = ("chunk_", "fused_chunk_", "fused_recurrent_", "fused_mul_", "parallel_", "mamba_")
+
+
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
-@pytest.mark.parametrize("case", [case for case in CASES if (
-    case.quick and "recurrent" not in case.op and not case.op.startswith("fused_chunk")
-    and (case.op in ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda", "chunk_hgrn") or not case.op.startswith("chunk_"))) or str(case) in (
-    "chunk_simple_gla-packed", "fused_recurrent_simple_gla-packed", "fused_recurrent_retention-reverse")], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.quick and (case.op in CASTING or not case.op.startswith(SEQUENCES))], ids=str)
 def test_bfloat16_runs_on_fp32_copies(case: Case, plans: Plans) -> None:
     assert not failed(case, torch.bfloat16)
     assert {plan.problem.dot for plan in plans} == {"fp32"}

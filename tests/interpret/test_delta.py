@@ -60,7 +60,7 @@ def test_lengths_share_a_graph() -> None:
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(flashlin.chunk_gated_delta_rule, fullgraph=True, backend=graphs)
-    for T in (20, 33, 7, 16):
+    for T in (20, 33, 7):
         tensors = leaves(2, T, 2)
         for got, wanted in zip(results(tensors, call=compiled), results(tensors), strict=True):
             torch.testing.assert_close(got, wanted)

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashlin
 
-LENGTHS = (70, 100, 65, 128, 129, 200, 500, 1000)
+LENGTHS = (70, 100, 128, 129, 1000)
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +42,13 @@ def assert_same(compiled: Callable[..., Any], eager: Callable[..., Any], tensors
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_eight_lengths_and_one_recompilation() -> None:
+def test_lengths_and_one_recompilation() -> None:
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(gated, fullgraph=True, backend=graphs)
     for T in LENGTHS:
         assert_same(compiled, gated, leaves(2, T, 2, 16, 8))
     assert graphs.frame_count <= 2  # one with the first length, one for all
-    for T in (33, 64, 5, 17):
+    for T in (33, 64, 5):
         assert_same(compiled, gated, leaves(2, T, 2, 16, 8))
     assert graphs.frame_count <= 3  # what fits into a single chunk is a graph of its own
 
