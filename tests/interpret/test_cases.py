@@ -61,7 +61,7 @@ HALF = {f"{op}-random" for op in ("chunk_simple_gla", "chunk_gated_delta_rule", 
 ONLY = {
     "chunk_delta_rule": "random packed one-key", "fused_recurrent_delta_rule": "random packed headwise",  # the gated ops' kernels
     "chunk_gated_delta_rule": "random packed grouped one-key-2 zero-keys g=-20 gates",
-    "chunk_gla": "random packed strong-packed odd v-first one-token", "chunk_rwkv6": "random strong-packed odd one-token",
+    "chunk_gla": "random packed strong-packed odd v-first one-token", "chunk_rwkv6": "random strong-packed one-token",
     "chunk_kda": "random strong-packed grouped v-first one-token", "chunk_dplr_delta_rule": "random strong-packed", "chunk_rwkv7": "random",
     "chunk_iplr_delta_rule": "random", "fused_recurrent_kda": "random g=-20 layer bounded inference pool",
     "fused_recurrent_simple_gla": "random packed reverse odd g=-20 one-token",

@@ -1,4 +1,4 @@
-"""A slice of the matrix small enough for every push: five releases from one end to the other, two generations of cards, a third of the launches
+"""A slice of the matrix small enough for every push: five releases from one end to the other, two generations of cards, a fifth of the launches
 under each. And that a kernel which somebody breaks does not get through."""
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BREAKS = "chunk_simple_gla bfloat16 D=64"
 
 @pytest.mark.parametrize("version", RELEASES)
 def test_planned_launches_compile(version: str, compiled: Callable[[str, list[Job]], list[Result]]) -> None:
-    jobs = [Job(sm, launch) for sm in CALLS for launch in _launches(version, sm)][RELEASES.index(version) % 3::3]
+    jobs = [Job(sm, launch) for sm in CALLS for launch in _launches(version, sm)][RELEASES.index(version)::5]
     results = compiled(version, jobs)
     failed = [f"sm_{job.sm} {job.launch}: {result}" for job, result in zip(jobs, results, strict=True) if not result.ok]
     assert not failed, "\n".join(failed)

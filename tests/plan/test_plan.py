@@ -30,7 +30,7 @@ RELEASES = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0", "3.5.
 BUILDS = ("", "2.3.1", *RELEASES, "3.4.0.dev20250401", "3.6.0+git1a2b3c", "3.7.0rc1")
 CAPABILITIES = (60, 70, 75, 80, 86, 89, 90, 100, 103, 120, 121)
 ENDS = ("", "3.0.0", "3.2.0", "3.3.1", "3.6.0", "3.9.0")  # what is asked of every policy is asked of these
-SHARE = 5  # of the problems, what one machine is asked; a prime, so that every dtype and size gets its turn
+SHARE = 7  # of the problems, what one machine is asked; a prime, so that every dtype and size gets its turn
 POLICIES = tuple(Policy(policy=policy, path=path) for policy in CHOICES["policy"] for path in CHOICES["path"])
 AUTO = Policy()
 
