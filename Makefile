@@ -1,5 +1,5 @@
 # make run    see it work: what runs here and why, then a language model trained on this machine (about two minutes on two cores)
-# make test   everything that CI checks
+# make test   everything that CI checks; TEST_WHOLE=1 make test for all of which CI takes a share
 # Both make their own environment in .venv first; a second time that takes no time. Needs make and Python 3.10 or newer.
 PYTHON ?= python3
 VENV ?= .venv

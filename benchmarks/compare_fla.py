@@ -2,7 +2,7 @@
 memory, host time, first call.
 
     python benchmarks/compare_fla.py --out benchmarks/results/
-Ratios are flashlin / fla; lower is better. fla refuses the backward of chunk_simple_gla and chunk_gated_delta_rule on Hopper with Triton 3.4 to 3.7.0
+Ratios: flashlin / theirs. fla refuses the backward of chunk_simple_gla and chunk_gated_delta_rule on Hopper with Triton 3.4 to 3.7.0
 (fla-org/flash-linear-attention#640); its refusal is switched off in this process only, and the row is marked.
 """
 from __future__ import annotations

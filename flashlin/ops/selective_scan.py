@@ -29,8 +29,8 @@ def selective_scan_fn(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
 
     Args:
         u, delta: [b, D, T]; z: the same or None, a gate: y is multiplied by silu(z). bfloat16, float16 or float32 (float64 runs in plain
-            torch), any strides; with channels next to each other, as a projection leaves them, forward takes half the time that it
-            takes with tokens next to each other.
+            torch), any strides; with channels next to each other, as a projection leaves them, forward takes little more than half
+            the time that it takes with tokens next to each other.
         A: [D, N], real, normally negative; D, delta_bias: [D] or None.
         B, C: [b, N, T], or [b, G, N, T] where G divides D: channel d reads group d // (D / G); or [D, N] for all tokens (in plain torch).
         delta_softplus: the step dt is softplus(delta + delta_bias).

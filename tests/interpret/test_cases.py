@@ -22,6 +22,7 @@ from flashlin.ops import chunked, simple_gla
 from flashlin.ops.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, check, judge, poisoned
+from flashlin.testing.share import WHOLE
 
 CPU = torch.device("cpu")
 Plans = list[Plan]
@@ -54,32 +55,34 @@ def failed(case: Case, dtype: torch.dtype) -> list[Any]:
     return [verdict for verdict in check(case, CPU, dtype) if not verdict.ok]
 
 
-# float16 changes how kernels load and store: a case of each that does so in its own way.
-HALF = {f"{op}-random" for op in ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule", "rms_norm",
-                                  "causal_conv1d")}
+# float16 changes loads, stores and the operands of dots: one case each of some kernels that have these.
+HALF = {f"{op}-random" for op in ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "fused_recurrent_gated_delta_rule",
+                                  "rms_norm", "causal_conv1d")}
 # Of ops whose cases take many seconds here: these.
 ONLY = {
     "chunk_delta_rule": "random packed one-key", "fused_recurrent_delta_rule": "random packed headwise",  # the gated ops' kernels
     "chunk_gated_delta_rule": "random packed grouped one-key-2 zero-keys g=-20 gates",
-    "chunk_gla": "random packed strong-packed odd v-first one-token", "chunk_rwkv6": "random strong-packed one-token",
+    "chunk_gla": "random packed strong strong-packed odd v-first one-token", "chunk_rwkv6": "random strong-packed one-token",
     "chunk_kda": "random strong-packed grouped v-first one-token", "chunk_dplr_delta_rule": "random strong-packed", "chunk_rwkv7": "random",
     "chunk_iplr_delta_rule": "random", "fused_recurrent_kda": "random g=-20 layer bounded inference pool",
     "fused_recurrent_simple_gla": "random packed reverse odd g=-20 one-token",
     "fused_recurrent_retention": "random", "fused_recurrent_lightning_attn": "", "chunk_lightning_attn": "random",  # simple GLA's kernels
     "fused_recurrent_linear_attn": "reverse normalized", "selective_scan_fn": "odd-states bare",
     "mamba_chunk_scan_combined": "random packed", "mamba_split_conv1d_scan_combined": "random"}
-# Sizes and values that change nothing about the way through a kernel, and those for a card of many programs: test_conv.py, test_pointwise.py and
-# test_mamba.py have one of a single multiprocessor.
-ELSEWHERE = ("wide", "constant", "K=256,V=256", "many-blocks", "many-heads", "many-rows")
+# Others that take many seconds: sizes of real models, more rows than a card has programs for (test_conv.py has a card of one multiprocessor),
+# segments of the usual length (test_hgrn.py has short ones).
+SLOW = ("causal_conv1d-many-blocks", "group_norm-many-rows", "chunk_simple_gla-K=256,V=256", "chunk_simple_gla-wide", "chunk_retention-wide",
+        "chunk_linear_attn-wide", "chunk_hgrn-segments", "chunk_hgrn-segments-packed", "selective_state_update-real",
+        "selective_state_update-real-one-group")
 
 
 def worth_it(case: Case, dtype: torch.dtype) -> bool:
-    """All cases would take the interpreter too long for every push. tests/ops runs every case in torch, flashlin.testing.gpu on a GPU."""
+    """What every push has time for. tests/ops runs every case in torch, flashlin.testing.gpu on a GPU, TEST_WHOLE=1 here."""
+    if WHOLE:
+        return True
     if dtype == torch.float16:
         return str(case) in HALF
-    if case.op in ONLY:
-        return case.id in ONLY[case.op].split()
-    return case.id not in ELSEWHERE and not case.id.startswith(("real", "segments"))
+    return case.id in ONLY[case.op].split() if case.op in ONLY else str(case) not in SLOW
 
 
 @pytest.mark.parametrize(("case", "dtype"), [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES
@@ -90,7 +93,7 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
 
 def test_the_chosen_cases_exist(plans: Plans) -> None:
     chosen = HALF | {f"{op}-{name}" for op, names in ONLY.items() for name in names.split()}
-    assert chosen <= {str(case) for case in CASES} and set(ELSEWHERE) <= {case.id for case in CASES}
+    assert chosen | set(SLOW) <= {str(case) for case in CASES}
     flashlin.l2norm(torch.ones(2, 8))  # every test here calls an op
 
 
@@ -101,7 +104,8 @@ SEQUENCES = ("chunk_", "fused_chunk_", "fused_recurrent_", "fused_mul_", "parall
 
 
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
-@pytest.mark.parametrize("case", [case for case in CASES if case.quick and (case.op in CASTING or not case.op.startswith(SEQUENCES))], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.quick and (WHOLE or case.op in CASTING or not case.op.startswith(SEQUENCES))],
+                         ids=str)
 def test_bfloat16_runs_on_fp32_copies(case: Case, plans: Plans) -> None:
     assert not failed(case, torch.bfloat16)
     assert {plan.problem.dot for plan in plans} == {"fp32"}

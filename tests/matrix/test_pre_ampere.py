@@ -15,6 +15,7 @@ from flashlin.compat.known_issues import KNOWN_ISSUES, issues_here
 from flashlin.compat.target import parse
 from flashlin.testing.compile import Job, Result
 from flashlin.testing.record import Recorded, recording
+from flashlin.testing.share import share
 
 Compile = Callable[[str, list[Job]], list[Result]]
 Launches = Callable[..., list[Recorded]]
@@ -63,7 +64,7 @@ def test_raw_launches_fail_exactly_where_a_known_issue_says(version: str, compil
     if version >= "3.4":  # nothing fails there, so the planned launches below are these
         jobs = [job for job in jobs if job.launch.kernel == "simple_gla_scan"]
     else:
-        jobs = jobs[RELEASES.index(version) % 2::2]
+        jobs = list(share(jobs, RELEASES.index(version), 2))
     assert any(striking(version, job.sm, job.launch) for job in jobs)
     wrong = []
     for job, result in zip(jobs, compiled(version, jobs), strict=True):
@@ -87,7 +88,7 @@ def test_planned_launches_compile(version: str, compiled: Compile, launches: Lau
         if version < "3.3":  # there a kernel may not even load or store bf16: torch casts, before the launch and after it
             assert not any("bf16" in str(kind) for launch in planned for _, kind in launch.arguments), f"sm_{sm} {dtype}"
         jobs += [Job(sm, launch) for launch in planned]
-    jobs = list(dict.fromkeys(jobs))[RELEASES.index(version) % 2::2]
+    jobs = list(share(list(dict.fromkeys(jobs)), RELEASES.index(version), 2))
     failed = [f"sm_{job.sm} {job.launch}: {result}" for job, result in zip(jobs, compiled(version, jobs), strict=True) if not result.ok]
     assert not failed, "\n".join(failed)
 

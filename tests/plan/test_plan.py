@@ -23,6 +23,7 @@ from flashlin.guards.limits import AXIS_LIMITS, CHECKS, MAX_HEAD_DIM, MAX_STATES
 from flashlin.guards.problem import Launch, Plan, Problem
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import CHOICES, Policy, from_environment
+from flashlin.testing.share import share
 
 SNAPSHOTS = Path(__file__).with_name("snapshots.json")
 
@@ -30,7 +31,7 @@ RELEASES = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0", "3.5.
 BUILDS = ("", "2.3.1", *RELEASES, "3.4.0.dev20250401", "3.6.0+git1a2b3c", "3.7.0rc1")
 CAPABILITIES = (60, 70, 75, 80, 86, 89, 90, 100, 103, 120, 121)
 ENDS = ("", "3.0.0", "3.2.0", "3.3.1", "3.6.0", "3.9.0")  # what is asked of every policy is asked of these
-SHARE = 7  # of the problems, what one machine is asked; a prime, so that every dtype and size gets its turn
+SHARE = 7  # one in so many problems is asked of a machine; a prime, so that every dtype and size gets its turn
 POLICIES = tuple(Policy(policy=policy, path=path) for policy in CHOICES["policy"] for path in CHOICES["path"])
 AUTO = Policy()
 
@@ -79,9 +80,8 @@ def problem(op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2
 
 
 def asked_of(number: int, problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
-    """Some of them, other ones for the next number. Machines next to each other, releases or cards, plan nearly alike: between them they are
-    asked everything, and all of them together everything many times."""
-    return problems[number % SHARE::SHARE]
+    """What machine ``number`` is asked. Machines next to each other, releases or cards, plan nearly alike: seven of them are asked everything."""
+    return tuple(share(problems, number, SHARE))
 
 
 def unique(found: Iterator[Problem]) -> tuple[Problem, ...]:
