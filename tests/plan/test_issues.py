@@ -1,0 +1,116 @@
+"""Known issues in plans: where each begins and ends, what triggers it, that plans meet those with remedies and only tell of the others."""
+from __future__ import annotations
+
+import itertools
+from functools import lru_cache
+
+import pytest
+from packaging.version import Version
+
+from flashlin import dispatch
+from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
+from flashlin.compat.target import Target
+from flashlin.guards import limits
+from flashlin.guards.problem import Launch
+from flashlin.policy import Policy, from_environment
+from tests.plan.test_plan import AUTO, BUILDS, ENDS, RELEASES, asked_of, few, fresh, target, targets
+
+
+def before(version: str) -> str:
+    """A release just older than that one."""
+    major, minor, micro = Version(version).release
+    return f"{major}.{minor}.{micro - 1}" if micro else f"{major}.{minor - 1}.99" if minor else f"{major - 1}.99.99"
+
+
+def afflicted(issue: KnownIssue) -> Target:
+    """A machine that has it: the oldest card and Triton of its ranges."""
+    major, minor = issue.capabilities[0]
+    return target(issue.triton.since or "3.0.0", 10 * major + minor)._replace(ptxas=(issue.ptxas and issue.ptxas.since) or "12.8.93")
+
+
+def trigger(issue: KnownIssue) -> Launch:
+    return Launch("some_kernel", (1,), issue.min_warps, issue.min_stages, (), 0, 0, issue.traits)
+
+
+def by_id(issue: KnownIssue) -> str:
+    return issue.id
+
+
+def test_ids_of_known_issues_are_unique() -> None:
+    assert len({issue.id for issue in KNOWN_ISSUES}) == len(KNOWN_ISSUES)
+
+
+@pytest.mark.parametrize("issue", KNOWN_ISSUES, ids=by_id)
+def test_a_known_issue_begins_at_since_and_ends_at_fixed_in(issue: KnownIssue) -> None:
+    on = afflicted(issue)
+    assert issue.here(on)
+    since, fixed_in = issue.triton.since, issue.triton.fixed_in
+    if since:
+        assert issue.here(on._replace(triton=since + "rc1")) and not issue.here(on._replace(triton=before(since)))
+    if fixed_in:
+        assert not issue.here(on._replace(triton=fixed_in)) and not issue.here(on._replace(triton=fixed_in + ".post1"))
+        assert all(issue.here(on._replace(triton=fixed_in + build)) for build in (".dev20250401", "rc1", "+git1a2b3c"))
+        assert issue.here(on._replace(triton=before(fixed_in)))
+    if issue.ptxas and issue.ptxas.fixed_in:
+        assert not issue.here(on._replace(ptxas=issue.ptxas.fixed_in))
+    assert not issue.here(on._replace(triton=""))
+
+
+@pytest.mark.parametrize("issue", KNOWN_ISSUES, ids=by_id)
+def test_a_known_issue_keeps_to_its_cards(issue: KnownIssue) -> None:
+    on, (low, high) = afflicted(issue), issue.capabilities
+    assert issue.here(on._replace(capability=low)) and not issue.here(on._replace(capability=high))
+    assert not issue.here(on._replace(capability=(low[0], low[1] - 1)))
+    assert not any(issue.here(on._replace(backend=backend)) for backend in ("cpu", "hip", "interpreter"))
+
+
+@pytest.mark.parametrize("issue", KNOWN_ISSUES, ids=by_id)
+def test_a_known_issue_objects_to_what_triggers_it_and_to_nothing_less(issue: KnownIssue) -> None:
+    launch = trigger(issue)
+    assert issue.hits(launch.traits, launch.num_warps, launch.num_stages)
+    assert not issue.hits(launch.traits, issue.min_warps - 1, launch.num_stages)
+    assert not issue.hits(launch.traits, launch.num_warps, issue.min_stages - 1)
+    assert not any(issue.hits(launch.traits - {trait}, launch.num_warps, launch.num_stages) for trait in launch.traits)
+
+
+def ours(issue: KnownIssue) -> bool:
+    """Whether any launch of our own kernels would trigger it on its machines. If not, it is there for other people's kernels."""
+    machines = filter(issue.here, itertools.chain.from_iterable(targets(triton) for triton in RELEASES))
+    return any(issue.hits(launch.traits, launch.num_warps, launch.num_stages)
+               for on in machines for asked in few() for launch in dispatch.RECIPES[asked.family](asked, on))
+
+
+@lru_cache(maxsize=1)
+def met() -> frozenset[str]:
+    """Codes of all reasons that some plan meets."""
+    plans = (fresh(asked, on) for triton in BUILDS for on in targets(triton) for asked in few())
+    return frozenset(reason.code for plan in plans for reason in (*plan.refused, *(reason for reason, _ in plan.steps)))
+
+
+@pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.remedies], ids=by_id)
+def test_a_known_issue_with_remedies_is_met_wherever_it_is_triggered(issue: KnownIssue) -> None:
+    assert (issue.id in met()) == ours(issue)
+    found = limits.check_known_issues(few()[0], (trigger(issue),), afflicted(issue), AUTO)
+    assert found is not None and found.remedies  # whoever launches it
+
+
+def test_a_known_issue_without_remedies_is_told_and_never_acted_upon() -> None:
+    assert not met() & {issue.id for issue in KNOWN_ISSUES if not issue.remedies}
+
+
+@pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.id in met()], ids=by_id)
+def test_ignoring_a_known_issue_removes_its_steps(issue: KnownIssue) -> None:
+    ignoring = from_environment({"FLASHLIN_IGNORE": f"something-else, {issue.id}"})
+    removed = 0
+    for on in filter(issue.here, itertools.chain.from_iterable(targets(triton) for triton in RELEASES)):
+        for asked in few()[::3]:
+            codes = {reason.code for reason, _ in fresh(asked, on, ignoring).steps}
+            assert issue.id not in codes
+            removed += issue.id in {reason.code for reason, _ in fresh(asked, on).steps}
+    assert removed
+
+
+def test_policy_off_takes_no_step_for_a_known_issue() -> None:
+    issues = {issue.id for issue in KNOWN_ISSUES}
+    for number, on in enumerate(on for triton in ENDS for on in targets(triton)):
+        assert not any(issues & {reason.code for reason, _ in fresh(asked, on, Policy("off")).steps} for asked in asked_of(number, few()))
