@@ -56,7 +56,7 @@ _HOME = {
     "flashlin.shielding": ("shield",),
     "flashlin.tuning": ("autotune",),
     "flashlin.patching": ("patch", "patched", "unpatch"),
-    "flashlin.warming": ("warmup",),
+    "flashlin.trial.warmup": ("warmup",),
     "flashlin.tokens": ("check_tokens", "embedding", "guard_embeddings", "synchronize"),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
@@ -174,8 +174,8 @@ if TYPE_CHECKING:
     from flashlin.tokens import embedding as embedding
     from flashlin.tokens import guard_embeddings as guard_embeddings
     from flashlin.tokens import synchronize as synchronize
+    from flashlin.trial.warmup import warmup as warmup
     from flashlin.tuning import autotune as autotune
-    from flashlin.warming import warmup as warmup
 
 
 def __getattr__(name: str) -> Any:

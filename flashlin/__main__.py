@@ -33,11 +33,12 @@ EXPLAIN_EXAMPLES = """examples:
 WARMUP = """Runs a small case of each op on the GPU in child processes, forward and backward, twice, and compares with float64. What is compiled
 stays in Triton's cache, and planning knows from then on what holds on this machine and what does not. Useful after an update of Triton or the
 driver, for a release nobody has tried yet, and before a job on many GPUs starts.
-Exit code: 0 if all is right, 1 if something is not (it will be planned otherwise), 2 for a mistake in the arguments.
+Exit code: 0 if all is right, 1 if something is not (it will be planned otherwise) or could not be tried, 2 for a mistake in the arguments.
 """
 WARMUP_EXAMPLES = """examples:
   flashlin warmup                                                       every op in bfloat16, heads of 64 and 128
   flashlin warmup --op chunk_gated_delta_rule --dtype bfloat16 --dtype float32 --head-dim 256
+  flashlin warmup --forget --op chunk_gated_delta_rule                  take back what was found of its kernels here
 """
 TARGET = "plan for another machine: key=value pairs out of triton, sm, ptxas, shared, sms, name, torch, backend; e.g. triton=3.2.0,sm=90"
 
@@ -73,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     warm.add_argument("--device", default="cuda:0", help="default cuda:0")
     warm.add_argument("--jobs", type=int, default=0, help="children at a time (default: one per core, at most 8)")
     warm.add_argument("--limit", type=float, default=300, help="seconds for each child (default 300)")
+    warm.add_argument("--forget", action="store_true", help="try nothing, and take back what was found on this machine (of --op, or of all)")
     warm.add_argument("--json", action="store_true", help="JSON on stdout")
     return top
 
@@ -83,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with redirect_stdout(sys.stderr):  # a broken package may print when imported: stdout is the report's
             text, code = COMMANDS[command](**arguments)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"flashlin {command}: {error}", file=sys.stderr)
         return 2
     encoding = sys.stdout.encoding or "utf-8"
@@ -97,17 +99,24 @@ def doctor(run: bool, target: str | None, op: str | None, json: bool, markdown: 
     return report.model_dump_json(indent=2) if json else report.markdown() if markdown else report.text(), report.exit_code
 
 
-def warmup(op: list[str], dtype: list[str], head_dim: list[int], device: str, jobs: int, limit: float, json: bool) -> tuple[str, int]:
+def warmup(op: list[str], dtype: list[str], head_dim: list[int], device: str, jobs: int, limit: float, forget: bool, json: bool) -> tuple[str, int]:
     from json import dumps
 
-    from flashlin import warming
-    from flashlin.guards import proven
-    found = warming.warmup(op, dtype or ("bfloat16",), head_dim or warming.HEAD_DIMS, device=device, jobs=jobs, limit=limit,
-                           progress=lambda one: print(f"flashlin: {one}", file=sys.stderr, flush=True))
-    bad = [one for one in found if not one.fine]
-    text = dumps([one._asdict() for one in found], indent=1) if json else "\n".join(
-        [f"{len(found) - len(bad)} of {len(found)} right; kept in {proven.folder()}", *map(str, bad)])
-    return text, 1 if bad else 0
+    from flashlin.guards import verdicts
+    from flashlin.trial import warmup as trial
+    folder, why = verdicts.place()
+    if forget:
+        gone = trial.forget(op)
+        return dumps({"forgotten": gone}) if json else f"{gone} verdicts taken back in {folder}", 0
+    found = trial.warmup(op, dtype or ("bfloat16",), head_dim or trial.HEAD_DIMS, device=device, jobs=jobs, limit=limit,
+                         progress=lambda one: print(f"flashlin: {one}", file=sys.stderr, flush=True))
+    if json:
+        text = dumps([{**one._asdict(), **one.trial._asdict(), "trial": str(one.trial)} for one in found], indent=1)
+    else:
+        count = {word: sum(one.verdict == word for one in found) for word in dict.fromkeys(one.verdict for one in found)}
+        text = "\n".join([f"{', '.join(f'{number} {word}' for word, number in count.items())}; {f'kept in {folder}' if folder else why}",
+                          *(str(one) for one in found if not one.fine)])
+    return text, 0 if all(one.fine for one in found) else 1
 
 
 def explain(op: str, target: str | None, B: int, T: int, H: int, K: int, V: int | None, N: int | None, dtype: str, varlen: bool, needs_grad: bool,

@@ -142,7 +142,7 @@ def evidence(plans: Iterable[Plan]) -> str:
         return "interpreter"
     known = [max((trust(launch, plan.target) for launch in plan.launches), key=TRUST.index, default="unknown") for plan in kernels]
     levels = sorted(set(known), key=TRUST.index)
-    words = {"unknown": "no record", "failed": "does not compile"}
+    words = {"unknown": "no record", "failed": "does not hold"}
     told = [words.get(level, level) for level in levels]
     if len(levels) == 1:
         return told[0]

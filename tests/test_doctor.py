@@ -525,7 +525,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Let the children run this script instead."""
     def plant(script: str) -> None:
         (tmp_path / "child.py").write_text(textwrap.dedent(script))
-        monkeypatch.setattr(quick, "CHILD", (sys.executable, str(tmp_path / "child.py")))
+        monkeypatch.setattr(quick, "CHILD", lambda *arguments, first: [sys.executable, str(tmp_path / "child.py"), *arguments])
     yield plant
 
 

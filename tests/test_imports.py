@@ -18,8 +18,10 @@ PACKAGE = ROOT / "flashlin"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports go this way only: a room may import itself and the rooms before it. What is in no room comes last.
-ROOMS = ("compat", "guards", "kernels", "dispatch", "ops", "modules")
+ROOMS = ("compat", "guards", "kernels", "dispatch", "trial", "ops", "modules")
 REST = len(ROOMS)
+# What only child processes run belongs to no room: it may import all of them, and nobody imports it.
+CHILDREN = ("flashlin.trial.child",)
 # Settings belong to no room: everything from the guards on obeys them, and compat, which states facts, does not.
 ANYWHERE_BUT_COMPAT = "flashlin.policy"
 
@@ -54,7 +56,7 @@ def module_of(path: Path) -> str:
 def room(module: str) -> int:
     """The room's place in the order; ``flashlin`` itself, whose names are lazy, may be imported by the rest only."""
     second = module.split(".")[1] if "." in module else ""
-    return ROOMS.index(second) if second in ROOMS else REST
+    return ROOMS.index(second) if second in ROOMS and module not in CHILDREN else REST
 
 
 def wrong_way(module: str, imported: list[str]) -> list[str]:
@@ -70,6 +72,11 @@ def test_imports_go_one_way(path: Path) -> None:
     module = module_of(path)
     wrong = wrong_way(module, list(imports(ast.parse(path.read_text()), module, everywhere=True)))
     assert not wrong, f"{module} may import {', '.join(ROOMS[:room(module) + 1])} (and flashlin.policy), not {', '.join(wrong)}"
+
+
+def test_nobody_imports_what_children_run() -> None:
+    for path in FILES:
+        assert not {*CHILDREN} & {*imports(ast.parse(path.read_text()), module_of(path), everywhere=True)}, path
 
 
 def test_the_settings_import_nothing_of_ours() -> None:
@@ -130,7 +137,7 @@ def test_importing_flashlin_loads_and_changes_nothing() -> None:
 
 def test_importing_the_ops_touches_no_gpu_and_no_environment_and_loads_no_compiler() -> None:
     # Triton and torch's compiler take seconds to load, and where Triton is broken torch's compiler does not load at all.
-    modules = [module_of(path) for path in FILES if path.parent.name in ("ops", "modules")]
+    modules = [module_of(path) for path in FILES if path.parent.name in ("ops", "modules", "trial")]
     modules += ["flashlin.shielding", "flashlin.functions", "flashlin.tuning", "flashlin.patching"]
     said = run(f"""
         import importlib, os, sys, torch

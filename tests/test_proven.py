@@ -22,7 +22,7 @@ PROBLEM = Problem("chunk_simple_gla", "simple_gla", "chunk", 2, 128, 4, 64, 64, 
 
 
 def forget_all() -> None:
-    proven._trust.cache_clear()
+    proven._shipped.cache_clear()
     dispatch.plan.cache_clear()
 
 
@@ -69,7 +69,7 @@ def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch) -
     for table, told in ((everything, "ran"), ({**everything, configs[-1]: {"3.6.0": {"compiled": ["sm90"]}}}, "compiled"),
                         ({**everything, configs[-1]: {}}, "no record")):
         monkeypatch.setattr(proven, "table", lambda table=table: table)
-        proven._trust.cache_clear()
+        proven._shipped.cache_clear()
         assert outlook.evidence([plan]) == told
 
 

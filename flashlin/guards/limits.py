@@ -10,7 +10,7 @@ from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
 from flashlin.guards.problem import Launch, Problem, Reason
-from flashlin.guards.proven import trust
+from flashlin.guards.proven import failure, trust
 from flashlin.policy import Policy
 
 Check = Callable[[Problem, tuple[Launch, ...], Target, Policy], "Reason | None"]
@@ -133,8 +133,7 @@ def check_launch_table(problem: Problem, launches: tuple[Launch, ...], target: T
         return None
     for launch in launches:
         if trust(launch, target) == "failed":
-            return Reason("launch-table", f"{launch.config} does not compile on {target.sm} with triton {target.triton}", "a configuration that does",
-                          ("limit_num_warps", "torch_path"))
+            return Reason("launch-table", failure(launch, target), "a configuration that holds", ("limit_num_warps", "torch_path"))
     return None
 
 

@@ -12,7 +12,7 @@ from flashlin.compat.target import probe
 from flashlin.guards import pending
 from flashlin.guards.problem import Plan, Problem, UnsupportedError
 from flashlin.kernels.variants import VARIANTS
-from flashlin.ops import canary
+from flashlin.trial import canary
 
 policy.current()  # now: torch.compile, if it were the first to ask, could neither read os.environ nor keep what it makes
 _told: set[tuple[str, str]] = set()

@@ -14,7 +14,6 @@ import importlib
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashlin.compat.child import python
 from flashlin.compat.target import SHARED_ON_AMD, shared_per_block
 from flashlin.testing.record import TYPES, Recorded
 
@@ -82,20 +82,21 @@ def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None,
     with tempfile.TemporaryFile("w+") as lines, tempfile.TemporaryFile("w+") as told:
         lines.writelines(f'{{"sm": {json.dumps(job.sm)}, "launch": {job.launch.to_json()}}}\n' for job in jobs)
         lines.seek(0)
-        command = [sys.executable, "-m", "flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout)]
-        child = subprocess.Popen(command, stdin=lines, stdout=subprocess.PIPE, stderr=told, text=True,
-                                 env={**os.environ, **(environment or {}), "TRITON_INTERPRET": "0"})
+        command = python("flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout),
+                         first=(environment or {}).get("PYTHONPATH", ""))
+        process = subprocess.Popen(command, stdin=lines, stdout=subprocess.PIPE, stderr=told, text=True,
+                                   env={**os.environ, **(environment or {}), "TRITON_INTERPRET": "0"})
         try:
-            for line in child.stdout or ():
+            for line in process.stdout or ():
                 fields = json.loads(line)
                 yield fields.pop("job"), Result(**{**{name: fields[name] for name in Result._fields}, "matrix": tuple(fields["matrix"])})
-            if child.wait():
+            if process.wait():
                 told.seek(0)
-                raise RuntimeError(f"the compiling process ended with {child.returncode}: {told.read().strip()[-2000:]}")
+                raise RuntimeError(f"the compiling process ended with {process.returncode}: {told.read().strip()[-2000:]}")
         finally:
-            child.terminate()  # it then ends the compilers it has started
-            child.wait()
-            (child.stdout or told).close()
+            process.terminate()  # it then ends the compilers it has started
+            process.wait()
+            (process.stdout or told).close()
 
 
 class _Pointer:
@@ -185,6 +186,7 @@ def _keep_ptxas_report() -> list[str]:
 
 def _child(work: Callable[[Path], Result], folder: Path) -> None:
     """Never returns. Output goes to a file, because from Triton 3.3 on only stderr says which assertion failed."""
+    import resource  # like fork, not on Windows
     try:
         os.setpgid(0, 0)
         faulthandler.disable()  # what it would say of an abort goes to the parent's stderr, which it has kept

@@ -11,10 +11,10 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from flashlin.compat.child import python
 from flashlin.compat.locks import locked
 from flashlin.compat.versions import release
 
@@ -64,8 +64,8 @@ def installed(requirements: list[str], name: str, cache: Path | None = None, *, 
             return home
         fresh = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=home.parent))
         try:
-            ran = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:",
-                                  *([] if dependencies else ["--no-deps"]), "--target", str(fresh), *requirements],
+            ran = subprocess.run(python("pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:",
+                                        *([] if dependencies else ["--no-deps"]), "--target", str(fresh), *requirements),
                                  capture_output=True, text=True, check=False)
             if ran.returncode:
                 raise NotInstallable(f"pip install {' '.join(requirements)}: {ran.stderr.strip()[-1000:]}")

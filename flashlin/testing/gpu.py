@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flashlin.compat.child import python
+
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -100,8 +102,8 @@ def collect(jobs: int, ops: list[str], seconds: float, known: Path | None = None
         files = [Path(folder) / f"{part}.jsonl" for part in range(jobs)]
         running = []
         for part, file in enumerate(files):
-            command = [sys.executable, "-m", "flashlin.testing.gpu", "--part", f"{part}/{jobs}", *(f"--op={op}" for op in ops),
-                       *([f"--known={known}"] if known else [])]
+            command = python("flashlin.testing.gpu", "--part", f"{part}/{jobs}", *(f"--op={op}" for op in ops),
+                             *([f"--known={known}"] if known else []))
             running.append(subprocess.Popen(command, stdout=file.open("w"), stderr=(Path(folder) / f"{part}.err").open("w"),
                                             env={**os.environ, "CUDA_VISIBLE_DEVICES": cards[part % len(cards)]}))
         for part, (process, file) in enumerate(zip(running, files, strict=True)):

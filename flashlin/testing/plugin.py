@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from flashlin.compat.child import python
 from flashlin.compat.versions import release
 from flashlin.testing.environments import RELEASES, NotInstallable, triton_environment
 
@@ -181,11 +182,10 @@ def _child(order: Order, environment: dict[str, str]) -> list[Outcome]:
     with tempfile.TemporaryDirectory(prefix="flashlin-plugin-") as folder:
         answers = Path(folder, "answers")
         answers.touch()
+        settings = {"TRITON_INTERPRET": str(int(interpret)), "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
         # This process's search path after the release: pytest puts the folders of the tests on it.
-        paths = os.pathsep.join([environment["PYTHONPATH"], *filter(None, sys.path)])
-        settings = {"PYTHONPATH": paths, "TRITON_INTERPRET": str(int(interpret)), "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-        ran = subprocess.run([sys.executable, "-m", "flashlin.testing.plugin_child", json.dumps(order._asdict()), str(answers)], check=False,
-                             capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL,
+        command = python("flashlin.testing.plugin_child", json.dumps(order._asdict()), str(answers), first=environment["PYTHONPATH"])
+        ran = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL,
                              env={**os.environ, **environment, **settings})
         told = [Outcome(*json.loads(line)) for line in answers.read_text().splitlines()]
     found = [outcome for outcome in told if outcome.status != "began"]

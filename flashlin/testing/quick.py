@@ -16,15 +16,17 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from queue import Empty, Queue
 from threading import Thread
 from typing import Any, NamedTuple, TextIO
 
+from flashlin.compat.child import python
 from flashlin.machine import attempt
 from flashlin.policy import Policy
 from flashlin.report import Status
 
-CHILD = (sys.executable, "-m", "flashlin.testing.quick")
+CHILD = partial(python, "flashlin.testing.quick")
 LIMIT = 180.0  # seconds without a word: importing torch, or compiling and running one case
 CHILDREN = 3  # where that many have ended early, the machine is broken and the rest is left alone
 
@@ -45,7 +47,7 @@ def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT, env
     first = 0
     for _ in range(CHILDREN):
         at, since = first, time.monotonic()
-        with _Child([*CHILD, "--device", device, "--first", str(first), *(["--op", op] if op else [])], policy, environment or {}) as child:
+        with _Child(["--device", device, "--first", str(first), *(["--op", op] if op else [])], policy, environment or {}) as child:
             for message in child.messages(limit):
                 if "jobs" in message:
                     jobs = message["jobs"]
@@ -78,13 +80,11 @@ def _outcome(job: list[str], status: Status, detail: str, seconds: float) -> Out
 class _Child:
     """A child process that talks JSON lines. ``ending``: how it ended, if not as it should."""
 
-    def __init__(self, command: list[str], policy: Policy, environment: Mapping[str, str]) -> None:
+    def __init__(self, arguments: list[str], policy: Policy, environment: Mapping[str, str]) -> None:
         settings = {"FLASHLIN_POLICY": policy.policy, "FLASHLIN_PATH": policy.path, "FLASHLIN_IGNORE": ",".join(policy.ignore)}
-        # The parent's search path, so that the child tests the same flashlin, torch and Triton.
-        path = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), *sys.path])
-        environment = {**os.environ, **settings, **environment, "PYTHONPATH": path}
+        command = CHILD(*arguments, first=environment.get("PYTHONPATH", ""))
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
-                                         errors="replace", env=environment)
+                                         errors="replace", env={**os.environ, **settings, **environment})
         self._said: Queue[str | None] = Queue()
         self._grumbled: deque[str] = deque(maxlen=200)
         self._threads = [Thread(target=self._listen, daemon=True), Thread(target=self._overhear, daemon=True)]

@@ -1,0 +1,55 @@
+"""Whose failure it was: a kernel's, or that of what it needs around it, such as memory, a disk, permissions, a card that is busy or gone.
+
+Only a kernel's own failure may be remembered against it. Everything here goes by types and texts of errors, and imports nothing heavy.
+"""
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from typing import Literal
+
+Fault = Literal["kernel", "memory", "surroundings"]
+
+MEMORY = re.compile(r"out of memory|cannot allocate memory|bad_alloc|MemoryError|CUBLAS_STATUS_ALLOC_FAILED|failed with error code -9\b", re.I)
+SURROUNDINGS = re.compile(
+    r"no space left on device|disk quota exceeded|read-only file system|permission denied|input/output error|stale file handle|too many open files"
+    r"|resource temporarily unavailable|can't start new thread|busy or unavailable|devices? (?:is|are) busy|device is lost|fallen off the bus"
+    r"|no cuda gpus are available|no cuda-capable device|cuda driver version|found no nvidia driver|driver shutting down"
+    r"|system not (?:yet )?initialized|uncorrectable ecc|0 active drivers|failed to find c compiler|cannot open shared object file", re.I)
+# What a device says of a kernel that broke it. The context is lost with it.
+ILLEGAL = re.compile(r"illegal memory access|illegal address|misaligned address|illegal instruction|unspecified launch failure|launch failure"
+                     r"|device-side assert|invalid program counter|hardware stack error|invalid address space", re.I)
+STOPPED = re.compile(r"launch timed out", re.I)  # by the watchdog of a card that also draws a screen
+# Signals that others send: the system when memory or a limit is used up, or a person; and a bus error, which a full disk behind a mapped file makes.
+SENT = {name for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGBUS", "SIGXCPU", "SIGXFSZ", "SIGPIPE") if hasattr(signal, name)}
+
+
+def of_error(error: BaseException) -> Fault:
+    """Of an exception that came out of compiling or starting a kernel."""
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in chain:
+        chain.append(at)
+        at = at.__cause__ or at.__context__
+    text = "\n".join(f"{type(one).__name__}: {one}" for one in chain)
+    if of_text(text) != "kernel":
+        return of_text(text)
+    tools = (OSError, ImportError, subprocess.CalledProcessError)  # a missing compiler of launchers, a library that does not load
+    return "surroundings" if isinstance(error, tools) else "kernel"
+
+
+def of_text(text: str) -> Fault:
+    """Of what a compiler or a dying process has printed."""
+    return "memory" if MEMORY.search(text) else "surroundings" if SURROUNDINGS.search(text) else "kernel"
+
+
+def of_exit(code: int, said: str) -> Fault:
+    """Of a process that ended with ``code``, minus the number of a signal or an exit status, while it compiled or ran a kernel."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        if name == "SIGKILL":
+            return "memory"  # nobody else ends a process so, but the system when memory is short
+        if name in SENT:
+            return "surroundings"
+    return of_text(said)

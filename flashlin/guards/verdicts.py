@@ -1,0 +1,206 @@
+"""What this machine has found out about our kernels, by trying them in child processes (``flashlin.trial``): one JSON file for each Triton, ptxas,
+torch, card and state of our kernels' sources, in a folder of the user's own. No folder, or a file that is not such a table, is no table, and
+never an error: planning reads this."""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import tempfile
+import time
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from flashlin.compat.locks import locked
+from flashlin.compat.target import Target
+
+KERNELS = Path(__file__).parents[1] / "kernels"
+# All but the last two speak of a kernel. "not tried": something else failed, and nothing is known. "torch path": nothing was started.
+Word = Literal["ran", "wrong numbers", "compiler error", "abort or illegal access", "hang", "not tried", "torch path"]
+BAD: tuple[Word, ...] = ("wrong numbers", "compiler error", "abort or illegal access", "hang")
+LARGEST = 2**22  # bytes of a file; a table of all our kernels has some 200,000
+A_DAY = 86400.0
+
+
+class Verdict(NamedTuple):
+    """word: what was found. when: in seconds since 1970. trial: the trial that found it. said: in its own words."""
+    word: Word
+    when: float
+    trial: str
+    said: str = ""
+
+    @property
+    def date(self) -> str:
+        return time.strftime("%Y-%m-%d", time.localtime(self.when))
+
+
+class Table(NamedTuple):
+    """kernels: by ``Launch.config``; only words that speak of a kernel. trials: by ``op dtype head_dim``."""
+    kernels: dict[str, Verdict]
+    trials: dict[str, Verdict]
+
+
+_unwritten: dict[Target, Table] = {}  # what could not be kept holds in this process
+
+
+@lru_cache(maxsize=16)
+def local(target: Target) -> Table:
+    """What is known on this machine. A table of its own for whoever asks first, until ``read_again``."""
+    found, (folder, _) = Table({}, {}), place()
+    if folder is not None and folder.is_dir():  # else nobody has tried anything here, and our own sources need not be read
+        found = _read(_file(folder, target))
+    mine = _unwritten.get(target, Table({}, {}))
+    return Table({**found.kernels, **mine.kernels}, {**found.trials, **mine.trials})
+
+
+def read_again() -> None:
+    """Another process may have written."""
+    local.cache_clear()
+
+
+def keep(found: Table, target: Target) -> None:
+    """Add to this machine's table. Several processes may do so at once. Where nothing can be written, a warning says so and what was found
+    holds in this process."""
+    folder, why = place()
+    if folder is not None:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = _file(folder, target)
+            with locked(file.with_suffix(".lock")):
+                before = _read(file)
+                _write(file, Table({**before.kernels, **found.kernels}, {**before.trials, **found.trials}))
+            local.cache_clear()
+            return
+        except OSError as error:
+            why = f"{folder} cannot be written: {error}"
+    mine = _unwritten.setdefault(target, Table({}, {}))
+    mine.kernels.update(found.kernels)
+    mine.trials.update(found.trials)
+    local.cache_clear()
+    warnings.warn(f"flashlin: what was found out about kernels holds in this process only: {why}", stacklevel=3)
+
+
+def forget(ops: Collection[str] = ()) -> int:
+    """Take back what trials of these ops (all by default) have found, in every table of this machine; returns how many verdicts that were.
+    Raises OSError where a table cannot be written, or there is no place for one."""
+    def kept(some: dict[str, Verdict]) -> dict[str, Verdict]:
+        return {name: one for name, one in some.items() if ops and one.trial.partition(" ")[0] not in ops}
+    folder, why = place()
+    if folder is None:
+        raise OSError(why)
+    gone = 0
+    for file in sorted(folder.glob("launches-*.json")):
+        with locked(file.with_suffix(".lock")):
+            before = _read(file)
+            after = Table(kept(before.kernels), kept(before.trials))
+            gone += sum(map(len, before)) - sum(map(len, after))
+            if any(after):
+                _write(file, after)
+            else:
+                file.unlink()
+    for table in _unwritten.values():
+        for some in table:
+            rest = kept(some)
+            gone += len(some) - len(rest)
+            some.clear()
+            some.update(rest)
+    local.cache_clear()
+    return gone
+
+
+@contextmanager
+def alone(trial: str) -> Iterator[None]:
+    """One process of this user at a time, where a lock can be had."""
+    folder, _ = place()
+    try:
+        if folder is None:
+            raise OSError
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = locked(folder / f"trial-{trial.replace(' ', '-')}.lock")
+        lock.__enter__()
+    except OSError:  # then two processes may try the same, and both be right
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.__exit__(None, None, None)
+
+
+def place() -> tuple[Path | None, str]:
+    """The folder, ``$FLASHLIN_HOME`` or ``flashlin`` in the user's cache, whether or not it is there yet; or None, and why there is none."""
+    named = os.environ.get("FLASHLIN_HOME")
+    try:
+        folder = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flashlin"))
+        found = folder.stat()
+    except (FileNotFoundError, NotADirectoryError):  # to be made, or a sentence once that fails
+        return folder, ""
+    except (OSError, RuntimeError, ValueError) as error:  # no home; not ours to look into; longer than names may be; a zero byte
+        return None, f"{'FLASHLIN_HOME' if named else 'the cache of this user'} cannot be used: {error}"
+    what = f"FLASHLIN_HOME={folder}" if named else str(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        return None, f"{what} is no folder"
+    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
+        return _refused(f"{what} belongs to another user (number {found.st_uid}), need a folder of your own: who can write verdicts decides which "
+                        "kernels run")
+    if hasattr(os, "geteuid") and found.st_mode & stat.S_IWOTH:
+        return _refused(f"{what} can be written by everyone, need a folder that only you can write (chmod o-w): who can write verdicts decides "
+                        "which kernels run")
+    return folder, ""
+
+
+@lru_cache(maxsize=8)
+def _refused(why: str) -> tuple[None, str]:
+    warnings.warn(f"flashlin: no verdicts are read or kept: {why}", stacklevel=4)
+    return None, why
+
+
+def _file(folder: Path, target: Target) -> Path:
+    facts = (target.triton, target.ptxas, target.torch, target.name, target.capability, _kernels())
+    return folder / f"launches-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> str:
+    """Of all our kernels' sources: with other kernels, verdicts mean nothing."""
+    files = sorted(KERNELS.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _read(file: Path) -> Table:
+    """Whatever is not such a file counts as none: not there, not readable, half written by something else, a link or a pipe, too large, nested
+    too deeply, with other words or dates in it."""
+    try:
+        handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(handle, "rb") as opened:
+            text = opened.read(LARGEST + 1)
+        found = json.loads(text) if len(text) <= LARGEST else {}
+        return Table(*({str(name): _verdict(fields) for name, fields in found[part].items()} for part in Table._fields))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return Table({}, {})
+
+
+def _verdict(fields: list[object]) -> Verdict:
+    word, when, trial, said = fields
+    known = next((one for one in Word.__args__ if one == word), None)  # type: ignore[attr-defined]
+    if known is None or not isinstance(when, (int, float)) or not 0 <= when < 2**33 or not isinstance(trial, str) or not isinstance(said, str):
+        raise ValueError(f"got {fields}, need a word, a date, a trial and what it said")
+    return Verdict(known, float(when), trial, said)
+
+
+def _write(file: Path, table: Table) -> None:
+    """Whole or not at all."""
+    handle, fresh = tempfile.mkstemp(dir=file.parent, prefix=file.stem)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as opened:
+            json.dump(table._asdict(), opened)
+        os.replace(fresh, file)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(fresh)
+        raise

@@ -1,0 +1,102 @@
+"""The child process of a trial: runs a small case of one op twice, forward and backward, and compares with float64. What it says are JSON lines:
+a kernel before it is started (``launch``) and once it has run (``landed``), and last the verdict.
+
+    python -m flashlin.trial.child --device cuda:0 --op chunk_simple_gla --dtype bfloat16 --head-dim 128
+"""
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from flashlin.compat import blame
+
+SMALL = {"B": 1, "T": 32}  # at most, of a case for a card that is full; makers without these sizes are small as they are
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m flashlin.trial.child", description="The child process of flashlin warmup.")
+    for name in ("device", "op", "dtype"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--head-dim", type=int, default=0)
+    parser.add_argument("--small", action="store_true", help="a smaller case, for a card that is full")
+    given = parser.parse_args(argv)
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints must not end up between the JSON lines
+
+    def say(**message: Any) -> None:
+        print(json.dumps(message), file=channel, flush=True)
+    _no_core_dump()
+    struck: list[BaseException] = []
+    try:
+        verdict, detail = attempt(given, say, struck)
+    except Exception as error:  # of any kind: it is this child's result
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        fault = blame.of_error(error)
+        if not struck or fault != "kernel":  # outside a launch nothing speaks of a kernel
+            say(verdict="not tried", detail=text, memory=fault == "memory")
+        else:
+            word = "abort or illegal access" if blame.ILLEGAL.search(text) else "hang" if blame.STOPPED.search(text) else "compiler error"
+            say(verdict=word, detail=text, memory=False)
+    else:
+        say(verdict=verdict, detail=detail, memory=False)
+
+
+def attempt(given: argparse.Namespace, say: Any, struck: list[BaseException]) -> tuple[str, str]:
+    """The verdict of a trial that came to its end, and its detail. What is raised inside a launch is put into ``struck``."""
+    import torch
+
+    from flashlin import policy
+    from flashlin.compat import launch as door
+    from flashlin.testing.compare import check
+    policy.settings(canary="off")  # this is the trial
+    torch.set_num_threads(1)
+    device, dtype = torch.device(given.device), getattr(torch, given.dtype)
+    launched = False
+
+    def noting(launch: Any, *rest: Any) -> None:
+        nonlocal launched
+        launched = True
+        say(launch=launch.config)
+        try:
+            door._start(launch, *rest)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # what goes wrong on the device shows here, and not at whatever comes next
+        except BaseException as error:
+            struck.append(error)
+            raise
+        say(landed=launch.config)
+    door.replace_starter(noting)
+    case = small_case(given.op, given.head_dim, given.small)
+    first, again = check(case, device, dtype), check(case, device, dtype)
+    wrong = [f"{one.tensor} off by {one.rms:.1e}, {one.allowed:.1e} allowed" for one in first if not one.ok]
+    if first != again:
+        wrong.append("two runs differ")
+    return "wrong numbers" if wrong else "ran" if launched else "torch path", "; ".join(wrong)
+
+
+def small_case(op: str, head_dim: int, small: bool) -> Any:
+    """The first quick case of an op, or of its family, with heads of that size."""
+    from flashlin import dispatch
+    from flashlin.testing.cases import CASES
+    case = next(case for case in CASES if case.quick and case.op in (op, dispatch.OPS[op][0]))
+    sizes: dict[str, Any] = {"K": head_dim, "V": head_dim} if head_dim else {}
+    if small:
+        usual = inspect.signature(case.make).parameters
+        sizes |= {name: min(size, usual[name].default) for name, size in SMALL.items() if name in usual}
+    return case._replace(make=partial(case.make, **sizes)) if sizes else case
+
+
+def _no_core_dump() -> None:
+    """An abort is a result here, and gigabytes of a dump would fill the disk for the next one."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource  # not on Windows
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    main()

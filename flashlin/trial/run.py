@@ -1,0 +1,180 @@
+"""Trials: a child process runs a small case of an op, and how it ends is a verdict on a kernel, or on nothing but the circumstances.
+
+A child says which kernel it is about to start and when that has run, so that an abort or a hang has somebody to blame, and so that whatever goes
+wrong between two launches, such as memory that others have taken, blames nobody.
+"""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from flashlin import dispatch
+from flashlin.compat import blame
+from flashlin.compat.child import end, python
+from flashlin.compat.target import Target
+from flashlin.guards import proven, verdicts
+from flashlin.guards.verdicts import BAD, Table, Verdict, Word
+
+CHILD = partial(python, "flashlin.trial.child")
+LIMIT = 300.0  # seconds for a child, from its start to its end
+LONGER = 2.0  # times that, for one that seems to hang and is asked again, alone
+GONE = 30.0  # seconds for one that was ended to be gone
+SAID = 400  # characters of a child's own words that are kept
+
+
+class Trial(NamedTuple):
+    """head_dim: 0 for ops without heads."""
+    op: str
+    dtype: str
+    head_dim: int
+
+    def __str__(self) -> str:
+        return " ".join([self.op, self.dtype, *([str(self.head_dim)] if self.head_dim else [])])
+
+
+class Tried(NamedTuple):
+    """How a trial went. verdict: ``ran``, ``wrong numbers``, ``compiler error``, ``abort or illegal access``, ``hang``; ``not tried`` (memory,
+    disk, permissions, a busy or absent device, anything that went wrong outside a launch: nothing is known of any kernel); ``torch path``
+    (nothing to start). configs: what was started, in that order. struck: the launch during which the child ended, if one did.
+    memory: whether memory was what it lacked."""
+    trial: Trial
+    verdict: Word
+    detail: str
+    configs: tuple[str, ...] = ()
+    struck: str = ""
+    memory: bool = False
+    seconds: float = 0.0
+
+    @property
+    def fine(self) -> bool:
+        return self.verdict in ("ran", "torch path")
+
+    def __str__(self) -> str:
+        D = f" D={self.trial.head_dim}" if self.trial.head_dim else ""
+        return f"{self.verdict:14} {self.trial.op} {self.trial.dtype}{D}  {self.seconds:.0f} s" + (f"  {self.detail}" if self.detail else "")
+
+
+def run(trials: Sequence[Trial], device: torch.device, target: Target, *, jobs: int = 1, limit: float = LIMIT,
+        progress: Callable[[Tried], None] = lambda _: None) -> list[Tried]:
+    """Try them, ``jobs`` at a time, and keep what was found for this machine. What lacked memory is asked again alone, with a smaller case and
+    after this process has given back what it does not use; what seems to hang, alone and with a longer limit."""
+    def first(trial: Trial) -> Tried:
+        found = _child(trial, device, limit)
+        if not _again(found):
+            progress(found)
+        return found
+    with ThreadPoolExecutor(jobs) as pool:
+        found = list(pool.map(first, trials))
+    for number, one in enumerate(found):
+        if _again(one):
+            if one.memory:
+                _give_back_memory(device)
+            found[number] = _child(one.trial, device, limit if one.memory else limit * LONGER, small=one.memory)
+            progress(found[number])
+    _keep(found, target)
+    return found
+
+
+def _again(found: Tried) -> bool:
+    return found.memory or found.verdict == "hang"
+
+
+def _give_back_memory(device: torch.device) -> None:
+    """Blocks that torch keeps for later belong to this process, and a child cannot have them. Not while a graph is being captured, which freeing
+    memory would end."""
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.empty_cache()
+
+
+def _keep(found: Iterable[Tried], target: Target) -> None:
+    """Right in any trial is right: a kernel is blamed for wrong numbers only where none is left that has not been right elsewhere."""
+    now = time.time()
+    kernels: dict[str, Verdict] = {}
+    trials: dict[str, Verdict] = {}
+    bad: list[tuple[str, Verdict]] = []
+    found = list(found)
+    ran = {config for one in found if one.verdict == "ran" for config in one.configs}
+    for one in found:
+        name = str(one.trial)
+        trials[name] = verdict = Verdict(one.verdict, now, name, one.detail)
+        if one.verdict == "ran":
+            kernels.update(dict.fromkeys(one.configs, verdict))
+        elif one.verdict == "wrong numbers":
+            doubtful = [config for config in one.configs if config not in ran and proven.level(config, target) != "ran"]
+            bad += [(config, verdict) for config in doubtful or one.configs]
+        elif one.verdict in BAD:
+            bad.append((one.struck, verdict))
+    verdicts.keep(Table({**kernels, **dict(bad)}, trials), target)
+    dispatch.plan.cache_clear()
+
+
+def _child(trial: Trial, device: torch.device, limit: float, small: bool = False) -> Tried:
+    """One child, from its start to its end."""
+    began = time.monotonic()
+    command = CHILD("--device", str(device), "--op", trial.op, "--dtype", trial.dtype, "--head-dim", str(trial.head_dim),
+                    *(["--small"] if small else []))
+    code: int | None = None
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+                                   start_new_session=True, env={**os.environ, "FLASHLIN_CANARY": "off"})
+    except OSError as error:
+        return Tried(trial, "not tried", f"no child could be started: {error}", memory=blame.of_error(error) == "memory")
+    try:
+        said, grumbled = process.communicate(timeout=limit)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        end(process)
+        said, grumbled = _rest(process)
+    except BaseException:  # this process is being ended, and its children with it
+        end(process)
+        raise
+    return _judged(trial, code, said, grumbled, limit)._replace(seconds=round(time.monotonic() - began, 1))
+
+
+def _rest(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What a child had said before it was ended. One that waits for a device may not go even then."""
+    try:
+        return process.communicate(timeout=GONE)
+    except subprocess.TimeoutExpired as error:
+        return (error.output or b"").decode(errors="replace"), ""
+
+
+def _judged(trial: Trial, code: int | None, said: str, grumbled: str, limit: float) -> Tried:
+    """What a child has come to; code None: it was ended because it took too long."""
+    configs: list[str] = []
+    struck, result = "", None
+    for message in _messages(said):
+        struck = message.get("launch", "" if "landed" in message else struck)
+        configs += [message["launch"]] if "launch" in message else []
+        result = message if "verdict" in message else result
+    launched = tuple(dict.fromkeys(configs))
+    if result is not None:
+        return Tried(trial, result["verdict"], result["detail"][:SAID], launched, struck, result["memory"])
+    at = f"at {struck}" if struck else f"after {configs[-1]}" if configs else "before any kernel"
+    if code is None:
+        return Tried(trial, "hang" if struck else "not tried", f"no answer in {limit:g} s, {at}", launched, struck)
+    last = [line.strip() for line in grumbled.splitlines() if line.strip()][-1:]
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    fault = blame.of_exit(code, grumbled)
+    return Tried(trial, "abort or illegal access" if struck and fault == "kernel" else "not tried", ": ".join([f"{how}, {at}", *last])[:SAID],
+                 launched, struck, fault == "memory")
+
+
+def _messages(said: str) -> list[dict[str, Any]]:
+    """The lines of a child; the last one may be half written."""
+    found = []
+    for line in said.splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found

@@ -1,0 +1,217 @@
+"""The first call of an op that nobody has run on such a card: a child process goes first, what fails there is planned otherwise, and what could not
+be tried changes nothing."""
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashlin
+from flashlin import dispatch
+from flashlin.compat import launch as door
+from flashlin.compat import target as machine
+from flashlin.compat.target import Target, parse, pretend
+from flashlin.guards import verdicts
+from flashlin.guards.problem import Plan
+from flashlin.guards.verdicts import Table, Verdict
+from flashlin.ops import chunked, simple_gla
+from flashlin.trial import canary, run
+from flashlin.trial.run import Trial, Tried
+from tests import foreign
+
+NIGHTLY, NEWER = "triton=3.10.0+git0123abcd,sm=90", "triton=3.10.0,sm=90"
+RAN, COMPILED = "triton=3.6.0,sm=90", "triton=3.6.0,sm=86"
+CPU = torch.device("cpu")
+BOTH = {"gate_cumsum 4", "simple_gla_scan 4"}
+
+
+class Child:
+    """Instead of a child: what was asked of it, and what it comes to. ``bad`` blames the scan as planned then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+        self.words, self.asked = list(words), list[Trial]()
+        monkeypatch.setattr(run, "run", self.run)
+
+    def run(self, trials: Sequence[Trial], device: torch.device, target: Target) -> list[Tried]:
+        [trial] = trials
+        self.asked.append(trial)
+        word = self.words.pop(0)
+        scan = the_plan(target).launches[-1:] if word in verdicts.BAD else ()
+        said = "CUDA out of memory" if word == "not tried" else ""
+        found = Tried(trial, word, said, tuple(launch.config for launch in scan), scan[0].config if scan else "")  # type: ignore[arg-type]
+        run._keep([found], target)
+        return [found]
+
+
+def the_plan(target: Target) -> Plan:
+    x = torch.zeros(1, 64, 2, 64)
+    return dispatch.plan(chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (x, x, x, x, None), None, False), target)
+
+
+def next_process() -> None:
+    canary._done.clear()
+    canary._settled.clear()
+    verdicts.read_again()
+    dispatch.plan.cache_clear()
+
+
+def call(target: str, op: str = "chunk_simple_gla") -> set[str]:
+    """The kernels that one call starts, by name and warps; none on the torch path."""
+    started: set[str] = set()
+    machine._probed[CPU] = parse(target)
+    door.replace_starter(lambda launch, *rest: started.add(f"{launch.kernel} {launch.num_warps}"))
+    x = torch.zeros(1, 64, 2, 64)
+    getattr(flashlin, op)(x, x, x, torch.zeros(1, 64, 2))
+    return started
+
+
+def silently(target: str) -> set[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return call(target)
+
+
+@pytest.mark.parametrize("target, why", [
+    (NIGHTLY, "is new to Triton 3.10.0+git0123abcd, which is not known to flashlin"), (NEWER, "is new to Triton 3.10.0, which is not known"),
+    (COMPILED, "with these sizes has not been run on sm86 under Triton 3.6.0 yet")])
+def test_an_op_is_tried_once_on_a_machine_and_then_runs(target: str, why: str, monkeypatch: pytest.MonkeyPatch,
+                                                         caplog: pytest.LogCaptureFixture) -> None:
+    child = Child(monkeypatch, "ran")
+    with caplog.at_level(logging.WARNING, "flashlin"):
+        assert silently(target) == BOTH, "that all is well needs no warning"
+    assert child.asked == [Trial("chunk_simple_gla", "float32", 64)]
+    assert [line for line in caplog.messages if f"chunk_simple_gla {why}" in line and "it is tried once" in line]
+    assert silently(target) == BOTH
+    next_process()
+    assert silently(target) == BOTH and len(child.asked) == 1
+
+
+def test_what_could_not_be_tried_is_used_as_planned_with_one_warning_and_asked_again_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Child(monkeypatch, "not tried", "ran")
+    with pytest.warns(UserWarning) as told:
+        assert call(NEWER) == BOTH
+    [one] = told
+    assert "and could not be tried: CUDA out of memory. It is used as planned, and tried again after a day or by flashlin warmup" in str(one.message)
+    assert Path(one.filename) == Path(__file__)
+    assert silently(NEWER) == BOTH
+    next_process()
+    assert silently(NEWER) == BOTH and len(child.asked) == 1, "ranks and processes do not each repeat it"
+    assert not verdicts.local(parse(NEWER)).kernels
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + verdicts.A_DAY + 1)
+    next_process()
+    assert silently(NEWER) == BOTH and len(child.asked) == 2
+
+
+def test_not_tried_takes_nothing_from_what_has_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Child(monkeypatch, "not tried")
+    plan = the_plan(parse(NEWER))
+    with pytest.warns(UserWarning, match="could not be tried"):
+        call(NEWER)
+    verdicts.keep(Table({launch.config: Verdict("ran", 1.0, "flashlin warmup") for launch in plan.launches}, {}), parse(NEWER))
+    next_process()
+    assert silently(NEWER) == BOTH and len(child.asked) == 1
+
+
+@pytest.mark.parametrize("target", [NEWER, RAN])
+def test_a_users_own_kernel_is_started_untried(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No child could call it. On the machine itself: what is only pretended is never tried."""
+    child, started = Child(monkeypatch), []
+    machine._probed[CPU] = parse(target)
+    shielded = flashlin.shield(foreign.scaled)
+    monkeypatch.setattr(shielded, "_start", lambda *args, **kwargs: started.append(kwargs["grid"]))
+    shielded[(1, 6)](torch.zeros(2, 3, 1), torch.zeros(2, 3, 1), 1, 2, H=3, BT=16)
+    assert started == [(1, 6)] and not child.asked
+
+
+@pytest.mark.parametrize("word", verdicts.BAD)
+def test_what_fails_gets_fewer_warps_and_then_the_torch_path(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Child(monkeypatch, word, "ran")
+    with pytest.warns(UserWarning, match=f"and was tried: {word}, .*planned otherwise on this machine until flashlin warmup --forget"):
+        assert "simple_gla_scan 2" in call(NEWER)
+    assert len(child.asked) == 2
+    assert [one.word for one in verdicts.local(parse(NEWER)).kernels.values()] == [word], "what the child has blamed is all that fails"
+    verdicts.forget()
+    next_process()
+    child = Child(monkeypatch, word, word, word)
+    with pytest.warns(UserWarning):
+        assert call(NEWER) == set()
+    assert 2 <= len(child.asked) <= canary.ROUNDS
+
+
+def test_an_op_with_a_choice_is_tried_as_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Child(monkeypatch, "ran")
+    call(NEWER, "simple_gla")
+    assert child.asked[0].op == "chunk_simple_gla"
+
+
+def test_nothing_is_tried_for_a_machine_that_is_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Child(monkeypatch)
+    pretend(parse(NEWER))
+    try:
+        call(NEWER)
+    finally:
+        pretend(None)
+    assert not child.asked
+
+
+def test_as_many_plans_are_kept_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canary, "PLANS", 2)
+    for T in (8, 16, 32):
+        x = torch.zeros(1, T, 2, 64)
+        plan = dispatch.plan(chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (x, x, x, x, None), None, False), parse(RAN))
+        assert not canary.settled(plan) and canary.tried(plan, CPU, 1) is plan and canary.settled(plan)
+    assert len(canary._settled) == 1
+
+
+@pytest.mark.parametrize("target, setting", [(RAN, "auto"), (COMPILED, "off"), (NEWER, "off"), ("backend=cpu", "auto")])
+def test_nothing_is_tried_where_it_has_run_or_nobody_wants_it(target: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Child(monkeypatch)
+    with flashlin.settings(canary=setting):
+        silently(target)
+    assert not child.asked
+
+
+def another_rank(word: str) -> None:
+    """Writes while this process waits for it, of everything that is planned."""
+    one = Verdict(word, time.time(), "chunk_simple_gla float32 64")  # type: ignore[arg-type]
+    verdicts.keep(Table({launch.config: one for launch in the_plan(parse(NEWER)).launches}, {one.trial: one}), parse(NEWER))
+
+
+@pytest.mark.parametrize("word, started, asked", [("ran", BOTH, 0), ("abort or illegal access", {"gate_cumsum 2", "simple_gla_scan 2"}, 1)])
+def test_another_rank_s_answer_is_taken(word: str, started: set[str], asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Child(monkeypatch, "ran")
+    verdicts.local(parse(NEWER))  # this process has looked before the other one knew
+    alone = verdicts.alone
+
+    def waiting(trial: str) -> Any:
+        monkeypatch.setattr(verdicts, "alone", alone)
+        another_rank(word)
+        return alone(trial)
+    monkeypatch.setattr(verdicts, "alone", waiting)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert call(NEWER) == started
+    assert len(child.asked) == asked, "for what is planned instead"
+
+
+def test_rows_and_channels_are_not_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Child(monkeypatch, "ran")
+    machine._probed[CPU] = parse(NEWER)
+    door.replace_starter(lambda *launch: None)
+    flashlin.rms_norm(torch.zeros(4, 4096), torch.zeros(4096), None)
+    assert child.asked == [Trial("rms_norm", "float32", 0)], "a head of 4,096 would be refused"
+
+
+def test_with_no_place_for_verdicts_each_process_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHLIN_HOME", "/dev/null")
+    child = Child(monkeypatch, "ran", "ran")
+    with pytest.warns(UserWarning, match="holds in this process only: FLASHLIN_HOME=/dev/null is no folder"):
+        assert call(NEWER) == BOTH
+    assert silently(NEWER) == BOTH and len(child.asked) == 1
