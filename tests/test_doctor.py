@@ -569,10 +569,18 @@ def test_doctor_reports_an_abort_and_exits_1(planted: Any, monkeypatch: pytest.M
 
 
 def test_a_machine_on_which_every_child_ends_early_is_left_alone(planted: Any) -> None:
-    planted(TALKING.replace("{BAD}", "{0, 1, 2, 3}").replace("{HOW}", "sys.exit('no space left')"))
+    planted(TALKING.replace("{BAD}", "{0, 1, 2, 3}").replace("{HOW}", "sys.exit('no such luck')"))
     found = list(quick.watch("cpu", None, Policy()))
     assert [outcome.status for outcome in found] == ["problem"] * 3 + ["could not check"]
-    assert "exit code 1: no space left" in found[0].detail and "not run" in found[3].detail
+    assert "exit code 1: no such luck" in found[0].detail and "not run" in found[3].detail
+
+
+@pytest.mark.parametrize("how", [
+    "print('OutOfMemoryError: CUDA out of memory', file=sys.stderr, flush=True); sys.exit(1)", "os.kill(os.getpid(), 9)",
+    "print(json.dumps({'done': index, 'ok': False, 'detail': 'OSError: [Errno 28] No space left on device', 'seconds': 0.1}), flush=True); continue"])
+def test_a_full_card_or_disk_is_no_op_s_problem(how: str, planted: Any) -> None:
+    planted(TALKING.replace("{BAD}", "{1}").replace("{HOW}", how))
+    assert [outcome.status for outcome in quick.watch("cpu", None, Policy())] == ["ok", "could not check", "ok", "ok"]
 
 
 def test_a_child_that_cannot_start_is_a_row(planted: Any) -> None:

@@ -21,6 +21,7 @@ from queue import Empty, Queue
 from threading import Thread
 from typing import Any, NamedTuple, TextIO
 
+from flashlin.compat import blame
 from flashlin.compat.child import python
 from flashlin.machine import attempt
 from flashlin.policy import Policy
@@ -59,17 +60,23 @@ def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT, env
                         print(f"flashlin: [{at + 1}/{len(jobs)}] {' '.join(jobs[at])} on {device}", file=sys.stderr, flush=True)
                 elif jobs is not None:
                     first = message["done"] + 1
-                    yield _outcome(jobs[message["done"]], "ok" if message["ok"] else "problem", message["detail"], message["seconds"])
+                    status = "ok" if message["ok"] else _status(blame.of_text(message["detail"]))
+                    yield _outcome(jobs[message["done"]], status, message["detail"], message["seconds"])
         if jobs is None:
             yield Outcome("start", "", "problem", f"the child process {child.ending}", time.monotonic() - since)
             return
         if child.ending and first < len(jobs):
             first = at + 1
-            yield _outcome(jobs[at], "problem", child.ending, time.monotonic() - since)
+            yield _outcome(jobs[at], _status(child.fault), child.ending, time.monotonic() - since)
         if first >= len(jobs):
             return
     for job in (jobs or [])[first:]:
         yield _outcome(job, "could not check", f"not run: {CHILDREN} child processes ended early", 0.0)
+
+
+def _status(fault: blame.Fault) -> Status:
+    """A card or a disk that is full says nothing of an op."""
+    return "problem" if fault == "kernel" else "could not check"
 
 
 def _outcome(job: list[str], status: Status, detail: str, seconds: float) -> Outcome:
@@ -78,7 +85,7 @@ def _outcome(job: list[str], status: Status, detail: str, seconds: float) -> Out
 
 
 class _Child:
-    """A child process that talks JSON lines. ``ending``: how it ended, if not as it should."""
+    """A child process that talks JSON lines. ``ending``: how it ended, if not as it should; ``fault``: whose that was."""
 
     def __init__(self, arguments: list[str], policy: Policy, environment: Mapping[str, str]) -> None:
         settings = {"FLASHLIN_POLICY": policy.policy, "FLASHLIN_PATH": policy.path, "FLASHLIN_IGNORE": ",".join(policy.ignore)}
@@ -91,6 +98,7 @@ class _Child:
         for thread in self._threads:
             thread.start()
         self.ending = ""
+        self.fault: blame.Fault = "kernel"
 
     def __enter__(self) -> _Child:
         return self
@@ -110,6 +118,7 @@ class _Child:
                 code = self._process.wait()
                 self._threads[1].join(timeout=5)
                 self.ending = _ending(code, self._grumbled) if code else ""
+                self.fault = blame.of_exit(code, self.ending)
                 return
             yield json.loads(line)
 
