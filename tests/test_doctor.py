@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import flashlin
-from flashlin import diagnosis, dispatch, machine, outlook, policy, report
+from flashlin import calls, diagnosis, dispatch, machine, outlook, policy, report
 from flashlin.__main__ import main
 from flashlin.compat.target import Target, parse
 from flashlin.dispatch import OPS
@@ -202,7 +202,7 @@ def test_the_pair_of_torch_and_triton(torch: str, triton: str, fix: str | None) 
 
 def test_a_gpu_without_triton_gets_the_command_that_installs_the_right_one() -> None:
     (one,) = machine.check_triton(made("sm=90,triton=3.6.0", triton="", triton_error="not installed"))
-    assert (one.status, one.fix) == ("worked around", 'pip install "triton==3.6.0"')
+    assert (one.status, one.fix) == ("degraded", 'pip install "triton==3.6.0"')
 
 
 @pytest.mark.parametrize(("on", "status"), [(H200, "problem"), ("sm=90,backend=cpu", "worked around")])
@@ -231,8 +231,8 @@ SMI_FAILS = "#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n"
 
 
 @pytest.mark.parametrize(("found", "script", "status", "said"), [
-    (made(H200), SMI, "ok", "2 x NVIDIA H200, driver 570.86"), (made(cuda=None), SMI, "worked around", "is a CPU build"),
-    (made(), SMI, "worked around", "driver too old, or hidden"), (made(H200), SMI_FAILS, "could not check", "nvidia-smi: NVIDIA-SMI has failed"),
+    (made(H200), SMI, "ok", "2 x NVIDIA H200, driver 570.86"), (made(cuda=None), SMI, "degraded", "is a CPU build"),
+    (made(), SMI, "degraded", "the driver is too old for it"), (made(H200), SMI_FAILS, "could not check", "nvidia-smi: NVIDIA-SMI has failed"),
     (made(H200), None, "could not check", "not there"), (made(cuda=None), None, "ok", "not there")])
 def test_the_driver(found: Machine, script: str | None, status: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if script is not None:
@@ -276,9 +276,9 @@ def row(target: str, op: str = "chunk_simple_gla") -> report.OpPlan:
 
 
 @pytest.mark.parametrize(("target", "path", "verdict"), [
-    ("triton=3.2.0,sm=75", "bfloat16: triton via fp32; float16, float32: triton", "worked around"),
-    ("triton=3.3.1,sm=75", "bfloat16, float16: triton via fp32; float32: triton", "worked around"),
-    ("triton=3.6.0,sm=90", "triton", "ok"), ("triton=3.5.0,sm=103", "torch", "worked around"),
+    ("triton=3.2.0,sm=75", "bfloat16: triton via fp32; float16, float32: triton", "degraded"),
+    ("triton=3.3.1,sm=75", "bfloat16, float16: triton via fp32; float32: triton", "degraded"),
+    ("triton=3.6.0,sm=90", "triton", "ok"), ("triton=3.5.0,sm=103", "torch", "degraded"), ("triton=3.6.0,backend=hip", "torch", "degraded"),
     ("triton=3.7.1,sm=100", "triton with 2 warps", "worked around"), ("triton=3.6.0", "torch", "ok")])
 def test_another_machine_is_planned_for(target: str, path: str, verdict: str) -> None:
     assert (row(target).path, row(target).verdict) == (path, verdict)
@@ -294,7 +294,7 @@ def test_calls_of_a_dtype_that_go_different_ways_are_told_apart() -> None:
 def test_what_doctor_says_is_what_dispatch_plans(op: str, target: str) -> None:
     planned = outlook.typical(op, parse(target), Policy())
     said = row(target, op)
-    grads = {False} if op == "selective_state_update" else {True, False}  # it only decodes
+    grads = {False} if op in calls.IN_PLACE else {True, False}
     assert {kind.dtype for kind in planned} == {"bfloat16", "float16", "float32"} and {kind.grad for kind in planned} == grads
     for plan in planned.values():
         assert plan == dispatch.plan(plan.asked, parse(target), Policy())
@@ -352,7 +352,7 @@ def test_a_machine_of_different_cards_has_a_line_for_each_only_where_they_differ
     monkeypatch.setattr(diagnosis, "examine", lambda: made("triton=3.3.1,sm=90", "triton=3.3.1,sm=75", "triton=3.3.1,sm=75"))
     found = flashlin.doctor()
     where = [(row.where, row.verdict) for row in found.plans if row.op == "chunk_simple_gla"]
-    assert where == [("cuda:0", "ok"), ("cuda:1, cuda:2", "worked around")]
+    assert where == [("cuda:0", "ok"), ("cuda:1, cuda:2", "degraded")]
     assert [row.where for row in found.plans if row.op == "rms_norm"] == ["cuda:0, cuda:1, cuda:2"]
     assert [device.where for device in found.devices] == ["cuda:0", "cuda:1, cuda:2"]
     assert "cuda:1, cuda:2" in found.text() and "| cuda:1, cuda:2 |" in found.markdown()
