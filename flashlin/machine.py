@@ -206,12 +206,12 @@ def check_policy(machine: Machine) -> Iterator[Check]:
         return
     values = {**machine.policy._asdict(), "ignore": ",".join(sorted(machine.policy.ignore)) or "nothing"}
     yield Check(name="policy", status="ok", detail=", ".join(f"{name} {value}" for name, value in values.items()))
-    valid = sorted(f"FLASHLIN_{name.upper()}" for name in (*policy.Policy._fields, *policy.FOLDERS))
-    for name in sorted(os.environ):
-        if name.startswith("FLASHLIN_") and name not in valid:
-            meant = get_close_matches(name, valid, 1)
-            yield Check(name="policy", status="worked around", fix=f"unset {name}", detail=f"{name} means nothing; " + (
-                f"{meant[0]} does" if meant else f"known are {', '.join(valid)}"))
+    valid = sorted(name.upper() for name in (*policy.Policy._fields, *policy.FOLDERS))
+    for given in sorted(name.removeprefix("FLASHLIN_") for name in os.environ if name.startswith("FLASHLIN_")):
+        if given not in valid:
+            meant = get_close_matches(given, valid, 1)
+            yield Check(name="policy", status="worked around", fix=f"unset FLASHLIN_{given}", detail=f"FLASHLIN_{given} means nothing; " + (
+                f"FLASHLIN_{meant[0]} does" if meant else f"known are {', '.join(f'FLASHLIN_{name}' for name in valid)}"))
 
 
 def check_interpreter(machine: Machine) -> Iterator[Check]:
