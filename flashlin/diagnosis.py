@@ -6,7 +6,7 @@ What doctor says is what happens: its lines are dispatch's own plans. Works with
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 import flashlin
@@ -76,9 +76,9 @@ def _load(op: str, kernels: bool) -> None:
     """Import what a call of the op needs, which the op itself does as late as it can."""
     getattr(flashlin, op)
     folder = dispatch.RECIPES[OPS[op][0]].__module__.rpartition(".")[0]
-    for module in (f"{folder}.forward", f"{folder}.backward"):
-        if kernels and find_spec(module):
-            import_module(module)
+    for module in iter_modules(import_module(folder).__path__):
+        if kernels and module.name in ("forward", "backward"):
+            import_module(f"{folder}.{module.name}")
 
 
 def _merged(rows: list[OpPlan]) -> tuple[OpPlan, ...]:
