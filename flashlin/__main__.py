@@ -168,11 +168,13 @@ def doctor(run: bool, target: str | None, op: str | None, fail_on: Any, json: bo
 def warmup(op: list[str], dtype: list[str], head_dim: list[int], device: str, jobs: int, limit: float, json: bool) -> tuple[str, int]:
     from json import dumps
 
-    warming, proven, machine, problem = map(load, ("warming", "guards.proven", "machine", "guards.problem"))
-    dtypes = [problem.dtype_name(one) for one in dtype] or ["bfloat16"]
-    unusable = machine.unusable(device)
-    if unusable:
-        raise ValueError(f"device: got {device}, need a GPU that torch can use ({unusable}); flashlin doctor says more")
+    warming = load("warming")
+    from flashlin.guards import proven
+    from flashlin.guards.problem import dtype_name
+    from flashlin.machine import unusable
+    dtypes = [dtype_name(one) for one in dtype] or ["bfloat16"]
+    if unusable(device):
+        raise ValueError(f"device: got {device}, need a GPU that torch can use ({unusable(device)}); flashlin doctor says more")
     found = warming.warmup(op, dtypes, head_dim or warming.HEAD_DIMS, device=device, jobs=jobs, limit=limit,
                            progress=lambda one: print(f"flashlin: {one}", file=sys.stderr, flush=True))
     bad = [one for one in found if not one.fine]

@@ -34,7 +34,7 @@ SIZES: dict[str, Sizes] = {
     "pointwise_key": ROWS}
 OWN_SIZES: dict[str, Sizes] = {  # of ops that are called otherwise than the rest of their family
     "mamba_chunk_scan_combined": SCANS, "mamba_split_conv1d_scan_combined": {"training": SCANS["training"]},
-    "fused_gdn_gate": {size: (B, T, H, 1, 1, N, False) for size, (B, T, H, _, _, N, _) in HEADS.items()},
+    "fused_gdn_gate": {"training": (1, 16384, 32, 1, 1, 1, False), "decoding": (1, 64, 32, 1, 1, 1, False)},
     "token_shift": {size: (B, T, 1, D, 2, N, packed) for size, (B, T, _, D, _, N, packed) in CHANNELS.items()}}
 # Ops that update a state in place, and what a call of them is where gradients are wanted.
 IN_PLACE = {"causal_conv1d_update": "causal_conv1d of one token", "mamba_causal_conv1d_update": "causal_conv1d_fn",

@@ -189,7 +189,7 @@ def check_driver(machine: Machine) -> Iterator[Check]:
         yield Check(name="driver", status="could not check", detail=f"nvidia-smi: {(said.stdout + said.stderr).strip()[:200] or 'no GPU'}")
         return
     shown = "; ".join(f"{cards.count(card)} x {card.replace(', ', ', driver ')}" for card in dict.fromkeys(cards))
-    if machine.on_gpu or machine.torch is None:
+    if machine.on_gpu or machine.lost or machine.torch is None:  # torch knows of a GPU, or says itself what is wrong
         yield Check(name="driver", status="ok", detail=shown)
         return
     built, hidden = machine.torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -237,9 +237,11 @@ def check_folders(machine: Machine) -> Iterator[Check]:
     for variable, folder, what, without in (
             ("FLASHLIN_HOME", home, "what flashlin warmup and the first calls find out here", "each process finds it out anew"),
             ("FLASHLIN_CACHE", environments.cache_folder(), "releases of Triton for the version matrix", "no other release can be fetched")):
-        writable = folder is not None and can_write(folder)
-        yield Check(name=variable, status="ok" if writable else "worked around", fix="" if writable else f"export {variable}=(a folder you can write)",
-                    detail=f"{folder or 'no folder'} {'can' if writable else 'cannot'} be written: {what}" + ("" if writable else f"; {without}"))
+        if folder is not None and can_write(folder):
+            yield Check(name=variable, status="ok", detail=f"{folder} can be written: {what}")
+        else:
+            yield Check(name=variable, status="worked around", fix=f"export {variable}=(a folder you can write)",
+                        detail=f"{f'{folder} cannot be written' if folder else 'no folder'}: {what}; {without}")
 
 
 def can_write(folder: Path) -> bool:

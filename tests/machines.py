@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("FLASHLIN_", "TRITON_"))}
 NO_TORCH = "import sys; sys.modules['torch'] = None"
 BROKEN = "print('noise on stdout')\nraise OSError('libcudart.so.12: cannot open shared object file')"
-H200, T4 = "triton=3.6.0,sm=90", "triton=3.6.0,sm=75"
+H200 = "triton=3.6.0,sm=90"
 
 
 def run(*arguments: str, before: str = "", path: tuple[Path, ...] = (), cwd: str | Path = ROOT,

@@ -17,14 +17,13 @@ from tests.machines import BROKEN, CLEAN, H200, NO_TORCH, ROOT, package, run
 
 # --- pipes ---
 
-@pytest.mark.parametrize("arguments", [["doctor", "--target", H200], ["doctor", "--json", "--target", H200], ["explain", "chunk_gla", "--target", H200]],
-                         ids=" ".join)
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["explain", "chunk_gla"]], ids=" ".join)
 def test_a_pipe_that_nobody_reads_ends_it_quietly(arguments: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        done = subprocess.run([sys.executable, "-m", "flashlin", *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120,
-                              env={**CLEAN, "PYTHONPATH": str(ROOT)}, cwd=ROOT, check=False)
+        done = subprocess.run([sys.executable, "-m", "flashlin", *arguments, "--target", H200], stdout=writing, stderr=subprocess.PIPE, text=True,
+                              timeout=120, env={**CLEAN, "PYTHONPATH": str(ROOT)}, cwd=ROOT, check=False)
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")

@@ -23,7 +23,7 @@ from flashlin.machine import CHECKS, Machine, checkup
 from flashlin.policy import Policy
 from flashlin.report import Report
 from flashlin.testing import quick
-from tests.machines import BROKEN, H200, NO_TORCH, T4, check, installed, made, package, read, run
+from tests.machines import BROKEN, H200, NO_TORCH, check, installed, made, package, read, run
 
 
 @pytest.fixture(autouse=True)

@@ -168,7 +168,7 @@ def test_folders_that_cannot_be_written_are_told(monkeypatch: pytest.MonkeyPatch
         assert one.status == "worked around" and f"/dev/null/{name} cannot be written" in one.detail
         assert one.fix == f"export FLASHLIN_{name}=(a folder you can write)"
     monkeypatch.setattr(proven, "folder", lambda: None)
-    assert next(machine.check_folders(made(H200))).detail.startswith("no folder cannot be written")
+    assert next(machine.check_folders(made(H200))).detail.startswith("no folder: what flashlin warmup")
 
 
 @pytest.mark.parametrize(("name", "meant"), [("FLASHLIN_POLICI", "FLASHLIN_POLICY does"), ("FLASHLIN_CHACHE", "FLASHLIN_CACHE does"),

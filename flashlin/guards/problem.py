@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from flashlin.compat.target import Target
 
-
 # The dtypes of the ops by torch's names, each with its usual short ones.
 DTYPES = {"bfloat16": ("bf16",), "float16": ("fp16", "half"), "float32": ("fp32", "float"), "float64": ("fp64", "double")}
 
