@@ -73,11 +73,13 @@ def described(target: Target) -> Machine:
 
 
 def _load(op: str, kernels: bool) -> None:
-    """Import what a call of the op needs, which the op itself does as late as it can."""
+    """Import the op and, since it does so as late as it can, the kernels of its family."""
     getattr(flashlin, op)
+    if not kernels:
+        return
     folder = dispatch.RECIPES[OPS[op][0]].__module__.rpartition(".")[0]
     for module in iter_modules(import_module(folder).__path__):
-        if kernels and module.name in ("forward", "backward"):
+        if module.name in ("forward", "backward"):
             import_module(f"{folder}.{module.name}")
 
 
@@ -127,7 +129,8 @@ def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int |
     if not plan.refused:
         starts = f": {len(plan.launches)} launches{', backward included' if problem.needs_grad else ''}" if plan.launches else ""
         lines.append(f"It runs on the path {outlook.way(plan)}{starts}. Evidence: {outlook.evidence([plan])}.")
-    lines += [f"Its cost: {outlook.cost(plan)}."] * bool(outlook.cost(plan))
+    if outlook.cost(plan):
+        lines.append(f"Its cost: {outlook.cost(plan)}.")
     return "\n".join(lines)
 
 
