@@ -139,7 +139,7 @@ class Report(Facts):
         idle = [f"{check.name}: {check.detail}" for check in self.checks if check.status == "degraded"]
         slower = [plan for plan in self.plans if plan.verdict == "degraded"]
         if slower:
-            idle.append(f"{len(slower)} of {len(self.plans)} ops have calls that do not run the kernels on the tensors as they are (below, with the cost)")
+            idle.append(f"{len(slower)} of {len(self.plans)} ops do not always run kernels on the tensors as they are (below, at what cost)")
         if idle:
             return f"Every op runs here, but not all of the GPU is used. {'; '.join(idle)}."
         around = sum(plan.verdict == "worked around" for plan in self.plans)
