@@ -5,18 +5,25 @@ What doctor says is what happens: its lines are dispatch's own plans. Works with
 """
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING
+
 import flashlin
-from flashlin import dispatch, outlook
+from flashlin import calls, dispatch, outlook
 from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import Target, parse
 from flashlin.dispatch import OPS
-from flashlin.guards.problem import Problem, advice
+from flashlin.guards.problem import advice, dtype_name
 from flashlin.kernels.variants import VARIANTS
 from flashlin.machine import CHECKS, Machine, attempt, check_policy, checkup, examine
 from flashlin.policy import Policy
 from flashlin.policy import current as in_force
 from flashlin.report import Device, OpPlan, Ran, Report
 from flashlin.testing import quick
+
+if TYPE_CHECKING:
+    import torch
 
 
 def doctor(*, run: bool = False, target: str | Target | None = None, op: str | None = None) -> Report:
@@ -29,7 +36,8 @@ def doctor(*, run: bool = False, target: str | Target | None = None, op: str | N
 
     Raises ValueError for an unknown op or target, or for ``run`` with a target.
     """
-    ops = tuple(OPS) if op is None else (known(op),)
+    op = op and calls.known(op)
+    ops = tuple(OPS) if op is None else (op,)
     if target is not None and run:
         raise ValueError(f"run: got True with target {target}, need no target: only this machine can run anything")
     machine = examine() if target is None else described(parse(target) if isinstance(target, str) else target)
@@ -38,7 +46,8 @@ def doctor(*, run: bool = False, target: str | Target | None = None, op: str | N
     alike = {found: [name for name in machine.targets if machine.targets[name] == found] for found in machine.targets.values()}
     devices = {", ".join(names): found for found, names in alike.items()}
     devices = devices or {"this machine": Target(machine.triton, "", "", "cpu", (0, 0), "cpu", 0, 1)}
-    stopped = {name: machine.stops_everything or ("" if target is not None else attempt(getattr, flashlin, name)[1]) for name in ops}
+    kernels = machine.on_gpu and not machine.triton_error
+    stopped = {name: machine.stops_everything or ("" if target is not None else attempt(_load, name, kernels)[1]) for name in ops}
     rows, issues, ran = [], [], []
     for where, found in devices.items():
         planned = {name: outlook.typical(name, found, machine.policy) for name in ops}
@@ -63,10 +72,15 @@ def described(target: Target) -> Machine:
     return Machine(None, "", target.triton, "", {"named": target}, {}, policy or Policy(), error)
 
 
-def known(op: str) -> str:
-    if op not in OPS:
-        raise ValueError(f"op: got {op!r}, need one of {', '.join(OPS)}")
-    return op
+def _load(op: str, kernels: bool) -> None:
+    """Import the op and, since it does so as late as it can, the kernels of its family."""
+    getattr(flashlin, op)
+    if not kernels:
+        return
+    folder = dispatch.RECIPES[OPS[op][0]].__module__.rpartition(".")[0]
+    for module in iter_modules(import_module(folder).__path__):
+        if module.name in ("forward", "backward"):
+            import_module(f"{folder}.{module.name}")
 
 
 def _merged(rows: list[OpPlan]) -> tuple[OpPlan, ...]:
@@ -77,43 +91,31 @@ def _merged(rows: list[OpPlan]) -> tuple[OpPlan, ...]:
     return tuple(row.model_copy(update={"where": ", ".join(devices)}) for row, devices in where.items())
 
 
-def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int = 2048, H: int = 16, K: int = 128,
-            V: int | None = None, N: int | None = None, dtype: str = "bfloat16", varlen: bool = False, needs_grad: bool = True,
+def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int | None = None, H: int | None = None, K: int | None = None,
+            V: int | None = None, N: int | None = None, dtype: str | torch.dtype = "bfloat16", varlen: bool = False, needs_grad: bool = True,
             mode: str | None = None, policy: Policy | None = None) -> str:
     """How one call would run, and why: the decision trail of dispatch, then in words.
 
     Args:
         op: a public op, such as ``chunk_simple_gla``.
         target: a machine as for ``doctor``; None is this one (its first GPU, or its CPU).
-        B, T, H, K, V: the sizes, as in the ops, V being 128 if None; a norm or a cross entropy has B * T * H rows of K, a convolution K
-            channels and V taps, 4 if None, HGRN K channels, a selective scan V channels of K states in H groups, an elementwise op B * T rows
-            of H heads of K, a rotary embedding V pairs, K // 2 if None. N: number of packed sequences, with varlen.
-        dtype: torch's name. mode: of an op that has the choice (``simple_gla``): ``auto``, ``chunk`` or ``fused_recurrent``.
+        B, T, H, K, V: the sizes, as in the ops; None is what the op's typical calls have (2048 tokens, one where it only decodes; 16 heads of
+            128 for most). A norm or a cross entropy has B * T * H rows of K (a norm of groups B * T rows of H groups of K), a convolution K
+            channels and V taps, HGRN K channels, a selective scan V channels of K states in H groups, a state update H heads of V with K states,
+            an elementwise op B * T rows of H heads of K, a rotary embedding V pairs, K // 2 if None.
+        N: number of packed sequences, B if None, with varlen: then their B * T tokens are one row.
+        dtype: a torch.dtype, its name or a short one, such as ``bf16``. mode: of an op that has the choice (``simple_gla``): ``auto``,
+            ``chunk`` or ``fused_recurrent``.
         policy: None is the one in force.
 
-    Raises ValueError for an unknown op, mode or target, RuntimeError where this machine cannot be asked.
+    Raises ValueError for an unknown op, dtype, mode or target, or sizes that the op cannot have, RuntimeError where this machine cannot be asked.
     """
-    family, own = OPS[known(op)]
+    op = calls.known(op)
+    own = OPS[op][1]
     modes = ("auto", "chunk", "fused_recurrent") if own == "auto" else (own,)
     if mode is not None and mode not in modes:
         raise ValueError(f"mode: got {mode!r}, need {' or '.join(map(repr, modes))} for {op}")
-    if V is None:
-        V = outlook.TAPS.get(op, 4) if family in ("conv", "conv_update") else max(K // 2, 1) if family == "rotary" else 128
-    for name, size in {"B": B, "T": T, "H": H, "K": K, "V": V, "N": 1 if N is None else N}.items():
-        if size < 1:
-            raise ValueError(f"{name}: got {size}, need 1 or more")
-    if family in ("norm", "cross_entropy"):  # know rows and their length only
-        B, T, H, V = 1, B * T * H, 1, K
-    elif family.startswith("pointwise"):
-        B, T, V = 1, B * T, K
-    elif family == "rotary":
-        B, T, N = 1, B * T, 1
-    elif family in ("conv", "conv_update"):
-        H = 1
-    elif family == "hgrn":
-        H, V = 1, K
-    problem = Problem(op, family, mode or own, B, T, H, K, V, (N or 1) if varlen else B, dtype.removeprefix("torch."), varlen, needs_grad,
-                      outlook.OPTIONS.get(op, ()))
+    problem = calls.problem_of(op, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype_name(dtype), varlen=varlen, needs_grad=needs_grad, mode=mode or own)
     policy = in_force() if policy is None else policy
     plan = dispatch.plan(problem, _machine_of(target), policy)
     lines = [str(plan), "", f"Policy {policy.policy}, path {policy.path}, ignoring {', '.join(sorted(policy.ignore)) or 'nothing'}."]
@@ -122,9 +124,13 @@ def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int =
         lines.append(f"{reason.code}: {'needs' if reason.forced else 'takes'} {reason.need}; so it {VARIANTS[remedy].means} ({how}).")
     lines += [f"It cannot run. {advice(plan)}." for _ in plan.refused[:1]]
     lines += [f"It may be wrong: {issue.id}, whose check is switched off." for issue in outlook.unguarded(plan)]
+    if needs_grad and op in calls.IN_PLACE:
+        lines.append(f"That is a call without gradients; one with them is {calls.IN_PLACE[op]}, and copies the state.")
     if not plan.refused:
-        starts = f": {len(plan.launches)} launches{', backward included' if needs_grad else ''}" if plan.launches else ""
+        starts = f": {len(plan.launches)} launches{', backward included' if problem.needs_grad else ''}" if plan.launches else ""
         lines.append(f"It runs on the path {outlook.way(plan)}{starts}. Evidence: {outlook.evidence([plan])}.")
+    if outlook.cost(plan):
+        lines.append(f"Its cost: {outlook.cost(plan)}.")
     return "\n".join(lines)
 
 

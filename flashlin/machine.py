@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,9 @@ import flashlin
 from flashlin import policy
 from flashlin.compat.target import Target, interpreting, probe, ptxas_path, triton_state
 from flashlin.compat.versions import affected, release
+from flashlin.guards import verdicts
 from flashlin.report import Check
+from flashlin.testing import environments
 
 # The Triton each torch release was made with (Requires-Dist of its wheels on PyPI); from 2.14 on any patch release of it.
 TRITON_OF_TORCH = {"2.4.0": "3.0.0", "2.4.1": "3.0.0", "2.5.0": "3.1.0", "2.5.1": "3.1.0", "2.6.0": "3.2.0", "2.7.0": "3.3.0", "2.7.1": "3.3.1",
@@ -48,7 +51,8 @@ class Machine(NamedTuple):
     @property
     def stops_everything(self) -> str:
         """Why every call of every op fails here, if it does."""
-        return f"torch: {self.torch_error}" if self.torch_error else self.policy_error
+        lost = "" if self.targets else "; ".join(f"{name}: {error}" for name, error in self.lost.items())
+        return f"torch: {self.torch_error}" if self.torch_error else self.policy_error or lost
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
@@ -107,7 +111,7 @@ def check_python(machine: Machine) -> Iterator[Check]:
 
 def check_torch(machine: Machine) -> Iterator[Check]:
     if machine.torch is None:
-        yield Check(name="torch", status="problem", detail=f"cannot be used: {machine.torch_error}", fix='pip install "torch>=2.4"')
+        yield Check(name="torch", status="problem", detail=f"cannot be used: {machine.torch_error}", fix='pip install --force-reinstall "torch>=2.4"')
         return
     built = machine.torch.version
     kind = f"CUDA {built.cuda}" if built.cuda else f"ROCm {built.hip}" if built.hip else "CPU build"
@@ -119,7 +123,10 @@ def check_torch(machine: Machine) -> Iterator[Check]:
 def check_triton(machine: Machine) -> Iterator[Check]:
     wanted = triton_for(machine.torch.__version__) if machine.torch is not None else ""
     if machine.triton_error:
-        yield Check(name="triton", status="worked around" if machine.on_gpu else "ok", fix=pip_triton(wanted) if machine.on_gpu and wanted else "",
+        missing = machine.triton_error == "not installed"
+        fix = pip_triton(wanted) if wanted else "pip install triton"
+        yield Check(name="triton", status="degraded" if machine.on_gpu else "ok" if missing else "worked around",
+                    fix="" if missing and not machine.on_gpu else fix if missing else fix.replace("install", "install --force-reinstall"),
                     detail=f"{machine.triton_error}; without it every op runs in plain torch")
         return
     yield Check(name="triton", status="ok", detail=f"{machine.triton} from {_folder_of('triton')}")
@@ -177,12 +184,15 @@ def check_driver(machine: Machine) -> Iterator[Check]:
         yield Check(name="driver", status="could not check", detail=f"nvidia-smi: {(said.stdout + said.stderr).strip()[:200] or 'no GPU'}")
         return
     shown = "; ".join(f"{cards.count(card)} x {card.replace(', ', ', driver ')}" for card in dict.fromkeys(cards))
-    if machine.on_gpu or machine.torch is None:
+    if machine.on_gpu or machine.lost or machine.torch is None:  # torch knows of a GPU, or says itself what is wrong
         yield Check(name="driver", status="ok", detail=shown)
-    else:
-        why = "is a CPU build" if not machine.torch.version.cuda else f"(CUDA {machine.torch.version.cuda}) finds none: driver too old, or hidden"
-        yield Check(name="driver", status="worked around", detail=f"{shown}; but torch {machine.torch.__version__} {why}",
-                    fix="" if machine.torch.version.cuda else "pip install --force-reinstall torch")
+        return
+    built, hidden = machine.torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES")
+    why, fix = (("is a CPU build", "pip install --force-reinstall torch") if not built else
+                (f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden}", "unset CUDA_VISIBLE_DEVICES") if hidden is not None else
+                (f"(CUDA {built}) finds none: the driver is too old for it, or does not let this user or container in", ""))
+    yield Check(name="driver", status="degraded", fix=fix,
+                detail=f"{shown}; but torch {machine.torch.__version__} {why}: every op runs in plain torch on the CPU")
 
 
 def check_policy(machine: Machine) -> Iterator[Check]:
@@ -191,10 +201,12 @@ def check_policy(machine: Machine) -> Iterator[Check]:
         return
     values = {**machine.policy._asdict(), "ignore": ",".join(sorted(machine.policy.ignore)) or "nothing"}
     yield Check(name="policy", status="ok", detail=", ".join(f"{name} {value}" for name, value in values.items()))
-    valid = {f"FLASHLIN_{name.upper()}" for name in policy.Policy._fields}
-    unknown = sorted(name for name in os.environ if name.startswith("FLASHLIN_") and name not in valid)
-    if unknown:
-        yield Check(name="policy", status="worked around", detail=f"{', '.join(unknown)} means nothing; known are {', '.join(sorted(valid))}")
+    valid = sorted(name.upper() for name in (*policy.Policy._fields, *policy.FOLDERS))
+    for given in sorted(name.removeprefix("FLASHLIN_") for name in os.environ if name.startswith("FLASHLIN_")):
+        if given not in valid:
+            meant = get_close_matches(given, valid, 1)
+            yield Check(name="policy", status="worked around", fix=f"unset FLASHLIN_{given}", detail=f"FLASHLIN_{given} means nothing; " + (
+                f"FLASHLIN_{meant[0]} does" if meant else f"known are {', '.join(f'FLASHLIN_{name}' for name in valid)}"))
 
 
 def check_interpreter(machine: Machine) -> Iterator[Check]:
@@ -206,13 +218,63 @@ def check_interpreter(machine: Machine) -> Iterator[Check]:
 def check_cache(machine: Machine) -> Iterator[Check]:
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+    if can_write(folder):
         yield Check(name="cache", status="ok", detail=f"{folder} can be written")
     else:
         needed = machine.on_gpu and bool(machine.triton)
         yield Check(name="cache", status="problem" if needed else "worked around", fix="export TRITON_CACHE_DIR=(a folder you can write)",
                     detail=f"{folder} cannot be written, " + ("and Triton compiles into it" if needed else "which matters once Triton compiles"))
+
+
+def check_folders(machine: Machine) -> Iterator[Check]:
+    """Where flashlin keeps something."""
+    home, why = verdicts.place(warn=False)
+    cache = environments.cache_folder()
+    for variable, folder, no_folder, what, without in (
+            ("FLASHLIN_HOME", home, why, "what flashlin warmup and the first calls find out here", "each process finds it out anew"),
+            ("FLASHLIN_CACHE", cache, "", "releases of Triton for the version matrix", "no other release can be fetched")):
+        if folder is not None and can_write(folder):
+            yield Check(name=variable, status="ok", detail=f"{folder} can be written: {what}")
+        else:
+            yield Check(name=variable, status="worked around", fix=f"export {variable}=(a folder you can write)",
+                        detail=f"{f'{folder} cannot be written' if folder else no_folder}: {what}; {without}")
+
+
+def check_tried(machine: Machine) -> Iterator[Check]:
+    """What was found out about kernels on this machine, and when."""
+    for where, target in {target: (where, target) for where, target in machine.targets.items() if target.backend == "cuda"}.values():
+        here = verdicts.local(target)
+        ran = sorted(one.date for one in here.kernels.values() if one.word == "ran")
+        yield Check(name="tried here", status="ok", detail=f"{where}: {len(ran)} configurations of kernels ran" + (
+            f", {ran[0]} to {ran[-1]}" if ran else " in trials of this machine's own"))
+        for config, one in here.kernels.items():
+            if one.word in verdicts.BAD:
+                yield Check(name="tried here", status="worked around", fix=f"flashlin warmup --forget --op {one.trial.partition(' ')[0]}",
+                            detail=f"{where}: {config}: {one.word} on {one.date} ({one.said or one.trial}); it is planned otherwise")
+        for trial, one in here.trials.items():
+            if one.word == "not tried":
+                yield Check(name="tried here", status="could not check",
+                            detail=f"{where}: {trial} could not be tried on {one.date}: {one.said}; it is used as planned")
+
+
+def can_write(folder: Path) -> bool:
+    """Whether the folder, or the nearest one above it where there is none yet, may be written."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+
+
+def check_modules(machine: Machine) -> Iterator[Check]:
+    """Whether everything public can be imported; without torch nothing can, which is told already."""
+    if machine.torch is None:
+        return
+    errors: dict[str, list[str]] = {}
+    for name in flashlin.__all__:
+        _, error = attempt(getattr, flashlin, name)
+        if error:
+            errors.setdefault(error, []).append(name)
+    for error, names in errors.items():
+        yield Check(name="modules", status="problem", detail=f"{', '.join(names)} cannot be imported: {error}",
+                    fix="pip install --force-reinstall --no-deps flashlin")
 
 
 def check_fla(machine: Machine) -> Iterator[Check]:
@@ -230,7 +292,7 @@ def check_fla(machine: Machine) -> Iterator[Check]:
 
 CHECKS: tuple[Callable[[Machine], Iterator[Check]], ...] = (
     check_python, check_torch, check_triton, check_copies, check_ptxas, check_driver, check_policy, check_interpreter,
-    check_cache, check_fla)
+    check_cache, check_folders, check_tried, check_modules, check_fla)
 
 
 def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Check]]]) -> list[Check]:

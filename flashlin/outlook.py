@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from flashlin import dispatch
+from flashlin import calls, dispatch
 from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
 from flashlin.compat.target import Target, bundled_ptxas
 from flashlin.compat.versions import is_unreleased, release
@@ -18,30 +18,6 @@ from flashlin.policy import Policy
 from flashlin.report import STATUSES, Check, Issue, OpPlan, Status
 
 DTYPES = ("bfloat16", "float16", "float32")
-# What people call the ops with: B, T, H, K, V, number of sequences, packed. Of a norm: T rows of K elements. Of a convolution: K channels
-# and V taps. Of HGRN: K channels. Of an elementwise op: T rows of H heads of K columns. Of a rotary embedding: T tokens of H heads of K channels,
-# V pairs of them rotated. Of a cross entropy: T rows of K logits.
-CALLS = {"training": (4, 2048, 16, 128, 128, 4, False), "packed": (1, 32768, 16, 128, 128, 16, True),
-         "heads of 256": (4, 2048, 8, 256, 256, 4, False), "decoding": (64, 1, 16, 128, 128, 64, False)}
-ROWS = {"training": (1, 16384, 1, 4096, 4096, 1, False), "decoding": (1, 64, 1, 4096, 4096, 1, False)}
-CHANNELS = {"training": (4, 2048, 1, 4096, 4, 4, False), "packed": (1, 32768, 1, 4096, 4, 16, True), "decoding": (64, 1, 1, 4096, 4, 64, False)}
-HEADS = {"training": (1, 16384, 64, 64, 64, 1, False), "decoding": (1, 64, 64, 64, 64, 1, False)}
-RECURRENCES = {size: (B, T, 1, D, D, N, packed) for size, (B, T, _, D, _, N, packed) in CHANNELS.items()}
-TURNS = {"training": (1, 16384, 32, 128, 64, 1, False), "packed": (1, 32768, 32, 128, 64, 1, True), "decoding": (1, 64, 32, 128, 64, 1, False)}
-LOGITS = {"training": (1, 16384, 1, 128256, 128256, 1, False), "decoding": (1, 64, 1, 128256, 128256, 1, False)}
-# Of a state update: H heads of V, and states of K columns.
-STATES = {"decoding": (128, 1, 80, 128, 64, 128, False)}
-# Of a selective scan: H groups, K states for each of V channels.
-CHANNEL_STATES = {"training": (4, 2048, 1, 16, 5120, 4, False)}
-SIZES = {"norm": ROWS, "hgrn": RECURRENCES, "rotary": TURNS, "cross_entropy": LOGITS, "conv": CHANNELS, "conv_update": CHANNELS,
-         "conv_window": CHANNELS, "state_update": STATES, "selective": CHANNEL_STATES,
-         **{family: HEADS for family, _ in OPS.values() if family.startswith("pointwise")}}
-TAPS = {"token_shift": 2}  # instead of the usual convolution's
-# The options that decide which kernels are started: simple GLA is called with a gate, as its name says, RWKV-6 with its bonus, Kimi Delta
-# Attention with its beta, Mamba2's heads come in groups, and a shift's filters are fixed.
-OPTIONS = {**{op: ("g",) for op in OPS if op.endswith("simple_gla")}, "chunk_rwkv6": ("u",), "rwkv6": ("u",), "chunk_kda": ("beta",),
-           "kda": ("beta",), "token_shift": ("fixed",),
-           **dict.fromkeys(("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"), ("g", "gva"))}
 # Releases of Triton that an upgrade may lead to.
 TRITONS = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0", "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 
@@ -61,10 +37,10 @@ def typical(op: str, target: Target, policy: Policy) -> Planned:
     """The plans of an op's typical calls."""
     family, mode = OPS[op]
     found = {}
-    for size, (B, T, H, K, V, N, packed) in SIZES.get(family, CALLS).items():
+    for size, (B, T, H, K, V, N, packed) in calls.sizes(op).items():
         for grad in (False,) if size == "decoding" else (False, True):
             for dtype in DTYPES:
-                problem = Problem(op, family, mode, B, T, H, K, TAPS.get(op, V), N, dtype, packed, grad, OPTIONS.get(op, ()))
+                problem = Problem(op, family, mode, B, T, H, K, V, N, dtype, packed, grad, calls.OPTIONS.get(op, ()))
                 found[Kind(dtype, size, grad)] = dispatch.plan(problem, target, policy)
     return found
 
@@ -73,22 +49,33 @@ def summary(op: str, where: str, planned: Planned) -> OpPlan:
     """One line for all the typical calls of an op."""
     because: dict[str, None] = {}
     remedies: dict[str, None] = {}
+    costs: dict[str, None] = {}
     for plan in planned.values():
         for reason, remedy in plan.steps:
             if reason.forced or remedy == "torch_path":
                 because[reason.code if reason.code in ISSUES else f"{reason.code}: {reason.got}"] = remedies[VARIANTS[remedy].means] = None
+        if cost(plan):
+            costs[cost(plan)] = None
         for reason in plan.refused:
             because[str(reason)] = remedies[advice(plan)] = None
         for issue in unguarded(plan):
             because[f"may be wrong: {issue.id}, whose check is switched off"] = remedies["FLASHLIN_POLICY=auto and no FLASHLIN_IGNORE"] = None
     return OpPlan(op=op, where=where, path=ways(planned), verdict=min(map(judged, planned.values()), key=STATUSES.index),
-                  because="; ".join(because), remedy="; ".join(remedies), evidence=evidence(planned.values()))
+                  because="; ".join(because), remedy="; ".join(remedies), cost="; ".join(costs), evidence=evidence(planned.values()))
 
 
 def judged(plan: Plan) -> Status:
     if plan.refused or unguarded(plan):
         return "problem"
+    if cost(plan):
+        return "degraded"
     return "worked around" if any(reason.forced for reason, _ in plan.steps) else "ok"
+
+
+def cost(plan: Plan) -> str:
+    """What a GPU pays for not running the kernels on the tensors as they are, ``""`` if it does. The last costly remedy has the say."""
+    costs = [VARIANTS[remedy].cost for _, remedy in plan.steps if VARIANTS[remedy].cost]
+    return costs[-1] if costs and plan.target.backend in ("cuda", "hip") else ""
 
 
 def unguarded(plan: Plan) -> list[KnownIssue]:
@@ -127,7 +114,7 @@ def _condition(some: set[Kind], every: set[Kind]) -> str:
     for grad, words in ((True, "with gradients"), (False, "without gradients")):
         if some == {kind for kind in every if kind.grad == grad}:
             return words
-    sizes = sorted({kind.size for kind in some}, key=list(CALLS).index)
+    sizes = sorted({kind.size for kind in some}, key=list(calls.CALLS).index)
     if some == {kind for kind in every if kind.size in sizes}:
         return ", ".join(sizes)
     return ", ".join(f"{kind.size} {'with' if kind.grad else 'without'} gradients" for kind in sorted(some))

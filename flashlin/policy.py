@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 CHOICES = {"policy": ("auto", "strict", "off"), "path": ("auto", "triton", "torch"), "tokens": ("async", "sync", "off"),
            "canary": ("auto", "off"), "debug": ("0", "1")}
+FOLDERS = ("home", "cache")  # FLASHLIN_HOME and FLASHLIN_CACHE: see guards.proven and testing.environments
 
 
 class Policy(NamedTuple):

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field, field_validator, model_validator
 
-Status = Literal["ok", "worked around", "problem", "could not check"]
-STATUSES: tuple[Status, ...] = ("problem", "worked around", "could not check", "ok")  # worst first
+# worked around: something is in the way and costs nothing worth telling. degraded: a GPU that is not used, or used at a price, which is named.
+Status = Literal["ok", "worked around", "degraded", "problem", "could not check"]
+STATUSES: tuple[Status, ...] = ("problem", "degraded", "worked around", "could not check", "ok")  # worst first
 
 # A report is made to be pasted into an issue: whose machine it is, and what identifies it, stays out.
 LEFT_OUT = ((r"(?<![\w.~-])(/home/[^/\s'\":]+|/Users/[^/\s'\":]+|/root\b|[A-Z]:\\Users\\[^\\\s'\"]+)", "~"),
@@ -65,7 +66,7 @@ class Check(Facts):
 
 class OpPlan(Facts):
     """What dispatch plans for an op's typical calls. where: the devices it holds for. evidence: ``ran``, ``compiled``, ``no record``, and
-    ``plain torch`` or ``interpreter`` where no kernel of ours is compiled."""
+    ``plain torch`` or ``interpreter`` where no kernel of ours is compiled. cost: of a degraded op, what that takes."""
     op: str
     where: str
     path: str
@@ -73,6 +74,7 @@ class OpPlan(Facts):
     because: str
     remedy: str
     evidence: str
+    cost: str = ""
 
 
 class Issue(Facts):
@@ -107,13 +109,19 @@ class Report(Facts):
     @model_validator(mode="before")
     @classmethod
     def _computed_anew(cls, values: Any) -> Any:
-        return {name: value for name, value in values.items() if name not in ("ok", "verdict")} if isinstance(values, dict) else values
+        return {name: value for name, value in values.items() if name not in ("ok", "status", "verdict")} if isinstance(values, dict) else values
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def ok(self) -> bool:
         """Whether every op runs here and nothing is known to be wrong."""
-        return "problem" not in self._statuses()
+        return not self.fails()
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def status(self) -> Status:
+        """The worst of all that was found."""
+        return min(self._statuses(), key=STATUSES.index, default="ok")
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -128,6 +136,12 @@ class Report(Facts):
             bad.append(f"{len(stopped)} of {len(self.plans)} ops cannot run, or may be wrong{why}")
         if bad:
             return "Not everything works here. " + "; ".join(bad[:2] + ([f"and {len(bad) - 2} more"] if len(bad) > 2 else [])) + "."
+        idle = [f"{check.name}: {check.detail}" for check in self.checks if check.status == "degraded"]
+        slower = [plan for plan in self.plans if plan.verdict == "degraded"]
+        if slower:
+            idle.append(f"{len(slower)} of {len(self.plans)} ops do not always run kernels on the tensors as they are (below, at what cost)")
+        if idle:
+            return f"Every op runs here, but not all of the GPU is used. {'; '.join(idle)}."
         around = sum(plan.verdict == "worked around" for plan in self.plans)
         if around:
             return f"Every op runs here, {around} of {len(self.plans)} by a way around a limit of this machine (below). Nothing needs action."
@@ -137,7 +151,11 @@ class Report(Facts):
 
     @property
     def exit_code(self) -> int:
-        return 0 if self.ok else 1
+        return int(self.fails())
+
+    def fails(self, on: Status = "problem") -> bool:
+        """Whether anything is as bad as ``on``, or worse."""
+        return STATUSES.index(self.status) <= STATUSES.index(on)
 
     def _statuses(self) -> set[Status]:
         return {*(check.status for check in self.checks), *(plan.verdict for plan in self.plans), *(issue.status for issue in self.issues),
@@ -146,8 +164,8 @@ class Report(Facts):
     def _tables(self) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
         """(title, columns, rows). The column ``where`` only if there is more than one device."""
         many = len(self.devices) > 1
-        yield ("Ops", ("", "op", *["where"] * many, "path", "evidence", "because", "remedy"),
-               [(p.verdict, p.op, *[p.where] * many, p.path, p.evidence, p.because, p.remedy) for p in self.plans])
+        yield ("Ops", ("", "op", *["where"] * many, "path", "evidence", "because", "remedy", "cost"),
+               [(p.verdict, p.op, *[p.where] * many, p.path, p.evidence, p.because, p.remedy, p.cost and f"cost: {p.cost}") for p in self.plans])
         yield "Checks", ("", "check", "found", "fix"), [(c.status, c.name, c.detail, c.fix and f"fix: {c.fix}") for c in self.checks]
         yield ("Known issues of this machine", ("", "issue", *["where"] * many, "effect", "here", "source"),
                [(i.status, i.id, *[i.where] * many, i.effect, i.detail, i.url) for i in self.issues])

@@ -57,11 +57,11 @@ def triton_state() -> tuple[str, str]:
     try:
         import triton
         import triton.language
+        version = str(triton.__version__)
     except ModuleNotFoundError as error:
         return "", "not installed" if error.name == "triton" else f"import fails: {error}"
-    except Exception as error:  # whatever a broken build raises is a fact to report, not a reason to fail
+    except (Exception, SystemExit) as error:  # whatever a broken build raises is a fact to report, not a reason to fail
         return "", f"import fails: {type(error).__name__}: {error}"
-    version = str(triton.__version__)
     if release(version)[:2] < OLDEST_TRITON:
         return version, f"{version} is older than 3.0"
     return version, ""
@@ -76,7 +76,7 @@ def ptxas_path(triton: str, capability: tuple[int, int]) -> str:
         return named
     try:
         import triton as module
-    except Exception:  # triton_state says why; here there is just no assembler
+    except (Exception, SystemExit):  # triton_state says why; here there is just no assembler
         return ""
     folder = Path(module.__file__ or "").parent / "backends" / "nvidia" / "bin"
     names = ("ptxas-blackwell", "ptxas") if modern else ("ptxas",)

@@ -5,6 +5,18 @@ from typing import NamedTuple
 
 from flashlin.compat.target import Target
 
+# The dtypes of the ops by torch's names, each with its usual short ones.
+DTYPES = {"bfloat16": ("bf16",), "float16": ("fp16", "half"), "float32": ("fp32", "float"), "float64": ("fp64", "double")}
+
+
+def dtype_name(given: object) -> str:
+    """torch's name of a dtype without ``torch.``, out of a ``torch.dtype``, that name or a short one. Raises ValueError that lists them."""
+    text = str(given).removeprefix("torch.").lower()
+    for name, short in DTYPES.items():
+        if text in (name, *short):
+            return name
+    raise ValueError(f"dtype: got {given!r}, need one of {', '.join(DTYPES)} (or {', '.join(one for short in DTYPES.values() for one in short)})")
+
 
 class Problem(NamedTuple):
     """A call as facts: ints, bools and strings out of its tensors, never a tensor.

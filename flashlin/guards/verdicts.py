@@ -132,8 +132,9 @@ def alone(trial: str) -> Iterator[None]:
         lock.__exit__(None, None, None)
 
 
-def place() -> tuple[Path | None, str]:
-    """The folder, ``$FLASHLIN_HOME`` or ``flashlin`` in the user's cache, whether or not it is there yet; or None, and why there is none."""
+def place(warn: bool = True) -> tuple[Path | None, str]:
+    """The folder, ``$FLASHLIN_HOME`` or ``flashlin`` in the user's cache, whether or not it is there yet; or None, and why there is none.
+    warn: whether a folder that others could write to is told, once."""
     named = os.environ.get("FLASHLIN_HOME")
     try:
         folder = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flashlin"))
@@ -145,19 +146,19 @@ def place() -> tuple[Path | None, str]:
     what = f"FLASHLIN_HOME={folder}" if named else str(folder)
     if not stat.S_ISDIR(found.st_mode):
         return None, f"{what} is no folder"
+    why = ""
     if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
-        return _refused(f"{what} belongs to another user (number {found.st_uid}), need a folder of your own: who can write verdicts decides which "
-                        "kernels run")
-    if hasattr(os, "geteuid") and found.st_mode & stat.S_IWOTH:
-        return _refused(f"{what} can be written by everyone, need a folder that only you can write (chmod o-w): who can write verdicts decides "
-                        "which kernels run")
-    return folder, ""
+        why = f"{what} belongs to another user (number {found.st_uid}), need a folder of your own"
+    elif hasattr(os, "geteuid") and found.st_mode & stat.S_IWOTH:
+        why = f"{what} can be written by everyone, need a folder that only you can write (chmod o-w)"
+    if why and warn:
+        _tell(why)
+    return (None, why) if why else (folder, "")
 
 
 @lru_cache(maxsize=8)
-def _refused(why: str) -> tuple[None, str]:
-    warnings.warn(f"flashlin: no verdicts are read or kept: {why}", stacklevel=4)
-    return None, why
+def _tell(why: str) -> None:
+    warnings.warn(f"flashlin: no verdicts are read or kept: {why}: who can write verdicts decides which kernels run", stacklevel=4)
 
 
 def _file(folder: Path, target: Target) -> Path:

@@ -45,10 +45,12 @@ def torch_path(problem: Problem, target: Target) -> Problem | None:
 
 
 class Variant(NamedTuple):
-    """rewrite: the remedy. exact: the same kernels on the same operands, so the same numbers at the same speed class."""
+    """rewrite: the remedy. exact: the same kernels on the same operands, so the same numbers at the same speed class. cost: what it takes where it
+    is not."""
     rewrite: Callable[[Problem, Target], Problem | None]
     exact: bool
     means: str
+    cost: str = ""
 
 
 VARIANTS: dict[str, Variant] = {
@@ -56,6 +58,8 @@ VARIANTS: dict[str, Variant] = {
     "recurrent_mode": Variant(recurrent_mode, True, "runs token by token"),
     "limit_num_warps": Variant(limit_num_warps, True, "runs with fewer warps"),
     "chunk_batch": Variant(chunk_batch, True, "runs the batch in parts"),
-    "via_fp32": Variant(via_fp32, False, "runs on fp32 copies"),
-    "torch_path": Variant(torch_path, False, "runs in plain torch"),
+    "via_fp32": Variant(via_fp32, False, "runs on fp32 copies",
+                        "a cast there and one back, twice the memory for each 16-bit tensor, no tensor cores in its products"),
+    "torch_path": Variant(torch_path, False, "runs in plain torch",
+                          "torch's own kernels one after the other: each step reads and writes GPU memory, and keeps what backward needs there"),
 }

@@ -41,6 +41,10 @@ def triton_environment(version: str, *, interpreter: bool = False, cache: Path |
     return {"PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
+def cache_folder() -> Path:
+    return Path(os.environ.get("FLASHLIN_CACHE") or Path(".cache", "tritons"))
+
+
 def numpy_for(triton: str) -> str:
     """The bound on numpy that this release's interpreter needs, if any: with numpy 2, 3.0 and 3.1 lose writes silently."""
     return "<2" if release(triton) < (3, 2) else "<2.3" if release(triton) < (3, 7) else ""
@@ -54,8 +58,7 @@ def torch_environment(torch: str, triton: str) -> dict[str, str]:
 
 def installed(requirements: list[str], name: str, cache: Path | None = None, *, dependencies: bool = False) -> Path:
     """The folder ``name`` of the cache, filled by pip if it is not there yet. Safe to call from several processes at once."""
-    cache = cache or Path(os.environ.get("FLASHLIN_CACHE") or Path(".cache", "tritons"))
-    home = cache.resolve() / name
+    home = (cache or cache_folder()).resolve() / name
     if home.exists():
         return home
     home.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ import torch
 from flashlin.compat.target import probe
 from flashlin.dispatch import OPS
 from flashlin.guards import verdicts
+from flashlin.guards.problem import dtype_name
 from flashlin.trial.run import LIMIT, Trial, Tried, run
 
 DTYPES, HEAD_DIMS = ("bfloat16", "float16", "float32"), (64, 128)
@@ -25,16 +26,21 @@ def warmup(ops: Sequence[str] = (), dtypes: Sequence[str] = ("bfloat16",), head_
 
     jobs: children at a time, 0 for up to 8. limit: seconds for each; one that seems to hang is asked again, alone, with twice that. progress is
     told each result as it comes. Verdicts that cannot be kept (a cache that cannot be written) are told with a warning and hold in this process
-    only. Raises ValueError for an unknown op, dtype or head size.
+    only. Raises ValueError for an unknown op, dtype or head size, RuntimeError for a device that torch cannot use.
     """
     _known("op", ops, tuple(OPS))
+    dtypes = [dtype_name(one) for one in dtypes]
     _known("dtype", dtypes, DTYPES)
     for size in head_dims:
         if not 1 <= size <= 512:
             raise ValueError(f"head_dim: got {size}, need 1 to 512")
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+        target = probe(place)
+    except (RuntimeError, AssertionError) as error:  # the second is torch's word for a build without CUDA
+        raise RuntimeError(f"device: got {device}, need a GPU that torch can use ({error}); flashlin doctor says more") from error
     todo = [Trial(op, dtype, size) for op in ops or OPS if OPS[op][1] != "auto" for dtype in dtypes for size in (head_dims if OPS[op][1] else (0,))]
-    return tuple(run(todo, place, probe(place), jobs=jobs or min(8, os.cpu_count() or 1), limit=limit, progress=progress))
+    return tuple(run(todo, place, target, jobs=jobs or min(8, os.cpu_count() or 1), limit=limit, progress=progress))
 
 
 def forget(ops: Sequence[str] = ()) -> int:

@@ -15,7 +15,7 @@ from flashlin.trial import canary
 
 
 def _forget() -> None:
-    for cached in (verdicts.local, verdicts._refused, proven._shipped, dispatch.plan):
+    for cached in (verdicts.local, verdicts._tell, proven._shipped, dispatch.plan):
         cached.cache_clear()
     for kept in (verdicts._unwritten, canary._done, canary._settled):
         kept.clear()

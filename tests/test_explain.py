@@ -1,0 +1,133 @@
+"""explain tells what the very call would do, for every public op, every size and every name of a dtype."""
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import flashlin
+from flashlin import calls, diagnosis, dispatch
+from flashlin.__main__ import main
+from flashlin.compat.target import Target, parse
+from flashlin.dispatch import OPS
+from flashlin.guards.problem import Plan, Problem
+from flashlin.policy import Policy
+from flashlin.testing import workload
+from tests.machines import H200, made
+
+# What the calls of the matrix are called with, as a user would say it.
+HEADS = dict(B=2, T=128, H=4, K=128, V=128)
+SCAN = dict(B=2, T=128, H=8, K=128, V=64)
+SAID: dict[str, dict[str, int]] = {
+    "rms_norm": dict(B=4, T=64, H=1, K=2048), "l2norm": dict(B=4, T=64, H=1, K=128), "rms_norm_gated": dict(B=4, T=64, H=1, K=128),
+    "layer_norm": dict(B=4, T=64, H=1, K=2048), "layer_norm_gated": dict(B=4, T=64, H=1, K=128), "group_norm": dict(B=4, T=64, H=8, K=256),
+    "rmsnorm_fn": dict(B=4, T=64, H=8, K=256), "layernorm_fn": dict(B=4, T=64, K=2048),
+    "causal_conv1d": dict(B=2, T=64, K=1024, V=4), "causal_conv1d_update": dict(B=2, K=1024, V=4), "token_shift": dict(B=2, T=64, K=1024),
+    "causal_conv1d_fn": dict(B=2, T=64, K=1024), "mamba_causal_conv1d_update": dict(B=2, K=1024),
+    "chunk_hgrn": dict(B=2, T=1024, K=1024), "fused_recurrent_hgrn": dict(B=2, T=1, K=1024),
+    "mamba_chunk_scan_combined": SCAN, "mamba_split_conv1d_scan_combined": SCAN, "selective_state_update": dict(B=2),
+    "selective_scan_fn": dict(B=2, T=64, V=1024), "fused_gdn_gate": dict(B=2, T=64, H=32), "fused_kda_gate": dict(B=2, T=64, H=32, K=64),
+    "fused_addcmul_rwkv7": dict(B=2, T=64, H=32, K=64), "fused_k_rwkv7": dict(B=2, T=64, H=32, K=64),
+    "gate_output_correction": dict(B=2, T=64, H=32, K=64), "rotary_embedding": dict(B=2, T=64, H=8, K=128),
+    "cross_entropy_loss": dict(T=8, K=32000), "fused_linear_cross_entropy_loss": dict(T=128, K=32000)}
+# In place of a call of the matrix with something special about it.
+PLAIN = {"layernorm_fn": partial(workload.mamba_norm, "layernorm_fn", torch.bfloat16)}
+STATES = {"initial_state", "final_state"}  # which explain does not ask about
+
+
+@pytest.fixture(scope="module")
+def matrix_calls() -> dict[str, workload.Call]:
+    """The first call of each op."""
+    return {call.op: call for call in reversed(list(workload.calls()))}
+
+
+def explained(monkeypatch: pytest.MonkeyPatch, op: str, **sizes: Any) -> Problem:
+    """The problem that ``explain`` plans."""
+    asked: list[Problem] = []
+
+    def noting(problem: Problem, target: Target, policy: Policy) -> Plan:
+        asked.append(problem)
+        return original(problem, target, policy)
+    original = dispatch.plan
+    with monkeypatch.context() as patched:
+        patched.setattr(dispatch, "plan", noting)
+        flashlin.explain(op, target=H200, **sizes)
+    [problem] = asked
+    return problem
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_explain_plans_what_the_call_does(op: str, matrix_calls: dict[str, workload.Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    call = matrix_calls[op]._replace(run=PLAIN[op]) if op in PLAIN else matrix_calls[op]
+    seen = [plan.asked for plan in workload.seen(call, parse(H200)).plans]
+    real = next(problem for problem in seen if (problem.op, problem.family) == (op, OPS[op][0]))
+    real = real._replace(options=tuple(name for name in real.options if name not in STATES))
+    assert explained(monkeypatch, op, **SAID.get(op, HEADS), needs_grad=op != "fused_recurrent_hgrn") == real
+
+
+def test_every_public_function_of_the_ops_is_known_to_explain() -> None:
+    public = {name for name in flashlin.__all__ if inspect.isfunction(getattr(flashlin, name))
+              and getattr(flashlin, name).__module__.startswith("flashlin.ops.")}
+    assert public == {*OPS, *calls.ALIASES}
+    for name, op in calls.ALIASES.items():
+        assert flashlin.explain(name, target=H200) == flashlin.explain(op, target=H200)
+
+
+def test_a_causal_conv1d_update_of_mamba_runs_in_its_kernel() -> None:
+    said = flashlin.explain("mamba_causal_conv1d_update", target=H200)
+    assert "launch   conv_window" in said and "width" not in said
+    assert "one with them is causal_conv1d_fn" in said and "one with them" not in flashlin.explain("rms_norm", target=H200)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_sizes_that_are_not_given_are_those_of_typical_calls(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, (_, _, *typical, _, _) = explained(monkeypatch, op), next(iter(calls.sizes(op).values()))
+    assert [problem.H, problem.K, problem.V] == typical and problem.needs_grad != (op in calls.IN_PLACE)
+
+
+def test_packed_sequences_are_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = explained(monkeypatch, "chunk_kda", B=4, T=100, varlen=True)
+    assert (problem.B, problem.T, problem.N, problem.varlen) == (1, 400, 4, True)
+    assert explained(monkeypatch, "causal_conv1d", T=100, N=7, varlen=True).N == 7
+
+
+@pytest.mark.parametrize(("given", "name"), [
+    ("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("fp32", "float32"), ("float", "float32"), ("double", "float64"),
+    ("torch.bfloat16", "bfloat16"), ("BF16", "bfloat16"), (torch.bfloat16, "bfloat16"), (torch.half, "float16"), (torch.float64, "float64")])
+def test_a_dtype_has_many_names(given: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert explained(monkeypatch, "chunk_gla", dtype=given).dtype == name
+
+
+@pytest.mark.parametrize("given", ["banana", "", "bf", "int8", torch.int64, None, 16])
+def test_what_is_no_dtype_of_ours_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"dtype: got .*, need one of bfloat16, float16, float32, float64 \(or bf16, fp16, half, fp32"):
+        flashlin.explain("chunk_gla", target=H200, dtype=given)
+
+
+@pytest.mark.parametrize(("sizes", "said"), [
+    (dict(varlen=True), "varlen: got True, need False: rms_norm takes no packed sequences"), (dict(N=3), "N: got 3 without varlen"),
+    (dict(T=0), "T: got 0, need 1 or more")])
+def test_sizes_that_the_op_cannot_have_are_refused(sizes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        flashlin.explain("rms_norm", target=H200, **sizes)
+
+
+def test_explain_tells_the_trail_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "chunk_simple_gla", "--dtype", "float16", "--target", "triton=3.3.1,sm=75", "-B", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "B=4 T=2048 H=16 K=128 V=128 float16 g needs_grad" in said and "launch   simple_gla_scan" in said
+    assert "half-dot-33-pre-ampere: needs fp32 operands, or Triton 3.4; so it runs on fp32 copies (other arithmetic" in said
+    assert "triton via fp32: 6 launches, backward included" in said
+    refused = flashlin.explain("chunk_simple_gla", target="triton=3.5.0,sm=103", policy=Policy(path="triton"))
+    assert "cannot run" in refused and "FLASHLIN_PATH=auto" in refused
+    assert "mode: takes fused_recurrent" in flashlin.explain("simple_gla", target=H200, T=1, needs_grad=False)
+    assert "B=1 T=24 H=1 K=512 V=512" in flashlin.explain("rms_norm", target=H200, B=2, T=3, H=4, K=512)
+
+
+def test_explain_says_so_where_this_machine_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(diagnosis, "examine", lambda: made(torch_error="ImportError: libcudart.so.12"))
+    assert main(["explain", "chunk_simple_gla"]) == 2
+    assert "libcudart.so.12" in capsys.readouterr().err
