@@ -101,7 +101,7 @@ def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _wanted: dict[str, Callable[[], bool]] = {}
-_before: list[Any] = []
+_put: list[tuple[Any, Any]] = []  # ours in the place of Autotuner.run, and what was there
 _hooking = threading.Lock()
 
 
@@ -110,21 +110,25 @@ def hook(who: str, wanted: Callable[[], bool]) -> None:
     from triton.runtime.autotuner import Autotuner
     with _hooking:
         _wanted[who] = wanted
-        if not _before:
-            _before.append(original := Autotuner.run)
+        if not _put:
+            original = Autotuner.run
 
             def asking(tuner: Any, *args: Any, **kwargs: Any) -> Any:
                 chosen = run if any(wanted() for wanted in tuple(_wanted.values())) else original
                 return chosen(tuner, *args, **kwargs)
+            _put.append((asking, original))
             Autotuner.run = asking
 
 
 def unhook(who: str) -> None:
+    """What another package has put in the place of ours meanwhile stays; if it calls ours, that only hands on."""
     from triton.runtime.autotuner import Autotuner
     with _hooking:
         _wanted.pop(who, None)
-        if not _wanted and _before:
-            Autotuner.run = _before.pop()
+        if not _wanted and _put:
+            ours, original = _put.pop()
+            if Autotuner.run is ours:
+                Autotuner.run = original
 
 
 def _known(what: str, names: list[str] | None, fn: Any) -> list[str]:

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +237,64 @@ def test_patching_is_reversible_and_twice_is_once() -> None:
     assert triton.autotune is original
 
 
+def test_the_last_block_out_puts_things_back_in_whatever_order_they_end() -> None:
+    original, run = triton.autotune, Autotuner.run
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(flashlin.patched("triton"))
+    second.enter_context(flashlin.patched("triton"))
+    first.close()
+    assert triton.autotune is flashlin.autotune
+    flashlin.unpatch("triton")  # takes back a patch, of which there is none
+    assert triton.autotune is flashlin.autotune and Autotuner.run is not run
+    second.close()
+    assert triton.autotune is original and Autotuner.run is run
+    with flashlin.patched("triton"):
+        flashlin.patch("triton")
+    assert triton.autotune is flashlin.autotune
+
+
+def test_blocks_of_many_threads_are_counted() -> None:
+    original, wrong = triton.autotune, []
+
+    def many() -> None:
+        for _ in range(100):
+            with flashlin.patched("triton"):
+                time.sleep(0)
+                if triton.autotune is not flashlin.autotune:
+                    wrong.append(triton.autotune)
+    threads = [threading.Thread(target=many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and triton.autotune is original
+
+
+def test_what_another_package_has_patched_since_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, runs = triton.autotune, Autotuner.run
+    flashlin.patch("triton")
+    ours, kernel = Autotuner.run, Kernel({32: RuntimeError("not mine")})
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return flashlin.autotune(*args, **kwargs)
+    with monkeypatch.context() as later:
+        later.setattr(triton, "autotune", theirs)
+        later.setattr(Autotuner, "run", lambda *args, **kwargs: ours(*args, **kwargs))
+        flashlin.unpatch("triton")
+        assert triton.autotune is theirs and triton.runtime.autotune is original and Autotuner.run is not runs
+        with pytest.raises(RuntimeError, match="not mine"):  # through theirs to Triton's own, which lets a failing configuration end the call
+            call(original(configs(64, 32), ["n"], do_bench=timer(kernel))(kernel))
+        with flashlin.patched("triton"), pytest.warns(UserWarning, match="not mine"):
+            call(original(configs(64, 32), ["n"], do_bench=timer(kernel))(kernel))
+        assert triton.autotune is theirs
+    triton.autotune, Autotuner.run = original, runs  # what theirs puts back is what it found, which was ours
+
+
 def test_an_unknown_package_is_an_error() -> None:
-    for change in (patching.patch, patching.unpatch):
+    def patched(package: str) -> None:
+        with flashlin.patched(package):
+            pass
+    for change in (patching.patch, patching.unpatch, patched):
         with pytest.raises(ValueError, match="package: got 'numpy', need one of 'triton'"):
             change("numpy")
 
