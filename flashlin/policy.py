@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 CHOICES = {"policy": ("auto", "strict", "off"), "path": ("auto", "triton", "torch"), "tokens": ("async", "sync", "off"),
-           "canary": ("auto", "off"), "debug": ("0", "1")}
+           "canary": ("auto", "off"), "debug": ("0", "1"), "autotune": ("timed", "first", "rank0")}
 
 
 class Policy(NamedTuple):
@@ -16,6 +16,7 @@ class Policy(NamedTuple):
     path: ``auto``, or insist on ``triton`` or ``torch``. ignore: ids of known issues to disregard.
     tokens: how out-of-range tokens on a GPU are reported (``async``, ``sync``, ``off``). canary: whether kernels that nobody has run on
     such a card under such a Triton are tried in a child process before their first use. debug: also check values, at the price of a sync.
+    autotune: how a configuration of a tuned kernel is found (``flashlin.autotune``: ``timed``, ``first``, ``rank0``).
     """
     policy: str = "auto"
     path: str = "auto"
@@ -23,6 +24,7 @@ class Policy(NamedTuple):
     tokens: str = "async"
     canary: str = "auto"
     debug: bool = False
+    autotune: str = "timed"
 
 
 class _Own:
@@ -47,7 +49,7 @@ _changing = threading.Lock()
 
 
 def current() -> Policy:
-    """The policy in force in this thread; the environment (FLASHLIN_POLICY, _PATH, _IGNORE, _TOKENS, _CANARY, _DEBUG) is read at the first call."""
+    """The policy in force in this thread; the environment (FLASHLIN_POLICY and its like) is read at the first call."""
     own = _thread.own
     if own.called is not None:
         _settle(own)

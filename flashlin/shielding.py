@@ -46,8 +46,8 @@ def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_
         batch_size: the argument that holds the size of the batch, if there is one.
         outputs: the tensor arguments that the kernel writes.
 
-    Raises ValueError or TypeError for a declaration that names what is not there, here or in the call; a call raises UnsupportedError, before anything is
-    launched, where no remedy is left.
+    Raises ValueError or TypeError for a declaration that names what is not there, here or in the call; a call raises UnsupportedError,
+    before anything is launched, where no remedy is left.
     """
     if isinstance(outputs, str):
         raise TypeError(f"outputs: got the string {outputs!r}, need a list of names of arguments")

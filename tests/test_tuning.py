@@ -1,11 +1,13 @@
 """autotune and patch with the installed Triton, without a GPU: launches are noted, a table says how long each would take."""
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +100,101 @@ def test_unknown_names_are_dropped_with_a_warning() -> None:
     kernel = Kernel()
     with pytest.warns(UserWarning, match="autotune: key names STAGE, which fn has no arguments of"):
         tuner = tuned(kernel, key=["n", "STAGE"])
-    with pytest.warns(UserWarning, match="restore_value names y"):
-        tuned(kernel, restore_value=["o", "y"])
     call(tuner)
     assert kernel.started[-1]["BK"] == 32
+
+
+@pytest.mark.parametrize("what", ["restore_value", "reset_to_zero"])
+def test_unknown_names_of_tensors_are_an_error(what: str) -> None:
+    # Without them a kernel that adds to its output would be wrong after tuning.
+    with pytest.raises(ValueError, match=f"{what}: got 'y', need names of arguments of fn: x, BK, n, o, m"):
+        tuned(Kernel(), **{what: ["o", "y"]})
+
+
+# --- the same configuration on all ranks ---
+
+def test_first_measures_nothing_and_takes_the_first_that_works() -> None:
+    kernel, asked = Kernel({64: RuntimeError("out of luck")}), list[int]()
+    x, o = torch.ones(8), torch.ones(8)
+    tuner = tuned(kernel, (64, 48, 32), asked, deterministic="first", reset_to_zero=["o"], restore_value=["x"])
+    with pytest.warns(UserWarning, match="fn: configuration BK: 64.* fails .RuntimeError: out of luck.; it is left out"):
+        tuner.run(x, n=1, o=o, grid=(1,), warmup=False)
+    assert [start["BK"] for start in kernel.started] == [48, 48] and not asked and o.sum() == 0
+    with flashlin.settings(autotune="first"):
+        call(tuned(kernel, (128, 32), asked))
+    assert kernel.started[-1]["BK"] == 128 and not asked
+    with pytest.raises(RuntimeError, match="out of luck"), pytest.warns(UserWarning):
+        call(tuned(kernel, (64, 64), deterministic="first"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_first_compiles_one_configuration_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(parse("triton=3.6.0,sm=90"))
+    tried: list[int] = []
+    monkeypatch.setattr(tuning, "_compiled", lambda tuner, configs, *args, kept=tuning._compiled: tried.append(len(configs)) or kept(
+        tuner, configs, *args))
+    call(tuned(Kernel(), (64, 32), deterministic="first"))
+    assert tried == [1]
+
+
+def test_an_unknown_way_is_an_error() -> None:
+    with pytest.raises(ValueError, match="deterministic: got 'last', need None, 'first' or 'rank0'"):
+        flashlin.autotune([], [], deterministic="last")
+
+
+def rank(number: int, rendezvous: str, found: Any) -> None:
+    """One of two. Here the smallest configuration is the fastest, there the largest."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=number, world_size=2,
+                                         timeout=timedelta(seconds=60))
+
+    def bench(call: Callable[[], None], quantiles: Any = None) -> list[float]:
+        call()
+        size = kernel.started[-1]["BK"]
+        return [float(-size if number else size)] * 3
+
+    def tuned(**options: Any) -> Any:
+        return flashlin.autotune(configs(64, 32, 128), ["n"], do_bench=bench, **options)(kernel)
+
+    def outcome(tuner: Any, n: int = 8) -> object:
+        try:
+            call(tuner, n)
+        except RuntimeError as error:
+            return str(error)
+        return tuner.best_config.kwargs["BK"]
+    kernel = Kernel()
+    both = tuned(deterministic="rank0")
+    found.put((number, "timed", outcome(tuned())))
+    found.put((number, "first", outcome(tuned(deterministic="first"))))
+    found.put((number, "rank0", outcome(both)))
+    found.put((number, "rank0 again", outcome(both)))
+    with flashlin.settings(autotune="rank0"):
+        found.put((number, "by setting", outcome(tuned())))
+    found.put((number, "another call", outcome(both, 9 + number)))
+    pruning = {"early_config_prune": lambda configs, given, **options: configs[:2 - number]}
+    found.put((number, "other pruning", outcome(tuned(deterministic="rank0", prune_configs_by=pruning))))
+    kernel.fails = dict.fromkeys((64, 32, 128), RuntimeError("out of luck"))
+    found.put((number, "none", outcome(tuned(deterministic="rank0"))))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.filterwarnings("ignore")
+def test_rank_0_chooses_for_all_ranks(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
+    ranks = [context.Process(target=rank, args=(number, str(tmp_path / "rendezvous"), found), daemon=True) for number in range(2)]
+    for process in ranks:
+        process.start()
+    said = {(number, what): outcome for number, what, outcome in (found.get(timeout=60) for _ in range(16))}
+    for process in ranks:
+        process.join(60)
+    assert (said[0, "timed"], said[1, "timed"]) == (32, 128)
+    for what, size in (("first", 64), ("rank0", 32), ("rank0 again", 32), ("by setting", 32)):
+        assert said[0, what] == said[1, what] == size
+    assert said[0, "another call"] == 32
+    assert "rank 0 tunes fn for (9, " in said[1, "another call"] and "rank 1 tunes fn for (10, " in said[1, "another call"]
+    assert said[0, "other pruning"] == 32 and "which prune_configs_by leaves out on rank 1" in said[1, "other pruning"]
+    assert said[0, "none"] == "out of luck" and "rank 0 finds no configuration of fn for (8, " in said[1, "none"]
 
 
 def test_a_configuration_that_fails_is_left_out_with_a_warning() -> None:

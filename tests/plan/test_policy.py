@@ -70,8 +70,8 @@ def test_a_wrong_variable_is_an_error_that_lists_the_choices(variable: str, got:
     (dict(path=None), "path: got None, need one of auto, triton, torch"),
     (dict(tokens=1), "tokens: got 1, need one of async, sync, off"),
     (dict(debug="yes"), "debug: got 'yes', need one of 0, 1"),
-    (dict(paths="torch"), "settings: got paths, need some of policy, path, ignore, tokens, canary, debug"),
-    (dict(zeal=1, amount=2), "settings: got amount, zeal, need some of policy, path, ignore, tokens, canary, debug")])
+    (dict(paths="torch"), "settings: got paths, need some of policy, path, ignore, tokens, canary, debug, autotune"),
+    (dict(zeal=1, amount=2), "settings: got amount, zeal, need some of policy, path, ignore, tokens, canary, debug, autotune")])
 def test_a_wrong_setting_is_an_error_that_changes_nothing(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         settings(**changes)
@@ -153,7 +153,7 @@ def test_no_thread_ever_sees_the_block_of_another() -> None:
     try:
         for thread in threads:
             thread.start()
-        for _ in range(500):
+        for _ in range(300):
             with settings(path="torch"):
                 time.sleep(0)
                 assert current().path == "torch"
