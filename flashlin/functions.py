@@ -1,14 +1,15 @@
 """A function that launches Triton kernels, shielded: every launch inside it is planned, and it is called in parts of its batch if need be.
 
 Which launches are inside is known to the thread that makes them. Backward runs in threads of torch's own, so the nodes of the function's
-graph say it there, each before and after it runs.
+graph say it there, each while it runs.
 """
 from __future__ import annotations
 
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from flashlin import tuning
 from flashlin.compat.target import interpreting
 from flashlin.guards.problem import UnsupportedError
+from flashlin.kernels.shield.problem import lengths
 
 
 class _Inside(threading.local):
@@ -46,26 +48,30 @@ class ShieldedFunction:
             return self._guarded(args, kwargs)
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        tensors = {name: bound.arguments[name] for name in self._batch if isinstance(bound.arguments[name], torch.Tensor)}
-        sizes = {name: tensor.shape[dimension] for name, tensor in tensors.items() if (dimension := self._batch[name]) is not None}
-        whole = int(bound.arguments[self._size]) if self._size else min(sizes.values(), default=1)
+        sizes = lengths(self._batch, bound.arguments)
+        if not sizes:  # nothing to cut
+            return self._guarded(args, kwargs)
+        whole = int(bound.arguments[self._size]) if self._size else min(sizes.values())
         for name, size in sizes.items():
             if size != whole:
                 raise ValueError(f"{name}: got {size} elements in dimension {self._batch[name]}, need the batch of {whole}")
-        key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+        if not whole:
+            return self._guarded(args, kwargs)
+        key = tuple((name, bound.arguments[name].shape, bound.arguments[name].dtype) for name in sizes)
         part = self._parts.get(key, whole)
         while True:
+            counts = [min(part, whole - begin) for begin in range(0, whole, part)]
             try:
-                found = [self._guarded(*self._cut(bound, tensors, begin, min(part, whole - begin))) for begin in range(0, whole, part or 1)]
+                found = [self._guarded(*self._cut(bound, sizes, number * part, count)) for number, count in enumerate(counts)]
             except UnsupportedError as error:  # planned, and nothing of that launch started: half as many may do
                 if part < 2 or not any("chunk_batch" in reason.remedies for reason in error.plan.refused):
                     raise
                 part = self._parts[key] = -(-part // 2)
             else:
-                return _joined(found, [min(part, whole - begin) for begin in range(0, whole, part or 1)], self.__name__)
+                return _joined(found, counts, self.__name__)
 
-    def _cut(self, bound: inspect.BoundArguments, tensors: dict[str, torch.Tensor], begin: int, count: int) -> tuple[Any, dict[str, Any]]:
-        views = {name: tensor.narrow(dimension, begin, count) for name, tensor in tensors.items() if (dimension := self._batch[name]) is not None}
+    def _cut(self, bound: inspect.BoundArguments, names: Iterable[str], begin: int, count: int) -> tuple[Any, dict[str, Any]]:
+        views = {name: bound.arguments[name].narrow(self._batch[name], begin, count) for name in names}
         part = inspect.BoundArguments(self._signature, {**bound.arguments, **views, **({self._size: count} if self._size else {})})
         return part.args, part.kwargs
 
@@ -126,16 +132,17 @@ def _watch(result: Any, given: set[Any]) -> None:
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            node.register_prehook(_enter)
-            node.register_hook(_leave)
+            _run_inside(node)
 
 
-def _enter(gradients: Any) -> None:
-    _inside.depth += 1
+def _run_inside(node: Any) -> None:
+    """What autograd calls is looked up on the node itself. The node is not to own what owns it, or it would outlive its tensors."""
+    kind, itself = type(node), weakref.ref(node)
 
-
-def _leave(inputs: Any, outputs: Any) -> None:
-    _inside.depth = max(0, _inside.depth - 1)
+    def apply(*gradients: Any) -> Any:
+        with inside():
+            return kind.apply(itself(), *gradients)
+    node.apply = apply
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

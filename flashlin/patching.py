@@ -1,13 +1,18 @@
 """patch("triton"): flashlin's repairs put into a package that one cannot edit. Explicit, reversible, and twice is once."""
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from flashlin import tuning
 
-_undo: dict[str, Callable[[], None]] = {}
+_undo: dict[str, Callable[[], None]] = {}  # of what is patched
+_for_good: set[str] = set()
+_blocks: Counter[str] = Counter()
+_changing = threading.RLock()
 
 
 def patch(package: str) -> None:
@@ -16,30 +21,50 @@ def patch(package: str) -> None:
 
     Raises ValueError for a package nobody has a patch for, ImportError where it is not installed.
     """
-    if package not in PATCHES:
-        raise ValueError(f"package: got {package!r}, need one of {', '.join(map(repr, PATCHES))}")
-    if package not in _undo:
-        _undo[package] = PATCHES[package]()
+    with _changing:
+        _put_in(package)
+        _for_good.add(package)
 
 
 def unpatch(package: str) -> None:
-    """Put everything back as it was. Nothing happens where it is not patched. Raises ValueError as ``patch``."""
-    if package not in PATCHES:
-        raise ValueError(f"package: got {package!r}, need one of {', '.join(map(repr, PATCHES))}")
-    if package in _undo:
-        _undo.pop(package)()
+    """Take ``patch`` back: everything is as it was, once no ``patched`` block is left. What others have put in the place of a repair since
+    then stays. Nothing happens where it is not patched. Raises ValueError as ``patch``."""
+    _known(package)
+    with _changing:
+        _for_good.discard(package)
+        _take_out(package)
 
 
 @contextmanager
 def patched(package: str) -> Iterator[None]:
-    """``patch`` for a while; inside of a ``patch`` it changes nothing, neither when it begins nor when it ends."""
-    before = package in _undo
-    patch(package)
+    """``patch`` for a while, in all threads of the process. The last of these blocks to end puts everything back, unless there is a ``patch``
+    beside them. Raises as ``patch``."""
+    with _changing:
+        _put_in(package)
+        _blocks[package] += 1
     try:
         yield
     finally:
-        if not before:
-            unpatch(package)
+        with _changing:
+            _blocks[package] -= 1
+            _take_out(package)
+
+
+def _known(package: str) -> None:
+    if package not in PATCHES:
+        raise ValueError(f"package: got {package!r}, need one of {', '.join(map(repr, PATCHES))}")
+
+
+def _put_in(package: str) -> None:
+    _known(package)
+    if package not in _undo:
+        _undo[package] = PATCHES[package]()
+
+
+def _take_out(package: str) -> None:
+    """Where nobody wants the repair any more."""
+    if package in _undo and package not in _for_good and not _blocks[package]:
+        _undo.pop(package)()
 
 
 def _triton() -> Callable[[], None]:
@@ -54,7 +79,8 @@ def _triton() -> Callable[[], None]:
 
     def undo() -> None:
         for home, original in before:
-            home.autotune = original
+            if home.autotune is tuning.autotune:  # not another package's, which has come later
+                home.autotune = original
         tuning.unhook("patch")
     return undo
 

@@ -40,13 +40,14 @@ def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_
         kernel: what ``@triton.jit``, ``@triton.autotune`` or ``@triton.heuristics`` made; or a function that launches such kernels, which
             must not write to its arguments: its launches are planned too, those of its backward included, and it is called in parts.
         batch: the dimension that is the batch, by name of the tensor argument; None for a tensor that has none. A dimension may hold
-            batch times heads, batch first; one of batch + 1 is taken for boundaries of sequences (cu_seqlens).
+            batch times heads, batch first; one of batch + 1 is taken for boundaries of sequences (cu_seqlens). No launch is split beside
+            a tensor that is not named and has such a dimension.
         batch_axis: the grid axis (0, 1, 2) that counts the batch, or batch times heads, batch first. Not for functions.
         batch_size: the argument that holds the size of the batch, if there is one.
         outputs: the tensor arguments that the kernel writes.
 
-    Raises ValueError or TypeError for a declaration that names what is not there; a call raises UnsupportedError, before anything is
-    launched, where no remedy is left.
+    Raises ValueError or TypeError for a declaration that names what is not there, here or in the call; a call raises UnsupportedError,
+    before anything is launched, where no remedy is left.
     """
     if isinstance(outputs, str):
         raise TypeError(f"outputs: got the string {outputs!r}, need a list of names of arguments")
@@ -56,9 +57,15 @@ def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_
         for name, value in {"batch_axis": batch_axis, "outputs": outputs or None}.items():
             if value is not None:
                 raise ValueError(f"{name}: got {value!r}, need none: {getattr(kernel, '__name__', kernel)} is a function, not a kernel")
-        return ShieldedFunction(kernel, _checked("batch", dict(batch or {}), list(inspect.signature(kernel).parameters)), batch_size, shield)
+        try:
+            names = list(inspect.signature(kernel).parameters)
+        except ValueError:
+            raise TypeError(f"kernel: got {kernel!r}, which Python knows no arguments of, need a Triton kernel or a Python function that "
+                            "launches some") from None
+        _checked("batch_size", {} if batch_size is None else {batch_size: None}, names)
+        return ShieldedFunction(kernel, _batch(batch, names), batch_size, shield)
     names = list(kernel.arg_names)
-    declared = Declared(_checked("batch", dict(batch or {}), names), -1 if batch_axis is None else batch_axis, batch_size, tuple(outputs))
+    declared = Declared(_batch(batch, names), -1 if batch_axis is None else batch_axis, batch_size, tuple(outputs))
     _checked("outputs", dict.fromkeys(outputs), names)
     _checked("batch_size", {} if batch_size is None else {batch_size: None}, names)
     if declared.batch and declared.axis not in (0, 1, 2):
@@ -167,7 +174,7 @@ class Launcher:
         if not size:
             yield named, grid
             return
-        whole, axis = batch_of(self.declared, named), self.declared.axis
+        whole, axis = batch_of(self.declared, {**self._defaults, **named}), self.declared.axis
         for begin in range(0, whole, size):
             count = min(size, whole - begin)
             views: dict[str, Any] = {
@@ -216,6 +223,20 @@ def _around(kernel: Any, declared: Declared) -> Any:
 
 def _name(kernel: Any) -> str:
     return str(kernel.fn.__name__)
+
+
+def _batch(given: Mapping[str, int | None] | None, names: list[str]) -> dict[str, int | None]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f'batch: got {given!r}, need a dict of dimensions by name of the argument, such as {{"q": 0}}')
+    _checked("batch", dict(given), names)
+    for name, dimension in given.items():
+        if dimension is not None and type(dimension) is not int:
+            raise TypeError(f"batch: got {dimension!r} for {name}, need the number of a dimension, or None")
+    if given and all(dimension is None for dimension in given.values()):
+        raise ValueError(f"batch: got None for {', '.join(given)}, need the dimension of one tensor at least: without it nothing can be split")
+    return dict(given)
 
 
 def _checked(what: str, given: dict[str, Any], names: list[str]) -> dict[str, Any]:

@@ -65,3 +65,10 @@ def keyed(x, BK: tl.constexpr, n, o, m):
     """Its key, n, comes after BK, which only configurations give: what the autotuner of Triton 3.0 and 3.1 cannot count."""
     at = tl.arange(0, BK)
     tl.store(o + at, tl.load(x + at, mask=at < n, other=0.0) + m, mask=at < n)
+
+
+@triton.jit
+def usual(x, o, B=4):
+    """A program for each of B, which has a default."""
+    at = tl.program_id(0)
+    tl.store(o + at, tl.load(x + at) + B)

@@ -2,16 +2,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import triton
 
 import flashlin
-from flashlin import shielding
+from flashlin import functions, shielding
 from flashlin.compat.target import parse, pretend
 from flashlin.guards import limits
 from flashlin.kernels.shield import source
@@ -83,6 +85,33 @@ def test_a_grid_that_cannot_be_split_is_refused_and_says_how_to_declare_it(decla
         shielded[(1, 65538)](*tokens(10923, 6), 1, 10923, H=6, BT=16)
     assert "scaled starts 65538 programs on grid axis 1, need at most 65535" in str(refused.value) and says in str(refused.value)
     assert not starts
+
+
+@pytest.mark.parametrize(("batch", "x", "o", "says"), [
+    ({"x": 0}, torch.zeros(100, 2, 1), torch.zeros(200), "o has a dimension of 200, which may hold the batch of 100, and is not declared"),
+    ({"x": 0}, torch.zeros(100, 2, 1), torch.zeros(2, 101), 'batch={"o": 1} says that it is the batch'),
+    ({"x": 0}, None, torch.zeros(2, 102), "none of x is a tensor with the batch in this call"),
+    ({"x": 0, "o": None}, None, torch.zeros(200), "none of x, o is a tensor with the batch in this call")])
+def test_what_parts_of_the_batch_would_not_reach_is_not_split(
+        monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any], x: Any, o: Any, says: str) -> None:
+    monkeypatch.setattr(limits, "AXIS_LIMITS", (2**31 - 1, 80, 80))
+    shielded, starts = watched(foreign.scaled, "triton=3.7.2,sm=90", batch=batch, batch_axis=1, batch_size="B")
+    with pytest.raises(flashlin.UnsupportedError) as refused:
+        shielded[(1, 200)](x, o, 1, 100, H=2, BT=16)
+    assert says in str(refused.value) and not starts
+
+
+def test_a_batch_size_that_is_left_out_is_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "AXIS_LIMITS", (2, 2, 2))
+    shielded, starts = watched(foreign.usual, "triton=3.7.3,sm=90", batch={"x": 0, "o": 0}, batch_axis=0, batch_size="B")
+    shielded[(4,)](torch.zeros(4), torch.zeros(4))
+    assert [(start["grid"], start["B"], start["x"].shape[0]) for start in starts] == [((2,), 2, 2)] * 2
+
+
+def test_an_empty_batch_is_launched_as_it_is() -> None:
+    shielded, starts = watched(foreign.scaled, H100, **BATCH)
+    shielded[(1, 0)](*tokens(0, 3), 1, 0, H=3, BT=16)
+    assert [(start["grid"], start["B"]) for start in starts] == [((1, 0), 0)]
 
 
 def test_an_axis_that_does_not_count_the_batch_is_refused_in_its_own_words() -> None:
@@ -244,7 +273,10 @@ def test_a_recurrence_is_a_state_that_is_scaled_and_multiplied_by(loop: str, sta
     (dict(batch={"x": 0}), ValueError, "batch_axis: got None, need 0, 1 or 2"),
     (dict(batch={"x": 0}, batch_axis=3), ValueError, "batch_axis: got 3, need 0, 1 or 2"),
     (dict(outputs=["y"]), ValueError, "outputs: got 'y', need names"), (dict(outputs="o"), TypeError, "outputs: got the string 'o'"),
-    (dict(batch_size="N"), ValueError, "batch_size: got 'N', need names")])
+    (dict(batch_size="N"), ValueError, "batch_size: got 'N', need names"),
+    (dict(batch=["x"], batch_axis=1), TypeError, r"batch: got \['x'\], need a dict of dimensions by name of the argument"),
+    (dict(batch={"x": "0"}, batch_axis=1), TypeError, "batch: got '0' for x, need the number of a dimension, or None"),
+    (dict(batch={"x": None, "o": None}, batch_axis=1), ValueError, "batch: got None for x, o, need the dimension of one tensor at least")])
 def test_a_wrong_declaration_is_an_error_that_names_it(declared: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         flashlin.shield(foreign.scaled, **declared)
@@ -255,6 +287,113 @@ def test_what_is_no_kernel_is_an_error() -> None:
         flashlin.shield(3)
     with pytest.raises(ValueError, match="batch_axis: got 1, need none: <lambda> is a function"):
         flashlin.shield(lambda q: q, batch={"q": 0}, batch_axis=1)
+
+
+@pytest.mark.parametrize(("declared", "error", "says"), [
+    (dict(batch=["x"]), TypeError, r"batch: got \['x'\], need a dict"),
+    (dict(batch={"y": 0}), ValueError, "batch: got 'y', need names of arguments: x, n"),
+    (dict(batch={"x": None}, batch_size="n"), ValueError, "batch: got None for x, need the dimension"),
+    (dict(batch={"x": 0}, batch_size="m"), ValueError, "batch_size: got 'm', need names of arguments: x, n")])
+def test_a_wrong_declaration_for_a_function_is_the_same_error(declared: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        flashlin.shield(lambda x, n: x, **declared)
+
+
+def test_a_function_without_a_signature_is_an_error() -> None:
+    with pytest.raises(TypeError, match=r"kernel: got <built-in method add of type .*, which Python knows no arguments of, need a Triton kernel or"):
+        flashlin.shield(torch.add)
+
+
+def test_a_batch_that_the_argument_of_a_call_does_not_have_is_an_error() -> None:
+    shielded, starts = watched(foreign.scaled, H100, batch={"x": 7}, batch_axis=1)
+    with pytest.raises(ValueError, match=r"batch: got dimension 7 of x, need one of the 3 of its shape \(2, 3, 1\)"):
+        shielded[(1, 6)](*tokens(2, 3), 1, 2, H=3, BT=16)
+    shielded, starts = watched(foreign.scaled, H100, batch={"T": 0}, batch_axis=1)
+    with pytest.raises(TypeError, match="batch: got dimension 0 of T, which is of type int, need a tensor"):
+        shielded[(1, 6)](*tokens(2, 3), 1, 2, H=3, BT=16)
+    for dimension in (7, -2):
+        with pytest.raises(ValueError, match=rf"batch: got dimension {dimension} of x, need one of the 1 of its shape \(4,\)"):
+            flashlin.shield(lambda x: x, batch={"x": dimension})(torch.zeros(4))
+    assert not starts
+
+
+# --- functions; what they launch is in tests/interpret ---
+
+def test_a_function_of_an_empty_batch_is_called_once() -> None:
+    calls: list[int] = []
+
+    def twice(x: torch.Tensor, n: int = 0) -> Any:
+        calls.append(n)
+        return 2 * x, {"sum": x.sum(1)}
+    for size in (None, "n"):
+        found, rest = flashlin.shield(twice, batch={"x": 0}, batch_size=size)(torch.zeros(0, 3))
+        assert found.shape == (0, 3) and rest["sum"].shape == (0,)
+    assert calls == [0, 0]
+
+
+def test_a_function_without_any_tensor_that_has_the_batch_is_called_as_it_is() -> None:
+    calls: list[int] = []
+
+    def count(n: int, x: torch.Tensor | None = None) -> torch.Tensor:
+        calls.append(n)
+        return torch.arange(n)
+    assert flashlin.shield(count, batch={"x": 0}, batch_size="n")(5).tolist() == [0, 1, 2, 3, 4] and calls == [5]
+
+
+class Nested(torch.autograd.Function):
+    """Backward is a backward of its own, as that of a checkpoint; it fails where it is told to."""
+    seen: ClassVar[list[int]] = []
+    fails = False
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(context: Any, do: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = do.detach().requires_grad_()
+            inner = Noting.apply(x)
+        grad, = torch.autograd.grad(inner, x, do)
+        if Nested.fails:
+            raise RuntimeError("out of luck")
+        return 2 * grad
+
+
+class Noting(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(context: Any, do: torch.Tensor) -> torch.Tensor:
+        Nested.seen.append(functions._inside.depth)
+        return do * 1
+
+
+def test_backward_is_inside_while_it_runs_and_after_a_failure_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Nested, "seen", [])
+    shielded, x = flashlin.shield(lambda x: Nested.apply(x) * 3), torch.ones(4, requires_grad=True)
+    shielded(x).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [6] * 4 and Nested.seen == [1] and functions._inside.depth == 0
+    monkeypatch.setattr(Nested, "fails", True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of luck"):
+            shielded(x).sum().backward()
+        assert functions._inside.depth == 0
+    Noting.apply(x).sum().backward()
+    assert Nested.seen == [1, 1, 1, 0]
+
+
+def test_a_graph_does_not_outlive_its_tensors() -> None:
+    gc.disable()
+    try:
+        o = flashlin.shield(Nested.apply)(torch.ones(4, requires_grad=True))
+        node = weakref.ref(o.grad_fn)
+        del o
+        assert node() is None
+    finally:
+        gc.enable()
 
 
 def test_a_launch_happens_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,13 @@
 """autotune and patch with the installed Triton, without a GPU: launches are noted, a table says how long each would take."""
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ NAMES = ["x", "BK", "n", "o", "m"]
 
 @pytest.fixture(autouse=True)
 def everything_is_put_back() -> Iterator[None]:
+    tuning.unhook("functions")  # which a shielded function of another test has put in, for good
     before = (triton.autotune, triton.runtime.autotune, Autotuner.run)
     yield
     pretend(None)
@@ -96,10 +100,101 @@ def test_unknown_names_are_dropped_with_a_warning() -> None:
     kernel = Kernel()
     with pytest.warns(UserWarning, match="autotune: key names STAGE, which fn has no arguments of"):
         tuner = tuned(kernel, key=["n", "STAGE"])
-    with pytest.warns(UserWarning, match="restore_value names y"):
-        tuned(kernel, restore_value=["o", "y"])
     call(tuner)
     assert kernel.started[-1]["BK"] == 32
+
+
+@pytest.mark.parametrize("what", ["restore_value", "reset_to_zero"])
+def test_unknown_names_of_tensors_are_an_error(what: str) -> None:
+    # Without them a kernel that adds to its output would be wrong after tuning.
+    with pytest.raises(ValueError, match=f"{what}: got 'y', need names of arguments of fn: x, BK, n, o, m"):
+        tuned(Kernel(), **{what: ["o", "y"]})
+
+
+# --- the same configuration on all ranks ---
+
+def test_first_measures_nothing_and_takes_the_first_that_works() -> None:
+    kernel, asked = Kernel({64: RuntimeError("out of luck")}), list[int]()
+    x, o = torch.ones(8), torch.ones(8)
+    tuner = tuned(kernel, (64, 48, 32), asked, deterministic="first", reset_to_zero=["o"], restore_value=["x"])
+    with pytest.warns(UserWarning, match="fn: configuration BK: 64.* fails .RuntimeError: out of luck.; it is left out"):
+        tuner.run(x, n=1, o=o, grid=(1,), warmup=False)
+    assert [start["BK"] for start in kernel.started] == [48, 48] and not asked and o.sum() == 0
+    with flashlin.settings(autotune="first"):
+        call(tuned(kernel, (128, 32), asked))
+    assert kernel.started[-1]["BK"] == 128 and not asked
+    with pytest.raises(RuntimeError, match="out of luck"), pytest.warns(UserWarning):
+        call(tuned(kernel, (64, 64), deterministic="first"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_first_compiles_one_configuration_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(parse("triton=3.6.0,sm=90"))
+    tried: list[int] = []
+    monkeypatch.setattr(tuning, "_compiled", lambda tuner, configs, *args, kept=tuning._compiled: tried.append(len(configs)) or kept(
+        tuner, configs, *args))
+    call(tuned(Kernel(), (64, 32), deterministic="first"))
+    assert tried == [1]
+
+
+def test_an_unknown_way_is_an_error() -> None:
+    with pytest.raises(ValueError, match="deterministic: got 'last', need None, 'first' or 'rank0'"):
+        flashlin.autotune([], [], deterministic="last")
+
+
+def rank(number: int, rendezvous: str, found: Any) -> None:
+    """One of two. Here the smallest configuration is the fastest, there the largest."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=number, world_size=2,
+                                         timeout=timedelta(seconds=60))
+
+    def bench(call: Callable[[], None], quantiles: Any = None) -> list[float]:
+        call()
+        size = kernel.started[-1]["BK"]
+        return [float(-size if number else size)] * 3
+
+    def tuned(**options: Any) -> Any:
+        return flashlin.autotune(configs(64, 32, 128), ["n"], do_bench=bench, **options)(kernel)
+
+    def outcome(tuner: Any, n: int = 8) -> object:
+        try:
+            call(tuner, n)
+        except RuntimeError as error:
+            return str(error)
+        return tuner.best_config.kwargs["BK"]
+    kernel = Kernel()
+    both = tuned(deterministic="rank0")
+    found.put((number, "timed", outcome(tuned())))
+    found.put((number, "first", outcome(tuned(deterministic="first"))))
+    found.put((number, "rank0", outcome(both)))
+    found.put((number, "rank0 again", outcome(both)))
+    with flashlin.settings(autotune="rank0"):
+        found.put((number, "by setting", outcome(tuned())))
+    found.put((number, "another call", outcome(both, 9 + number)))
+    pruning = {"early_config_prune": lambda configs, given, **options: configs[:2 - number]}
+    found.put((number, "other pruning", outcome(tuned(deterministic="rank0", prune_configs_by=pruning))))
+    kernel.fails = dict.fromkeys((64, 32, 128), RuntimeError("out of luck"))
+    found.put((number, "none", outcome(tuned(deterministic="rank0"))))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.filterwarnings("ignore")
+def test_rank_0_chooses_for_all_ranks(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
+    ranks = [context.Process(target=rank, args=(number, str(tmp_path / "rendezvous"), found), daemon=True) for number in range(2)]
+    for process in ranks:
+        process.start()
+    said = {(number, what): outcome for number, what, outcome in (found.get(timeout=60) for _ in range(16))}
+    for process in ranks:
+        process.join(60)
+    assert (said[0, "timed"], said[1, "timed"]) == (32, 128)
+    for what, size in (("first", 64), ("rank0", 32), ("rank0 again", 32), ("by setting", 32)):
+        assert said[0, what] == said[1, what] == size
+    assert said[0, "another call"] == 32
+    assert "rank 0 tunes fn for (9, " in said[1, "another call"] and "rank 1 tunes fn for (10, " in said[1, "another call"]
+    assert said[0, "other pruning"] == 32 and "which prune_configs_by leaves out on rank 1" in said[1, "other pruning"]
+    assert said[0, "none"] == "out of luck" and "rank 0 finds no configuration of fn for (8, " in said[1, "none"]
 
 
 def test_a_configuration_that_fails_is_left_out_with_a_warning() -> None:
@@ -236,8 +331,64 @@ def test_patching_is_reversible_and_twice_is_once() -> None:
     assert triton.autotune is original
 
 
+def test_the_last_block_out_puts_things_back_in_whatever_order_they_end() -> None:
+    original, run = triton.autotune, Autotuner.run
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(flashlin.patched("triton"))
+    second.enter_context(flashlin.patched("triton"))
+    first.close()
+    assert triton.autotune is flashlin.autotune
+    flashlin.unpatch("triton")  # takes back a patch, of which there is none
+    assert triton.autotune is flashlin.autotune and Autotuner.run is not run
+    second.close()
+    assert triton.autotune is original and Autotuner.run is run
+    with flashlin.patched("triton"):
+        flashlin.patch("triton")
+    assert triton.autotune is flashlin.autotune
+
+
+def test_blocks_of_many_threads_are_counted() -> None:
+    original, wrong = triton.autotune, []
+
+    def many() -> None:
+        for _ in range(100):
+            with flashlin.patched("triton"):
+                time.sleep(0)
+                if triton.autotune is not flashlin.autotune:
+                    wrong.append(triton.autotune)
+    threads = [threading.Thread(target=many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and triton.autotune is original
+
+
+def test_what_another_package_has_patched_since_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, runs = triton.autotune, Autotuner.run
+    flashlin.patch("triton")
+    ours, kernel = Autotuner.run, Kernel({32: RuntimeError("not mine")})
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return flashlin.autotune(*args, **kwargs)
+    with monkeypatch.context() as later:
+        later.setattr(triton, "autotune", theirs)
+        later.setattr(Autotuner, "run", lambda *args, **kwargs: ours(*args, **kwargs))
+        flashlin.unpatch("triton")
+        assert triton.autotune is theirs and triton.runtime.autotune is original and Autotuner.run is not runs
+        with pytest.raises(RuntimeError, match="not mine"):  # through theirs to Triton's own, which lets a failing configuration end the call
+            call(original(configs(64, 32), ["n"], do_bench=timer(kernel))(kernel))
+        with flashlin.patched("triton"), pytest.warns(UserWarning, match="not mine"):
+            call(original(configs(64, 32), ["n"], do_bench=timer(kernel))(kernel))
+        assert triton.autotune is theirs
+    triton.autotune, Autotuner.run = original, runs  # what theirs puts back is what it found, which was ours
+
+
 def test_an_unknown_package_is_an_error() -> None:
-    for change in (patching.patch, patching.unpatch):
+    def patched(package: str) -> None:
+        with flashlin.patched(package):
+            pass
+    for change in (patching.patch, patching.unpatch, patched):
         with pytest.raises(ValueError, match="package: got 'numpy', need one of 'triton'"):
             change("numpy")
 

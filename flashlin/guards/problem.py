@@ -1,7 +1,7 @@
 """The nouns: Problem (a call), Launch (one kernel start), Reason (what stands against it), Plan (the decision trail)."""
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashlin.compat.target import Target
 
@@ -147,6 +147,10 @@ class UnsupportedError(NotImplementedError):
         because = "\n           ".join(str(reason) for reason in plan.refused)
         super().__init__(f"{plan.asked.op} cannot run here.\n  call     {plan.asked}\n  target   {plan.target}\n"
                          f"  because  {because}\n  do       {advice(plan)}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without it an exception is made again from its message, which __init__ does not take: a Pool waits forever for such a worker.
+        return type(self), (self.plan,), self.__dict__
 
 
 def advice(plan: Plan) -> str:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashlin
+from flashlin import policy
 
 LENGTHS = (70, 100, 128, 129, 1000)
 
@@ -98,3 +100,17 @@ def test_errors_are_the_same() -> None:
     q, k, v, g, h0 = leaves(2, 12, 2, 16, 8)
     with pytest.raises(ValueError, match="initial_state: got shape"):
         compiled(q, k, v, g, h0.mT)
+
+
+def test_settings_are_read_where_they_are_traced() -> None:
+    graphs = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda x: x + 1 if policy.current().debug else x - 1, fullgraph=True, backend=graphs)
+    x = torch.zeros(3)
+    assert compiled(x)[0] == -1
+    with flashlin.settings(debug=True):
+        assert compiled(x)[0] == 1
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(lambda: compiled(x)[0]).result() == -1
+    assert compiled(x)[0] == -1 and graphs.frame_count <= 3
+    flashlin.settings(debug=True)
+    assert compiled(x)[0] == 1 and graphs.frame_count <= 4

@@ -1,12 +1,20 @@
 """The policy: where it comes from, what it may be, and that it can be put back."""
 from __future__ import annotations
 
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 import flashlin
 from flashlin import policy
+from flashlin.compat.known_issues import KNOWN_ISSUES
 from flashlin.policy import CHOICES, Policy, current, from_environment, settings
 
 
@@ -26,8 +34,17 @@ def test_every_choice_can_come_from_the_environment(name: str, choice: str) -> N
 
 
 def test_ignore_is_a_list_with_commas_and_spaces() -> None:
-    assert from_environment({"FLASHLIN_IGNORE": " one, two,,"}).ignore == {"one", "two"}
+    assert from_environment({"FLASHLIN_IGNORE": " gather-32, descriptors-33,,"}).ignore == {"gather-32", "descriptors-33"}
     assert from_environment({"FLASHLIN_IGNORE": ""}).ignore == frozenset()
+
+
+@pytest.mark.parametrize("ignore", [lambda text: from_environment({"FLASHLIN_IGNORE": text}), lambda text: settings(ignore=text)])
+def test_an_unknown_id_is_an_error_that_lists_the_known_ones(ignore: Callable[[str], Any]) -> None:
+    with pytest.raises(ValueError) as error:
+        ignore("gather-32, gather-31")
+    text = str(error.value)
+    assert text.lower().removeprefix("flashlin_").startswith("ignore: got 'gather-31', need ids of known issues: before-volta, ")
+    assert all(issue.id in text for issue in KNOWN_ISSUES) and current() == Policy()
 
 
 def test_the_environment_is_read_at_the_first_call_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +70,8 @@ def test_a_wrong_variable_is_an_error_that_lists_the_choices(variable: str, got:
     (dict(path=None), "path: got None, need one of auto, triton, torch"),
     (dict(tokens=1), "tokens: got 1, need one of async, sync, off"),
     (dict(debug="yes"), "debug: got 'yes', need one of 0, 1"),
-    (dict(paths="torch"), "settings: got paths, need some of policy, path, ignore, tokens, canary, debug"),
-    (dict(zeal=1, amount=2), "settings: got amount, zeal, need some of policy, path, ignore, tokens, canary, debug")])
+    (dict(paths="torch"), "settings: got paths, need some of policy, path, ignore, tokens, canary, debug, autotune"),
+    (dict(zeal=1, amount=2), "settings: got amount, zeal, need some of policy, path, ignore, tokens, canary, debug, autotune")])
 def test_a_wrong_setting_is_an_error_that_changes_nothing(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         settings(**changes)
@@ -81,9 +98,10 @@ def test_debug_is_a_bool_in_python_and_a_digit_in_the_environment(debug: Any) ->
 
 
 def test_ignore_takes_any_collection() -> None:
-    for given in ({"one", "two"}, ["two", "one"], ("one", "two"), "one,two"):
+    ids = {"gather-32", "descriptors-33"}
+    for given in (ids, list(ids), tuple(ids), iter(ids), ",".join(ids)):
         settings(ignore=given)
-        assert current().ignore == {"one", "two"}
+        assert current().ignore == ids
 
 
 def test_a_with_block_puts_everything_back() -> None:
@@ -101,6 +119,117 @@ def test_a_with_block_puts_everything_back_after_an_error() -> None:
     assert current() == Policy()
 
 
+# --- threads ---
+
+def in_another_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_settings_called_alone_are_for_the_whole_process() -> None:
+    settings(path="torch")
+    assert in_another_thread(current).path == "torch"
+    in_another_thread(lambda: settings(policy="strict"))
+    assert current() == Policy(policy="strict", path="torch")
+
+
+def test_a_with_block_is_its_threads_alone() -> None:
+    with settings(path="torch"):
+        assert in_another_thread(current) == Policy() and current().path == "torch"
+        in_another_thread(lambda: settings(policy="strict", path="triton"))  # for the process, and the block keeps what it has set
+        assert current() == Policy(policy="strict", path="torch") and in_another_thread(current).path == "triton"
+    assert current() == Policy(policy="strict", path="triton")
+
+
+def test_no_thread_ever_sees_the_block_of_another() -> None:
+    # Nor between the call of settings and the beginning of the block, where Python may turn to another thread.
+    seen, done, interval = set[str](), threading.Event(), sys.getswitchinterval()
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.add(current().path)
+    threads = [threading.Thread(target=watch) for _ in range(3)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(300):
+            with settings(path="torch"):
+                time.sleep(0)
+                assert current().path == "torch"
+    finally:
+        done.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    assert seen == {"auto"}
+
+
+def test_settings_that_are_kept_hold_in_their_thread_at_once_and_for_the_process_when_it_goes_on() -> None:
+    kept = settings(path="torch")
+    assert in_another_thread(current) == Policy()  # it may yet be entered
+    assert current().path == in_another_thread(current).path == "torch"
+    with kept:
+        assert current().path == "torch"
+    dropped = settings(path="triton")
+    del dropped
+    assert in_another_thread(current).path == "triton"
+
+
+def test_settings_called_at_once_by_two_threads_are_both_kept() -> None:
+    for _ in range(200):
+        settings(policy="auto", path="auto")
+        threads = [threading.Thread(target=settings, kwargs=change) for change in (dict(policy="strict"), dict(path="torch"))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert current() == Policy(policy="strict", path="torch")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_blocks_that_end_in_any_order_end_where_they_began(order: tuple[int, ...]) -> None:
+    changes = (dict(path="torch"), dict(policy="strict"), dict(path="triton", debug=True))
+    blocks = [ExitStack() for _ in changes]
+    for block, change in zip(blocks, changes, strict=True):
+        block.enter_context(settings(**change))
+    left = list(range(3))
+    for number in order:
+        blocks[number].close()
+        left.remove(number)
+        assert current() == Policy()._replace(**{name: value for at in left for name, value in changes[at].items()})
+    assert current() == Policy()
+
+
+def test_a_block_of_a_generator_ends_wherever_the_generator_is_closed() -> None:
+    def generator() -> Iterator[None]:
+        with settings(path="torch"):
+            yield
+    running = generator()
+    next(running)
+    assert current().path == "torch"
+    in_another_thread(running.close)
+    assert current() == Policy()
+
+
+def test_one_object_can_be_entered_twice_and_by_two_threads() -> None:
+    once = settings(path="torch")
+    with once:
+        with once:
+            in_another_thread(lambda: once.__enter__() and once.__exit__(None, None, None))
+            assert current().path == "torch"
+        assert current().path == "torch"
+    assert current() == Policy()
+    once.__exit__(None, None, None)  # nothing is left to end
+    assert current() == Policy()
+
+
+def test_the_policy_stays_one_object_until_it_changes() -> None:
+    assert current() is current()
+    with settings(path="torch"):
+        assert current() is current()
+
+
 def test_a_policy_is_hashable_and_settings_are_public() -> None:
-    assert hash(Policy(ignore=frozenset({"one"})))
+    assert hash(Policy(ignore=frozenset({"gather-32"})))
     assert flashlin.settings is settings

@@ -41,8 +41,25 @@ def batch_of(declared: Declared, named: dict[str, Any]) -> int:
     """The size of the batch: 1 where none is declared."""
     if declared.size is not None:
         return int(named[declared.size])
-    return min((named[name].shape[dimension] for name, dimension in declared.batch.items()
-                if dimension is not None and named.get(name) is not None), default=1)
+    return min(lengths(declared.batch, named).values(), default=1)
+
+
+def lengths(batch: dict[str, int | None], named: dict[str, Any]) -> dict[str, int]:
+    """The length of the dimension that is the batch, by name of the tensors that are there and have one.
+
+    Raises TypeError for what is no tensor, ValueError for a dimension that a tensor does not have.
+    """
+    found: dict[str, int] = {}
+    for name, dimension in batch.items():
+        value = named.get(name)
+        if dimension is None or value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"batch: got dimension {dimension} of {name}, which is of type {type(value).__name__}, need a tensor")
+        if not -value.dim() <= dimension < value.dim():
+            raise ValueError(f"batch: got dimension {dimension} of {name}, need one of the {value.dim()} of its shape {tuple(value.shape)}")
+        found[name] = value.shape[dimension]
+    return found
 
 
 def _whole(declared: Declared, tensors: dict[str, torch.Tensor], grid: tuple[int, ...], size: int) -> str:
@@ -51,18 +68,27 @@ def _whole(declared: Declared, tensors: dict[str, torch.Tensor], grid: tuple[int
         axis = next((str(axis) for axis, (programs, limit) in enumerate(zip(grid, AXIS_LIMITS, strict=False)) if programs > limit), "AXIS")
         return (f'shield(..., batch={{"tensor": dimension, ...}}, batch_axis={axis}, batch_size="argument") says what the batch is: '
                 "then it can run in parts")
+    if all(declared.batch.get(name) is None for name in tensors):  # every part would be the first one again
+        return f"none of {', '.join(declared.batch)} is a tensor with the batch in this call: batch={{...}} names one"
     programs = grid[declared.axis] if declared.axis < len(grid) else 1
     if size < 1 or programs % size:
         return (f"batch_axis={declared.axis} has {programs} programs, which is no multiple of the batch of {size}: "
                 "name the axis that counts the batch")
     for name, tensor in tensors.items():
         dimension = declared.batch.get(name)
-        if name not in declared.batch and size > 1 and size in tensor.shape:
-            return (f"{name} has a dimension of {size}, as the batch, and is not declared: "
-                    f'batch={{"{name}": {list(tensor.shape).index(size)}}} says that it is the batch, batch={{"{name}": None}} that it is not')
-        if dimension is not None and tensor.shape[dimension] % size and tensor.shape[dimension] != size + 1:
+        at = next((at for at, length in enumerate(tensor.shape) if size > 1 and length and _may_hold(length, size)), None)
+        if name not in declared.batch and at is not None:
+            what = "as the batch" if tensor.shape[at] == size else f"which may hold the batch of {size}"
+            return (f"{name} has a dimension of {tensor.shape[at]}, {what}, and is not declared: "
+                    f'batch={{"{name}": {at}}} says that it is the batch, batch={{"{name}": None}} that it is not')
+        if dimension is not None and not _may_hold(tensor.shape[dimension], size):
             return f"{name}: dimension {dimension} has {tensor.shape[dimension]} elements, need a multiple of the batch of {size}"
     return ""
+
+
+def _may_hold(length: int, size: int) -> bool:
+    """Batch times heads, or boundaries of sequences."""
+    return length % size == 0 or length == size + 1
 
 
 def _reach(tensor: torch.Tensor, dimension: int | None, size: int) -> Iterator[tuple[int, int]]:
