@@ -17,7 +17,7 @@ def inputs(op: str, dtype: torch.dtype, gates: torch.dtype) -> dict[str, torch.T
     generator = torch.Generator().manual_seed(0)
     T, H, K = EDGES[-1], 2, 16
     made = {name: F.normalize(torch.randn(1, T, H, K, generator=generator), dim=-1).to(dtype) for name in ("q", "k", "v")}
-    shape = (1, T, H, K) if "gla" in op and "simple" not in op or "kda" in op else (1, T, H)
+    shape = (1, T, H, K) if op.endswith(("kda", "gla")) and not op.endswith("simple_gla") else (1, T, H)
     made["g"] = F.logsigmoid(torch.randn(shape, generator=generator)).to(gates)
     made["g"][:, list(EDGES[:-1])] = -math.inf
     if "delta" in op or "kda" in op:

@@ -32,7 +32,8 @@ def chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g
     Args:
         q, k: [B, T, H, K]; v: [B, T, H, V]. bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
             torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
-        g: [B, T, H] natural-log decays, normally <= 0; gets a gradient. g_gamma: [H], constant decays without one. Both: they add up.
+        g: [B, T, H] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything); gets a gradient. g_gamma: [H], constant
+            decays without one. Both: they add up.
         scale: factor on the scores; None means K ** -0.5.
         initial_state: [N, H, K, V] (N sequences) of any float dtype, [N, H, V, K] with state_v_first; gets a gradient.
         output_final_state: also return the state after each sequence.

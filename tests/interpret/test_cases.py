@@ -63,8 +63,8 @@ ONLY = {
     "chunk_delta_rule": "random packed one-key", "fused_recurrent_delta_rule": "random packed headwise",  # the gated ops' kernels
     "chunk_gated_delta_rule": "random packed grouped one-key-2 zero-keys every-other gates-resets",
     "chunk_gla": "random packed resets strong-packed odd v-first one-token", "chunk_rwkv6": "random strong-packed one-token",
-    "chunk_kda": "random strong-packed gates-resets grouped v-first one-token", "chunk_dplr_delta_rule": "random strong-packed", "chunk_rwkv7": "random",
-    "chunk_iplr_delta_rule": "random", "fused_recurrent_kda": "random resets layer bounded inference pool",
+    "chunk_kda": "random strong-packed gates-resets grouped v-first one-token", "chunk_dplr_delta_rule": "random strong-packed",
+    "chunk_rwkv7": "random", "chunk_iplr_delta_rule": "random", "fused_recurrent_kda": "random resets layer bounded inference pool",
     "fused_recurrent_simple_gla": "random packed reverse odd one-token",
     "fused_recurrent_retention": "random", "fused_recurrent_lightning_attn": "", "chunk_lightning_attn": "random",  # simple GLA's kernels
     "fused_recurrent_linear_attn": "reverse normalized", "selective_scan_fn": "odd-states bare",

@@ -117,7 +117,8 @@ _kda, _dplr, _rwkv7, _iplr = (partial(_case, op) for op in ("chunk_kda", "chunk_
 CASES = [
     *_shared("chunk_kda"), _kda("grouped", H=2, HV=6, K=32, V=40, T=40), _kda("v-first", {"state_v_first": True}, v_first=True, K=24, V=40, T=70),
     _kda("gates", GATES, raw=True, keys="raw", allowed={"dg": 0.03}),
-    _kda("gates-resets", GATES, raw=True, gate="resets", K=32, V=32, T=70), _kda("bounded", {**GATES, "lower_bound": -5.0}, raw=True, keys="raw", T=70),
+    _kda("gates-resets", GATES, raw=True, gate="resets", K=32, V=32, T=70),
+    _kda("bounded", {**GATES, "lower_bound": -5.0}, raw=True, keys="raw", T=70),
     _kda("zero-keys", L2, keys="zero", K=32, V=32, T=70),
     *_shared("chunk_dplr_delta_rule"), _dplr("free", free=True, T=70),
     _rwkv7("random", quick=True, gate="layer", T=70), _rwkv7("packed", gate="layer", edges=(0, 20, 20, 90), K=32, V=32),

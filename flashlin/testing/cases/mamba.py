@@ -39,8 +39,8 @@ def make_scan(device: torch.device, dtype: torch.dtype, generator: Generator, *,
               K: int = 64, given: tuple[str, ...] = OPTIONAL, wide_D: bool = False, step: str = "usual", seq: tuple[int, ...] = (),
               edges: tuple[int, ...] = (), others: str = "float32") -> Tensors:
     """Heads of V and states of K columns, as other makers call them. step: ``usual`` (after softplus about 0.1, as layers initialise it), ``large``
-    (decays down to e^-50), ``tiny`` or ``forgetting`` (usual; but some heads or channels keep nothing). others: dtype of dt and of what belongs to heads. seq: lengths of the sequences in each row. edges: of
-    packed ones."""
+    (decays down to e^-50), ``tiny`` or ``forgetting`` (usual, but some heads keep nothing). others: dtype of dt and of what belongs to heads. seq:
+    lengths of the sequences in each row. edges: of packed ones."""
     if edges:
         b, T = 1, edges[-1]
     own, P, N = getattr(torch, others) if others != "same" else dtype, V, K
@@ -372,9 +372,9 @@ CASES: list[Case] = [
     _selective("random", quick=True), _selective("tokens-together", last=False), _selective("bare", given=(), T=33), _selective("one-token", T=1),
     _selective("groups", G=2, D=70), _selective("a-group-each", G=3, D=3, T=40), _selective("no-gate", given=("D",), T=64),
     _selective("no-softplus", {"delta_softplus": False}, step="positive", given=("D", "z")), _selective("large-steps", step="large"),
-    _selective("tiny-steps", step="tiny"), _selective("forgetting", step="forgetting", T=40), _selective("same-dtype", others="same"), _selective("one-state", N=1, T=40),
-    _selective("odd-states", N=23, T=40), _selective("many-states", N=130, D=5, T=40), _selective("one-channel", D=1, N=3),
-    _selective("real", b=1, D=256, T=200),
+    _selective("tiny-steps", step="tiny"), _selective("forgetting", step="forgetting", T=40), _selective("same-dtype", others="same"),
+    _selective("one-state", N=1, T=40), _selective("odd-states", N=23, T=40), _selective("many-states", N=130, D=5, T=40),
+    _selective("one-channel", D=1, N=3), _selective("real", b=1, D=256, T=200),
     _layer("random", quick=True, wide_D=True), _layer("gate-first", GATE_FIRST, seq=(30, 2, 58), H=16), _layer("bare", LINEAR, given=(), T=40),
     _layer("everything", given=("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight", "outproj_bias"), M=12, T=40, G=1),
     _fn("random", quick=True), _fn("channels-first", last=False), _fn("bare", LINEAR, given=()),

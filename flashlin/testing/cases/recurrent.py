@@ -181,7 +181,8 @@ def _kda(name: str, extra: dict[str, Any] | None = None, quick: bool = False, **
 BOUND = {"lower_bound": -5.0}
 POOL = ("q", "k", "v", "beta", "g", "A_log", "dt_bias", "initial_state")
 CASES += [
-    _kda("random", quick=True, T=6), _kda("g=-20", decay="-20", T=4), _kda("resets", decay="resets"), _kda("odd", NORM, beta="headwise", K=23, V=37, B=1, T=6),
+    _kda("random", quick=True, T=6), _kda("g=-20", decay="-20", T=4), _kda("resets", decay="resets"),
+    _kda("odd", NORM, beta="headwise", K=23, V=37, B=1, T=6),
     _kda("groups-packed", {"scale": -0.7}, H=1, HV=2, edges=PACKED), _kda("segments", B=1, T=66, K=16, V=16),
     _kda("layer", {**LAYER, **V_FIRST}, raw=True, keys="long", v_first=True, T=6), _kda("bounded", {**LAYER, **BOUND}, raw=True, T=6, keys="long"),
     _kda("bounded-unscaled", {**LAYER, **BOUND}, raw=True, scaled=False, B=1, T=5),
@@ -207,7 +208,8 @@ def make_other(device: torch.device, dtype: torch.dtype, generator: torch.Genera
             "h0": randn(len(edges) - 1 if edges else B, HV, K, V)}
     special = forgetting.KINDS[gate]
     every = {"g": special(F.logsigmoid(randn(B, T, HV))), "gamma": -torch.rand(HV, generator=generator),
-             "gk": special(F.logsigmoid(randn(B, T, HV, K))), "gv": special(F.logsigmoid(randn(B, T, HV, V))), "bonus": randn(HV, K), "a": -unit.to(dtype), "b": (unit * rate).to(dtype)}
+             "gk": special(F.logsigmoid(randn(B, T, HV, K))), "gv": special(F.logsigmoid(randn(B, T, HV, V))),
+             "bonus": randn(HV, K), "a": -unit.to(dtype), "b": (unit * rate).to(dtype)}
     if op == "fused_mul_recurrent_rwkv7":
         every.update(a=unit.to(dtype), b=rate.to(dtype))
     made.update({name: every[name] for name in given.split()})
@@ -261,8 +263,9 @@ CASES += [
     _other("linear", ""), _other("gla", "gk gv"), _other("gla-reverse-packed", "gk gv", ("reverse",), edges=(0, 0, 3, 5)),
     _other("retention-reverse", "gamma", ("reverse",)), _other("simple-gla", "g gamma"), _other("before", "g", ("before",)),
     _rwkv6("random", quick=True, V=40), _rwkv6("packed", {"scale": 1.0}, edges=(0, 3, 5)), _rwkv6("reverse", REVERSE),
-    _rwkv6("resets", gate="resets"),    _rwkv6("segments", HV=1, T=66, V=16), _inference_of(_rwkv6("decoding", {"scale": 1.0}, T=1)),
-    _rwkv7("random", {"scale": 1.0}, quick=True), _dplr("resets", gate="resets"), _rwkv7("packed", edges=(0, 0, 3, 5)), _inference_of(_rwkv7("decoding", T=1)),
+    _rwkv6("resets", gate="resets"), _dplr("resets", gate="resets"), _rwkv6("segments", HV=1, T=66, V=16),
+    _inference_of(_rwkv6("decoding", {"scale": 1.0}, T=1)), _rwkv7("random", {"scale": 1.0}, quick=True),
+    _rwkv7("packed", edges=(0, 0, 3, 5)), _inference_of(_rwkv7("decoding", T=1)),
     _mul("random", quick=True), _mul("reverse-packed", {**REVERSE, "scale": 0.5}, edges=(0, 3, 5, 5)), _mul("segments", HV=1, T=66, V=16),
     _inference_of(_mul("inference", T=4, V=40)), _dplr("random", quick=True, V=40), _dplr("odd", K=23, V=37),
     _dplr("reverse-packed", REVERSE, edges=(0, 3, 5, 5)), _iplr("random", quick=True), _iplr("packed", {"scale": -0.7}, edges=(0, 0, 3, 5))]
