@@ -1,6 +1,7 @@
 """Tiles, warps and stages: ordered candidates, best first. A recipe takes the first one whose shared memory fits the target."""
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ class Config(NamedTuple):
 
 
 BLOCK = 64  # tokens over which decays are summed before the scans; the longest chunk
+FORGOTTEN = -126 * math.log(2)  # the log decay that forgetting everything counts as: a multiple of it beside a sum costs no digits that matter
 STATE_TILE = 8192  # elements of an fp32 state tile: 64 registers a thread with 4 warps, which leaves room for the accumulators
 
 

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.configs import FORGOTTEN
 
 # How a kernel gets its decay, as a constexpr.
 NO_DECAY, HEAD_DECAY, TOKEN_DECAY = 0, 1, 2
@@ -26,7 +27,11 @@ def sequence_of(n, bounds, T, VARLEN: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "N", "R", "S"])
 def gate_cumsum(g, G, bounds, T, N, H, R, S, BT: tl.constexpr, BH: tl.constexpr, VARLEN: tl.constexpr):
     """G [H, R]: g / ln 2 summed within blocks of BT tokens of each sequence. S programs share a sequence. Laid out so that the scans load a
-    chunk's decays as one line, straight into the layouts they need, instead of exchanging them between warps in every chunk."""
+    chunk's decays as one line, straight into the layouts they need, instead of exchanging them between warps in every chunk.
+
+    A token that leaves less than float32's smallest normal number leaves that much (FORGOTTEN): then differences of sums stay precise after
+    one that forgets everything, even by -inf.
+    """
     NH = (H + BH - 1) // BH
     program = tl.program_id(0)
     heads = program % NH * BH + tl.arange(0, BH)
@@ -35,8 +40,9 @@ def gate_cumsum(g, G, bounds, T, N, H, R, S, BT: tl.constexpr, BH: tl.constexpr,
     rows = tl.arange(0, BT)
     for t0 in range(share * BT, length, S * BT):
         mask = (t0 + rows < length)[:, None] & (heads < H)[None, :]
-        x = tl.load(g + (first + t0 + rows)[:, None] * H + heads[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(G + heads.to(tl.int64)[None, :] * R + (first + t0 + rows)[:, None], tl.cumsum(x, 0) * 1.4426950408889634, mask=mask)
+        x = tl.load(g + (first + t0 + rows)[:, None] * H + heads[None, :], mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
+        x = tl.where(x < -126.0, -126.0, x)
+        tl.store(G + heads.to(tl.int64)[None, :] * R + (first + t0 + rows)[:, None], tl.cumsum(x, 0), mask=mask)
 
 
 @triton.jit
@@ -140,6 +146,13 @@ def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: i
     start(launch, gate_cumsum, N * shares * -(-H // launch.block("BH")), (g, G, bounds, T, N, H, G.stride(0), shares),
           dict(VARLEN=bounds is not None))
     return G
+
+
+def zero_forgotten(dg: torch.Tensor | None, g: torch.Tensor | None) -> None:
+    """In place: 0 where g forgets everything. What cancels in the sums behind dg leaves a rounding error there, and the parameters of a gate
+    e^A f(x) would get that times a decay of any size."""
+    if dg is not None and g is not None:
+        torch.ops.aten.threshold_backward.grad_input(dg, g, FORGOTTEN, grad_input=dg)  # one launch
 
 
 def decay_of(g: torch.Tensor | None, gamma: torch.Tensor | None) -> int:

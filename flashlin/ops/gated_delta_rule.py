@@ -30,7 +30,8 @@ def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Ten
         q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H (value head j reads q and k of head j // (HV / H)). bfloat16, float16,
             float32 (float64 runs in plain torch). Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B
             is 1 and the sequences are packed along T.
-        g: [B, T, HV] natural-log decays, normally <= 0; with use_gate_in_kernel the raw gate instead.
+        g: [B, T, HV] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything); with use_gate_in_kernel the raw gate
+            instead.
         beta: [B, T, HV]; with use_beta_sigmoid_in_kernel its logits.
         scale: factor on the scores; None means K ** -0.5.
         initial_state: [N, HV, K, V] (N sequences) of any float dtype, [N, HV, V, K] with state_v_first; gets a gradient.

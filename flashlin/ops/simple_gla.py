@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards.tensors import check_chunk_size, check_cu_seqlens, check_qkv, need_tensor, no_unknown
+from flashlin.kernels.configs import FORGOTTEN
 from flashlin.kernels.simple_gla import torch_path
 from flashlin.ops import chunked
 from flashlin.ops.chunked import QKV, Argument
@@ -31,7 +32,8 @@ def chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g
     Args:
         q, k: [B, T, H, K]; v: [B, T, H, V]. bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
             torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
-        g: [B, T, H] natural-log decays, normally <= 0; gets a gradient. g_gamma: [H], constant decays without one. Both: they add up.
+        g: [B, T, H] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything); gets a gradient. g_gamma: [H], constant
+            decays without one. Both: they add up.
         scale: factor on the scores; None means K ** -0.5.
         initial_state: [N, H, K, V] (N sequences) of any float dtype, [N, H, V, K] with state_v_first; gets a gradient.
         output_final_state: also return the state after each sequence.
@@ -53,7 +55,7 @@ def chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g
     limit on B * H, and an unknown keyword is an error.
     """
     no_unknown("chunk_simple_gla", unknown)
-    return run("chunk_simple_gla", "chunk", q, k, v, g, g_gamma, scale, initial_state, output_final_state,
+    return run("chunk_simple_gla", "chunk", q, k, v, g, finite(g_gamma), scale, initial_state, output_final_state,
                v_first("chunk_simple_gla", state_v_first, transpose_state_layout), cu_seqlens, cu_seqlens_cpu, chunk_size=chunk_size)
 
 
@@ -67,7 +69,7 @@ def fused_recurrent_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
     those of the chunked form, which is the same function.
     """
     no_unknown("fused_recurrent_simple_gla", unknown)
-    return run("fused_recurrent_simple_gla", "fused_recurrent", q, k, v, g, g_gamma, scale, initial_state, output_final_state,
+    return run("fused_recurrent_simple_gla", "fused_recurrent", q, k, v, g, finite(g_gamma), scale, initial_state, output_final_state,
                v_first("fused_recurrent_simple_gla", state_v_first, transpose_state_layout), cu_seqlens, reverse=reverse)
 
 
@@ -81,7 +83,7 @@ def fused_chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = N
     no_unknown("fused_chunk_simple_gla", unknown)
     if g is not None and g_gamma is not None:
         raise ValueError("g_gamma: got both g and g_gamma, need one of them (chunk_simple_gla adds them up)")
-    return run("fused_chunk_simple_gla", "chunk", q, k, v, g, g_gamma, scale, initial_state, output_final_state, False, cu_seqlens)
+    return run("fused_chunk_simple_gla", "chunk", q, k, v, g, finite(g_gamma), scale, initial_state, output_final_state, False, cu_seqlens)
 
 
 def parallel_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float | None = None, output_attentions: bool = False,
@@ -109,7 +111,12 @@ def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_simple_gla``.
     """
-    return run("simple_gla", mode, q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
+    return run("simple_gla", mode, q, k, v, g, finite(g_gamma), scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
+
+
+def finite(g_gamma: Tensor | None) -> Tensor | None:
+    """-inf as a number: the kernels take differences of its multiples. What is no tensor of decays is left to be refused."""
+    return g_gamma.clamp(min=FORGOTTEN) if isinstance(g_gamma, Tensor) and g_gamma.is_floating_point() else g_gamma
 
 
 def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:

@@ -22,8 +22,6 @@ from flashlin.ops.causal_conv1d import begins, check_filters, check_seq_idx, con
 from flashlin.ops.norm import mamba_norm
 from flashlin.ops.pointwise import check_beside, check_rows, scaled, skipped
 
-FORGOTTEN = -126 * math.log(2)  # log decay of what is forgotten: a multiple of it beside a sum of decays costs that sum no digits that matter
-
 
 def mamba_chunk_scan_combined(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
                               z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
@@ -175,9 +173,9 @@ def _scan(op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Te
     lowest, highest = limit
     if highest != math.inf or not (softplus and lowest <= 0):
         step = step.clamp(lowest, highest)
-    decay = (step * A.to(compute)).clamp(min=FORGOTTEN)
+    decay = step * A.to(compute)
     if seq_idx is not None:
-        decay = torch.where(begins(seq_idx, False)[..., None], FORGOTTEN, decay)
+        decay = torch.where(begins(seq_idx, False)[..., None], -math.inf, decay)
     plain = D is None and z is None
     out_dtype = x.dtype if rounded else compute
     y, ht = chunked.run(simple_gla.FAMILY, op, (C, B, scaled(op, x, step, dtype), decay, None), 1.0, h0, has_ht, True, bounds,

@@ -61,14 +61,14 @@ HALF = {f"{op}-random" for op in ("chunk_simple_gla", "chunk_gated_delta_rule", 
 # Of ops whose cases take many seconds here: these.
 ONLY = {
     "chunk_delta_rule": "random packed one-key", "fused_recurrent_delta_rule": "random packed headwise",  # the gated ops' kernels
-    "chunk_gated_delta_rule": "random packed grouped one-key-2 zero-keys g=-20 gates",
-    "chunk_gla": "random packed strong strong-packed odd v-first one-token", "chunk_rwkv6": "random strong-packed one-token",
-    "chunk_kda": "random strong-packed grouped v-first one-token", "chunk_dplr_delta_rule": "random strong-packed", "chunk_rwkv7": "random",
-    "chunk_iplr_delta_rule": "random", "fused_recurrent_kda": "random g=-20 layer bounded inference pool",
-    "fused_recurrent_simple_gla": "random packed reverse odd g=-20 one-token",
+    "chunk_gated_delta_rule": "random packed grouped one-key-2 zero-keys every-other gates-resets",
+    "chunk_gla": "random packed resets strong-packed odd v-first one-token", "chunk_rwkv6": "random strong-packed one-token",
+    "chunk_kda": "random strong-packed gates-resets grouped v-first one-token", "chunk_dplr_delta_rule": "random strong-packed",
+    "chunk_rwkv7": "random", "chunk_iplr_delta_rule": "random", "fused_recurrent_kda": "random resets layer bounded inference pool",
+    "fused_recurrent_simple_gla": "random packed reverse odd one-token",
     "fused_recurrent_retention": "random", "fused_recurrent_lightning_attn": "", "chunk_lightning_attn": "random",  # simple GLA's kernels
     "fused_recurrent_linear_attn": "reverse normalized", "selective_scan_fn": "odd-states bare",
-    "mamba_chunk_scan_combined": "random packed", "mamba_split_conv1d_scan_combined": "random"}
+    "mamba_chunk_scan_combined": "forgetting packed", "mamba_split_conv1d_scan_combined": "random"}
 # Others that take many seconds: sizes of real models, more rows than a card has programs for (test_conv.py has a card of one multiprocessor),
 # segments of the usual length (test_hgrn.py has short ones).
 SLOW = ("causal_conv1d-many-blocks", "group_norm-many-rows", "chunk_simple_gla-K=256,V=256", "chunk_simple_gla-wide", "chunk_retention-wide",

@@ -34,6 +34,7 @@ from flashlin.kernels.pieces import (
     state_offsets,
     tile,
     within,
+    zero_forgotten,
     zero_gaps,
 )
 
@@ -251,4 +252,5 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
               dict(constants, GAPS=bounds is not None and len(split) == 1))
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // max(H, 1), K).sum(3, dtype=torch.float32).to(q.dtype) for x in (dq, dk))
+    zero_forgotten(dg, g)
     return dq, dk, dv, dbeta, dg, dh0

@@ -46,9 +46,9 @@ def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> t
         read = k
     else:
         g = F.pad(g, (0, 0, 0, short)).unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2)
-        G = g.cumsum(-1)
-        between, total = decay_between(G), g.sum(-1).exp()[..., None, None]
-        into, onwards, read = q * G.exp()[..., None], k * decay_to_end(g)[..., None], k * G.exp()[..., None]
+        from_start = g.cumsum(-1).exp()[..., None]
+        between, total = decay_between(g), g.sum(-1).exp()[..., None, None]
+        into, onwards, read = q * from_start, k * decay_to_end(g)[..., None], k * from_start
     system = (k @ k.mT * between * beta).masked_fill(~below, 0) + eye
     solved = torch.linalg.solve_triangular(system, torch.cat([v, read], -1) * beta, upper=False, unitriangular=True)
     own, pulled = solved.split([v.shape[-1], K], -1)

@@ -24,7 +24,20 @@ from flashlin.guards.problem import Plan
 from flashlin.kernels.dplr.forward import beta_of, prepared
 from flashlin.kernels.gla.backward import rows_beside, summed_before
 from flashlin.kernels.gla.forward import halves, sum_of_chunk, sums_at, sums_read
-from flashlin.kernels.pieces import fills_gaps, first_slot, parts, precision, put, sequence_of, sliced, state_offsets, tile, within, zero_gaps
+from flashlin.kernels.pieces import (
+    fills_gaps,
+    first_slot,
+    parts,
+    precision,
+    put,
+    sequence_of,
+    sliced,
+    state_offsets,
+    tile,
+    within,
+    zero_forgotten,
+    zero_gaps,
+)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -358,4 +371,6 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
                    HV, shares), dict(constants, GAPS=gaps))
     if HV != H:
         dq, dk = (tensor.view(B, T, H, HV // max(H, 1), K).sum(3, dtype=torch.float32).to(q.dtype) for tensor in (dq, dk))
+    if beta is not None:  # KDA, whose gate needs it; a pass over the largest gradient there is, so others do without
+        zero_forgotten(dg, g)
     return dq, dk, dv, dg, da, db, dbeta, dh0

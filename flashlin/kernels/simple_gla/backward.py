@@ -34,6 +34,7 @@ from flashlin.kernels.pieces import (
     summed,
     tile,
     within,
+    zero_forgotten,
     zero_gaps,
 )
 
@@ -272,4 +273,5 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
                   (a, b, c, through, dg_, bounds_, T, n, H, rows, slots, shares), dict(gaps, NK=NK))
     if H != groups:
         dq, dk = (x.view(B, T, groups, H // groups, K).sum(3, dtype=torch.float32).to(q.dtype) for x in (dq, dk))
+    zero_forgotten(dg, g)
     return dq, dk, dv, dg, None, dh0

@@ -42,8 +42,8 @@ def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, gamma: torc
     T = q.shape[1]
     found = (q.to(compute) * scale).transpose(1, 2) @ k.to(compute).permute(0, 2, 3, 1)
     if gamma is not None:
-        return found * decay_over(gamma.to(compute)[:, None].expand(-1, T))
-    return found.tril() if g is None else found * decay_over(g.to(compute).transpose(1, 2))
+        return found * decay_between(gamma.to(compute)[:, None].expand(-1, T))
+    return found.tril() if g is None else found * decay_between(g.to(compute).transpose(1, 2))
 
 
 def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,11 +78,10 @@ def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor 
         into, onwards = q, k
     else:
         g = F.pad(g, (0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2)
-        G, total = g.cumsum(-1), g.sum(-1)
-        inside = decay_between(G)
+        inside = decay_between(g)
         # row c of between: how much of h (column 0) and of each earlier chunk (column c' + 1) is left when chunk c begins
-        between = decay_over(F.pad(total, (1, 0)))
-        into, onwards = q * G.exp()[..., None], k * decay_to_end(g)[..., None]
+        between = decay_between(F.pad(g.sum(-1), (1, 0)))
+        into, onwards = q * g.cumsum(-1).exp()[..., None], k * decay_to_end(g)[..., None]
     added = torch.cat([h[:, :, None], onwards.mT @ v], 2)
     states = (between @ added.flatten(-2)).unflatten(-1, h.shape[-2:])
     o = (q @ k.mT * inside) @ v + into @ states[:, :, :-1]
@@ -93,28 +92,20 @@ def lower(size: int, like: torch.Tensor) -> torch.Tensor:
     return torch.ones(size, size, dtype=torch.bool, device=like.device).tril()
 
 
-def decay_between(G: torch.Tensor) -> torch.Tensor:
-    """e^{G_i - G_j} for j <= i, zero above: masked before exp, because above the diagonal the difference is positive and overflows.
+def decay_between(g: torch.Tensor) -> torch.Tensor:
+    """e^{g_{j+1} + ... + g_i} for j <= i, zero above. g may be the decays of tokens or the sums of chunks.
 
-    The diagonal is the constant 1: through G_i - G_i autograd would add and subtract the same gradient, and what rounding leaves of it
-    drowns the true one when decays are strong.
+    Each sum is added up by itself. Differences of running sums would be noise once these are large, after thousands of tokens or one token
+    that forgets everything, and NaN after one of -inf. The diagonal is a constant: it does not decay, so it has no part in g's gradient.
     """
-    below = lower(G.shape[-1], G).tril(-1)
-    one = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
-    return (G[..., :, None] - G[..., None, :]).masked_fill(~below, -torch.inf).exp() + one
+    below = lower(g.shape[-1], g).tril(-1)
+    sums = g[..., :, None].expand(*g.shape, g.shape[-1]).masked_fill(~below, 0).cumsum(-2)
+    return sums.masked_fill(~below, -torch.inf).exp() + torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
 
 
 def decay_to_end(g: torch.Tensor) -> torch.Tensor:
-    """e^{g_{j+1} + ... + g_L}, each sum added up by itself: through G_L - G_j a chunk's last token would get the difference of its own
-    gradient, which rounding leaves a trace of."""
+    """e^{g_{j+1} + ... + g_L}, each sum added up by itself, as in decay_between."""
     return F.pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1).exp()
-
-
-def decay_over(total: torch.Tensor) -> torch.Tensor:
-    """The same from chunk totals, each sum added up by itself: over thousands of tokens running sums grow until their differences are noise."""
-    below = lower(total.shape[-1], total).tril(-1)
-    sums = total[..., :, None].expand(*total.shape, total.shape[-1]).masked_fill(~below, 0).cumsum(-2)
-    return sums.masked_fill(~below, -torch.inf).exp() + torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
 
 
 def packed(rows_of: Rows, tensors: tuple[torch.Tensor | None, ...], h0: torch.Tensor | None,

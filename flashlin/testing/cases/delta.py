@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import flashlin
 from flashlin.kernels.delta.reference import recurrence
+from flashlin.testing.cases import forgetting
 from flashlin.testing.compare import Case, Maker, Tensors
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dbeta": 0.02, "dg": 0.02, "dA_log": 0.02, "ddt_bias": 0.02}
@@ -38,7 +39,8 @@ def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *
     q, k, v = F.normalize(randn(B, T, H, K), dim=-1), KEYS[keys](randn(B, T, H, K)), randn(B, T, HV, V)
     made = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
     if gate != "none":
-        made["g"] = randn(B, T, HV) if raw_gates else F.logsigmoid(randn(B, T, HV)) if gate == "random" else torch.full((B, T, HV), float(gate))
+        g = randn(B, T, HV) if gate in forgetting.KINDS else torch.full((B, T, HV), float(gate))
+        made["g"] = forgetting.raw(gate, g) if raw_gates else forgetting.KINDS[gate](F.logsigmoid(g)) if gate in forgetting.KINDS else g
     made["beta"] = randn(B, T, HV) if raw_gates else randn(B, T, HV).sigmoid() if beta == "random" else torch.full((B, T, HV), float(beta))
     if raw_gates:
         made["A_log"], made["dt_bias"] = randn(HV) * 0.5, randn(HV)
@@ -89,7 +91,10 @@ def _family(op: str) -> list[Case]:
     if gate == "random":
         cases += [case("g=0", gate="0"), case("g=-20", gate="-20"), case("raw-keys-g=-6", keys="raw", gate="-6"),
                   case("one-key-g=0", allowed=FORGETFUL, keys="one-key", beta="1", gate="0"), case("gates", inside | l2, raw_gates=True),
-                  case("v-first", {"state_v_first": True}, K=32, V=32)]
+                  case("gates-resets", inside | l2, raw_gates=True, gate="resets", K=32, V=32, T=70, B=1),
+                  case("v-first", {"state_v_first": True}, K=32, V=32), case("resets", gate="resets", K=32, V=40, B=1),
+                  case("resets-packed", gate="resets", K=32, edges=(0, 4, 4, 70, 100)), case("g=-inf", gate="-inf", T=20),
+                  case("every-other", gate="every-other", K=32, V=32, T=128, B=1)]
     if op == "chunk_gated_delta_rule":
         cases += [case(f"K={K},V={V}", K=K, V=V, B=1, T=80, H=1, HV=1) for K, V in ((96, 192), (256, 256), (256, 512), (512, 64), (129, 20))]
     return cases

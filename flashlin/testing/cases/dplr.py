@@ -12,6 +12,7 @@ import flashlin
 from flashlin.kernels.dplr.reference import recurrence
 from flashlin.kernels.pointwise.reference import gate as decay_of_channels
 from flashlin.ops.preprocess import beta_of_logits, l2normalized
+from flashlin.testing.cases import forgetting
 from flashlin.testing.cases.delta import KEYS
 from flashlin.testing.compare import Case, Tensors
 
@@ -28,8 +29,8 @@ def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *
          K: int = 64, V: int = 64, keys: str = "random", rate: str = "random", gate: str = "random", free: bool = False, state: bool = True,
          v_first: bool = False, edges: tuple[int, ...] = (), raw: bool = False) -> Tensors:
     """rate: beta, or how much of what a reads b writes back: a = -k', b = rate k', k' like the keys. free: a and b have nothing to do with each
-    other. gate: ``random``; ``layer`` (uniform in -0.607 .. 0); ``strong`` (uniform in -20 .. 0, the first channel all -20, the second all 0);
-    ``resets`` (random, and now and then a token that forgets everything); or a number. raw: gates that become decays inside the op."""
+    other. gate: one of forgetting.KINDS; ``layer`` (uniform in -0.607 .. 0); ``strong`` (uniform in -20 .. 0, the first channel all -20, the second
+    all 0); or a number. raw: gates that become decays inside the op."""
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
     if edges:
@@ -38,18 +39,16 @@ def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *
     q, k, v = F.normalize(randn(B, T, H, K), dim=-1), KEYS[keys](randn(B, T, H, K)), randn(B, T, HV, V)
     made = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
     if raw:
-        made["g"] = 4 * randn(B, T, HV, K)
+        made["g"] = forgetting.raw(gate, 4 * randn(B, T, HV, K))
     elif gate == "strong":
         made["g"] = -20 * torch.rand(B, T, HV, K, generator=generator)
         made["g"][..., 0], made["g"][..., 1] = -20, 0
     elif gate == "layer":
         made["g"] = -0.6065306597 * torch.rand(B, T, HV, K, generator=generator)
-    elif gate in ("random", "resets"):
-        made["g"] = F.logsigmoid(randn(B, T, HV, K) + 2)
+    elif gate in forgetting.KINDS:
+        made["g"] = forgetting.KINDS[gate](F.logsigmoid(randn(B, T, HV, K) + 2))
     else:
         made["g"] = torch.full((B, T, HV, K), float(gate))
-    if gate == "resets":
-        made["g"][:, 7::23] = -1e4
     if op == "chunk_kda":
         beta = randn(B, T, HV)
         made["beta"] = beta if raw else beta.sigmoid() if rate == "random" else torch.full_like(beta, float(rate))
@@ -105,6 +104,8 @@ def _shared(op: str) -> list[Case]:
             case("odd", K=100, V=36, T=70), case("wide", K=128, V=128), case("narrow", K=64, V=32, T=70),
             case("g=0", gate="0"), case("g=-20", gate="-20", T=70), case("strong", gate="strong"),
             case("strong-packed", gate="strong", edges=(0, 17, 97, 97, 130)), case("resets", gate="resets"),
+            case("resets-packed", gate="resets", K=32, edges=(0, 4, 4, 70, 100)), case("every-other", gate="every-other", K=32, V=32, T=128, H=1),
+            case("g=-inf", gate="-inf", T=20, H=1),
             case("one-key", allowed=FORGETFUL, keys="one-key", rate="1"), case("one-key-2", allowed=REFLECTED, keys="one-key", rate="2", gate="0"),
             case("one-key-g=0", allowed=FORGETFUL, keys="one-key", rate="1", gate="0"), case("alike", allowed=FORGETFUL, keys="alike", rate="1"),
             case("rate=0", rate="0", T=70), *(case(f"K={K},V={V}", K=K, V=V, H=1, T=80) for K, V in ((256, 256), (64, 512), (512, 64), (129, 20)))]
@@ -115,7 +116,9 @@ GATES = {**L2, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "
 _kda, _dplr, _rwkv7, _iplr = (partial(_case, op) for op in ("chunk_kda", "chunk_dplr_delta_rule", "chunk_rwkv7", "chunk_iplr_delta_rule"))
 CASES = [
     *_shared("chunk_kda"), _kda("grouped", H=2, HV=6, K=32, V=40, T=40), _kda("v-first", {"state_v_first": True}, v_first=True, K=24, V=40, T=70),
-    _kda("gates", GATES, raw=True, keys="raw", allowed={"dg": 0.03}), _kda("bounded", {**GATES, "lower_bound": -5.0}, raw=True, keys="raw", T=70),
+    _kda("gates", GATES, raw=True, keys="raw", allowed={"dg": 0.03}),
+    _kda("gates-resets", GATES, raw=True, gate="resets", K=32, V=32, T=70),
+    _kda("bounded", {**GATES, "lower_bound": -5.0}, raw=True, keys="raw", T=70),
     _kda("zero-keys", L2, keys="zero", K=32, V=32, T=70),
     *_shared("chunk_dplr_delta_rule"), _dplr("free", free=True, T=70),
     _rwkv7("random", quick=True, gate="layer", T=70), _rwkv7("packed", gate="layer", edges=(0, 20, 20, 90), K=32, V=32),

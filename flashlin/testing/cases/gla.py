@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import flashlin
 from flashlin.kernels.gla.reference import recurrence
 from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_others
+from flashlin.testing.cases import forgetting
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02, "dgk": 0.02, "dgv": 0.02}
@@ -18,8 +19,8 @@ TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02, "dgk": 0.02, "dgv": 0.02}
 def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, B: int = 2, T: int = 150, H: int = 2, K: int = 64, V: int = 64,
          gate: str = "random", kind: str = "random", state: bool = True, v_first: bool = False, edges: tuple[int, ...] = (), name: str = "g",
          values: bool = False) -> Tensors:
-    """gate: ``random``; ``strong`` (uniform in -20 .. 0, the first channel all -20, the second all 0); ``resets`` (random, and now and
-    then a token that forgets everything); or a number. name: what the op calls its gate, "" for none. values: gv, too."""
+    """gate: one of forgetting.KINDS; ``strong`` (uniform in -20 .. 0, the first channel all -20, the second all 0); or a number. name: what the
+    op calls its gate, "" for none. values: gv, too."""
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
     if edges:
@@ -34,15 +35,13 @@ def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *
         if gate == "strong":
             g = -20 * torch.rand(B, T, H, K, generator=generator)
             g[..., 0], g[..., 1] = -20, 0
-        elif gate in ("random", "resets"):
-            g = F.logsigmoid(randn(B, T, H, K) + 2)
+        elif gate in forgetting.KINDS:
+            g = forgetting.KINDS[gate](F.logsigmoid(randn(B, T, H, K) + 2))
         else:
             g = torch.full((B, T, H, K), float(gate))
-        if gate == "resets":
-            g[:, 7::23] = -1e4
         made[name] = g
     if values:
-        made["gv"] = F.logsigmoid(randn(B, T, H, V))
+        made["gv"] = forgetting.KINDS[gate](F.logsigmoid(randn(B, T, H, V)))
     if state:
         N = len(edges) - 1 if edges else B
         made["initial_state"] = randn(N, H, V, K) if v_first else randn(N, H, K, V)
@@ -81,6 +80,8 @@ CASES: list[Case] = [
     _chunk("random", quick=True), _chunk("constant", kind="constant"), _chunk("one-key", kind="one-key"), _chunk("g=0", gate="0"),
     _chunk("g=-20", gate="-20"), _chunk("g=-1", gate="-1"), _chunk("strong", gate="strong"),
     _chunk("strong-no-state", gate="strong", state=False, T=64), _chunk("resets", gate="resets"),
+    _chunk("resets-packed", gate="resets", K=32, edges=(0, 4, 4, 70, 100)), _chunk("every-other", gate="every-other", K=32, V=32, T=128, B=1),
+    _chunk("g=-inf", gate="-inf", T=20),
     _chunk("packed", {"scale": -0.7}, edges=(0, 1, 1, 66, 130, 150)),
     _chunk("strong-packed", gate="strong", edges=(0, 17, 97, 97, 130)), _chunk("wide", K=128, V=128, T=100),
     _chunk("narrow", K=64, V=32, T=70),
@@ -88,7 +89,8 @@ CASES: list[Case] = [
     _chunk("K=256,V=256", K=256, V=256, B=1, T=80), _chunk("K=512,V=64", K=512, B=1, T=80), _chunk("K=64,V=512", V=512, B=1, T=80),
     _chunk("K=129,V=20", K=129, V=20, B=1, T=80),
     _token("random", quick=True, T=8, H=1, K=32, V=32), _token("strong", gate="strong", T=12, K=32, V=40, B=1),
-    _token("resets", gate="resets", T=9, K=16), _token("ungated", name="", T=6, K=16, V=24), _token("both-gates", values=True, T=6, K=16, V=24),
+    _token("resets", gate="resets", values=True, T=9, K=16, V=24),
+    _token("ungated", name="", T=6, K=16, V=24), _token("both-gates", values=True, T=6, K=16, V=24),
     _token("values-only", name="", values=True, T=5, K=16),
     _token("packed", {"scale": -0.7}, edges=(0, 1, 1, 5, 9), K=16, V=24), _token("v-first", V_FIRST, v_first=True, K=24, V=40, T=6),
     _token("reverse", REVERSE, T=6, K=16, V=24), _token("reverse-packed", REVERSE, edges=(0, 0, 3, 5), K=16, V=24, values=True),

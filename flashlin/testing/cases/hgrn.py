@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import flashlin
 from flashlin.kernels.hgrn.reference import recurrence
+from flashlin.testing.cases import forgetting
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02}
@@ -16,8 +17,8 @@ TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02}
 
 def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, B: int = 2, T: int = 37, D: int = 24, gate: str = "random",
          wide: bool = False, state: bool = True, edges: tuple[int, ...] = ()) -> Tensors:
-    """gate: ``random``; ``strong`` (uniform in -20 .. 0, the first channel all -20, the second all 0); ``resets`` (random, and now and then a token
-    that forgets everything); or a number. wide: the gate in float32."""
+    """gate: one of forgetting.KINDS; ``strong`` (uniform in -20 .. 0, the first channel all -20, the second all 0); or a number. wide: the gate in
+    float32."""
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
     if edges:
@@ -26,9 +27,7 @@ def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *
         g = -20 * torch.rand(B, T, D, generator=generator)
         g[..., 0], g[..., 1] = -20, 0
     else:
-        g = F.logsigmoid(randn(B, T, D) + 2) if gate in ("random", "resets") else torch.full((B, T, D), float(gate))
-    if gate == "resets":
-        g[:, 3::11] = float("-inf")
+        g = forgetting.KINDS[gate](F.logsigmoid(randn(B, T, D) + 2)) if gate in forgetting.KINDS else torch.full((B, T, D), float(gate))
     made = {"x": randn(B, T, D).to(dtype), "g": g if wide else g.to(dtype)}
     if state:
         made["initial_state"] = randn(len(edges) - 1 if edges else B, D)
@@ -57,4 +56,4 @@ CASES: list[Case] = [
     _chunk("resets", gate="resets"), _chunk("wide-gate", wide=True, T=20), _chunk("odd", D=37, T=17), _chunk("strips", B=1, D=130, T=16),
     _chunk("segments", B=1, T=300, D=20), _chunk("packed", edges=(0, 0, 5, 21, 22, 40)),
     _chunk("segments-packed", edges=(0, 3, 3, 420), D=16, gate="resets"), _chunk("no-sequence-but-empty-ones", edges=(0, 0, 0)),
-    _token("random", quick=True, T=20), _token("packed", edges=(0, 7, 7, 30)), _token("one-token", T=1, B=3)]
+    _token("random", quick=True, T=20), _token("resets", gate="resets"), _token("packed", edges=(0, 7, 7, 30)), _token("one-token", T=1, B=3)]

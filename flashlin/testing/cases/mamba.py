@@ -39,17 +39,19 @@ def make_scan(device: torch.device, dtype: torch.dtype, generator: Generator, *,
               K: int = 64, given: tuple[str, ...] = OPTIONAL, wide_D: bool = False, step: str = "usual", seq: tuple[int, ...] = (),
               edges: tuple[int, ...] = (), others: str = "float32") -> Tensors:
     """Heads of V and states of K columns, as other makers call them. step: ``usual`` (after softplus about 0.1, as layers initialise it), ``large``
-    (decays down to e^-50) or ``tiny``. others: dtype of dt and of what belongs to heads. seq: lengths of the sequences in each row. edges: of
-    packed ones."""
+    (decays down to e^-50), ``tiny`` or ``forgetting`` (usual, but some heads keep nothing). others: dtype of dt and of what belongs to heads. seq:
+    lengths of the sequences in each row. edges: of packed ones."""
     if edges:
         b, T = 1, edges[-1]
     own, P, N = getattr(torch, others) if others != "same" else dtype, V, K
-    bias = {"usual": -2.0, "large": 3.0, "tiny": -9.0}[step]
+    bias = {"usual": -2.0, "large": 3.0, "tiny": -9.0, "forgetting": -2.0}[step]
     made = {"x": random(generator, b, T, H, P).to(dtype), "dt": (random(generator, b, T, H) + bias).to(own),
             "A": -(1 + 3 * torch.rand(H, generator=generator)).to(own), "B": random(generator, b, T, G, N).to(dtype),
             "C": (random(generator, b, T, G, N) / N ** 0.5).to(dtype), "D": random(generator, *((H, P) if wide_D else (H,))).to(own),
             "z": random(generator, b, T, H, P).to(dtype), "dt_bias": random(generator, H).to(own),
             "initial_states": random(generator, b, H, P, N)}
+    if step == "forgetting":
+        made["A"][1:3] = torch.tensor([-1e6, -1e30])
     made = {name: x for name, x in made.items() if name not in OPTIONAL or name in given}
     if seq:
         made["seq_idx"] = numbers(seq, b)
@@ -76,7 +78,7 @@ def make_selective(device: torch.device, dtype: torch.dtype, generator: Generato
                    G: int = 0, given: tuple[str, ...] = ("D", "z", "delta_bias"), step: str = "usual", others: str = "float32") -> Tensors:
     """step: as make_scan's, or ``positive`` without softplus. G = 0: B and C without groups. others: dtype of what belongs to channels."""
     own = getattr(torch, others) if others != "same" else dtype
-    bias = {"usual": -2.0, "large": 3.0, "tiny": -9.0, "positive": 0.0}[step]
+    bias = {"usual": -2.0, "large": 3.0, "tiny": -9.0, "positive": 0.0, "forgetting": -2.0}[step]
     shape = (b, *[G] * bool(G), N, T)
     made = {"u": random(generator, b, D, T).to(dtype), "delta": (random(generator, b, D, T) + bias).to(dtype),
             "A": -(1 + 3 * torch.rand(D, N, generator=generator)).to(own), "D": random(generator, D).to(own),
@@ -84,6 +86,8 @@ def make_selective(device: torch.device, dtype: torch.dtype, generator: Generato
             "B": random(generator, *shape).to(dtype), "C": (random(generator, *shape) / N ** 0.5).to(dtype)}
     if step == "positive":
         made["delta"] = made["delta"].abs()
+    if step == "forgetting":
+        made["A"][::3, ::2], made["A"][1::3] = -1e6, -1e30
     return {name: made[name].to(device) for name in ("u", "delta", "A", "B", "C", *given)}
 
 
@@ -360,6 +364,7 @@ CASES: list[Case] = [
     _scan("random", quick=True), _scan("bare", given=(), T=70), _scan("wide-D", {"dt_limit": (0.05, 0.2)}, wide_D=True, T=70),
     _scan("one-group", G=1, H=6, T=70), _scan("no-groups", G=4, T=70), _scan("no-gate", given=("D", "initial_states"), T=70),
     _scan("no-softplus", {"dt_softplus": False}, step="large", T=70), _scan("large-steps", step="large"), _scan("tiny-steps", step="tiny", T=70),
+    _scan("forgetting", step="forgetting", seq=(5, 1, 40, 24), T=70),
     _scan("sequences", seq=(5, 1, 60, 70, 14)), _scan("token-each", seq=(1,) * 66, b=1, T=66, given=("initial_states",)), _scan("one-token", T=1),
     _scan("packed", edges=(0, 1, 1, 66, 130, 150)), _scan("packed-no-state", edges=(0, 40, 40), given=("z",)),
     _scan("packed-and-numbered", edges=(0, 30, 70), seq=(10, 20, 40)), _scan("same-dtype", others="same", T=70), _scan("odd", V=36, K=100, T=70),
@@ -367,9 +372,9 @@ CASES: list[Case] = [
     _selective("random", quick=True), _selective("tokens-together", last=False), _selective("bare", given=(), T=33), _selective("one-token", T=1),
     _selective("groups", G=2, D=70), _selective("a-group-each", G=3, D=3, T=40), _selective("no-gate", given=("D",), T=64),
     _selective("no-softplus", {"delta_softplus": False}, step="positive", given=("D", "z")), _selective("large-steps", step="large"),
-    _selective("tiny-steps", step="tiny"), _selective("same-dtype", others="same"), _selective("one-state", N=1, T=40),
-    _selective("odd-states", N=23, T=40), _selective("many-states", N=130, D=5, T=40), _selective("one-channel", D=1, N=3),
-    _selective("real", b=1, D=256, T=200),
+    _selective("tiny-steps", step="tiny"), _selective("forgetting", step="forgetting", T=40), _selective("same-dtype", others="same"),
+    _selective("one-state", N=1, T=40), _selective("odd-states", N=23, T=40), _selective("many-states", N=130, D=5, T=40),
+    _selective("one-channel", D=1, N=3), _selective("real", b=1, D=256, T=200),
     _layer("random", quick=True, wide_D=True), _layer("gate-first", GATE_FIRST, seq=(30, 2, 58), H=16), _layer("bare", LINEAR, given=(), T=40),
     _layer("everything", given=("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight", "outproj_bias"), M=12, T=40, G=1),
     _fn("random", quick=True), _fn("channels-first", last=False), _fn("bare", LINEAR, given=()),

@@ -16,6 +16,7 @@ from flashlin.kernels.delta.reference import recurrence
 from flashlin.kernels.pointwise.reference import gate as decay_of_channels
 from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_others
 from flashlin.ops.preprocess import beta_of_logits, decay_of_gate, l2normalized
+from flashlin.testing.cases import forgetting
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dbeta": 0.02, "dg": 0.02, "dgk": 0.02, "dgv": 0.02, "dA_log": 0.02, "ddt_bias": 0.02}
@@ -25,7 +26,7 @@ def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *
          V: int = 32, keys: str = "unit", beta: str = "random", gates: dict[str, str] | None = None, state: bool = True, v_first: bool = False,
          raw: bool = False, edges: tuple[int, ...] = (), pool: tuple[int, ...] = ()) -> Tensors:
     """keys: ``unit`` (random, of length 1), ``one`` (a single one), ``period`` (four of them), ``alike`` (of silu(randn + 2)), ``long`` (of
-    length sqrt(K)), ``zero`` (every other one). beta: ``random``, ``headwise``, a number or ``""``. gates: ``random`` or a number, by
+    length sqrt(K)), ``zero`` (every other one). beta: ``random``, ``headwise``, a number or ``""``. gates: of forgetting.KINDS or numbers, by
     name. raw: gate and beta as they are before softplus and sigmoid, from far below to far above zero. pool: the state_indices, into six
     states."""
     def randn(*shape: int) -> torch.Tensor:
@@ -47,8 +48,8 @@ def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *
     sizes = {"g": (B, T, HV), "gk": (B, T, HV, K), "gv": (B, T, HV, V)}
     for name, gate in (gates or {}).items():
         shape = sizes[name]
-        given = F.logsigmoid(randn(*shape) + 2) if gate == "random" else torch.full(shape, float(gate))
-        made[name] = 8 * randn(*shape) if raw and name == "g" else given
+        given = forgetting.KINDS[gate](F.logsigmoid(randn(*shape) + 2)) if gate in forgetting.KINDS else torch.full(shape, float(gate))
+        made[name] = forgetting.raw(gate, 8 * randn(*shape)) if raw and name == "g" else given
     if raw:
         made.update(A_log=torch.rand(HV, generator=generator), dt_bias=randn(HV))
     shape = (B, T, HV, V) if beta == "headwise" else (B, T, HV)
@@ -131,10 +132,13 @@ CASES: list[Case] = [
     _delta("zero-keys", NORM, keys="zero"), _delta("groups-of-3", H=1, HV=3, B=1, T=6), _delta("packed", edges=PACKED),
     _delta("v-first", V_FIRST, v_first=True, K=24, V=40, B=1, T=6), _delta("segments", B=1, T=66, K=16, V=16),
     _gated("random", quick=True, gates=G), _gated("g=0", gates={"g": "0"}), _gated("g=-20", gates={"g": "-20"}),
+    _gated("resets", gates={"g": "resets"}, HV=2), _gated("all-resets", gates={"g": "random", "gk": "resets", "gv": "resets"}),
+    _gated("resets-packed", gates={"g": "resets"}, edges=PACKED, HV=2),
     _gated("beta=0", gates=G, beta="0"), _gated("one-key,beta=2", gates={"g": "-0.05"}, keys="one", beta="2"),
     _gated("long-keys,g=-6", gates={"g": "-6"}, keys="long"), _gated("all-gates", gates={"g": "random", "gk": "random", "gv": "random"}),
     _gated("odd", NORM, gates=G, beta="headwise", K=23, V=37, B=1, T=8), _gated("groups", gates=G, H=2, HV=4, B=1, T=6),
     _gated("layer", {**LAYER, **V_FIRST}, gates=G, raw=True, keys="long", v_first=True),
+    _gated("layer-resets", LAYER, gates={"g": "resets"}, raw=True, HV=2),
     _gated("packed", {"scale": -0.7}, gates={"g": "random", "gk": "random"}, edges=PACKED),
     _gated("segments-packed", gates={"g": "random"}, edges=(0, 65, 67), K=16, V=16), _gated("one-token", gates=G, T=1),
     _gated("ungated", beta="headwise"), _gated("wide", NORM, gates=G, B=1, T=3, K=128, V=128),
@@ -177,7 +181,8 @@ def _kda(name: str, extra: dict[str, Any] | None = None, quick: bool = False, **
 BOUND = {"lower_bound": -5.0}
 POOL = ("q", "k", "v", "beta", "g", "A_log", "dt_bias", "initial_state")
 CASES += [
-    _kda("random", quick=True, T=6), _kda("g=-20", decay="-20", T=4), _kda("odd", NORM, beta="headwise", K=23, V=37, B=1, T=6),
+    _kda("random", quick=True, T=6), _kda("g=-20", decay="-20", T=4), _kda("resets", decay="resets"),
+    _kda("odd", NORM, beta="headwise", K=23, V=37, B=1, T=6),
     _kda("groups-packed", {"scale": -0.7}, H=1, HV=2, edges=PACKED), _kda("segments", B=1, T=66, K=16, V=16),
     _kda("layer", {**LAYER, **V_FIRST}, raw=True, keys="long", v_first=True, T=6), _kda("bounded", {**LAYER, **BOUND}, raw=True, T=6, keys="long"),
     _kda("bounded-unscaled", {**LAYER, **BOUND}, raw=True, scaled=False, B=1, T=5),
@@ -192,8 +197,8 @@ RENAMED = {"fused_recurrent_rwkv6": {"q": "r", "gk": "w", "bonus": "u"}, "fused_
 
 
 def make_other(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, op: str = "recurrent", given: str, T: int = 5, HV: int = 2,
-               K: int = 16, V: int = 24, edges: tuple[int, ...] = ()) -> Tensors:
-    """given: the optional tensors, by name."""
+               K: int = 16, V: int = 24, gate: str = "random", edges: tuple[int, ...] = ()) -> Tensors:
+    """given: the optional tensors, by name. gate: one of forgetting.KINDS."""
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
     B = 1
@@ -201,8 +206,10 @@ def make_other(device: torch.device, dtype: torch.dtype, generator: torch.Genera
     unit, rate = F.normalize(randn(B, T, HV, K), dim=-1), randn(B, T, HV, K).sigmoid()
     made = {"q": randn(B, T, HV, K).to(dtype), "k": randn(B, T, HV, K).to(dtype), "v": randn(B, T, HV, V).to(dtype),
             "h0": randn(len(edges) - 1 if edges else B, HV, K, V)}
-    every = {"g": F.logsigmoid(randn(B, T, HV)), "gamma": -torch.rand(HV, generator=generator), "gk": F.logsigmoid(randn(B, T, HV, K)),
-             "gv": F.logsigmoid(randn(B, T, HV, V)), "bonus": randn(HV, K), "a": -unit.to(dtype), "b": (unit * rate).to(dtype)}
+    special = forgetting.KINDS[gate]
+    every = {"g": special(F.logsigmoid(randn(B, T, HV))), "gamma": -torch.rand(HV, generator=generator),
+             "gk": special(F.logsigmoid(randn(B, T, HV, K))), "gv": special(F.logsigmoid(randn(B, T, HV, V))),
+             "bonus": randn(HV, K), "a": -unit.to(dtype), "b": (unit * rate).to(dtype)}
     if op == "fused_mul_recurrent_rwkv7":
         every.update(a=unit.to(dtype), b=rate.to(dtype))
     made.update({name: every[name] for name in given.split()})
@@ -256,8 +263,9 @@ CASES += [
     _other("linear", ""), _other("gla", "gk gv"), _other("gla-reverse-packed", "gk gv", ("reverse",), edges=(0, 0, 3, 5)),
     _other("retention-reverse", "gamma", ("reverse",)), _other("simple-gla", "g gamma"), _other("before", "g", ("before",)),
     _rwkv6("random", quick=True, V=40), _rwkv6("packed", {"scale": 1.0}, edges=(0, 3, 5)), _rwkv6("reverse", REVERSE),
-    _rwkv6("segments", HV=1, T=66, V=16), _inference_of(_rwkv6("decoding", {"scale": 1.0}, T=1)),
-    _rwkv7("random", {"scale": 1.0}, quick=True), _rwkv7("packed", edges=(0, 0, 3, 5)), _inference_of(_rwkv7("decoding", T=1)),
+    _rwkv6("resets", gate="resets"), _dplr("resets", gate="resets"), _rwkv6("segments", HV=1, T=66, V=16),
+    _inference_of(_rwkv6("decoding", {"scale": 1.0}, T=1)), _rwkv7("random", {"scale": 1.0}, quick=True),
+    _rwkv7("packed", edges=(0, 0, 3, 5)), _inference_of(_rwkv7("decoding", T=1)),
     _mul("random", quick=True), _mul("reverse-packed", {**REVERSE, "scale": 0.5}, edges=(0, 3, 5, 5)), _mul("segments", HV=1, T=66, V=16),
     _inference_of(_mul("inference", T=4, V=40)), _dplr("random", quick=True, V=40), _dplr("odd", K=23, V=37),
     _dplr("reverse-packed", REVERSE, edges=(0, 3, 5, 5)), _iplr("random", quick=True), _iplr("packed", {"scale": -0.7}, edges=(0, 0, 3, 5))]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import flashlin
 from flashlin.kernels.simple_gla.reference import recurrence
 from flashlin.ops.slopes import lightning_slopes, retention_slopes
+from flashlin.testing.cases import forgetting
 from flashlin.testing.compare import Case, Maker, Tensors
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02}
@@ -19,6 +20,7 @@ LAYER, LAYERS = 3, 12
 
 def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, B: int = 2, T: int = 150, H: int = 2, K: int = 64, V: int = 64,
          gate: str = "none", kind: str = "random", state: bool = True, edges: tuple[int, ...] = ()) -> Tensors:
+    """gate: ``none``, one of forgetting.KINDS, or a number."""
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype).to(device)
     if edges:
@@ -29,8 +31,8 @@ def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *
     elif kind == "one-key":
         k = k[:, :1].expand_as(k).contiguous()
     made = {"q": q, "k": k, "v": v}
-    if gate == "random":
-        made["g"] = F.logsigmoid(torch.randn(B, T, H, generator=generator)).to(device)
+    if gate in forgetting.KINDS:
+        made["g"] = forgetting.KINDS[gate](F.logsigmoid(torch.randn(B, T, H, generator=generator))).to(device)
     elif gate != "none":
         made["g"] = torch.full((B, T, H), float(gate), device=device)
     if state:
@@ -111,10 +113,13 @@ def _family(op: str, maker: Callable[..., Maker], gamma: Any = None, extra: dict
              case("no-state", gate=first, state=False, T=64), case("packed", gate=first, edges=(0, 1, 1, 66, 130, 150)),
              case("wide", gate=first, K=128, V=128, T=100), case("odd", gate=first, K=100, V=36, T=70), case("one-token", gate=first, T=1)]
     cases += [case(f"g={gate}", gate=gate) for gate in gates[1:]]
+    if gated:
+        cases += [case("resets", gate="resets", K=32, V=40, T=100, B=1), case("g=-inf", gate="-inf", T=20)]
     if op == "chunk_simple_gla":
-        cases.append(case("narrow", gate=first, K=64, V=32, T=70))
+        cases += [case("narrow", gate=first, K=64, V=32, T=70), case("resets-packed", gate="resets", K=32, edges=(0, 4, 4, 70, 100)),
+                  case("every-other", gate="every-other", K=32, V=32, T=128, B=1)]
     if op.startswith("fused_recurrent"):
-        cases.append(case("reverse", gate=first, T=70, reverse=True))
+        cases.append(case("reverse", gate="resets" if gated else first, T=70, reverse=True))
     return cases
 
 
@@ -148,8 +153,10 @@ for _op, _gamma in (("simple_gla", None), ("retention", retention_slopes), ("lin
                               _id == "random"))
 CASES.append(Case("fused_chunk_linear_attn", "normalized", make_normalized, partial(call_normalized, flashlin.fused_chunk_linear_attn),
                   normalized, {**TOLERANCES, "dq": 0.02, "dk": 0.02}))
-for _gate in ("0", "-20"):
-    CASES.append(Case("parallel_simple_gla", f"g={_gate}", _maker(gate=_gate, state=False, T=40),
+CASES.append(Case("fused_chunk_simple_gla", "resets", _maker(gate="resets", T=70, B=1), partial(call, flashlin.fused_chunk_simple_gla, {}),
+                  partial(reference, None, False), TOLERANCES))
+for _gate in ("0", "-20", "resets"):
+    CASES.append(Case("parallel_simple_gla", _gate if _gate == "resets" else f"g={_gate}", _maker(gate=_gate, state=False, T=40),
                       partial(call_parallel, flashlin.parallel_simple_gla), partial(parallel, None), TOLERANCES))
 # Heads as wide as the kernels go, and one step past a power of two; only the chunked op, since the plumbing is shared.
 for _K, _V in ((256, 256), (512, 64), (64, 512), (129, 20)):
