@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards.tensors import check_chunk_size, check_qkv, need_tensor, no_unknown
+from flashlin.guards import scalars
+from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import chunked, recurrent
 from flashlin.ops.gla import FAMILY
@@ -48,7 +49,7 @@ def chunk_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: fl
     """
     op = "chunk_rwkv6"
     no_unknown(op, unknown)
-    check_chunk_size(chunk_size)
+    scalars.check_chunk_size(chunk_size)
     _check_bonus(r, k, v, u)
     return chunked.run(FAMILY, op, (r, k, v, w, u), scale, initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu,
                        called={"q": "r", "g": "w"})
@@ -83,6 +84,7 @@ def fused_recurrent_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor,
     wrong ones wherever the loss depends on it; shapes and cu_seqlens are checked, CPU tensors work.
     """
     no_unknown("fused_recurrent_rwkv6", unknown)
+    scalars.flags(reverse=reverse)
     flags = ("before", "reverse") if reverse else ("before",)
     return recurrent.run("fused_recurrent_rwkv6", Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens), flags, scale,
                          output_final_state, called=CALLED)

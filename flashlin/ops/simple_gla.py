@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flashlin import policy
-from flashlin.guards.tensors import check_chunk_size, check_cu_seqlens, check_qkv, need_tensor, no_unknown
+from flashlin.guards import scalars
+from flashlin.guards.tensors import check_cu_seqlens, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.simple_gla import torch_path
 from flashlin.ops import chunked
 from flashlin.ops.chunked import QKV, Argument
@@ -114,6 +115,7 @@ def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma
 
 def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     """state_v_first under its old name too."""
+    scalars.flags(state_v_first=state_v_first, transpose_state_layout=transpose_state_layout)
     if transpose_state_layout is None:
         return state_v_first
     if state_v_first:
@@ -126,7 +128,8 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
         h0: Tensor | None, has_ht: bool, state_v_first: bool, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None = None, *,
         chunk_size: int = 64, reverse: bool = False, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
     """Every op of the family. out_dtype: of o, where the caller goes on computing with it."""
-    check_chunk_size(chunk_size)
+    scalars.check_chunk_size(chunk_size)
+    scalars.flags(reverse=reverse)
     if reverse or (g is not None and gamma is not None):  # what is flipped or added here has to fit first
         check_qkv(q, k, v)
         for name, x, shape in (("g", g, q.shape[:3]), ("g_gamma", gamma, q.shape[2:3])):
@@ -151,6 +154,7 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
 def run_parallel(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, scale: float | None, output_attentions: bool,
                  cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """o of ``run``, and the scores behind it where they are asked for."""
+    scalars.flags(output_attentions=output_attentions)
     if output_attentions and cu_seqlens is not None:
         raise ValueError("output_attentions: got True with cu_seqlens, need one of them: packed sequences have no one matrix of scores")
     o, _ = run(op, "chunk", q, k, v, g, gamma, scale, None, False, False, cu_seqlens, cu_seqlens_cpu)

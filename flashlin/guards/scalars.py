@@ -1,0 +1,71 @@
+"""Checks of arguments that are no tensors: numbers, counts, choices, flags. A wrong one is a TypeError or ValueError that names it, what it got
+and what it needs. None of them is ever a tensor: asking for its value would wait for a GPU, and more than one element has no value at all."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+LARGEST = sys.float_info.max
+ABOVE_ZERO = 5e-324  # the smallest number above 0
+
+
+def number(name: str, value: Any, low: float = -LARGEST, high: float = LARGEST, need: str = "a finite number") -> float:
+    """value as a float in low .. high, which is never NaN and, unless those are, never infinite. numpy's numbers will do, a bool will not:
+    it is a flag in a number's place."""
+    if type(value) is not float:
+        if isinstance(value, bool) or not isinstance(value, (Real, torch.SymFloat, torch.SymInt)):
+            raise TypeError(f"{name}: got {_shown(value)}, need {need}")
+        value = float(value)
+    if not low <= value <= high:
+        raise ValueError(f"{name}: got {value}, need {need}")
+    found: float = value
+    return found
+
+
+def integer(name: str, value: Any, low: int | None = None, need: str = "an integer") -> int:
+    """value as an int of at least low (None: any)."""
+    if type(value) is not int:
+        if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
+            raise TypeError(f"{name}: got {_shown(value)}, need {need}")
+        value = int(value)
+    if low is not None and value < low:
+        raise ValueError(f"{name}: got {value}, need {need}")
+    found: int = value
+    return found
+
+
+def choice(name: str, value: Any, choices: Collection[Any]) -> None:
+    """value is one of them: strings, integers, None."""
+    if not (value is None or isinstance(value, (str, Integral))) or value not in choices:
+        raise ValueError(f"{name}: got {_shown(value)}, need one of {', '.join(str(one) for one in choices)}")
+
+
+def flag(name: str, value: Any) -> bool:
+    """value as a bool. None is False, as layers pass on a use_cache that nobody has set; integers and numpy's bools will do."""
+    if type(value) is bool:
+        return value  # type: ignore[no-any-return]
+    if value is None or isinstance(value, (int, torch.SymBool)) or type(value).__name__ in ("bool_", "bool"):
+        return bool(value)
+    raise TypeError(f"{name}: got {_shown(value)}, need True or False")
+
+
+def flags(**given: Any) -> None:
+    """Each is fit for ``if``."""
+    for name, value in given.items():
+        flag(name, value)
+
+
+def _shown(value: Any) -> str:
+    """Values that fit into a sentence; of others what they are."""
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    """Of the ops whose fla twins take any power of two. It changes nothing but rounding, so ours only have to accept it."""
+    size = integer("chunk_size", chunk_size, 16, "a power of two of at least 16")
+    if size & (size - 1):
+        raise ValueError(f"chunk_size: got {size}, need a power of two of at least 16")
