@@ -16,32 +16,32 @@ ABOVE_ZERO = 5e-324  # the smallest number above 0
 def number(name: str, value: Any, low: float = -LARGEST, high: float = LARGEST, need: str = "a finite number") -> float:
     """value as a float in low .. high, which is never NaN and, unless those are, never infinite. numpy's numbers will do, a bool will not:
     it is a flag in a number's place."""
+    found = value
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, (Real, torch.SymFloat, torch.SymInt)):
             raise TypeError(f"{name}: got {_shown(value)}, need {need}")
-        value = float(value)
-    if not low <= value <= high:
+        found = float(value)
+    if not low <= found <= high:
         raise ValueError(f"{name}: got {value}, need {need}")
-    found: float = value
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 def integer(name: str, value: Any, low: int | None = None, need: str = "an integer") -> int:
     """value as an int of at least low (None: any)."""
+    found = value
     if type(value) is not int:
         if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
             raise TypeError(f"{name}: got {_shown(value)}, need {need}")
-        value = int(value)
-    if low is not None and value < low:
+        found = int(value)
+    if low is not None and found < low:
         raise ValueError(f"{name}: got {value}, need {need}")
-    found: int = value
-    return found
+    return found  # type: ignore[no-any-return]
 
 
-def choice(name: str, value: Any, choices: Collection[Any]) -> None:
-    """value is one of them: strings, integers, None."""
+def choice(name: str, value: Any, choices: Collection[Any], need: str = "") -> None:
+    """value is one of them: strings, integers, None. need: other words for which ones."""
     if not (value is None or isinstance(value, (str, Integral))) or value not in choices:
-        raise ValueError(f"{name}: got {_shown(value)}, need one of {', '.join(str(one) for one in choices)}")
+        raise ValueError(f"{name}: got {_shown(value)}, need {need or 'one of ' + ', '.join(map(str, choices))}")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -62,10 +62,3 @@ def flags(**given: Any) -> None:
 def _shown(value: Any) -> str:
     """Values that fit into a sentence; of others what they are."""
     return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
-
-
-def check_chunk_size(chunk_size: int) -> None:
-    """Of the ops whose fla twins take any power of two. It changes nothing but rounding, so ours only have to accept it."""
-    size = integer("chunk_size", chunk_size, 16, "a power of two of at least 16")
-    if size & (size - 1):
-        raise ValueError(f"chunk_size: got {size}, need a power of two of at least 16")

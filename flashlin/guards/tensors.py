@@ -16,12 +16,12 @@ def shown(shape: Any) -> str:
 
 
 def check_dense(name: str, x: Any, need: str) -> None:
-    """``x`` is a tensor whose elements lie in memory by strides: its shape can be asked for, and kernels can read it."""
+    """``x`` is a tensor whose elements lie in memory by strides: it has a shape, and kernels can read it. need: what an error asks for."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, need {need}")
     if x.is_nested or x.layout is not _STRIDED:
-        got = "a nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-        raise TypeError(f"{name}: got {got} tensor, need a dense one, {need.removeprefix('a ').removeprefix('an ')}")
+        got = "nested" if x.is_nested else str(x.layout).rpartition(".")[2].strip("_")
+        raise TypeError(f"{name}: got a {got} tensor, need {need.replace('tensor', 'dense tensor', 1)}")
 
 
 def check_floats(name: str, x: Any, meaning: str, dims: int | None = None) -> None:
@@ -160,6 +160,12 @@ def check_indices(indices: torch.Tensor, N: int, P: int, device: torch.device, r
     check_integers("state_indices", indices, (N,), "[N]", device, "q")
     if readable and N and int(indices.max()) >= P:
         raise ValueError(f"state_indices: got {int(indices.max())}, need less than {P}, the number of states in initial_state")
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    """Of the ops whose fla twins take any power of two. It changes nothing but rounding, so ours only have to accept it."""
+    if not isinstance(chunk_size, int) or chunk_size < 16 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size: got {chunk_size}, need a power of two of at least 16")
 
 
 def no_unknown(op: str, unknown: dict[str, Any]) -> None:

@@ -143,7 +143,7 @@ def check_filters(x: Tensor, weight: Any, bias: Any, activation: str | None, nam
         raise ValueError(f"{names[0]}: got shape {shown(weight.shape)}, need [D, W] with W of at least 1")
     if bias is not None:
         check_beside(names[1], bias, (D,), "[D]", names[2], x)
-    scalars.choice("activation", activation, ACTIVATIONS)
+    scalars.choice("activation", activation, ACTIVATIONS, "None, 'silu' or 'swish'")
 
 
 def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:

@@ -22,7 +22,7 @@ from flashlin.guards import scalars
 from flashlin.guards.limits import FEW_TOKENS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, check_values, need_tensor
-from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
+from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, suspect_layout, wants_grad
 
 MODES = ("auto", "chunk", "fused_recurrent")
 
@@ -89,6 +89,8 @@ def run(family: Family, op: str, tensors: tuple[Tensor | None, ...], scale: floa
     if torch.compiler.is_compiling():
         plan, (path, dot) = None, _route(op, family.name, mode, name_of(dtype), head_size_class(K), head_size_class(V), state_v_first, q.device)
     else:
+        if 1 < T < H:
+            suspect_layout(op, T, H)
         plan = planned(problem_of(family, op, given, bounds, needs_grad, mode, state_v_first), q.device)
         path, dot = plan.problem.path, plan.problem.dot
     if path == "torch":

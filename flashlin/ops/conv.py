@@ -119,7 +119,7 @@ def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = Non
 
 
 def _silu(activation: str | None) -> bool:
-    scalars.choice("activation", activation, ACTIVATIONS)
+    scalars.choice("activation", activation, ACTIVATIONS, "None, 'silu' or 'swish'")
     return activation is not None
 
 

@@ -113,8 +113,8 @@ def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, b
     terms = _terms(label_smoothing, logit_scale, 0.0, logit_softcapping, ignore_index, process_group)
     _check_linear(x, weight, bias)
     _check_target(target, x.shape[0], x.device, "x")
-    scalars.choice("reduction", reduction, ("mean", "sum"))
-    num_chunks = scalars.integer("num_chunks", num_chunks, 1, "an integer of at least 1")
+    scalars.choice("reduction", reduction, ("mean", "sum"), "'mean' or 'sum'")
+    num_chunks = scalars.integer("num_chunks", num_chunks, 1, "at least 1")
     penalty = scalars.number("l2_penalty_factor", l2_penalty_factor) if scalars.flag("use_l2warp", use_l2warp) else 0.0
     accumulate_grad_in_fp32 = scalars.flag("accumulate_grad_in_fp32", accumulate_grad_in_fp32)
     tokens.check("fused_linear_cross_entropy_loss", target, weight.shape[0], "target", ignore_index)
@@ -158,9 +158,10 @@ def _check_linear(x: Any, weight: Any, bias: Any) -> None:
     check_floats("x", x, "[N, D]")
     if x.ndim != 2 or x.shape[1] == 0:
         raise ValueError(f"x: got shape {shown(x.shape)}, need [N, D] with D of at least 1")
-    need_tensor("weight", weight, (None, x.shape[1]), "[V, D]", x.device, "x")
-    if weight.shape[0] == 0:
-        raise ValueError(f"weight: got shape {shown(weight.shape)}, need [V, D] with V of at least 1")
+    check_floats("weight", weight, "[V, D]")
+    if weight.ndim != 2 or weight.shape[0] == 0 or weight.shape[1] != x.shape[1]:
+        raise ValueError(f"weight: got shape {shown(weight.shape)}, need [V, D] with V of at least 1 and D = {x.shape[1]}")
+    check_device("weight", weight, x.device, "x")
     if bias is not None:
         need_tensor("bias", bias, weight.shape[:1], "[V]", x.device, "x")
 

@@ -20,7 +20,7 @@ from flashlin.kernels.gla import torch_path as chunked_gla
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import kept
-from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
+from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, suspect_layout, wants_grad
 from flashlin.ops.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
 
 LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
@@ -123,6 +123,8 @@ def _way(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> tuple[
     if torch.compiler.is_compiling():
         path, dot = _static_way(op, name_of(x.q.dtype), head_size_class(x.q.shape[3]), head_size_class(x.v.shape[3]), x.q.device)
         return path, dot, None
+    if 1 < x.q.shape[1] < x.q.shape[2]:
+        suspect_layout(op, x.q.shape[1], x.q.shape[2])
     plan = planned(problem_of(op, x, flags, needs_grad), x.q.device)
     return plan.problem.path, plan.problem.dot, plan
 

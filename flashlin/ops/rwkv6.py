@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
+from flashlin.guards.tensors import check_chunk_size, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import chunked, recurrent
 from flashlin.ops.gla import FAMILY
@@ -49,7 +49,7 @@ def chunk_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: fl
     """
     op = "chunk_rwkv6"
     no_unknown(op, unknown)
-    scalars.check_chunk_size(chunk_size)
+    check_chunk_size(chunk_size)
     _check_bonus(r, k, v, u)
     return chunked.run(FAMILY, op, (r, k, v, w, u), scale, initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu,
                        called={"q": "r", "g": "w"})

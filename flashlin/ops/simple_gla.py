@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_cu_seqlens, check_qkv, need_tensor, no_unknown
+from flashlin.guards.tensors import check_chunk_size, check_cu_seqlens, check_floats, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.simple_gla import torch_path
 from flashlin.ops import chunked
 from flashlin.ops.chunked import QKV, Argument
@@ -128,7 +128,7 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
         h0: Tensor | None, has_ht: bool, state_v_first: bool, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None = None, *,
         chunk_size: int = 64, reverse: bool = False, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
     """Every op of the family. out_dtype: of o, where the caller goes on computing with it."""
-    scalars.check_chunk_size(chunk_size)
+    check_chunk_size(chunk_size)
     scalars.flags(reverse=reverse)
     if reverse or (g is not None and gamma is not None):  # what is flipped or added here has to fit first
         check_qkv(q, k, v)
@@ -143,7 +143,9 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
         g = None if g is None else g.flip(1)
         if cu_seqlens is not None:
             cu_seqlens = q.shape[1] - check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape, q.device, policy.current().debug).flip(0)
-            h0 = h0.flip(0) if isinstance(h0, Tensor) and h0.ndim else h0
+            if h0 is not None:
+                check_floats("initial_state", h0, "[N, H, K, V]", 4)
+                h0 = h0.flip(0)
     o, ht = chunked.run(FAMILY, op, (q, k, v, g, gamma), scale, h0, has_ht, state_v_first, cu_seqlens, cu_seqlens_cpu, mode=mode,
                         out_dtype=out_dtype, called={"gamma": "g_gamma"})
     if reverse:
