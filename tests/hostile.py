@@ -12,7 +12,8 @@ from torch import Tensor, rand, randn
 import flashlin
 from flashlin import dispatch
 
-OPS = [name for name in flashlin.__all__ if name in dispatch.OPS or name.endswith("_linear") or name in ("chunk_gdn", "fused_recurrent_gdn", "l2_norm")]
+ALIASES = ("chunk_gdn", "fused_recurrent_gdn", "l2_norm")
+OPS = [name for name in flashlin.__all__ if name in dispatch.OPS or name.endswith("_linear") or name in ALIASES]
 B, T, H, K, D, W, N = 1, 6, 2, 8, 8, 4, 2  # two sequences are packed in a batch of one; K is V
 EDGES = torch.tensor([0, 4, T])
 HEADS, VECTORS, ROWS = (B, T, H), (B, T, H, K), (B, T, D)
@@ -53,26 +54,27 @@ def _of_tokens(op: str) -> dict[str, Any]:
 
 
 def _of_norms(op: str) -> dict[str, Any]:
-    return {**{name: randn(T, D) for name in ("x", "g", "z", "residual")}, **{name: randn(D) for name in ("weight", "bias", "norm_weight", "norm_bias")},
-            "linear_weight": randn(5, D), "linear_bias": randn(5)}
+    return {**{name: randn(T, D) for name in ("x", "g", "z", "residual")}, "linear_weight": randn(5, D), "linear_bias": randn(5),
+            **{name: randn(D) for name in ("weight", "bias", "norm_weight", "norm_bias")}}
 
 
 def _special(op: str) -> dict[str, Any]:
-    scan = {"A": -rand(H), "D": randn(H), "dt_bias": randn(H), "initial_states": randn(B, H, K, N), "dt_limit": (0.0, 1.0), "return_final_states": True,
-            "seq_idx": torch.zeros(B, T, dtype=torch.int32)}
+    scan = {"A": -rand(H), "D": randn(H), "dt_bias": randn(H), "initial_states": randn(B, H, K, N), "dt_limit": (0.0, 1.0),
+            "return_final_states": True, "seq_idx": torch.zeros(B, T, dtype=torch.int32)}
     loss = {"target": torch.zeros(T, dtype=torch.int64), "label_smoothing": 0.1, "logit_scale": 1.0, "logit_softcapping": 3.0, "ignore_index": -100}
     calls: dict[str, dict[str, Any]] = {
         "mamba_chunk_scan_combined": {**scan, "x": randn(VECTORS), "dt": randn(HEADS), "B": randn(B, T, 1, N), "C": randn(B, T, 1, N),
                                       "z": randn(VECTORS), "dt_softplus": True, "return_varlen_states": True},
         "mamba_split_conv1d_scan_combined": {
             **scan, "zxbcdt": randn(B, T, 2 * H * K + 2 * N + H), "conv1d_weight": randn(H * K + 2 * N, W), "conv1d_bias": randn(H * K + 2 * N),
-            "rmsnorm_weight": randn(H * K), "rmsnorm_eps": 1e-6, "outproj_weight": randn(5, H * K), "outproj_bias": randn(5), "headdim": K, "ngroups": 1},
+            "rmsnorm_weight": randn(H * K), "rmsnorm_eps": 1e-6, "outproj_weight": randn(5, H * K), "outproj_bias": randn(5), "headdim": K,
+            "ngroups": 1},
         "selective_state_update": {
             "state": randn(2, H, K, N), "x": randn(2, H, K), "dt": randn(2, H, K), "A": -rand(H, K, N), "B": randn(2, 1, N), "C": randn(2, 1, N),
             "D": randn(H, K), "z": randn(2, H, K), "dt_bias": randn(H, K), "dt_softplus": True, "state_batch_indices": torch.arange(2)},
         "selective_scan_fn": {
-            "u": randn(2, D, T), "delta": randn(2, D, T), "A": -rand(D, N), "B": randn(2, N, T), "C": randn(2, N, T), "D": randn(D), "z": randn(2, D, T),
-            "delta_bias": randn(D), "delta_softplus": True, "return_last_state": True},
+            "u": randn(2, D, T), "delta": randn(2, D, T), "A": -rand(D, N), "B": randn(2, N, T), "C": randn(2, N, T), "D": randn(D),
+            "z": randn(2, D, T), "delta_bias": randn(D), "delta_softplus": True, "return_last_state": True},
         "causal_conv1d_fn": {"x": randn(2, D, T), "weight": randn(D, W), "bias": randn(D), "seq_idx": None, "initial_states": randn(2, D, W - 1),
                              "return_final_states": True, "final_states_out": randn(2, D, W - 1)},
         "mamba_causal_conv1d_update": {"x": randn(2, D), "conv_state": randn(2, D, W), "weight": randn(D, W), "bias": randn(D),
@@ -94,7 +96,7 @@ def _special(op: str) -> dict[str, Any]:
     return calls.get("chunk_hgrn" if op.endswith("hgrn") else op, {})
 
 
-# Arguments that are there for compatibility, which nobody reads; with those that only some modes or ops read.
+# Arguments for compatibility, which nobody reads, and those that only some ops or modes read.
 UNREAD = {"chunk_indices", "disable_recompute", "use_graph", "max_num_seqs"}
 UNREAD_BY = {("chunk_dplr_delta_rule", "safe_gate"), ("chunk_rwkv7", "safe_gate"), ("fused_k_rwkv7", "cu_seqlens"), ("fused_k_rwkv7", "cu_seqlens_cpu"),
              *((op, "cu_seqlens_cpu") for op in ("delta_rule", "gated_delta_rule", "gla", "kda", "rwkv6", "rwkv7"))}  # auto: token by token here

@@ -47,7 +47,7 @@ def choice(name: str, value: Any, choices: Collection[Any], need: str = "") -> N
 def flag(name: str, value: Any) -> bool:
     """value as a bool. None is False, as layers pass on a use_cache that nobody has set; integers and numpy's bools will do."""
     if type(value) is bool:
-        return value  # type: ignore[no-any-return]
+        return value
     if value is None or isinstance(value, (int, torch.SymBool)) or type(value).__name__ in ("bool_", "bool"):
         return bool(value)
     raise TypeError(f"{name}: got {_shown(value)}, need True or False")

@@ -97,8 +97,9 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
         raise ValueError("a, b: got one of them or delta with them, need both, and without delta")
     readable = policy.current().debug or (x.q.device.type == "cpu" and not torch.compiler.is_compiling())
     if x.bounds is not None:
-        x = x._replace(bounds=check_cu_seqlens(x.bounds, None, x.q.shape, x.q.device, policy.current().debug, first))
-        check_values("cu_seqlens", x.bounds)
+        bounds = check_cu_seqlens(x.bounds, None, x.q.shape, x.q.device, policy.current().debug, first)
+        check_values("cu_seqlens", bounds)
+        x = x._replace(bounds=bounds)
     if indices is not None:
         check_pool("initial_state", x.h0, None, HV, K, V, "v_first" in flags, x.q.device, "state_indices")
         check_indices(indices, x.sequences, x.h0.shape[0] if x.h0 is not None else 0, x.q.device, readable)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flashlin import policy
-from flashlin.guards.problem import Plan, Problem
 from flashlin.guards import scalars
+from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_device, check_floats, check_integers, shown
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR

@@ -44,7 +44,8 @@ def unexplained(call: Callable[..., Any], given: dict[str, Any], unread: set[str
             for kind, wrong in kinds.items():
                 error = answer(call, {**given, name: wrong})
                 fine = not must_fail if error is None else (
-                    isinstance(error, (ValueError, TypeError)) and SENTENCE.match(str(error)) and (not must_fail or name in str(error).split("need")[0]))
+                    isinstance(error, (ValueError, TypeError)) and SENTENCE.match(str(error))
+                    and (not must_fail or name in str(error).split("need")[0]))
                 if not fine:
                     found.append(f"{name} = {kind}: {'accepted' if error is None else f'{type(error).__name__}: {error}'[:150]}")
     return found
@@ -64,7 +65,8 @@ def test_every_wrong_argument_is_named(op: str) -> None:
                                                "output_final_state": True}),
     (lambda: flashlin.RotaryEmbedding(8), {"q": randn(1, 6, 2, 8), "k": randn(1, 6, 2, 8), "seqlen_offset": 0, "max_seqlen": 9}),
     (lambda: flashlin.FusedCrossEntropyLoss(), {"input": randn(6, 9), "target": torch.zeros(6, dtype=torch.int64)}),
-    (lambda: flashlin.FusedLinearCrossEntropyLoss(), {"x": randn(6, 8), "target": torch.zeros(6, dtype=torch.int64), "weight": randn(9, 8), "bias": randn(9)}),
+    (lambda: flashlin.FusedLinearCrossEntropyLoss(), {"x": randn(6, 8), "target": torch.zeros(6, dtype=torch.int64), "weight": randn(9, 8),
+                                                      "bias": randn(9)}),
     (lambda: flashlin.FusedRMSNormGated(8), {"x": randn(6, 8), "g": randn(6, 8), "residual": randn(6, 8), "prenorm": True, "residual_in_fp32": True}),
     (lambda: flashlin.RMSNormGated(8), {"x": randn(6, 8), "z": randn(6, 8)}),
 ])
@@ -120,7 +122,8 @@ TARGET = torch.zeros(4, dtype=torch.int64)
     (lambda: flashlin.layernorm_fn(None, LINE, None), TypeError, "x: got NoneType, need a tensor of shape [..., D]"),
     (lambda: flashlin.rms_norm(X.to_sparse(), LINE, None), TypeError, "x: got a sparse_coo tensor, need a dense tensor of shape [..., D]"),
     (lambda: flashlin.rms_norm(X, LINE.to_sparse(), None), TypeError, "weight: got a sparse_coo tensor, need a dense tensor of shape [D]"),
-    (lambda: flashlin.fused_linear_cross_entropy_loss(torch.tensor(1.0), TARGET, LINES), ValueError, "x: got shape [], need [N, D] with D of at least 1"),
+    (lambda: flashlin.fused_linear_cross_entropy_loss(torch.tensor(1.0), TARGET, LINES), ValueError,
+     "x: got shape [], need [N, D] with D of at least 1"),
     (lambda: flashlin.fused_linear_cross_entropy_loss(X, TARGET, torch.tensor(1.0)), ValueError,
      "weight: got shape [], need [V, D] with V of at least 1 and D = 8"),
     (lambda: flashlin.fused_linear_cross_entropy_loss(X, TARGET, LINES, torch.tensor(1.0)), ValueError, "bias: got shape [], need [V] = [5]"),
@@ -155,18 +158,20 @@ def test_meta_tensors_have_shapes(op: str) -> None:
     found, expected = (y if isinstance(y, tuple) else (y,) for y in (on("meta"), on("cpu")))
     for y, z in zip(found, expected, strict=True):
         for part, like in zip(y, z, strict=True) if isinstance(z, tuple) else [(y, z)]:
-            assert part is None and like is None or (part.shape == like.shape and part.dtype == like.dtype and part.device.type == "meta")
+            assert (part is None and like is None) or (part.shape == like.shape and part.dtype == like.dtype and part.device.type == "meta")
 
 
 AFFINE = "hidden_size elementwise_affine bias eps device dtype"
 GATED = "hidden_size elementwise_affine eps device dtype"
-LOSS = "ignore_index label_smoothing logit_scale logit_softcapping num_chunks reduction use_l2warp l2_penalty_factor accumulate_grad_in_fp32 process_group"
+LOSS = ("ignore_index label_smoothing logit_scale logit_softcapping num_chunks reduction use_l2warp l2_penalty_factor accumulate_grad_in_fp32 "
+        "process_group")
 ORDERS = {  # of positional arguments, as in fla 0.6.0: of the class, and of a call
     "LayerNorm": (AFFINE, "x residual prenorm residual_in_fp32"), "RMSNorm": (AFFINE, "x residual prenorm residual_in_fp32"),
     "GroupNorm": ("num_groups hidden_size elementwise_affine bias eps is_rms_norm device dtype", "x residual prenorm residual_in_fp32"),
     "LayerNormLinear": (AFFINE, "x weight bias residual prenorm residual_in_fp32"),
     "RMSNormLinear": (AFFINE, "x weight bias residual prenorm residual_in_fp32"),
-    "GroupNormLinear": ("num_groups hidden_size elementwise_affine bias eps is_rms_norm device dtype", "x weight bias residual prenorm residual_in_fp32"),
+    "GroupNormLinear": ("num_groups hidden_size elementwise_affine bias eps is_rms_norm device dtype",
+                        "x weight bias residual prenorm residual_in_fp32"),
     "FusedLayerNormGated": ("hidden_size elementwise_affine bias activation eps device dtype", "x g residual prenorm residual_in_fp32"),
     "FusedRMSNormGated": ("hidden_size elementwise_affine eps activation device dtype", "x g residual prenorm residual_in_fp32"),
     "FusedLayerNormSwishGate": (AFFINE, "x g residual prenorm residual_in_fp32"),

@@ -93,7 +93,7 @@ rotary = flashlin.rotary_embedding
     (lambda: rotary(X, COS.to("meta"), COS), ValueError, "cos: got device meta, need cpu, where x is"),
     (lambda: rotary(X[..., :7], COS, COS), ValueError, "cos: got R = 4 pairs, need at most 3, half of x's D = 7"),
     (lambda: rotary(X, COS, COS, seqlen_offsets=1.0), TypeError, "seqlen_offsets: got float, need an int, or an int32 or int64 tensor of shape [N]"),
-    (lambda: rotary(X, COS, COS, seqlen_offsets=COS[0, :2]), TypeError, 
+    (lambda: rotary(X, COS, COS, seqlen_offsets=COS[0, :2]), TypeError,
      "seqlen_offsets: got torch.float32, need an int32 or int64 tensor of shape [N]"),
     (lambda: rotary(X, COS, COS, seqlen_offsets=torch.tensor([1, 2, 3])), ValueError, "seqlen_offsets: got shape [3], need [N] = [2]"),
     (lambda: rotary(X[:1], COS, COS, cu_seqlens=torch.tensor([0, 2])), ValueError,
