@@ -98,8 +98,9 @@ def _special(op: str) -> dict[str, Any]:
 
 # Arguments for compatibility, which nobody reads, and those that only some ops or modes read.
 UNREAD = {"chunk_indices", "disable_recompute", "use_graph", "max_num_seqs"}
-UNREAD_BY = {("chunk_dplr_delta_rule", "safe_gate"), ("chunk_rwkv7", "safe_gate"), ("fused_k_rwkv7", "cu_seqlens"), ("fused_k_rwkv7", "cu_seqlens_cpu"),
-             *((op, "cu_seqlens_cpu") for op in ("delta_rule", "gated_delta_rule", "gla", "kda", "rwkv6", "rwkv7"))}  # auto: token by token here
+UNREAD_BY = {("chunk_dplr_delta_rule", "safe_gate"), ("chunk_rwkv7", "safe_gate"), ("fused_k_rwkv7", "cu_seqlens"),
+             ("fused_k_rwkv7", "cu_seqlens_cpu"),  # and of those that go token by token here, which read no copy:
+             *((op, "cu_seqlens_cpu") for op in ("delta_rule", "gated_delta_rule", "gla", "kda", "rwkv6", "rwkv7"))}
 
 
 def impossible(x: Any) -> dict[str, Any]:
