@@ -136,10 +136,11 @@ def check_bounds(edges: list[int], T: int) -> None:
 def check_state(name: str, state: torch.Tensor, N: int, H: int, K: int, V: int, v_first: bool, device: torch.device, packed: bool,
                 first: str = "q") -> None:
     meaning = "[N, H, V, K]" if v_first else "[N, H, K, V]"
-    check_floats(name, state, meaning)
-    if packed and state.ndim > 0 and state.shape[0] != N:
-        raise ValueError(f"{name}: The number of initial states is expected to be equal to the number of input sequences, "
-                         f"got {state.shape[0]} states, need {N}")
+    if packed:
+        check_dense(name, state, f"a tensor of shape {meaning}")
+        if state.ndim > 0 and state.shape[0] != N:
+            raise ValueError(f"{name}: The number of initial states is expected to be equal to the number of input sequences, "
+                             f"got {state.shape[0]} states, need {N}")
     need_tensor(name, state, (N, H, V, K) if v_first else (N, H, K, V), meaning, device, first)
 
 

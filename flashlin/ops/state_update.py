@@ -86,8 +86,8 @@ def _pool(state: Any, x: Any) -> tuple[bool, Tensor]:
 
 
 def _with_heads(name: str, given: Any, shape: tuple[int | None, ...], meaning: str, at: int, x: Tensor) -> Tensor:
-    check_floats(name, given, meaning)
-    if given.ndim == len(shape) - 1:
+    if isinstance(given, Tensor) and given.ndim == len(shape) - 1:
+        check_floats(name, given, meaning)
         given = given.unsqueeze(at)
     check_beside(name, given, shape, meaning, "x", x)
     found: Tensor = given
