@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 LARGEST = sys.float_info.max
-ABOVE_ZERO = 5e-324  # the smallest number above 0
+ABOVE_ZERO = sys.float_info.min  # a smaller one may count as 0, where denormal numbers are flushed
 
 
 def number(name: str, value: Any, low: float = -LARGEST, high: float = LARGEST, need: str = "a finite number") -> float:
