@@ -7,22 +7,62 @@ from typing import Any
 import torch
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+_STRIDED = torch.strided
 
 
 def shown(shape: Any) -> str:
     return "[" + ", ".join(str(size) for size in shape) + "]"
 
 
-def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, device: torch.device, beside: str = "q") -> None:
-    """``x`` is a floating-point tensor of that shape (None: any size) on that device. ``meaning`` spells the shape out in the error;
-    ``beside`` is the argument whose device that is."""
+def check_dense(name: str, x: Any, need: str) -> None:
+    """``x`` is a tensor whose elements lie in memory by strides: it has a shape, and kernels can read it. need: what an error asks for."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, need a tensor of shape {meaning}")
+        raise TypeError(f"{name}: got {type(x).__name__}, need {need}")
+    if x.is_nested or x.layout is not _STRIDED:
+        got = "nested" if x.is_nested else str(x.layout).rpartition(".")[2].strip("_")
+        raise TypeError(f"{name}: got a {got} tensor, need {need.replace('tensor', 'dense tensor', 1)}")
+
+
+def check_floats(name: str, x: Any, meaning: str, dims: int | None = None) -> None:
+    """``x`` is a dense floating-point tensor of so many dimensions (None: any), whose sizes, as ``meaning`` says, have still to be looked at."""
+    check_dense(name, x, f"a tensor of shape {meaning}")
+    if dims is not None and x.ndim != dims:
+        raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning}")
+    check_dtype(name, x.dtype, "dtype ")
+
+
+def check_dtype(name: str, dtype: Any, prefix: str = "") -> None:
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+        raise TypeError(f"{name}: got {prefix}{dtype}, need bfloat16, float16, float32 or float64")
+
+
+def check_integers(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, device: torch.device, beside: str) -> None:
+    """``x`` is a dense int32 or int64 tensor of that shape (None: any size) on that device."""
+    check_dense(name, x, f"an int32 or int64 tensor of shape {meaning}")
+    if x.dtype not in INTEGERS:
+        raise TypeError(f"{name}: got {x.dtype}, need an int32 or int64 tensor of shape {meaning}")
+    _check_shape(name, x, shape, meaning)
+    check_device(name, x, device, beside)
+
+
+def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, device: torch.device, beside: str = "q") -> None:
+    """``x`` is a dense floating-point tensor of that shape (None: any size) on that device. ``meaning`` spells the shape out in the error;
+    ``beside`` is the argument whose device that is."""
+    check_floats(name, x, meaning)
+    _check_shape(name, x, shape, meaning)
+    check_device(name, x, device, beside)
+
+
+def _check_shape(name: str, x: torch.Tensor, shape: tuple[int | None, ...], meaning: str) -> None:
+    if x.shape == shape:
+        return
     if x.ndim != len(shape) or any(want is not None and want != got for want, got in zip(shape, x.shape, strict=False)):
         sizes = shown("any" if size is None else size for size in shape)
         raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning} = {sizes}")
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{name}: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
+
+
+def check_device(name: str, x: torch.Tensor, device: torch.device, beside: str) -> None:
     if x.device != device:
         raise ValueError(f"{name}: got device {x.device}, need {device}, where {beside} is")
 
@@ -30,9 +70,8 @@ def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, 
 def check_qkv(q: Any, k: Any, v: Any, grouped: bool = False, first: str = "q") -> None:
     """q, k [B, T, H, K] and v [B, T, H, V] agree; grouped: v may have several heads to each of q's. Heads of size zero are refused; empty
     batches and sequences are fine. first: q's public name, RWKV's being r."""
-    if not isinstance(q, torch.Tensor):
-        raise TypeError(f"{first}: got {type(q).__name__}, need a tensor of shape [B, T, H, K]")
-    need_tensor(first, q, (None, None, None, None), "[B, T, H, K]", q.device, first)
+    check_floats(first, q, "[B, T, H, K]")
+    _check_shape(first, q, (None, None, None, None), "[B, T, H, K]")
     need_tensor("k", k, tuple(q.shape), "[B, T, H, K]", q.device, first)
     if grouped:
         need_tensor("v", v, (*q.shape[:2], None, None), "[B, T, HV, V]", q.device, first)
@@ -58,13 +97,12 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
     for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
         if x is None:
             continue
-        if not isinstance(x, torch.Tensor) or x.dtype not in (torch.int32, torch.int64):
-            got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-            raise TypeError(f"{name}: got {got}, need an int32 or int64 tensor of shape [N + 1]")
+        check_dense(name, x, "an int32 or int64 tensor of shape [N + 1]")
+        if x.dtype not in INTEGERS:
+            raise TypeError(f"{name}: got {x.dtype}, need an int32 or int64 tensor of shape [N + 1]")
         if x.ndim != 1 or x.numel() == 0:
             raise ValueError(f"{name}: got shape {shown(x.shape)}, need [N + 1]")
-    if cu_seqlens.device != device:
-        raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, need {device}, where {packed} is")
+    check_device("cu_seqlens", cu_seqlens, device, packed)
     if cu_seqlens_cpu is not None:
         if cu_seqlens_cpu.device.type != "cpu":
             raise ValueError(f"cu_seqlens_cpu: got device {cu_seqlens_cpu.device}, need cpu")
@@ -76,6 +114,12 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
         if readable is cu_seqlens:
             return cu_seqlens.contiguous()  # kernels walk it with a stride of 1
     return cu_seqlens.clamp(0, T).cummax(0).values  # also beside cu_seqlens_cpu, which need not say the same
+
+
+def check_values(name: str, x: torch.Tensor) -> None:
+    """``x`` has values. Of other tensors an op on ``meta`` asks for shapes only."""
+    if x.device.type == "meta":
+        raise ValueError(f"{name}: got a tensor on meta, need one with values: how long sequences are decides what is computed")
 
 
 def check_bounds(edges: list[int], T: int) -> None:
@@ -91,10 +135,13 @@ def check_bounds(edges: list[int], T: int) -> None:
 
 def check_state(name: str, state: torch.Tensor, N: int, H: int, K: int, V: int, v_first: bool, device: torch.device, packed: bool,
                 first: str = "q") -> None:
-    if packed and isinstance(state, torch.Tensor) and state.ndim > 0 and state.shape[0] != N:
-        raise ValueError(f"{name}: The number of initial states is expected to be equal to the number of input sequences, "
-                         f"got {state.shape[0]} states, need {N}")
-    need_tensor(name, state, (N, H, V, K) if v_first else (N, H, K, V), "[N, H, V, K]" if v_first else "[N, H, K, V]", device, first)
+    meaning = "[N, H, V, K]" if v_first else "[N, H, K, V]"
+    if packed:
+        check_dense(name, state, f"a tensor of shape {meaning}")
+        if state.ndim > 0 and state.shape[0] != N:
+            raise ValueError(f"{name}: The number of initial states is expected to be equal to the number of input sequences, "
+                             f"got {state.shape[0]} states, need {N}")
+    need_tensor(name, state, (N, H, V, K) if v_first else (N, H, K, V), meaning, device, first)
 
 
 def check_pool(name: str, pool: torch.Tensor | None, N: int | None, H: int, K: int, V: int, v_first: bool, device: torch.device,
@@ -111,13 +158,7 @@ def check_pool(name: str, pool: torch.Tensor | None, N: int | None, H: int, K: i
 
 def check_indices(indices: torch.Tensor, N: int, P: int, device: torch.device, readable: bool) -> None:
     """state_indices [N]: one row of the pool for each sequence, negative ones for none. Values are only looked at where that is free."""
-    if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
-        got = indices.dtype if isinstance(indices, torch.Tensor) else type(indices).__name__
-        raise TypeError(f"state_indices: got {got}, need an int32 or int64 tensor of shape [N]")
-    if tuple(indices.shape) != (N,):
-        raise ValueError(f"state_indices: got shape {shown(indices.shape)}, need [N] = [{N}]")
-    if indices.device != device:
-        raise ValueError(f"state_indices: got device {indices.device}, need {device}, where q is")
+    check_integers("state_indices", indices, (N,), "[N]", device, "q")
     if readable and N and int(indices.max()) >= P:
         raise ValueError(f"state_indices: got {int(indices.max())}, need less than {P}, the number of states in initial_state")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import pending
-from flashlin.guards.tensors import shown
+from flashlin.guards.tensors import INTEGERS, check_dense, shown
 
 
 class Call(NamedTuple):
@@ -120,9 +120,8 @@ def mode() -> str:
 
 
 def check_dtype(name: str, tokens: Any) -> None:
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"{name}: got {type(tokens).__name__}, need an int32 or int64 tensor")
-    if tokens.dtype not in (torch.int32, torch.int64):
+    check_dense(name, tokens, "an int32 or int64 tensor")
+    if tokens.dtype not in INTEGERS:
         raise TypeError(f"{name}: got dtype {tokens.dtype}, need int32 or int64")
 
 

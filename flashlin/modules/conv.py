@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashlin.guards import scalars
+from flashlin.guards.tensors import check_dense, check_device, check_floats
 from flashlin.ops.conv import BACKENDS, causal_conv1d, causal_conv1d_update
 
 
@@ -51,11 +53,19 @@ class ShortConvolution(nn.Conv1d):
         cache: [N, D, W], the state to begin with. Where gradients are off and every sequence has exactly one token it is updated IN PLACE.
         options: the other arguments of ``causal_conv1d``.
         """
+        check_floats("x", x, "[B, T, D]")
+        output_final_state = scalars.flag("output_final_state", output_final_state)
+        if cu_seqlens is not None:
+            check_dense("cu_seqlens", cu_seqlens, "an int32 or int64 tensor of shape [N + 1]")
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("mask: got one beside cu_seqlens; `mask` and `cu_seqlens` cannot be provided at the same time")
+            check_dense("mask", mask, "a tensor of shape [B, T]")
             if mask.shape != x.shape[:2]:
                 raise ValueError(f"mask: got shape {list(mask.shape)}, need [B, T] = {list(x.shape[:2])}")
+            if mask.is_complex() or mask.is_quantized:
+                raise TypeError(f"mask: got dtype {mask.dtype}, need bool, an integer or a floating-point one")
+            check_device("mask", mask, x.device, "x")
             x = x * mask.unsqueeze(-1).to(x.dtype)
         weight = self.weight.squeeze(1)
         in_place = cache is not None and not torch.is_grad_enabled()
@@ -63,7 +73,7 @@ class ShortConvolution(nn.Conv1d):
             assert cache is not None  # for the type checker
             y, state = causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation)
             return y, state if output_final_state else None
-        packed_tokens = in_place and cu_seqlens is not None and x.ndim == 3 and x.shape[1] == cu_seqlens.shape[0] - 1
+        packed_tokens = in_place and cu_seqlens is not None and x.ndim == 3 and x.shape[1] == cu_seqlens.numel() - 1
         y, ht = causal_conv1d(x, weight, self.bias, residual, cache, output_final_state or packed_tokens, self.activation, self.backend,
                               cu_seqlens, chunk_indices=chunk_indices, **options)
         if packed_tokens:  # whether each sequence has one token is decided on the device, so that nobody waits for it

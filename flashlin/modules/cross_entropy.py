@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flashlin.guards.tensors import check_dense, check_floats
 from flashlin.ops.cross_entropy import cross_entropy_loss, fused_linear_cross_entropy_loss
 
 
@@ -63,7 +64,9 @@ class FusedLinearCrossEntropyLoss(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The loss of x [..., D] and target [...] (x's shape but for D), with weight [V, D] and bias [V] or None: a float32 scalar."""
-        if isinstance(target, Tensor) and isinstance(x, Tensor) and x.ndim:
+        check_floats("x", x, "[..., D]")
+        check_dense("target", target, "an int32 or int64 tensor of x's shape without D")
+        if x.ndim:
             if target.shape != x.shape[:-1]:
                 raise ValueError(f"target: got shape {list(target.shape)}, need x's without its last dimension, {list(x.shape[:-1])}")
             x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)

@@ -92,7 +92,7 @@ class FusedLayerNormGated(_Gated):
     activation: of the gate, ``swish``, ``silu`` or ``sigmoid``; anything else is a ValueError. The other arguments as ``LayerNorm``.
     """
 
-    def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False, eps: float = 1e-5, activation: str = "swish",
+    def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False, activation: str = "swish", eps: float = 1e-5,
                  device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
         self._set(activation)
@@ -125,7 +125,7 @@ class FusedLayerNormSwishGate(FusedLayerNormGated):
 
     def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False, eps: float = 1e-5,
                  device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__(hidden_size, elementwise_affine, bias, eps, device=device, dtype=dtype)
+        super().__init__(hidden_size, elementwise_affine, bias, eps=eps, device=device, dtype=dtype)
 
 
 class FusedRMSNormSwishGate(FusedRMSNormGated):

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flashlin.guards.tensors import shown
+from flashlin.guards import scalars
+from flashlin.guards.tensors import check_floats, shown
 from flashlin.ops.rotary import rotary_embedding
 
 
@@ -72,12 +73,14 @@ class RotaryEmbedding(nn.Module):
         given once, or the tables that are there have to do (ValueError where there are none). Further places are what ``rotary_embedding`` says.
         """
         for name, x in (("q", q), ("k", k)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name}: got {type(x).__name__}, need a tensor of shape [B, T, H, D]")
+            check_floats(name, x, "[B, T, H, D]")
             if x.ndim != 4 or x.shape[3] < self.dim:
                 raise ValueError(f"{name}: got shape {shown(x.shape)}, need [B, T, H, D] with D of at least dim = {self.dim}")
-        length = q.shape[1] + seqlen_offset if max_seqlen is None and not isinstance(seqlen_offset, Tensor) else max_seqlen
-        tables = self._tables_for(length, q.device, q.dtype == torch.float64)
+        if max_seqlen is not None:
+            max_seqlen = scalars.integer("max_seqlen", max_seqlen, 0, "an integer of at least 0, or None")
+        elif not isinstance(seqlen_offset, Tensor):
+            max_seqlen = q.shape[1] + scalars.integer("seqlen_offset", seqlen_offset, need="an integer, or a tensor of shape [N]")
+        tables = self._tables_for(max_seqlen, q.device, q.dtype == torch.float64)
         return tuple(rotary_embedding(x, *table, self.interleaved, False, seqlen_offset, cu_seqlens, chunk_indices)  # type: ignore[return-value]
                      for x, table in ((q, tables.q), (k, tables.k)))
 

@@ -10,16 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashlin.guards import scalars
 from flashlin.guards.limits import MAX_WIDTH
 from flashlin.guards.problem import Problem
-from flashlin.guards.tensors import FLOATS, shown
+from flashlin.guards.tensors import check_dense, check_device, check_floats, check_integers, shown
 from flashlin.kernels.mamba.recipe import WINDOW
 from flashlin.ops import conv
 from flashlin.ops.conv import ACTIVATIONS
 from flashlin.ops.norm import STRICTEST
 from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
 from flashlin.ops.pointwise import check_beside
-from flashlin.ops.state_update import check_rows_of_pool, put_rows
+from flashlin.ops.state_update import put_rows
 
 OP, CONVOLUTION = "mamba_causal_conv1d_update", "causal_conv1d_fn"
 
@@ -52,6 +53,7 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
     number of seq_idx may be used again for a later sequence; CPU tensors.
     """
     check_channels(x)
+    return_final_states = scalars.flag("return_final_states", return_final_states)
     b, D, T = x.shape
     check_filters(x, weight, bias, activation)
     W = weight.shape[1]
@@ -115,7 +117,7 @@ def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Te
                          "causal_conv1d_fn with initial_states has the gradient")
     for name, given in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
         if given is not None:
-            check_rows_of_pool(name, given, b, x)
+            check_integers(name, given, (b,), "[b]", x.device, "x")  # kernels skip values outside of the pool
     silu = activation is not None
     if wants_grad(x, weight, bias):
         y = _in_parts(rows, conv_state, weight, bias, silu, cache_seqlens, conv_state_indices)
@@ -128,12 +130,9 @@ mamba_causal_conv1d_update = causal_conv1d_update  # its name beside fla's funct
 
 
 def check_channels(x: Any, meaning: str = "[b, D, T]", dims: tuple[int, ...] = (3,)) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x: got {type(x).__name__}, need a tensor of shape {meaning}")
+    check_floats("x", x, meaning)
     if x.ndim not in dims or x.shape[1] == 0:
         raise ValueError(f"x: got shape {shown(x.shape)}, need {meaning} with D of at least 1")
-    if x.dtype not in FLOATS:
-        raise TypeError(f"x: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
 
 
 def check_filters(x: Tensor, weight: Any, bias: Any, activation: str | None, names: tuple[str, str, str] = ("weight", "bias", "x")) -> None:
@@ -144,18 +143,16 @@ def check_filters(x: Tensor, weight: Any, bias: Any, activation: str | None, nam
         raise ValueError(f"{names[0]}: got shape {shown(weight.shape)}, need [D, W] with W of at least 1")
     if bias is not None:
         check_beside(names[1], bias, (D,), "[D]", names[2], x)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: got {activation!r}, need None, 'silu' or 'swish'")
+    scalars.choice("activation", activation, ACTIVATIONS, "None, 'silu' or 'swish'")
 
 
 def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:
-    if not isinstance(seq_idx, Tensor) or seq_idx.is_floating_point() or seq_idx.is_complex() or seq_idx.dtype == torch.bool:
-        got = seq_idx.dtype if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
-        raise TypeError(f"seq_idx: got {got}, need a tensor of integers of shape [b, T]")
+    check_dense("seq_idx", seq_idx, "a tensor of integers of shape [b, T]")
+    if seq_idx.is_floating_point() or seq_idx.is_complex() or seq_idx.is_quantized or seq_idx.dtype == torch.bool:
+        raise TypeError(f"seq_idx: got {seq_idx.dtype}, need a tensor of integers of shape [b, T]")
     if tuple(seq_idx.shape) != (b, T):
         raise ValueError(f"seq_idx: got shape {shown(seq_idx.shape)}, need [b, T] = {shown((b, T))}")
-    if seq_idx.device != x.device:
-        raise ValueError(f"seq_idx: got device {seq_idx.device}, need {x.device}, where x is")
+    check_device("seq_idx", seq_idx, x.device, "x")
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, activation: str | None) -> Tensor:

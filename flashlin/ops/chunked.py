@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin import policy
+from flashlin.guards import scalars
 from flashlin.guards.limits import FEW_TOKENS
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, need_tensor
-from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
+from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, check_values, need_tensor
+from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, suspect_layout, wants_grad
 
 MODES = ("auto", "chunk", "fused_recurrent")
 
@@ -56,6 +57,7 @@ def run(family: Family, op: str, tensors: tuple[Tensor | None, ...], scale: floa
     grouped: v may have several heads to each of q's. called: public names of arguments, where they are not the family's."""
     names, arguments = tuple(family.arguments), tuple(family.arguments.values())
     q, k, v = tensors[:3]
+    has_ht, state_v_first = scalars.flag("output_final_state", has_ht), scalars.flag("state_v_first", state_v_first)
     called = called or {}
     first = called.get("q", "q")
     check_qkv(q, k, v, grouped, first)
@@ -67,16 +69,16 @@ def run(family: Family, op: str, tensors: tuple[Tensor | None, ...], scale: floa
         if x is not None or not argument.optional:
             need_tensor(called.get(name, name), x, tuple([sizes[letter] for letter in argument.shape]),
                         f"[{', '.join(argument.shape)}]{argument.hint}", q.device, first)
-    if mode not in MODES:
-        raise ValueError(f"mode: got {mode!r}, need one of {', '.join(MODES)}")
+    scalars.choice("mode", mode, MODES)
     bounds = None
     if cu_seqlens is not None:
         bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape, q.device, policy.current().debug, first)
+        check_values("cu_seqlens", bounds)
     elif cu_seqlens_cpu is not None:
         raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
     if h0 is not None:
         check_state("initial_state", h0, B if bounds is None else bounds.shape[0] - 1, HV, K, V, state_v_first, q.device, bounds is not None, first)
-    scale = K ** -0.5 if scale is None else float(scale)
+    scale = K ** -0.5 if scale is None else scalars.number("scale", scale)
     out_dtype = out_dtype or v.dtype
     given = [x.detach() if argument.constant and x is not None else x for argument, x in zip(arguments, tensors, strict=True)]
     if scale < 0:  # some kernels keep the scale in an exponent
@@ -87,6 +89,8 @@ def run(family: Family, op: str, tensors: tuple[Tensor | None, ...], scale: floa
     if torch.compiler.is_compiling():
         plan, (path, dot) = None, _route(op, family.name, mode, name_of(dtype), head_size_class(K), head_size_class(V), state_v_first, q.device)
     else:
+        if 1 < T < H:
+            suspect_layout(op, T, H)
         plan = planned(problem_of(family, op, given, bounds, needs_grad, mode, state_v_first), q.device)
         path, dot = plan.problem.path, plan.problem.dot
     if path == "torch":
@@ -130,8 +134,7 @@ def _common_dtype(arguments: tuple[Argument, ...], tensors: list[Tensor | None])
 def chosen_mode(family: Family, op: str, mode: str, q: Tensor, v: Tensor, needs_grad: bool, options: tuple[str, ...] = ()) -> str:
     """``chunk`` or ``fused_recurrent``; auto is decided by the plan. A traced call, of which T may not be known, goes chunk by chunk. q and v
     are checked already."""
-    if mode not in MODES:
-        raise ValueError(f"mode: got {mode!r}, need one of {', '.join(MODES)}")
+    scalars.choice("mode", mode, MODES)
     if mode != "auto":
         return mode
     if torch.compiler.is_compiling():

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from flashlin import policy
+from flashlin.guards import scalars
 from flashlin.guards.limits import MAX_WIDTH
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import FLOATS, check_cu_seqlens, need_tensor, no_unknown, shown
+from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR
 from flashlin.ops.norm import STRICTEST
@@ -57,11 +58,11 @@ def causal_conv1d(x: Tensor, weight: Tensor | None = None, bias: Tensor | None =
     no_unknown("causal_conv1d", unknown)
     if cp_context is not None:
         raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: a sequence split over several GPUs is not supported")
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}, need one of {', '.join(BACKENDS)}")
+    if backend is not None:
+        scalars.choice("backend", backend, BACKENDS)
+    output_final_state = scalars.flag("output_final_state", output_final_state)
     silu = _silu(activation)
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x: got {type(x).__name__}, need a tensor of shape [B, T, D]")
+    check_floats("x", x, "[B, T, D]")
     if x.ndim != 3 or x.shape[2] == 0:
         raise ValueError(f"x: got shape {shown(x.shape)}, need [B, T, D] with D of at least 1")
     weight = _check(x, weight, bias, residual)
@@ -96,8 +97,7 @@ def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = Non
     Differs from fla: there are gradients for x, weight, bias and residual, where fla's are silently none.
     """
     silu = _silu(activation)
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x: got {type(x).__name__}, need a tensor of shape [N, D], [N, 1, D] or [1, N, D]")
+    check_floats("x", x, "[N, D], [N, 1, D] or [1, N, D]")
     if x.ndim not in (2, 3) or x.shape[-1] == 0 or (x.ndim == 3 and 1 not in x.shape[:2] and x.numel()):
         raise ValueError(f"x: got shape {shown(x.shape)}, need [N, D], [N, 1, D] or [1, N, D] with D of at least 1")
     weight = _check(x, weight, bias, residual)
@@ -119,21 +119,17 @@ def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = Non
 
 
 def _silu(activation: str | None) -> bool:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: got {activation!r}, need None, 'silu' or 'swish'")
+    scalars.choice("activation", activation, ACTIVATIONS, "None, 'silu' or 'swish'")
     return activation is not None
 
 
 def _check(x: Tensor, weight: Any, bias: Any, residual: Any) -> Tensor:
     """The weight, which is a tensor by then."""
-    if x.dtype not in FLOATS:
-        raise TypeError(f"x: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
     D = x.shape[-1]
     for name, given, shape, meaning in (("weight", weight, (D, None), "[D, W]"), ("bias", bias, (D,), "[D]"),
                                         ("residual", residual, tuple(x.shape), "x's shape")):
         if given is not None or name == "weight":
-            need_tensor(name, given, shape, meaning, getattr(given, "device", x.device))
-            _check_device(name, given, x)
+            need_tensor(name, given, shape, meaning, x.device, "x")
     if weight.shape[1] == 0:
         raise ValueError(f"weight: got shape {shown(weight.shape)}, need [D, W] with W of at least 1")
     checked: Tensor = weight
@@ -141,13 +137,7 @@ def _check(x: Tensor, weight: Any, bias: Any, residual: Any) -> Tensor:
 
 
 def _check_state(name: str, state: Any, N: int, x: Tensor, weight: Tensor) -> None:
-    need_tensor(name, state, (N, x.shape[-1], weight.shape[1]), "[N, D, W]", getattr(state, "device", x.device))
-    _check_device(name, state, x)
-
-
-def _check_device(name: str, given: Tensor, x: Tensor) -> None:
-    if given.device != x.device:
-        raise ValueError(f"{name}: got device {given.device}, need {x.device}, where x is")
+    need_tensor(name, state, (N, x.shape[-1], weight.shape[1]), "[N, D, W]", x.device, "x")
 
 
 def planned_run(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None, bounds: Tensor | None,

@@ -8,7 +8,7 @@ linear layer in chunks: Wijmans et al. 2024, Hsu et al. 2024 (Liger).
 """
 from __future__ import annotations
 
-import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin.dispatch import OPS
-from flashlin.guards import tokens
+from flashlin.guards import scalars, tokens
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import FLOATS, shown
+from flashlin.guards.tensors import check_device, check_floats, need_tensor, shown
 from flashlin.kernels.cross_entropy import torch_path
 from flashlin.kernels.cross_entropy.recipe import FAR
 from flashlin.ops.planned import constant_while_tracing, linear_dtype, name_of, planned, wants_grad
@@ -62,6 +62,7 @@ def cross_entropy_loss(logits: Tensor, target: Tensor, label_smoothing: float = 
     logits that the first one has overwritten is an error.
     """
     terms = _terms(label_smoothing, logit_scale, lse_square_scale, logit_softcapping, ignore_index, process_group)
+    scalars.flags(inplace_backward=inplace_backward)
     _check(logits, target)
     tokens.check("cross_entropy_loss", target, logits.shape[1], "target", ignore_index)
     call = _call_of("cross_entropy_loss", logits.dtype)
@@ -112,17 +113,17 @@ def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, b
     terms = _terms(label_smoothing, logit_scale, 0.0, logit_softcapping, ignore_index, process_group)
     _check_linear(x, weight, bias)
     _check_target(target, x.shape[0], x.device, "x")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction: got {reduction!r}, need 'mean' or 'sum'")
-    if num_chunks < 1:
-        raise ValueError(f"num_chunks: got {num_chunks}, need at least 1")
+    scalars.choice("reduction", reduction, ("mean", "sum"), "'mean' or 'sum'")
+    num_chunks = scalars.integer("num_chunks", num_chunks, 1, "at least 1")
+    penalty = scalars.number("l2_penalty_factor", l2_penalty_factor) if scalars.flag("use_l2warp", use_l2warp) else 0.0
+    accumulate_grad_in_fp32 = scalars.flag("accumulate_grad_in_fp32", accumulate_grad_in_fp32)
     tokens.check("fused_linear_cross_entropy_loss", target, weight.shape[0], "target", ignore_index)
     dtype = linear_dtype(x)
     grads = [wants_grad(x), wants_grad(weight), wants_grad(bias)]
     call = _call_of("fused_linear_cross_entropy_loss", dtype)
     if not torch.compiler.is_compiling():   # the operator plans again, for its chunks; here the whole call hears of what stands against it
         planned(_problem(call, (x.shape[0], weight.shape[0]), any(grads)), x.device)
-    inputs = (x, target.contiguous(), weight, bias, *terms, num_chunks, reduction == "mean", l2_penalty_factor if use_l2warp else 0.0,
+    inputs = (x, target.contiguous(), weight, bias, *terms, num_chunks, reduction == "mean", penalty,
               accumulate_grad_in_fp32, dtype, grads, call)
     loss: Tensor = _linear_op(*inputs)[0] if torch.compiler.is_compiling() else _LinearCrossEntropy.apply(*inputs)
     return loss
@@ -130,26 +131,19 @@ def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, b
 
 def _terms(label_smoothing: float, logit_scale: float, lse_square_scale: float, logit_softcapping: float | None, ignore_index: int,
            process_group: Any) -> Terms:
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing: got {label_smoothing}, need a number in 0 .. 1")
-    for name, value in (("logit_scale", logit_scale), ("lse_square_scale", lse_square_scale)):
-        if not math.isfinite(value):
-            raise ValueError(f"{name}: got {value}, need a finite number")
-    if logit_softcapping is not None and not 0 < logit_softcapping < math.inf:
-        raise ValueError(f"logit_softcapping: got {logit_softcapping}, need a number above 0, or None")
     if process_group is not None:
         raise ValueError(f"process_group: got {type(process_group).__name__}, need None: a vocabulary split over several GPUs is not supported")
-    return Terms(float(logit_scale), None if logit_softcapping is None else float(logit_softcapping), float(label_smoothing),
-                 float(lse_square_scale), int(ignore_index))
+    return Terms(scalars.number("logit_scale", logit_scale),
+                 None if logit_softcapping is None else
+                 scalars.number("logit_softcapping", logit_softcapping, scalars.ABOVE_ZERO, need="a number above 0, or None"),
+                 scalars.number("label_smoothing", label_smoothing, 0.0, 1.0, "a number in 0 .. 1"),
+                 scalars.number("lse_square_scale", lse_square_scale), scalars.integer("ignore_index", ignore_index))
 
 
 def _check(logits: Any, target: Any) -> None:
-    if not isinstance(logits, Tensor):
-        raise TypeError(f"logits: got {type(logits).__name__}, need a tensor of shape [N, V]")
+    check_floats("logits", logits, "[N, V]")
     if logits.ndim != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits: got shape {shown(logits.shape)}, need [N, V] with V of at least 1")
-    if logits.dtype not in FLOATS:
-        raise TypeError(f"logits: got dtype {logits.dtype}, need bfloat16, float16, float32 or float64")
     _check_target(target, logits.shape[0], logits.device, "logits")
 
 
@@ -157,25 +151,19 @@ def _check_target(target: Any, N: int, device: torch.device, beside: str) -> Non
     tokens.check_dtype("target", target)
     if tuple(target.shape) != (N,):
         raise ValueError(f"target: got shape {shown(target.shape)}, need [N] = [{N}]")
-    if target.device != device:
-        raise ValueError(f"target: got device {target.device}, need {device}, where {beside} is")
+    check_device("target", target, device, beside)
 
 
 def _check_linear(x: Any, weight: Any, bias: Any) -> None:
-    for name, given, meaning in (("x", x, "[N, D]"), ("weight", weight, "[V, D]"), ("bias", bias, "[V]")):
-        if given is None and name == "bias":
-            continue
-        if not isinstance(given, Tensor):
-            raise TypeError(f"{name}: got {type(given).__name__}, need a tensor of shape {meaning}")
-        shape = (None, None) if name == "x" else (None, x.shape[1]) if name == "weight" else (weight.shape[0],)
-        if given.ndim != len(shape) or any(want not in (None, got) for want, got in zip(shape, given.shape, strict=True)) or (
-                name != "bias" and given.shape[0 if name == "weight" else 1] == 0):
-            sizes = {"x": "with D of at least 1", "weight": f"with V of at least 1 and D = {x.shape[-1]}", "bias": f"= {shown(shape)}"}[name]
-            raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning} {sizes}")
-        if given.dtype not in FLOATS:
-            raise TypeError(f"{name}: got dtype {given.dtype}, need bfloat16, float16, float32 or float64")
-        if given.device != x.device:
-            raise ValueError(f"{name}: got device {given.device}, need {x.device}, where x is")
+    check_floats("x", x, "[N, D]")
+    if x.ndim != 2 or x.shape[1] == 0:
+        raise ValueError(f"x: got shape {shown(x.shape)}, need [N, D] with D of at least 1")
+    check_floats("weight", weight, "[V, D]")
+    if weight.ndim != 2 or weight.shape[0] == 0 or weight.shape[1] != x.shape[1]:
+        raise ValueError(f"weight: got shape {shown(weight.shape)}, need [V, D] with V of at least 1 and D = {x.shape[1]}")
+    check_device("weight", weight, x.device, "x")
+    if bias is not None:
+        need_tensor("bias", bias, weight.shape[:1], "[V]", x.device, "x")
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -281,7 +269,7 @@ def _linear_loss(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None,
                call: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, dx, dweight, dbias, share), the gradients empty where they are not wanted: the loss's own for dweight and dbias, while dx has to be
     multiplied by share, a scalar: divided by the number of rows now, it would vanish in float16 before it meets a gradient scaler's factor."""
-    with torch.autocast(x.device.type, enabled=False):
+    with nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False):
         terms, (N, D), V = Terms(scale, cap, smoothing, squares, ignore_index), x.shape, weight.shape[0]
         wants_dx, wants_dweight, wants_dbias = grads
         matrix, line = weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta import torch_path
@@ -41,8 +42,8 @@ def run(op: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None
         chunk_size: int) -> tuple[Tensor, Tensor | None]:
     """Both chunked ops. beta and g are what the recurrence uses, after any sigmoid or gate."""
     check_qkv(q, k, v, grouped=True)
-    if chunk_size not in CHUNK_SIZES:
-        raise ValueError(f"chunk_size: got {chunk_size}, need one of {', '.join(map(str, CHUNK_SIZES))}")
+    scalars.choice("chunk_size", chunk_size, CHUNK_SIZES)
+    scalars.flags(use_qk_l2norm_in_kernel=l2)
     if l2:
         q, k = l2norm(q), l2norm(k)
     return chunked.run(FAMILY, op, (q, k, v, beta, g), scale, h0, has_ht, state_v_first, cu_seqlens, cu_seqlens_cpu, grouped=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flashlin.guards import scalars
 from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import delta, recurrent
@@ -64,6 +65,7 @@ def fused_recurrent_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | N
     Differs from fla where fla fails: the gradient of a headwise beta is right for any V, a strided initial_state keeps its gradient.
     """
     no_unknown("fused_recurrent_delta_rule", unknown)
+    scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first)
     flags = ("delta", *(["l2norm"] if use_qk_l2norm_in_kernel else []), *(["v_first"] if state_v_first else []))
     return recurrent.run("fused_recurrent_delta_rule", Inputs(q, k, v, beta, h0=initial_state, bounds=cu_seqlens), flags, scale,
                          output_final_state, state_indices, inplace_state)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flashlin.guards import scalars
 from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.dplr import torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
@@ -77,12 +78,11 @@ def run(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tenso
 
 def check_options(chunk_size: int | None, chunk_sizes: tuple[int | None, ...], cp_context: Any, lower_bound: float | None) -> None:
     """What the family's chunked ops only look at."""
-    if chunk_size not in chunk_sizes:
-        raise ValueError(f"chunk_size: got {chunk_size}, need one of {', '.join(map(str, chunk_sizes))}")
+    scalars.choice("chunk_size", chunk_size, chunk_sizes)
     if cp_context is not None:
         raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: flashlin has no context parallelism")
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f"lower_bound: got {lower_bound}, need a number below 0, or None")
+    if lower_bound is not None:
+        scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO, need="a number below 0, or None")
 
 
 def fused_recurrent_dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None,
@@ -116,5 +116,6 @@ def fused_recurrent_dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, 
     """
     op = "fused_recurrent_dplr_delta_rule"
     no_unknown(op, unknown)
+    scalars.flags(reverse=reverse)
     return recurrent.run(op, Inputs(q, k, v, gk=gk, a=a, b=b, h0=initial_state, bounds=cu_seqlens), ("reverse",) if reverse else (), scale,
                          output_final_state, called=CALLED)

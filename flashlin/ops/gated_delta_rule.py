@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards.tensors import need_tensor, no_unknown
+from flashlin.guards import scalars
+from flashlin.guards.tensors import check_floats, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import delta, recurrent
 from flashlin.ops.planned import wants_grad
@@ -111,6 +112,8 @@ def fused_recurrent_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor 
     """
     op = "fused_recurrent_gated_delta_rule"
     no_unknown(op, unknown)
+    scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+                  use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval)
     for name, x, because in (("g", g, use_gate_in_kernel), ("A_log", A_log, use_gate_in_kernel), ("beta", beta, use_beta_sigmoid_in_kernel)):
         if because and x is None:
             raise ValueError(f"{op}: {name}: got None, need a tensor with {'use_beta_sigmoid' if name == 'beta' else 'use_gate'}_in_kernel")
@@ -130,18 +133,19 @@ fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 def gates(op: str, g: Tensor, beta: Tensor, use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | None, use_sigmoid: bool,
           allow_neg_eigval: bool) -> tuple[Tensor, Tensor]:
     """g and beta as the recurrence wants them."""
+    scalars.flags(use_gate_in_kernel=use_gate, use_beta_sigmoid_in_kernel=use_sigmoid, allow_neg_eigval=allow_neg_eigval)
     if use_gate:
         if A_log is None:
             raise ValueError(f"{op}: A_log: got None, need a tensor [HV] when use_gate_in_kernel is set")
-        if not isinstance(g, Tensor) or g.ndim != 3:
-            raise ValueError("g: need a tensor of shape [B, T, HV]")
+        check_floats("g", g, "[B, T, HV]", 3)
         for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
             if x is not None:
-                need_tensor(name, x, (g.shape[2],), "[HV]", g.device)
+                need_tensor(name, x, (g.shape[2],), "[HV]", g.device, "g")
         g = decay_of_gate(g, A_log, dt_bias)
     elif A_log is not None or dt_bias is not None:
         raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, which alone reads it")
     if use_sigmoid:
+        check_floats("beta", beta, "[B, T, HV]")
         beta = beta_of_logits(beta, allow_neg_eigval)
     elif allow_neg_eigval:
         raise ValueError(f"{op}: got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both (or a beta in 0 .. 2)")

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashlin.guards.tensors import FLOATS
+from flashlin.guards import scalars
+from flashlin.guards.tensors import check_dtype
 from flashlin.ops.pointwise import check_parameter, check_rows, run
 
 
@@ -29,7 +30,7 @@ def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, outp
     Differs from fla: softplus keeps its relative accuracy far below zero, where fla's is 0 from about -17 on.
     """
     check_rows("g", g, "[..., HV]")
-    _check_dtype(output_dtype)
+    check_dtype("output_dtype", output_dtype)
     HV = g.shape[-1]
     check_parameter("A_log", A_log, HV, "HV", "g", g)
     if dt_bias is not None:
@@ -47,7 +48,7 @@ def fused_kda_gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | Non
     lower_bound sigmoid(exp(A_log) (g + dt_bias)). The rest as ``fused_gdn_gate``.
     """
     check_rows("g", g, "[..., H, K]", columns=2)
-    _check_dtype(output_dtype)
+    check_dtype("output_dtype", output_dtype)
     H, K = g.shape[-2:]
     if A_log is not None:
         check_parameter("A_log", A_log, H, "H", "g", g)
@@ -55,12 +56,7 @@ def fused_kda_gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | Non
     if dt_bias is not None:
         check_parameter("dt_bias", dt_bias, H * K, "H * K", "g", g)
         dt_bias = dt_bias.reshape(H, K)
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f"lower_bound: got {lower_bound}, need a number below 0, or None")
-    y, = run("fused_kda_gate", H, K, output_dtype, g, A_log, dt_bias, bound=None if lower_bound is None else float(lower_bound))
+    if lower_bound is not None:
+        lower_bound = scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO, need="a number below 0, or None")
+    y, = run("fused_kda_gate", H, K, output_dtype, g, A_log, dt_bias, bound=lower_bound)
     return y
-
-
-def _check_dtype(output_dtype: torch.dtype) -> None:
-    if output_dtype not in FLOATS:
-        raise TypeError(f"output_dtype: got {output_dtype}, need bfloat16, float16, float32 or float64")

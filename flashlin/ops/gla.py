@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.gla import torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
@@ -67,6 +68,7 @@ def fused_recurrent_gla(q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = Non
     """
     op = "fused_recurrent_gla"
     no_unknown(op, unknown)
+    scalars.flags(reverse=reverse)
     check_qkv(q, k, v)
     asked = {"reverse": reverse, "v_first": v_first(op, state_v_first, transpose_state_layout)}
     return recurrent.run(op, Inputs(q, k, v, gk=gk, gv=gv, h0=initial_state, bounds=cu_seqlens), tuple(flag for flag, on in asked.items() if on),

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from flashlin import policy
+from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_cu_seqlens, need_tensor, shown
+from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
 from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
 
@@ -52,9 +53,8 @@ def fused_recurrent_hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = No
 
 
 def _run(op: str, x: Tensor, g: Tensor, h0: Tensor | None, has_ht: bool, cu_seqlens: Tensor | None) -> Found:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x: got {type(x).__name__}, need a tensor of shape [B, T, D]")
-    need_tensor("x", x, (None, None, None), "[B, T, D]", x.device)
+    has_ht = scalars.flag("output_final_state", has_ht)
+    check_floats("x", x, "[B, T, D]", 3)
     if x.shape[2] == 0:
         raise ValueError(f"x: got shape {shown(x.shape)}, need [B, T, D] with D of at least 1")
     need_tensor("g", g, tuple(x.shape), "[B, T, D]", x.device, "x")

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashlin.guards.tensors import check_qkv, no_unknown
+from flashlin.guards import scalars
+from flashlin.guards.tensors import check_floats, check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import chunked, recurrent
 from flashlin.ops.dplr_delta_rule import FAMILY, check_options
@@ -71,18 +72,20 @@ def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: f
     """
     op = "chunk_kda"
     no_unknown(op, unknown)
+    scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, safe_gate=safe_gate, return_intermediate_states=return_intermediate_states)
+    check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     check_options(chunk_size, CHUNK_SIZES, cp_context, lower_bound)
     if safe_gate and use_gate_in_kernel and (lower_bound is None or lower_bound < -5):
         raise ValueError(f"lower_bound: got {lower_bound}, need -5 <= lower_bound < 0 with safe_gate and use_gate_in_kernel")
     if return_intermediate_states and not torch.is_inference_mode_enabled():
         raise ValueError("return_intermediate_states: got True, need torch.inference_mode() around it")
     turned = v_first(op, state_v_first, transpose_state_layout)
-    check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     check_qkv(q, k, v, grouped=True)
     if use_gate_in_kernel:
         A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
         g = fused_kda_gate(g, A_log, dt_bias, lower_bound, wide(g[:0]).dtype)
-    if use_beta_sigmoid_in_kernel and isinstance(beta, Tensor):
+    if use_beta_sigmoid_in_kernel:
+        check_floats("beta", beta, "[B, T, HV]")
         beta = beta_of_logits(beta, allow_neg_eigval)
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
@@ -123,6 +126,7 @@ def _with_states(tensors: tuple[Tensor | None, ...], scale: float | None, h0: Te
 
 
 def check_gates(op: str, use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | None, use_sigmoid: bool, allow_neg_eigval: bool) -> None:
+    scalars.flags(use_gate_in_kernel=use_gate, use_beta_sigmoid_in_kernel=use_sigmoid, allow_neg_eigval=allow_neg_eigval)
     if not use_gate and (A_log is not None or dt_bias is not None):
         raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, which alone reads it")
     if allow_neg_eigval and not use_sigmoid:
@@ -168,11 +172,12 @@ def fused_recurrent_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     """
     op = "fused_recurrent_kda"
     no_unknown(op, unknown)
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f"lower_bound: got {lower_bound}, need a number below 0, or None")
+    scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    if lower_bound is not None:
+        lower_bound = scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO, need="a number below 0, or None")
+    check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if use_gate_in_kernel:
         A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
-    check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     bounded = use_gate_in_kernel and lower_bound is not None
     asked = {"delta": True, "l2norm": use_qk_l2norm_in_kernel, f"bound:{lower_bound}": bounded, "sigmoid": use_beta_sigmoid_in_kernel,
              "neg_eigval": allow_neg_eigval, "v_first": v_first(op, state_v_first, transpose_state_layout)}
@@ -183,8 +188,7 @@ def fused_recurrent_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 
 def gate_parameters(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """A_log [HV], zeros for None, and dt_bias [HV, K] or None."""
-    if not isinstance(g, Tensor) or g.ndim != 4:
-        raise ValueError("g: need a tensor of shape [B, T, HV, K]")
+    check_floats("g", g, "[B, T, HV, K]", 4)
     HV, K = g.shape[2:]
     for name, x, count, meaning in (("A_log", A_log, HV, "HV"), ("dt_bias", dt_bias, HV * K, "HV * K")):
         if x is not None:

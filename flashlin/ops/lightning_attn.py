@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashlin.guards import scalars
 from flashlin.guards.tensors import no_unknown
 from flashlin.ops import simple_gla as family
 from flashlin.ops.slopes import lightning_slopes
@@ -33,6 +34,7 @@ def fused_recurrent_lightning_attn(q: Tensor, k: Tensor, v: Tensor, layer_idx: i
 
 
 def _gamma(q: Tensor, layer_idx: int, num_layers: int) -> Tensor | None:
+    layer_idx, num_layers = scalars.integer("layer_idx", layer_idx), scalars.integer("num_layers", num_layers)
     if num_layers < 1 or not 0 <= layer_idx <= num_layers:
         raise ValueError(f"layer_idx, num_layers: got {layer_idx}, {num_layers}, need 0 <= layer_idx <= num_layers and num_layers >= 1")
     return lightning_slopes(q.shape[2], layer_idx, num_layers, q.device) if isinstance(q, torch.Tensor) and q.ndim == 4 else None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.ops import simple_gla as family
 
@@ -57,6 +58,7 @@ def linear_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, ini
 
 def _run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None, initial_state: State | None, has_ht: bool,
          normalize: bool, cu_seqlens: Tensor | None, reverse: bool = False) -> tuple[Tensor, State | None]:
+    scalars.flags(normalize=normalize)
     if not normalize:
         if isinstance(initial_state, tuple):
             raise TypeError("initial_state: got a tuple with normalize=False, need a tensor [N, H, K, V]")

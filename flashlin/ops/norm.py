@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import FLOATS, need_tensor, shown
+from flashlin.guards.tensors import check_dtype, check_floats, need_tensor, shown
 from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
 from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
@@ -45,6 +46,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: 
 
     Differs from fla where fla fails: rows longer than 64 KB, no rows at all, CPU tensors; and a new number of rows never recompiles.
     """
+    scalars.flags(is_rms_norm=is_rms_norm)
     return _run("layer_norm", RMS if is_rms_norm else LAYER, x, residual, weight, bias, eps, prenorm, residual_in_fp32)
 
 
@@ -64,6 +66,7 @@ def group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: 
     weight, bias: [D], of the whole row. is_rms_norm: an RMS norm of each slice. num_groups: divides D. The rest as ``layer_norm``. Unlike
     ``torch.nn.GroupNorm``, tokens are normalised one by one. Source: Wu and He 2018, Sun et al. 2023.
     """
+    scalars.flags(is_rms_norm=is_rms_norm)
     return _run("group_norm", RMS if is_rms_norm else LAYER, x, residual, weight, bias, eps, prenorm, residual_in_fp32, groups=num_groups)
 
 
@@ -93,8 +96,8 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
     eps is inside the root (unlike ``torch.nn.functional.normalize``), so a row of zeros gives zeros and a finite gradient.
     output_dtype: of the result, x's if None. x and errors as ``layer_norm``.
     """
-    if output_dtype is not None and output_dtype not in FLOATS:
-        raise TypeError(f"output_dtype: got {output_dtype}, need bfloat16, float16, float32 or float64")
+    if output_dtype is not None:
+        check_dtype("output_dtype", output_dtype)
     y = _run("l2norm", L2, x, None, None, None, eps, False, False, output_dtype=output_dtype)
     assert isinstance(y, Tensor)  # for the type checker: only prenorm gives two
     return y
@@ -116,28 +119,28 @@ def rmsnorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor 
     Returns:
         y in x's shape and dtype. Arithmetic is in float32, x * silu(z) included; gradients reach x, weight, bias and z. Errors as ``layer_norm``.
     """
-    return mamba_norm("rmsnorm_fn", RMS, x, weight, bias, z, eps, group_size, norm_before_gate, x.dtype)
+    return mamba_norm("rmsnorm_fn", RMS, x, weight, bias, z, eps, group_size, norm_before_gate)
 
 
 def layernorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None = None, eps: float = 1e-6, group_size: int | None = None,
                  norm_before_gate: bool = True, is_rms_norm: bool = False) -> Tensor:
     """``rmsnorm_fn`` with a layer norm of each group, unless is_rms_norm. Drop-in for ``layernorm_fn`` of the same modules."""
-    return mamba_norm("layernorm_fn", RMS if is_rms_norm else LAYER, x, weight, bias, z, eps, group_size, norm_before_gate, x.dtype)
+    scalars.flags(is_rms_norm=is_rms_norm)
+    return mamba_norm("layernorm_fn", RMS if is_rms_norm else LAYER, x, weight, bias, z, eps, group_size, norm_before_gate)
 
 
 def mamba_norm(op: str, kind: int, x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None, eps: float, group_size: int | None,
-               norm_before_gate: bool, dtype: torch.dtype) -> Tensor:
-    """y in that dtype."""
-    check(x, None, weight, bias, eps, 1, None, None)
-    D = x.shape[-1]
-    size = D if group_size is None else group_size
-    if size < 1 or D % size:
+               norm_before_gate: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """y in that dtype, x's if None."""
+    eps = check(x, None, weight, bias, eps, 1, None, None)
+    scalars.flags(norm_before_gate=norm_before_gate)
+    D, dtype = x.shape[-1], dtype or x.dtype
+    size = D if group_size is None else scalars.integer("group_size", group_size, 1, f"a divisor of D = {D}")
+    if D % size:
         raise ValueError(f"group_size: got {group_size}, need a divisor of D = {D}")
     gate = z if norm_before_gate else None
     if z is not None:
-        need_tensor("z", z, tuple(x.shape), "x's shape", getattr(z, "device", x.device))
-        if z.device != x.device:
-            raise ValueError(f"z: got device {z.device}, need {x.device}, where x is")
+        need_tensor("z", z, tuple(x.shape), "x's shape", x.device, "x")
         if not norm_before_gate:
             wide = torch.float64 if torch.float64 in (x.dtype, z.dtype) else torch.float32
             x = x.to(wide) * F.silu(z.to(wide))
@@ -150,7 +153,8 @@ def mamba_norm(op: str, kind: int, x: Tensor, weight: Tensor | None, bias: Tenso
 def _run(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, prenorm: bool,
          residual_in_fp32: bool, *, output_dtype: torch.dtype | None = None, groups: int = 1, gate: Tensor | None = None,
          activation: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    check(x, residual, weight, bias, eps, groups, gate, activation)
+    scalars.flags(prenorm=prenorm, residual_in_fp32=residual_in_fp32)
+    eps = check(x, residual, weight, bias, eps, groups, gate, activation)
     return run(op, kind, x, residual, weight, bias, eps, prenorm, residual_in_fp32, output_dtype=output_dtype, groups=groups, gate=gate,
                activation=activation)
 
@@ -197,27 +201,21 @@ def run(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor |
 
 
 def check(x: Any, residual: Any, weight: Any, bias: Any, eps: float, groups: int, gate: Any, activation: str | None,
-          names: tuple[str, str] = ("weight", "bias")) -> None:
-    """names: what weight and bias are called."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x: got {type(x).__name__}, need a tensor of shape [..., D]")
+          names: tuple[str, str] = ("weight", "bias")) -> float:
+    """eps as a float. names: what weight and bias are called."""
+    check_floats("x", x, "[..., D]")
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"x: got shape {shown(x.shape)}, need [..., D] with D of at least 1")
-    if x.dtype not in FLOATS:
-        raise TypeError(f"x: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
     D = x.shape[-1]
     for name, given, shape, meaning in ((names[0], weight, (D,), "[D]"), (names[1], bias, (D,), "[D]"),
                                         ("residual", residual, tuple(x.shape), "x's shape"), ("g", gate, tuple(x.shape), "x's shape")):
         if given is not None or (name == "g" and activation is not None):
-            need_tensor(name, given, shape, meaning, getattr(given, "device", x.device))
-            if given.device != x.device:
-                raise ValueError(f"{name}: got device {given.device}, need {x.device}, where x is")
-    if not eps >= 0:
-        raise ValueError(f"eps: got {eps}, need a number of at least 0")
-    if groups < 1 or D % groups:
+            need_tensor(name, given, shape, meaning, x.device, "x")
+    if D % scalars.integer("num_groups", groups, 1, f"a divisor of D = {D}"):
         raise ValueError(f"num_groups: got {groups}, need a divisor of D = {D}")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation: got {activation!r}, need one of {', '.join(ACTIVATIONS)}")
+    if activation is not None:
+        scalars.choice("activation", activation, ACTIVATIONS)
+    return scalars.number("eps", eps, 0.0, need="a number of at least 0")
 
 
 def _call_of(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None,

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flashlin.guards.tensors import FLOATS, shown
+from flashlin.guards import scalars
+from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.norm.recipe import LAYER, RMS
 from flashlin.ops import norm
 from flashlin.ops.planned import linear_dtype, wants_grad
@@ -35,7 +35,8 @@ def layer_norm_linear(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor |
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
     """
-    op = "group_norm" if num_groups > 1 else "rms_norm" if is_rms_norm else "layer_norm"
+    scalars.flags(is_rms_norm=is_rms_norm)
+    op = "group_norm" if scalars.integer("num_groups", num_groups) > 1 else "rms_norm" if is_rms_norm else "layer_norm"
     return _run(op, RMS if is_rms_norm else LAYER, x, residual, norm_weight, norm_bias, linear_weight, linear_bias, eps, prenorm, residual_in_fp32,
                 groups=num_groups)
 
@@ -50,6 +51,7 @@ def group_norm_linear(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor |
                       residual: Tensor | None = None, eps: float = 1e-5, prenorm: bool = False, residual_in_fp32: bool = False,
                       is_rms_norm: bool = False, num_groups: int = 1) -> Found:
     """``group_norm`` and a linear layer. Drop-in for ``fla.modules.layernorm.group_norm_linear``; arguments as ``layer_norm_linear``."""
+    scalars.flags(is_rms_norm=is_rms_norm)
     return _run("group_norm", RMS if is_rms_norm else LAYER, x, residual, norm_weight, norm_bias, linear_weight, linear_bias, eps, prenorm,
                 residual_in_fp32, groups=num_groups)
 
@@ -77,8 +79,11 @@ def rms_norm_swish_gate_linear(x: Tensor, g: Tensor, norm_weight: Tensor | None,
 def _run(op: str, kind: int, x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, linear_weight: Tensor,
          linear_bias: Tensor | None, eps: float, prenorm: bool, residual_in_fp32: bool, *, groups: int = 1, gate: Tensor | None = None,
          activation: str | None = None) -> Found:
-    norm.check(x, residual, norm_weight, norm_bias, eps, groups, gate, activation, ("norm_weight", "norm_bias"))
-    _check_linear(x, linear_weight, linear_bias)
+    scalars.flags(prenorm=prenorm, residual_in_fp32=residual_in_fp32)
+    eps = norm.check(x, residual, norm_weight, norm_bias, eps, groups, gate, activation, ("norm_weight", "norm_bias"))
+    need_tensor("linear_weight", linear_weight, (None, x.shape[-1]), "[E, D]", x.device, "x")
+    if linear_bias is not None:
+        need_tensor("linear_bias", linear_bias, linear_weight.shape[:1], "[E]", x.device, "x")
     both = partial(_both, op, kind, eps, prenorm, residual_in_fp32, groups, activation)
     tensors = (x, residual, norm_weight, norm_bias, gate, linear_weight, linear_bias)
     if not wants_grad(*tensors):
@@ -97,19 +102,3 @@ def _both(op: str, kind: int, eps: float, prenorm: bool, residual_in_fp32: bool,
     y, *total = y if isinstance(y, tuple) else (y,)
     out = F.linear(y, linear_weight.to(dtype), None if linear_bias is None else linear_bias.to(dtype))
     return (out, *total) if prenorm else out  # type: ignore[return-value]
-
-
-def _check_linear(x: Tensor, weight: Any, bias: Any) -> None:
-    for name, given, meaning in (("linear_weight", weight, "[E, D]"), ("linear_bias", bias, "[E]")):
-        if given is None and name == "linear_bias":
-            continue
-        if not isinstance(given, Tensor):
-            raise TypeError(f"{name}: got {type(given).__name__}, need a tensor of shape {meaning}")
-        fits = given.ndim == 2 and given.shape[1] == x.shape[-1] if name == "linear_weight" else tuple(given.shape) == (weight.shape[0],)
-        if not fits:
-            sizes = f"with D = {x.shape[-1]}" if name == "linear_weight" else f"= [{weight.shape[0]}]"
-            raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning} {sizes}")
-        if given.dtype not in FLOATS:
-            raise TypeError(f"{name}: got dtype {given.dtype}, need bfloat16, float16, float32 or float64")
-        if given.device != x.device:
-            raise ValueError(f"{name}: got device {given.device}, need {x.device}, where x is")

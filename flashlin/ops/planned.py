@@ -16,6 +16,7 @@ from flashlin.trial import canary
 
 policy.current()  # now: torch.compile, if it were the first to ask, could neither read os.environ nor keep what it makes
 _told: set[tuple[str, str]] = set()
+_suspected: set[str] = set()
 _DTYPES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in
                                    (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
@@ -38,6 +39,14 @@ def _tell(the_plan: Plan) -> None:
         if (the_plan.asked.op, reason.code) not in _told:
             _told.add((the_plan.asked.op, reason.code))
             warnings.warn(f"{the_plan.asked.op} {VARIANTS[remedy].means} here. {reason}", stacklevel=_users_line())
+
+
+def suspect_layout(op: str, T: int, H: int) -> None:
+    """Tell, once per op, that fewer tokens than heads may be [B, H, T, D] tensors. For calls with 1 < T < H; a single token is decoding."""
+    if op not in _suspected and not op.startswith("mamba_"):  # Mamba's tensors have never been laid out so
+        _suspected.add(op)
+        warnings.warn(f"{op}: got {T} tokens of {H} heads, from tensors that are [B, T, H, D] here; if yours are [B, H, T, D], pass "
+                      "x.transpose(1, 2)", stacklevel=_users_line())
 
 
 def _users_line() -> int:

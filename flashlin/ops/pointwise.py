@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashlin.dispatch import OPS
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import FLOATS, need_tensor, shown
+from flashlin.guards.tensors import check_dense, check_device, check_dtype, check_floats, need_tensor, shown
 from flashlin.kernels.pointwise import torch_path
 from flashlin.kernels.pointwise.recipe import APART, MIX, SCALE, SKIP
 from flashlin.ops.norm import STRICTEST
@@ -67,34 +67,23 @@ def _strictest(dtypes: frozenset[torch.dtype]) -> str:
 
 def check_rows(name: str, x: Any, meaning: str, dims: int | None = None, columns: int = 1) -> None:
     """x is a floating-point tensor of so many dimensions (None: any), of which the last ``columns`` make a row that is not empty."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, need a tensor of shape {meaning}")
+    check_floats(name, x, meaning)
     if x.ndim < columns or x.ndim != (dims or x.ndim) or 0 in x.shape[x.ndim - columns:]:
         raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning}" + " with at least 1 column" * bool(columns))
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{name}: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
 
 
 def check_beside(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, beside: str, first: Tensor) -> None:
     """x is a tensor of that shape on the device of ``first``, which is called ``beside``."""
-    need_tensor(name, x, shape, meaning, getattr(x, "device", first.device))
-    _check_device(name, x, beside, first)
+    need_tensor(name, x, shape, meaning, first.device, beside)
 
 
 def check_parameter(name: str, x: Any, count: int, meaning: str, beside: str, first: Tensor) -> None:
     """x has so many elements, in any shape: parameters are kept as [D] here and as [1, 1, D] there."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, need a tensor of {meaning} elements")
+    check_dense(name, x, f"a tensor of {meaning} elements")
+    check_dtype(name, x.dtype, "dtype ")
     if x.numel() != count:
         raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning} = {count} elements")
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{name}: got dtype {x.dtype}, need bfloat16, float16, float32 or float64")
-    _check_device(name, x, beside, first)
-
-
-def _check_device(name: str, x: Tensor, beside: str, first: Tensor) -> None:
-    if x.device != first.device:
-        raise ValueError(f"{name}: got device {x.device}, need {first.device}, where {beside} is")
+    check_device(name, x, first.device, beside)
 
 
 class _Pointwise(torch.autograd.Function):

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from flashlin import policy
+from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_cu_seqlens, check_indices, check_pool, check_qkv, check_state, need_tensor
+from flashlin.guards.tensors import check_cu_seqlens, check_indices, check_pool, check_qkv, check_state, check_values, need_tensor
 from flashlin.kernels.delta import torch_path as chunked_delta
 from flashlin.kernels.gla import torch_path as chunked_gla
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import kept
-from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
+from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, suspect_layout, wants_grad
 from flashlin.ops.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
 
 LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
@@ -35,8 +36,9 @@ def run(op: str, x: Inputs, flags: tuple[str, ...] = (), scale: float | None = N
         indices: Tensor | None = None, in_place: bool = False, called: Mapping[str, str] = MappingProxyType({})) -> Found:
     """(o in v's dtype, final state or None). x.bounds: cu_seqlens as the user gave them. in_place or indices: states are read from and
     written back to x.h0, which is what comes back as the final state. called: what the op calls those inputs that it must have."""
+    has_ht, in_place = scalars.flag("output_final_state", has_ht), scalars.flag("inplace_state", in_place)
     x = _checked(x, flags, indices, in_place, called)
-    scale = x.q.shape[3] ** -0.5 if scale is None else float(scale)
+    scale = x.q.shape[3] ** -0.5 if scale is None else scalars.number("scale", scale)
     out_dtype = x.v.dtype
     common = out_dtype
     for y in (x.q, x.k, x.a, x.b):
@@ -95,7 +97,9 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
         raise ValueError("a, b: got one of them or delta with them, need both, and without delta")
     readable = policy.current().debug or (x.q.device.type == "cpu" and not torch.compiler.is_compiling())
     if x.bounds is not None:
-        x = x._replace(bounds=check_cu_seqlens(x.bounds, None, x.q.shape, x.q.device, policy.current().debug, first))
+        bounds = check_cu_seqlens(x.bounds, None, x.q.shape, x.q.device, policy.current().debug, first)
+        check_values("cu_seqlens", bounds)
+        x = x._replace(bounds=bounds)
     if indices is not None:
         check_pool("initial_state", x.h0, None, HV, K, V, "v_first" in flags, x.q.device, "state_indices")
         check_indices(indices, x.sequences, x.h0.shape[0] if x.h0 is not None else 0, x.q.device, readable)
@@ -120,6 +124,8 @@ def _way(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> tuple[
     if torch.compiler.is_compiling():
         path, dot = _static_way(op, name_of(x.q.dtype), head_size_class(x.q.shape[3]), head_size_class(x.v.shape[3]), x.q.device)
         return path, dot, None
+    if 1 < x.q.shape[1] < x.q.shape[2]:
+        suspect_layout(op, x.q.shape[1], x.q.shape[2])
     plan = planned(problem_of(op, x, flags, needs_grad), x.q.device)
     return plan.problem.path, plan.problem.dot, plan
 

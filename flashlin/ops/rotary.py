@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from flashlin import policy
+from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import FLOATS, check_cu_seqlens, shown
+from flashlin.guards.tensors import check_cu_seqlens, check_device, check_floats, check_integers, shown
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
 from flashlin.ops.norm import STRICTEST
@@ -45,6 +46,10 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     the CUDA context; inplace tells autograd, and leaves the gradient that it gets alone.
     """
     _check(x, cos, sin)
+    interleaved, inplace = scalars.flag("interleaved", interleaved), scalars.flag("inplace", inplace)
+    if inplace and x.requires_grad and torch.is_grad_enabled() and (x.is_leaf or (x._base is not None and x._base.is_leaf)):
+        raise ValueError("inplace: got True with an x that requires a gradient and is a leaf, or a view of one; need False, or a copy of x: "
+                         "autograd keeps no history of a leaf that is overwritten")
     debug = policy.current().debug
     bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, None, x.shape, x.device, debug, "x")
     N = x.shape[0] if bounds is None else bounds.shape[0] - 1
@@ -66,14 +71,10 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
 def _check(x: Any, cos: Any, sin: Any) -> None:
     for name, given, meaning in (("x", x, "[B, T, H, D]"), ("cos", cos, "[TR, R]"), ("sin", sin, "[TR, R]")):
-        if not isinstance(given, Tensor):
-            raise TypeError(f"{name}: got {type(given).__name__}, need a tensor of shape {meaning}")
+        check_floats(name, given, meaning)
         if given.ndim != (4 if name == "x" else 2) or given.shape[-1] == 0:
             raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning} with {meaning[-2]} of at least 1")
-        if given.dtype not in FLOATS:
-            raise TypeError(f"{name}: got dtype {given.dtype}, need bfloat16, float16, float32 or float64")
-        if given.device != x.device:
-            raise ValueError(f"{name}: got device {given.device}, need {x.device}, where x is")
+        check_device(name, given, x.device, "x")
     if 2 * cos.shape[1] > x.shape[3]:
         raise ValueError(f"cos: got R = {cos.shape[1]} pairs, need at most {x.shape[3] // 2}, half of x's D = {x.shape[3]}")
     if sin.shape != cos.shape:
@@ -83,15 +84,10 @@ def _check(x: Any, cos: Any, sin: Any) -> None:
 def _offsets(given: Any, N: int, device: torch.device) -> tuple[int, Tensor | None]:
     """seqlen_offsets as an int and, where it is one, a tensor."""
     if not isinstance(given, Tensor):
-        if not isinstance(given, (int, torch.SymInt)):
+        if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
             raise TypeError(f"seqlen_offsets: got {type(given).__name__}, need an int, or an int32 or int64 tensor of shape [N]")
         return given, None  # type: ignore[return-value]
-    if given.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"seqlen_offsets: got dtype {given.dtype}, need int32 or int64")
-    if tuple(given.shape) != (N,):
-        raise ValueError(f"seqlen_offsets: got shape {shown(given.shape)}, need [N] = [{N}]")
-    if given.device != device:
-        raise ValueError(f"seqlen_offsets: got device {given.device}, need {device}, where x is")
+    check_integers("seqlen_offsets", given, (N,), "[N]", device, "x")
     return 0, given.contiguous()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flashlin.guards import scalars
 from flashlin.guards.tensors import check_chunk_size, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import chunked, recurrent
@@ -83,6 +84,7 @@ def fused_recurrent_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor,
     wrong ones wherever the loss depends on it; shapes and cu_seqlens are checked, CPU tensors work.
     """
     no_unknown("fused_recurrent_rwkv6", unknown)
+    scalars.flags(reverse=reverse)
     flags = ("before", "reverse") if reverse else ("before",)
     return recurrent.run("fused_recurrent_rwkv6", Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens), flags, scale,
                          output_final_state, called=CALLED)

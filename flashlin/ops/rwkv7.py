@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops import chunked, dplr_delta_rule, recurrent
@@ -82,6 +83,7 @@ def fused_mul_recurrent_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Te
     """
     op = "fused_mul_recurrent_rwkv7"
     no_unknown(op, unknown)
+    scalars.flags(reverse=reverse)
     return recurrent.run(op, Inputs(r, k, v, gk=w, a=kk, b=a, h0=initial_state, bounds=cu_seqlens), ("rate", "reverse") if reverse else ("rate",),
                          scale, output_final_state, called={**CALLED, "a": "kk", "b": "a"})
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import shown
 from flashlin.kernels.selective import torch_path
@@ -49,6 +50,7 @@ def selective_scan_fn(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
     Differs from mamba_ssm: it needs no CUDA extension and works on CPUs; the last state passes gradients on, where there they are left
     out; N may be up to 256 in kernels, and larger in plain torch; complex A is an error.
     """
+    scalars.flags(delta_softplus=delta_softplus, return_last_state=return_last_state)
     check_rows("u", u, "[b, D, T]", 3, columns=0)
     b, channels, T = u.shape
     if not channels:

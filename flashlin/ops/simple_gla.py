@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flashlin import policy
-from flashlin.guards.tensors import check_chunk_size, check_cu_seqlens, check_qkv, need_tensor, no_unknown
+from flashlin.guards import scalars
+from flashlin.guards.tensors import check_chunk_size, check_cu_seqlens, check_floats, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.configs import FORGOTTEN
 from flashlin.kernels.simple_gla import torch_path
 from flashlin.ops import chunked
@@ -121,6 +122,7 @@ def finite(g_gamma: Tensor | None) -> Tensor | None:
 
 def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     """state_v_first under its old name too."""
+    scalars.flags(state_v_first=state_v_first, transpose_state_layout=transpose_state_layout)
     if transpose_state_layout is None:
         return state_v_first
     if state_v_first:
@@ -134,6 +136,7 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
         chunk_size: int = 64, reverse: bool = False, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
     """Every op of the family. out_dtype: of o, where the caller goes on computing with it."""
     check_chunk_size(chunk_size)
+    scalars.flags(reverse=reverse)
     if reverse or (g is not None and gamma is not None):  # what is flipped or added here has to fit first
         check_qkv(q, k, v)
         for name, x, shape in (("g", g, q.shape[:3]), ("g_gamma", gamma, q.shape[2:3])):
@@ -147,7 +150,9 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
         g = None if g is None else g.flip(1)
         if cu_seqlens is not None:
             cu_seqlens = q.shape[1] - check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape, q.device, policy.current().debug).flip(0)
-            h0 = h0.flip(0) if isinstance(h0, Tensor) and h0.ndim else h0
+            if h0 is not None:
+                check_floats("initial_state", h0, "[N, H, K, V]", 4)
+                h0 = h0.flip(0)
     o, ht = chunked.run(FAMILY, op, (q, k, v, g, gamma), scale, h0, has_ht, state_v_first, cu_seqlens, cu_seqlens_cpu, mode=mode,
                         out_dtype=out_dtype, called={"gamma": "g_gamma"})
     if reverse:
@@ -158,6 +163,7 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
 def run_parallel(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, scale: float | None, output_attentions: bool,
                  cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """o of ``run``, and the scores behind it where they are asked for."""
+    scalars.flags(output_attentions=output_attentions)
     if output_attentions and cu_seqlens is not None:
         raise ValueError("output_attentions: got True with cu_seqlens, need one of them: packed sequences have no one matrix of scores")
     o, _ = run(op, "chunk", q, k, v, g, gamma, scale, None, False, False, cu_seqlens, cu_seqlens_cpu)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin import policy
-from flashlin.guards.tensors import check_cu_seqlens, shown
+from flashlin.guards import scalars
+from flashlin.guards.tensors import check_cu_seqlens, check_floats, shown
 from flashlin.kernels.norm.recipe import RMS
 from flashlin.ops import chunked, simple_gla
 from flashlin.ops.causal_conv1d import begins, check_filters, check_seq_idx, convolved
@@ -55,7 +56,8 @@ def mamba_chunk_scan_combined(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Te
     seq_idx may start with any number (there the initial state only counts where it is 0) and use a number again for a later sequence.
     """
     op = "mamba_chunk_scan_combined"
-    _check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_limit, chunk_size)
+    scalars.flags(dt_softplus=dt_softplus, return_final_states=return_final_states, return_varlen_states=return_varlen_states)
+    dt_limit = _check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_limit, chunk_size)
     if not return_varlen_states:
         y, final = _scan(op, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, None, dt_softplus, dt_limit, return_final_states)
         return y if final is None else (y, final)
@@ -103,6 +105,8 @@ def mamba_split_conv1d_scan_combined(zxbcdt: Tensor, conv1d_weight: Tensor, conv
     Raises, and differs from mamba_ssm, as ``mamba_chunk_scan_combined``; any number of channels will do, and W up to 16 has kernels.
     """
     op = "mamba_split_conv1d_scan_combined"
+    scalars.flags(return_final_states=return_final_states, norm_before_gate=norm_before_gate)
+    rmsnorm_eps = scalars.number("rmsnorm_eps", rmsnorm_eps, 0.0, need="a number of at least 0")
     H, P, N, M = _layout(zxbcdt, conv1d_weight, D, headdim, ngroups)
     dim = H * P
     mlp, z, xBC, dt = zxbcdt.split([2 * M, dim, dim + 2 * ngroups * N, H], -1)
@@ -114,7 +118,7 @@ def mamba_split_conv1d_scan_combined(zxbcdt: Tensor, conv1d_weight: Tensor, conv
     x, z = x.unflatten(-1, (H, P)), z.unflatten(-1, (H, P))
     B, C = B.unflatten(-1, (ngroups, N)), C.unflatten(-1, (ngroups, N))
     normed = rmsnorm_weight is not None
-    _check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_limit, chunk_size)
+    dt_limit = _check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_limit, chunk_size)
     # A norm takes the scan's result as it is in float32: one rounding less, which gradients where a row is small would see enlarged.
     y, final = _scan(op, x, dt, A, B, C, D, None if normed else z, dt_bias, initial_states, seq_idx, None, True, dt_limit, return_final_states,
                      rounded=not normed)
@@ -129,16 +133,18 @@ def mamba_split_conv1d_scan_combined(zxbcdt: Tensor, conv1d_weight: Tensor, conv
         check_beside("outproj_weight", outproj_weight, (None, M + dim), "[out, M + H P]", "zxbcdt", zxbcdt)
         if outproj_bias is not None:
             check_beside("outproj_bias", outproj_bias, outproj_weight.shape[:1], "[out]", "zxbcdt", zxbcdt)
-        if outproj_weight.dtype != y.dtype and not torch.is_autocast_enabled():
-            raise TypeError(f"outproj_weight: got dtype {outproj_weight.dtype}, need {y.dtype}, as zxbcdt (or autocast)")
+        for name, given in (("outproj_weight", outproj_weight), ("outproj_bias", outproj_bias)):
+            if given is not None and given.dtype != y.dtype and not torch.is_autocast_enabled(y.device.type):
+                raise TypeError(f"{name}: got dtype {given.dtype}, need {y.dtype}, as zxbcdt (or autocast)")
         y = F.linear(y, outproj_weight, outproj_bias)
     elif outproj_bias is not None:
         raise ValueError("outproj_bias: got a tensor without outproj_weight, need both")
     return y if final is None else (y, final)
 
 
-def _check(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, h0: Any, seq_idx: Any, limit: Sequence[float],
-           chunk_size: int) -> None:
+def _check(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, h0: Any, seq_idx: Any, limit: Any,
+           chunk_size: int) -> tuple[float, float]:
+    """dt_limit."""
     check_rows("x", x, "[b, T, H, P]", 4)
     b, T, H, P = x.shape
     check_beside("B", B, (b, T, None, None), "[b, T, G, N]", "x", x)
@@ -153,10 +159,13 @@ def _check(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any
             check_beside(name, given, shape, meaning, "x", x)
     if seq_idx is not None:
         check_seq_idx(seq_idx, b, T, x)
-    if len(limit) != 2 or not limit[0] <= limit[1]:
+    scalars.integer("chunk_size", chunk_size, 1, "an integer of at least 1")
+    if not isinstance(limit, Sequence) or isinstance(limit, str) or len(limit) != 2:
+        raise ValueError(f"dt_limit: got {type(limit).__name__}, need (lowest, highest)")
+    lowest, highest = (scalars.number("dt_limit", limit[at], -math.inf, math.inf, "(lowest, highest)") for at in (0, 1))
+    if lowest > highest:
         raise ValueError(f"dt_limit: got {limit}, need (lowest, highest)")
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size: got {chunk_size!r}, need an integer of at least 1")
+    return lowest, highest
 
 
 def _scan(op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
@@ -186,12 +195,14 @@ def _scan(op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Te
 def _layout(zxbcdt: Any, weight: Any, D: Any, headdim: int | None, ngroups: int) -> tuple[int, int, int, int]:
     """H, P, N and M."""
     check_rows("zxbcdt", zxbcdt, "[b, T, 2 M + 2 H P + 2 G N + H]", 3)
-    if not isinstance(D, Tensor) or D.ndim not in (1, 2):
-        raise ValueError(f"D: got {shown(D.shape) if isinstance(D, Tensor) else type(D).__name__}, need a tensor of shape [H, P] or [H]")
+    check_floats("D", D, "[H, P] or [H]")
+    if D.ndim not in (1, 2):
+        raise ValueError(f"D: got shape {shown(D.shape)}, need [H, P] or [H]")
     if D.ndim == 1 and headdim is None:
         raise ValueError("headdim: got None with D of shape [H], need P")
-    H, P = D.shape[0], D.shape[1] if D.ndim == 2 else int(headdim or 0)
-    if ngroups < 1 or H < 1 or P < 1 or H % ngroups:
+    H, P = D.shape[0], D.shape[1] if D.ndim == 2 else scalars.integer("headdim", headdim, 1, "P, an integer of at least 1")
+    ngroups = scalars.integer("ngroups", ngroups, 1, f"a divisor of the {H} heads of D")
+    if H < 1 or P < 1 or H % ngroups:
         raise ValueError(f"ngroups: got {ngroups}, need a divisor of the {H} heads of D, of P = {P} each")
     check_beside("conv1d_weight", weight, (None, None), "[H P + 2 G N, W]", "zxbcdt", zxbcdt)
     N, rest = divmod(weight.shape[0] - H * P, 2 * ngroups)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashlin.guards import scalars
 from flashlin.guards.problem import Problem
-from flashlin.guards.tensors import FLOATS, shown
+from flashlin.guards.tensors import check_device, check_floats, check_integers, shown
 from flashlin.kernels.mamba import torch_path
 from flashlin.kernels.mamba.recipe import STATE_UPDATE
 from flashlin.ops.norm import STRICTEST
@@ -47,6 +48,7 @@ def selective_state_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: T
     Differs from mamba_ssm: dt_bias may be None (an error there in 2.2.6 and 2.3), the other tensors have gradients (by plain torch; there they are
     silently none), indices past the end touch nothing, and CPU tensors work.
     """
+    scalars.flags(dt_softplus=dt_softplus)
     heads, pool = _pool(state, x)
     (_, H, P, N), b = pool.shape, x.shape[0]
     tensors = [_with_heads(name, given, shape, meaning, at, x) for name, given, shape, meaning, at in (
@@ -60,7 +62,7 @@ def selective_state_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: T
     if C.shape != B.shape:
         raise ValueError(f"C: got shape {shown(C.shape)}, need {shown(B.shape)}, as B")
     if state_batch_indices is not None:
-        check_rows_of_pool("state_batch_indices", state_batch_indices, b, x)
+        check_integers("state_batch_indices", state_batch_indices, (b,), "[b]", x.device, "x")  # kernels skip values outside of state
     elif pool.shape[0] != b:
         raise ValueError(f"state: got {pool.shape[0]} rows, need {b}, as x (or state_batch_indices)")
     if wants_grad(x, dt, A, B, C, D, z, dt_bias):
@@ -73,14 +75,10 @@ def selective_state_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: T
 def _pool(state: Any, x: Any) -> tuple[bool, Tensor]:
     """Whether state has heads, and state with heads."""
     for name, given, dims, meaning in (("state", state, (3, 4), "[b, H, P, N] or [b, P, N]"), ("x", x, (2, 3), "[b, H, P] or [b, P]")):
-        if not isinstance(given, Tensor):
-            raise TypeError(f"{name}: got {type(given).__name__}, need a tensor of shape {meaning}")
+        check_floats(name, given, meaning)
         if given.ndim not in dims or (name == "state" and 0 in given.shape[-2:]):
             raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning}" + " with P and N of at least 1" * (name == "state"))
-        if given.dtype not in FLOATS:
-            raise TypeError(f"{name}: got dtype {given.dtype}, need bfloat16, float16, float32 or float64")
-    if state.device != x.device:
-        raise ValueError(f"state: got device {state.device}, need {x.device}, where x is")
+    check_device("state", state, x.device, "x")
     if state.requires_grad and torch.is_grad_enabled():
         raise ValueError("state: got a tensor that requires a gradient, need one that does not: it is updated in place. "
                          "mamba_chunk_scan_combined with initial_states has the gradient")
@@ -89,28 +87,18 @@ def _pool(state: Any, x: Any) -> tuple[bool, Tensor]:
 
 def _with_heads(name: str, given: Any, shape: tuple[int | None, ...], meaning: str, at: int, x: Tensor) -> Tensor:
     if isinstance(given, Tensor) and given.ndim == len(shape) - 1:
+        check_floats(name, given, meaning)
         given = given.unsqueeze(at)
     check_beside(name, given, shape, meaning, "x", x)
     found: Tensor = given
     return found
 
 
-def check_rows_of_pool(name: str, indices: Any, b: int, x: Tensor) -> None:
-    """indices [b]: rows of a pool of states. Their values are not looked at: kernels skip those outside."""
-    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
-        got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
-        raise TypeError(f"{name}: got {got}, need an int32 or int64 tensor of shape [b]")
-    if tuple(indices.shape) != (b,):
-        raise ValueError(f"{name}: got shape {shown(indices.shape)}, need [b] = [{b}]")
-    if indices.device != x.device:
-        raise ValueError(f"{name}: got device {indices.device}, need {x.device}, where x is")
-
-
 def put_rows(pool: Tensor, rows: Tensor, known: Tensor, values: Tensor) -> None:
     """pool[rows] = values, of those that are known."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and pool.device.type != "meta":
         pool[rows[known]] = values[known].to(pool.dtype)
-    else:  # a graph has no room for a number of rows that nobody knows: those without one go to a row that is cut off again
+    else:  # there is no room for a number of rows that nobody knows: those without one go to a row that is cut off again
         larger = torch.cat([pool, pool.new_zeros(1, *pool.shape[1:])])
         pool.copy_(larger.index_copy(0, torch.where(known, rows, pool.shape[0]), values.to(pool.dtype))[:-1])
 

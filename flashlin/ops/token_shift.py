@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin import policy
+from flashlin.guards import scalars
 from flashlin.guards.tensors import check_cu_seqlens, need_tensor
 from flashlin.kernels.conv import torch_path
 from flashlin.ops import conv
@@ -42,14 +43,13 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
     Differs from fla where fla fails: checks cu_seqlens, has no limit on T or B from the grid, writes the cache of every sequence, and the cache
     has a gradient, going in and coming out.
     """
+    output_cache = scalars.flag("output_cache", output_cache)
     check_rows("x", x, "[B, T, D]", 3)
     bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, None, x.shape, x.device, policy.current().debug, "x")
     N, D = x.shape[0] if bounds is None else bounds.shape[0] - 1, x.shape[2]
     state = None
     if cache is not None:
-        need_tensor("cache", cache, (N, D), "[N, D]", getattr(cache, "device", x.device))
-        if cache.device != x.device:
-            raise ValueError(f"cache: got device {cache.device}, need {x.device}, where x is")
+        need_tensor("cache", cache, (N, D), "[N, D]", x.device, "x")
         state = F.pad(cache[..., None], (1, 0))  # the convolution's state has two slots, of which a filter of two taps sees the second
     filters = shift_filters(D, x.device)
     if torch.compiler.is_compiling():

@@ -50,7 +50,7 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("chunk_kda", {"A_log": t(3)}, ValueError, "chunk_kda: got A_log without use_gate_in_kernel, which alone reads it"),
     ("chunk_kda", {"dt_bias": t(24)}, ValueError, "chunk_kda: got dt_bias without use_gate_in_kernel"),
     ("chunk_kda", {"A_log": t(4), **GATE}, ValueError, "A_log: got shape [4], need HV = 3 elements"),
-    ("chunk_kda", {"g": t(2, 12, 3), **GATE}, ValueError, "g: need a tensor of shape [B, T, HV, K]"),
+    ("chunk_kda", {"g": t(2, 12, 3), **GATE}, ValueError, "g: got shape [2, 12, 3], need [B, T, HV, K]"),
     ("chunk_kda", {"allow_neg_eigval": True}, ValueError, "chunk_kda: got allow_neg_eigval without use_beta_sigmoid"),
     ("chunk_kda", {"lower_bound": 0.0, **GATE}, ValueError, "lower_bound: got 0.0, need a number below 0, or None"),
     ("chunk_kda", {"lower_bound": -6.0, "safe_gate": True, **GATE}, ValueError, "lower_bound: got -6.0, need -5 <= lower_bound < 0 with safe_gate"),

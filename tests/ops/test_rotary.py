@@ -59,8 +59,11 @@ def test_in_place_is_in_place_and_autograd_knows() -> None:
     kept = dy.clone()
     torch.testing.assert_close(*(torch.autograd.grad(z, leaf, dy)[0] for z in (y, expected)))
     assert torch.equal(dy, kept)
-    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
-        flashlin.rotary_embedding(leaf, *tables(9, 4), inplace=True)
+    for of_a_leaf in (leaf, leaf[:1], leaf.mT.mT):
+        with pytest.raises(ValueError, match="inplace: got True with an x that requires a gradient and is a leaf, or a view of one; need False"):
+            flashlin.rotary_embedding(of_a_leaf, *tables(9, 4), inplace=True)
+    with torch.no_grad():
+        assert flashlin.rotary_embedding(leaf, *tables(9, 4), inplace=True) is leaf
 
 
 def test_places_past_the_tables_are_named_where_they_can_be() -> None:
@@ -90,7 +93,8 @@ rotary = flashlin.rotary_embedding
     (lambda: rotary(X, COS.to("meta"), COS), ValueError, "cos: got device meta, need cpu, where x is"),
     (lambda: rotary(X[..., :7], COS, COS), ValueError, "cos: got R = 4 pairs, need at most 3, half of x's D = 7"),
     (lambda: rotary(X, COS, COS, seqlen_offsets=1.0), TypeError, "seqlen_offsets: got float, need an int, or an int32 or int64 tensor of shape [N]"),
-    (lambda: rotary(X, COS, COS, seqlen_offsets=COS[0, :2]), TypeError, "seqlen_offsets: got dtype torch.float32, need int32 or int64"),
+    (lambda: rotary(X, COS, COS, seqlen_offsets=COS[0, :2]), TypeError,
+     "seqlen_offsets: got torch.float32, need an int32 or int64 tensor of shape [N]"),
     (lambda: rotary(X, COS, COS, seqlen_offsets=torch.tensor([1, 2, 3])), ValueError, "seqlen_offsets: got shape [3], need [N] = [2]"),
     (lambda: rotary(X[:1], COS, COS, cu_seqlens=torch.tensor([0, 2])), ValueError,
      "cu_seqlens: got a last value of 2, need T = 3: sequences must cover the packed tensor"),

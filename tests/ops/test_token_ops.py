@@ -53,7 +53,7 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("fused_recurrent_iplr_delta_rule", {"a": None}, TypeError, "a: got NoneType, need a tensor of shape [B, T, HV, K]"),
     ("fused_recurrent_kda", {"g": None}, TypeError, "g: got NoneType, need a tensor of shape [B, T, HV, K]"),
     ("fused_recurrent_kda", {"g": t(2, 4, 2)}, ValueError, "g: got shape [2, 4, 2], need [B, T, HV, K] = [2, 4, 2, 3]"),
-    ("fused_recurrent_kda", {"g": t(2, 4, 2), **GATE}, ValueError, "g: need a tensor of shape [B, T, HV, K]"),
+    ("fused_recurrent_kda", {"g": t(2, 4, 2), **GATE}, ValueError, "g: got shape [2, 4, 2], need [B, T, HV, K]"),
     ("fused_recurrent_kda", {"beta": None}, TypeError, "beta: got NoneType, need a tensor of shape [B, T, HV] or [B, T, HV, V]"),
     ("fused_recurrent_kda", {"A_log": t(2)}, ValueError, "fused_recurrent_kda: got A_log without use_gate_in_kernel, which alone reads it"),
     ("fused_recurrent_kda", {"dt_bias": t(6)}, ValueError, "fused_recurrent_kda: got dt_bias without use_gate_in_kernel"),
