@@ -51,7 +51,8 @@ def process(what: str) -> dict[str, Any]:
     D = 128 if what == "95 %" else 64  # each head size is tried once
     q, k, v = (torch.randn(1, 96, 2, D, generator=generator).bfloat16() for _ in range(3))
     g = torch.nn.functional.logsigmoid(torch.randn(1, 96, 2, generator=generator))
-    on_card = [x.to(device) for x in (q, k, v, g)]
+    on_card = {name: x.to(device) for name, x in (("q", q), ("k", k), ("v", v), ("g", g))}
+    call: Any = flashlin.chunk_simple_gla
 
     def launches() -> list[str]:
         told = flashlin.explain("chunk_simple_gla", B=1, T=96, H=2, K=D, V=D, needs_grad=False)
@@ -67,10 +68,10 @@ def process(what: str) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         began = time.monotonic()
-        o, _ = flashlin.chunk_simple_gla(*on_card)
+        o, _ = call(**on_card)
         torch.cuda.synchronize()
         seconds = time.monotonic() - began
-        flashlin.chunk_simple_gla(*on_card)
+        call(**on_card)
     right, _ = recurrence(q.double(), k.double(), v.double(), g.double(), None, None, None, D ** -0.5)
     error = float((o.cpu().double() - right).pow(2).mean().sqrt() / right.pow(2).mean().sqrt())
     verdicts.read_again()
