@@ -39,9 +39,17 @@ TELLING = re.compile(r"Assertion|LLVM ERROR|UNREACHABLE|error:|terminate called|
 MATRIX_INSTRUCTIONS = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 
 
+NOT_TRIED = "not tried"
+# What is said of the machine and not of the kernel; "error code -9": the assembler was killed.
+MACHINE = re.compile(r"No space left on device|Disk quota exceeded|Read-only file system|Input/output error|Permission denied|Too many open files"
+                     r"|Cannot allocate memory|[Oo]ut of memory|bad_alloc|error code -(?:9|15)\b|Cannot find \S+|linker \S+ not found")
+ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGKILL: of a system that is out of memory, for one
+
+
 class Result(NamedTuple):
     """status: ``ok``, ``exception``, ``abort`` (the compiler killed its process), ``ptxas`` (the assembler refused), ``shared`` (compiles,
-    but one block may not have that much shared memory), ``timeout``. message: of the exception; cause: the line of stderr that says why.
+    but one block may not have that much shared memory), ``timeout``, or ``not tried``: the machine failed (no room, no memory, a program that is not
+    there, a child that was killed), which says nothing of the kernel. message: of the exception; cause: the line of stderr that says why.
     shared, registers, spills: bytes of shared memory, registers a thread, bytes of spill stores and loads. matrix: tensor-core instructions.
     triton: the release that ran.
     """
@@ -146,6 +154,8 @@ def _compile(job: Job, folder: Path) -> Result:
                                  num_warps=launch.num_warps, num_stages=launch.num_stages)
         code = str(compiled.asm["ptx" if isinstance(job.sm, int) else "amdgcn"])
     except Exception as error:
+        if said := _of_the_machine(error):
+            return Result(NOT_TRIED, said)
         text = f"{type(error).__name__}: {error}"
         if error.__cause__ is not None:
             text += f" <- {type(error.__cause__).__name__}: {error.__cause__}"
@@ -163,6 +173,15 @@ def _compile(job: Job, folder: Path) -> Result:
     return Result("ok" if shared <= limit else "shared", "" if shared <= limit else f"{shared} bytes of shared memory, {limit} on {job.sm}",
                   "", shared, int(registers[1]) if registers else 0, sum(spills),
                   tuple(sorted(set(MATRIX_INSTRUCTIONS.findall(code)))))
+
+
+def _of_the_machine(error: Exception) -> str:
+    """The error in words if it would have been the same for every kernel, else ``""``."""
+    for one in (error, error.__cause__):
+        if isinstance(one, (OSError, MemoryError, ImportError)) or (
+                not type(one).__name__.startswith("Compilation") and MACHINE.search(str(one))):  # CompilationError quotes the kernel, comments and all
+            return f"{type(one).__name__}: {one}".partition("\n")[0][:300]
+    return ""
 
 
 def _keep_ptxas_report() -> list[str]:
@@ -184,7 +203,8 @@ def _keep_ptxas_report() -> list[str]:
 
 
 def _child(work: Callable[[Path], Result], folder: Path) -> None:
-    """Never returns. Output goes to a file, because from Triton 3.3 on only stderr says which assertion failed."""
+    """Never returns. Output goes to a file, because from Triton 3.3 on only stderr says which assertion failed. An error that no work has caught
+    (no room for the result, say) is told there, too, and by the exit status."""
     try:
         os.setpgid(0, 0)
         faulthandler.disable()  # what it would say of an abort goes to the parent's stderr, which it has kept
@@ -194,8 +214,12 @@ def _child(work: Callable[[Path], Result], folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         tempfile.tempdir = str(folder)
         (folder / "result").write_text(json.dumps(work(folder)))
-    finally:
         os._exit(0)
+    except BaseException as error:
+        with suppress(OSError):
+            os.write(2, f"{type(error).__name__}: {error}".encode())
+    finally:
+        os._exit(os.EX_TEMPFAIL)
 
 
 def _verdict(folder: Path, status: int | None) -> Result:
@@ -208,7 +232,13 @@ def _verdict(folder: Path, status: int | None) -> Result:
     if status is None:
         return Result("timeout", cause=cause)
     if os.WIFSIGNALED(status):
-        return Result("abort", signal.Signals(os.WTERMSIG(status)).name, cause or stderr.strip()[-500:])
+        ended = signal.Signals(os.WTERMSIG(status))
+        if ended in ENDED_FROM_OUTSIDE:
+            return Result(NOT_TRIED, f"the compiler was ended by {ended.name}")
+        lacking = MACHINE.search(stderr)
+        return Result(NOT_TRIED, lacking[0]) if lacking else Result("abort", ended.name, cause or stderr.strip()[-500:])
+    if os.waitstatus_to_exitcode(status) == os.EX_TEMPFAIL:
+        return Result(NOT_TRIED, stderr.strip()[-300:])
     if not (folder / "result").exists():
         return Result("exception", f"the child ended with {os.waitstatus_to_exitcode(status)}", cause or stderr.strip()[-500:])
     fields = json.loads((folder / "result").read_text())
