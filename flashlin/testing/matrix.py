@@ -160,8 +160,9 @@ def compile_all(result: CellResult, planned: Planned, cards: Sequence[Card], fol
         if waiting:
             result.layers["compile"] = round(before + time.monotonic() - began, 1)
             result.save(folder)
+    every = Counter(card for _, card in planned.places)
     left = Counter(card for launch, card in planned.places if result.verdict(launch, card) is None)
-    return {card: f"{left[card]} kernels not tried: {'; '.join(dict.fromkeys(why))}" for card, why in untried.items()}
+    return {card: f"{left[card]} of {every[card]} kernels not tried: {'; '.join(dict.fromkeys(why))}" for card, why in untried.items()}
 
 
 IMPORTS = """
