@@ -41,7 +41,7 @@ class Bar:
 
 
 def planned(whole: Matrix) -> list[Found]:
-    """Every cell as it was found, with the plans of today: a minute."""
+    """Every cell as it was found, with the plans of today, which take two minutes."""
     bar, every = Bar(), []
     for cell in whole.cell:
         bar.cell = cell.triton
@@ -64,7 +64,7 @@ def main() -> int:
     run.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: matrix/results)")
     run.add_argument("--afresh", action="store_true", help="forget what was found before")
     report = commands.add_parser("report", help="write SUPPORT.md, the launch table and build/support.html from the results")
-    report.add_argument("--check", action="store_true", help="write nothing; exit with 1 if SUPPORT.md or the launch table is not what the results say")
+    report.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the first two are not what the results say")
     options = parser.parse_args()
     whole = load_matrix(CELLS)
     if options.command == "report":

@@ -3,6 +3,7 @@ checkout stays small enough to be carried to a GPU."""
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import shutil
 import subprocess
@@ -64,6 +65,13 @@ def test_it_is_the_same_on_every_python() -> None:
         "[ (UnaryOp op (USub ) operand 1 ) ] ) body [ (Return value (IfExp test (Name id 'y' ) body (Subscript value (Name id 'x' ) slice "
         "(Tuple elts [ (Slice lower 1 ) None ] ) ) orelse (Dict keys [ None 'k' ] values [ (Name id 'y' ) (Lambda args (arguments ) body 2.5 ) ] ) "
         ") ) ] decorator_list [ (Name id 'a' ) ] ) ] )")
+
+
+def test_a_comment_in_a_kernel_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, original = source_of("flashlin.kernels.pieces", "gate_cumsum"), inspect.getsource
+    for added, same in (("    # in other words\n", True), ("    return 1\n", False)):
+        monkeypatch.setattr(inspect, "getsource", lambda function, added=added: original(function) + added)
+        assert (source_of.__wrapped__("flashlin.kernels.pieces", "gate_cumsum") == before) is same
 
 
 def test_a_kernel_is_hashed_with_what_it_calls_and_the_constants_it_uses() -> None:

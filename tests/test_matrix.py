@@ -206,7 +206,8 @@ def outcome(path: str = "triton", remedies: tuple[str, ...] = (), launches: tupl
     ([outcome(), outcome("torch", ("torch_path",), ())], "", "torch path"), ([outcome(launches=("c",)), outcome()], "", "FAILED")])
 def test_a_square_is_the_worst_of_its_calls(outcomes: list[Outcome], record: str, status: str) -> None:
     tried = {"a": Tried(config="", cards={"sm90": Compiled()}), "c": Tried(config="", cards={"sm90": Compiled(status="exception", message="no")})}
-    found = Found(CellResult(cell=CELL, launches=tried), Planned(tuple(outcomes), dict.fromkeys("abc", LAUNCH), {(name, "sm90"): 0 for name in "abc"}))
+    planned = Planned(tuple(outcomes), dict.fromkeys("abc", LAUNCH), {(name, "sm90"): 0 for name in "abc"})
+    found = Found(CellResult(cell=CELL, launches=tried), planned)
     [square] = squares([found], {("op", "sm90", "3.6.0"): record} if record else {})
     assert square.status == status and square.status in STATUSES and square.calls == len(outcomes)
 
@@ -259,7 +260,8 @@ def test_the_support_table_is_current(some: list[Found], tmp_path: Path) -> None
 
 @pytest.mark.parametrize("file, old, new, says", [
     ("SUPPORT.md", "| compiled |", "| ran |", " ran, now compiled"), ("SUPPORT.md", "| 3.9.0 |", "| 3.9.9 |", ": None, now "),
-    ("SUPPORT.md", "| backend | torch |", "| end | torch |", "reason: backend"), ("SUPPORT.md", "## Beside fla", "## Beside", "## Beside fla and mamba_ssm"),
+    ("SUPPORT.md", "| backend | torch |", "| end | torch |", "reason: backend"),
+    ("SUPPORT.md", "## Beside fla", "## Beside", "## Beside fla and mamba_ssm"),
     ("proven.json", '"failed": ["sm70"]', '"failed": ["sm80"]', " 3.0.0 failed sm70"),
     ("proven.json", '"sm75", ', "", " 3.0.0 compiled sm75"), ("proven.json", '"ran": ["sm90"]', '"ran": []', " 3.6.0 ran sm90")])
 def test_what_is_not_current_is_noticed(file: str, old: str, new: str, says: str, some: list[Found], tmp_path: Path) -> None:

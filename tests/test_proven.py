@@ -105,7 +105,7 @@ def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path, monkeypa
     path = tmp_path / "triton-3.6.0.json"
     path.write_text(path.read_text().replace(whole.result.kernels["gate_cumsum"], "flashlin.kernels.pieces:0123"))
     old = load_result(tmp_path, whole.result.cell)
-    assert not old.launches and json.loads(support.launch_table([whole._replace(result=old)], tmp_path)) == {}
+    assert not old.launches and json.loads(support.launch_table([Found(old, whole.planned)], tmp_path)) == {}
     for gone in ("flashlin.kernels.gone:0123", ""):
         assert not record.is_current(gone, "gate_cumsum")
     gpu = {"triton": "3.6.0", "capability": [9, 0], "configs": {CONFIG: record.source_hash("flashlin.kernels.pieces", "gate_cumsum"),

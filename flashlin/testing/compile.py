@@ -178,8 +178,8 @@ def _compile(job: Job, folder: Path) -> Result:
 def _of_the_machine(error: Exception) -> str:
     """The error in words if it would have been the same for every kernel, else ``""``."""
     for one in (error, error.__cause__):
-        if isinstance(one, (OSError, MemoryError, ImportError)) or (
-                not type(one).__name__.startswith("Compilation") and MACHINE.search(str(one))):  # CompilationError quotes the kernel, comments and all
+        quotes_kernel = type(one).__name__ == "CompilationError"  # comments and all
+        if isinstance(one, (OSError, MemoryError, ImportError)) or (not quotes_kernel and MACHINE.search(str(one))):
             return f"{type(one).__name__}: {one}".partition("\n")[0][:300]
     return ""
 

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -38,11 +39,12 @@ class Outcome(NamedTuple):
     failed: str = ""
 
 
-class Planned(NamedTuple):
+@dataclass(frozen=True)
+class Planned:
     """What a cell's calls lead to. launches: by id; shared: (id, card) -> bytes of shared memory that are reckoned with."""
     outcomes: tuple[Outcome, ...] = ()
-    launches: dict[str, Recorded] = {}
-    shared: dict[tuple[str, str], int] = {}
+    launches: dict[str, Recorded] = field(default_factory=dict)
+    shared: dict[tuple[str, str], int] = field(default_factory=dict)
 
     @property
     def places(self) -> list[tuple[str, str]]:
@@ -55,11 +57,12 @@ class Planned(NamedTuple):
         return {(launch, outcome.card) for outcome in self.outcomes if outcome.path == "triton" for launch in outcome.launches}
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True)
+class Found:
     """A cell: what is known of it and what is planned there. untried: card -> why some of its launches could not be tried."""
     result: CellResult
     planned: Planned
-    untried: dict[str, str] = {}
+    untried: dict[str, str] = field(default_factory=dict)
 
     def verdict(self, launch: str, card: str) -> Compiled | None:
         return self.result.verdict(launch, card)

@@ -138,7 +138,8 @@ def _ran(found: Found) -> list[str]:
     refused = sum(verdict.refused for launch, one in result.launches.items() for card, verdict in one.cards.items()
                   if (launch, card) not in planned and card.startswith("sm"))
     seconds = ", ".join(f"{layer} {took:.0f}" for layer, took in sorted(result.layers.items()))
-    return [result.cell.name, result.cell.kind, result.date or "not run", f"{len(tried)} of {len(planned)}", str(failed), str(refused), right, seconds]
+    compiled = f"{len(tried)} of {len(planned)}"
+    return [result.cell.name, result.cell.kind, result.date or "not run", compiled, str(failed), str(refused), right, seconds]
 
 
 def _reason(why: str) -> str:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,7 +60,8 @@ def caused(error: Exception, cause: Exception) -> Exception:
 
 ERRORS = {
     NOT_TRIED: [PermissionError(errno.EACCES, "Permission denied", "/cache"), FileNotFoundError(errno.ENOENT, "No such file", "ptxas"), MemoryError(),
-                ModuleNotFoundError("No module named 'setuptools'"), RuntimeError("Cannot find ptxas"), RuntimeError("`ptxas` failed with error code -9"),
+                ModuleNotFoundError("No module named 'setuptools'"), RuntimeError("Cannot find ptxas"),
+                RuntimeError("`ptxas` failed with error code -9"),
                 Exception("ROCm linker /opt/rocm/llvm/bin/ld.lld not found. Set 'TRITON_HIP_LLD_PATH' to its path."),
                 caused(RuntimeError("compile failed"), OSError(errno.ENOSPC, "No space left on device"))],
     "exception": [RuntimeError("PassManager::run failed"), CompilationError("x = 1  # or it runs out of memory\n^ expected a tensor"),
@@ -70,6 +72,8 @@ ERRORS = {
 @pytest.mark.parametrize("status, error", [pytest.param(status, error, id=str(error)[:40]) for status, errors in ERRORS.items() for error in errors])
 def test_what_the_compiler_raises(status: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(compiler.importlib, "import_module", lambda name: type("Module", (), {"kernel": type("Kernel", (), {"warmup": fails(error)})}))
-    [(_, result)] = forked([partial(compiler._compile, Job(90, Recorded("module", "kernel", (), (), 4, 2, 0, ())))], 1, 60)
+    kernel = SimpleNamespace(warmup=fails(error))
+    monkeypatch.setattr(compiler.importlib, "import_module", lambda name: SimpleNamespace(kernel=kernel))
+    launch = Recorded("module", "kernel", (), (), 4, 2, 0, ())
+    [(_, result)] = forked([partial(compiler._compile, Job(90, launch))], 1, 60)
     assert result.status == status and result.message, result
