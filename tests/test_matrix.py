@@ -160,6 +160,8 @@ def test_what_could_not_be_tried_is_told_once_and_not_kept(one_call: list[worklo
     assert support.failures(both, found) == told and [one.status for one in squares([found], {})] == ["not run", "compiled"]
     monkeypatch.setattr(matrix, "compiling", compiler(fine, seen))
     assert not matrix.run(CELL, (card, other), tmp_path).untried and [job.sm for job in seen].count(90) == 1 + 6, "and tried the next time"
+    matrix.run(CELL, (other,), tmp_path)
+    assert {name for one in load_result(tmp_path, CELL).launches.values() for name in one.cards} == {"sm80", "sm90"}, "the other's stay"
 
 
 def test_one_that_could_not_be_tried_holds_no_others_up(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
