@@ -262,7 +262,7 @@ def _compiling(tuner: Any, configs: list[Any], errors: list[Exception], args: tu
     """Those of the configurations that do not end the compiler."""
     found = list[Any]()
     for config, result in _compiled(tuner, configs, args, kwargs):
-        if result is None or result.status not in ("abort", "timeout"):
+        if result is None or result.status not in ("abort", "timeout", "not tried"):
             found.append(config)
         else:
             why = f"{result.status}: {result.cause or result.message}"
@@ -345,8 +345,8 @@ def _compiled(tuner: Any, configs: list[Any], args: tuple[Any, ...], kwargs: dic
     sm = 10 * target.capability[0] + target.capability[1]
     works = [partial(_compile, tuner, args, {**kwargs, **config.all_kwargs(), "warmup": True}, sm) for config in configs]
     results = dict(forked(works, min(os.cpu_count() or 1, CHILDREN), CHILD_SECONDS))
-    # Where no child ends at all, forking is what fails: a lock that another thread held.
-    stuck = all(result.status == "timeout" for result in results.values())
+    # Where no child ends at all, forking is what fails: a lock that another thread held. Where none can try, the machine.
+    stuck = all(result.status in ("timeout", "not tried") for result in results.values())
     yield from ((config, None if stuck else results[number]) for number, config in enumerate(configs))
 
 

@@ -12,9 +12,10 @@ sys.path.insert(0, str(HERE.parent))  # the checkout it belongs to, wherever it 
 from tqdm import tqdm  # noqa: E402
 
 from flashlin.testing import matrix, support  # noqa: E402
-from flashlin.testing.results import load_matrix  # noqa: E402
+from flashlin.testing.results import Matrix, load_matrix, load_result  # noqa: E402
+from flashlin.testing.squares import Found, Planned  # noqa: E402
 
-RESULTS, CELLS = HERE / "results", HERE / "cells.toml"
+RESULTS, CELLS, PAGE = HERE / "results", HERE / "cells.toml", HERE.parent / "build" / "support.html"
 
 
 class Bar:
@@ -39,6 +40,16 @@ class Bar:
         self._bar = None
 
 
+def planned(whole: Matrix) -> list[Found]:
+    """Every cell as it was found, with the plans of today, which take two minutes."""
+    bar, every = Bar(), []
+    for cell in whole.cell:
+        bar.cell = cell.triton
+        every.append(Found(load_result(RESULTS, cell), matrix.plans(cell, whole.card, bar) if "plan" in cell.layers else Planned()))
+        bar.close()
+    return every
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      epilog="first time:  python -m matrix run --cell 3.6.0 --card sm90   then   python -m matrix report")
@@ -52,12 +63,12 @@ def main() -> int:
     run.add_argument("--timeout", type=float, default=180, help="seconds for each kernel (default 180)")
     run.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: matrix/results)")
     run.add_argument("--afresh", action="store_true", help="forget what was found before")
-    report = commands.add_parser("report", help="write SUPPORT.md and matrix/results/index.html from the results")
-    report.add_argument("--check", action="store_true", help="write nothing; exit with 1 if SUPPORT.md is not what the results say")
+    report = commands.add_parser("report", help="write SUPPORT.md, the launch table and build/support.html from the results")
+    report.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the first two are not what the results say")
     options = parser.parse_args()
     whole = load_matrix(CELLS)
     if options.command == "report":
-        return support.write(whole, RESULTS, HERE.parent / "SUPPORT.md", check=options.check)
+        return support.write(whole, planned(whole), RESULTS, HERE.parent / "SUPPORT.md", PAGE, check=options.check)
     unknown = [name for name in options.cell if name not in {text for cell in whole.cell for text in (cell.name, cell.triton)}]
     unknown += [name for name in options.card if name not in {card.name for card in whole.card}]
     if unknown:
@@ -73,11 +84,12 @@ def main() -> int:
             (options.out / f"{cell.name}.json").unlink(missing_ok=True)
         bar.cell = cell.triton
         cards = tuple(card for card in whole.card if not options.card or card.name in options.card)
-        result = matrix.run(cell, cards, options.out, tuple(options.layer), jobs=options.jobs, timeout=options.timeout, progress=bar)
+        found = matrix.run(cell, cards, options.out, tuple(options.layer), jobs=options.jobs, timeout=options.timeout, progress=bar)
         bar.close()
-        lines = support.failures(whole, result)
+        lines = support.failures(whole, found)
         failed += len(lines) if cell.kind == "gate" else 0
-        print("\n  ".join([f"{cell.name}: {len(lines)} failed", *lines]), flush=True)
+        told = [f"{card.name}: {found.untried[card.name]}" for card in cards if card.kind == "report" and card.name in found.untried]
+        print("\n  ".join([f"{cell.name}: {len(lines)} failed", *lines, *told]), flush=True)
     print(f"{time.monotonic() - began:.0f} s; results in {options.out}")
     return 1 if failed else 0
 

@@ -10,10 +10,14 @@ import pytest
 
 from flashlin import dispatch
 from flashlin.compat.target import parse
-from flashlin.testing import environments, matrix, seeds, support, workload
-from flashlin.testing.compile import Job, Result
+from flashlin.testing import environments, matrix, results, seeds, support, workload
+from flashlin.testing.compile import NOT_TRIED, Job, Result
 from flashlin.testing.environments import RELEASES
-from flashlin.testing.results import STATUSES, Card, Cell, Compiled, Described, Matrix, Outcome, gpu_records, load_matrix, load_result, squares
+from flashlin.testing.record import Recorded
+from flashlin.testing.results import Card, Cell, CellResult, Compiled, Matrix, Tried, load_matrix, load_result
+from flashlin.testing.share import WHOLE as ALL
+from flashlin.testing.share import share
+from flashlin.testing.squares import STATUSES, Found, Outcome, Planned, gpu_records, squares
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = load_matrix(ROOT / "matrix" / "cells.toml")
@@ -34,7 +38,7 @@ def one_call(monkeypatch: pytest.MonkeyPatch) -> list[workload.Call]:
 def compiler(verdict: Callable[[Job], Result], seen: list[Job], stop_after: int = 10**6) -> Compiler:
     def compiling(jobs: Sequence[Job], environment: dict[str, str], **options: Any) -> Iterator[tuple[int, Result]]:
         for number, job in enumerate(jobs):
-            if number == stop_after:
+            if len(seen) == stop_after:
                 raise KeyboardInterrupt
             seen.append(job)
             yield number, verdict(job)
@@ -79,7 +83,7 @@ def test_identity_is_what_is_compiled(one_call: list[workload.Call], monkeypatch
     assert len({matrix.identity(one) for one in (first, *others)}) == 4
     known = matrix.identity(first)
     source = matrix.source_of(first.module, first.kernel)
-    assert "def gate_cumsum" in source and "def sequence_of" in source, "functions that the kernel calls are part of it"
+    assert "name 'gate_cumsum'" in source and "name 'sequence_of'" in source, "functions that the kernel calls are part of it"
     monkeypatch.setattr(matrix, "source_of", lambda module, kernel: source + "# changed")
     assert matrix.identity(first) != known
 
@@ -90,13 +94,15 @@ def test_a_run_that_is_killed_goes_on_where_it_was(one_call: list[workload.Call]
     with pytest.raises(KeyboardInterrupt):
         matrix.run(CELL, (CARD,), tmp_path)
     kept = load_result(tmp_path, CELL)
-    assert len(kept.compiled) == 2 and squares(SMALL, [kept], {})[0].status == "not run"
+    assert len(kept.launches) == 2 and squares([Found(kept, matrix.plans(CELL, [CARD]))], {})[0].status == "not run"
     monkeypatch.setattr(matrix, "compiling", compiler(fine, seen))
-    result = matrix.run(CELL, (CARD,), tmp_path)
-    assert len(seen) == len(result.compiled) == len(result.outcomes[0].launches), "nothing was compiled twice"
-    assert squares(SMALL, [result], {})[0].status == "compiled" and load_result(tmp_path, CELL) == result
+    found = matrix.run(CELL, (CARD,), tmp_path)
+    assert len(seen) == len(found.result.launches) == len(found.planned.outcomes[0].launches), "nothing was compiled twice"
+    assert squares([found], {})[0].status == "compiled" and load_result(tmp_path, CELL) == found.result
+    before = (tmp_path / "triton-3.6.0.json").read_text().partition('"kernels"')[2]
     matrix.run(CELL, (CARD,), tmp_path)
-    assert len(seen) == len(result.compiled), "a run of what is known compiles nothing"
+    assert len(seen) == len(found.result.launches), "a run of what is known compiles nothing"
+    assert (tmp_path / "triton-3.6.0.json").read_text().partition('"kernels"')[2] == before, "and changes nothing"
 
 
 def test_a_kernel_that_took_too_long_is_tried_again(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -112,32 +118,58 @@ def test_a_kernel_that_took_too_long_is_tried_again(one_call: list[workload.Call
 def test_a_broken_kernel_is_a_failure_that_names_its_place(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                            bad: Result, says: str) -> None:
     monkeypatch.setattr(matrix, "compiling", compiler(lambda job: bad if job.launch.kernel == "simple_gla_dk" else fine(job), []))
-    result = matrix.run(CELL, (CARD,), tmp_path)
-    [line] = support.failures(SMALL, result)
+    found = matrix.run(CELL, (CARD,), tmp_path)
+    [line] = support.failures(SMALL, found)
     assert line.startswith("chunk_simple_gla sm90 triton 3.6.0: bfloat16 D=128: simple_gla_dk(") and says in line
     report = Matrix(card=(CARD.model_copy(update={"kind": "report"}),), cell=(CELL,))
-    assert support.failures(report, result) == [], "a card that is only reported holds nobody up"
+    assert support.failures(report, found) == [], "a card that is only reported holds nobody up"
 
 
 def test_what_was_refused_is_remembered_though_it_is_planned_no_more(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch,
                                                                      tmp_path: Path) -> None:
     monkeypatch.setattr(matrix, "compiling", compiler(lambda job: Result("abort") if job.launch.kernel == "simple_gla_dk" else fine(job), []))
-    first = matrix.run(CELL, (CARD,), tmp_path)
-    [refused] = [name for name in first.launches if name.startswith("simple_gla_dk")]
+    [refused] = [name for name in matrix.run(CELL, (CARD,), tmp_path).result.launches if name.startswith("simple_gla_dk")]
     monkeypatch.setattr(workload, "calls", lambda: iter(()))
     again = matrix.run(CELL, (CARD,), tmp_path)
-    assert list(again.launches) == [refused] and list(again.compiled) == [f"{refused}@sm90"]
-    assert json.loads(support.launch_table([again], set(), tmp_path)) == {again.launches[refused].config: {"3.6.0": {"failed": ["sm90"]}}}
+    assert {name: list(one.cards) for name, one in again.result.launches.items()} == {refused: ["sm90"]}
+    config = again.result.launches[refused].config
+    assert json.loads(support.launch_table([again], tmp_path)) == {config: {"3.6.0": {"failed": ["sm90"]}}}
     assert "| 0 of 0 | 0 | 1 |" in support.support_table(SMALL, [again], [], tmp_path)
-    monkeypatch.setattr(matrix, "is_current", lambda source, kernel: False)
-    assert not matrix.run(CELL, (CARD,), tmp_path).launches, "of another source"
+    monkeypatch.setattr(results, "is_current", lambda source, kernel: False)
+    assert not matrix.run(CELL, (CARD,), tmp_path).result.launches, "of another source"
 
 
 def test_an_estimate_that_is_too_low_fails_a_square_and_blames_no_configuration(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch,
                                                                                 tmp_path: Path) -> None:
     monkeypatch.setattr(matrix, "compiling", compiler(lambda job: Result("ok", shared=10**6), []))
-    result = matrix.run(CELL, (CARD,), tmp_path)
-    assert support.failures(SMALL, result) and support.launch_table([result], set(), tmp_path) == "{\n\n}\n"
+    found = matrix.run(CELL, (CARD,), tmp_path)
+    assert support.failures(SMALL, found) and support.launch_table([found], tmp_path) == "{\n\n}\n"
+
+
+@pytest.mark.parametrize("kind, told", [("gate", ["sm90 triton 3.6.0: 6 of 6 kernels not tried: no room"]), ("report", [])])
+def test_what_could_not_be_tried_is_told_once_and_not_kept(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                           kind: Any, told: list[str]) -> None:
+    """The first of a card speaks for the others: no linker for it, no room for any. Another card's are tried."""
+    seen: list[Job] = []
+    monkeypatch.setattr(matrix, "compiling", compiler(lambda job: Result(NOT_TRIED, "no room") if job.sm == 90 else fine(job), seen))
+    card, other = CARD.model_copy(update={"kind": kind}), Card(name="sm80", example="A100", kind="gate")
+    found = matrix.run(CELL, (card, other), tmp_path)
+    assert found.untried == {"sm90": "6 of 6 kernels not tried: no room"} and [job.sm for job in seen].count(90) == 1
+    assert {name for one in load_result(tmp_path, CELL).launches.values() for name in one.cards} == {"sm80"}
+    both = Matrix(card=(card, other), cell=(CELL,))
+    assert support.failures(both, found) == told and [one.status for one in squares([found], {})] == ["not run", "compiled"]
+    monkeypatch.setattr(matrix, "compiling", compiler(fine, seen))
+    assert not matrix.run(CELL, (card, other), tmp_path).untried and [job.sm for job in seen].count(90) == 1 + 6, "and tried the next time"
+    matrix.run(CELL, (other,), tmp_path)
+    assert {name for one in load_result(tmp_path, CELL).launches.values() for name in one.cards} == {"sm80", "sm90"}, "the other's stay"
+
+
+def test_one_that_could_not_be_tried_holds_no_others_up(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Job] = []
+    monkeypatch.setattr(matrix, "compiling", compiler(
+        lambda job: Result(NOT_TRIED, "SIGKILL") if job.launch.kernel == "simple_gla_dk" else fine(job), seen))
+    found = matrix.run(CELL, (CARD,), tmp_path)
+    assert found.untried == {"sm90": "1 of 6 kernels not tried: SIGKILL"} and len(seen) == len(found.result.launches) + 1
 
 
 def test_on_amd_the_torch_path_is_taken_and_the_kernels_are_compiled_nevertheless(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch,
@@ -145,11 +177,11 @@ def test_on_amd_the_torch_path_is_taken_and_the_kernels_are_compiled_nevertheles
     seen: list[Job] = []
     monkeypatch.setattr(matrix, "compiling", compiler(fine, seen))
     card = Card(name="gfx942", example="MI300", kind="report")
-    result = matrix.run(CELL, (card,), tmp_path)
+    found = matrix.run(CELL, (card,), tmp_path)
     assert {job.sm for job in seen} == {"gfx942"} and {job.launch.kernel for job in seen} >= {"simple_gla_scan", "simple_gla_dk"}
-    [square] = squares(Matrix(card=(card,), cell=(CELL,)), [result], {})
+    [square] = squares([found], {})
     assert square.status == "torch path" and square.evidence == f"{len(seen)} of {len(seen)} kernels compiled"
-    assert support.launch_table([result], set(), tmp_path) == "{\n\n}\n", "nobody plans with it"
+    assert support.launch_table([found], tmp_path) == "{\n\n}\n", "nobody plans with it"
 
 
 def test_another_torch_is_a_cell_without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +190,9 @@ def test_another_torch_is_a_cell_without_launches(monkeypatch: pytest.MonkeyPatc
     assert cell not in WHOLE.tritons and len(WHOLE.tritons) == len(WHOLE.cell) - 1
     monkeypatch.setattr(environments, "installed", lambda requirements, name, *rest, **options: Path(f"/{name}"))
     assert matrix.environment(cell)["PYTHONPATH"].split(":")[:2] == ["/torch-2.4.1", "/triton-3.0.0"]
+
+
+LAUNCH = Recorded("module", "kernel", (), (), 4, 2, 0, ())
 
 
 def outcome(path: str = "triton", remedies: tuple[str, ...] = (), launches: tuple[str, ...] = ("a",), failed: str = "") -> Outcome:
@@ -172,17 +207,18 @@ def outcome(path: str = "triton", remedies: tuple[str, ...] = (), launches: tupl
     ([outcome(launches=("a", "b"))], "a record", "not run"), ([outcome(failed="TypeError")], "", "FAILED"),
     ([outcome(), outcome("torch", ("torch_path",), ())], "", "torch path"), ([outcome(launches=("c",)), outcome()], "", "FAILED")])
 def test_a_square_is_the_worst_of_its_calls(outcomes: list[Outcome], record: str, status: str) -> None:
-    compiled = {"a@sm90": Compiled(status="ok"), "c@sm90": Compiled(status="exception", message="no")}
-    result = load_result(Path("nowhere"), CELL).model_copy(update={
-        "outcomes": tuple(outcomes), "compiled": compiled, "launches": {name: Described(text=name, config="", source="") for name in "abc"}})
-    [square] = squares(SMALL, [result], {("op", "sm90", "3.6.0"): record} if record else {})
+    tried = {"a": Tried(config="", cards={"sm90": Compiled()}), "c": Tried(config="", cards={"sm90": Compiled(status="exception", message="no")})}
+    planned = Planned(tuple(outcomes), dict.fromkeys("abc", LAUNCH), {(name, "sm90"): 0 for name in "abc"})
+    found = Found(CellResult(cell=CELL, launches=tried), planned)
+    [square] = squares([found], {("op", "sm90", "3.6.0"): record} if record else {})
     assert square.status == status and square.status in STATUSES and square.calls == len(outcomes)
 
 
 def test_what_ran_before_its_kernel_changed_says_nothing_of_it_now() -> None:
-    result = load_result(Path("nowhere"), CELL).model_copy(update={"outcomes": (outcome(),), "compiled": {"a@sm90": Compiled(status="ok")}})
+    """What has changed since has another id, of which nothing is known."""
+    result = CellResult(cell=CELL, launches={"a": Tried(config="", cards={"sm90": Compiled()})})
     ran = {("op", "sm90", "3.6.0"): "a record"}
-    [now], [then] = squares(SMALL, [result], ran, {"a"}), squares(SMALL, [result], ran)
+    then, now = (squares([Found(result, Planned((outcome(launches=(name,)),), {}, {(name, "sm90"): 0}))], ran)[0] for name in "ab")
     assert (now.status, now.evidence, then.status, then.evidence) == ("not run", "", "ran", "a record")
 
 
@@ -193,7 +229,7 @@ def test_a_gpu_record_counts_only_where_all_of_an_op_is_right(tmp_path: Path) ->
 
 
 def test_the_table_leaves_nothing_blank() -> None:
-    text = support.support_table(WHOLE, [load_result(Path("nowhere"), cell) for cell in WHOLE.cell], [], Path("nowhere"))
+    text = support.support_table(WHOLE, [Found(CellResult(cell=cell), Planned()) for cell in WHOLE.cell], [], Path("nowhere"))
     rows = [line for line in text.splitlines() if line.startswith(tuple(f"| {cell.triton} |" for cell in WHOLE.cell))]
     assert rows and all("not run" in row and "|  |" not in row for row in rows)
 
@@ -208,5 +244,32 @@ def test_the_failures_it_began_with_are_rows_whose_evidence_is_there() -> None:
     assert "(Triton before 3.2.0)" in lines[2] and "(Triton 3.9.0 and newer)" in lines[2]
 
 
-def test_the_support_table_is_current() -> None:
-    assert support.write(WHOLE, ROOT / "matrix" / "results", ROOT / "SUPPORT.md", check=True) == 0, "run: python -m matrix report"
+RESULTS, TABLE = ROOT / "matrix" / "results", ROOT / "SUPPORT.md"
+
+
+@pytest.fixture(scope="module")
+def some() -> list[Found]:
+    """Every release with a card, each another one; with TEST_WHOLE=1 every release with every card."""
+    return [Found(load_result(RESULTS, cell), matrix.plans(cell, share(WHOLE.card, n, len(WHOLE.card)) if "plan" in cell.layers else ()))
+            for n, cell in enumerate(WHOLE.cell)]
+
+
+def test_the_support_table_is_current(some: list[Found], tmp_path: Path) -> None:
+    assert support.stale(some, RESULTS, TABLE) == [], "run: python -m matrix report"
+    if ALL:
+        assert support.write(WHOLE, some, RESULTS, TABLE, tmp_path / "support.html", check=True) == 0, "run: python -m matrix report"
+
+
+@pytest.mark.parametrize("file, old, new, says", [
+    ("SUPPORT.md", "| compiled |", "| ran |", " ran, now compiled"), ("SUPPORT.md", "| 3.9.0 |", "| 3.9.9 |", ": None, now "),
+    ("SUPPORT.md", "| backend | torch |", "| end | torch |", "reason: backend"),
+    ("SUPPORT.md", "## Beside fla", "## Beside", "## Beside fla and mamba_ssm"),
+    ("proven.json", '"failed": ["sm70"]', '"failed": ["sm80"]', " 3.0.0 failed sm70"),
+    ("proven.json", '"sm75", ', "", " 3.0.0 compiled sm75"), ("proven.json", '"ran": ["sm90"]', '"ran": []', " 3.6.0 ran sm90")])
+def test_what_is_not_current_is_noticed(file: str, old: str, new: str, says: str, some: list[Found], tmp_path: Path) -> None:
+    files = {path.name: tmp_path / path.name for path in (TABLE, support.PROVEN)}
+    for path in (TABLE, support.PROVEN):
+        text = path.read_text(encoding="utf-8")
+        files[path.name].write_text(text.replace(old, new) if path.name == file else text, encoding="utf-8")
+    told = support.stale(some, RESULTS, files["SUPPORT.md"], files["proven.json"])
+    assert any(says in line for line in told), told[:5]

@@ -9,7 +9,8 @@ import pytest
 
 import flashlin.testing.page
 from flashlin.testing.page import data, page
-from flashlin.testing.results import MEANS, STATUSES, Card, Cell, Matrix, Square
+from flashlin.testing.results import Card, Cell, Matrix
+from flashlin.testing.squares import MEANS, STATUSES, Square
 
 MATRIX = Matrix(card=(Card(name="sm75", example="T4", kind="gate"), Card(name="gfx942", example="MI300", kind="report")),
                 cell=(Cell(triton="3.0.0", kind="report"), Cell(triton="3.2.0", kind="gate"), Cell(triton="3.10.0", kind="gate")))

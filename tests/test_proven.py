@@ -13,7 +13,9 @@ from flashlin.guards import proven
 from flashlin.guards.problem import Launch, Plan, Problem
 from flashlin.policy import Policy
 from flashlin.testing import record, support
-from flashlin.testing.results import Cell, CellResult, Compiled, Described, Outcome
+from flashlin.testing.record import Recorded
+from flashlin.testing.results import Cell, CellResult, Compiled, load_result
+from flashlin.testing.squares import Found, Outcome, Planned
 
 LAUNCH = Launch("scan", (1,), 4, 2, (("BT", 64),), 0, 0, frozenset({"dot", "bf16"}))
 TABLE = {LAUNCH.config: {"3.6.0": {"compiled": ["sm80", "sm90"], "ran": ["sm90"]}, "3.3.0": {"failed": ["sm90"], "compiled": ["sm80"]},
@@ -73,36 +75,40 @@ def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch) -
         assert outlook.evidence([plan]) == told
 
 
-def result(**compiled: Compiled) -> CellResult:
-    source = record.source_hash("flashlin.kernels.pieces", "gate_cumsum")
-    names = ("gate_cumsum-1", "gate_cumsum-2")
-    return CellResult(cell=Cell(triton="3.6.0", kind="gate"), outcomes=(Outcome(op="op", call="", card="sm90", path="triton", launches=names),),
-                      launches={name: Described(text=name, config="gate_cumsum BT=64", source=source) for name in names},
-                      compiled={f"gate_cumsum-{name[1:]}@sm90": one for name, one in compiled.items()})
+def found(**compiled: Compiled) -> Found:
+    """Two launches of one configuration; the verdicts on them: n1, n2."""
+    outcomes = (Outcome(op="op", call="", card="sm90", path="triton", launches=("gate_cumsum-1", "gate_cumsum-2")),)
+    launches = {f"gate_cumsum-{n}": Recorded("flashlin.kernels.pieces", "gate_cumsum", (), (), 4, 1, 0, (), CONFIG) for n in (1, 2)}
+    result = CellResult(cell=Cell(triton="3.6.0", kind="gate"))
+    for name, one in compiled.items():
+        result.enter(launches[f"gate_cumsum-{name[1:]}"], f"gate_cumsum-{name[1:]}", "sm90", one)
+    return Found(result, Planned(outcomes, launches, {(name, "sm90"): 0 for name in launches}))
 
 
-FINE, BAD = Compiled(status="ok"), Compiled(status="abort")
+CONFIG = "gate_cumsum BT=64 warps=4 stages=1"
+FINE, BAD = Compiled(), Compiled(status="abort")
 
 
-@pytest.mark.parametrize("found, levels", [
+@pytest.mark.parametrize("verdicts, levels", [
     ({"n1": FINE, "n2": FINE}, {"compiled": ["sm90"]}), ({"n1": FINE, "n2": BAD}, {"failed": ["sm90"]}), ({"n1": FINE}, None),
     ({"n1": BAD}, {"failed": ["sm90"]})])
-def test_a_configuration_holds_where_every_use_of_it_compiles(found: dict[str, Compiled], levels: dict[str, list[str]] | None,
+def test_a_configuration_holds_where_every_use_of_it_compiles(verdicts: dict[str, Compiled], levels: dict[str, list[str]] | None,
                                                                tmp_path: Path) -> None:
-    made = json.loads(support.launch_table([result(**found)], set(), tmp_path))
-    assert made.get("gate_cumsum BT=64", {}).get("3.6.0") == levels
+    made = json.loads(support.launch_table([found(**verdicts)], tmp_path))
+    assert made.get(CONFIG, {}).get("3.6.0") == levels
 
 
-def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path) -> None:
-    whole = result(n1=FINE, n2=FINE)
-    assert support.stale_launches([whole]) == set()
-    old = whole.model_copy(update={"launches": {name: one.model_copy(update={"source": "flashlin.kernels.pieces:0123"})
-                                                for name, one in whole.launches.items()}})
-    stale = support.stale_launches([old])
-    assert stale == set(whole.launches) and json.loads(support.launch_table([old], stale, tmp_path)) == {}
+def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = found(n1=FINE, n2=BAD)
+    whole.result.save(tmp_path)
+    assert load_result(tmp_path, whole.result.cell).launches == whole.result.launches
+    path = tmp_path / "triton-3.6.0.json"
+    path.write_text(path.read_text().replace(whole.result.kernels["gate_cumsum"], "flashlin.kernels.pieces:0123"))
+    old = load_result(tmp_path, whole.result.cell)
+    assert not old.launches and json.loads(support.launch_table([Found(old, whole.planned)], tmp_path)) == {}
     for gone in ("flashlin.kernels.gone:0123", ""):
         assert not record.is_current(gone, "gate_cumsum")
-    gpu = {"triton": "3.6.0", "capability": [9, 0], "configs": {"gate_cumsum BT=64": record.source_hash("flashlin.kernels.pieces", "gate_cumsum"),
+    gpu = {"triton": "3.6.0", "capability": [9, 0], "configs": {CONFIG: record.source_hash("flashlin.kernels.pieces", "gate_cumsum"),
                                                                 "gate_cumsum BT=32": "flashlin.kernels.pieces:0123"}}
     (tmp_path / "gpu-x.json").write_text(json.dumps(gpu))
-    assert json.loads(support.launch_table([], set(), tmp_path)) == {"gate_cumsum BT=64": {"3.6.0": {"ran": ["sm90"]}}}
+    assert json.loads(support.launch_table([], tmp_path)) == {CONFIG: {"3.6.0": {"ran": ["sm90"]}}}

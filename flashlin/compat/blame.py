@@ -16,7 +16,8 @@ SURROUNDINGS = re.compile(
     r"no space left on device|disk quota exceeded|read-only file system|permission denied|input/output error|stale file handle|too many open files"
     r"|resource temporarily unavailable|can't start new thread|busy or unavailable|devices? (?:is|are) busy|device is lost|fallen off the bus"
     r"|no cuda gpus are available|no cuda-capable device|cuda driver version|found no nvidia driver|driver shutting down"
-    r"|system not (?:yet )?initialized|uncorrectable ecc|0 active drivers|failed to find c compiler|cannot open shared object file", re.I)
+    r"|system not (?:yet )?initialized|uncorrectable ecc|0 active drivers|failed to find c compiler|cannot find ptxas"
+    r"|linker \S+ not found|failed with error code -15\b|cannot open shared object file", re.I)
 # What a device says of a kernel that broke it. The context is lost with it.
 ILLEGAL = re.compile(r"illegal memory access|illegal address|misaligned address|illegal instruction|unspecified launch failure|launch failure"
                      r"|device-side assert|invalid program counter|hardware stack error|invalid address space", re.I)
@@ -27,16 +28,14 @@ SENT = {name for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "
 
 def of_error(error: BaseException) -> Fault:
     """Of an exception that came out of compiling or starting a kernel."""
-    chain: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None and at not in chain:
-        chain.append(at)
-        at = at.__cause__ or at.__context__
-    text = "\n".join(f"{type(one).__name__}: {one}" for one in chain)
-    if of_text(text) != "kernel":
-        return of_text(text)
-    tools = (OSError, ImportError, subprocess.CalledProcessError)  # a missing compiler of launchers, a library that does not load
-    return "surroundings" if isinstance(error, tools) else "kernel"
+    for one in filter(None, (error, error.__cause__)):
+        quotes_kernel = type(one).__name__ == "CompilationError"  # comments and all
+        found = "kernel" if quotes_kernel else of_text(f"{type(one).__name__}: {one}")
+        if found != "kernel":
+            return found
+        if isinstance(one, (OSError, ImportError, subprocess.CalledProcessError)):  # a library that does not load, no compiler of launchers
+            return "surroundings"
+    return "kernel"
 
 
 def of_text(text: str) -> Fault:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashlin.compat import blame
 from flashlin.compat.child import python
 from flashlin.compat.target import SHARED_ON_AMD, shared_per_block
 from flashlin.testing.record import TYPES, Recorded
@@ -39,9 +40,13 @@ TELLING = re.compile(r"Assertion|LLVM ERROR|UNREACHABLE|error:|terminate called|
 MATRIX_INSTRUCTIONS = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 
 
+NOT_TRIED = "not tried"
+
+
 class Result(NamedTuple):
     """status: ``ok``, ``exception``, ``abort`` (the compiler killed its process), ``ptxas`` (the assembler refused), ``shared`` (compiles,
-    but one block may not have that much shared memory), ``timeout``. message: of the exception; cause: the line of stderr that says why.
+    but one block may not have that much shared memory), ``timeout``, or ``not tried``: the machine failed (no room, no memory, a program that is not
+    there, a child that was killed), which says nothing of the kernel. message: of the exception; cause: the line of stderr that says why.
     shared, registers, spills: bytes of shared memory, registers a thread, bytes of spill stores and loads. matrix: tensor-core instructions.
     triton: the release that ran.
     """
@@ -148,6 +153,8 @@ def _compile(job: Job, folder: Path) -> Result:
         code = str(compiled.asm["ptx" if isinstance(job.sm, int) else "amdgcn"])
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
+        if blame.of_error(error) != "kernel":
+            return Result(NOT_TRIED, text.partition("\n")[0][:300])
         if error.__cause__ is not None:
             text += f" <- {type(error.__cause__).__name__}: {error.__cause__}"
         refusal = [line for line in str(error).splitlines() if line.startswith("ptxas ") and "error" in line]
@@ -185,7 +192,8 @@ def _keep_ptxas_report() -> list[str]:
 
 
 def _child(work: Callable[[Path], Result], folder: Path) -> None:
-    """Never returns. Output goes to a file, because from Triton 3.3 on only stderr says which assertion failed."""
+    """Never returns. Output goes to a file, because from Triton 3.3 on only stderr says which assertion failed. An error that no work has caught
+    (no room for the result, say) is told there, too, and by the exit status."""
     import resource  # like fork, not on Windows
     try:
         os.setpgid(0, 0)
@@ -196,8 +204,12 @@ def _child(work: Callable[[Path], Result], folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         tempfile.tempdir = str(folder)
         (folder / "result").write_text(json.dumps(work(folder)))
-    finally:
         os._exit(0)
+    except BaseException as error:
+        with suppress(OSError):
+            os.write(2, f"{type(error).__name__}: {error}".encode())
+    finally:
+        os._exit(os.EX_TEMPFAIL)
 
 
 def _verdict(folder: Path, status: int | None) -> Result:
@@ -210,7 +222,13 @@ def _verdict(folder: Path, status: int | None) -> Result:
     if status is None:
         return Result("timeout", cause=cause)
     if os.WIFSIGNALED(status):
-        return Result("abort", signal.Signals(os.WTERMSIG(status)).name, cause or stderr.strip()[-500:])
+        ended = signal.Signals(os.WTERMSIG(status))
+        said = cause or stderr.strip()[-500:]
+        if blame.of_exit(-ended, stderr) != "kernel":
+            return Result(NOT_TRIED, ": ".join(filter(None, [f"the compiler was ended by {ended.name}", said]))[:300])
+        return Result("abort", ended.name, said)
+    if os.waitstatus_to_exitcode(status) == os.EX_TEMPFAIL:
+        return Result(NOT_TRIED, stderr.strip()[-300:])
     if not (folder / "result").exists():
         return Result("exception", f"the child ended with {os.waitstatus_to_exitcode(status)}", cause or stderr.strip()[-500:])
     fields = json.loads((folder / "result").read_text())

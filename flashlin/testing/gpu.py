@@ -140,6 +140,11 @@ def merged(before: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
             "rows": [every[key] for key in sorted(every)]}
 
 
+def brief(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as a record keeps it: errors to two digits. What is right is bitwise right."""
+    return {name: float(f"{value:.1e}") if isinstance(value, float) else value for name, value in row.items() if name != "bitwise" or not row["ok"]}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for gpu-<card>-triton-<version>.json")
@@ -160,6 +165,7 @@ def main() -> int:
     import torch
 
     from flashlin.compat.target import probe
+    from flashlin.testing.results import one_a_line
     target = probe(torch.device("cuda", torch.cuda.current_device()))
     made_by = {"device": target.name, "capability": list(target.capability), "triton": target.triton, "ptxas": target.ptxas, "torch": target.torch}
     place = (arguments.out or Path()) / f"gpu-{target.name.replace(' ', '-')}-triton-{target.triton}.json"
@@ -171,7 +177,7 @@ def main() -> int:
     record = made_by | {"date": datetime.date.today().isoformat()} | merged(before, rows)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps(record, indent=1) + "\n")
+        place.write_text(one_a_line({**record, "rows": [brief(row) for row in record["rows"]]}), encoding="utf-8")
     for row in failed:
         print(f"FAILED {row['op']} {row['case']} {row['dtype']}: "
               f"{row.get('error') or '{worst} rms {rms:.1e} row {row:.1e} bitwise {bitwise}'.format(**row)}")

@@ -15,16 +15,18 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from flashlin.policy import Policy, settings
-from flashlin.testing.compile import Job, Result, compiling
+from flashlin.testing.compile import NOT_TRIED, Job, compiling
 from flashlin.testing.environments import torch_environment, triton_environment
 from flashlin.testing.quick import watch
-from flashlin.testing.record import Recorded, is_current, source_hash, source_of
-from flashlin.testing.results import Card, Cell, CellResult, Compiled, Described, Layer, Outcome, Verdict, load_result
+from flashlin.testing.record import Recorded, source_of
+from flashlin.testing.results import Card, Cell, CellResult, Compiled, Layer, Verdict, load_result
+from flashlin.testing.squares import Found, Outcome, Planned
 
 RUNNING: tuple[Layer, ...] = ("interpret", "torch")
 SAVED_EVERY = 5.0  # seconds
@@ -33,58 +35,49 @@ Progress = Callable[[str, int, int, str], None]  # layer, done, of, what was las
 
 
 def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ...] = (), *, jobs: int = 0, timeout: float = 180,
-        progress: Progress = lambda *_: None) -> CellResult:
+        progress: Progress = lambda *_: None) -> Found:
     """Run a cell's layers (those named, or all), keep what was found in ``folder`` and return it.
 
     jobs: compilers at a time, 0 for one per core; timeout: seconds for each kernel. Raises NotInstallable, which quotes pip.
     """
     import torch
-    result = load_result(folder, cell)
-    result = result.model_copy(update={"date": datetime.date.today().isoformat(), "torch": cell.torch or torch.__version__,
-                                       "python": platform.python_version()})
+    result = load_result(folder, cell).model_copy(update={"date": datetime.date.today().isoformat(), "torch": cell.torch or torch.__version__,
+                                                          "python": platform.python_version()})
+    planned, untried = Planned(), dict[str, str]()
 
     def wanted(layer: Layer) -> bool:
         return layer in cell.layers and (not layers or layer in layers)
 
-    began = time.monotonic()
+    def enter(layer: Layer, found: Callable[[], Iterable[Verdict]]) -> None:
+        began = time.monotonic()
+        result.verdicts = (*(one for one in result.verdicts if one.layer != layer), *found())
+        result.layers[layer] = round(time.monotonic() - began, 1)
+
     if wanted("import"):
         progress("import", 0, 1, "")
-        result.verdicts["import"] = (imports(cell),)
-        result.layers["import"] = round(time.monotonic() - began, 1)
-    began = time.monotonic()
+        enter("import", lambda: [imports(cell)])
     if wanted("plan") or wanted("compile"):
-        outcomes, launches, estimates = plans(cell, cards, progress)
-        kept = tuple(outcome for outcome in result.outcomes if outcome.card not in {card.name for card in cards})
-        needed = {launch for outcome in (*kept, *outcomes) for launch in outcome.launches}
-        # what was refused is planned otherwise, and stays so only as long as it is remembered
-        needed |= {launch for place, one in result.compiled.items() if one.refused and is_current(
-            result.launches[launch := place.partition("@")[0]].source, launch.rpartition("-")[0])}
-        result = result.model_copy(update={
-            "outcomes": kept + outcomes,
-            "launches": {name: one for name, one in {**result.launches, **{name: _described(one) for name, one in launches.items()}}.items()
-                         if name in needed},
-            "compiled": {place: one.model_copy(update={"planned_shared": estimates.get(place, one.planned_shared)})
-                         for place, one in result.compiled.items() if place.partition("@")[0] in needed}})
+        began = time.monotonic()
+        planned = plans(cell, cards, progress)
         result.layers["plan"] = round(time.monotonic() - began, 1)
+        forget(result, planned, cards)
         result.save(folder)
         if wanted("compile"):
-            compile_all(result, cards, launches, estimates, folder, jobs, timeout, progress)
+            untried = compile_all(result, planned, cards, folder, jobs, timeout, progress)
     for layer in RUNNING:
         if wanted(layer):
-            began = time.monotonic()
-            result.verdicts[layer] = tuple(cases(cell, layer, progress))
-            result.layers[layer] = round(time.monotonic() - began, 1)
+            enter(layer, partial(cases, cell, layer, progress))
     result.save(folder)
-    return result
+    return Found(result, planned, untried)
 
 
-def plans(cell: Cell, cards: tuple[Card, ...], progress: Progress) -> tuple[tuple[Outcome, ...], dict[str, Recorded], dict[str, int]]:
-    """Of every call on every card; the launches they come to, by id; and the shared memory planned for each, by ``id@card``."""
+def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: None) -> Planned:
+    """Of every call on every card, which takes half a second for each card."""
     import torch
 
     from flashlin.testing.workload import calls, seen
     launches: dict[str, Recorded] = {}
-    estimates: dict[str, int] = {}
+    shared: dict[tuple[str, str], int] = {}
     outcomes = []
     for n, card in enumerate(cards):
         progress("plan", n, len(cards), card.name)
@@ -99,20 +92,16 @@ def plans(cell: Cell, cards: tuple[Card, ...], progress: Progress) -> tuple[tupl
             if target.backend == "hip" and target.triton:  # what is refused there can be compiled nevertheless
                 with settings(policy="off"):
                     found = seen(call, target)
-            ids = [identity(launch) for launch in found.launches] if found else []
-            launches.update(zip(ids, found.launches if found else (), strict=True))
-            estimates.update({f"{name}@{card.name}": launches[name].shared for name in ids})
+            ids = {identity(launch): launch for launch in found.launches} if found else {}
+            launches.update(ids)
+            shared.update({(name, card.name): launch.shared for name, launch in ids.items()})
             steps = [(reason, remedy) for plan in own for reason, remedy in plan.steps if reason.forced]
             refused = [str(reason) for plan in own for reason in plan.refused]
             outcomes.append(Outcome(
                 op=call.op, call=call.label, card=card.name, path=own[-1].path if own else "", failed=failed, launches=tuple(ids),
                 remedies=tuple(dict.fromkeys(remedy for _, remedy in steps)),
                 because=tuple(dict.fromkeys([*(f"{reason.code}: {reason.got}" for reason, _ in steps), *refused]))))
-    return tuple(outcomes), launches, estimates
-
-
-def _described(launch: Recorded) -> Described:
-    return Described(text=str(launch), config=launch.config, source=source_hash(launch.module, launch.kernel))
+    return Planned(tuple(outcomes), launches, shared)
 
 
 def identity(launch: Recorded) -> str:
@@ -123,35 +112,57 @@ def identity(launch: Recorded) -> str:
     return f"{launch.kernel}-{hashlib.sha256((source_of(launch.module, launch.kernel) + json.dumps(facts)).encode()).hexdigest()[:10]}"
 
 
-def compile_all(result: CellResult, cards: tuple[Card, ...], launches: dict[str, Recorded], estimates: dict[str, int], folder: Path, jobs: int,
-                timeout: float, progress: Progress) -> None:
-    """What has no verdict yet; each verdict is in ``result`` at once, and in its file soon."""
+def forget(result: CellResult, planned: Planned, cards: Sequence[Card]) -> None:
+    """Of these cards what is planned no more, except refusals: what was refused is planned otherwise only as long as that is remembered."""
+    names, places = {card.name for card in cards}, set(planned.places)
+    for launch, tried in list(result.launches.items()):
+        for card in names & set(tried.cards):
+            if (launch, card) not in places and not tried.cards[card].refused:
+                del tried.cards[card]
+        if not tried.cards:
+            del result.launches[launch]
+
+
+def compile_all(result: CellResult, planned: Planned, cards: Sequence[Card], folder: Path, jobs: int, timeout: float,
+                progress: Progress) -> dict[str, str]:
+    """What has no verdict yet; each verdict is in ``result`` at once, and in its file soon. Returns card -> how many launches could not be tried,
+    and why. A first launch for each card goes ahead: where it cannot be tried (no linker for AMD, say), neither can the others."""
     names = {card.name: card for card in cards}
-    places = dict.fromkeys((launch, outcome.card) for outcome in result.outcomes if outcome.card in names for launch in outcome.launches)
-    known = {place for place, one in result.compiled.items() if one.status != "timeout"}  # a busy machine's, perhaps
-    todo = [(launch, names[card]) for launch, card in places if f"{launch}@{card}" not in known]
-    progress("compile", len(places) - len(todo), len(places), "")
-    if not todo:
-        return
+    waiting = [(launch, card) for launch, card in planned.places
+               if (known := result.verdict(launch, card)) is None or known.status == "timeout"]  # a busy machine's, perhaps
+    done, of = len(planned.places) - len(waiting), len(planned.places)
+    progress("compile", done, of, "")
     began = saved = time.monotonic()
     before = result.layers.get("compile", 0.0)
+    untried: dict[str, list[str]] = {}
+    first = list({card: (launch, card) for launch, card in reversed(waiting)}.values())
     try:
-        for done, (number, found) in enumerate(compiling([Job(card.arch, launches[launch]) for launch, card in todo],
-                                                         triton_environment(result.cell.triton), at_once=jobs, timeout=timeout), 1):
-            launch, card = todo[number]
-            result.compiled[f"{launch}@{card.name}"] = verdict = _compiled(found, estimates[f"{launch}@{card.name}"])
-            progress("compile", len(places) - len(todo) + done, len(places), f"{launch} {card.name} {verdict.why or 'ok'}")
-            if time.monotonic() - saved > SAVED_EVERY:
-                result.save(folder)
-                saved = time.monotonic()
+        for ahead, batch in ((True, first), (False, waiting)):
+            todo = [(launch, card) for launch, card in batch if ahead or ((launch, card) not in first and card not in untried)]
+            if not todo:
+                continue
+            for number, found in compiling([Job(names[card].arch, planned.launches[launch]) for launch, card in todo],
+                                           triton_environment(result.cell.triton), at_once=jobs, timeout=timeout):
+                launch, card = todo[number]
+                done += 1
+                if found.status == NOT_TRIED:
+                    untried.setdefault(card, []).append(found.message)
+                    why = f"{NOT_TRIED}: {found.message}"
+                else:
+                    verdict = Compiled(status=found.status, message=found.message[:500], cause=found.cause[:300], shared=found.shared)
+                    result.enter(planned.launches[launch], launch, card, verdict)
+                    why = verdict.why(planned.shared[launch, card])
+                progress("compile", done, of, f"{launch} {card} {why or 'ok'}")
+                if time.monotonic() - saved > SAVED_EVERY:
+                    result.save(folder)
+                    saved = time.monotonic()
     finally:
-        result.layers["compile"] = round(before + time.monotonic() - began, 1)
-        result.save(folder)
-
-
-def _compiled(found: Result, planned_shared: int) -> Compiled:
-    return Compiled(status=found.status, message=found.message[:500], cause=found.cause[:300], registers=found.registers, spills=found.spills,
-                    shared=found.shared, planned_shared=planned_shared, seconds=found.seconds)
+        if waiting:
+            result.layers["compile"] = round(before + time.monotonic() - began, 1)
+            result.save(folder)
+    every = Counter(card for _, card in planned.places)
+    left = Counter(card for launch, card in planned.places if result.verdict(launch, card) is None)
+    return {card: f"{left[card]} of {every[card]} kernels not tried: {'; '.join(dict.fromkeys(why))}" for card, why in untried.items()}
 
 
 IMPORTS = """
@@ -173,7 +184,6 @@ print(json.dumps({"triton": triton.__version__, "torch": torch.__version__.parti
 
 def imports(cell: Cell) -> Verdict:
     """Whether every module and public name is there under that release, and the import leaves the process alone."""
-    began = time.monotonic()
     ran = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False, timeout=LIMIT,
                          env={**os.environ, **environment(cell)})
     if ran.returncode:
@@ -183,7 +193,7 @@ def imports(cell: Cell) -> Verdict:
         wrong, detail = list(told["wrong"]), f"{told['modules']} modules"
         wrong += [f"{name} {got} was imported" for name, got, need in (("Triton", told["triton"], cell.triton), ("torch", told["torch"], cell.torch))
                   if need and got != need]
-    return Verdict(name="import", ok=not wrong, detail="; ".join(wrong) or detail, seconds=round(time.monotonic() - began, 1))
+    return Verdict(layer="import", name="import", ok=not wrong, detail="; ".join(wrong) or detail)
 
 
 def environment(cell: Cell, interpreter: bool = False) -> dict[str, str]:
@@ -195,4 +205,4 @@ def cases(cell: Cell, layer: Layer, progress: Progress) -> Iterator[Verdict]:
     interpreted = layer == "interpret"
     variables = {**environment(cell, interpreted), "TRITON_INTERPRET": str(int(interpreted))}
     for found in watch("cpu", None, Policy(), environment=variables, progress=partial(progress, layer)):
-        yield Verdict(name=f"{found.case} {found.dtype}", ok=found.status == "ok", detail=found.detail[:300], seconds=round(found.seconds, 2))
+        yield Verdict(layer=layer, name=f"{found.case} {found.dtype}", ok=found.status == "ok", detail=found.detail[:300])

@@ -6,7 +6,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from flashlin.testing.results import MEANS, STATUSES, Matrix, Square
+from flashlin.testing.results import Matrix
+from flashlin.testing.squares import MEANS, STATUSES, Square
 
 
 def data(matrix: Matrix, squares: list[Square], date: str) -> dict[str, Any]:

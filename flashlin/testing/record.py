@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -21,6 +22,7 @@ from flashlin.compat import launch as door
 from flashlin.compat import target as machine
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Launch
+from flashlin.testing.source_text import normalised
 
 Constant = bool | int | float | str | None
 
@@ -106,7 +108,7 @@ def specialised(value: Any, specialise: bool = True) -> str | None:
 
 
 def source_hash(module: str, kernel: str) -> str:
-    """Of a kernel's source: a record holds for as long as this stays the same."""
+    """Of what a kernel does: a record holds for as long as this stays the same. Comments, docstrings and layout may change."""
     return f"{module}:{hashlib.sha256(source_of(module, kernel).encode()).hexdigest()[:12]}"
 
 
@@ -121,13 +123,14 @@ def is_current(source: str, kernel: str) -> bool:
 
 @lru_cache(maxsize=256)
 def source_of(module: str, kernel: str) -> str:
-    """The source of a kernel and of every jitted function it calls."""
+    """The code of a kernel, of every jitted function it calls and of the constants they use, a line each: see ``normalised``."""
     waiting, known = [getattr(importlib.import_module(module), kernel)], dict[str, str]()
     while waiting:
         function = waiting.pop().fn
-        name = f"{function.__module__}.{function.__qualname__}"
-        if name not in known:
-            known[name] = inspect.getsource(function)
-            used = [function.__globals__.get(name) for name in function.__code__.co_names]
-            waiting += [one for one in used if hasattr(one, "fn") and inspect.isfunction(one.fn)]
-    return "\n".join(known[name] for name in sorted(known))
+        home = function.__module__
+        if f"{home}.{function.__qualname__}" not in known:
+            known[f"{home}.{function.__qualname__}"] = normalised(textwrap.dedent(inspect.getsource(function)))
+            used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+            waiting += [one for one in used.values() if hasattr(one, "fn") and inspect.isfunction(one.fn)]
+            known |= {f"{home}.{name}": f"{name} = {one.value!r}" for name, one in used.items() if type(one).__name__ == "constexpr"}
+    return "\n".join(sorted(known.values()))

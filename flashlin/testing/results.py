@@ -1,11 +1,11 @@
-"""What the matrix found, as data: ``matrix/results/triton-<version>.json``, one file a cell. The support table and the page are made of it."""
+"""What the matrix keeps, as data: ``matrix/results/triton-<version>.json``, one file a cell. It holds what only a compiler or a run can tell; what
+calls a cell has and where they lead is planned anew (testing/matrix.py) each time it is asked for."""
 from __future__ import annotations
 
 import importlib
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,23 +13,12 @@ from pydantic import BaseModel, ConfigDict
 
 from flashlin.compat.target import Target, parse
 from flashlin.compat.versions import release
+from flashlin.testing.record import Recorded, is_current, source_hash
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")  # the same module under its older name
 
 Kind = Literal["gate", "report"]
 Layer = Literal["import", "plan", "compile", "interpret", "torch"]
-# Of an op on a card under a release, worst first.
-Status = Literal["FAILED", "refused", "not run", "torch path", "worked around", "compiled", "ran"]
-STATUSES: tuple[Status, ...] = ("FAILED", "refused", "not run", "torch path", "worked around", "compiled", "ran")
-MEANS: dict[Status, str] = {
-    "FAILED": "At least one call raised what was neither planned nor refused, or needs a kernel that does not compile.",
-    "refused": "At least one call is refused before anything is started, with the reason and what to do.",
-    "not run": "Nothing is known, or not enough: not every kernel has been tried.",
-    "torch path": "At least one call is computed by plain torch: right, but slower than a kernel.",
-    "worked around": "Kernels do it all, but at least one call had to be planned around a known failure.",
-    "compiled": "Every kernel compiles to machine code for this card; no real card has run the cases.",
-    "ran": "Every case was right on a real card.",
-}
 
 
 class Facts(BaseModel):
@@ -89,150 +78,118 @@ def load_matrix(path: Path) -> Matrix:
     return Matrix.model_validate(tomllib.loads(path.read_text()))
 
 
-class Outcome(Facts):
-    """The plan of one call on one card. path: ``triton``, ``torch`` or ``refused``; remedies: what the plan did, by name; because: a reason for
-    each; launches: ids of the kernels it would start; on AMD, where plans lead to the torch path, those that it would start otherwise.
-    failed: what the call raised, if it was neither planned nor refused."""
-    op: str
-    call: str
-    card: str
-    path: str
-    remedies: tuple[str, ...] = ()
-    because: tuple[str, ...] = ()
-    launches: tuple[str, ...] = ()
-    failed: str = ""
-
-
-class Described(Facts):
-    """A kernel that was compiled. text: in words; config: ``Launch.config``; source: its module and a hash of its source."""
-    text: str
-    config: str
-    source: str
-
-
 class Compiled(Facts):
-    """A launch compiled for a card: see ``testing.compile.Result``."""
-    status: str
+    """What came of a launch on a card: see ``testing.compile.Result``."""
+    status: str = "ok"
     message: str = ""
     cause: str = ""
-    registers: int = 0
-    spills: int = 0
     shared: int = 0
-    planned_shared: int = 0
-    seconds: float = 0.0
 
     @property
     def refused(self) -> bool:
         """Whether a compiler has said no, as opposed to not having come to an end."""
         return self.status not in ("ok", "timeout")
 
-    @property
-    def why(self) -> str:
-        """``""`` if it may be launched."""
+    def why(self, planned_shared: int) -> str:
+        """``""`` if it may be launched where the plan reckons with that many bytes of shared memory."""
         if self.status != "ok":
             return f"{self.status}: {self.message} {self.cause}".strip()
-        if self.shared > self.planned_shared:
-            return f"{self.shared} bytes of shared memory, planned {self.planned_shared}"
+        if self.shared > planned_shared:
+            return f"{self.shared} bytes of shared memory, planned {planned_shared}"
         return ""
+
+
+class Tried(Facts):
+    """A launch that was compiled. config: ``Launch.config``; cards: what came of it on each."""
+    config: str
+    cards: dict[str, Compiled] = {}
 
 
 class Verdict(Facts):
     """Of a layer that runs things: the import, a case in the interpreter, a case on the torch path."""
+    layer: Layer
     name: str
     ok: bool
     detail: str = ""
-    seconds: float = 0.0
 
 
 class CellResult(Facts):
-    """All of a cell. launches: id -> the kernel; compiled: ``id@card`` -> what came of it; layers: seconds that a layer took."""
+    """All that is known of a cell. layers: seconds that a layer took; kernels: each one's ``source_hash`` when it was compiled; launches: id
+    -> what came of it. An id is the kernel's name and a hash (``matrix.identity``)."""
     cell: Cell
     date: str = ""
     torch: str = ""
     python: str = ""
     layers: dict[str, float] = {}
-    outcomes: tuple[Outcome, ...] = ()
-    launches: dict[str, Described] = {}
-    compiled: dict[str, Compiled] = {}
-    verdicts: dict[str, tuple[Verdict, ...]] = {}
+    verdicts: tuple[Verdict, ...] = ()
+    kernels: dict[str, str] = {}
+    launches: dict[str, Tried] = {}
+
+    def verdict(self, launch: str, card: str) -> Compiled | None:
+        """None: not tried, or with another source."""
+        return self.launches[launch].cards.get(card) if launch in self.launches else None
+
+    def enter(self, launch: Recorded, name: str, card: str, verdict: Compiled) -> None:
+        self.kernels[launch.kernel] = source_hash(launch.module, launch.kernel)
+        self.launches.setdefault(name, Tried(config=launch.config)).cards[card] = verdict
 
     def save(self, folder: Path) -> None:
         """Whole or not at all: a run may be killed at any time."""
         folder.mkdir(parents=True, exist_ok=True)
         fresh = folder / f".{self.cell.name}.json"
-        fields = self.model_dump(exclude_defaults=True)
-        fresh.write_text(json.dumps(fields, indent=None, separators=(",", ":")).replace('},"', '},\n"').replace('},{', '},\n{') + "\n")
+        kernels = {name: self.kernels[name] for name in sorted({kernel_of(launch) for launch in self.launches})}
+        lines = sorted((_line(launch, tried) for launch, tried in self.launches.items()), key=lambda line: (line["config"], line["id"]))
+        fields = self.model_dump(exclude_defaults=True, exclude={"cell", "kernels", "launches"})
+        fresh.write_text(one_a_line({**fields, "kernels": kernels, "launches": lines}), encoding="utf-8")
         os.replace(fresh, folder / f"{self.cell.name}.json")
 
 
 def load_result(folder: Path, cell: Cell) -> CellResult:
+    """What was kept of a cell, without verdicts on kernels that have changed since."""
     path = folder / f"{cell.name}.json"
-    found = CellResult.model_validate_json(path.read_text()) if path.exists() else CellResult(cell=cell)
-    return found.model_copy(update={"cell": cell})
+    fields = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    kernels = {name: source for name, source in fields.pop("kernels", {}).items() if is_current(source, name)}
+    tried = dict(_tried(line) for line in fields.pop("launches", ()))
+    return CellResult(cell=cell, kernels=kernels, launches={name: one for name, one in tried.items() if kernel_of(name) in kernels}, **fields)
 
 
-class Square(Facts):
-    """An op on a card under a release: the worst of its calls, and why."""
-    op: str
-    card: str
-    triton: str
-    status: Status
-    why: tuple[str, ...] = ()
-    evidence: str = ""
-    calls: int = 0
+def kernel_of(launch: str) -> str:
+    return launch.rpartition("-")[0]
 
 
-def squares(matrix: Matrix, results: Iterable[CellResult], ran: dict[tuple[str, str, str], str], stale: Collection[str] = ()) -> list[Square]:
-    """ran: (op, card, triton) -> the record of a GPU where every case of the op was right. stale: launches whose kernel has changed since."""
-    found = []
-    for result in results:
-        by_place: dict[tuple[str, str], list[Outcome]] = {}
-        for outcome in result.outcomes:
-            by_place.setdefault((outcome.op, outcome.card), []).append(outcome)
-        for (op, card), outcomes in by_place.items():
-            found.append(_square(op, card, result, outcomes, ran.get((op, card, result.cell.triton), ""), stale))
-    return found
+def _line(launch: str, tried: Tried) -> dict[str, Any]:
+    """Cards of which the same is known stand together. ok: cards -> bytes of shared memory; failed: cards -> what happened."""
+    alike: dict[str, list[str]] = {}
+    for card in sorted(tried.cards, key=_by_number):
+        alike.setdefault(tried.cards[card].model_dump_json(exclude_defaults=True), []).append(card)
+    verdicts = {" ".join(cards): tried.cards[cards[0]] for cards in alike.values()}
+    line = {"config": tried.config, "id": launch.rpartition("-")[2],
+            "ok": {cards: one.shared for cards, one in verdicts.items() if one.status == "ok"},
+            "failed": {cards: one.model_dump(exclude_defaults=True) for cards, one in verdicts.items() if one.status != "ok"}}
+    return {name: value for name, value in line.items() if value}
 
 
-def _square(op: str, card: str, result: CellResult, outcomes: list[Outcome], record: str, stale: Collection[str]) -> Square:
-    judged = [(_status(outcome, result, stale), outcome) for outcome in outcomes]
-    status = min((status for (status, _), _ in judged), key=STATUSES.index)
-    changed = any(launch in stale for outcome in outcomes for launch in outcome.launches)
-    if record and status == "compiled":  # not where a kernel or a plan has changed since: what is new was tried by nobody
-        status = "ran"
-    why = dict.fromkeys(reason for (found, reasons), _ in judged if found == status or status != "FAILED" for reason in reasons)
-    kernels = {launch for outcome in outcomes for launch in outcome.launches if launch not in stale}
-    tried = [result.compiled[place] for place in (f"{launch}@{card}" for launch in kernels) if place in result.compiled]
-    compiled = sum(one.status == "ok" for one in tried)
-    evidence = (record if not changed else "") or (f"{compiled} of {len(kernels)} kernels compiled" if tried else "")
-    return Square(op=op, card=card, triton=result.cell.triton, status=status, why=tuple(why), evidence=evidence, calls=len(outcomes))
+def _tried(line: dict[str, Any]) -> tuple[str, Tried]:
+    found = {cards: Compiled(shared=shared) for cards, shared in line.get("ok", {}).items()}
+    found |= {cards: Compiled(**fields) for cards, fields in line.get("failed", {}).items()}
+    return f"{line['config'].partition(' ')[0]}-{line['id']}", Tried(config=line["config"], cards={
+        card: one for cards, one in found.items() for card in cards.split()})
 
 
-def _status(outcome: Outcome, result: CellResult, stale: Collection[str]) -> tuple[Status, list[str]]:
-    forced = [f"{outcome.call}: {reason}" for reason in outcome.because]
-    if outcome.failed:
-        return "FAILED", [f"{outcome.call}: {outcome.failed}"]
-    if outcome.path == "refused":
-        return "refused", forced
-    if outcome.path == "torch":
-        return "torch path", forced
-    tried = {launch: None if launch in stale else result.compiled.get(f"{launch}@{outcome.card}") for launch in outcome.launches}
-    broken = [f"{outcome.call}: {result.launches[launch].text}: {found.why}" for launch, found in tried.items() if found and found.why]
-    if broken:
-        return "FAILED", broken
-    if not all(tried.values()):
-        return "not run", []
-    return ("worked around", forced) if outcome.remedies else ("compiled", [])
+def _by_number(card: str) -> tuple[bool, int, str]:
+    """NVIDIA's before AMD's, sm90 before sm100."""
+    return not card.startswith("sm"), len(card), card
 
 
-def gpu_records(folder: Path) -> dict[tuple[str, str, str], str]:
-    """(op, card, triton) -> in words, out of ``gpu-*.json`` where every case of the op passed."""
-    found = {}
-    for path in sorted(folder.glob("gpu-*.json")):
-        record: dict[str, Any] = json.loads(path.read_text())
-        card = "sm{}{}".format(*record["capability"])
-        for op in sorted({row["op"] for row in record["rows"]}):
-            rows = [row for row in record["rows"] if row["op"] == op]
-            if all(row["ok"] for row in rows):
-                found[op, card, record["triton"]] = f"{len(rows)} cases right on {record['device']}, {record['date']} ({path.name})"
-    return found
+def one_a_line(fields: dict[str, Any]) -> str:
+    """JSON in which each entry of a long value has its line, so that a change is a change of lines."""
+    def block(value: Any) -> str:
+        if isinstance(value, dict):
+            entries = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in value.items()]
+        elif isinstance(value, (list, tuple)) and any(isinstance(one, dict) for one in value):
+            entries = [json.dumps(one) for one in value]
+        else:
+            return json.dumps(value)
+        opened, closed = "{}" if isinstance(value, dict) else "[]"
+        return f"{opened}\n " + ",\n ".join(entries) + f"\n{closed}" if entries else opened + closed
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {block(value)}" for name, value in fields.items()) + "\n}\n"

@@ -3,72 +3,102 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from flashlin.guards.proven import PROVEN
 from flashlin.testing import peers, seeds
 from flashlin.testing.page import page
 from flashlin.testing.record import is_current
-from flashlin.testing.results import MEANS, STATUSES, CellResult, Matrix, Square, Status, gpu_records, load_result, squares
+from flashlin.testing.results import Matrix
+from flashlin.testing.squares import MEANS, STATUSES, Found, Square, Status, gpu_records, squares
 
+Table = dict[str, dict[str, dict[str, list[str]]]]  # configuration -> release -> level -> cards
 MARKS: dict[Status, str] = {"FAILED": "**FAILED**", "refused": "refused", "not run": "not run", "torch path": "torch", "worked around": "around",
                             "compiled": "compiled", "ran": "ran"}
 
 
-def failures(matrix: Matrix, result: CellResult) -> list[str]:
-    """Of one cell, a line each: squares that FAILED on a gate card, and verdicts of the layers that run something."""
+def failures(matrix: Matrix, found: Found) -> list[str]:
+    """Of one cell, a line each: squares that FAILED on a gate card, verdicts of the layers that run something, and what could not be tried."""
     gates = {card.name for card in matrix.card if card.kind == "gate"}
-    broken = [one for one in squares(matrix, [result], {}) if one.status == "FAILED" and one.card in gates]
-    wrong = [(layer, one) for layer, verdicts in result.verdicts.items() for one in verdicts if not one.ok]
+    broken = [one for one in squares([found], {}) if one.status == "FAILED" and one.card in gates]
     return [*(f"{one.op} {one.card} triton {one.triton}: {reason}" for one in broken for reason in one.why),
-            *(f"{layer}: {one.name}: {one.detail}" for layer, one in wrong)]
+            *(f"{one.layer}: {one.name}: {one.detail}" for one in found.result.verdicts if not one.ok),
+            *(f"{card} triton {found.result.cell.triton}: {why}" for card, why in found.untried.items() if card in gates)]
 
 
-def write(matrix: Matrix, results: Path, table: Path, check: bool = False) -> int:
-    """Write SUPPORT.md, the launch table and the page; with check only compare. 1 if they were not what they should be."""
-    found = [load_result(results, cell) for cell in matrix.cell]
-    stale = stale_launches(found)
-    every = squares(matrix, found, gpu_records(results), stale)
-    texts = {table: support_table(matrix, found, every, results), PROVEN: launch_table(found, stale, results),
-             results / "index.html": page(matrix, every, max((one.date for one in found), default=""))}
+def write(matrix: Matrix, every: list[Found], results: Path, table: Path, html: Path, check: bool = False) -> int:
+    """Write SUPPORT.md, the launch table and the page; with check only compare the first two. 1 if they were not what they should be."""
+    squared = squares(every, gpu_records(results))
+    texts = {table: support_table(matrix, every, squared, results), PROVEN: launch_table(every, results)}
     if check:
         old = [path.name for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
         print(f"stale: {', '.join(old)}; run python -m matrix report" if old else "current")
         return 1 if old else 0
+    html.parent.mkdir(parents=True, exist_ok=True)
+    texts[html] = page(matrix, squared, max((found.result.date for found in every), default=""))
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")
     return 0
 
 
-def stale_launches(results: list[CellResult]) -> set[str]:
-    """Those whose kernel is not what it was when they were compiled."""
-    return {name for result in results for name, one in result.launches.items() if not is_current(one.source, name.rpartition("-")[0])}
+def stale(every: list[Found], results: Path, table: Path, proven: Path = PROVEN) -> list[str]:
+    """What SUPPORT.md and the launch table say otherwise than ``every`` does, which may be planned for some of the cards only; a line each."""
+    text = table.read_text(encoding="utf-8")
+    said, wrong = _said(text), list[str]()
+    for one in squares(every, gpu_records(results)):
+        mark = said.get((one.op, one.triton, one.card))
+        wrong += [] if mark == MARKS[one.status] else [f"{one.op} {one.triton} {one.card}: {mark}, now {MARKS[one.status]}"]
+        wrong += [f"reason: {reason}" for reason in map(_reason, one.why) if f"| {_cell(reason)} | {MARKS[one.status]} |" not in text]
+    wrong += [line for line in (*seeds.table(), *peers.table(results)) if line not in text]
+    planned = {(found.result.cell.triton, outcome.card) for found in every for outcome in found.planned.outcomes}
+    now, then = (_facts(levels, planned) for levels in (json.loads(launch_table(every, results)), json.loads(proven.read_text(encoding="utf-8"))))
+    return wrong + [f"launch table: {' '.join(fact)}" for fact in sorted(now ^ then)]
 
 
-def launch_table(results: list[CellResult], stale: set[str], folder: Path) -> str:
+def _said(text: str) -> dict[tuple[str, str, str], str]:
+    """(op, release, card) -> the mark in SUPPORT.md."""
+    marks, op, cards = {}, "", list[str]()
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("## "):
+            op, cards = line.removeprefix("## "), []
+        elif cells[0] == "Triton":
+            cards = [cell.partition(" ")[0] for cell in cells[1:]]
+        else:
+            marks.update({(op, cells[0], card): mark for card, mark in zip(cards, cells[1:], strict=False)})
+    return marks
+
+
+def _facts(table: Table, planned: set[tuple[str, str]]) -> set[tuple[str, str, str, str]]:
+    """(configuration, release, level, card); what compiles only where it is planned, since only there it is known of all uses."""
+    return {(config, triton, level, card) for config, releases in table.items() for triton, levels in releases.items()
+            for level, cards in levels.items() for card in cards if level != "compiled" or (triton, card) in planned}
+
+
+def launch_table(every: Iterable[Found], folder: Path) -> str:
     """JSON: configuration -> release -> ``compiled``, ``failed`` and ``ran``, each the cards of which it is known. compiled: every launch that
     the matrix plans with that configuration; failed: at least one; ran: on a GPU, in cases that were all right."""
-    table: dict[str, dict[str, dict[str, list[str]]]] = {}
+    table: Table = {}
 
     def enter(config: str, triton: str, level: str, card: str) -> None:
-        cards = table.setdefault(config, {}).setdefault(triton, {}).setdefault(level, [])
-        if card not in cards:
-            cards.append(card)
-    for result in results:
-        by_place: dict[tuple[str, str], list[bool | None]] = {}
-        for launch, card in sorted(_planned(result)):
-            tried = None if launch in stale else result.compiled.get(f"{launch}@{card}")
-            by_place.setdefault((result.launches[launch].config, card), []).append(None if tried is None else not tried.why)
+        levels = table.setdefault(config, {}).setdefault(triton, {})
+        levels[level] = sorted({*levels.get(level, ()), card})
+    for found in every:
+        triton, by_place = found.result.cell.triton, dict[tuple[str, str], list[bool]]()
+        for launch, card in sorted(found.planned.started):
+            holds = found.verdict(launch, card) is not None and not found.why(launch, card)
+            by_place.setdefault((found.planned.launches[launch].config, card), []).append(holds)
         for (config, card), verdicts in by_place.items():
-            if verdicts == [True] * len(verdicts):
-                enter(config, result.cell.triton, "compiled", card)
-        for place, tried in result.compiled.items():  # planned or not: what has failed is planned otherwise from then on
-            launch, _, card = place.partition("@")
-            if launch not in stale and tried.refused and card.startswith("sm"):
-                enter(result.launches[launch].config, result.cell.triton, "failed", card)
+            if all(verdicts):
+                enter(config, triton, "compiled", card)
+        for tried in found.result.launches.values():  # planned or not: what has failed is planned otherwise from then on
+            for card, verdict in tried.cards.items():
+                if verdict.refused and card.startswith("sm"):
+                    enter(tried.config, triton, "failed", card)
     for path in sorted(folder.glob("gpu-*.json")):
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
         for config, source in record.get("configs", {}).items():
             if is_current(source, config.partition(" ")[0]):
                 enter(config, record["triton"], "ran", "sm{}{}".format(*record["capability"]))
@@ -76,16 +106,11 @@ def launch_table(results: list[CellResult], stale: set[str], folder: Path) -> st
     return "{\n" + ",\n".join(lines) + "\n}\n"  # a line each, so that a change is a change of lines
 
 
-def _planned(result: CellResult) -> set[tuple[str, str]]:
-    """Launches and cards, without those that no plan leads to."""
-    return {(launch, outcome.card) for outcome in result.outcomes if outcome.path == "triton" for launch in outcome.launches}
-
-
-def support_table(matrix: Matrix, results: list[CellResult], every: list[Square], folder: Path) -> str:
-    at = {(one.op, one.triton, one.card): one for one in every}
-    ops = sorted({one.op for one in every})
-    lines = ["# What runs where", "", "Made by `python -m matrix report` out of `matrix/results/`. The same as a page to click through, with every "
-             "reason: `matrix/results/index.html`.", "", "| | means |", "|---|---|"]
+def support_table(matrix: Matrix, every: list[Found], squared: list[Square], folder: Path) -> str:
+    at = {(one.op, one.triton, one.card): one for one in squared}
+    ops = sorted({one.op for one in squared})
+    lines = ["# What runs where", "", "Made by `python -m matrix report` out of `matrix/results/`. It writes the same as a page to click through, "
+             "with every reason: `build/support.html`.", "", "| | means |", "|---|---|"]
     lines += [f"| {MARKS[status]} | {MEANS[status]} |" for status in reversed(STATUSES)]
     lines += ["", "## All ops", "", "The worst of all ops in each square.", ""]
     places = [(cell.triton, card.name) for cell in matrix.tritons for card in matrix.card]
@@ -94,22 +119,32 @@ def support_table(matrix: Matrix, results: list[CellResult], every: list[Square]
         lines += ["", f"## {op}", "", *_grid(matrix, {place: _worst([at.get((op, *place))]) for place in places})]
     lines += ["", "## The failures it began with", "", *seeds.table(), *peers.table(folder)]
     lines += ["", "## Why", "", "Reasons behind everything that is not compiled or ran, most frequent first."]
-    reasons = Counter((reason.partition(": ")[2].partition(":")[0], one.status) for one in every for reason in one.why)
+    reasons = Counter((_reason(why), one.status) for one in squared for why in one.why)
     lines += ["", "| reason | status | calls |", "|---|---|---|"]
     lines += [f"| {_cell(reason)} | {MARKS[status]} | {count} |" for (reason, status), count in reasons.most_common()]
     lines += ["", "## The runs", "", "| cell | kind | date | kernels x cards compiled | failed | refused, so planned otherwise | interpreter, or "
               "torch path | seconds |", "|---|---|---|---|---|---|---|---|"]
-    for result in results:
-        verdicts = [one for layer in ("interpret", "torch") for one in result.verdicts.get(layer, ())]
-        right = f"{sum(one.ok for one in verdicts)} of {len(verdicts)} right" if verdicts else "not run"
-        planned = {f"{launch}@{card}" for launch, card in _planned(result)}
-        failed = sum(bool(one.why) for place, one in result.compiled.items() if place in planned)
-        refused = sum(one.refused for place, one in result.compiled.items() if place not in planned and "@sm" in place)
-        seconds = ", ".join(f"{layer} {took:.0f}" for layer, took in sorted(result.layers.items()))
-        compiled = f"{len(planned & set(result.compiled))} of {len(planned)}"
-        facts = (result.cell.name, result.cell.kind, result.date or "not run", compiled, failed, refused, right, seconds)
-        lines.append("| " + " | ".join(map(str, facts)) + " |")
+    lines += ["| " + " | ".join(_ran(found)) + " |" for found in every]
     return "\n".join(lines) + "\n"
+
+
+def _ran(found: Found) -> list[str]:
+    """A row of "The runs"."""
+    result, planned = found.result, found.planned.started
+    verdicts = [one for one in result.verdicts if one.layer in ("interpret", "torch")]
+    right = f"{sum(one.ok for one in verdicts)} of {len(verdicts)} right" if verdicts else "not run"
+    tried = [place for place in planned if found.verdict(*place)]
+    failed = sum(bool(found.why(*place)) for place in tried)
+    refused = sum(verdict.refused for launch, one in result.launches.items() for card, verdict in one.cards.items()
+                  if (launch, card) not in planned and card.startswith("sm"))
+    seconds = ", ".join(f"{layer} {took:.0f}" for layer, took in sorted(result.layers.items()))
+    compiled = f"{len(tried)} of {len(planned)}"
+    return [result.cell.name, result.cell.kind, result.date or "not run", compiled, str(failed), str(refused), right, seconds]
+
+
+def _reason(why: str) -> str:
+    """Of ``call: reason: details``."""
+    return why.partition(": ")[2].partition(":")[0]
 
 
 def _worst(found: list[Square | None]) -> Status:

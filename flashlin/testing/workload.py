@@ -35,6 +35,13 @@ class Seen(NamedTuple):
     launches: tuple[Recorded, ...]
 
 
+WITHOUT_KERNELS = {"backend", "triton"}  # reasons of a target, that hold for every kernel on it
+
+
+class _NoKernels(Exception):
+    """Ends a call on a target without kernels: what follows is plain torch, which takes long and starts nothing."""
+
+
 def seen(call: Call, target: Target) -> Seen:
     """Make the call as if on ``target``. A refusal is a plan, too."""
     plans: list[Plan] = []
@@ -42,13 +49,15 @@ def seen(call: Call, target: Target) -> Seen:
 
     def noting(*args: Any) -> Plan:
         plans.append(original(*args))
+        if plans[-1].asked.op == call.op and any(reason.code in WITHOUT_KERNELS for reason, _ in plans[-1].steps):
+            raise _NoKernels
         return plans[-1]
     with recording(target) as launches, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # remedies announce themselves; here they are the result
         vars(dispatch)["plan"] = noting
         try:
             call.run()
-        except UnsupportedError:
+        except (UnsupportedError, _NoKernels):
             pass  # the last of plans says why
         finally:
             vars(dispatch)["plan"] = original

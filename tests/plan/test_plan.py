@@ -260,7 +260,7 @@ def test_remedies_combine_on_a_t4() -> None:
 @pytest.mark.parametrize(("triton", "sm", "dot"), [("3.3.1", 80, "native"), ("3.4.0", 75, "fp32"), ("3.9.0", 70, "fp32"), ("3.9.0", 80, "native"),
                                                   ("3.2.0", 75, "native"), ("3.1.0", 75, "native")])
 def test_without_tensor_cores_16_bit_operands_are_made_32(triton: str, sm: int, dot: str) -> None:
-    """Scalar code on 16-bit operands spills ten times as much (matrix/results). Not where there is nothing to multiply."""
+    """Scalar code on 16-bit operands spills ten times as much. Not where there is nothing to multiply."""
     asked = problem("chunk_simple_gla", "float16", 128, 128)
     plan = dispatch.plan(asked, target(triton, sm))
     assert plan.path == "triton" and plan.problem.dot == dot and len(dispatch.inexact_steps(plan)) == (dot == "fp32")
