@@ -16,7 +16,8 @@ import torch
 import flashlin
 
 CHUNK = 64
-SIZES = {"B": 2, "T": 130, "H": 2, "C": 6, "K": 8, "V": 8, "D": 6, "G": 1, "W": 4}
+SIZES = {"B": 2, "T": 130, "H": 2, "C": 6, "K": 8, "V": 8, "D": 6, "W": 4, "R": 3, "P": 200,
+         "E": 12, "O": 1, "Z": 50, "M": 16, "F": 32}
 EDGES = (0, 5, 5, 75, 175, 182)  # two of about the same length, an empty one, and short ones at both ends
 SEQUENCE, TOKEN = 2, 66          # of the packed ones: the one, and the token of it, that get what is not finite
 GATES = ("g", "gk", "gv", "w", "A")
@@ -99,8 +100,8 @@ def kept(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return (before == after) & (before != 0)
 
 
-def leaks(call: Call) -> Iterator[str]:
-    """What changed although it may not, in words."""
+def leaks(call: Call, briefly: bool = False) -> Iterator[str]:
+    """What changed although it may not, in words. briefly: NaN in all inputs at once, and no inf, where calls take long."""
     inputs, others, cotangents = call.make(0), call.make(1), call.cotangents(0)
     layouts, out_layouts = call.layouts(), call.outputs.split()
     tokens = [name for name, letters in layouts.items() if "T" in letters or "B" in letters]
@@ -117,7 +118,8 @@ def leaks(call: Call) -> Iterator[str]:
     # a test of the test: outside the token's row, or head, or channel there is something to be kept, and there is none at the token itself
     assert outputs_free[0].float().mean() > 0.6 and not outputs_free[0][call.place(out_layouts[0], "token")].any()
 
-    for value, names in [*((torch.nan, [name]) for name in tokens), (torch.inf, tokens), *((torch.nan, [name]) for name in states)]:
+    one_by_one = [(torch.nan, [name]) for name in tokens + states]
+    for value, names in [(torch.nan, tokens)] if briefly else [*one_by_one, (torch.inf, tokens)]:
         found, found_grads = call.run(with_(names, "token", value), cotangents)
         free = states_free if names[0] in states else outputs_free
         yield from (f"{value} in {', '.join(names)} reaches output {n}" for n, (x, y, where) in enumerate(zip(outputs, found, free, strict=True))
@@ -128,7 +130,7 @@ def leaks(call: Call) -> Iterator[str]:
         for n, letters in enumerate(out_layouts):
             other = [changed(dx, call.place(letters, "part"), call.cotangents(1)[n]) if i == n else dx for i, dx in enumerate(cotangents)]
             after = call.run(inputs, other)[1]
-            for value in (torch.nan, torch.inf):
+            for value in (torch.nan,) if briefly else (torch.nan, torch.inf):
                 broken = [changed(dx, call.place(letters, "token"), value) if i == n else dx for i, dx in enumerate(cotangents)]
                 found_grads = call.run(inputs, broken)[1]
                 yield from (f"{value} in the gradient of output {n} reaches d{name}" for name, dx in grads.items()
@@ -142,6 +144,10 @@ def in_place(op: str, state: str) -> Callable[..., Any]:
         y = getattr(flashlin, op)(**tensors, **{state: after})
         return (y[0] if isinstance(y, tuple) else y), after
     return function
+
+
+def losses(logits: torch.Tensor, **extra: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return flashlin.cross_entropy_loss(logits, torch.arange(len(logits)) % logits.shape[1], **extra)
 
 
 LAST = {"output_final_state": True}
@@ -165,19 +171,21 @@ CALLS: list[Call] = [
     *_both("chunk_simple_gla", SCALAR), *_both("chunk_retention", f"{QKV} {STATE}"), *_both("chunk_linear_attn", f"{QKV} {STATE}", extra=PLAIN),
     *_both("chunk_lightning_attn", f"{QKV} {STATE}", extra=LIGHTNING), *_both("chunk_delta_rule", RULE), *_both("chunk_gated_delta_rule", GATED),
     *_both("chunk_gla", f"{QKV} g:BTHK {STATE}"), *_both("chunk_kda", f"{QKV} g:BTHK beta:BTH {STATE}"), *_both("chunk_rwkv6", SIX),
-    *_both("chunk_rwkv7", SEVEN), *_both("chunk_dplr_delta_rule", f"{QKV} {PAIR} gk:BTHK {STATE}"), *_both("chunk_iplr_delta_rule", f"{QKV} {PAIR} {STATE}"),
+    *_both("chunk_rwkv7", SEVEN), *_both("chunk_dplr_delta_rule", f"{QKV} {PAIR} gk:BTHK {STATE}"),
+    *_both("chunk_iplr_delta_rule", f"{QKV} {PAIR} {STATE}"),
     *_both("fused_recurrent_simple_gla", SCALAR), *_both("fused_recurrent_simple_gla", SCALAR, extra={**LAST, "reverse": True}),
     *_both("fused_recurrent_delta_rule", RULE), *_both("fused_recurrent_gated_delta_rule", f"{GATED} gv:BTHV"),
     *_both("fused_recurrent_gla", f"{QKV} gk:BTHK {STATE}"), *_both("fused_recurrent_kda", f"{QKV} g:BTHK beta:BTH {STATE}"),
     *_both("fused_recurrent_rwkv6", SIX), *_both("fused_recurrent_rwkv7", SEVEN),
     *_both("fused_mul_recurrent_rwkv7", f"r:BTHK w:BTHK k:BTHK v:BTHV kk:BTHK a:BTHK {STATE}"),
     *_both("fused_recurrent_dplr_delta_rule", f"{QKV} {PAIR} gk:BTHK {STATE}"), *_both("fused_recurrent_iplr_delta_rule", f"{QKV} {PAIR} {STATE}"),
-    # other names of the same code, each once; without a state dg of the first token is rounding, which says nothing
+    # Other names of the same code, each once. Without a state dg of the first token is rounding, which says nothing.
     Call("fused_recurrent_retention", f"{QKV} {STATE}", BOTH, LAST), Call("fused_recurrent_linear_attn", f"{QKV} {STATE}", BOTH, PLAIN),
     Call("fused_recurrent_lightning_attn", f"{QKV} {STATE}", BOTH, LIGHTNING), Call("fused_chunk_simple_gla", SCALAR, BOTH, LAST, True),
     Call("fused_chunk_retention", f"{QKV} {STATE}", BOTH, LAST, True), Call("fused_chunk_linear_attn", f"{QKV} {STATE}", BOTH, PLAIN, True),
     Call("parallel_simple_gla", f"{QKV} *g:BTH", "BTHV", {}, True), Call("parallel_retention", QKV, "BTHV", {}, True),
-    Call("parallel_simple_gla", f"{QKV} *g:BTH", "BTHV BHTT", {"output_attentions": True}), Call("parallel_retention", QKV, "BTHV BHTT", {"output_attentions": True}),
+    Call("parallel_simple_gla", f"{QKV} *g:BTH", "BTHV BHTT", {"output_attentions": True}),
+    Call("parallel_retention", QKV, "BTHV BHTT", {"output_attentions": True}),
     Call("chunk_hgrn", "x:BTC g:BTC initial_state:NC", "BTC NC", LAST), *_both("fused_recurrent_hgrn", "x:BTC g:BTC initial_state:NC", "BTC NC"),
     *_both("causal_conv1d", "x:BTC weight:CW bias:C residual:BTC initial_state:NCW", "BTC NCW", {**LAST, "activation": "silu"}),
     *_both("token_shift", "x:BTC cache:NC", "BTC NC", {"output_cache": True}),
@@ -185,7 +193,21 @@ CALLS: list[Call] = [
     Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK D:H z:BTHV initial_states:NHVK", "BTHV NHVK",
          {"chunk_size": 64, "return_final_states": True}),
     Call("selective_scan_fn", "u:BCT delta:BCT A:CK B:BKT C:BKT D:C z:BCT", "BCT BCK", {"delta_softplus": True, "return_last_state": True}),
-    Call("selective_state_update", "*state:NHVK x:BHV dt:BHV A:HVK B:BHK C:BHK", "BHV NHVK", function=in_place("selective_state_update", "state")),
-    Call("causal_conv1d_update", "x:BC *cache:NCW weight:CW", "BC NCW", function=in_place("causal_conv1d_update", "cache")),
-    Call("mamba_causal_conv1d_update", "x:BC *conv_state:NCW weight:CW", "BC NCW", function=in_place("mamba_causal_conv1d_update", "conv_state")),
+    Call("selective_state_update", "*state:NHVK *x:BHV *dt:BHV *A:HVK *B:BHK *C:BHK", "BHV NHVK",
+         function=in_place("selective_state_update", "state")),
+    Call("causal_conv1d_update", "*x:BC *cache:NCW *weight:CW", "BC NCW", function=in_place("causal_conv1d_update", "cache")),
+    Call("mamba_causal_conv1d_update", "*x:BC *conv_state:NCW *weight:CW", "BC NCW", function=in_place("mamba_causal_conv1d_update", "conv_state")),
+    Call("mamba_split_conv1d_scan_combined", "zxbcdt:BTZ conv1d_weight:FW conv1d_bias:F dt_bias:H A:H D:HV", "BTM NHVK",
+         {"chunk_size": 64, "return_final_states": True}),
+    # rows by themselves
+    *(Call(op, "x:BTD weight:D bias:D", "BTD", at_once=1) for op in ("layer_norm", "rms_norm")), Call("l2norm", "x:BTD", "BTD", at_once=1),
+    Call("group_norm", "x:BTD weight:D bias:D", "BTD", {"num_groups": 2}, at_once=1),
+    *(Call(op, "x:BTD g:BTD weight:D bias:D", "BTD", at_once=1) for op in ("layer_norm_gated", "rms_norm_gated")),
+    *(Call(op, "x:BTD weight:D bias:D z:BTD", "BTD", at_once=1) for op in ("layernorm_fn", "rmsnorm_fn")),
+    Call("fused_gdn_gate", "g:BTH A_log:H dt_bias:H", "BTH", at_once=1), Call("fused_kda_gate", "g:BTHK A_log:H", "BTHK", at_once=1),
+    Call("fused_addcmul_rwkv7", "hidden_states:BTD delta:BTD " + " ".join(f"x{name}:OOD" for name in "rwkvag"), "BTD " * 6, at_once=1),
+    Call("fused_k_rwkv7", "k:BTD a:BTD ka:D", "BTD", at_once=1),
+    Call("gate_output_correction", "o:BTE r:BTHD k:BTHD r_k:HD v:BTHD g:BTE", "BTE", at_once=1),
+    *(Call("rotary_embedding", "x:BTHK *cos:PR *sin:PR", "BTHK", {}, packed, 1) for packed in (False, True)),
+    Call("cross_entropy_loss", "logits:TV", "T T", {"lse_square_scale": 0.1}, at_once=1, function=losses),
 ]

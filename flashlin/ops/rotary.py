@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import FLOATS, check_cu_seqlens, shown
+from flashlin.guards.tensors import FLOATS, check_apart, check_cu_seqlens, shown
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
 from flashlin.ops.norm import STRICTEST
@@ -45,6 +45,8 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     the CUDA context; inplace tells autograd, and leaves the gradient that it gets alone.
     """
     _check(x, cos, sin)
+    if inplace:
+        check_apart("x", x, "inplace")
     debug = policy.current().debug
     bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, None, x.shape, x.device, debug, "x")
     N = x.shape[0] if bounds is None else bounds.shape[0] - 1

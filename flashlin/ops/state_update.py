@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashlin.guards.problem import Problem
-from flashlin.guards.tensors import FLOATS, shown
+from flashlin.guards.tensors import FLOATS, check_apart, shown
 from flashlin.kernels.mamba import torch_path
 from flashlin.kernels.mamba.recipe import STATE_UPDATE
 from flashlin.ops.norm import STRICTEST
@@ -49,6 +49,7 @@ def selective_state_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: T
     """
     heads, pool = _pool(state, x)
     (_, H, P, N), b = pool.shape, x.shape[0]
+    check_apart("state", state, OP)
     tensors = [_with_heads(name, given, shape, meaning, at, x) for name, given, shape, meaning, at in (
         ("x", x, (b, H, P), "[b, H, P]", 1), ("dt", dt, (b, H, P), "[b, H, P]", 1), ("A", A, (H, P, N), "[H, P, N]", 0),
         ("B", B, (b, None, N), "[b, G, N]", 1), ("C", C, (b, None, N), "[b, G, N]", 1))]
