@@ -8,7 +8,8 @@ the inputs, they have to be the same after NaN and inf were put there. The part 
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ class Call(NamedTuple):
     op: str
     inputs: str
     outputs: str
-    extra: dict[str, Any] = {}
+    extra: Mapping[str, Any] = MappingProxyType({})
     packed: bool = False
     at_once: int = CHUNK
     function: Callable[..., Any] | None = None
