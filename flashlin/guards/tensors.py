@@ -156,6 +156,18 @@ def check_pool(name: str, pool: torch.Tensor | None, N: int | None, H: int, K: i
                          f"since {because} overwrites it")
 
 
+def check_apart(name: str, x: torch.Tensor, because: str) -> None:
+    """x, which is to be overwritten, has a place of its own for each element: none expanded (stride 0), no overlapping windows."""
+    if x.is_contiguous() or x.numel() == 0:
+        return
+    reach = 0  # of the dimensions so far, from the first element to the last
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise ValueError(f"{name}: got strides {shown(x.stride())} for shape {shown(x.shape)}, need every element in a place of its own, "
+                             f"since {because} overwrites it")
+        reach += (size - 1) * stride
+
+
 def check_indices(indices: torch.Tensor, N: int, P: int, device: torch.device, readable: bool) -> None:
     """state_indices [N]: one row of the pool for each sequence, negative ones for none. Values are only looked at where that is free."""
     check_integers("state_indices", indices, (N,), "[N]", device, "q")

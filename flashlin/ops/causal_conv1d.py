@@ -13,7 +13,7 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.limits import MAX_WIDTH
 from flashlin.guards.problem import Problem
-from flashlin.guards.tensors import check_dense, check_device, check_floats, check_integers, shown
+from flashlin.guards.tensors import check_apart, check_dense, check_device, check_floats, check_integers, shown
 from flashlin.kernels.mamba.recipe import WINDOW
 from flashlin.ops import conv
 from flashlin.ops.conv import ACTIVATIONS
@@ -62,6 +62,8 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
             check_beside(name, given, (b, D, W - 1), "[b, D, W - 1]", "x", x)
     if final_states_out is not None and final_states_out.requires_grad and torch.is_grad_enabled():
         raise ValueError("final_states_out: got a tensor that requires a gradient, need one that does not: it is written to")
+    if final_states_out is not None:
+        check_apart("final_states_out", final_states_out, CONVOLUTION)
     if seq_idx is not None:
         check_seq_idx(seq_idx, b, T, x)
     if seq_idx is not None and return_final_states:
@@ -118,6 +120,7 @@ def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Te
     for name, given in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
         if given is not None:
             check_integers(name, given, (b,), "[b]", x.device, "x")  # kernels skip values outside of the pool
+    check_apart("conv_state", conv_state, "causal_conv1d_update")
     silu = activation is not None
     if wants_grad(x, weight, bias):
         y = _in_parts(rows, conv_state, weight, bias, silu, cache_seqlens, conv_state_indices)

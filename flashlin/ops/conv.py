@@ -15,7 +15,7 @@ from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.limits import MAX_WIDTH
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, no_unknown, shown
+from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_floats, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR
 from flashlin.ops.norm import STRICTEST
@@ -107,6 +107,7 @@ def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = Non
     if cache.requires_grad and torch.is_grad_enabled():
         raise ValueError("cache: got a tensor that requires a gradient, need one that does not: it is updated in place. "
                          "causal_conv1d with initial_state=cache has the gradient")
+    check_apart("cache", cache, "causal_conv1d_update")
     rows, added = x.reshape(N, D), None if residual is None else residual.reshape(N, D)
     if wants_grad(x, weight, bias, residual):
         y, state = planned_run("causal_conv1d", rows[:, None], weight, bias, None if added is None else added[:, None], cache.clone(), None, silu,

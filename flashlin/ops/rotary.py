@@ -12,7 +12,7 @@ from torch import Tensor
 from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_cu_seqlens, check_device, check_floats, check_integers, shown
+from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_device, check_floats, check_integers, shown
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
 from flashlin.ops.norm import STRICTEST
@@ -50,6 +50,8 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     if inplace and x.requires_grad and torch.is_grad_enabled() and (x.is_leaf or (x._base is not None and x._base.is_leaf)):
         raise ValueError("inplace: got True with an x that requires a gradient and is a leaf, or a view of one; need False, or a copy of x: "
                          "autograd keeps no history of a leaf that is overwritten")
+    if inplace:
+        check_apart("x", x, "inplace")
     debug = policy.current().debug
     bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, None, x.shape, x.device, debug, "x")
     N = x.shape[0] if bounds is None else bounds.shape[0] - 1

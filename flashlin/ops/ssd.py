@@ -38,7 +38,8 @@ def mamba_chunk_scan_combined(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Te
         chunk_size: accepted for compatibility (at least 1); the launch table chooses the chunk, which changes nothing beyond rounding.
         D: [H] or [H, P], a skip connection. z: [b, T, H, P], a gate: y is multiplied by silu(z).
         initial_states: [b, H, P, N] of any float dtype, for each row's first sequence.
-        seq_idx: [b, T] of integers: a token whose number is not that of the token before it begins a new sequence, with a state of zero.
+        seq_idx: [b, T] of integers: a token whose number is not that of the token before it begins a new sequence, with a state of zero. What
+            is not finite in a sequence reaches those after it in its row; cu_seqlens keeps sequences apart in that, too.
         cu_seqlens: [n + 1] int32 or int64, for b = 1: sequence i is rows cu_seqlens[i] .. cu_seqlens[i + 1]. As in mamba_ssm it only counts with
             return_varlen_states. The initial state is that of sequence 0.
         dt_softplus: apply softplus to dt + dt_bias. dt_limit: what dt is then clamped to.

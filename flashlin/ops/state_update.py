@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.problem import Problem
-from flashlin.guards.tensors import check_device, check_floats, check_integers, shown
+from flashlin.guards.tensors import check_apart, check_device, check_floats, check_integers, shown
 from flashlin.kernels.mamba import torch_path
 from flashlin.kernels.mamba.recipe import STATE_UPDATE
 from flashlin.ops.norm import STRICTEST
@@ -51,6 +51,7 @@ def selective_state_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: T
     scalars.flags(dt_softplus=dt_softplus)
     heads, pool = _pool(state, x)
     (_, H, P, N), b = pool.shape, x.shape[0]
+    check_apart("state", state, OP)
     tensors = [_with_heads(name, given, shape, meaning, at, x) for name, given, shape, meaning, at in (
         ("x", x, (b, H, P), "[b, H, P]", 1), ("dt", dt, (b, H, P), "[b, H, P]", 1), ("A", A, (H, P, N), "[H, P, N]", 0),
         ("B", B, (b, None, N), "[b, G, N]", 1), ("C", C, (b, None, N), "[b, G, N]", 1))]

@@ -23,24 +23,29 @@ def run(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) -> tuple
 
 
 def _packed(x: Tensor, g: Tensor, h0: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """One row in which a sequence's first token forgets what was before, and starts from its own state. Rows of no sequence are zeros."""
+    """One row in which no sequence is joined with the one before, and each starts from its own state. Rows of no sequence are zeros."""
     rows, N = torch.arange(x.shape[1], device=x.device), h0.shape[0]
-    n = torch.searchsorted(bounds, rows.to(bounds.dtype), right=True) - 1
-    inside = ((n >= 0) & (n < N))[:, None]
-    n = n.clamp(0, N - 1)
+    of = torch.searchsorted(bounds, rows.to(bounds.dtype), right=True) - 1
+    inside = ((of >= 0) & (of < N))[:, None]
+    n = of.clamp(0, N - 1)
     first = (rows == bounds[n])[:, None] & inside
     x, a = torch.where(inside, x, 0), torch.where(inside, g, 0).exp()
-    o = joined(torch.where(first, 0, a), x + torch.where(first, a * h0[n], 0))
+    o = joined(a, x + torch.where(first, a * h0[n], 0), of)
     o = torch.where(inside, o, 0)
     ends = torch.where((bounds[1:] > bounds[:-1])[:, None], o[0, (bounds[1:] - 1).clamp(min=0)], h0)
     return o, ends
 
 
-def joined(a: Tensor, x: Tensor) -> Tensor:
-    """All h of h_t = a_t h_{t-1} + x_t with nothing before the first."""
+def joined(a: Tensor, x: Tensor, of: Tensor | None = None) -> Tensor:
+    """All h of h_t = a_t h_{t-1} + x_t with nothing before the first; a, x [B, T, D, ...]. of [T]: each token's sequence, B being 1 and D the last
+    dimension. Other sequences are left out, not multiplied by zero: 0 times NaN is NaN."""
     size = 1
     while size < x.shape[1]:
-        x = torch.cat([x[:, :size], x[:, size:] + a[:, size:] * x[:, :-size]], 1)
-        a = torch.cat([a[:, :size], a[:, size:] * a[:, :-size]], 1)
+        a_before, x_before = a[:, :-size], x[:, :-size]
+        if of is not None:
+            same = (of[size:] == of[:-size])[:, None]
+            a_before, x_before = torch.where(same, a_before, 0), torch.where(same, x_before, 0)
+        x = torch.cat([x[:, :size], x[:, size:] + a[:, size:] * x_before], 1)
+        a = torch.cat([a[:, :size], a[:, size:] * a_before], 1)
         size *= 2
     return x

@@ -51,6 +51,10 @@ def _rows(x: Inputs, flags: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor
         u = u if x.beta is None else u * x.beta[:, t]
         S = S + k[..., None] * u[:, :, None]
         outputs.append(o if "before" in flags else _read(S, q))
+    if outputs and "before" in flags:  # nobody reads what the last token leaves: its gradient is zero, not None, also where it is the only one
+        unread = [y[:, -1].flatten(2).sum(-1, keepdim=True) for y in (x.beta, x.gk, x.a, x.b, x.gv) if y is not None]
+        unread += [] if x.g is None else [x.g[:, -1, :, None]]
+        outputs[-1] = outputs[-1] + torch.where(outputs[-1].new_ones(1, dtype=torch.bool), 0, sum(unread, k.new_zeros(1)))
     return torch.stack(outputs, 1) if outputs else x.v * (x.q * x.k).sum(-1, keepdim=True), S if outputs else S.clone()
 
 

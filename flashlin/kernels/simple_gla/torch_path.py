@@ -1,12 +1,14 @@
 """The family in plain, differentiable torch: chunked matmuls, no loop over tokens. Serves CPUs and cards that no Triton compiles for.
 
-Chunks of 64 tokens are handled all at once; the states between them come from one matmul with the chunks' decays, so nothing depends on
-the value of T and torch.compile traces one graph for all lengths from 65 to 8,192 (a single chunk is another graph). Past that the
-sequence is walked in segments, which keeps that matmul small.
+Chunks of 64 tokens are handled all at once, then the state is carried through them. Nothing depends on the value of T, so torch.compile traces
+one graph for all lengths from 65 to 8,192 (a single chunk is another graph); past that the sequence is walked in segments.
+
+No matrix of zeros stands between what must not meet: 0 times NaN is NaN. So a value that is not finite reaches no chunk before its own.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +44,10 @@ def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, gamma: torc
     T = q.shape[1]
     found = (q.to(compute) * scale).transpose(1, 2) @ k.to(compute).permute(0, 2, 3, 1)
     if gamma is not None:
-        return found * decay_between(gamma.to(compute)[:, None].expand(-1, T))
-    return found.tril() if g is None else found * decay_between(g.to(compute).transpose(1, 2))
+        found = found * decay_between(gamma.to(compute)[:, None].expand(-1, T))
+    elif g is not None:
+        found = found * decay_between(g.to(compute).transpose(1, 2))
+    return found.tril()
 
 
 def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,21 +75,56 @@ def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor 
         chunk //= 2
     short = -T % chunk
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4) for x in (q, k, v))  # [B, H, chunks, 64, D]
-    chunks = q.shape[2]
     if g is None:
-        inside = lower(chunk, q).to(q.dtype)
-        between = lower(chunks + 1, q).to(q.dtype)
+        inside, kept = lower(chunk, q).to(q.dtype), q.new_ones(q.shape[:3])
         into, onwards = q, k
     else:
         g = F.pad(g, (0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2)
-        inside = decay_between(g)
-        # row c of between: how much of h (column 0) and of each earlier chunk (column c' + 1) is left when chunk c begins
-        between = decay_between(F.pad(g.sum(-1), (1, 0)))
+        inside, kept = decay_between(g), g.sum(-1).exp()
         into, onwards = q * g.cumsum(-1).exp()[..., None], k * decay_to_end(g)[..., None]
-    added = torch.cat([h[:, :, None], onwards.mT @ v], 2)
-    states = (between @ added.flatten(-2)).unflatten(-1, h.shape[-2:])
+    states = carried(kept, torch.cat([h[:, :, None], onwards.mT @ v], 2))
     o = (q @ k.mT * inside) @ v + into @ states[:, :, :-1]
     return o.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], states[:, :, -1]
+
+
+def carried(kept: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """The states [B, H, C + 1, K, V] before, between and after C chunks, where added holds the first state and what each chunk adds to what is left
+    of the one before it, which is that times kept [B, H, C]. Backward needs the states and nothing else."""
+    states: torch.Tensor = (_library_op if torch.compiler.is_compiling() else _Carried.apply)(kept, added)
+    return states
+
+
+def _carry(kept: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    states = added.clone(memory_format=torch.contiguous_format)
+    for c in range(kept.shape[2]):
+        states[:, :, c + 1].addcmul_(states[:, :, c], kept[:, :, c, None, None])
+    return states
+
+
+def _save(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _differentiate(ctx: Any, dstates: torch.Tensor, carry: Callable[..., torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor]:
+    kept, states = ctx.saved_tensors
+    dadded = carry(kept.flip(2), dstates.flip(2)).flip(2)
+    dkept = torch.linalg.vecdot(dadded[:, :, 1:].flatten(-2), states[:, :, :-1].flatten(-2)) if ctx.needs_input_grad[0] else None
+    return dkept, dadded
+
+
+class _Carried(torch.autograd.Function):
+    forward = staticmethod(_carry)
+    setup_context = staticmethod(_save)
+
+    @staticmethod
+    def backward(ctx: Any, dstates: torch.Tensor) -> Any:
+        return _differentiate(ctx, dstates, _Carried.apply)
+
+
+# Under torch.compile a library operator: a loop that is traced would make a graph for every number of chunks.
+_library_op = torch.library.custom_op("flashlin::carried", _carry, mutates_args=(), schema="(Tensor kept, Tensor added) -> Tensor")
+_library_op.register_fake(lambda kept, added: added.new_empty(added.shape))
+_library_op.register_autograd(lambda ctx, dstates: _differentiate(ctx, dstates, _library_op), setup_context=_save)
 
 
 def lower(size: int, like: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,18 @@
+"""What is not finite stays where it is, in the kernels: see tests/isolation.py."""
+from __future__ import annotations
+
+import pytest
+
+from flashlin.compat.target import interpreting
+from flashlin.testing.share import WHOLE
+from tests import isolation
+
+# The cheap ones, by kind: states in chunks, spans that are joined, taps, states in place. The others' programs own a sequence in the same way.
+CHOSEN = ("chunk_simple_gla-packed", "fused_recurrent_hgrn-packed", "causal_conv1d-packed-activation", "selective_state_update-dense",
+          "causal_conv1d_update-dense", "mamba_causal_conv1d_update-dense")
+
+
+@pytest.mark.parametrize("call", [call for call in isolation.CALLS if WHOLE or str(call) in CHOSEN], ids=str)
+def test_what_is_not_finite_stays_in_its_chunk_head_and_sequence(call: isolation.Call) -> None:
+    assert interpreting(), "TRITON_INTERPRET=1 is not set"
+    assert list(isolation.leaks(call, briefly=True)) == []

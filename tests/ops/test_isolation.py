@@ -1,0 +1,17 @@
+"""What is not finite stays where it is, on the torch path: see tests/isolation.py."""
+from __future__ import annotations
+
+import pytest
+
+from flashlin.dispatch import OPS
+from tests import isolation
+
+
+@pytest.mark.parametrize("call", isolation.CALLS, ids=str)
+def test_what_is_not_finite_stays_in_its_chunk_head_and_sequence(call: isolation.Call) -> None:
+    assert list(isolation.leaks(call, briefly=call.op.startswith("fused") and not call.packed)) == []
+
+
+def test_every_op_is_there() -> None:
+    modes = {op for op, (_, mode) in OPS.items() if mode == "auto"} | {"rwkv7"}
+    assert {call.op for call in isolation.CALLS} == set(OPS) - modes - {"fused_linear_cross_entropy_loss"}  # which is one number for all rows
