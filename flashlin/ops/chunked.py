@@ -21,6 +21,7 @@ from flashlin import policy
 from flashlin.guards.limits import FEW_TOKENS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, need_tensor
+from flashlin.ops.gradients import once, once_traced
 from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
 
 MODES = ("auto", "chunk", "fused_recurrent")
@@ -178,11 +179,11 @@ class _Chunks(torch.autograd.Function):
         return o, ht
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> Any:
+    @once()
+    def backward(ctx: Any, saved: tuple[Tensor | None, ...], do: Tensor | None, dht: Tensor | None) -> Any:
         names = (*ctx.family.arguments, "h0", "bounds")
         needs = frozenset(name for name, wanted in zip(names, ctx.needs_input_grad[6:], strict=True) if wanted)
-        return *[None] * 6, *_gradients(ctx.family, ctx.plan, ctx.saved_tensors, ctx.scale, ctx.v_first, do, dht, needs), None
+        return *[None] * 6, *_gradients(ctx.family, ctx.plan, saved, ctx.scale, ctx.v_first, do, dht, needs), None
 
 
 def _gradients(family: Family, plan: Plan, saved: tuple[Tensor | None, ...], scale: float, state_v_first: bool, do: Tensor | None,
@@ -246,9 +247,10 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
         "-> (Tensor, Tensor, Tensor[])"))
     op.register_fake(forward_fake)
     op.register_autograd(differentiate, setup_context=save)
-    torch.library.custom_op(f"flashlin::{family.name}_backward", backward, mutates_args=(), schema=(
-        f"({inputs}, Tensor[] kept, Tensor do, Tensor? dht, float scale, bool state_v_first, str op, str mode) -> Tensor[]")
-    ).register_fake(backward_fake)
+    back = torch.library.custom_op(f"flashlin::{family.name}_backward", backward, mutates_args=(), schema=(
+        f"({inputs}, Tensor[] kept, Tensor do, Tensor? dht, float scale, bool state_v_first, str op, str mode) -> Tensor[]"))
+    back.register_fake(backward_fake)
+    once_traced(back, lambda inputs: inputs[-2])
     return family
 
 

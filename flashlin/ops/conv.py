@@ -17,6 +17,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import FLOATS, check_cu_seqlens, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR
+from flashlin.ops.gradients import once, once_traced
 from flashlin.ops.norm import STRICTEST
 from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
 
@@ -255,10 +256,10 @@ class _Convolution(torch.autograd.Function):
         return forward.run(plan, x, weight, bias, residual, h0, bounds, silu, has_ht, x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dht: Tensor | None) -> Any:
+    @once()
+    def backward(ctx: Any, saved: tuple[Any, ...], dy: Tensor | None, dht: Tensor | None) -> Any:
         _, needs_dx, needs_dweight, needs_dbias, _, needs_dh0, *_ = ctx.needs_input_grad
-        x, weight, bias, h0, bounds = ctx.saved_tensors
+        x, weight, bias, h0, bounds = saved
         dx, dweight, dbias, dh0 = _gradients(ctx.plan, x, weight, bias, h0, bounds, dy, dht, ctx.silu, needs_dx, needs_dweight, needs_dbias,
                                              needs_dh0)
         dresidual = None if dy is None or ctx.added is None else dy.to(ctx.added)
@@ -310,6 +311,9 @@ def _library_backward(x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, bounds: Tensor | None, dy: Tensor, dht: Tensor | None, silu: bool,
       call: str) -> list[Tensor]:
     return [x.new_empty(x.shape), *(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in (weight, bias, h0))]
+
+
+once_traced(_library_backward, lambda inputs: inputs[-1].split(" ")[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

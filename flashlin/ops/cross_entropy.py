@@ -21,6 +21,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import FLOATS, shown
 from flashlin.kernels.cross_entropy import torch_path
 from flashlin.kernels.cross_entropy.recipe import FAR
+from flashlin.ops.gradients import once, once_traced
 from flashlin.ops.planned import constant_while_tracing, linear_dtype, name_of, planned, wants_grad
 
 CHUNK = 64  # rows of logits come in multiples of so many
@@ -106,6 +107,8 @@ def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, b
 
     Raises: as ``cross_entropy_loss``.
 
+    Second-order gradients are an error; ``cross_entropy_loss`` of the logits has them on the torch path.
+
     Differs from fla: a second backward through the same graph is right; nothing is computed for what wants no gradient; gradients of weight are
     products of 16-bit matrices added up in float32, so tensor cores do them; it compiles.
     """
@@ -124,7 +127,7 @@ def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, b
         planned(_problem(call, (x.shape[0], weight.shape[0]), any(grads)), x.device)
     inputs = (x, target.contiguous(), weight, bias, *terms, num_chunks, reduction == "mean", l2_penalty_factor if use_l2warp else 0.0,
               accumulate_grad_in_fp32, dtype, grads, call)
-    loss: Tensor = _linear_op(*inputs)[0] if torch.compiler.is_compiling() else _LinearCrossEntropy.apply(*inputs)
+    loss: Tensor = (_linear_op if torch.compiler.is_compiling() else _LinearCrossEntropy.apply)(*inputs)[0]
     return loss
 
 
@@ -212,12 +215,12 @@ class _CrossEntropy(torch.autograd.Function):
         return loss, z_loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor | None, dz_loss: None) -> Any:
+    @once()
+    def backward(ctx: Any, saved: tuple[Any, ...], dloss: Tensor | None, dz_loss: None) -> Any:
         from flashlin.kernels.cross_entropy import backward
         if dloss is None:
             return (None,) * 5
-        logits, target, lse = ctx.saved_tensors
+        logits, target, lse = saved
         terms: Terms = ctx.terms
         dlogits = backward.run(ctx.plan, logits, target, lse, dloss.contiguous(), *terms, ctx.in_place)
         if ctx.in_place:
@@ -258,6 +261,9 @@ def _library_backward(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor
 def _(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, scale: float, cap: float | None, smoothing: float, squares: float,
       ignore_index: int, call: str) -> Tensor:
     return logits.new_empty(logits.shape)
+
+
+once_traced(_library_backward, lambda inputs: inputs[-1].split(" ")[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -377,12 +383,14 @@ def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.grads = inputs[-2]
+    ctx.grads, ctx.op = inputs[-2], inputs[-1].split(" ")[0]
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
 
 
-def _differentiate_linear(ctx: Any, dloss: Tensor, *_: Tensor) -> Any:
-    *found, share = ctx.saved_tensors
+@once(lambda ctx: ctx.op, 'cross_entropy_loss of the logits has them with flashlin.settings(path="torch")')
+def _differentiate_linear(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor, *_: None) -> Any:
+    *found, share = saved
     factors = dloss * share, dloss, dloss
     dx, dweight, dbias = (_times(grad, factor, torch.empty_like(grad)) if wanted else None
                           for grad, factor, wanted in zip(found, factors, ctx.grads, strict=True))
@@ -393,13 +401,12 @@ _linear_op.register_autograd(_differentiate_linear, setup_context=_save_linear)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        found = _linear_loss(*inputs)
-        _save_linear(ctx, inputs, found)
-        return found[0]
+    """The gradients are outputs, too, because backward reads them (ops/gradients.py)."""
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> Any:
-        return _differentiate_linear(ctx, dloss)
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        found = _linear_loss(*inputs)
+        _save_linear(ctx, inputs, found)
+        return found
+
+    backward = staticmethod(_differentiate_linear)

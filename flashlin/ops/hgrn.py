@@ -14,6 +14,7 @@ from flashlin import policy
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
+from flashlin.ops.gradients import once, once_traced
 from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
 
 Found = tuple[Tensor, "Tensor | None"]
@@ -106,9 +107,9 @@ class _Recurrence(torch.autograd.Function):
         return o, ht
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> Any:
-        g, o, h0, bounds = ctx.saved_tensors
+    @once()
+    def backward(ctx: Any, saved: tuple[Any, ...], do: Tensor | None, dht: Tensor | None) -> Any:
+        g, o, h0, bounds = saved
         dx, dg, dh0 = _gradients(ctx.plan, g, o, h0, bounds, do, dht, ctx.needs_input_grad[3])
         return None, dx, dg, dh0, None, None
 
@@ -147,6 +148,9 @@ def _library_backward(g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tensor | 
 @_library_backward.register_fake
 def _(g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tensor | None, do: Tensor, dht: Tensor | None, op: str) -> list[Tensor]:
     return [o.new_empty(0) if x is None else x.new_empty(x.shape) for x in (o, g, h0)]
+
+
+once_traced(_library_backward, lambda inputs: inputs[-1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

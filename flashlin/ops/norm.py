@@ -17,6 +17,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import FLOATS, need_tensor, shown
 from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
+from flashlin.ops.gradients import once, once_traced
 from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
 
 ACTIVATIONS = {"swish": SWISH, "silu": SWISH, "sigmoid": SIGMOID}
@@ -270,17 +271,17 @@ class _Norm(torch.autograd.Function):
             ctx.plan, ctx.kind, ctx.activation = plan, kind, activation
             ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
             ctx.set_materialize_grads(False)
-        return y, None if total_dtype is None else total
+        return y, total     # an output even where only backward wants it: see ops/gradients.py
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> Any:
+    @once()
+    def backward(ctx: Any, saved: tuple[Any, ...], dy: Tensor | None, dtotal: Tensor | None) -> Any:
         x_dtype, residual_dtype, weight_dtype, bias_dtype = ctx.dtypes
         _, _, needs_dresidual, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
         if dy is None:
             dx, dresidual, dgate, dweight, dbias = dtotal, dtotal, None, None, None
         else:
-            kept, weight, bias, gate, mean, rstd = ctx.saved_tensors
+            kept, weight, bias, gate, mean, rstd = saved
             dx, dresidual, dgate, dweight, dbias = _gradients(ctx.plan, kept, weight, bias, gate, mean, rstd, dy, dtotal, ctx.kind, ctx.activation,
                                                               ctx.normed, x_dtype, residual_dtype if needs_dresidual else None, needs_dweight,
                                                               needs_dbias)
@@ -368,6 +369,9 @@ def _(kept: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | N
     dresidual = kept.new_empty(0) if residual_dtype in (None, x_dtype) else torch.empty_like(kept, dtype=residual_dtype)
     return [torch.empty_like(kept, dtype=x_dtype), dresidual, kept.new_empty(0) if gate is None else torch.empty_like(gate),
             *(kept.new_empty(D, dtype=torch.float32) if needed else kept.new_empty(0) for needed in (needs_dweight, needs_dbias))]
+
+
+once_traced(_library_backward, lambda inputs: inputs[-1].split(" ")[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

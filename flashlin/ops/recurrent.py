@@ -19,6 +19,7 @@ from flashlin.kernels.gla import torch_path as chunked_gla
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import kept
+from flashlin.ops.gradients import once, once_traced
 from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
 from flashlin.ops.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
 
@@ -219,9 +220,9 @@ class _Recurrence(torch.autograd.Function):
         return o, ht
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> Any:
-        states, *tensors = ctx.saved_tensors
+    @once()
+    def backward(ctx: Any, saved: tuple[Any, ...], do: Tensor | None, dht: Tensor | None) -> Any:
+        states, *tensors = saved
         x = Inputs(*tensors)
         wanted = {name for name, needs in zip(Inputs._fields, ctx.needs_input_grad[5:], strict=True) if needs}
         grads = _gradients(ctx.plan, x, states, ctx.flags, ctx.scale, do, dht, wanted)
@@ -279,6 +280,9 @@ def _(*arguments: Any) -> list[Tensor]:
     x = Inputs(*arguments[:15])
     return [torch.empty_like(getattr(x, name), memory_format=torch.contiguous_format) if getattr(x, name) is not None else x.q.new_empty(0)
             for name in DIFFERENTIABLE]
+
+
+once_traced(_library_backward, lambda inputs: inputs[-2])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -15,6 +15,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import shown
 from flashlin.kernels.selective import torch_path
 from flashlin.kernels.selective.recipe import FAMILY, kept
+from flashlin.ops.gradients import once, once_traced
 from flashlin.ops.norm import STRICTEST
 from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
 from flashlin.ops.pointwise import check_beside, check_rows
@@ -133,9 +134,9 @@ class _Scan(torch.autograd.Function):
         return y, last
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> Any:
-        return None, None, *_gradients(ctx.plan, ctx.saved_tensors, ctx.softplus, dy, dlast)
+    @once()
+    def backward(ctx: Any, saved: tuple[Any, ...], dy: Tensor | None, dlast: Tensor | None) -> Any:
+        return None, None, *_gradients(ctx.plan, saved, ctx.softplus, dy, dlast)
 
 
 def _gradients(plan: Plan, saved: tuple[Any, ...], softplus: bool, dy: Tensor | None, dlast: Tensor | None) -> tuple[Any, ...]:
@@ -178,6 +179,9 @@ def _library_backward(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
 def _(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
       states: Tensor, softplus: bool, dtype: str, dy: Tensor, dlast: Tensor | None) -> list[Tensor]:
     return [u.new_empty(0) if x is None else x.new_empty(x.shape) for x in (u, delta, A, B, C, D, z, bias)]
+
+
+once_traced(_library_backward, lambda inputs: OP)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
