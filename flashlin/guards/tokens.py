@@ -96,8 +96,15 @@ def report(tokens: Tensor, bad: Tensor, call: Call) -> bool:
 
 # torch.compile: one operator per door. The mask's user keeps the first one alive; check_tokens has no result to use, so its operator claims
 # to write to a tensor, or the compiler would drop it.
-with torch.inference_mode(False):   # this module may be first imported inside it
+_ANCHOR: Tensor
+
+
+def _make_anchor() -> None:
+    global _ANCHOR
     _ANCHOR = torch.zeros(1, dtype=torch.int8, device="cpu")
+
+
+pending.apart(_make_anchor)     # this module may be first imported in inference mode or under FakeTensorMode
 
 
 @torch.library.custom_op(

@@ -389,7 +389,9 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 @once(lambda ctx: ctx.op, 'cross_entropy_loss of the logits has them with flashlin.settings(path="torch")')
-def _differentiate_linear(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor, *_: None) -> Any:
+def _differentiate_linear(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor | None, *_: None) -> Any:
+    if dloss is None:
+        return (None,) * 16
     *found, share = saved
     factors = dloss * share, dloss, dloss
     dx, dweight, dbias = (_times(grad, factor, torch.empty_like(grad)) if wanted else None
