@@ -236,8 +236,10 @@ TERMS = "float scale, float? cap, float smoothing, float squares, int ignore_ind
                          schema=f"(Tensor logits, Tensor target, {TERMS}, bool needs_grad, str call) -> (Tensor, Tensor, Tensor)")
 def _library_op(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothing: float, squares: float, ignore_index: int,
                 needs_grad: bool, call: str) -> tuple[Tensor, Tensor, Tensor]:
-    from flashlin.kernels.cross_entropy import forward
     plan = planned(_problem(call, logits.shape, needs_grad), logits.device)
+    if plan.problem.path == "torch":
+        return torch_path.run(logits, target, scale, cap, smoothing, squares, ignore_index)
+    from flashlin.kernels.cross_entropy import forward
     return forward.run(plan, _rows(logits), target, scale, cap, smoothing, squares, ignore_index)
 
 
@@ -252,8 +254,10 @@ def _(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothing
                          schema=f"(Tensor logits, Tensor target, Tensor lse, Tensor dloss, {TERMS}, str call) -> Tensor")
 def _library_backward(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, scale: float, cap: float | None, smoothing: float,
                       squares: float, ignore_index: int, call: str) -> Tensor:
-    from flashlin.kernels.cross_entropy import backward
     plan = planned(_problem(call, logits.shape, True), logits.device)
+    if plan.problem.path == "torch":
+        return torch_path.gradients(logits, target, lse, dloss, scale, cap, smoothing, squares, ignore_index).contiguous()
+    from flashlin.kernels.cross_entropy import backward
     return backward.run(plan, _rows(logits), target, lse, dloss.contiguous(), scale, cap, smoothing, squares, ignore_index, False)
 
 

@@ -1,11 +1,15 @@
-"""Where gradients of gradients end. Kernels make first-order gradients only; to differentiate those again is an error that names the op, and
-never a gradient without its second half. ``create_graph=True`` alone is fine.
+"""Gradients of gradients, and gradients by plain torch where autograd itself is off.
 
-So that the error is met from every input that a gradient depends on, what backward reads is either an input or an output of its function.
+Kernels make first-order gradients only; to differentiate those again is an error that names the op, and never a gradient without its second
+half. ``create_graph=True`` alone is fine. So that the error is met from every input that a gradient depends on, what backward reads is either
+an input or an output of its function.
+
+A library operator plans when it runs, and by then the plan may have left the kernels that torch.compile saw (``settings``, a launch table,
+a canary). Then the operator computes by plain torch, forward and backward each as planned for itself.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -57,3 +61,23 @@ def once_traced(operator: Any, op_of: Callable[[tuple[Any, ...]], str]) -> None:
     def refuse(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(_refusal(ctx.op, INSTEAD))
     operator.register_autograd(refuse, setup_context=keep)
+
+
+emptied: set[str] = set()   # families of which an operator has gone forward by plain torch: what it kept for backward's kernels may be nothing
+
+
+def pulled_back(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], wanted: Sequence[bool],
+                grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients of those inputs that are wanted and there, contiguous and in their dtypes, by those of the function's outputs (None: zero).
+    By torch.func, which works inside of a library operator too, where autograd is off."""
+    places = [at for at, x in enumerate(inputs) if x is not None and wanted[at]]
+
+    def of_places(*xs: Tensor) -> tuple[Tensor, ...]:
+        given = list(inputs)
+        for at, x in zip(places, xs, strict=True):
+            given[at] = x
+        return tuple(function(*given))
+    outputs, back = torch.func.vjp(of_places, *(inputs[at] for at in places))
+    found = back(tuple(torch.zeros_like(o) if grad is None else grad.to(o.dtype) for o, grad in zip(outputs, grads, strict=True)))
+    by_place = dict(zip(places, found, strict=True))
+    return [by_place[at].contiguous() if at in by_place else None for at in range(len(inputs))]
