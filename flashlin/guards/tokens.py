@@ -109,7 +109,7 @@ pending.apart(_make_anchor)     # this module may be first imported in inference
 
 @torch.library.custom_op(
     "flashlin::check_tokens", mutates_args=("anchor",),
-    schema="(Tensor tokens, Tensor(a!) anchor, int vocab_size, int? ignore_index, str op, str name, str place) -> ()")
+    schema="(Tensor tokens, Tensor(a!) anchor, SymInt vocab_size, int? ignore_index, str op, str name, str place) -> ()")
 def _check_op(tokens: Tensor, anchor: Tensor, vocab_size: int, ignore_index: int | None, op: str, name: str, place: str) -> None:
     pending.poll()
     if tokens.numel() and mode() != "off":

@@ -136,7 +136,7 @@ def _terms(label_smoothing: float, logit_scale: float, lse_square_scale: float, 
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing: got {label_smoothing}, need a number in 0 .. 1")
     for name, value in (("logit_scale", logit_scale), ("lse_square_scale", lse_square_scale)):
-        if not math.isfinite(value):
+        if not -math.inf < value < math.inf:    # math.isfinite cannot be traced where compiling made the number symbolic
             raise ValueError(f"{name}: got {value}, need a finite number")
     if logit_softcapping is not None and not 0 < logit_softcapping < math.inf:
         raise ValueError(f"logit_softcapping: got {logit_softcapping}, need a number above 0, or None")

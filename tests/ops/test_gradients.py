@@ -2,13 +2,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Thread
 
 import pytest
 import torch
 
 import flashlin
+from flashlin import dispatch
 from flashlin.compat import launch as door
 from flashlin.compat.target import parse, pretend
+from flashlin.policy import Policy
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, Tensors
 
@@ -84,3 +87,27 @@ def test_the_torch_path_s_are_right(op: str) -> None:
     }[op]
     with flashlin.settings(path="torch"):
         assert torch.autograd.gradgradcheck(call, tensors)
+
+
+@pytest.mark.parametrize("op", FIRST)
+@pytest.mark.filterwarnings("ignore:.*torch path")
+def test_backward_keeps_the_policy_of_its_forward(op: str, starts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another thread and with other settings in force: it asks for no plan, or for one by that policy."""
+    case, asked = FIRST[op], set[Policy]()
+    made, leaves = tensors_of(case)
+    with flashlin.settings(ignore={"of-forward"}) as of_forward:
+        loss = sum(o.sum() for o in case.call(**made).values() if o.requires_grad)
+    plan = dispatch.plan
+    monkeypatch.setattr(dispatch, "plan", lambda problem, target, policy: asked.add(policy) or plan(problem, target, policy))
+    failed: list[Exception] = []
+
+    def backward() -> None:
+        try:
+            torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        except Exception as error:
+            failed.append(error)
+    thread = Thread(target=backward)
+    with flashlin.settings(path="torch"):
+        thread.start()
+        thread.join()
+    assert not failed and asked <= {of_forward}, failed
