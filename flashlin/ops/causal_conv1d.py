@@ -222,7 +222,8 @@ def _run(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bo
     if torch.compiler.is_compiling():
         if _path(strictest, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device) == "torch":
             return _in_parts(x, state, weight, bias, silu, seqlens, indices)
-        return _library_op(x, state, weight, bias, seqlens, indices, silu)
+        traced: Tensor = _library_op(x, state, weight, bias, seqlens, indices, silu)
+        return traced
     plan = planned(problem_of(x, weight, strictest), x.device)
     if plan.problem.path == "torch":
         return _in_parts(x, state, weight, bias, silu, seqlens, indices)

@@ -5,7 +5,8 @@ A family says which tensors it takes; kernels/<name>/forward.py and backward.py 
     backward.run(plan, *tensors, h0, bounds, *kept, scale, v_first, do, dht, needs) -> gradients of tensors and h0, None where not asked for
 with tensors in the family's order, contiguous, those of 16 bits in one dtype and the wide ones in float32; ``needs``: names that want a
 gradient. Under torch.compile the same two functions run inside one library operator per direction, planned at run time, so that no length
-is ever specialised; the torch path is plain differentiable torch in both.
+is ever specialised. The torch path is plain differentiable torch; traced, it is inside of the operators, too, where a graph of it would not serve
+all lengths.
 """
 from __future__ import annotations
 
@@ -221,8 +222,9 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
         tensors, (scale, has_ht, state_v_first, out_dtype, op, mode, needs_grad) = arguments[:count], arguments[count:]
         plan = planned(problem_of(family, op, tensors[:-2], tensors[-1], needs_grad, mode, state_v_first), tensors[0].device)
         if plan.problem.path == "torch":
-            emptied.add(family.name)
-            o, ht = _on_torch(family, tensors[:-2], *tensors[-2:], scale, state_v_first)
+            if needs_grad:
+                emptied.add(family.name)
+            o, ht = _on_torch(family, tensors[:-2], tensors[-2], tensors[-1], scale, state_v_first)
             return o.to(out_dtype).contiguous(), _some(ht.contiguous() if has_ht else None, o), list(family.kept(needs_grad, *tensors[:-2]))
         o, ht, *kept = _kernels(family, "forward").run(plan, *tensors, scale, has_ht, state_v_first, out_dtype)
         return o, _some(ht, o), [_some(x, o) for x in kept]
@@ -239,7 +241,7 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
         *tensors, kept, do, dht, scale, state_v_first, op, mode = arguments
         plan = planned(problem_of(family, op, tuple(tensors[:-2]), tensors[-1], True, mode, state_v_first), tensors[0].device)
         if plan.problem.path == "torch":
-            found = pulled_back(lambda *tensors: _on_torch(family, tensors[:-2], *tensors[-2:], scale, state_v_first), tensors,
+            found = pulled_back(lambda *tensors: _on_torch(family, tensors[:-2], tensors[-2], tensors[-1], scale, state_v_first), tensors,
                                 (*differentiable, False), (do, dht))
             return [_some(x, do) for x in found[:-1]]
         if family.name in emptied:

@@ -184,7 +184,8 @@ def _update(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     if torch.compiler.is_compiling():
         path, dot = _route(call, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device)
         if path != "torch":
-            return _library_update(x, weight, bias, residual, cache, silu)
+            y: Tensor = _library_update(x, weight, bias, residual, cache, silu)
+            return y
     else:
         plan = planned(problem_of(call, x[:, None], weight, None, False), x.device)
         path, dot = plan.problem.path, plan.problem.dot
@@ -285,8 +286,8 @@ def _library_op(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
                 has_ht: bool, needs_grad: bool, call: str) -> tuple[Tensor, Tensor]:
     plan = planned(problem_of(call, x, weight, bounds, needs_grad), x.device)
     if plan.problem.path == "torch":
-        y, ht = torch_path.run(x, weight, bias, residual, h0, bounds, silu)
-        return y.to(x.dtype).contiguous(), ht.to(x.dtype).contiguous() if has_ht else x.new_empty(0)
+        y, last = torch_path.run(x, weight, bias, residual, h0, bounds, silu)
+        return y.to(x.dtype).contiguous(), last.to(x.dtype).contiguous() if has_ht else x.new_empty(0)
     from flashlin.kernels.conv import forward
     y, ht = forward.run(plan, evenly_spaced(x), weight, bias, residual, h0, bounds, silu, has_ht, x.dtype)
     return y, x.new_empty(0) if ht is None else ht

@@ -48,7 +48,7 @@ def once(op_of: Callable[[Any], str] = lambda ctx: ctx.plan.asked.op, instead: s
                 found = backward(ctx, saved, *grads)
             if not torch.is_grad_enabled():     # no create_graph
                 return found
-            return _Once.apply(_refusal(op_of(ctx), instead), len(found), *found, *saved, *grads)  # type: ignore[no-untyped-call]
+            return _Once.apply(_refusal(op_of(ctx), instead), len(found), *found, *saved, *grads)
         return run
     return decorated
 
@@ -77,7 +77,7 @@ def pulled_back(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tens
         for at, x in zip(places, xs, strict=True):
             given[at] = x
         return tuple(function(*given))
-    outputs, back = torch.func.vjp(of_places, *(inputs[at] for at in places))
+    outputs, back, *_ = torch.func.vjp(of_places, *(inputs[at] for at in places))
     found = back(tuple(torch.zeros_like(o) if grad is None else grad.to(o.dtype) for o, grad in zip(outputs, grads, strict=True)))
     by_place = dict(zip(places, found, strict=True))
     return [by_place[at].contiguous() if at in by_place else None for at in range(len(inputs))]

@@ -128,8 +128,8 @@ def _gradients(plan: Plan, g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tens
 def _library_op(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None, has_ht: bool, needs_grad: bool, op: str) -> tuple[Tensor, Tensor]:
     plan = planned(problem_of(op, x, bounds, needs_grad), x.device)
     if plan.problem.path == "torch":
-        o, ht = torch_path.run(x, g, h0, bounds)
-        return o.to(x.dtype), ht if has_ht else ht.new_empty(0)
+        o, last = torch_path.run(x, g, h0, bounds)
+        return o.to(x.dtype), last if has_ht else last.new_empty(0)
     from flashlin.kernels.hgrn import forward
     o, ht = forward.run(plan, x, g, h0, bounds, has_ht)
     return o, x.new_empty(0, dtype=torch.float32) if ht is None else ht
@@ -148,7 +148,7 @@ def _library_backward(g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tensor | 
     plan = planned(problem_of(op, o, bounds, True), o.device)
     if plan.problem.path == "torch":
         x = torch_path.inputs_of(o, g, h0, bounds)
-        found = pulled_back(lambda *tensors: torch_path.run(*tensors, bounds), (x, g, h0), (True, True, True), (do, dht))
+        found = pulled_back(lambda x, g, h0: torch_path.run(x, g, h0, bounds), (x, g, h0), (True, True, True), (do, dht))
     else:
         found = _gradients(plan, g, o, h0, bounds, do, dht, h0 is not None)
     return [o.new_empty(0) if x is None else x for x in found]

@@ -89,7 +89,7 @@ def _run(op: str, kind: int, x: Tensor, residual: Tensor | None, norm_weight: Te
     if not wants_grad(*tensors):
         return both(*tensors)
     # Of what is inside only these tensors are kept; nothing random happens there, and the product is not made again, since nobody needs it.
-    kept = {} if torch.compiler.is_compiling() else {"context_fn": partial(_contexts, policy.current())}
+    kept: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": partial(_contexts, policy.current())}
     found: Found = checkpoint(both, *tensors, use_reentrant=False, preserve_rng_state=False, **kept)
     return found
 

@@ -255,9 +255,10 @@ def _library_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, (scale, has_ht, out_dtype, op, flags, needs_grad) = Inputs(*arguments[:15]), arguments[15:]
     plan = planned(problem_of(op, x, tuple(flags.split()), needs_grad), x.q.device)
     if plan.problem.path == "torch":
-        emptied.add("recurrent")
-        o, ht = _on_torch(*prepared(x, tuple(flags.split())), scale)
-        return o.to(out_dtype).contiguous(), ht.contiguous() if has_ht else ht.new_empty(0), _kept(x, needs_grad)
+        if needs_grad:
+            emptied.add("recurrent")
+        o, last = _on_torch(*prepared(x, tuple(flags.split())), scale)
+        return o.to(out_dtype).contiguous(), last.contiguous() if has_ht else last.new_empty(0), _kept(x, needs_grad)
     o, ht, states = forward.run(plan, x, tuple(flags.split()), scale, has_ht, out_dtype)
     nothing = x.q.new_empty(0, dtype=torch.float32)
     return o, nothing if ht is None else ht, nothing.clone() if states is None else states

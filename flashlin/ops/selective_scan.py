@@ -156,7 +156,8 @@ def _library_op(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Te
                 softplus: bool, dtype: str, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
     plan = planned(problem_of(u, A, B, dtype, False, needs_grad), u.device)
     if plan.problem.path == "torch":
-        emptied.add(FAMILY)
+        if needs_grad:
+            emptied.add(FAMILY)
         y, last = torch_path.run(u, delta, A, B, C, D, z, bias, softplus)
         return torch.empty_like(u).copy_(y), last, _kept(u, A, needs_grad)
     y, last, states = _kernels("forward").run(plan, u, delta, A, B, C, D, z, bias, softplus)
@@ -182,7 +183,9 @@ def _library_backward(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
     plan = planned(problem_of(u, A, B, dtype, False, True), u.device)
     tensors = (u, delta, A, B, C, D, z, bias)
     if plan.problem.path == "torch":
-        found: Sequence[Tensor | None] = pulled_back(lambda *tensors: torch_path.run(*tensors, softplus), tensors, [True] * len(tensors), (dy, dlast))
+        def again(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *optional: Tensor | None) -> tuple[Tensor, Tensor]:
+            return torch_path.run(u, delta, A, B, C, *optional, softplus)  # type: ignore[call-arg, arg-type]
+        found: Sequence[Tensor | None] = pulled_back(again, tensors, [True] * len(tensors), (dy, dlast))
     else:
         if FAMILY in emptied:
             states = _kernels("forward").run(plan, *tensors, softplus)[2]

@@ -137,7 +137,8 @@ def _run(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D
     if torch.compiler.is_compiling():
         if _path(strictest, x.device) == "torch":
             return _in_torch(pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus)
-        return _library_op(pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus)
+        traced: Tensor = _library_op(pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus)
+        return traced
     plan = planned(problem_of(x, A, strictest), x.device)
     if plan.problem.path == "torch":
         return _in_torch(pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus)
