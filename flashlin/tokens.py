@@ -198,7 +198,7 @@ class _Masked(torch.autograd.Function):
         return found[:V], None, None, None, None, None
 
 
-@torch.library.custom_op("flashlin::out_of_range", mutates_args=(), schema="(Tensor tokens, int vocab_size, str op, str place) -> Tensor")
+@torch.library.custom_op("flashlin::out_of_range", mutates_args=(), schema="(Tensor tokens, SymInt vocab_size, str op, str place) -> Tensor")
 def _bad_op(tokens: Tensor, vocab_size: int, op: str, place: str) -> Tensor:
     pending.poll()
     bad = out_of_range(tokens, vocab_size)[1]

@@ -81,7 +81,7 @@ def take(device: torch.device) -> Slot:
     that runs a thousand launches ahead; where it does not (many streams), another is made, so that nobody waits for a slot."""
     with _lock:
         if not _free[device]:
-            _apart(lambda: _free[device].extend(_slots(device)))
+            apart(lambda: _free[device].extend(_slots(device)))
         return _free[device].pop()
 
 
@@ -116,7 +116,7 @@ def prime(device: torch.device) -> bool:
     with _lock:
         if device in _flags:
             return False
-        _apart(lambda: _install(device, torch.full((FLAGS, 2), -1, dtype=torch.int64, device=device)))
+        apart(lambda: _install(device, torch.full((FLAGS, 2), -1, dtype=torch.int64, device=device)))
     return True
 
 
@@ -140,7 +140,7 @@ def _slots(device: torch.device) -> list[Slot]:
     return [Slot(pair, host, torch.cuda.Event()) for pair, host in zip(pairs.unbind(), hosts.unbind(), strict=True)]
 
 
-def _apart(make: Callable[[], None]) -> None:
+def apart(make: Callable[[], None]) -> None:
     """Make tensors that outlive the call in a thread of their own. Inference mode, fake tensors, func transforms and the memory pool of
     torch.compile's graphs are all of the caller's thread, and would turn them into tensors that die or cannot be written to."""
     failed: list[Exception] = []

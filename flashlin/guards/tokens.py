@@ -96,13 +96,20 @@ def report(tokens: Tensor, bad: Tensor, call: Call) -> bool:
 
 # torch.compile: one operator per door. The mask's user keeps the first one alive; check_tokens has no result to use, so its operator claims
 # to write to a tensor, or the compiler would drop it.
-with torch.inference_mode(False):   # this module may be first imported inside it
+_ANCHOR: Tensor
+
+
+def _make_anchor() -> None:
+    global _ANCHOR
     _ANCHOR = torch.zeros(1, dtype=torch.int8, device="cpu")
+
+
+pending.apart(_make_anchor)     # this module may be first imported in inference mode or under FakeTensorMode
 
 
 @torch.library.custom_op(
     "flashlin::check_tokens", mutates_args=("anchor",),
-    schema="(Tensor tokens, Tensor(a!) anchor, int vocab_size, int? ignore_index, str op, str name, str place) -> ()")
+    schema="(Tensor tokens, Tensor(a!) anchor, SymInt vocab_size, int? ignore_index, str op, str name, str place) -> ()")
 def _check_op(tokens: Tensor, anchor: Tensor, vocab_size: int, ignore_index: int | None, op: str, name: str, place: str) -> None:
     pending.poll()
     if tokens.numel() and mode() != "off":

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flashlin.compat.tracing import transient
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_floats, shown
 from flashlin.ops.rotary import rotary_embedding
@@ -86,7 +87,7 @@ class RotaryEmbedding(nn.Module):
 
     def _tables_for(self, length: int | None, device: torch.device, wide: bool) -> Tables:
         """Tables of at least that many places; None: those that are there."""
-        if torch.compiler.is_compiling() and length is not None:  # tables that grow would be compiled anew; these are fused with what uses them
+        if transient() and length is not None:  # compiled, tables that grow would be compiled anew; these are fused with what uses them
             return Tables(*self._made(length, self._centre_of(length), device, wide), self.inv_freq, 0)
         version = 0 if self.inv_freq.is_inference() else self.inv_freq._version
         kept = self._tables

@@ -220,21 +220,19 @@ def _run(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bo
     dtypes = {t.dtype for t in (x, state, weight, bias) if t is not None}
     strictest = name_of(next(one for one in STRICTEST if one in dtypes))
     if torch.compiler.is_compiling():
-        path, dot = _route(strictest, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device)
-    else:
-        plan = planned(problem_of(x, weight, strictest), x.device)
-        path, dot = plan.problem.path, plan.problem.dot
-    if path == "torch":
+        if _path(strictest, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device) == "torch":
+            return _in_parts(x, state, weight, bias, silu, seqlens, indices)
+        traced: Tensor = _library_op(x, state, weight, bias, seqlens, indices, silu)
+        return traced
+    plan = planned(problem_of(x, weight, strictest), x.device)
+    if plan.problem.path == "torch":
         return _in_parts(x, state, weight, bias, silu, seqlens, indices)
     window = state
-    if dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
+    if plan.problem.dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
         x, window, weight, bias = x.float(), state.float(), weight.float(), None if bias is None else bias.float()
     weight, bias, seqlens, indices = weight.contiguous(), *(None if t is None else t.contiguous() for t in (bias, seqlens, indices))
-    if torch.compiler.is_compiling():
-        y: Tensor = _library_op(x, window, weight, bias, seqlens, indices, silu, strictest)
-    else:
-        from flashlin.kernels.mamba import forward
-        y = forward.convolve(plan, x, window, weight, bias, seqlens, indices, silu, x.dtype)
+    from flashlin.kernels.mamba import forward
+    y: Tensor = forward.convolve(plan, x, window, weight, bias, seqlens, indices, silu, x.dtype)
     if window is not state:
         state.copy_(window)
     return y.to(dtype)
@@ -247,23 +245,20 @@ def problem_of(x: Tensor, weight: Tensor, dtype: str) -> Problem:
 
 
 @constant_while_tracing
-def _route(dtype: str, W: int, device: torch.device) -> tuple[str, str]:
+def _path(dtype: str, W: int, device: torch.device) -> str:
     """What torch.compile may know while tracing: no size, which may be symbolic; only whether W is one for the kernels."""
-    problem = planned(Problem(OP, WINDOW, "", 1, 1, 1, 1, W, 1, dtype), device).problem
-    return problem.path, problem.dot
+    return planned(Problem(OP, WINDOW, "", 1, 1, 1, 1, W, 1, dtype), device).problem.path
 
 
 @torch.library.custom_op(
     "flashlin::conv_window", mutates_args=("state",),
-    schema="(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? seqlens, Tensor? indices, bool silu, str dtype) -> Tensor")
-def _library_op(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, seqlens: Tensor | None, indices: Tensor | None, silu: bool,
-                dtype: str) -> Tensor:
-    from flashlin.kernels.mamba import forward
-    y: Tensor = forward.convolve(planned(problem_of(x, weight, dtype), x.device), x, state, weight, bias, seqlens, indices, silu, x.dtype)
-    return y
+    schema="(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? seqlens, Tensor? indices, bool silu) -> Tensor")
+def _library_op(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, seqlens: Tensor | None, indices: Tensor | None,
+                silu: bool) -> Tensor:
+    """Planned again when it runs."""
+    return _run(x, state, weight, bias, silu, seqlens, indices).contiguous()
 
 
 @_library_op.register_fake
-def _(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, seqlens: Tensor | None, indices: Tensor | None, silu: bool,
-      dtype: str) -> Tensor:
+def _(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, seqlens: Tensor | None, indices: Tensor | None, silu: bool) -> Tensor:
     return x.new_empty(x.shape)

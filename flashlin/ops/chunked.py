@@ -5,11 +5,12 @@ A family says which tensors it takes; kernels/<name>/forward.py and backward.py 
     backward.run(plan, *tensors, h0, bounds, *kept, scale, v_first, do, dht, needs) -> gradients of tensors and h0, None where not asked for
 with tensors in the family's order, contiguous, those of 16 bits in one dtype and the wide ones in float32; ``needs``: names that want a
 gradient. Under torch.compile the same two functions run inside one library operator per direction, planned at run time, so that no length
-is ever specialised; the torch path is plain differentiable torch in both.
+is ever specialised. The torch path is plain differentiable torch; traced, it is inside of the operators, too, where a graph of it would not serve
+all lengths.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from flashlin.guards import scalars
 from flashlin.guards.limits import FEW_TOKENS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, check_values, need_tensor
-from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, suspect_layout, wants_grad
+from flashlin.ops.gradients import emptied, once, once_traced, pulled_back
+from flashlin.ops.planned import constant_while_tracing, exporting, head_size_class, name_of, planned, suspect_layout, wants_grad
 
 MODES = ("auto", "chunk", "fused_recurrent")
 
@@ -39,12 +41,14 @@ class Argument(NamedTuple):
 
 class Family(NamedTuple):
     """arguments: q, k, v first. torch_path(*tensors, h0, bounds, scale) -> (o, states). kept(needs_grad, *tensors): fakes of what forward
-    keeps for backward. options: where the optional tensors are that planning knows of."""
+    keeps for backward. options: where the optional tensors are that planning knows of. one_graph: the torch
+    path traced once serves all lengths."""
     name: str
     arguments: dict[str, Argument]
     torch_path: Callable[..., tuple[Tensor, Tensor]]
     kept: Callable[..., tuple[Tensor, ...]]
     options: tuple[tuple[int, str], ...]
+    one_graph: bool
 
 
 QKV = {"q": Argument(("B", "T", "H", "K")), "k": Argument(("B", "T", "H", "K")), "v": Argument(("B", "T", "HV", "V"))}
@@ -93,20 +97,23 @@ def run(family: Family, op: str, tensors: tuple[Tensor | None, ...], scale: floa
             suspect_layout(op, T, H)
         plan = planned(problem_of(family, op, given, bounds, needs_grad, mode, state_v_first), q.device)
         path, dot = plan.problem.path, plan.problem.dot
-    if path == "torch":
-        o, ht = family.torch_path(*given, h0.transpose(-1, -2) if state_v_first and h0 is not None else h0, bounds, scale)
-        return o.to(out_dtype), (ht.transpose(-1, -2) if state_v_first else ht) if has_ht else None
+    # Traced, a loop over chunks would be unrolled, and bounds cannot be read: then plain torch, too, runs inside of the operator.
+    inside = plan is None and (not family.one_graph or bounds is not None or exporting())
+    if path == "torch" and not inside:
+        o, ht = _on_torch(family, given, h0, bounds, scale, state_v_first)
+        return o.to(out_dtype), ht if has_ht else None
     # Odd head sizes would make every row of a tile misaligned (and crash some ptxas, fla #1262): they are padded with zeros.
     pads = {"K": -K % 8, "V": -V % 8}
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
     for i, (argument, x) in enumerate(zip(arguments, given, strict=True)):
         if x is not None:
             if argument.wide or dot == "fp32":  # then nothing of 16 bits may reach a kernel, not even to be loaded or stored
-                x = x.float()
+                x = x.to(wide)
             if pads.get(argument.shape[-1]):
                 x = F.pad(x, (0, pads[argument.shape[-1]]))
             given[i] = x.contiguous()
     if h0 is not None:
-        h0 = h0.float()
+        h0 = h0.to(wide)
         if pads["K"] or pads["V"]:
             h0 = F.pad(h0, (0, pads["K"], 0, pads["V"]) if state_v_first else (0, pads["V"], 0, pads["K"]))
         h0 = h0.contiguous()
@@ -119,6 +126,12 @@ def run(family: Family, op: str, tensors: tuple[Tensor | None, ...], scale: floa
         o = o[..., :V]
         ht = ht if not has_ht else ht[..., :V, :K] if state_v_first else ht[..., :K, :V]
     return o.to(out_dtype), ht if has_ht else None
+
+
+def _on_torch(family: Family, tensors: Sequence[Tensor | None], h0: Tensor | None, bounds: Tensor | None, scale: float,
+              state_v_first: bool) -> tuple[Tensor, Tensor]:
+    o, ht = family.torch_path(*tensors, h0.transpose(-1, -2) if state_v_first and h0 is not None else h0, bounds, scale)
+    return o, ht.transpose(-1, -2) if state_v_first else ht
 
 
 def _common_dtype(arguments: tuple[Argument, ...], tensors: list[Tensor | None]) -> torch.dtype:
@@ -181,11 +194,11 @@ class _Chunks(torch.autograd.Function):
         return o, ht
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> Any:
+    @once()
+    def backward(ctx: Any, saved: tuple[Tensor | None, ...], do: Tensor | None, dht: Tensor | None) -> Any:
         names = (*ctx.family.arguments, "h0", "bounds")
         needs = frozenset(name for name, wanted in zip(names, ctx.needs_input_grad[6:], strict=True) if wanted)
-        return *[None] * 6, *_gradients(ctx.family, ctx.plan, ctx.saved_tensors, ctx.scale, ctx.v_first, do, dht, needs), None
+        return *[None] * 6, *_gradients(ctx.family, ctx.plan, saved, ctx.scale, ctx.v_first, do, dht, needs), None
 
 
 def _gradients(family: Family, plan: Plan, saved: tuple[Tensor | None, ...], scale: float, state_v_first: bool, do: Tensor | None,
@@ -199,11 +212,11 @@ def _gradients(family: Family, plan: Plan, saved: tuple[Tensor | None, ...], sca
 
 
 def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..., tuple[Tensor, Tensor]],
-              kept: Callable[..., tuple[Tensor, ...]] = lambda *_: ()) -> Family:
+              kept: Callable[..., tuple[Tensor, ...]] = lambda *_: (), one_graph: bool = False) -> Family:
     """A family with its library operators, flashlin::<name> and flashlin::<name>_backward. Their schemas are spelt out because torch 2.4
     cannot read them from annotations. Operators return no None: an empty vector stands for one."""
     options = ((at, name) for at, (name, argument) in enumerate(arguments.items()) if argument.optional and not argument.constant)
-    family = Family(name, arguments, torch_path, kept, tuple(sorted(options, key=lambda option: option[1])))
+    family = Family(name, arguments, torch_path, kept, tuple(sorted(options, key=lambda option: option[1])), one_graph)
     names, count = tuple(arguments), len(arguments) + 2
     inputs = ", ".join(f"Tensor{'?' * argument.optional} {name}" for name, argument in arguments.items()) + ", Tensor? h0, Tensor? bounds"
     differentiable = [not argument.constant for argument in arguments.values()] + [True]
@@ -211,6 +224,11 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         tensors, (scale, has_ht, state_v_first, out_dtype, op, mode, needs_grad) = arguments[:count], arguments[count:]
         plan = planned(problem_of(family, op, tensors[:-2], tensors[-1], needs_grad, mode, state_v_first), tensors[0].device)
+        if plan.problem.path == "torch":
+            if needs_grad:
+                emptied.add(family.name)
+            o, ht = _on_torch(family, tensors[:-2], tensors[-2], tensors[-1], scale, state_v_first)
+            return o.to(out_dtype).contiguous(), _some(ht.contiguous() if has_ht else None, o), list(family.kept(needs_grad, *tensors[:-2]))
         o, ht, *kept = _kernels(family, "forward").run(plan, *tensors, scale, has_ht, state_v_first, out_dtype)
         return o, _some(ht, o), [_some(x, o) for x in kept]
 
@@ -219,13 +237,20 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
         q, v, bounds = tensors[0], tensors[2], tensors[-1]
         N, HV, K, V = v.shape[0] if bounds is None else bounds.shape[0] - 1, v.shape[2], q.shape[3], v.shape[3]
         shape = ((N, HV, V, K) if state_v_first else (N, HV, K, V)) if has_ht else (0,)
-        return v.new_empty(v.shape, dtype=out_dtype), q.new_empty(shape, dtype=torch.float32), list(family.kept(needs_grad, *tensors[:-2]))
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        return v.new_empty(v.shape, dtype=out_dtype), q.new_empty(shape, dtype=wide), list(family.kept(needs_grad, *tensors[:-2]))
 
     def backward(*arguments: Any) -> list[Tensor]:
         *tensors, kept, do, dht, scale, state_v_first, op, mode = arguments
         plan = planned(problem_of(family, op, tuple(tensors[:-2]), tensors[-1], True, mode, state_v_first), tensors[0].device)
+        if plan.problem.path == "torch":
+            found = pulled_back(lambda *tensors: _on_torch(family, tensors[:-2], tensors[-2], tensors[-1], scale, state_v_first), tensors,
+                                (*differentiable, False), (do, dht))
+            return [_some(x, do) for x in found[:-1]]
+        if family.name in emptied:
+            kept = _kernels(family, "forward").run(plan, *tensors, scale, False, state_v_first, do.dtype)[2:]
         needs = frozenset(name for name, x in zip((*names, "h0"), tensors, strict=False) if x is not None)
-        saved = (*tensors, *(None if x.ndim == 1 else x for x in kept))
+        saved = (*tensors, *(None if x is None or x.ndim == 1 else x for x in kept))
         return [_some(x, do) for x in _gradients(family, plan, saved, scale, state_v_first, do, dht, needs)]
 
     def backward_fake(*arguments: Any) -> list[Tensor]:
@@ -249,9 +274,10 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
         "-> (Tensor, Tensor, Tensor[])"))
     op.register_fake(forward_fake)
     op.register_autograd(differentiate, setup_context=save)
-    torch.library.custom_op(f"flashlin::{family.name}_backward", backward, mutates_args=(), schema=(
-        f"({inputs}, Tensor[] kept, Tensor do, Tensor? dht, float scale, bool state_v_first, str op, str mode) -> Tensor[]")
-    ).register_fake(backward_fake)
+    back = torch.library.custom_op(f"flashlin::{family.name}_backward", backward, mutates_args=(), schema=(
+        f"({inputs}, Tensor[] kept, Tensor do, Tensor? dht, float scale, bool state_v_first, str op, str mode) -> Tensor[]"))
+    back.register_fake(backward_fake)
+    once_traced(back, lambda inputs: inputs[-2])
     return family
 
 

@@ -18,6 +18,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_floats, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR
+from flashlin.ops.gradients import once, once_traced, pulled_back
 from flashlin.ops.norm import STRICTEST
 from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
 
@@ -173,6 +174,9 @@ def _update(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     call = _call_of("causal_conv1d_update", silu, False, x=x, weight=weight, bias=bias, residual=residual, cache=cache)
     if torch.compiler.is_compiling():
         path, dot = _route(call, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device)
+        if path != "torch":
+            y: Tensor = _library_update(x, weight, bias, residual, cache, silu)
+            return y
     else:
         plan = planned(problem_of(call, x[:, None], weight, None, False), x.device)
         path, dot = plan.problem.path, plan.problem.dot
@@ -186,11 +190,8 @@ def _update(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
         bias, residual = (None if t is None else t.float() for t in (bias, residual))
     x, weight = x.contiguous(), weight.contiguous()
     bias, residual = (None if t is None else t.contiguous() for t in (bias, residual))
-    if torch.compiler.is_compiling():
-        y = _library_update(x, weight, bias, residual, window, silu, call)
-    else:
-        from flashlin.kernels.conv import forward
-        y = forward.update(plan, x, weight, bias, residual, window, silu, x.dtype)
+    from flashlin.kernels.conv import forward
+    y = forward.update(plan, x, weight, bias, residual, window, silu, x.dtype)
     if window is not cache:
         cache.copy_(window)
     return y.to(dtype)
@@ -246,10 +247,10 @@ class _Convolution(torch.autograd.Function):
         return forward.run(plan, x, weight, bias, residual, h0, bounds, silu, has_ht, x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dht: Tensor | None) -> Any:
+    @once()
+    def backward(ctx: Any, saved: tuple[Any, ...], dy: Tensor | None, dht: Tensor | None) -> Any:
         _, needs_dx, needs_dweight, needs_dbias, _, needs_dh0, *_ = ctx.needs_input_grad
-        x, weight, bias, h0, bounds = ctx.saved_tensors
+        x, weight, bias, h0, bounds = saved
         dx, dweight, dbias, dh0 = _gradients(ctx.plan, x, weight, bias, h0, bounds, dy, dht, ctx.silu, needs_dx, needs_dweight, needs_dbias,
                                              needs_dh0)
         dresidual = None if dy is None or ctx.added is None else dy.to(ctx.added)
@@ -274,8 +275,11 @@ def _gradients(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, h0: T
            "str call) -> (Tensor, Tensor)")
 def _library_op(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None, bounds: Tensor | None, silu: bool,
                 has_ht: bool, needs_grad: bool, call: str) -> tuple[Tensor, Tensor]:
-    from flashlin.kernels.conv import forward
     plan = planned(problem_of(call, x, weight, bounds, needs_grad), x.device)
+    if plan.problem.path == "torch":
+        y, last = torch_path.run(x, weight, bias, residual, h0, bounds, silu)
+        return y.to(x.dtype).contiguous(), last.to(x.dtype).contiguous() if has_ht else x.new_empty(0)
+    from flashlin.kernels.conv import forward
     y, ht = forward.run(plan, evenly_spaced(x), weight, bias, residual, h0, bounds, silu, has_ht, x.dtype)
     return y, x.new_empty(0) if ht is None else ht
 
@@ -293,6 +297,10 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h
 def _library_backward(x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, bounds: Tensor | None, dy: Tensor, dht: Tensor | None,
                       silu: bool, call: str) -> list[Tensor]:
     plan = planned(problem_of(call, x, weight, bounds, True), x.device)
+    if plan.problem.path == "torch":
+        found = pulled_back(lambda x, weight, bias, h0: torch_path.run(x, weight, bias, None, h0, bounds, silu), (x, weight, bias, h0), [True] * 4,
+                            (dy, dht))
+        return [x.new_empty(0) if t is None else t for t in found]
     found = _gradients(plan, evenly_spaced(x), weight, bias, h0, bounds, dy, dht, silu, True, True, bias is not None, h0 is not None)
     return [x.new_empty(0) if t is None else t for t in found]
 
@@ -301,6 +309,9 @@ def _library_backward(x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, bounds: Tensor | None, dy: Tensor, dht: Tensor | None, silu: bool,
       call: str) -> list[Tensor]:
     return [x.new_empty(x.shape), *(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in (weight, bias, h0))]
+
+
+once_traced(_library_backward, lambda inputs: inputs[-1].split(" ")[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -320,13 +331,11 @@ _library_op.register_autograd(_differentiate, setup_context=_save)
 
 
 @torch.library.custom_op("flashlin::conv_update", mutates_args=("cache",),
-                         schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!) cache, bool silu, str call) -> Tensor")
-def _library_update(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, cache: Tensor, silu: bool, call: str) -> Tensor:
-    from flashlin.kernels.conv import forward
-    plan = planned(problem_of(call, x[:, None], weight, None, False), x.device)
-    return forward.update(plan, x, weight, bias, residual, cache, silu, x.dtype)
+                         schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!) cache, bool silu) -> Tensor")
+def _library_update(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, cache: Tensor, silu: bool) -> Tensor:
+    return _update(x, weight, bias, residual, cache, silu).contiguous()
 
 
 @_library_update.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, cache: Tensor, silu: bool, call: str) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, cache: Tensor, silu: bool) -> Tensor:
     return x.new_empty(x.shape)

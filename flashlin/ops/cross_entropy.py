@@ -21,6 +21,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_device, check_floats, need_tensor, shown
 from flashlin.kernels.cross_entropy import torch_path
 from flashlin.kernels.cross_entropy.recipe import FAR
+from flashlin.ops.gradients import once, once_traced
 from flashlin.ops.planned import constant_while_tracing, linear_dtype, name_of, planned, wants_grad
 
 CHUNK = 64  # rows of logits come in multiples of so many
@@ -107,6 +108,8 @@ def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, b
 
     Raises: as ``cross_entropy_loss``.
 
+    Second-order gradients are an error; ``cross_entropy_loss`` of the logits has them on the torch path.
+
     Differs from fla: a second backward through the same graph is right; nothing is computed for what wants no gradient; gradients of weight are
     products of 16-bit matrices added up in float32, so tensor cores do them; it compiles.
     """
@@ -125,7 +128,7 @@ def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, b
         planned(_problem(call, (x.shape[0], weight.shape[0]), any(grads)), x.device)
     inputs = (x, target.contiguous(), weight, bias, *terms, num_chunks, reduction == "mean", penalty,
               accumulate_grad_in_fp32, dtype, grads, call)
-    loss: Tensor = _linear_op(*inputs)[0] if torch.compiler.is_compiling() else _LinearCrossEntropy.apply(*inputs)
+    loss: Tensor = (_linear_op if torch.compiler.is_compiling() else _LinearCrossEntropy.apply)(*inputs)[0]
     return loss
 
 
@@ -200,12 +203,12 @@ class _CrossEntropy(torch.autograd.Function):
         return loss, z_loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor | None, dz_loss: None) -> Any:
+    @once()
+    def backward(ctx: Any, saved: tuple[Any, ...], dloss: Tensor | None, dz_loss: None) -> Any:
         from flashlin.kernels.cross_entropy import backward
         if dloss is None:
             return (None,) * 5
-        logits, target, lse = ctx.saved_tensors
+        logits, target, lse = saved
         terms: Terms = ctx.terms
         dlogits = backward.run(ctx.plan, logits, target, lse, dloss.contiguous(), *terms, ctx.in_place)
         if ctx.in_place:
@@ -221,8 +224,10 @@ TERMS = "float scale, float? cap, float smoothing, float squares, int ignore_ind
                          schema=f"(Tensor logits, Tensor target, {TERMS}, bool needs_grad, str call) -> (Tensor, Tensor, Tensor)")
 def _library_op(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothing: float, squares: float, ignore_index: int,
                 needs_grad: bool, call: str) -> tuple[Tensor, Tensor, Tensor]:
-    from flashlin.kernels.cross_entropy import forward
     plan = planned(_problem(call, logits.shape, needs_grad), logits.device)
+    if plan.problem.path == "torch":
+        return torch_path.run(logits, target, scale, cap, smoothing, squares, ignore_index)
+    from flashlin.kernels.cross_entropy import forward
     return forward.run(plan, _rows(logits), target, scale, cap, smoothing, squares, ignore_index)
 
 
@@ -237,8 +242,10 @@ def _(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothing
                          schema=f"(Tensor logits, Tensor target, Tensor lse, Tensor dloss, {TERMS}, str call) -> Tensor")
 def _library_backward(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, scale: float, cap: float | None, smoothing: float,
                       squares: float, ignore_index: int, call: str) -> Tensor:
-    from flashlin.kernels.cross_entropy import backward
     plan = planned(_problem(call, logits.shape, True), logits.device)
+    if plan.problem.path == "torch":
+        return torch_path.gradients(logits, target, lse, dloss, scale, cap, smoothing, squares, ignore_index).contiguous()
+    from flashlin.kernels.cross_entropy import backward
     return backward.run(plan, _rows(logits), target, lse, dloss.contiguous(), scale, cap, smoothing, squares, ignore_index, False)
 
 
@@ -246,6 +253,9 @@ def _library_backward(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor
 def _(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, scale: float, cap: float | None, smoothing: float, squares: float,
       ignore_index: int, call: str) -> Tensor:
     return logits.new_empty(logits.shape)
+
+
+once_traced(_library_backward, lambda inputs: inputs[-1].split(" ")[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -365,12 +375,16 @@ def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.grads = inputs[-2]
+    ctx.grads, ctx.op = inputs[-2], inputs[-1].split(" ")[0]
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
 
 
-def _differentiate_linear(ctx: Any, dloss: Tensor, *_: Tensor) -> Any:
-    *found, share = ctx.saved_tensors
+@once(lambda ctx: ctx.op, 'cross_entropy_loss of the logits has them with flashlin.settings(path="torch")')
+def _differentiate_linear(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor | None, *_: None) -> Any:
+    if dloss is None:
+        return (None,) * 16
+    *found, share = saved
     factors = dloss * share, dloss, dloss
     dx, dweight, dbias = (_times(grad, factor, torch.empty_like(grad)) if wanted else None
                           for grad, factor, wanted in zip(found, factors, ctx.grads, strict=True))
@@ -381,13 +395,12 @@ _linear_op.register_autograd(_differentiate_linear, setup_context=_save_linear)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        found = _linear_loss(*inputs)
-        _save_linear(ctx, inputs, found)
-        return found[0]
+    """The gradients are outputs, too, because backward reads them (ops/gradients.py)."""
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> Any:
-        return _differentiate_linear(ctx, dloss)
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        found = _linear_loss(*inputs)
+        _save_linear(ctx, inputs, found)
+        return found
+
+    backward = staticmethod(_differentiate_linear)

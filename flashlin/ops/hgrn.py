@@ -15,7 +15,8 @@ from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
-from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
+from flashlin.ops.gradients import once, once_traced, pulled_back
+from flashlin.ops.planned import constant_while_tracing, exporting, name_of, planned, wants_grad
 
 Found = tuple[Tensor, "Tensor | None"]
 
@@ -66,14 +67,14 @@ def _run(op: str, x: Tensor, g: Tensor, h0: Tensor | None, has_ht: bool, cu_seql
     else:
         plan = planned(problem_of(op, x, bounds, wants_grad(x, g, h0)), x.device)
         path, dot = plan.problem.path, plan.problem.dot
-    if path == "torch":
+    if path == "torch" and not exporting():
         o, ht = torch_path.run(x, g, h0, bounds)
         return o.to(x.dtype), ht if has_ht else None
     out_dtype = x.dtype
     if dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
         x, g = x.float(), g.float()
     g = g if g.dtype in (x.dtype, torch.float32) else g.float()
-    x, g, h0 = x.contiguous(), g.contiguous(), None if h0 is None else h0.float().contiguous()
+    x, g, h0 = x.contiguous(), g.contiguous(), None if h0 is None else h0.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     if torch.compiler.is_compiling():
         o, ht = _library_op(x, g, h0, bounds, has_ht, wants_grad(x, g, h0), op)
     else:
@@ -106,9 +107,9 @@ class _Recurrence(torch.autograd.Function):
         return o, ht
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> Any:
-        g, o, h0, bounds = ctx.saved_tensors
+    @once()
+    def backward(ctx: Any, saved: tuple[Any, ...], do: Tensor | None, dht: Tensor | None) -> Any:
+        g, o, h0, bounds = saved
         dx, dg, dh0 = _gradients(ctx.plan, g, o, h0, bounds, do, dht, ctx.needs_input_grad[3])
         return None, dx, dg, dh0, None, None
 
@@ -125,28 +126,40 @@ def _gradients(plan: Plan, g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tens
     "flashlin::hgrn", mutates_args=(),
     schema="(Tensor x, Tensor g, Tensor? h0, Tensor? bounds, bool has_ht, bool needs_grad, str op) -> (Tensor, Tensor)")
 def _library_op(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None, has_ht: bool, needs_grad: bool, op: str) -> tuple[Tensor, Tensor]:
+    plan = planned(problem_of(op, x, bounds, needs_grad), x.device)
+    if plan.problem.path == "torch":
+        o, last = torch_path.run(x, g, h0, bounds)
+        return o.to(x.dtype), last if has_ht else last.new_empty(0)
     from flashlin.kernels.hgrn import forward
-    o, ht = forward.run(planned(problem_of(op, x, bounds, needs_grad), x.device), x, g, h0, bounds, has_ht)
+    o, ht = forward.run(plan, x, g, h0, bounds, has_ht)
     return o, x.new_empty(0, dtype=torch.float32) if ht is None else ht
 
 
 @_library_op.register_fake
 def _(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None, has_ht: bool, needs_grad: bool, op: str) -> tuple[Tensor, Tensor]:
     N = x.shape[0] if bounds is None else bounds.shape[0] - 1
-    return x.new_empty(x.shape), x.new_empty((N, x.shape[2]) if has_ht else (0,), dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty((N, x.shape[2]) if has_ht else (0,), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @torch.library.custom_op(
     "flashlin::hgrn_backward", mutates_args=(),
     schema="(Tensor g, Tensor o, Tensor? h0, Tensor? bounds, Tensor do, Tensor? dht, str op) -> Tensor[]")
 def _library_backward(g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tensor | None, do: Tensor, dht: Tensor | None, op: str) -> list[Tensor]:
-    found = _gradients(planned(problem_of(op, o, bounds, True), o.device), g, o, h0, bounds, do, dht, h0 is not None)
+    plan = planned(problem_of(op, o, bounds, True), o.device)
+    if plan.problem.path == "torch":
+        x = torch_path.inputs_of(o, g, h0, bounds)
+        found = pulled_back(lambda x, g, h0: torch_path.run(x, g, h0, bounds), (x, g, h0), (True, True, True), (do, dht))
+    else:
+        found = _gradients(plan, g, o, h0, bounds, do, dht, h0 is not None)
     return [o.new_empty(0) if x is None else x for x in found]
 
 
 @_library_backward.register_fake
 def _(g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tensor | None, do: Tensor, dht: Tensor | None, op: str) -> list[Tensor]:
     return [o.new_empty(0) if x is None else x.new_empty(x.shape) for x in (o, g, h0)]
+
+
+once_traced(_library_backward, lambda inputs: inputs[-1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

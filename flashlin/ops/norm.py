@@ -18,6 +18,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_dtype, check_floats, need_tensor, shown
 from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
+from flashlin.ops.gradients import once, once_traced, pulled_back
 from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
 
 ACTIVATIONS = {"swish": SWISH, "silu": SWISH, "sigmoid": SIGMOID}
@@ -268,17 +269,17 @@ class _Norm(torch.autograd.Function):
             ctx.plan, ctx.kind, ctx.activation = plan, kind, activation
             ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
             ctx.set_materialize_grads(False)
-        return y, None if total_dtype is None else total
+        return y, total     # an output even where only backward wants it: see ops/gradients.py
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> Any:
+    @once()
+    def backward(ctx: Any, saved: tuple[Any, ...], dy: Tensor | None, dtotal: Tensor | None) -> Any:
         x_dtype, residual_dtype, weight_dtype, bias_dtype = ctx.dtypes
         _, _, needs_dresidual, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
         if dy is None:
             dx, dresidual, dgate, dweight, dbias = dtotal, dtotal, None, None, None
         else:
-            kept, weight, bias, gate, mean, rstd = ctx.saved_tensors
+            kept, weight, bias, gate, mean, rstd = saved
             dx, dresidual, dgate, dweight, dbias = _gradients(ctx.plan, kept, weight, bias, gate, mean, rstd, dy, dtotal, ctx.kind, ctx.activation,
                                                               ctx.normed, x_dtype, residual_dtype if needs_dresidual else None, needs_dweight,
                                                               needs_dbias)
@@ -316,6 +317,20 @@ def _gradients(plan: Plan, kept: Tensor, weight: Tensor | None, bias: Tensor | N
     return dx, dx if residual_dtype == x_dtype else dresidual, *rest
 
 
+def _gradients_on_torch(kept: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, rstd: Tensor, dy: Tensor,
+                        dtotal: Tensor | None, eps: float, kind: int, activation: int, groups: int, normed: bool, x_dtype: torch.dtype,
+                        residual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool) -> Any:
+    """The same by plain torch. A bias that backward has no use for is not there; its gradient is that of zeros."""
+    s = kept.float() / rstd[..., None] if normed else kept.float()
+    zeros = kept.new_zeros(kept.shape[-1] * groups, dtype=torch.float32)
+    weight, bias = (zeros + 1 if weight is None else weight.float()), (zeros if bias is None else bias.float())
+    ds, dweight, dbias, dgate = pulled_back(lambda s, weight, bias, gate: torch_path.run(s, None, weight, bias, gate, eps, kind, activation, groups),
+                                            (s, weight, bias, gate), (True, needs_dweight, needs_dbias, True), (dy, dtotal))
+    assert ds is not None  # wanted
+    dx = ds.to(x_dtype)
+    return dx, None if residual_dtype is None else dx if residual_dtype == x_dtype else ds.to(residual_dtype), dgate, dweight, dbias
+
+
 # Under torch.compile the same two functions run inside one library operator per direction, planned at run time.
 @torch.library.custom_op(
     "flashlin::norm", mutates_args=(),
@@ -325,6 +340,13 @@ def _library_op(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias:
                 activation: int, groups: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, needs_grad: bool,
                 call: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plan = planned(problem_of(call, x, groups, needs_grad), x.device)
+    if plan.problem.path == "torch":
+        y, s = torch_path.run(x, residual, weight, bias, gate, eps, kind, activation, groups)
+        room = _room(x, residual, kind, y_dtype, total_dtype, needs_grad)
+        for out, found in zip(room, (y, s, *torch_path.statistics(s, eps, kind)), strict=True):
+            if out.numel():
+                out.copy_(found)
+        return room
     y, total, mean, rstd = _forward(plan, x, residual, weight, bias, gate, eps, kind, activation, y_dtype, total_dtype, needs_grad)
     return y, *(x.new_empty(0, dtype=torch.float32) if t is None else t for t in (total, mean, rstd))
 
@@ -333,6 +355,12 @@ def _library_op(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias:
 def _(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float, kind: int,
       activation: int, groups: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, needs_grad: bool,
       call: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _room(x, residual, kind, y_dtype, total_dtype, needs_grad)
+
+
+def _room(x: Tensor, residual: Tensor | None, kind: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None,
+          needs_grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For the outputs of the operator: y, the sum, and the rows' statistics; empty vectors for what is not wanted."""
     if total_dtype is None and needs_grad and residual is not None:
         total_dtype = residual.dtype
     nothing = [0]
@@ -344,15 +372,19 @@ def _(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | 
 
 @torch.library.custom_op(
     "flashlin::norm_backward", mutates_args=(),
-    schema="(Tensor kept, Tensor? weight, Tensor? bias, Tensor? gate, Tensor? mean, Tensor rstd, Tensor dy, Tensor? dtotal, int kind, "
+    schema="(Tensor kept, Tensor? weight, Tensor? bias, Tensor? gate, Tensor? mean, Tensor rstd, Tensor dy, Tensor? dtotal, float eps, int kind, "
            "int activation, int groups, bool normed, ScalarType x_dtype, ScalarType? residual_dtype, bool needs_dweight, bool needs_dbias, "
            "str call) -> Tensor[]")
 def _library_backward(kept: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, mean: Tensor | None, rstd: Tensor,
-                      dy: Tensor, dtotal: Tensor | None, kind: int, activation: int, groups: int, normed: bool, x_dtype: torch.dtype,
+                      dy: Tensor, dtotal: Tensor | None, eps: float, kind: int, activation: int, groups: int, normed: bool, x_dtype: torch.dtype,
                       residual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool, call: str) -> list[Tensor]:
     plan = planned(problem_of(call, kept, groups, True), kept.device)
-    dx, dresidual, dgate, dweight, dbias = _gradients(plan, kept, weight, bias, gate, mean, rstd, dy, dtotal, kind, activation, normed, x_dtype,
-                                                      residual_dtype, needs_dweight, needs_dbias)
+    if plan.problem.path == "torch":
+        dx, dresidual, dgate, dweight, dbias = _gradients_on_torch(kept, weight, bias, gate, rstd, dy, dtotal, eps, kind, activation, groups, normed,
+                                                                   x_dtype, residual_dtype, needs_dweight, needs_dbias)
+    else:
+        dx, dresidual, dgate, dweight, dbias = _gradients(plan, kept, weight, bias, gate, mean, rstd, dy, dtotal, kind, activation, normed, x_dtype,
+                                                          residual_dtype, needs_dweight, needs_dbias)
     if dweight is not None and dbias is not None:  # rows of one tensor, which an operator may not return
         dbias = dbias.clone()
     return [dx, *(kept.new_empty(0) if t is None or t is dx else t for t in (dresidual, dgate, dweight, dbias))]
@@ -360,16 +392,19 @@ def _library_backward(kept: Tensor, weight: Tensor | None, bias: Tensor | None, 
 
 @_library_backward.register_fake
 def _(kept: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, mean: Tensor | None, rstd: Tensor, dy: Tensor,
-      dtotal: Tensor | None, kind: int, activation: int, groups: int, normed: bool, x_dtype: torch.dtype, residual_dtype: torch.dtype | None,
-      needs_dweight: bool, needs_dbias: bool, call: str) -> list[Tensor]:
+      dtotal: Tensor | None, eps: float, kind: int, activation: int, groups: int, normed: bool, x_dtype: torch.dtype,
+      residual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool, call: str) -> list[Tensor]:
     D = kept.shape[-1] * groups
     dresidual = kept.new_empty(0) if residual_dtype in (None, x_dtype) else torch.empty_like(kept, dtype=residual_dtype)
     return [torch.empty_like(kept, dtype=x_dtype), dresidual, kept.new_empty(0) if gate is None else torch.empty_like(gate),
             *(kept.new_empty(D, dtype=torch.float32) if needed else kept.new_empty(0) for needed in (needs_dweight, needs_dbias))]
 
 
+once_traced(_library_backward, lambda inputs: inputs[-1].split(" ")[0])
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, residual, weight, bias, gate, _, ctx.kind, ctx.activation, ctx.groups, _, total_dtype, _, ctx.call = inputs
+    x, residual, weight, bias, gate, ctx.eps, ctx.kind, ctx.activation, ctx.groups, _, total_dtype, _, ctx.call = inputs
     y, total, mean, rstd = output
     kept, ctx.normed = _kept(x, residual, y, total, ctx.kind)
     ctx.save_for_backward(kept, weight, None if gate is None else bias, gate, mean if ctx.kind == LAYER else None, rstd)
@@ -380,7 +415,7 @@ def _differentiate(ctx: Any, dy: Tensor, dtotal: Tensor, dmean: Tensor, drstd: T
     gate = ctx.saved_tensors[3]
     x_dtype, residual_dtype, weight_dtype, bias_dtype = ctx.dtypes
     dx, dresidual, dgate, dweight, dbias = _library_backward(
-        *ctx.saved_tensors, dy, dtotal if ctx.has_total else None, ctx.kind, ctx.activation, ctx.groups, ctx.normed, x_dtype, residual_dtype,
+        *ctx.saved_tensors, dy, dtotal if ctx.has_total else None, ctx.eps, ctx.kind, ctx.activation, ctx.groups, ctx.normed, x_dtype, residual_dtype,
         weight_dtype is not None, bias_dtype is not None, ctx.call)
     dresidual = None if residual_dtype is None else dx if residual_dtype == x_dtype else dresidual
     return dx, dresidual, _to(dweight, weight_dtype), _to(dbias, bias_dtype), None if gate is None else dgate, *[None] * 8

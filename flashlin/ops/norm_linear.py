@@ -4,17 +4,23 @@
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.norm.recipe import LAYER, RMS
 from flashlin.ops import norm
 from flashlin.ops.planned import linear_dtype, wants_grad
+from flashlin.policy import Policy
 
 Found = Tensor | tuple[Tensor, Tensor]
 
@@ -89,8 +95,18 @@ def _run(op: str, kind: int, x: Tensor, residual: Tensor | None, norm_weight: Te
     if not wants_grad(*tensors):
         return both(*tensors)
     # Of what is inside only these tensors are kept; nothing random happens there, and the product is not made again, since nobody needs it.
-    found: Found = checkpoint(both, *tensors, use_reentrant=False, preserve_rng_state=False)
+    kept: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": partial(_contexts, policy.current())}
+    found: Found = checkpoint(both, *tensors, use_reentrant=False, preserve_rng_state=False, **kept)
     return found
+
+
+def _contexts(of_forward: Policy) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Around the norm in forward, and where backward makes it again: planned otherwise there, it would not keep the same tensors."""
+    @contextmanager
+    def again() -> Iterator[None]:
+        with policy.settings(**of_forward._asdict()):
+            yield
+    return nullcontext(), again()
 
 
 def _both(op: str, kind: int, eps: float, prenorm: bool, residual_in_fp32: bool, groups: int, activation: str | None, x: Tensor,

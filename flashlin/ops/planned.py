@@ -64,6 +64,11 @@ def constant_while_tracing(function: Any) -> Any:
     return function
 
 
+def exporting() -> bool:
+    """Whether torch.export traces this call. Its lengths may have names, and a graph of plain torch would guard on them: chunks want to be whole."""
+    return torch.compiler.is_compiling() and hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
+
+
 def head_size_class(size: int) -> int:
     """A head size, which may be symbolic, as the power of two that recipes round it up to: comparisons only guard, and leave it symbolic."""
     for power in (16, 32, 64, 128, 256, 512):

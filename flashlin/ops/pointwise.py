@@ -15,6 +15,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_dense, check_device, check_dtype, check_floats, need_tensor, shown
 from flashlin.kernels.pointwise import torch_path
 from flashlin.kernels.pointwise.recipe import APART, MIX, SCALE, SKIP
+from flashlin.ops.gradients import once
 from flashlin.ops.norm import STRICTEST
 from flashlin.ops.planned import name_of, planned, wants_grad
 
@@ -97,10 +98,10 @@ class _Pointwise(torch.autograd.Function):
         return forward.run(plan, tensors, bound, dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *dys: Tensor) -> Any:
+    @once()
+    def backward(ctx: Any, saved: tuple[Any, ...], *dys: Tensor) -> Any:
         from flashlin.kernels.pointwise import backward
         parameters = backward.PARAMETERS[ctx.plan.problem.family]
         sums = any(ctx.needs_input_grad[3 + at] for at in parameters)
-        found = backward.run(ctx.plan, ctx.saved_tensors, tuple(dy.contiguous() for dy in dys), ctx.bound, sums)
+        found = backward.run(ctx.plan, saved, tuple(dy.contiguous() for dy in dys), ctx.bound, sums)
         return None, None, None, *found

@@ -20,6 +20,7 @@ from flashlin.kernels.gla import torch_path as chunked_gla
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import kept
+from flashlin.ops.gradients import emptied, once, once_traced, pulled_back
 from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, suspect_layout, wants_grad
 from flashlin.ops.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
 
@@ -55,7 +56,10 @@ def run(op: str, x: Inputs, flags: tuple[str, ...] = (), scale: float | None = N
     path, dot, plan = _way(op, x, flags, needs_grad)
     if path == "torch" or needs_grad:
         x, flags = prepared(x, flags)
-    o, ht = _on_torch(x, flags, scale) if path == "torch" else _on_kernels(op, plan, x, flags, scale, has_ht, dot, out_dtype, needs_grad)
+    # Traced, a loop over tokens or chunks would be unrolled, and bounds cannot be read: then plain torch, too, runs inside of the operator.
+    inside = plan is None and (x.q.shape[1] > 1 or x.bounds is not None)
+    o, ht = (_on_torch(x, flags, scale) if path == "torch" and not inside else
+             _on_kernels(op, plan, x, flags, scale, has_ht, dot, out_dtype, needs_grad))
     return o.to(out_dtype), ht if has_ht else None
 
 
@@ -137,7 +141,7 @@ def _static_way(op: str, dtype: str, K: int, V: int, device: torch.device) -> tu
     return problem.path, problem.dot
 
 
-def _on_torch(x: Inputs, flags: tuple[str, ...], scale: float) -> Found:
+def _on_torch(x: Inputs, flags: tuple[str, ...], scale: float) -> tuple[Tensor, Tensor]:
     v_first = "v_first" in flags
     x = x._replace(h0=x.h0.mT) if v_first and x.h0 is not None else x
     chunked = x.q.shape[1] > LONG and "reverse" not in flags and all(y is None for y in (x.gamma, x.gv, x.a, x.b))
@@ -184,13 +188,15 @@ def _in_place(op: str, x: Inputs, flags: tuple[str, ...], scale: float, out_dtyp
     """o; the states in x.h0 go forward."""
     pool = x.h0
     assert pool is not None  # _checked
-    path, dot, plan = _way(op, x, flags, False)
+    if torch.compiler.is_compiling():
+        x = x._replace(h0=None)
+        traced: Tensor = _library_in_place(*x[:13], x.bounds, pool, indices, scale, out_dtype, op, " ".join(flags))
+        return traced
+    plan = planned(problem_of(op, x, flags, False), x.q.device)
+    path, dot = plan.problem.path, plan.problem.dot
     if path == "torch" or pool.dtype not in ((torch.float32,) if dot == "fp32" else (x.q.dtype, torch.float32)):
         return _in_place_by_copies(op, x, flags, scale, indices).to(out_dtype)
     x = _loadable(x._replace(h0=None), dot, False)
-    if plan is None:
-        o: Tensor = _library_in_place(*x[:13], x.bounds, pool, indices, scale, torch.float32 if dot == "fp32" else out_dtype, op, " ".join(flags))
-        return o.to(out_dtype)
     from flashlin.kernels.recurrent import forward
     o, _, _ = forward.run(plan, x._replace(h0=pool), flags, scale, False, torch.float32 if dot == "fp32" else out_dtype, True, indices)
     return o.to(out_dtype)
@@ -225,9 +231,9 @@ class _Recurrence(torch.autograd.Function):
         return o, ht
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> Any:
-        states, *tensors = ctx.saved_tensors
+    @once()
+    def backward(ctx: Any, saved: tuple[Any, ...], do: Tensor | None, dht: Tensor | None) -> Any:
+        states, *tensors = saved
         x = Inputs(*tensors)
         wanted = {name for name, needs in zip(Inputs._fields, ctx.needs_input_grad[5:], strict=True) if needs}
         grads = _gradients(ctx.plan, x, states, ctx.flags, ctx.scale, do, dht, wanted)
@@ -254,6 +260,11 @@ def _library_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     from flashlin.kernels.recurrent import forward
     x, (scale, has_ht, out_dtype, op, flags, needs_grad) = Inputs(*arguments[:15]), arguments[15:]
     plan = planned(problem_of(op, x, tuple(flags.split()), needs_grad), x.q.device)
+    if plan.problem.path == "torch":
+        if needs_grad:
+            emptied.add("recurrent")
+        o, last = _on_torch(*prepared(x, tuple(flags.split())), scale)
+        return o.to(out_dtype).contiguous(), last.contiguous() if has_ht else last.new_empty(0), _kept(x, needs_grad)
     o, ht, states = forward.run(plan, x, tuple(flags.split()), scale, has_ht, out_dtype)
     nothing = x.q.new_empty(0, dtype=torch.float32)
     return o, nothing if ht is None else ht, nothing.clone() if states is None else states
@@ -262,12 +273,16 @@ def _library_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 @_library_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, (_, has_ht, out_dtype, _, flags, needs_grad) = Inputs(*arguments[:15]), arguments[15:]
-    (T, _, K), (HV, V), N = x.q.shape[1:], x.v.shape[2:], x.sequences
+    K, (HV, V), N = x.q.shape[3], x.v.shape[2:], x.sequences
     state = (HV, V, K) if "v_first" in flags.split() else (HV, K, V)
-    ht = x.q.new_empty((N, *state) if has_ht else (0,), dtype=torch.float32)
-    states = x.q.new_empty((kept(T, N, x.bounds is not None), HV, K, V) if needs_grad else (0,), dtype=torch.float32)
-    return x.v.new_empty(x.v.shape, dtype=out_dtype), ht, states
+    ht = x.q.new_empty((N, *state) if has_ht else (0,), dtype=torch.float64 if x.q.dtype == torch.float64 else torch.float32)
+    return x.v.new_empty(x.v.shape, dtype=out_dtype), ht, _kept(x, needs_grad)
 
+
+def _kept(x: Inputs, needs_grad: bool) -> Tensor:
+    """Room for the states that backward's kernels want."""
+    (T, _, K), (HV, V), N = x.q.shape[1:], x.v.shape[2:], x.sequences
+    return x.q.new_empty((kept(T, N, x.bounds is not None), HV, K, V) if needs_grad else (0,), dtype=torch.float32)
 
 
 @torch.library.custom_op("flashlin::recurrent_backward", mutates_args=(), schema=_TENSORS + (
@@ -275,6 +290,14 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _library_backward(*arguments: Any) -> list[Tensor]:
     x, (states, do, dht, scale, op, flags) = Inputs(*arguments[:15]), arguments[15:]
     plan = planned(problem_of(op, x, tuple(flags.split()), True), x.q.device)
+    if plan.problem.path == "torch":
+        found = pulled_back(lambda *tensors: _on_torch(Inputs(*tensors), tuple(flags.split()), scale), x,
+                            [name in DIFFERENTIABLE for name in Inputs._fields], (do, dht))
+        by_name = dict(zip(Inputs._fields, found, strict=True))
+        return [x.q.new_empty(0) if (grad := by_name[name]) is None else grad for name in DIFFERENTIABLE]
+    if "recurrent" in emptied:
+        from flashlin.kernels.recurrent import forward
+        _, _, states = forward.run(plan, x, tuple(flags.split()), scale, False, x.v.dtype)
     wanted = {name for name in DIFFERENTIABLE if getattr(x, name) is not None}
     grads = _gradients(plan, x, states, tuple(flags.split()), scale, do, dht, wanted)
     return [grads[name] if name in grads else x.q.new_empty(0) for name in DIFFERENTIABLE]
@@ -285,6 +308,9 @@ def _(*arguments: Any) -> list[Tensor]:
     x = Inputs(*arguments[:15])
     return [torch.empty_like(getattr(x, name), memory_format=torch.contiguous_format) if getattr(x, name) is not None else x.q.new_empty(0)
             for name in DIFFERENTIABLE]
+
+
+once_traced(_library_backward, lambda inputs: inputs[-2])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -305,11 +331,9 @@ _library_op.register_autograd(_differentiate, setup_context=_save)
 @torch.library.custom_op("flashlin::recurrent_in_place", mutates_args=("pool",), schema=_TENSORS + (
     "Tensor? bounds, Tensor(a!) pool, Tensor? indices, float scale, ScalarType out_dtype, str op, str flags) -> Tensor"))
 def _library_in_place(*arguments: Any) -> Tensor:
-    from flashlin.kernels.recurrent import forward
     bounds, pool, indices, scale, out_dtype, op, flags = arguments[13:]
     x = Inputs(*arguments[:13])._replace(h0=pool, bounds=bounds)
-    plan = planned(problem_of(op, x, tuple(flags.split()), False), x.q.device)
-    return forward.run(plan, x, tuple(flags.split()), scale, False, out_dtype, True, indices)[0]
+    return _in_place(op, x, tuple(flags.split()), scale, out_dtype, indices).contiguous()
 
 
 @_library_in_place.register_fake

@@ -15,6 +15,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_device, check_floats, check_integers, shown
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
+from flashlin.ops.gradients import once
 from flashlin.ops.norm import STRICTEST
 from flashlin.ops.planned import name_of, planned, wants_grad
 
@@ -134,9 +135,9 @@ class _Rotary(torch.autograd.Function):
         return forward.run(plan, x, cos, sin, offset, offsets, bounds, interleaved, False, in_place)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    @once()
+    def backward(ctx: Any, saved: tuple[Any, ...], dy: Tensor) -> Any:
         from flashlin.kernels.rotary import forward
-        cos, sin, offsets, bounds = ctx.saved_tensors
+        cos, sin, offsets, bounds = saved
         dx = forward.run(ctx.plan, _evenly(dy), cos, sin, ctx.offset, offsets, bounds, ctx.interleaved, True, False)
         return None, dx, *[None] * 7

@@ -5,6 +5,7 @@ Source: Gu and Dao 2023 (arXiv 2312.00752).
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +17,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import shown
 from flashlin.kernels.selective import torch_path
 from flashlin.kernels.selective.recipe import FAMILY, kept
+from flashlin.ops.gradients import emptied, once, once_traced, pulled_back
 from flashlin.ops.norm import STRICTEST
 from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
 from flashlin.ops.pointwise import check_beside, check_rows
@@ -135,9 +137,9 @@ class _Scan(torch.autograd.Function):
         return y, last
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> Any:
-        return None, None, *_gradients(ctx.plan, ctx.saved_tensors, ctx.softplus, dy, dlast)
+    @once()
+    def backward(ctx: Any, saved: tuple[Any, ...], dy: Tensor | None, dlast: Tensor | None) -> Any:
+        return None, None, *_gradients(ctx.plan, saved, ctx.softplus, dy, dlast)
 
 
 def _gradients(plan: Plan, saved: tuple[Any, ...], softplus: bool, dy: Tensor | None, dlast: Tensor | None) -> tuple[Any, ...]:
@@ -155,6 +157,11 @@ _TENSORS = "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Ten
 def _library_op(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
                 softplus: bool, dtype: str, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
     plan = planned(problem_of(u, A, B, dtype, False, needs_grad), u.device)
+    if plan.problem.path == "torch":
+        if needs_grad:
+            emptied.add(FAMILY)
+        y, last = torch_path.run(u, delta, A, B, C, D, z, bias, softplus)
+        return torch.empty_like(u).copy_(y), last, _kept(u, A, needs_grad)
     y, last, states = _kernels("forward").run(plan, u, delta, A, B, C, D, z, bias, softplus)
     return y, last, last.new_empty(0) if states is None else states
 
@@ -162,9 +169,13 @@ def _library_op(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Te
 @_library_op.register_fake
 def _(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
       softplus: bool, dtype: str, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(u), A.new_empty(u.shape[0], u.shape[1], A.shape[1]), _kept(u, A, needs_grad)
+
+
+def _kept(u: Tensor, A: Tensor, needs_grad: bool) -> Tensor:
+    """Room for the states that backward's kernels want."""
     b, channels, T = u.shape
-    states = A.new_empty(b, kept(T), A.shape[1], channels) if needs_grad else A.new_empty(0)
-    return torch.empty_like(u), A.new_empty(b, channels, A.shape[1]), states
+    return A.new_empty(b, kept(T), A.shape[1], channels) if needs_grad else A.new_empty(0)
 
 
 @torch.library.custom_op("flashlin::selective_scan_backward", mutates_args=(),
@@ -172,7 +183,15 @@ def _(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | Non
 def _library_backward(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
                       states: Tensor, softplus: bool, dtype: str, dy: Tensor, dlast: Tensor | None) -> list[Tensor]:
     plan = planned(problem_of(u, A, B, dtype, False, True), u.device)
-    found = _gradients(plan, (u, delta, A, B, C, D, z, bias, states), softplus, dy, dlast)
+    tensors = (u, delta, A, B, C, D, z, bias)
+    if plan.problem.path == "torch":
+        def again(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *optional: Tensor | None) -> tuple[Tensor, Tensor]:
+            return torch_path.run(u, delta, A, B, C, *optional, softplus)  # type: ignore[call-arg, arg-type]
+        found: Sequence[Tensor | None] = pulled_back(again, tensors, [True] * len(tensors), (dy, dlast))
+    else:
+        if FAMILY in emptied:
+            states = _kernels("forward").run(plan, *tensors, softplus)[2]
+        found = _gradients(plan, (*tensors, states), softplus, dy, dlast)
     return [u.new_empty(0) if x is None else x.contiguous() for x in found]
 
 
@@ -180,6 +199,9 @@ def _library_backward(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
 def _(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
       states: Tensor, softplus: bool, dtype: str, dy: Tensor, dlast: Tensor | None) -> list[Tensor]:
     return [u.new_empty(0) if x is None else x.new_empty(x.shape) for x in (u, delta, A, B, C, D, z, bias)]
+
+
+once_traced(_library_backward, lambda inputs: OP)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -21,7 +21,7 @@ from flashlin.ops.chunked import QKV, Argument
 
 FAMILY = chunked.family_of("simple_gla", {
     **QKV, "g": Argument(("B", "T", "HV"), wide=True, optional=True), "gamma": Argument(("HV",), wide=True, optional=True, constant=True)},
-    torch_path.run)
+    torch_path.run, one_graph=True)
 
 
 def chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,

@@ -7,6 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from flashlin.compat.tracing import transient
+
 
 def retention_slopes(H: int, device: torch.device) -> Tensor:
     """[H] float32: log(1 - 2^(-5 - h)), computed in float64 (in float32 the logarithm of a number near 1 loses half its digits)."""
@@ -41,9 +43,8 @@ def _cached(make: Callable[..., Tensor], facts: tuple[int, ...], device: torch.d
 
 
 def _made(make: Callable[..., Tensor], facts: tuple[int, ...], device: torch.device) -> Tensor:
-    # A tensor made while a CUDA graph is captured belongs to that graph's memory, and one made while torch.compile traces is not a
-    # tensor yet: neither may be kept. An inference tensor could not be saved for a later backward.
-    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    # A tensor made while a CUDA graph is captured belongs to that graph's memory.
+    if transient() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return make(device, *facts)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):   # an inference tensor could not be saved for a later backward
         return _cached(make, facts, device)

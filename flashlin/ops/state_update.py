@@ -124,24 +124,22 @@ def _run(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D
     dtypes = {t.dtype for t in (pool, x, dt, A, B, C, D, z, dt_bias) if t is not None}
     strictest = name_of(next(one for one in STRICTEST if one in dtypes))
     if torch.compiler.is_compiling():
-        path, dot = _route(strictest, x.device)
-    else:
-        plan = planned(problem_of(x, A, strictest), x.device)
-        path, dot = plan.problem.path, plan.problem.dot
-    if path == "torch":
+        if _path(strictest, x.device) == "torch":
+            return _in_torch(pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus)
+        traced: Tensor = _library_op(pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus)
+        return traced
+    plan = planned(problem_of(x, A, strictest), x.device)
+    if plan.problem.path == "torch":
         return _in_torch(pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus)
     states = pool
-    if dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
+    if plan.problem.dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
         states, x, dt, A, B, C = (t.float() for t in (pool, x, dt, A, B, C))
         D, z, dt_bias = (None if t is None else t.float() for t in (D, z, dt_bias))
     x, B, C = (rows_contiguous(t) for t in (x, B, C))
     z = None if z is None else rows_contiguous(z)
     indices = None if indices is None else indices.contiguous()
-    if torch.compiler.is_compiling():
-        y: Tensor = _library_op(states, x, dt, A, B, C, D, z, dt_bias, indices, softplus, strictest)
-    else:
-        from flashlin.kernels.mamba import forward
-        y = forward.update(plan, states, x, dt, A, B, C, D, z, dt_bias, indices, softplus, x.dtype)
+    from flashlin.kernels.mamba import forward
+    y: Tensor = forward.update(plan, states, x, dt, A, B, C, D, z, dt_bias, indices, softplus, x.dtype)
     if states is not pool:
         pool.copy_(states)
     return y.to(dtype)
@@ -159,26 +157,22 @@ def problem_of(x: Tensor, A: Tensor, dtype: str) -> Problem:
 
 
 @constant_while_tracing
-def _route(dtype: str, device: torch.device) -> tuple[str, str]:
+def _path(dtype: str, device: torch.device) -> str:
     """What torch.compile may know while tracing: no size, which may be symbolic."""
-    problem = planned(Problem(OP, STATE_UPDATE, "", 1, 1, 1, 1, 1, 1, dtype), device).problem
-    return problem.path, problem.dot
+    return planned(Problem(OP, STATE_UPDATE, "", 1, 1, 1, 1, 1, 1, dtype), device).problem.path
 
 
 @torch.library.custom_op(
     "flashlin::selective_state_update", mutates_args=("pool",),
     schema="(Tensor(a!) pool, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? indices, "
-           "bool softplus, str dtype) -> Tensor")
+           "bool softplus) -> Tensor")
 def _library_op(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-                indices: Tensor | None, softplus: bool, dtype: str) -> Tensor:
-    from flashlin.kernels.mamba import forward
-    x, B, C = (rows_contiguous(t) for t in (x, B, C))
-    z = None if z is None else rows_contiguous(z)
-    y: Tensor = forward.update(planned(problem_of(x, A, dtype), x.device), pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus, x.dtype)
-    return y
+                indices: Tensor | None, softplus: bool) -> Tensor:
+    """Planned again when it runs."""
+    return _run(pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus).contiguous()
 
 
 @_library_op.register_fake
 def _(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-      indices: Tensor | None, softplus: bool, dtype: str) -> Tensor:
+      indices: Tensor | None, softplus: bool) -> Tensor:
     return x.new_empty(x.shape)

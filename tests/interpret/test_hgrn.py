@@ -190,13 +190,6 @@ def test_any_strides_and_dtypes() -> None:
     assert judge("o", o, recurrence(*half.values())[0], 1e-3).ok
 
 
-def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
-    x = torch.randn(1, 4, 16, requires_grad=True)
-    dx, = torch.autograd.grad(flashlin.chunk_hgrn(x, -x.detach().abs())[0].pow(2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
 @EDGES
 def test_lengths_share_a_graph_that_starts_kernels(edges: list[int] | None, starts: list[str]) -> None:
     def call(*given: torch.Tensor) -> Any:

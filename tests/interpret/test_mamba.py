@@ -98,10 +98,10 @@ def test_an_index_past_the_end_touches_nothing() -> None:
 def test_the_library_operators_write_in_place() -> None:
     given = make_step(CPU, torch.float32, generator(), tied=False)
     args = [given.get(name) for name in ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")]
-    torch.library.opcheck(state_update._library_op, (*args, None, True, "float32"))
+    torch.library.opcheck(state_update._library_op, (*args, None, True))
     given = make_window(CPU, torch.float32, generator(), pool=7, ring=True)
     torch.library.opcheck(causal_conv1d._library_op, (*(given[name] for name in (
-        "x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices")), True, "float32"))
+        "x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices")), True))
 
 
 @pytest.mark.parametrize("nothing", [{"b": 0}, {"T": 0}], ids=str)

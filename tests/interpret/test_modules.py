@@ -119,13 +119,6 @@ def test_a_row_that_is_ignored_may_hold_anything() -> None:
     assert loss[1] == loss[2] == z_loss[1] == 0 and not grad[1:3].any() and bool(grad.isfinite().all())
 
 
-def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
-    logits = randn(4, 6, grad=True)
-    grad, = torch.autograd.grad(flashlin.cross_entropy_loss(logits, torch.arange(4))[0].square().sum(), logits, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 def test_losses_share_a_graph_that_starts_kernels(starts: list[str]) -> None:
     graphs = CompileCounterWithBackend("aot_eager")
 

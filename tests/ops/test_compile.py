@@ -1,4 +1,4 @@
-"""torch.compile of the scalar-decay ops on the torch path: one graph, few compilations, the same numbers. tests/interpret has the kernels."""
+"""torch.compile and torch.export on the torch path: one graph, few compilations, the same numbers. tests/interpret has the kernels."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -114,3 +114,49 @@ def test_settings_are_read_where_they_are_traced() -> None:
     assert compiled(x)[0] == -1 and graphs.frame_count <= 3
     flashlin.settings(debug=True)
     assert compiled(x)[0] == 1 and graphs.frame_count <= 4
+
+
+def kda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor) -> Any:
+    return flashlin.fused_recurrent_kda(q, F.normalize(k, dim=-1), v, -q.abs(), g.exp(), initial_state=h0, output_final_state=True)
+
+
+def rwkv7(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor) -> Any:
+    k = F.normalize(k, dim=-1)
+    return flashlin.fused_recurrent_rwkv7(q, -q.abs(), k, v, -k, k * g.exp()[..., None], initial_state=h0, output_final_state=True)
+
+
+def chunk_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor) -> Any:
+    return flashlin.chunk_gated_delta_rule(q, F.normalize(k, dim=-1), v, g, g.exp(), initial_state=h0, output_final_state=True)
+
+
+@pytest.mark.parametrize("call", [kda, rwkv7, chunk_delta])
+def test_no_loop_is_unrolled(call: Callable[..., Any]) -> None:
+    """Over tokens or chunks: a graph of a loop would grow with the length, and so would the time that it takes to compile."""
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=graphs)
+    for T in (40, 100, 7):
+        assert_same(compiled, call, leaves(1, T, 2, 16, 8))
+    assert graphs.frame_count <= 3 and graphs.op_count < 60  # the first length, all, and those that backward needs nothing kept for
+
+
+def test_packed_sequences_in_one_graph() -> None:
+    bounds = torch.tensor([0, 3, 3, 12])
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> Any:
+        chunked, _ = flashlin.chunk_simple_gla(q, k, v, g, cu_seqlens=bounds)
+        recurrent, _ = flashlin.fused_recurrent_gla(q, k, v, -q.abs(), cu_seqlens=bounds)
+        return chunked, recurrent
+    assert_same(torch.compile(call, fullgraph=True, backend="aot_eager"), call, leaves(1, 12, 2, 16, 8)[:4])
+
+
+@pytest.mark.parametrize("call", [gated, chunk_delta, kda])
+def test_an_exported_length_has_a_name(call: Callable[..., Any]) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> Any:
+            return call(*tensors)
+    T = torch.export.Dim("T", min=2, max=4096)
+    shapes = {"tensors": (*({1: T} for _ in range(4)), None)}
+    exported = torch.export.export(Model(), tuple(x.detach() for x in leaves(1, 70, 2, 16, 8)), dynamic_shapes=shapes, strict=False).module()
+    for length in (70, 300, 5):
+        tensors = [x.detach() for x in leaves(1, length, 2, 16, 8)]
+        torch.testing.assert_close(exported(*tensors), call(*tensors), rtol=1e-4, atol=1e-4)

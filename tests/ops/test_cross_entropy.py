@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashlin
 from flashlin.compat.target import parse
 from flashlin.dispatch import plan
 from flashlin.guards.problem import Problem
+from flashlin.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss
 from flashlin.ops import cross_entropy
 from flashlin.testing.cases.cross_entropy import ALL, CASES
 from flashlin.testing.compare import Case, check
@@ -255,7 +257,6 @@ def test_wrong_arguments_are_named(call: Callable[[], Any], error: type[Exceptio
 
 
 def test_compiles_to_one_graph_for_all_numbers_of_rows() -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
 
@@ -270,6 +271,20 @@ def test_compiles_to_one_graph_for_all_numbers_of_rows() -> None:
         for got, wanted in zip(*found, strict=True):
             torch.testing.assert_close(got, wanted)
     assert graphs.frame_count <= 2  # one with the first length, one for all
+
+
+@pytest.mark.parametrize("module", [FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss])
+def test_modules_compile_with_every_number_symbolic(module: type[torch.nn.Module]) -> None:
+    """Sizes, and the module's own numbers, which become symbolic too."""
+    torch._dynamo.reset()
+    loss = module(label_smoothing=0.1, logit_scale=1.5)
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for N, V in ((37, 100), (50, 64)):
+        x, target = randn(N, V).requires_grad_(), targets(N, V, N)
+        extra = (randn(V, V),) if module is FusedLinearCrossEntropyLoss else ()
+        with torch._dynamo.config.patch(error_on_recompile=N == 50):
+            found = [(total, *torch.autograd.grad(total, x)) for total in (call(x, target, *extra) for call in (compiled, loss))]
+        torch.testing.assert_close(*found)
 
 
 def test_compiled_calls_name_a_target_out_of_range() -> None:

@@ -36,6 +36,18 @@ def _packed(x: Tensor, g: Tensor, h0: Tensor, bounds: Tensor) -> tuple[Tensor, T
     return o, ends
 
 
+def inputs_of(o: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) -> Tensor:
+    """x, by what was made of it: o [B, T, D]. In o's dtype, for backward, which wants what o was and not what x was before rounding."""
+    if h0 is None:
+        h0 = o.new_zeros(o.shape[0] if bounds is None else bounds.shape[0] - 1, o.shape[2])
+    before = torch.cat([h0[:, None] if bounds is None else o[:, :1], o[:, :-1]], 1)[:, :o.shape[1]]
+    if bounds is not None and h0.shape[0]:
+        rows = torch.arange(o.shape[1], device=o.device)
+        n = (torch.searchsorted(bounds, rows.to(bounds.dtype), right=True) - 1).clamp(0, h0.shape[0] - 1)
+        before = torch.where((rows == bounds[n])[:, None], h0[n].to(o.dtype), before)
+    return o - g.exp() * before
+
+
 def joined(a: Tensor, x: Tensor, of: Tensor | None = None) -> Tensor:
     """All h of h_t = a_t h_{t-1} + x_t with nothing before the first; a, x [B, T, D, ...]. of [T]: each token's sequence, B being 1 and D the last
     dimension. Other sequences are left out, not multiplied by zero: 0 times NaN is NaN."""

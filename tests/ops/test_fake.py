@@ -1,0 +1,73 @@
+"""FakeTensorMode and make_fx leave nothing behind in what flashlin keeps, and get nothing out of it that does not mix with theirs."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import flashlin
+from flashlin.modules import RotaryEmbedding
+from flashlin.ops import slopes
+
+# Every op that keeps tensors between calls.
+KEEPING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "retention": lambda x: flashlin.chunk_retention(x, x, x)[0],
+    "lightning": lambda x: flashlin.chunk_lightning_attn(x, x, x, layer_idx=1, num_layers=4)[0],
+    "token_shift": lambda x: flashlin.token_shift(x.flatten(2)),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> None:
+    slopes._cached.cache_clear()
+
+
+def faked(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    with FakeTensorMode() as mode:
+        o = call(mode.from_tensor(x))
+    assert isinstance(o, FakeTensor)
+    return o
+
+
+def traced(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return make_fx(call, tracing_mode="fake")(x)(x)
+
+
+@pytest.mark.parametrize("how", [faked, traced])
+@pytest.mark.parametrize("op", KEEPING)
+def test_before_and_after_a_real_call(op: str, how: Callable[..., torch.Tensor]) -> None:
+    call, x = KEEPING[op], torch.randn(1, 8, 2, 16, requires_grad=True)
+    how(call, x)
+    first = call(x)
+    first.sum().backward()
+    how(call, x)
+    assert type(first) is torch.Tensor and torch.equal(call(x), first) and x.grad is not None
+
+
+def test_the_tables_of_a_module() -> None:
+    module, x = RotaryEmbedding(16), torch.randn(1, 8, 2, 16)
+    wanted = RotaryEmbedding(16)(x, x)[0]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:    # the module's own frequencies are real
+        fake = mode.from_tensor(x)
+        assert isinstance(module(fake, fake)[0], FakeTensor)
+    assert torch.equal(module(x, x)[0], wanted)
+
+
+def test_an_import_inside_of_it() -> None:
+    """In a process of its own: whatever is made at import is real."""
+    script = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    import flashlin
+    for name in flashlin.__all__:
+        getattr(flashlin, name)
+torch.compile(lambda x: (flashlin.check_tokens(x, 4), x + 1)[1], backend="aot_eager", fullgraph=True)(torch.arange(4))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
