@@ -4,8 +4,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -100,13 +99,23 @@ def _run(op: str, kind: int, x: Tensor, residual: Tensor | None, norm_weight: Te
     return found
 
 
-def _contexts(of_forward: Policy) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Around the norm in forward, and where backward makes it again: planned otherwise there, it would not keep the same tensors."""
-    @contextmanager
-    def again() -> Iterator[None]:
-        with policy.settings(**of_forward._asdict()):
-            yield
-    return nullcontext(), again()
+class _Again:
+    """Where backward makes the norm again: by forward's policy, since planned otherwise it would not keep the same tensors. Entered as often as
+    there are backwards."""
+
+    def __init__(self, of_forward: Policy) -> None:
+        self._of_forward = of_forward
+
+    def __enter__(self) -> None:
+        self._settings = policy.settings(**self._of_forward._asdict())
+        self._settings.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._settings.__exit__(*error)
+
+
+def _contexts(of_forward: Policy) -> tuple[AbstractContextManager[None], _Again]:
+    return nullcontext(), _Again(of_forward)
 
 
 def _both(op: str, kind: int, eps: float, prenorm: bool, residual_in_fp32: bool, groups: int, activation: str | None, x: Tensor,
