@@ -116,8 +116,11 @@ def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma
 
 
 def finite(g_gamma: Tensor | None) -> Tensor | None:
-    """-inf as a number: the kernels take differences of its multiples. What is no tensor of decays is left to be refused."""
-    return g_gamma.clamp(min=FORGOTTEN) if isinstance(g_gamma, Tensor) and g_gamma.is_floating_point() else g_gamma
+    """-inf as a number: the kernels take differences of its multiples."""
+    if g_gamma is None:
+        return None
+    check_floats("g_gamma", g_gamma, "[H]", 1)
+    return g_gamma.clamp(min=FORGOTTEN)
 
 
 def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
