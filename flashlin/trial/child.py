@@ -38,7 +38,8 @@ def main(argv: list[str] | None = None) -> None:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         fault = blame.of_error(error)
         if not struck or fault != "kernel":  # outside a launch nothing speaks of a kernel
-            say(verdict="not tried", detail=text, memory=fault == "memory")
+            first_line = f"{type(error).__name__}: {error}".partition("\n")[0]  # what follows are torch's hints for whoever debugs kernels
+            say(verdict="not tried", detail=first_line, memory=fault == "memory")
         else:
             word = "abort or illegal access" if blame.ILLEGAL.search(text) else "hang" if blame.STOPPED.search(text) else "compiler error"
             say(verdict=word, detail=text, memory=False)
