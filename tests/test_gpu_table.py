@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -57,3 +58,20 @@ def test_what_a_record_knows_to_be_right_is_not_run_again(monkeypatch: pytest.Mo
     assert sorted(ran({})) == ["narrow", "random", "wide"] and ran(record) == ["narrow"]
     stale = {config: source if "gla_grads" not in config else "elsewhere" for config, source in record["configs"].items()}
     assert sorted(ran({**record, "configs": stale})) == ["narrow", "random", "wide"]
+
+
+def test_a_full_card_a_killed_worker_and_the_end_of_the_time_are_no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in cases.CASES if case.op == "rms_norm" and case.quick)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for error, name in ((RuntimeError("CUDA out of memory"), "not tried"), (RuntimeError("CUDA error: an illegal memory access"), "error")):
+        def failing(*args: Any, error: Exception = error) -> Any:
+            raise error
+        monkeypatch.setattr("flashlin.testing.compare.check", failing)
+        assert str(error) in gpu.rows_of_case(case, "float32")[name]
+    monkeypatch.setattr(gpu, "gpus", lambda: ["0"])
+    begin = "import json, os, time; print(json.dumps({'starting': ['op', 'case', 'float32']}), flush=True); "
+    for how, seconds, name, why in (("time.sleep(60)", 1.0, "not tried", "the time was up"), ("os.kill(os.getpid(), 9)", 60.0, "not tried", "-9"),
+                                    ("os.abort()", 60.0, "error", "worker ended with -6")):
+        monkeypatch.setattr(gpu, "python", lambda *arguments, how=how: [sys.executable, "-c", begin + how])
+        [row] = gpu.collect(1, [], seconds)
+        assert row["op"] == "op" and why in row[name] and not row["ok"]

@@ -85,6 +85,17 @@ def keep(found: Table, target: Target) -> None:
     warnings.warn(f"flashlin: what was found out about kernels holds in this process only: {why}", stacklevel=3)
 
 
+def unwritten(target: Target) -> str:
+    """What this process alone knows, for a child that is to plan as this process does; ``""`` for nothing."""
+    return json.dumps(_unwritten[target]._asdict()) if target in _unwritten else ""
+
+
+def know(told: str, target: Target) -> None:
+    """What the parent alone knows."""
+    _unwritten[target] = _table(json.loads(told))
+    local.cache_clear()
+
+
 def forget(ops: Collection[str] = ()) -> int:
     """Take back what trials of these ops (all by default) have found, in every table of this machine; returns how many verdicts that were.
     Raises OSError where a table cannot be written, or there is no place for one."""
@@ -180,10 +191,13 @@ def _read(file: Path) -> Table:
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as opened:
             text = opened.read(LARGEST + 1)
-        found = json.loads(text) if len(text) <= LARGEST else {}
-        return Table(*({str(name): _verdict(fields) for name, fields in found[part].items()} for part in Table._fields))
+        return _table(json.loads(text) if len(text) <= LARGEST else {})
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Table({}, {})
+
+
+def _table(found: dict[str, dict[str, list[object]]]) -> Table:
+    return Table(*({str(name): _verdict(fields) for name, fields in found[part].items()} for part in Table._fields))
 
 
 def _verdict(fields: list[object]) -> Verdict:

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flashlin.compat import blame
 from flashlin.compat.child import python
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -39,13 +40,18 @@ def rows_of_case(case: Any, dtype_name: str) -> dict[str, Any]:
     door.replace_starter(noting)
     try:
         verdicts, again = check(case, device, dtype), check(case, device, dtype)
-    except Exception as error:  # a failure of any kind is this row's result
-        return {**row, "ok": False, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+    except Exception as error:  # of any kind: it is this row's result, unless a full card or disk raised it
+        return {**row, "ok": False, failure(blame.of_error(error)): f"{type(error).__name__}: {str(error)[:300]}"}
     finally:
         door.replace_starter(None)
     worst = max(verdicts, key=lambda verdict: verdict.rms / verdict.allowed if verdict.rms == verdict.rms else float("inf"))
     return {**row, "ok": all(verdict.ok for verdict in verdicts) and verdicts == again, "bitwise": verdicts == again, "worst": worst.tensor,
             "rms": worst.rms, "row": worst.row, "allowed": worst.allowed}
+
+
+def failure(fault: blame.Fault) -> str:
+    """Where a row says what went wrong: what is not tried is told, and is in no record."""
+    return "error" if fault == "kernel" else "not tried"
 
 
 def planned(case: Any, dtype_name: str) -> dict[str, str]:
@@ -94,7 +100,8 @@ def gpus() -> list[str]:
 
 
 def collect(jobs: int, ops: list[str], seconds: float, known: Path | None = None) -> list[dict[str, Any]]:
-    """Rows of all workers; a worker that ended early leaves a row that says how. known: a record, of which what is right is not run again."""
+    """Rows of all workers; a worker that ended early leaves a row that says how. A row with ``not tried`` speaks of no kernel.
+    known: a record, of which what is right is not run again."""
     cards = gpus()
     rows: list[dict[str, Any]] = []
     deadline = time.monotonic() + seconds
@@ -107,17 +114,20 @@ def collect(jobs: int, ops: list[str], seconds: float, known: Path | None = None
             running.append(subprocess.Popen(command, stdout=file.open("w"), stderr=(Path(folder) / f"{part}.err").open("w"),
                                             env={**os.environ, "CUDA_VISIBLE_DEVICES": cards[part % len(cards)]}))
         for part, (process, file) in enumerate(zip(running, files, strict=True)):
+            in_time = True
             try:
                 code = process.wait(max(1.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                code = -9
+                code, in_time = process.wait(), False
             lines = [json.loads(line) for line in file.read_text().splitlines()]
             rows += [line for line in lines if "op" in line]
             if code != 0:
                 op, case, dtype = lines[-1]["starting"] if lines and "starting" in lines[-1] else ("?", "?", "?")
                 said = (Path(folder) / f"{part}.err").read_text()[-300:]
-                rows.append({"op": op, "case": case, "dtype": dtype, "ok": False, "error": f"worker ended with {code}: {said}"})
+                how = failure(blame.of_exit(code, said)) if in_time else "not tried"
+                why = f"worker ended with {code}: {said}" if in_time else "the time was up, and what its worker had still to do is not run either"
+                rows.append({"op": op, "case": case, "dtype": dtype, "ok": False, how: why})
     return rows
 
 
@@ -172,7 +182,8 @@ def main() -> int:
     before: dict[str, Any] = json.loads(place.read_text()) if arguments.out and place.exists() and (arguments.op or arguments.missing) else {}
     if {name: before.get(name) for name in made_by} != made_by:
         before = {}
-    rows = collect(arguments.jobs, arguments.op, arguments.seconds, place if before and arguments.missing else None)
+    found = collect(arguments.jobs, arguments.op, arguments.seconds, place if before and arguments.missing else None)
+    rows, untried = [row for row in found if "not tried" not in row], [row for row in found if "not tried" in row]
     failed = [row for row in rows if not row["ok"]]
     record = made_by | {"date": datetime.date.today().isoformat()} | merged(before, rows)
     if arguments.out:
@@ -181,8 +192,11 @@ def main() -> int:
     for row in failed:
         print(f"FAILED {row['op']} {row['case']} {row['dtype']}: "
               f"{row.get('error') or '{worst} rms {rms:.1e} row {row:.1e} bitwise {bitwise}'.format(**row)}")
-    print(f"{target}: {len(rows)} run, {len(failed)} failed; {record['passed']} right of {len(record['rows'])} in the record")
-    return 1 if failed else 0
+    for row in untried:
+        print(f"NOT TRIED {row['op']} {row['case']} {row['dtype']}: {row['not tried']}")
+    print(f"{target}: {len(rows)} run, {len(failed)} failed, {len(untried)} not tried; "
+          f"{record['passed']} right of {len(record['rows'])} in the record")
+    return 1 if failed or untried else 0
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def run(trials: Sequence[Trial], device: torch.device, target: Target, *, jobs: 
     """Try them, ``jobs`` at a time, and keep what was found for this machine. What lacked memory is asked again alone, with a smaller case and
     after this process has given back what it does not use; what seems to hang, alone and with a longer limit."""
     def first(trial: Trial) -> Tried:
-        found = _child(trial, device, limit)
+        found = _child(trial, device, target, limit)
         if not _again(found):
             progress(found)
         return found
@@ -78,7 +78,7 @@ def run(trials: Sequence[Trial], device: torch.device, target: Target, *, jobs: 
         if _again(one):
             if one.memory:
                 _give_back_memory(device)
-            found[number] = _child(one.trial, device, limit if one.memory else limit * LONGER, small=one.memory)
+            found[number] = _child(one.trial, device, target, limit if one.memory else limit * LONGER, small=one.memory)
             progress(found[number])
     _keep(found, target)
     return found
@@ -117,11 +117,11 @@ def _keep(found: Iterable[Tried], target: Target) -> None:
     dispatch.plan.cache_clear()
 
 
-def _child(trial: Trial, device: torch.device, limit: float, small: bool = False) -> Tried:
+def _child(trial: Trial, device: torch.device, target: Target, limit: float, small: bool = False) -> Tried:
     """One child, from its start to its end."""
     began = time.monotonic()
     command = CHILD("--device", str(device), "--op", trial.op, "--dtype", trial.dtype, "--head-dim", str(trial.head_dim),
-                    *(["--small"] if small else []))
+                    *(["--small"] if small else []), *(["--known", known] if (known := verdicts.unwritten(target)) else []))
     code: int | None = None
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",

@@ -125,6 +125,19 @@ def test_who_waits_for_something_else_hangs_in_no_kernel(where: str, at: str, mo
     assert not verdicts.local(probe(CPU)).kernels
 
 
+def test_a_child_plans_with_what_its_parent_could_write_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHLIN_HOME", "/dev/null")
+    asked = plant(monkeypatch, INSIDE + says("hang"), INSIDE + says("hang"), AFTER + says("ran"))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="holds in this process only"):
+            flashlin.warmup(["chunk_simple_gla"], head_dims=[64], device="cpu")
+    assert "--known" not in asked[0] and asked[-1][-2] == "--known"
+    here = probe(CPU)
+    verdicts._unwritten.clear()
+    verdicts.know(asked[-1][-1], here)
+    assert verdicts.local(here).kernels[CONFIG].word == "hang"
+
+
 def test_where_no_process_can_be_started_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
