@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from flashlin.compat.locks import locked
 from flashlin.compat.target import Target
@@ -22,6 +22,7 @@ from flashlin.compat.target import Target
 KERNELS = Path(__file__).parents[1] / "kernels"
 # All but the last two speak of a kernel. "not tried": something else failed, and nothing is known. "torch path": nothing was started.
 Word = Literal["ran", "wrong numbers", "compiler error", "abort or illegal access", "hang", "not tried", "torch path"]
+WORDS: tuple[Word, ...] = get_args(Word)
 BAD: tuple[Word, ...] = ("wrong numbers", "compiler error", "abort or illegal access", "hang")
 LARGEST = 2**22  # bytes of a file; a table of all our kernels has some 200,000
 A_DAY = 86400.0
@@ -202,7 +203,7 @@ def _table(found: dict[str, dict[str, list[object]]]) -> Table:
 
 def _verdict(fields: list[object]) -> Verdict:
     word, when, trial, said = fields
-    known = next((one for one in Word.__args__ if one == word), None)  # type: ignore[attr-defined]
+    known = next((one for one in WORDS if one == word), None)
     if known is None or not isinstance(when, (int, float)) or not 0 <= when < 2**33 or not isinstance(trial, str) or not isinstance(said, str):
         raise ValueError(f"got {fields}, need a word, a date, a trial and what it said")
     return Verdict(known, float(when), trial, said)

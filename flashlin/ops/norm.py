@@ -343,9 +343,9 @@ def _library_op(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias:
     if plan.problem.path == "torch":
         y, s = torch_path.run(x, residual, weight, bias, gate, eps, kind, activation, groups)
         room = _room(x, residual, kind, y_dtype, total_dtype, needs_grad)
-        for out, found in zip(room, (y, s, *torch_path.statistics(s, eps, kind)), strict=True):
-            if out.numel():
-                out.copy_(found)
+        for out, found in zip(room, (y, s, *torch_path.statistics(s, eps, kind)[1:]), strict=True):
+            if out.numel() and found is not None:
+                out.copy_(found.view_as(out))
         return room
     y, total, mean, rstd = _forward(plan, x, residual, weight, bias, gate, eps, kind, activation, y_dtype, total_dtype, needs_grad)
     return y, *(x.new_empty(0, dtype=torch.float32) if t is None else t for t in (total, mean, rstd))

@@ -249,7 +249,7 @@ def test_nowhere_to_forget_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_a_verdict_of_each_word_can_be_kept() -> None:
-    for word in verdicts.Word.__args__:  # type: ignore[attr-defined]
+    for word in verdicts.WORDS:
         verdicts.keep(Table({}, {word: Verdict(word, 1.0, word)}), parse("triton=3.6.0,sm=90"))
     verdicts.read_again()
     assert len(verdicts.local(parse("triton=3.6.0,sm=90")).trials) == 7

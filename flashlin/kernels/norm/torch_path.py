@@ -12,8 +12,8 @@ def run(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | N
     given = [tensor for tensor in (x, residual, weight, bias, gate) if tensor is not None]
     compute = torch.float64 if any(tensor.dtype == torch.float64 for tensor in given) else torch.float32
     s = x.to(compute) if residual is None else x.to(compute) + residual.to(compute)
-    mean, rstd = statistics(s, eps, kind)
-    y = (s - mean[..., None] if kind == LAYER else s) * rstd[..., None]
+    centred, _, rstd = statistics(s, eps, kind)
+    y = centred * rstd
     if groups > 1:
         weight, bias = (None if line is None else line.unflatten(0, (groups, -1)) for line in (weight, bias))
     y = y if weight is None else y * weight.to(compute)
@@ -24,8 +24,9 @@ def run(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | N
     return y, s
 
 
-def statistics(s: torch.Tensor, eps: float, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean, what a row is multiplied by) of each row; the mean counts in a layer norm only."""
-    mean = s.mean(-1)
-    squares = (s - mean[..., None] if kind == LAYER else s).square()
-    return mean, torch.rsqrt((squares.sum(-1) if kind == L2 else squares.mean(-1)) + eps)
+def statistics(s: torch.Tensor, eps: float, kind: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(s less its mean, that mean, what a row is multiplied by), of each row; a layer norm only takes the mean off."""
+    mean = s.mean(-1, keepdim=True) if kind == LAYER else None
+    centred = s if mean is None else s - mean
+    squares = centred.square()
+    return centred, mean, torch.rsqrt((squares.sum(-1, keepdim=True) if kind == L2 else squares.mean(-1, keepdim=True)) + eps)
