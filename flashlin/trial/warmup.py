@@ -26,7 +26,8 @@ def warmup(ops: Sequence[str] = (), dtypes: Sequence[str] = ("bfloat16",), head_
 
     jobs: children at a time, 0 for up to 8. limit: seconds for each; one that seems to hang is asked again, alone, with twice that. progress is
     told each result as it comes. Verdicts that cannot be kept (a cache that cannot be written) are told with a warning and hold in this process
-    only. Raises ValueError for an unknown op, dtype or head size, RuntimeError for a device that torch cannot use.
+    only. Returns a ``flashlin.trial.run.Tried`` for each op, dtype and head size. Raises ValueError for an unknown op, dtype or head size,
+    RuntimeError for a device that torch cannot use.
     """
     _known("op", ops, tuple(OPS))
     dtypes = [dtype_name(one) for one in dtypes]
