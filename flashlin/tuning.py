@@ -259,14 +259,15 @@ def _measured(tuner: Any, pruned: list[Any], first: bool, given: dict[str, Any],
 
 
 def _compiling(tuner: Any, configs: list[Any], errors: list[Exception], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Those of the configurations that do not end the compiler."""
+    """Those of the configurations that a child has compiled, and did not end."""
     found = list[Any]()
     for config, result in _compiled(tuner, configs, args, kwargs):
         if result is None or result.status not in ("abort", "timeout", "not tried"):
             found.append(config)
         else:
             why = f"{result.status}: {result.cause or result.message}"
-            errors.append(RuntimeError(f"{_name(tuner)}: configuration {config} ends the compiler ({why})"))
+            what = "could not be compiled ahead" if result.status == "not tried" else "ends the compiler"
+            errors.append(RuntimeError(f"{_name(tuner)}: configuration {config} {what} ({why})"))
             _tell(errors[-1])
     return found
 

@@ -96,7 +96,8 @@ def _give_back_memory(device: torch.device) -> None:
 
 
 def _keep(found: Iterable[Tried], target: Target) -> None:
-    """Right in any trial is right: a kernel is blamed for wrong numbers only where none is left that has not been right elsewhere."""
+    """What ended a child is the fault of the launch that it was in. Wrong numbers may be that of any kernel that was started: of those that have not
+    been right elsewhere, or of all where there is none such."""
     now = time.time()
     kernels: dict[str, Verdict] = {}
     trials: dict[str, Verdict] = {}
