@@ -20,6 +20,7 @@ CHUNK = 64
 SIZES = {"B": 2, "T": 130, "H": 2, "C": 6, "K": 8, "V": 8, "D": 6, "W": 4, "R": 3, "P": 200,
          "E": 12, "O": 1, "Z": 50, "M": 16, "F": 32}
 EDGES = (0, 5, 5, 75, 175, 182)  # two of about the same length, an empty one, and short ones at both ends
+NUMBERS = torch.bucketize(torch.arange(EDGES[-1]), torch.tensor(EDGES), right=True)[None]  # of each token's sequence
 SEQUENCE, TOKEN = 2, 66          # of the packed ones: the one, and the token of it, that get what is not finite
 GATES = ("g", "gk", "gv", "w", "A")
 
@@ -28,7 +29,8 @@ Tensors = dict[str, torch.Tensor]
 
 class Call(NamedTuple):
     """inputs: "name:LETTERS", a letter for each dimension: B, N (sequences), T, H and C (channels on their own) keep to themselves, all others
-    are free; "*name" gets no gradient. outputs: the letters of what comes back. at_once: tokens that are one part."""
+    are free; "*name" gets no gradient. outputs: the letters of what comes back. at_once: tokens that are one part. numbered: several sequences to
+    a row, told apart by seq_idx, so that states are of the first and the last."""
     op: str
     inputs: str
     outputs: str
@@ -36,16 +38,18 @@ class Call(NamedTuple):
     packed: bool = False
     at_once: int = CHUNK
     function: Callable[..., Any] | None = None
+    numbered: bool = False
 
     def __str__(self) -> str:
-        return f"{self.op}-{'packed' if self.packed else 'dense'}{''.join('-' + name for name in self.extra if name != 'output_final_state')}"
+        layout = "numbered" if self.numbered else "packed" if self.packed else "dense"
+        return "-".join([self.op, layout, *(name for name in self.extra if name != "output_final_state")])
 
     def layouts(self) -> dict[str, str]:
         return dict(one.lstrip("*").split(":") for one in self.inputs.split())
 
     def shape(self, letters: str) -> tuple[int, ...]:
-        N = len(EDGES) - 1 if self.packed else SIZES["B"]
-        sizes = {**SIZES, "N": N, **({"B": 1, "T": EDGES[-1]} if self.packed else {})}
+        N = len(EDGES) - 1 if self.packed else 1 if self.numbered else SIZES["B"]
+        sizes = {**SIZES, "N": N, **({"B": 1, "T": EDGES[-1]} if self.packed or self.numbered else {})}
         return tuple(sizes[letter] for letter in letters)
 
     def make(self, seed: int) -> Tensors:
@@ -64,7 +68,7 @@ class Call(NamedTuple):
 
     def place(self, letters: str, tokens: str) -> tuple[Any, ...]:
         """Where a tensor holds the token, its part (its chunk), or all of its sequence, in one head."""
-        first, last = EDGES[SEQUENCE:SEQUENCE + 2] if self.packed else (0, SIZES["T"])
+        first, last = EDGES[SEQUENCE:SEQUENCE + 2] if self.packed or self.numbered else (0, SIZES["T"])
         begin = TOKEN // self.at_once * self.at_once
         token, part = first + TOKEN, slice(first + begin, min(first + begin + self.at_once, last))
         if self.extra.get("reverse"):  # which counts tokens and chunks from the other end
@@ -77,7 +81,7 @@ class Call(NamedTuple):
         """Outputs, and gradients by name."""
         constant = [one.split(":")[0][1:] for one in self.inputs.split() if one.startswith("*")]
         leaves = {name: x.clone().requires_grad_(name not in constant) for name, x in inputs.items()}
-        bounds = {"cu_seqlens": torch.tensor(EDGES)} if self.packed else {}
+        bounds = {"cu_seqlens": torch.tensor(EDGES)} if self.packed else {"seq_idx": NUMBERS} if self.numbered else {}
         found = (self.function or getattr(flashlin, self.op))(**leaves, **bounds, **self.extra)
         outputs = [found] if isinstance(found, torch.Tensor) else [x for x in found if x is not None]
         assert [tuple(x.shape) for x in outputs] == [tuple(x.shape) for x in cotangents]
@@ -193,6 +197,11 @@ CALLS: list[Call] = [
     Call("causal_conv1d_fn", "x:BCT weight:CW bias:C", "BCT", {"activation": "silu"}),
     Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK D:H z:BTHV initial_states:NHVK", "BTHV NHVK",
          {"chunk_size": 64, "return_final_states": True}),
+    Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK D:H z:BTHV", "BTHV NHVK",
+         {"chunk_size": 64, "return_final_states": True}, at_once=EDGES[-1], numbered=True),
+    Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK", "BTHV", {"chunk_size": 64}, at_once=EDGES[-1], numbered=True),
+    Call("mamba_split_conv1d_scan_combined", "zxbcdt:BTZ conv1d_weight:FW conv1d_bias:F dt_bias:H A:H D:HV", "BTM",
+         {"chunk_size": 64}, at_once=EDGES[-1], numbered=True),
     Call("selective_scan_fn", "u:BCT delta:BCT A:CK B:BKT C:BKT D:C z:BCT", "BCT BCK", {"delta_softplus": True, "return_last_state": True}),
     Call("selective_state_update", "*state:NHVK *x:BHV *dt:BHV *A:HVK *B:BHK *C:BHK", "BHV NHVK",
          function=in_place("selective_state_update", "state")),

@@ -28,10 +28,10 @@ def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bo
     assert first is not None
     family = family or OPS[op][0]
     if torch.compiler.is_compiling():
-        return tuple(y.to(dtype) for y in torch_path.run(family, tensors, bound))
+        return torch_path.run(family, tensors, bound, dtype)
     plan = planned(problem_of(op, family, first.numel() // max(H * K, 1), H, K, dtype, tensors, wants_grad(*tensors)), first.device)
     if plan.problem.path == "torch":
-        return tuple(y.to(dtype) for y in torch_path.run(family, tensors, bound))
+        return torch_path.run(family, tensors, bound, dtype)
     kernel_dtype = dtype
     if plan.problem.dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
         tensors, kernel_dtype = tuple(None if x is None else x.float() for x in tensors), torch.float32
@@ -40,17 +40,18 @@ def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bo
     return tuple(y.to(dtype) for y in found)
 
 
-def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
-    """x step in that dtype: x [..., H, K], step [..., H]."""
+def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype, marked: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """x step in that dtype: x [..., H, K], step [..., H]. With marks [..., H]: contained, and they are marks as well (see marks.py)."""
     H, P = x.shape[-2:]
-    y, = run(op, H, P, dtype, x, step.contiguous(), family=SCALE)
-    return y
+    y, *beside = run(op, H, P, dtype, x, step.contiguous(), None if marked is None else marked.contiguous(), family=SCALE)
+    return y, beside[0] if beside else None
 
 
-def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(o + D x) silu(z) in that dtype: o [..., H, K] of float32, D [H] or [H, K] or None, z or None."""
+def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, dtype: torch.dtype, marked: Tensor | None = None) -> Tensor:
+    """(o + D x) silu(z) in that dtype: o [..., H, K] of float32, D [H] or [H, K] or None, z or None; o of marks [..., H] is released."""
     H, P = x.shape[-2:]
-    y, = run(op, H, P, dtype, o.contiguous(), None if D is None else x, None if D is None else D.contiguous(), z, family=SKIP)
+    y, = run(op, H, P, dtype, o.contiguous(), None if D is None else x, None if D is None else D.contiguous(), z,
+             None if marked is None else marked.contiguous(), family=SKIP)
     return y
 
 

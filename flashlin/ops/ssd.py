@@ -18,6 +18,7 @@ from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_cu_seqlens, check_floats, shown
 from flashlin.kernels.norm.recipe import RMS
+from flashlin.kernels.pointwise.marks import contained, released, spread
 from flashlin.ops import chunked, simple_gla
 from flashlin.ops.causal_conv1d import begins, check_filters, check_seq_idx, convolved
 from flashlin.ops.norm import mamba_norm
@@ -39,7 +40,8 @@ def mamba_chunk_scan_combined(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Te
         D: [H] or [H, P], a skip connection. z: [b, T, H, P], a gate: y is multiplied by silu(z).
         initial_states: [b, H, P, N] of any float dtype, for each row's first sequence.
         seq_idx: [b, T] of integers: a token whose number is not that of the token before it begins a new sequence, with a state of zero. What
-            is not finite in a sequence reaches those after it in its row; cu_seqlens keeps sequences apart in that, too.
+            is not finite stays in its sequence, where it makes NaN of y from its token on, and of all gradients; unless
+            sums of finite numbers overflow float32 in the scan, which only cu_seqlens keeps apart.
         cu_seqlens: [n + 1] int32 or int64, for b = 1: sequence i is rows cu_seqlens[i] .. cu_seqlens[i + 1]. As in mamba_ssm it only counts with
             return_varlen_states. The initial state is that of sequence 0.
         dt_softplus: apply softplus to dt + dt_bias. dt_limit: what dt is then clamped to.
@@ -184,13 +186,52 @@ def _scan(op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Te
     if highest != math.inf or not (softplus and lowest <= 0):
         step = step.clamp(lowest, highest)
     decay = step * A.to(compute)
-    if seq_idx is not None:
-        decay = torch.where(begins(seq_idx, False)[..., None], -math.inf, decay)
-    plain = D is None and z is None
     out_dtype = x.dtype if rounded else compute
-    y, ht = chunked.run(simple_gla.FAMILY, op, (C, B, scaled(op, x, step, dtype), decay, None), 1.0, h0, has_ht, True, bounds,
+    sharing = None
+    if seq_idx is not None and x.shape[1] > 1:
+        sharing = _Sharing(B, C, decay, h0, seq_idx, bounds)
+        B, C, decay, h0 = sharing.contained
+    v, marks = scaled(op, x, step, dtype, None if sharing is None else sharing.marks)
+    plain = D is None and z is None and sharing is None
+    y, ht = chunked.run(simple_gla.FAMILY, op, (C, B, v, decay, None), 1.0, h0, has_ht, True, bounds,
                         out_dtype=out_dtype if plain else compute, grouped=True)
-    return y if plain else skipped(op, y, x, D, z, out_dtype), ht
+    if sharing is not None:
+        assert marks is not None  # for the type checker
+        marks, of_ht = sharing.spread(marks)
+        ht = None if ht is None else released(ht, of_ht)
+    return y if plain else skipped(op, y, x, D, z, out_dtype, marks), ht
+
+
+class _Sharing:
+    """Sequences that share a row and its state (seq_idx), from which the scan keeps away what is not finite: see kernels/pointwise/marks.py."""
+
+    def __init__(self, B: Tensor, C: Tensor, decay: Tensor, h0: Tensor | None, seq_idx: Tensor, bounds: Tensor | None) -> None:
+        b, T, H = decay.shape
+        self.bounds, self.anew = bounds, begins(seq_idx, True).flatten()
+        if bounds is not None:
+            self.anew |= self.anew.new_zeros(T + 1).index_fill(0, bounds, True)[:T]
+        none = torch.zeros_like(B[..., 0], dtype=torch.float32)
+        B, of_B = contained(B, none)
+        C, of_C = contained(C, none)
+        decay, marks = contained(decay, torch.zeros_like(decay, dtype=torch.float32), -math.inf)
+        marks = marks + of_B.repeat_interleave(H // B.shape[2], 2)
+        self.own = of_C.repeat_interleave(H // B.shape[2], 2)
+        self.of_h0 = None
+        if h0 is not None:
+            h0, self.of_h0 = contained(h0, torch.zeros(h0.shape[:2], device=h0.device))
+            of_first = self.of_h0 if bounds is None else torch.where(bounds[1] > 0, self.of_h0[:1], 0)  # only the first has one
+            marks = marks + F.pad(of_first[:, None], (0, 0, 0, T - 1))
+        self.marks = marks
+        self.contained = B, C, torch.where(begins(seq_idx, False)[..., None], -math.inf, decay), h0
+
+    def spread(self, marks: Tensor) -> tuple[Tensor, Tensor]:
+        """The marks of outputs [b, T, H], and those of final states, by marks of what goes into the scan."""
+        both, up_to = spread(marks.flatten(0, 1), self.own.flatten(0, 1), self.anew)
+        if self.bounds is None:
+            return both.view(marks.shape), up_to.view(marks.shape)[:, -1]
+        of_ht = up_to[(self.bounds[1:] - 1).clamp(min=0)]
+        untouched = torch.zeros_like(of_ht) if self.of_h0 is None else self.of_h0
+        return both.view(marks.shape), torch.where(self.bounds.diff()[:, None] == 0, untouched, of_ht)
 
 
 def _layout(zxbcdt: Any, weight: Any, D: Any, headdim: int | None, ngroups: int) -> tuple[int, int, int, int]:

@@ -144,22 +144,23 @@ def convolving_a_token(dtype: torch.dtype, W: int) -> None:
     flashlin.causal_conv1d_update(zeros(2, 1024, dtype=dtype), zeros(2, 1024, W, dtype=dtype), None, zeros(1024, W, dtype=dtype), activation="silu")
 
 
-def scanning(dtype: torch.dtype, packed: bool = False) -> None:
+def scanning(dtype: torch.dtype, packed: bool = False, numbered: bool = False) -> None:
     """Heads of Mamba2's size; dt and what belongs to heads in float32."""
     B, H, P, N = 1 if packed else 2, 8, 64, 128
     x, groups, heads = zeros(B, 128, H, P, dtype=dtype), zeros(B, 128, 1, N, dtype=dtype), zeros(H)
     given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 50, 128], dtype=torch.int32), "return_varlen_states": True} if packed else {}
+    given |= {"seq_idx": torch.zeros(B, 128, dtype=torch.int32)} if numbered else {}
     backward(*flashlin.mamba_chunk_scan_combined(x, zeros(B, 128, H), heads, groups, groups, 256, heads, x, heads, zeros(B, H, P, N),
                                                  dt_softplus=True, return_final_states=True, **given))
 
 
-def mamba_layer(dtype: torch.dtype) -> None:
+def mamba_layer(dtype: torch.dtype, numbered: bool = True) -> None:
     H, P, N = 8, 64, 128
     D, C = H * P, H * P + 2 * N
+    seq_idx = torch.zeros(2, 128, dtype=torch.int32) if numbered else None
     backward(flashlin.mamba_split_conv1d_scan_combined(
         zeros(2, 128, D + C + H, dtype=dtype), zeros(C, 4, dtype=dtype), zeros(C, dtype=dtype), zeros(H), zeros(H), zeros(H), 256, headdim=P,
-        seq_idx=torch.zeros(2, 128, dtype=torch.int32), rmsnorm_weight=zeros(D, dtype=dtype), outproj_weight=zeros(32, D, dtype=dtype),
-        norm_before_gate=False))
+        seq_idx=seq_idx, rmsnorm_weight=zeros(D, dtype=dtype), outproj_weight=zeros(32, D, dtype=dtype), norm_before_gate=False))
 
 
 @torch.no_grad()
@@ -282,7 +283,9 @@ def calls() -> Iterator[Call]:
     yield _call("fused_recurrent_hgrn", BF16, "D=1024 decoding", recurring_once, "fused_recurrent_hgrn", BF16)
     yield _call("fused_kda_gate", BF16, "K=128, lower bound", elementwise, "fused_kda_gate", BF16, K=128, lower_bound=-5.0)
     yield _call("mamba_chunk_scan_combined", BF16, "P=64 N=128 packed", scanning, BF16, packed=True)
+    yield _call("mamba_chunk_scan_combined", BF16, "P=64 N=128 numbered", scanning, BF16, numbered=True)
     yield _call("mamba_split_conv1d_scan_combined", BF16, "P=64 N=128", mamba_layer, BF16)
+    yield _call("mamba_split_conv1d_scan_combined", BF16, "P=64 N=128, one sequence", mamba_layer, BF16, numbered=False)
     yield _call("selective_scan_fn", BF16, "N=64", scanning_channels, BF16, 64)
     yield _call("selective_state_update", BF16, "5120 channels of N=16", updating_states, BF16, heads=False)
     yield _call("mamba_causal_conv1d_update", BF16, "W=4 ring in a pool", convolving_in_place, BF16, ring=True)

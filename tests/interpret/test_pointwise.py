@@ -114,15 +114,16 @@ SLICES = {"whole": lambda x: x[..., :12].contiguous(), "slice": lambda x: x[...,
 
 
 @pytest.mark.parametrize("lies", SLICES)
-@pytest.mark.parametrize("given", ["D", "D of columns", "z", "D z"])
+@pytest.mark.parametrize("given", ["D", "D of columns", "z", "D z", "D z marks"])
 def test_parts_of_a_scan_take_rows_as_they_lie(lies: str, given: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x, z = (SLICES[lies](torch.randn(2, 7, 24, generator=generator)).unflatten(2, (3, 4)).requires_grad_() for _ in range(2))
     step, o = (torch.randn(2, 7, 3, *size, generator=generator).requires_grad_() for size in ((), (4,)))
     D = torch.randn(3, *[4] * ("columns" in given), generator=generator).requires_grad_()
+    marks = torch.zeros(2, 7, 3) if "marks" in given else None
     with poisoned():
-        y = pointwise.scaled("mamba_chunk_scan_combined", x, step, torch.float32)
-        out = pointwise.skipped("mamba_chunk_scan_combined", o, x, D if "D" in given else None, z if "z" in given else None, torch.float32)
+        y, marks = pointwise.scaled("mamba_chunk_scan_combined", x, step, torch.float32, marks)
+        out = pointwise.skipped("mamba_chunk_scan_combined", o, x, D if "D" in given else None, z if "z" in given else None, torch.float32, marks)
         dy, dout = (torch.randn(2, 7, 3, 4, generator=generator) for _ in range(2))
         leaves = [x, step, o, *[D] * ("D" in given), *[z] * ("z" in given)]
         got = torch.autograd.grad((y * dy + out * dout).sum(), leaves)
@@ -135,6 +136,32 @@ def test_parts_of_a_scan_take_rows_as_they_lie(lies: str, given: str) -> None:
     assert judge("y", y, wanted_y, 1e-6).ok and judge("out", out, wanted, 1e-6).ok
     for grad, right in zip(got, expected, strict=True):
         assert grad.shape == right.shape and judge("gradient", grad, right, 2e-6).ok
+
+
+@pytest.mark.parametrize("given", ["", "D", "z", "D z"])
+@pytest.mark.parametrize("columns", [4, 37, 1100])
+def test_parts_of_a_scan_mark_what_is_not_finite(given: str, columns: int) -> None:
+    """As the torch path does, with heads on both sides of a strip's edge."""
+    generator = torch.Generator().manual_seed(0)
+    x, z, o, dy, dout = (torch.randn(2, 7, 3, columns, generator=generator) for _ in range(5))
+    step, D, marks = torch.randn(2, 7, 3, generator=generator), torch.randn(3, generator=generator), torch.zeros(2, 7, 3)
+    x[0, 1, 2, 3], step[1, 3, 0], marks[0, 5, 1], dout[1, 6, 1, -1] = torch.inf, torch.nan, torch.nan, -torch.inf
+
+    def run() -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, step, o, *[D] * ("D" in given), *[z] * ("z" in given))]
+        wide, gate = leaves[3] if "D" in given else None, leaves[-1] if "z" in given else None
+        y, marked = pointwise.scaled("mamba_chunk_scan_combined", leaves[0], leaves[1], torch.float32, marks)
+        assert marked is not None
+        out = pointwise.skipped("mamba_chunk_scan_combined", leaves[2], leaves[0], wide, gate, torch.float32, marked)
+        return [y, marked, out, *torch.autograd.grad([y, out], leaves, [dy, dout])]
+    with poisoned():
+        found = run()
+    with flashlin.settings(path="torch"):
+        wanted = run()
+    assert found[0].isfinite().all() and found[5].isfinite().all()  # what the scan sees: dt x and do
+    assert found[1].isnan().sum() == 3
+    for got, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def test_only_rows_that_no_offset_reaches_are_copied() -> None:

@@ -8,6 +8,7 @@ With ' for the gradient of a parameter before its sum over rows (and for A over 
     correction   do = p,  dv = s p,  dr = q k u,  dk = q r u,  dg = (o + s v) dy,   u' = q r k     where p = g dy, q = sum over columns of p v
     scale        dx = s dy,  ds = sum over a head's columns of x dy
     skip         do = p,  dx = D p,  dz = dy (o + D x) silu'(z),            D' = x p     where p = silu(z) dy
+    marked       a scale adds the gradient of its marks to dx and ds; a skip's do has 0 for what is not finite, and the gradient of its marks, a mark
 A program takes every so many-th BT rows of its strip and keeps its share of the parameters' gradients in registers; the shares are
 [parameters, programs of a strip, D] in fp32, and torch adds them up.
 """
@@ -18,7 +19,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.pointwise.forward import line, of_head, opened, per_parameter, put, rows_of, strip_of, tile, widths
+from flashlin.kernels.pointwise.forward import contained, line, of_head, of_heads, opened, per_parameter, put, rows_of, strip_of, tile, widths
 from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, SCALE, SKIP
 from flashlin.kernels.recurrent.forward import softplus
 
@@ -144,20 +145,26 @@ def pointwise_correction_backward(o, r, k, u, v, g, dy, do, dr, dk, dv, dg, shar
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_scale_backward(x, s, dy, dx, ds, x_n, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+def pointwise_scale_backward(x, s, dy, dmarks, dx, ds, x_n, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
     b_s = tl.load(s + places, mask=known, other=0.0)[:, None]
     b_dy = tile(dy, first, rows, cols, there, D, BT)
-    put(dx, b_dy * b_s, first, rows, cols, there, D, BT)
-    tl.store(ds + places, tl.sum(b_dy * tile(x, first, rows, cols, there, x_n, BT), 1), mask=known)
+    b_dx = b_dy * b_s
+    b_ds = tl.sum(b_dy * tile(x, first, rows, cols, there, x_n, BT), 1)
+    if dmarks is not None:
+        b_dmarks = tl.load(dmarks + places, mask=known, other=0.0)
+        b_dx += b_dmarks[:, None]
+        b_ds += b_dmarks
+    put(dx, b_dx, first, rows, cols, there, D, BT)
+    tl.store(ds + places, b_ds, mask=known)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_skip_backward(dy, o, x, skip, z, do, dx, dz, shares, x_n, z_n, rows, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
-                            BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr):
-    """Without z do is dy, and not written."""
+def pointwise_skip_backward(dy, o, x, skip, z, marks, do, dx, dz, dmarks, shares, x_n, z_n, rows, D: tl.constexpr, K: tl.constexpr,
+                            P: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr):
+    """Without z and marks do is dy, and not written. dmarks: zeros."""
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
@@ -172,8 +179,15 @@ def pointwise_skip_backward(dy, o, x, skip, z, do, dx, dz, shares, x_n, z_n, row
         if z is not None:
             b_z = tile(z, first, rows, cols, there, z_n, BT)
             on = tl.sigmoid(b_z)
-            put(dz, p * (tile(o, first, rows, cols, there, D, BT) + b_skip * b_x) * on * (1 + b_z * (1 - on)), first, rows, cols, there, D, BT)
+            value = tile(o, first, rows, cols, there, D, BT) + b_skip * b_x
+            if marks is not None:
+                places, known = of_heads(first, rows, cols, there, D, P, BT)
+                value += tl.load(marks + places, mask=known, other=0.0)
+            put(dz, p * value * on * (1 + b_z * (1 - on)), first, rows, cols, there, D, BT)
             p *= b_z * on
+        if marks is not None:
+            put(do, contained(p, dmarks, do, first, rows, cols, there, D, P, BT), first, rows, cols, there, D, BT)
+        elif z is not None:
             put(do, p, first, rows, cols, there, D, BT)
         if skip is not None:
             put(dx, p * b_skip, first, rows, cols, there, D, BT)
@@ -196,6 +210,11 @@ def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], dys: tuple[torch.T
     found = [None if of is None or at in parameters else torch.empty(of.shape, dtype=of.dtype, device=of.device) for at, of in enumerate(tensors)]
     if family == MIX:
         found[0] = torch.empty_like(dy)
+    if family == SCALE and tensors[2] is not None:
+        found[2] = dys[1]
+    if family == SKIP and tensors[4] is not None:
+        found[0] = torch.empty(dy.shape, dtype=torch.float32, device=dy.device) if tensors[0] is None else found[0]
+        found[4] = torch.zeros_like(tensors[4])
     made = [of for of in found if of is not None]
     facts: dict[str, int] = {**widths(plan, launch), "SUMS": sums}
     count = launch.grid[0] // max(-(-D // facts["W"]), 1)
@@ -207,12 +226,13 @@ def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], dys: tuple[torch.T
         start(launch, pointwise_mix_backward, launch.grid[0], (*tensors[1:], *dys, *[None] * (6 - len(dys)), *made, shares, rows), facts)
     elif dy.numel() and family == SCALE:
         x, x_n = rows_of(tensors[0], D)
-        start(launch, pointwise_scale_backward, launch.grid[0], (x, tensors[1], dy, *made, x_n, rows), widths(plan, launch))
+        start(launch, pointwise_scale_backward, launch.grid[0], (x, tensors[1], dy, found[2], *found[:2], x_n, rows), widths(plan, launch))
     elif dy.numel() and family == SKIP:
         (x, x_n), (z, z_n) = rows_of(tensors[1], D), rows_of(tensors[3], D)
-        do, dx, _, dz = found
-        start(launch, pointwise_skip_backward, launch.grid[0], (dy, tensors[0], x, tensors[2], z, do, dx, dz, shares, x_n, z_n, rows),
-              {**facts, "K": per_parameter(tensors[2], D)})
+        do, dx, _, dz, dmarks = found
+        start(launch, pointwise_skip_backward, launch.grid[0],
+              (dy, tensors[0], x, tensors[2], z, tensors[4], do, dx, dz, dmarks, shares, x_n, z_n, rows),
+              {**facts, "K": per_parameter(tensors[2], D), "P": plan.problem.K})
     elif dy.numel():
         start(launch, pointwise_key_backward if family == KEY else pointwise_correction_backward, launch.grid[0],
               (*tensors, *dys, *made, shares, rows), facts)
@@ -223,6 +243,6 @@ def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], dys: tuple[torch.T
             if of is not None:
                 total = total if of.numel() == D else total.view(of.numel(), -1).sum(1)
                 found[at] = total.view(of.shape).to(of.dtype)
-    if family == SKIP and tensors[0] is None:
+    if family == SKIP and found[0] is None:
         found[0] = dy.float()
     return found

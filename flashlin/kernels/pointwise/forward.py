@@ -6,6 +6,7 @@
     correction   y = (o + s v) g,  s = sum over a head's columns of r k u                           u: of a column
     scale        y = x s                                                                            s: of a row's head
     skip         y = (o + D x) silu(z)                                                              D: of a head or a column
+    marked       a scale gives 0 for what is not finite, and marks its row's head; a skip adds the marks to o      (flashlin/ops/marks.py)
 A program owns BT rows and a strip of BD columns; for the correction and the scale a strip is a head, so that sums over it are at home.
 """
 
@@ -118,21 +119,45 @@ def of_head(first, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr):
     return row * (D // W) + tl.program_id(0) % (D // W), row < rows
 
 
+@triton.jit
+def of_heads(first, rows, cols, there, D: tl.constexpr, P: tl.constexpr, BT: tl.constexpr):
+    """Where each element's head, of P columns, is in a [rows, heads] tensor: places, and which of them there are."""
+    row = first + tl.arange(0, BT)
+    return row[:, None] * (D // P) + (cols // P)[None, :], (row < rows)[:, None] & there[None, :]
+
+
+@triton.jit
+def contained(value, marks, stored, first, rows, cols, there, D: tl.constexpr, P: tl.constexpr, BT: tl.constexpr):
+    """value, with 0 for what is not finite in the dtype of the pointer it will be stored to. Its row's head is marked: by whoever meets such an
+    element, with the same NaN, so that no order matters."""
+    places, known = of_heads(first, rows, cols, there, D, P, BT)
+    fine = tl.abs(value.to(stored.dtype.element_ty).to(tl.float32)) < float("inf")
+    tl.store(marks + places, tl.full(value.shape, float("nan"), dtype=tl.float32), mask=known & (fine == 0))
+    return tl.where(fine, value, 0.0)
+
+
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_scale(x, s, y, x_n, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+def pointwise_scale(x, s, marks, y, x_n, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
     b_s = tl.load(s + places, mask=known, other=0.0)[:, None]
-    put(y, tile(x, first, rows, cols, there, x_n, BT) * b_s, first, rows, cols, there, D, BT)
+    value = tile(x, first, rows, cols, there, x_n, BT) * b_s
+    if marks is not None:
+        value = contained(value, marks, y, first, rows, cols, there, D, W, BT)
+    put(y, value, first, rows, cols, there, D, BT)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_skip(o, x, skip, z, y, x_n, z_n, rows, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """skip: of K columns at a time."""
+def pointwise_skip(o, x, skip, z, marks, y, x_n, z_n, rows, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, W: tl.constexpr,
+                   BT: tl.constexpr, BD: tl.constexpr):
+    """skip: of K columns at a time. Heads are of P columns."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     value = tile(o, first, rows, cols, there, D, BT)
+    if marks is not None:
+        places, known = of_heads(first, rows, cols, there, D, P, BT)
+        value += tl.load(marks + places, mask=known, other=0.0)
     if skip is not None:
         value += line(skip, cols // K, there) * tile(x, first, rows, cols, there, x_n, BT)
     if z is not None:
@@ -166,10 +191,13 @@ def widths(plan: Plan, launch: Launch) -> dict[str, int]:
 
 def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | None, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """The outputs, of that dtype. tensors: as named above, in that order, contiguous and of any dtypes; A, b and the sixth x may be None, and
-    so may x and D, or z, of a skip. What a scale and a skip take of a row need not be contiguous."""
+    so may x and D, z, or the marks [rows, H] of a skip, and those of a scale, which gives marks if it gets some. What a scale and a skip take
+    of a row need not be contiguous, but marks."""
     x, family, launch = tensors[0], plan.problem.family, plan.launches[0]
     assert x is not None
     outputs = tuple(torch.empty(x.shape, dtype=dtype, device=x.device) for of in (tensors[2:] if family == MIX else tensors[:1]) if of is not None)
+    if family == SCALE and tensors[2] is not None:
+        outputs = (*outputs, tensors[2].clone())
     if not x.numel():
         return outputs
     facts, rows = widths(plan, launch), plan.problem.T
@@ -180,11 +208,11 @@ def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | Non
         start(launch, pointwise_mix, launch.grid[0], (*tensors, *outputs, *[None] * (6 - len(outputs)), rows), facts)
     elif family == SCALE:
         x, x_n = rows_of(x, facts["D"])
-        start(launch, pointwise_scale, launch.grid[0], (x, tensors[1], *outputs, x_n, rows), facts)
+        start(launch, pointwise_scale, launch.grid[0], (x, tensors[1], outputs[1] if len(outputs) > 1 else None, outputs[0], x_n, rows), facts)
     elif family == SKIP:
         (x, x_n), (z, z_n) = rows_of(tensors[1], facts["D"]), rows_of(tensors[3], facts["D"])
-        start(launch, pointwise_skip, launch.grid[0], (tensors[0], x, tensors[2], z, *outputs, x_n, z_n, rows),
-              {**facts, "K": per_parameter(tensors[2], facts["D"])})
+        start(launch, pointwise_skip, launch.grid[0], (tensors[0], x, tensors[2], z, tensors[4], *outputs, x_n, z_n, rows),
+              {**facts, "K": per_parameter(tensors[2], facts["D"]), "P": plan.problem.K})
     else:
         start(launch, pointwise_key if family == KEY else pointwise_correction, launch.grid[0], (*tensors, *outputs, rows), facts)
     return outputs

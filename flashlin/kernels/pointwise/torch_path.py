@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from flashlin.kernels.pointwise.marks import contained, released
 from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, SCALE, SKIP
 
 Tensor = torch.Tensor
@@ -42,29 +43,35 @@ def correction(o: Tensor, r: Tensor, k: Tensor, u: Tensor, v: Tensor, g: Tensor)
     return (o + (r * k * u).sum(-1, keepdim=True) * v) * g
 
 
-def scale(x: Tensor, step: Tensor) -> Tensor:
+def scale(x: Tensor | None, step: Tensor | None) -> Tensor:
     """x step, x [..., H, K], step [..., H]."""
     wide_x, wide_step = _wide(x, step)
     assert wide_x is not None and wide_step is not None
     return wide_x * wide_step[..., None]
 
 
-def skip(o: Tensor, x: Tensor | None, D: Tensor | None, z: Tensor | None) -> Tensor:
-    """(o + D x) silu(z), all [..., H, K] but D [H] or [H, K]; x and D, or z, may be None."""
+def skip(o: Tensor, x: Tensor | None, D: Tensor | None, z: Tensor | None, marks: Tensor | None) -> Tensor:
+    """(o + D x) silu(z), all [..., H, K] but D [H] or [H, K] and marks [..., H]; x and D, z, or marks may be None."""
     y, x, D, z = _wide(o, x, D, z)
     assert y is not None
+    if marks is not None:
+        y = released(y, marks)
     if x is not None and D is not None:
         y = y + (D if D.ndim == 2 else D[:, None]) * x
     return y if z is None else y * F.silu(z)
 
 
-FUNCTIONS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {GATE: gate, MIX: mix, KEY: key, CORRECTION: correction, SCALE: scale, SKIP: skip}
+FUNCTIONS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {GATE: gate, MIX: mix, KEY: key, CORRECTION: correction, SKIP: skip}
 
 
-def run(family: str, tensors: tuple[Tensor | None, ...], bound: float | None) -> tuple[Tensor, ...]:
+def run(family: str, tensors: tuple[Tensor | None, ...], bound: float | None, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """What forward.run gives. Parameters may have any shape that broadcasts."""
+    *given, marks = tensors
+    if family == SCALE:
+        y = scale(*given).to(dtype)
+        return (y,) if marks is None else contained(y, marks)
     found = FUNCTIONS[family](*tensors, bound) if family == GATE else FUNCTIONS[family](*tensors)
-    return found if isinstance(found, tuple) else (found,)
+    return tuple(y.to(dtype) for y in (found if isinstance(found, tuple) else (found,)))
 
 
 def _wide(*tensors: Tensor | None) -> list[Tensor | None]:
