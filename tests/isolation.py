@@ -9,6 +9,7 @@ the inputs, they have to be the same after NaN and inf were put there. The part 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ CHUNK = 64
 SIZES = {"B": 2, "T": 130, "H": 2, "C": 6, "K": 8, "V": 8, "D": 6, "W": 4, "R": 3, "P": 200,
          "E": 12, "O": 1, "Z": 50, "M": 16, "F": 32}
 EDGES = (0, 5, 5, 75, 175, 182)  # two of about the same length, an empty one, and short ones at both ends
-NUMBERS = torch.bucketize(torch.arange(EDGES[-1]), torch.tensor(EDGES), right=True)[None]  # of each token's sequence
+NUMBERS = [n for n, (first, last) in enumerate(pairwise(EDGES)) for _ in range(first, last)]  # of each token's sequence
 SEQUENCE, TOKEN = 2, 66          # of the packed ones: the one, and the token of it, that get what is not finite
 GATES = ("g", "gk", "gv", "w", "A")
 
@@ -30,7 +31,7 @@ Tensors = dict[str, torch.Tensor]
 class Call(NamedTuple):
     """inputs: "name:LETTERS", a letter for each dimension: B, N (sequences), T, H and C (channels on their own) keep to themselves, all others
     are free; "*name" gets no gradient. outputs: the letters of what comes back. at_once: tokens that are one part. numbered: several sequences to
-    a row, told apart by seq_idx, so that states are of the first and the last."""
+    a row, told apart by seq_idx, so that states are of the first and the last; what is not finite reaches all heads of its own."""
     op: str
     inputs: str
     outputs: str
@@ -57,31 +58,32 @@ class Call(NamedTuple):
         generator = torch.Generator().manual_seed(seed)
         made = {}
         for name, letters in self.layouts().items():
-            x = torch.randn(self.shape(letters), generator=generator)
+            x = torch.randn(self.shape(letters), generator=generator, device="cpu").to(torch.get_default_device())
             small = name in ("k", "kk", "a", "b", "B") and letters.endswith("K")
             made[name] = -0.02 * x.abs() if name in GATES else x.sigmoid() if name in ("beta", "dt") else 0.3 * x if small else x
         return made
 
     def cotangents(self, seed: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(1000 + seed)
-        return [torch.randn(self.shape(letters), generator=generator) for letters in self.outputs.split()]
+        return [torch.randn(self.shape(letters), generator=generator, device="cpu").to(torch.get_default_device())
+                for letters in self.outputs.split()]
 
     def place(self, letters: str, tokens: str) -> tuple[Any, ...]:
-        """Where a tensor holds the token, its part (its chunk), or all of its sequence, in one head."""
+        """Where a tensor holds the token, its part (its chunk), or all of its sequence, in one head (numbered: in all)."""
         first, last = EDGES[SEQUENCE:SEQUENCE + 2] if self.packed or self.numbered else (0, SIZES["T"])
         begin = TOKEN // self.at_once * self.at_once
         token, part = first + TOKEN, slice(first + begin, min(first + begin + self.at_once, last))
         if self.extra.get("reverse"):  # which counts tokens and chunks from the other end
             token, part = first + last - 1 - token, slice(first + last - part.stop, first + last - part.start)
         rows = {"token": token, "part": part, "all": slice(first, last)}[tokens]
-        index = {"T": rows, "B": 0, "N": SEQUENCE if self.packed else 0, "H": 1, "C": 2}
+        index = {"T": rows, "B": 0, "N": SEQUENCE if self.packed else 0, "H": slice(None) if self.numbered and tokens != "token" else 1, "C": 2}
         return tuple(index.get(letter, slice(None)) for letter in letters)
 
     def run(self, inputs: Tensors, cotangents: list[torch.Tensor]) -> tuple[list[torch.Tensor], Tensors]:
         """Outputs, and gradients by name."""
         constant = [one.split(":")[0][1:] for one in self.inputs.split() if one.startswith("*")]
         leaves = {name: x.clone().requires_grad_(name not in constant) for name, x in inputs.items()}
-        bounds = {"cu_seqlens": torch.tensor(EDGES)} if self.packed else {"seq_idx": NUMBERS} if self.numbered else {}
+        bounds = {"cu_seqlens": torch.tensor(EDGES)} if self.packed else {"seq_idx": torch.tensor(NUMBERS)[None]} if self.numbered else {}
         found = (self.function or getattr(flashlin, self.op))(**leaves, **bounds, **self.extra)
         outputs = [found] if isinstance(found, torch.Tensor) else [x for x in found if x is not None]
         assert [tuple(x.shape) for x in outputs] == [tuple(x.shape) for x in cotangents]
@@ -197,7 +199,8 @@ CALLS: list[Call] = [
     Call("causal_conv1d_fn", "x:BCT weight:CW bias:C", "BCT", {"activation": "silu"}),
     Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK D:H z:BTHV initial_states:NHVK", "BTHV NHVK",
          {"chunk_size": 64, "return_final_states": True}),
-    Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK D:H z:BTHV", "BTHV NHVK",
+    # The gradient of the final states marks all of the last sequence, dC too, which does not depend on it.
+    Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK *C:BTHK D:H z:BTHV", "BTHV NHVK",
          {"chunk_size": 64, "return_final_states": True}, at_once=EDGES[-1], numbered=True),
     Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK", "BTHV", {"chunk_size": 64}, at_once=EDGES[-1], numbered=True),
     Call("mamba_split_conv1d_scan_combined", "zxbcdt:BTZ conv1d_weight:FW conv1d_bias:F dt_bias:H A:H D:HV", "BTM",

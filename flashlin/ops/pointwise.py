@@ -41,14 +41,14 @@ def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bo
 
 
 def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype, marked: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """x step in that dtype: x [..., H, K], step [..., H]. With marks [..., H]: contained, and they are marks as well (see marks.py)."""
+    """x step in that dtype: x [..., H, K], step [..., H]. With marks [...]: contained, and they come back with more (marks.py)."""
     H, P = x.shape[-2:]
     y, *beside = run(op, H, P, dtype, x, step.contiguous(), None if marked is None else marked.contiguous(), family=SCALE)
     return y, beside[0] if beside else None
 
 
 def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, dtype: torch.dtype, marked: Tensor | None = None) -> Tensor:
-    """(o + D x) silu(z) in that dtype: o [..., H, K] of float32, D [H] or [H, K] or None, z or None; o of marks [..., H] is released."""
+    """(o + D x) silu(z) in that dtype: o [..., H, K] of float32, D [H] or [H, K] or None, z or None; o with marks [...] is released (marks.py)."""
     H, P = x.shape[-2:]
     y, = run(op, H, P, dtype, o.contiguous(), None if D is None else x, None if D is None else D.contiguous(), z,
              None if marked is None else marked.contiguous(), family=SKIP)

@@ -187,51 +187,44 @@ def _scan(op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Te
         step = step.clamp(lowest, highest)
     decay = step * A.to(compute)
     out_dtype = x.dtype if rounded else compute
-    sharing = None
+    marks = anew = None
     if seq_idx is not None and x.shape[1] > 1:
-        sharing = _Sharing(B, C, decay, h0, seq_idx, bounds)
-        B, C, decay, h0 = sharing.contained
-    v, marks = scaled(op, x, step, dtype, None if sharing is None else sharing.marks)
-    plain = D is None and z is None and sharing is None
+        anew = begins(seq_idx, False)
+        B, C, decay, h0, marks = _contained(B, C, decay, h0, bounds)
+        decay = torch.where(anew[..., None], -math.inf, decay)
+    v, marks = scaled(op, x, step, dtype, marks)
+    plain = D is None and z is None and marks is None
     y, ht = chunked.run(simple_gla.FAMILY, op, (C, B, v, decay, None), 1.0, h0, has_ht, True, bounds,
                         out_dtype=out_dtype if plain else compute, grouped=True)
-    if sharing is not None:
-        assert marks is not None  # for the type checker
-        marks, of_ht = sharing.spread(marks)
-        ht = None if ht is None else released(ht, of_ht)
+    if marks is not None and anew is not None:
+        marks, ht = _released(marks, anew, ht, bounds)
     return y if plain else skipped(op, y, x, D, z, out_dtype, marks), ht
 
 
-class _Sharing:
-    """Sequences that share a row and its state (seq_idx), from which the scan keeps away what is not finite: see kernels/pointwise/marks.py."""
-
-    def __init__(self, B: Tensor, C: Tensor, decay: Tensor, h0: Tensor | None, seq_idx: Tensor, bounds: Tensor | None) -> None:
-        b, T, H = decay.shape
-        self.bounds, self.anew = bounds, begins(seq_idx, True).flatten()
+def _contained(B: Tensor, C: Tensor, decay: Tensor, h0: Tensor | None,
+               bounds: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """What goes into a scan of sequences that share a state, and marks [b, T]: see kernels/pointwise/marks.py. Of the initial states for sequences
+    of bounds only the first one counts; a sequence without tokens keeps its own."""
+    (decay, B, C), marks = contained((decay, B, C), endless=True)
+    if h0 is not None:
+        (state,), of_h0 = contained((h0,), 1)
         if bounds is not None:
-            self.anew |= self.anew.new_zeros(T + 1).index_fill(0, bounds, True)[:T]
-        none = torch.zeros_like(B[..., 0], dtype=torch.float32)
-        B, of_B = contained(B, none)
-        C, of_C = contained(C, none)
-        decay, marks = contained(decay, torch.zeros_like(decay, dtype=torch.float32), -math.inf)
-        marks = marks + of_B.repeat_interleave(H // B.shape[2], 2)
-        self.own = of_C.repeat_interleave(H // B.shape[2], 2)
-        self.of_h0 = None
-        if h0 is not None:
-            h0, self.of_h0 = contained(h0, torch.zeros(h0.shape[:2], device=h0.device))
-            of_first = self.of_h0 if bounds is None else torch.where(bounds[1] > 0, self.of_h0[:1], 0)  # only the first has one
-            marks = marks + F.pad(of_first[:, None], (0, 0, 0, T - 1))
-        self.marks = marks
-        self.contained = B, C, torch.where(begins(seq_idx, False)[..., None], -math.inf, decay), h0
+            state, of_h0 = torch.where(bounds[1] > 0, state, h0), torch.where(bounds[1] > 0, of_h0[:1], 0)
+        h0, marks = state, marks + F.pad(of_h0[:, None], (0, marks.shape[1] - 1))
+    return B, C, decay, h0, marks
 
-    def spread(self, marks: Tensor) -> tuple[Tensor, Tensor]:
-        """The marks of outputs [b, T, H], and those of final states, by marks of what goes into the scan."""
-        both, up_to = spread(marks.flatten(0, 1), self.own.flatten(0, 1), self.anew)
-        if self.bounds is None:
-            return both.view(marks.shape), up_to.view(marks.shape)[:, -1]
-        of_ht = up_to[(self.bounds[1:] - 1).clamp(min=0)]
-        untouched = torch.zeros_like(of_ht) if self.of_h0 is None else self.of_h0
-        return both.view(marks.shape), torch.where(self.bounds.diff()[:, None] == 0, untouched, of_ht)
+
+def _released(marks: Tensor, anew: Tensor, ht: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The marks of what comes out, and the final states with theirs."""
+    if bounds is not None:
+        anew = F.pad(anew, (0, 1)).index_fill(1, bounds.long(), True)[:, :-1]
+    up_to = spread(marks, anew)
+    if ht is not None and bounds is None:
+        ht = released(ht, up_to[:, -1])
+    elif ht is not None and bounds is not None:
+        last = up_to[0, (bounds[1:] - 1).clamp(min=0)]
+        ht = torch.where((bounds.diff() == 0)[:, None, None, None], ht, released(ht, last))
+    return up_to, ht
 
 
 def _layout(zxbcdt: Any, weight: Any, D: Any, headdim: int | None, ngroups: int) -> tuple[int, int, int, int]:

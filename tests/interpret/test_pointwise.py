@@ -120,7 +120,7 @@ def test_parts_of_a_scan_take_rows_as_they_lie(lies: str, given: str) -> None:
     x, z = (SLICES[lies](torch.randn(2, 7, 24, generator=generator)).unflatten(2, (3, 4)).requires_grad_() for _ in range(2))
     step, o = (torch.randn(2, 7, 3, *size, generator=generator).requires_grad_() for size in ((), (4,)))
     D = torch.randn(3, *[4] * ("columns" in given), generator=generator).requires_grad_()
-    marks = torch.zeros(2, 7, 3) if "marks" in given else None
+    marks = torch.zeros(2, 7) if "marks" in given else None
     with poisoned():
         y, marks = pointwise.scaled("mamba_chunk_scan_combined", x, step, torch.float32, marks)
         out = pointwise.skipped("mamba_chunk_scan_combined", o, x, D if "D" in given else None, z if "z" in given else None, torch.float32, marks)
@@ -144,8 +144,8 @@ def test_parts_of_a_scan_mark_what_is_not_finite(given: str, columns: int) -> No
     """As the torch path does, with heads on both sides of a strip's edge."""
     generator = torch.Generator().manual_seed(0)
     x, z, o, dy, dout = (torch.randn(2, 7, 3, columns, generator=generator) for _ in range(5))
-    step, D, marks = torch.randn(2, 7, 3, generator=generator), torch.randn(3, generator=generator), torch.zeros(2, 7, 3)
-    x[0, 1, 2, 3], step[1, 3, 0], marks[0, 5, 1], dout[1, 6, 1, -1] = torch.inf, torch.nan, torch.nan, -torch.inf
+    step, D, marks = torch.randn(2, 7, 3, generator=generator), torch.randn(3, generator=generator), torch.zeros(2, 7)
+    x[0, 1, 2, 3], step[1, 3, 0], marks[0, 5], dout[1, 6, 1, -1] = torch.inf, torch.nan, torch.nan, -torch.inf
 
     def run() -> list[torch.Tensor]:
         leaves = [t.clone().requires_grad_() for t in (x, step, o, *[D] * ("D" in given), *[z] * ("z" in given))]

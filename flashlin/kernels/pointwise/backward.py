@@ -19,7 +19,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.pointwise.forward import contained, line, of_head, of_heads, opened, per_parameter, put, rows_of, strip_of, tile, widths
+from flashlin.kernels.pointwise.forward import contained, line, of_head, of_rows, opened, per_parameter, put, rows_of, strip_of, tile, widths
 from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, SCALE, SKIP
 from flashlin.kernels.recurrent.forward import softplus
 
@@ -152,18 +152,18 @@ def pointwise_scale_backward(x, s, dy, dmarks, dx, ds, x_n, rows, D: tl.constexp
     b_s = tl.load(s + places, mask=known, other=0.0)[:, None]
     b_dy = tile(dy, first, rows, cols, there, D, BT)
     b_dx = b_dy * b_s
-    b_ds = tl.sum(b_dy * tile(x, first, rows, cols, there, x_n, BT), 1)
+    products = b_dy * tile(x, first, rows, cols, there, x_n, BT)
     if dmarks is not None:
-        b_dmarks = tl.load(dmarks + places, mask=known, other=0.0)
-        b_dx += b_dmarks[:, None]
-        b_ds += b_dmarks
+        b_dmarks = of_rows(dmarks, first, rows, BT)
+        b_dx += b_dmarks
+        products += b_dmarks
     put(dx, b_dx, first, rows, cols, there, D, BT)
-    tl.store(ds + places, b_ds, mask=known)
+    tl.store(ds + places, tl.sum(products, 1), mask=known)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_skip_backward(dy, o, x, skip, z, marks, do, dx, dz, dmarks, shares, x_n, z_n, rows, D: tl.constexpr, K: tl.constexpr,
-                            P: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr):
+                            W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr):
     """Without z and marks do is dy, and not written. dmarks: zeros."""
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
@@ -181,12 +181,11 @@ def pointwise_skip_backward(dy, o, x, skip, z, marks, do, dx, dz, dmarks, shares
             on = tl.sigmoid(b_z)
             value = tile(o, first, rows, cols, there, D, BT) + b_skip * b_x
             if marks is not None:
-                places, known = of_heads(first, rows, cols, there, D, P, BT)
-                value += tl.load(marks + places, mask=known, other=0.0)
+                value += of_rows(marks, first, rows, BT)
             put(dz, p * value * on * (1 + b_z * (1 - on)), first, rows, cols, there, D, BT)
             p *= b_z * on
         if marks is not None:
-            put(do, contained(p, dmarks, do, first, rows, cols, there, D, P, BT), first, rows, cols, there, D, BT)
+            put(do, contained(p, dmarks, do, first, rows, there, BT), first, rows, cols, there, D, BT)
         elif z is not None:
             put(do, p, first, rows, cols, there, D, BT)
         if skip is not None:
@@ -232,7 +231,7 @@ def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], dys: tuple[torch.T
         do, dx, _, dz, dmarks = found
         start(launch, pointwise_skip_backward, launch.grid[0],
               (dy, tensors[0], x, tensors[2], z, tensors[4], do, dx, dz, dmarks, shares, x_n, z_n, rows),
-              {**facts, "K": per_parameter(tensors[2], D), "P": plan.problem.K})
+              {**facts, "K": per_parameter(tensors[2], D)})
     elif dy.numel():
         start(launch, pointwise_key_backward if family == KEY else pointwise_correction_backward, launch.grid[0],
               (*tensors, *dys, *made, shares, rows), facts)

@@ -6,7 +6,7 @@
     correction   y = (o + s v) g,  s = sum over a head's columns of r k u                           u: of a column
     scale        y = x s                                                                            s: of a row's head
     skip         y = (o + D x) silu(z)                                                              D: of a head or a column
-    marked       a scale gives 0 for what is not finite, and marks its row's head; a skip adds the marks to o      (flashlin/ops/marks.py)
+    marked       a scale gives 0 for what is not finite, and marks its row; a skip adds the marks of its row to o      (marks.py)
 A program owns BT rows and a strip of BD columns; for the correction and the scale a strip is a head, so that sums over it are at home.
 """
 
@@ -120,19 +120,20 @@ def of_head(first, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def of_heads(first, rows, cols, there, D: tl.constexpr, P: tl.constexpr, BT: tl.constexpr):
-    """Where each element's head, of P columns, is in a [rows, heads] tensor: places, and which of them there are."""
+def of_rows(marks, first, rows, BT: tl.constexpr):
+    """[BT, 1]: the marks of rows."""
     row = first + tl.arange(0, BT)
-    return row[:, None] * (D // P) + (cols // P)[None, :], (row < rows)[:, None] & there[None, :]
+    return tl.load(marks + row, mask=row < rows, other=0.0)[:, None]
 
 
 @triton.jit
-def contained(value, marks, stored, first, rows, cols, there, D: tl.constexpr, P: tl.constexpr, BT: tl.constexpr):
-    """value, with 0 for what is not finite in the dtype of the pointer it will be stored to. Its row's head is marked: by whoever meets such an
-    element, with the same NaN, so that no order matters."""
-    places, known = of_heads(first, rows, cols, there, D, P, BT)
+def contained(value, marks, stored, first, rows, there, BT: tl.constexpr):
+    """value, with 0 for what is not finite in the dtype of the pointer it will be stored to. Its row is marked: by whoever meets such an element,
+    with the same NaN, so that no order matters."""
+    row = first + tl.arange(0, BT)
     fine = tl.abs(value.to(stored.dtype.element_ty).to(tl.float32)) < float("inf")
-    tl.store(marks + places, tl.full(value.shape, float("nan"), dtype=tl.float32), mask=known & (fine == 0))
+    broken = ((row < rows)[:, None] & there[None, :]) & (fine == 0)
+    tl.store(marks + tl.broadcast_to(row[:, None], value.shape), tl.full(value.shape, float("nan"), dtype=tl.float32), mask=broken)
     return tl.where(fine, value, 0.0)
 
 
@@ -144,20 +145,19 @@ def pointwise_scale(x, s, marks, y, x_n, rows, D: tl.constexpr, W: tl.constexpr,
     b_s = tl.load(s + places, mask=known, other=0.0)[:, None]
     value = tile(x, first, rows, cols, there, x_n, BT) * b_s
     if marks is not None:
-        value = contained(value, marks, y, first, rows, cols, there, D, W, BT)
+        value = contained(value, marks, y, first, rows, there, BT)
     put(y, value, first, rows, cols, there, D, BT)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_skip(o, x, skip, z, marks, y, x_n, z_n, rows, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, W: tl.constexpr,
-                   BT: tl.constexpr, BD: tl.constexpr):
-    """skip: of K columns at a time. Heads are of P columns."""
+def pointwise_skip(o, x, skip, z, marks, y, x_n, z_n, rows, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
+                   BD: tl.constexpr):
+    """skip: of K columns at a time."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     value = tile(o, first, rows, cols, there, D, BT)
     if marks is not None:
-        places, known = of_heads(first, rows, cols, there, D, P, BT)
-        value += tl.load(marks + places, mask=known, other=0.0)
+        value += of_rows(marks, first, rows, BT)
     if skip is not None:
         value += line(skip, cols // K, there) * tile(x, first, rows, cols, there, x_n, BT)
     if z is not None:
@@ -191,7 +191,7 @@ def widths(plan: Plan, launch: Launch) -> dict[str, int]:
 
 def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | None, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """The outputs, of that dtype. tensors: as named above, in that order, contiguous and of any dtypes; A, b and the sixth x may be None, and
-    so may x and D, z, or the marks [rows, H] of a skip, and those of a scale, which gives marks if it gets some. What a scale and a skip take
+    so may x and D, z, or the marks [rows] of a skip, and those of a scale, which gives marks if it gets some. What a scale and a skip take
     of a row need not be contiguous, but marks."""
     x, family, launch = tensors[0], plan.problem.family, plan.launches[0]
     assert x is not None
@@ -212,7 +212,7 @@ def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | Non
     elif family == SKIP:
         (x, x_n), (z, z_n) = rows_of(tensors[1], facts["D"]), rows_of(tensors[3], facts["D"])
         start(launch, pointwise_skip, launch.grid[0], (tensors[0], x, tensors[2], z, tensors[4], *outputs, x_n, z_n, rows),
-              {**facts, "K": per_parameter(tensors[2], facts["D"]), "P": plan.problem.K})
+              {**facts, "K": per_parameter(tensors[2], facts["D"])})
     else:
         start(launch, pointwise_key if family == KEY else pointwise_correction, launch.grid[0], (*tensors, *outputs, rows), facts)
     return outputs

@@ -2,11 +2,12 @@
 
 A scan that forgets by a decay of zero computes 0 x NaN = NaN: one such element would reach every later sequence of its row, and by the gradients
 every earlier one. So a scan whose sequences share rows (seq_idx of Mamba2) never sees it. What goes in is *contained*: 0 stands for what is not
-finite, and a mark is left for its token and head, 0 or NaN. The marks are *spread* over their sequence, and what comes out is *released*: the marks
-are added to it. Backward the gradients of outputs are contained, theirs released, and the marks that connect them are spread the other way.
+finite, and its token gets a mark, 0 or NaN. The marks are *spread* over their sequence, and what comes out is *released*: the marks are added to
+it. Backward the gradients of outputs are contained, theirs released, and the marks that connect them are spread the other way.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,59 +15,58 @@ import torch
 Tensor = torch.Tensor
 
 
-def contained(x: Tensor, marks: Tensor, lowest: float = 0.0) -> tuple[Tensor, Tensor]:
-    """x, with 0 for what is not finite (and ``lowest`` for -inf, which is not marked if that is what it is), and marks with what is met. marks: of
-    x's first dimensions."""
-    found: tuple[Tensor, Tensor] = _Contained.apply(x, marks, lowest)
-    return found
+def contained(xs: Sequence[Tensor], dims: int = 2, endless: bool = False) -> tuple[list[Tensor], Tensor]:
+    """The tensors with 0 for what is not finite, and marks for it, of the tensors' first dims. endless: -inf in the first one (a log decay) is as
+    good as finite, and stays."""
+    *ys, marks = _Contained.apply(dims, endless, *xs)
+    return ys, marks
 
 
 def released(x: Tensor, marks: Tensor) -> Tensor:
-    """x + marks; a gradient that is not finite does not reach x, but it marks."""
+    """x + marks, which are of its first dimensions; a gradient that is not finite does not reach x, but it marks."""
     y: Tensor = _Released.apply(x, marks)
     return y
 
 
-def spread(marks: Tensor, own: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
-    """Two marks [R, H] for each of R tokens in a row: that of its sequence up to there, together with the token's own, which other tokens do not
-    see; and the former alone. begins: whether a token begins a sequence, [R].
+def spread(marks: Tensor, begins: Tensor) -> Tensor:
+    """The marks [b, T] of each sequence up to each token. begins: whether a token begins a sequence, [b, T]; the first of a row does.
 
-    Where anything of a sequence is marked, so are all its gradients. Else a token's gradient is marked where that of a later one is, and its own
-    where its own is."""
-    found: tuple[Tensor, Tensor] = _Spread.apply(marks, own, begins)
-    return found
+    Where a token is marked, so are all gradients of its sequence; where a gradient is, so are those of the tokens up to there."""
+    up_to: Tensor = _Spread.apply(marks, begins)
+    return up_to
 
 
-def _marks(x: Tensor, dims: int, lowest: float = 0.0) -> Tensor:
-    """0, or NaN where any of an element's last dimensions, down to so many, is not finite."""
-    x = (x.clamp(min=-1) if lowest == -torch.inf else x) * 0
-    return x.float().flatten(dims).sum(-1) if x.ndim > dims else x.float()
+def _marks(x: Tensor, dims: int, endless: bool = False) -> Tensor:
+    """0, or NaN where the largest absolute value in the dimensions after the first dims is not finite."""
+    largest = x.amax(tuple(range(dims, x.ndim))) if endless else torch.linalg.vector_norm(x, torch.inf, tuple(range(dims, x.ndim)))
+    return 0 * largest.float()
 
 
-def _finite(x: Tensor, lowest: float = 0.0) -> Tensor:
-    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=lowest)
+def _finite(x: Tensor, endless: bool = False) -> Tensor:
+    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=-torch.inf if endless else 0.0)
 
 
-def _over(marks: Tensor, x: Tensor) -> Tensor:
-    """Marks in a shape that broadcasts with x, in its dtype."""
-    return marks.reshape(*marks.shape, *[1] * (x.ndim - marks.ndim)).to(x.dtype)
+def _plus(x: Tensor, marks: Tensor) -> Tensor:
+    return x + marks.reshape(*marks.shape, *[1] * (x.ndim - marks.ndim)).to(x.dtype)
 
 
 class _Contained(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, marks: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
-        return _finite(x, lowest), marks + _marks(x, marks.ndim, lowest)
+    def forward(ctx: Any, dims: int, endless: bool, *xs: Tensor) -> tuple[Tensor, ...]:
+        first, *others = xs
+        return (_finite(first, endless), *(_finite(x) for x in others),
+                sum((_marks(x, dims) for x in others), start=_marks(first, dims, endless)))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dmarks: Tensor) -> tuple[Tensor, Tensor, None]:
-        return dy + _over(dmarks, dy), dmarks, None
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(_plus(dy, dys[-1]) for dy in dys[:-1])
 
 
 class _Released(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, marks: Tensor) -> Tensor:
         ctx.dims = marks.ndim
-        return x + _over(marks, x)
+        return _plus(x, marks)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,20 +75,23 @@ class _Released(torch.autograd.Function):
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, marks: Tensor, own: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
-        place = torch.arange(len(begins), device=marks.device)
-        start = torch.where(begins, place, 0).cummax(0).values[:, None].expand_as(marks)
-        nan = torch.full((), torch.nan, dtype=marks.dtype, device=marks.device)
-        first = torch.full_like(start, len(begins)).scatter_reduce(0, start, torch.where(marks.isnan(), place[:, None], len(begins)), "amin")
-        up_to = torch.where(place[:, None] >= first.gather(0, start), nan, 0)
-        both = up_to + own
-        ctx.save_for_backward(place, start, both)
-        return both, up_to
+    def forward(ctx: Any, marks: Tensor, begins: Tensor) -> Tensor:
+        rows = begins.numel()
+        place = torch.arange(rows, device=marks.device)
+        sequence = (begins.cumsum(1) + place.view_as(begins)[:, :1]).flatten()
+        first = place.new_full((rows,), rows).scatter_reduce(0, sequence, torch.where(marks.isnan().flatten(), place, rows), "amin")
+        up_to = _nan_where(place >= first[sequence], marks)
+        ctx.save_for_backward(place, sequence, up_to)
+        return up_to
 
     @staticmethod
-    def backward(ctx: Any, dboth: Tensor, dup_to: Tensor) -> tuple[Tensor, Tensor, None]:
-        place, start, both = ctx.saved_tensors
-        last = torch.where(both.isnan(), len(place), torch.where((dboth + dup_to).isnan(), place[:, None], -1))
-        last = torch.full_like(start, -1).scatter_reduce(0, start, last, "amax").gather(0, start)
-        nan = torch.full((), torch.nan, dtype=both.dtype, device=both.device)
-        return torch.where(place[:, None] <= last, nan, 0), torch.where(last == len(place), nan, dboth), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        place, sequence, up_to = ctx.saved_tensors
+        rows = len(place)
+        reach = torch.where(up_to.isnan(), rows, torch.where(dy.isnan(), place.view_as(dy), -1)).flatten()
+        last = place.new_full((rows,), -1).scatter_reduce(0, sequence, reach, "amax")
+        return _nan_where(place <= last[sequence], dy), None
+
+
+def _nan_where(marked: Tensor, like: Tensor) -> Tensor:
+    return torch.where(marked, torch.nan, 0.0).to(like.dtype).view_as(like)

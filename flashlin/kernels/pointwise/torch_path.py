@@ -51,7 +51,7 @@ def scale(x: Tensor | None, step: Tensor | None) -> Tensor:
 
 
 def skip(o: Tensor, x: Tensor | None, D: Tensor | None, z: Tensor | None, marks: Tensor | None) -> Tensor:
-    """(o + D x) silu(z), all [..., H, K] but D [H] or [H, K] and marks [..., H]; x and D, z, or marks may be None."""
+    """(o + D x) silu(z), all [..., H, K] but D [H] or [H, K] and marks [...]; x and D, z, or marks may be None."""
     y, x, D, z = _wide(o, x, D, z)
     assert y is not None
     if marks is not None:
@@ -69,7 +69,10 @@ def run(family: str, tensors: tuple[Tensor | None, ...], bound: float | None, dt
     *given, marks = tensors
     if family == SCALE:
         y = scale(*given).to(dtype)
-        return (y,) if marks is None else contained(y, marks)
+        if marks is None:
+            return (y,)
+        (y,), met = contained((y,))
+        return y, marks + met
     found = FUNCTIONS[family](*tensors, bound) if family == GATE else FUNCTIONS[family](*tensors)
     return tuple(y.to(dtype) for y in (found if isinstance(found, tuple) else (found,)))
 
