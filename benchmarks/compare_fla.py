@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from flashlin.testing.peers import module_of
+from matrix.peer_table import module_of
 
 FIRST_CALL = """
 import time, torch, json

@@ -29,8 +29,9 @@ from flashlin import dispatch, policy
 from flashlin.compat.target import Target, parse, pretend, probe
 from flashlin.guards.problem import Plan, Problem
 from flashlin.kernels.norm.recipe import RMS
-from flashlin.ops import chunked, norm, simple_gla
-from flashlin.ops.planned import planned, wants_grad
+from flashlin.ops import norm, simple_gla
+from flashlin.ops._common import chunked
+from flashlin.ops._common.planned import planned, wants_grad
 
 LIMIT = 5.0  # microseconds that planning may add to a call
 RUNS, CALLS = 101, 1000

@@ -47,15 +47,15 @@ _HOME = {
     "flashlin.modules.cross_entropy": ("FusedCrossEntropyLoss", "FusedLinearCrossEntropyLoss"),
     "flashlin.modules.norm_gated": ("RMSNormGated",),
     "flashlin.modules.conv": ("ShortConvolution",),
-    "flashlin.diagnosis": ("doctor", "explain"),
+    "flashlin.diagnostics.doctor": ("doctor", "explain"),
     "flashlin.dispatch": ("plan",),
     "flashlin.policy": ("settings", "Policy"),
     "flashlin.compat.target": ("Target",),
     "flashlin.guards.problem": ("Problem", "UnsupportedError"),
-    "flashlin.report": ("Report",),
-    "flashlin.shielding": ("shield",),
-    "flashlin.tuning": ("autotune",),
-    "flashlin.patching": ("patch", "patched", "unpatch"),
+    "flashlin.diagnostics.report": ("Report",),
+    "flashlin.shielding.launcher": ("shield",),
+    "flashlin.shielding.autotune": ("autotune",),
+    "flashlin.integrations.patching": ("patch", "patched", "unpatch"),
     "flashlin.trial.warmup": ("warmup",),
     "flashlin.tokens": ("check_tokens", "embedding", "guard_embeddings", "synchronize"),
 }
@@ -64,11 +64,15 @@ __all__ = sorted([*_WHERE, "__version__"])
 
 if TYPE_CHECKING:
     from flashlin.compat.target import Target as Target
-    from flashlin.diagnosis import doctor as doctor
-    from flashlin.diagnosis import explain as explain
+    from flashlin.diagnostics.doctor import doctor as doctor
+    from flashlin.diagnostics.doctor import explain as explain
+    from flashlin.diagnostics.report import Report as Report
     from flashlin.dispatch import plan as plan
     from flashlin.guards.problem import Problem as Problem
     from flashlin.guards.problem import UnsupportedError as UnsupportedError
+    from flashlin.integrations.patching import patch as patch
+    from flashlin.integrations.patching import patched as patched
+    from flashlin.integrations.patching import unpatch as unpatch
     from flashlin.modules.conv import ShortConvolution as ShortConvolution
     from flashlin.modules.cross_entropy import FusedCrossEntropyLoss as FusedCrossEntropyLoss
     from flashlin.modules.cross_entropy import FusedLinearCrossEntropyLoss as FusedLinearCrossEntropyLoss
@@ -163,19 +167,15 @@ if TYPE_CHECKING:
     from flashlin.ops.ssd import mamba_split_conv1d_scan_combined as mamba_split_conv1d_scan_combined
     from flashlin.ops.state_update import selective_state_update as selective_state_update
     from flashlin.ops.token_shift import token_shift as token_shift
-    from flashlin.patching import patch as patch
-    from flashlin.patching import patched as patched
-    from flashlin.patching import unpatch as unpatch
     from flashlin.policy import Policy as Policy
     from flashlin.policy import settings as settings
-    from flashlin.report import Report as Report
-    from flashlin.shielding import shield as shield
+    from flashlin.shielding.autotune import autotune as autotune
+    from flashlin.shielding.launcher import shield as shield
     from flashlin.tokens import check_tokens as check_tokens
     from flashlin.tokens import embedding as embedding
     from flashlin.tokens import guard_embeddings as guard_embeddings
     from flashlin.tokens import synchronize as synchronize
     from flashlin.trial.warmup import warmup as warmup
-    from flashlin.tuning import autotune as autotune
 
 
 def __getattr__(name: str) -> Any:

@@ -164,7 +164,7 @@ def run(argv: list[str] | None) -> int:
 
 
 def doctor(run: bool, target: str | None, op: str | None, fail_on: Any, json: bool, markdown: bool) -> tuple[str, int]:
-    report = load("diagnosis").doctor(run=run, target=target, op=op)
+    report = load("diagnostics.doctor").doctor(run=run, target=target, op=op)
     return report.model_dump_json(indent=2) if json else report.markdown() if markdown else report.text(), int(report.fails(fail_on))
 
 
@@ -189,7 +189,7 @@ def warmup(op: list[str], dtype: list[str], head_dim: list[int], device: str, jo
 
 def explain(op: str, target: str | None, B: int, T: int | None, H: int | None, K: int | None, V: int | None, N: int | None, dtype: str,
             varlen: bool, needs_grad: bool, mode: str | None) -> tuple[str, int]:
-    return load("diagnosis").explain(op, target=target, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype, varlen=varlen, needs_grad=needs_grad,
+    return load("diagnostics.doctor").explain(op, target=target, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype, varlen=varlen, needs_grad=needs_grad,
                                      mode=mode), 0
 
 

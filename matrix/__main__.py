@@ -11,9 +11,10 @@ sys.path.insert(0, str(HERE.parent))  # the checkout it belongs to, wherever it 
 
 from tqdm import tqdm  # noqa: E402
 
-from flashlin.testing import matrix, support  # noqa: E402
-from flashlin.testing.results import Matrix, load_matrix, load_result  # noqa: E402
-from flashlin.testing.squares import Found, Planned  # noqa: E402
+from matrix import run as runner  # noqa: E402
+from matrix import support  # noqa: E402
+from matrix.results import Matrix, load_matrix, load_result  # noqa: E402
+from matrix.squares import Found, Planned  # noqa: E402
 
 RESULTS, CELLS, PAGE = HERE / "results", HERE / "cells.toml", HERE.parent / "build" / "support.html"
 
@@ -45,7 +46,7 @@ def planned(whole: Matrix) -> list[Found]:
     bar, every = Bar(), []
     for cell in whole.cell:
         bar.cell = cell.triton
-        every.append(Found(load_result(RESULTS, cell), matrix.plans(cell, whole.card, bar) if "plan" in cell.layers else Planned()))
+        every.append(Found(load_result(RESULTS, cell), runner.plans(cell, whole.card, bar) if "plan" in cell.layers else Planned()))
         bar.close()
     return every
 
@@ -84,7 +85,7 @@ def main() -> int:
             (options.out / f"{cell.name}.json").unlink(missing_ok=True)
         bar.cell = cell.triton
         cards = tuple(card for card in whole.card if not options.card or card.name in options.card)
-        found = matrix.run(cell, cards, options.out, tuple(options.layer), jobs=options.jobs, timeout=options.timeout, progress=bar)
+        found = runner.run(cell, cards, options.out, tuple(options.layer), jobs=options.jobs, timeout=options.timeout, progress=bar)
         bar.close()
         lines = support.failures(whole, found)
         failed += len(lines) if cell.kind == "gate" else 0

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlin.testing.peers import module_of
+from matrix.peer_table import module_of
 
 # What a row of the table asks: sizes, dtype, and what is looked at.
 ASPECTS: dict[str, str] = {

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from flashlin import report
 from flashlin.compat.target import parse
-from flashlin.machine import Machine
+from flashlin.diagnostics import report
+from flashlin.diagnostics.machine import Machine
+from flashlin.diagnostics.report import Report
 from flashlin.policy import Policy
-from flashlin.report import Report
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("FLASHLIN_", "TRITON_"))}

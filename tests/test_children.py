@@ -10,7 +10,8 @@ import pytest
 
 from flashlin.compat.child import end, python
 
-PACKAGE = Path(__file__).resolve().parents[1] / "flashlin"
+ROOT = Path(__file__).resolve().parents[1]
+OURS = [*(ROOT / "flashlin").rglob("*.py"), ROOT / "matrix" / "run.py", ROOT / "matrix" / "gpu.py"]
 TRAP = "import os; open(os.environ['TRAP'], 'w').write(__name__); raise SystemExit(3)"
 
 
@@ -26,8 +27,8 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("module, arguments", [
-    ("flashlin.trial.child", ["--help"]), ("flashlin.testing.compile", ["--help"]), ("flashlin.testing.quick", ["--help"]),
-    ("flashlin.testing.gpu", ["--help"])])
+    ("flashlin.trial.child", ["--help"]), ("flashlin.testing.compile", ["--help"]), ("flashlin.diagnostics.quick", ["--help"]),
+    ("matrix.gpu", ["--help"])])
 def test_what_lies_in_the_current_directory_is_left_alone(module: str, arguments: list[str], trap: Path) -> None:
     ran = subprocess.run(python(module, *arguments), capture_output=True, text=True, timeout=120, check=False)
     assert (ran.returncode, trap.exists()) == (0, False), ran.stderr
@@ -45,11 +46,11 @@ def test_the_parent_s_path_is_the_child_s(tmp_path: Path, monkeypatch: pytest.Mo
 def test_every_child_of_ours_is_started_so() -> None:
     """A command of [sys.executable, "-m", ...] would have the current directory on its path."""
     found = []
-    for path in PACKAGE.rglob("*.py"):
+    for path in OURS:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "sys.executable":
                 found.append(f"{path.name}: {' '.join(ast.unparse(part) for part in node.elts[1:3])}")
-    assert sorted(found) == ["child.py: '-c' _BEGIN", "matrix.py: '-c' IMPORTS"]
+    assert sorted(found) == ["child.py: '-c' _BEGIN", "run.py: '-c' IMPORTS"]
 
 
 def test_a_child_is_ended_with_what_it_has_started() -> None:

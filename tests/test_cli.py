@@ -11,7 +11,7 @@ import pytest
 
 import flashlin
 from flashlin.__main__ import main
-from flashlin.report import Report
+from flashlin.diagnostics.report import Report
 from flashlin.trial import run as trials
 from flashlin.trial import warmup
 from tests.machines import BROKEN, CLEAN, H200, NO_TORCH, ROOT, package, run
@@ -53,7 +53,7 @@ def test_the_version_is_told_however_broken_the_rest_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("missing", "fix", "command"), [
     ("pydantic", '"pydantic>=2"', "doctor --json"), ("packaging", '"packaging>=22"', "doctor"), ("pydantic_core", '"pydantic>=2"', "doctor"),
-    ("flashlin.kernels.conv.recipe", "--no-deps flashlin", "doctor"), ("flashlin.outlook", "--no-deps flashlin", "explain chunk_gla"),
+    ("flashlin.kernels.conv.recipe", "--no-deps flashlin", "doctor"), ("flashlin.diagnostics.outlook", "--no-deps flashlin", "explain chunk_gla"),
     ("flashlin.trial.warmup", "--no-deps flashlin", "warmup")])
 def test_a_flashlin_that_cannot_be_loaded_is_one_line(missing: str, fix: str, command: str) -> None:
     done = run(*command.split(), before=f"import sys; sys.modules[{missing!r}] = None")

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import flashlin
-from flashlin import diagnosis, machine, policy
+from flashlin import policy
 from flashlin.compat import target as targets
+from flashlin.diagnostics import doctor as diagnosis
+from flashlin.diagnostics import machine
+from flashlin.diagnostics.report import Check, Report
 from flashlin.guards import verdicts
-from flashlin.report import Check, Report
 from flashlin.testing import environments
 from tests.machines import H200, check, made, package, read, run
 

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 
 import flashlin
-from flashlin import calls, diagnosis, dispatch, machine, outlook, policy, report
+from flashlin import dispatch, policy
 from flashlin.__main__ import main
 from flashlin.compat.target import Target, parse
+from flashlin.diagnostics import calls, machine, outlook, quick, report
+from flashlin.diagnostics import doctor as diagnosis
+from flashlin.diagnostics.machine import CHECKS, Machine, checkup
+from flashlin.diagnostics.report import Report
 from flashlin.dispatch import OPS
-from flashlin.machine import CHECKS, Machine, checkup
 from flashlin.policy import Policy
-from flashlin.report import Report
-from flashlin.testing import quick
 from tests.machines import BROKEN, H200, NO_TORCH, check, installed, made, package, read, run
 
 
@@ -423,7 +424,8 @@ def test_what_identifies_a_machine_stays_out(monkeypatch: pytest.MonkeyPatch) ->
 
 PLANTED = """
     import os, sys, torch
-    from flashlin.testing import cases, quick
+    from flashlin.testing import cases
+    from flashlin.diagnostics import quick
     from flashlin.testing.compare import Case
 
     def make(device, dtype, generator):

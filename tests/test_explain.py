@@ -9,13 +9,15 @@ import pytest
 import torch
 
 import flashlin
-from flashlin import calls, diagnosis, dispatch
+from flashlin import dispatch
 from flashlin.__main__ import main
 from flashlin.compat.target import Target, parse
+from flashlin.diagnostics import calls
+from flashlin.diagnostics import doctor as diagnosis
 from flashlin.dispatch import OPS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.policy import Policy
-from flashlin.testing import workload
+from matrix import workload
 from tests.machines import H200, made
 
 # What the calls of the matrix are called with, as a user would say it.

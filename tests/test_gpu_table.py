@@ -1,4 +1,4 @@
-"""Which GPUs of a machine share the cases of ``python -m flashlin.testing.gpu``, and which a record spares it. What it does there: tests/gpu."""
+"""Which GPUs of a machine share the cases of ``python -m matrix.gpu``, and which a record spares it. What it does there: tests/gpu."""
 from __future__ import annotations
 
 import json
@@ -11,7 +11,8 @@ import torch
 from flashlin import settings
 from flashlin.compat import target
 from flashlin.compat.target import parse
-from flashlin.testing import cases, gpu
+from flashlin.testing import cases
+from matrix import gpu
 
 
 @pytest.mark.parametrize(("shown", "names"), [(None, ["0", "2"]), ("4,5,7", ["4", "7"])])

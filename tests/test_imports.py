@@ -17,17 +17,21 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashlin"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Imports go this way only: a room may import itself and the rooms before it. What is in no room comes last.
-ROOMS = ("compat", "guards", "kernels", "dispatch", "trial", "ops", "modules")
-REST = len(ROOMS)
-# What only child processes run belongs to no room: it may import all of them, and nobody imports it.
-CHILDREN = ("flashlin.trial.child",)
+# Imports go this way only: a room may import itself and the rooms before it. PUBLIC is flashlin itself, whose names are lazy, with what lies
+# beside the rooms; the rooms after it use the ops as a user does.
+PUBLIC = "(public names)"
+ROOMS = ("compat", "guards", "kernels", "dispatch", "trial", "ops", "modules", PUBLIC, "testing", "shielding", "integrations", "diagnostics",
+         "__main__")
+# What child processes run. The first ones run in children only: they may import every room, and nobody imports them.
+CHILDREN = ("flashlin.trial.child", "flashlin.testing.plugin_child")
+STARTED = (*CHILDREN, "flashlin.testing.compile", "flashlin.diagnostics.quick")
 # Settings belong to no room: everything from the guards on obeys them, and compat, which states facts, does not. They know those facts.
 ANYWHERE_BUT_COMPAT = "flashlin.policy"
 
 # Doctor answers on a machine where torch or Triton is broken, and plans are made for machines that have neither.
 NO_TORCH = ("guards/problem.py", "guards/limits.py", "kernels/*/recipe.py", "kernels/shield/source.py", "kernels/variants.py", "kernels/configs.py",
-            "dispatch.py", "calls.py", "diagnosis.py", "policy.py", "compat/versions.py", "compat/target.py", "compat/known_issues.py",
+            "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "policy.py",
+            "compat/versions.py", "compat/target.py", "compat/known_issues.py",
             "__init__.py", "*/__init__.py", "kernels/*/__init__.py")
 
 
@@ -54,9 +58,9 @@ def module_of(path: Path) -> str:
 
 
 def room(module: str) -> int:
-    """The room's place in the order; ``flashlin`` itself, whose names are lazy, may be imported by the rest only."""
+    """The room's place in the order."""
     second = module.split(".")[1] if "." in module else ""
-    return ROOMS.index(second) if second in ROOMS and module not in CHILDREN else REST
+    return len(ROOMS) if module in CHILDREN else ROOMS.index(second if second in ROOMS else PUBLIC)
 
 
 def wrong_way(module: str, imported: list[str]) -> list[str]:
@@ -77,6 +81,21 @@ def test_imports_go_one_way(path: Path) -> None:
 def test_nobody_imports_what_children_run() -> None:
     for path in FILES:
         assert not {*CHILDREN} & {*imports(ast.parse(path.read_text()), module_of(path), everywhere=True)}, path
+
+
+def test_what_children_run_is_known() -> None:
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and any(ast.unparse(part) == "python" for part in (node.func, *node.args[:1])):
+                found |= {part.value for part in node.args[:2] if isinstance(part, ast.Constant) and str(part.value).startswith("flashlin.")}
+    assert found == set(STARTED)
+
+
+def test_the_package_knows_nothing_of_what_tests_it() -> None:
+    for path in FILES:
+        outside = {name.split(".")[0] for name in imports(ast.parse(path.read_text()), module_of(path), everywhere=True)}
+        assert not outside & {"matrix", "tests", "benchmarks", "tools"}, path
 
 
 def test_the_settings_import_facts_and_only_when_asked_about_them() -> None:
@@ -139,8 +158,8 @@ def test_importing_flashlin_loads_and_changes_nothing() -> None:
 
 def test_importing_the_ops_touches_no_gpu_and_no_environment_and_loads_no_compiler() -> None:
     # Triton and torch's compiler take seconds to load, and where Triton is broken torch's compiler does not load at all.
-    modules = [module_of(path) for path in FILES if path.parent.name in ("ops", "modules", "trial")]
-    modules += ["flashlin.shielding", "flashlin.functions", "flashlin.tuning", "flashlin.patching"]
+    rooms = ("ops", "modules", "trial", "shielding", "integrations")
+    modules = [module_of(path) for path in FILES if path.relative_to(PACKAGE).parts[0] in rooms]
     said = run(f"""
         import importlib, os, sys, torch
         before, threads, dtype, loaded = dict(os.environ), torch.get_num_threads(), torch.get_default_dtype(), set(sys.modules)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from flashlin.testing import gpu
 from flashlin.testing.record import Recorded, source_hash, source_of
-from flashlin.testing.results import Cell, CellResult, Compiled, Verdict, load_matrix, load_result, one_a_line
 from flashlin.testing.source_text import normalised
+from matrix import gpu
+from matrix.results import Cell, CellResult, Compiled, Verdict, load_matrix, load_result, one_a_line
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL = Cell(triton="3.6.0", kind="gate")

@@ -10,14 +10,16 @@ import pytest
 
 from flashlin import dispatch
 from flashlin.compat.target import parse
-from flashlin.testing import environments, matrix, results, seeds, support, workload
+from flashlin.testing import environments
 from flashlin.testing.compile import NOT_TRIED, Job, Result
 from flashlin.testing.environments import RELEASES
 from flashlin.testing.record import Recorded
-from flashlin.testing.results import Card, Cell, CellResult, Compiled, Matrix, Tried, load_matrix, load_result
-from flashlin.testing.share import WHOLE as ALL
-from flashlin.testing.share import share
-from flashlin.testing.squares import STATUSES, Found, Outcome, Planned, gpu_records, squares
+from matrix import results, seeds, support, workload
+from matrix import run as matrix
+from matrix.results import Card, Cell, CellResult, Compiled, Matrix, Tried, load_matrix, load_result
+from matrix.squares import STATUSES, Found, Outcome, Planned, gpu_records, squares
+from tests.share import WHOLE as ALL
+from tests.share import share
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = load_matrix(ROOT / "matrix" / "cells.toml")

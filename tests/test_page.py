@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import flashlin.testing.page
-from flashlin.testing.page import data, page
-from flashlin.testing.results import Card, Cell, Matrix
-from flashlin.testing.squares import MEANS, STATUSES, Square
+import matrix.page
+from matrix.page import data, page
+from matrix.results import Card, Cell, Matrix
+from matrix.squares import MEANS, STATUSES, Square
 
 MATRIX = Matrix(card=(Card(name="sm75", example="T4", kind="gate"), Card(name="gfx942", example="MI300", kind="report")),
                 cell=(Cell(triton="3.0.0", kind="report"), Cell(triton="3.2.0", kind="gate"), Cell(triton="3.10.0", kind="gate")))
@@ -76,12 +76,12 @@ def test_hostile_text_stays_text(text):
 
 
 def test_the_template_reads_data_as_text_only_and_loads_nothing():
-    template = Path(flashlin.testing.page.__file__).with_name("page.html").read_text(encoding="utf-8")
+    template = Path(matrix.page.__file__).with_name("page.html").read_text(encoding="utf-8")
     assert template.count("{{data}}") == 1
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|https?:|\bsrc=|url\(|@import", template)
 
 
 def test_every_status_is_explained_and_coloured():
     assert list(MEANS) == list(STATUSES)
-    template = Path(flashlin.testing.page.__file__).with_name("page.html").read_text(encoding="utf-8")
+    template = Path(matrix.page.__file__).with_name("page.html").read_text(encoding="utf-8")
     assert all(f'[data-status="{status}"]' in template for status in STATUSES)

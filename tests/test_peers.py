@@ -12,7 +12,7 @@ import torch
 
 import flashlin
 from flashlin import dispatch
-from flashlin.testing import peers as table
+from matrix import peer_table as table
 
 HERE = Path(__file__).parent.parent / "matrix" / "peers.py"
 

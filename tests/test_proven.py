@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from flashlin import dispatch, outlook
+from flashlin import dispatch
 from flashlin.compat.target import parse
+from flashlin.diagnostics import outlook
 from flashlin.guards import proven
 from flashlin.guards.problem import Launch, Plan, Problem
 from flashlin.policy import Policy
-from flashlin.testing import record, support
+from flashlin.testing import record
 from flashlin.testing.record import Recorded
-from flashlin.testing.results import Cell, CellResult, Compiled, load_result
-from flashlin.testing.squares import Found, Outcome, Planned
+from matrix import support
+from matrix.results import Cell, CellResult, Compiled, load_result
+from matrix.squares import Found, Outcome, Planned
 
 LAUNCH = Launch("scan", (1,), 4, 2, (("BT", 64),), 0, 0, frozenset({"dot", "bf16"}))
 TABLE = {LAUNCH.config: {"3.6.0": {"compiled": ["sm80", "sm90"], "ran": ["sm90"]}, "3.3.0": {"failed": ["sm90"], "compiled": ["sm80"]},

@@ -13,7 +13,6 @@ import torch
 import triton
 
 import flashlin
-from flashlin import functions, shielding
 from flashlin.compat.target import parse, pretend
 from flashlin.guards import limits
 from flashlin.kernels.shield import source
@@ -21,6 +20,8 @@ from flashlin.kernels.shield.problem import Declared, problem_of
 from flashlin.kernels.shield.views import fp32_copies, part_of
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
+from flashlin.shielding import function as functions
+from flashlin.shielding import launcher as shielding
 from flashlin.testing.environments import RELEASES
 from tests import foreign
 

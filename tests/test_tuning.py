@@ -17,8 +17,9 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 import flashlin
-from flashlin import patching, tuning
 from flashlin.compat.target import parse, pretend
+from flashlin.integrations import patching
+from flashlin.shielding import autotune as tuning
 from flashlin.testing.compile import Driver
 from tests import foreign
 

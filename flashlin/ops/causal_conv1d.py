@@ -16,10 +16,10 @@ from flashlin.guards.problem import Problem
 from flashlin.guards.tensors import check_apart, check_dense, check_device, check_floats, check_integers, shown
 from flashlin.kernels.mamba.recipe import WINDOW
 from flashlin.ops import conv
+from flashlin.ops._common.planned import constant_while_tracing, name_of, planned, wants_grad
+from flashlin.ops._common.pointwise import check_beside
 from flashlin.ops.conv import ACTIVATIONS
 from flashlin.ops.norm import STRICTEST
-from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
-from flashlin.ops.pointwise import check_beside
 from flashlin.ops.state_update import put_rows
 
 OP, CONVOLUTION = "mamba_causal_conv1d_update", "causal_conv1d_fn"

@@ -21,8 +21,8 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_device, check_floats, need_tensor, shown
 from flashlin.kernels.cross_entropy import torch_path
 from flashlin.kernels.cross_entropy.recipe import FAR
-from flashlin.ops.gradients import once, once_traced
-from flashlin.ops.planned import constant_while_tracing, linear_dtype, name_of, planned, wants_grad
+from flashlin.ops._common.gradients import once, once_traced
+from flashlin.ops._common.planned import constant_while_tracing, linear_dtype, name_of, planned, wants_grad
 
 CHUNK = 64  # rows of logits come in multiples of so many
 
@@ -395,7 +395,7 @@ _linear_op.register_autograd(_differentiate_linear, setup_context=_save_linear)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The gradients are outputs, too, because backward reads them (ops/gradients.py)."""
+    """The gradients are outputs, too, because backward reads them (ops/_common/gradients.py)."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:

@@ -12,8 +12,8 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import delta, recurrent
-from flashlin.ops.planned import wants_grad
+from flashlin.ops._common import delta, recurrent
+from flashlin.ops._common.planned import wants_grad
 
 
 def chunk_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,

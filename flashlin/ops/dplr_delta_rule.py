@@ -13,8 +13,8 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.dplr import torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import chunked, recurrent
-from flashlin.ops.chunked import QKV, Argument
+from flashlin.ops._common import chunked, recurrent
+from flashlin.ops._common.chunked import QKV, Argument
 
 CALLED = {"a": "a", "b": "b", "gk": "gk"}
 CHUNK_SIZES = (16, 32, 64)

@@ -12,9 +12,9 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_floats, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import delta, recurrent
-from flashlin.ops.planned import wants_grad
-from flashlin.ops.preprocess import beta_of_logits, decay_of_gate
+from flashlin.ops._common import delta, recurrent
+from flashlin.ops._common.planned import wants_grad
+from flashlin.ops._common.preprocess import beta_of_logits, decay_of_gate
 from flashlin.ops.simple_gla import v_first
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_dtype
-from flashlin.ops.pointwise import check_parameter, check_rows, run
+from flashlin.ops._common.pointwise import check_parameter, check_rows, run
 
 
 def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32) -> Tensor:

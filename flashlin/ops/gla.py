@@ -13,9 +13,9 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.gla import torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import chunked, recurrent
-from flashlin.ops.chunked import QKV, Argument
-from flashlin.ops.planned import wants_grad
+from flashlin.ops._common import chunked, recurrent
+from flashlin.ops._common.chunked import QKV, Argument
+from flashlin.ops._common.planned import wants_grad
 from flashlin.ops.simple_gla import v_first
 
 # RWKV-6 has a bonus u, and with it reads before the update (ops/rwkv6.py).

@@ -15,8 +15,8 @@ from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
-from flashlin.ops.gradients import once, once_traced, pulled_back
-from flashlin.ops.planned import constant_while_tracing, exporting, name_of, planned, wants_grad
+from flashlin.ops._common.gradients import once, once_traced, pulled_back
+from flashlin.ops._common.planned import constant_while_tracing, exporting, name_of, planned, wants_grad
 
 Found = tuple[Tensor, "Tensor | None"]
 

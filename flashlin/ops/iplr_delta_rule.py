@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import dplr_delta_rule, recurrent
+from flashlin.ops import dplr_delta_rule
+from flashlin.ops._common import recurrent
 
 CALLED = {"a": "a", "b": "b"}
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_floats, check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import chunked, recurrent
+from flashlin.ops._common import chunked, recurrent
+from flashlin.ops._common.planned import wants_grad
+from flashlin.ops._common.pointwise import check_parameter
+from flashlin.ops._common.preprocess import beta_of_logits, wide
 from flashlin.ops.dplr_delta_rule import FAMILY, check_options
 from flashlin.ops.gates import fused_kda_gate
 from flashlin.ops.norm import l2norm
-from flashlin.ops.planned import wants_grad
-from flashlin.ops.pointwise import check_parameter
-from flashlin.ops.preprocess import beta_of_logits, wide
 from flashlin.ops.simple_gla import v_first
 
 CHUNK_SIZES = (32, 64)

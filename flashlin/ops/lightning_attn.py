@@ -12,7 +12,7 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import no_unknown
 from flashlin.ops import simple_gla as family
-from flashlin.ops.slopes import lightning_slopes
+from flashlin.ops._common.slopes import lightning_slopes
 
 
 def chunk_lightning_attn(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, scale: float | None = None,

@@ -18,8 +18,8 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_dtype, check_floats, need_tensor, shown
 from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
-from flashlin.ops.gradients import once, once_traced, pulled_back
-from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
+from flashlin.ops._common.gradients import once, once_traced, pulled_back
+from flashlin.ops._common.planned import constant_while_tracing, name_of, planned, wants_grad
 
 ACTIVATIONS = {"swish": SWISH, "silu": SWISH, "sigmoid": SIGMOID}
 STRICTEST = (torch.float64, torch.bfloat16, torch.float16, torch.float32)  # the dtype that machines have most to say about first
@@ -269,7 +269,7 @@ class _Norm(torch.autograd.Function):
             ctx.plan, ctx.kind, ctx.activation = plan, kind, activation
             ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
             ctx.set_materialize_grads(False)
-        return y, total     # an output even where only backward wants it: see ops/gradients.py
+        return y, total     # an output even where only backward wants it: see ops/_common/gradients.py
 
     @staticmethod
     @once()

@@ -18,7 +18,7 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.norm.recipe import LAYER, RMS
 from flashlin.ops import norm
-from flashlin.ops.planned import linear_dtype, wants_grad
+from flashlin.ops._common.planned import linear_dtype, wants_grad
 from flashlin.policy import Policy
 
 Found = Tensor | tuple[Tensor, Tensor]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashlin.guards.tensors import no_unknown
 from flashlin.ops import simple_gla as family
-from flashlin.ops.slopes import retention_slopes
+from flashlin.ops._common.slopes import retention_slopes
 
 
 def chunk_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,

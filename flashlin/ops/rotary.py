@@ -15,9 +15,9 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_device, check_floats, check_integers, shown
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
-from flashlin.ops.gradients import once
+from flashlin.ops._common.gradients import once
+from flashlin.ops._common.planned import name_of, planned, wants_grad
 from flashlin.ops.norm import STRICTEST
-from flashlin.ops.planned import name_of, planned, wants_grad
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False, seqlen_offsets: int | Tensor = 0,

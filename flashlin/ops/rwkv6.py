@@ -12,9 +12,9 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_chunk_size, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import chunked, recurrent
+from flashlin.ops._common import chunked, recurrent
+from flashlin.ops._common.planned import wants_grad
 from flashlin.ops.gla import FAMILY
-from flashlin.ops.planned import wants_grad
 
 CALLED = {"q": "r", "gk": "w", "bonus": "u"}
 

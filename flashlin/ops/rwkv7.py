@@ -13,8 +13,9 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import chunked, dplr_delta_rule, recurrent
-from flashlin.ops.planned import wants_grad
+from flashlin.ops import dplr_delta_rule
+from flashlin.ops._common import chunked, recurrent
+from flashlin.ops._common.planned import wants_grad
 
 CALLED = {"q": "r", "gk": "w", "a": "a", "b": "b"}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashlin.ops.pointwise import check_beside, check_parameter, check_rows, run
+from flashlin.ops._common.pointwise import check_beside, check_parameter, check_rows, run
 
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, "Tensor | None"]
 

@@ -17,10 +17,10 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import shown
 from flashlin.kernels.selective import torch_path
 from flashlin.kernels.selective.recipe import FAMILY, kept
-from flashlin.ops.gradients import emptied, once, once_traced, pulled_back
+from flashlin.ops._common.gradients import emptied, once, once_traced, pulled_back
+from flashlin.ops._common.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
+from flashlin.ops._common.pointwise import check_beside, check_rows
 from flashlin.ops.norm import STRICTEST
-from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
-from flashlin.ops.pointwise import check_beside, check_rows
 
 OP = "selective_scan_fn"
 
@@ -148,7 +148,7 @@ def _gradients(plan: Plan, saved: tuple[Any, ...], softplus: bool, dy: Tensor | 
     return found
 
 
-# Under torch.compile the same functions run inside library operators, planned at run time; see ops/chunked.py.
+# Under torch.compile the same functions run inside library operators, planned at run time; see ops/_common/chunked.py.
 _TENSORS = "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? bias"
 
 

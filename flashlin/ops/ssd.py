@@ -19,10 +19,11 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import check_cu_seqlens, check_floats, shown
 from flashlin.kernels.norm.recipe import RMS
 from flashlin.kernels.pointwise.marks import contained, released, spread
-from flashlin.ops import chunked, simple_gla
+from flashlin.ops import simple_gla
+from flashlin.ops._common import chunked
+from flashlin.ops._common.pointwise import check_beside, check_rows, scaled, skipped
 from flashlin.ops.causal_conv1d import begins, check_filters, check_seq_idx, convolved
 from flashlin.ops.norm import mamba_norm
-from flashlin.ops.pointwise import check_beside, check_rows, scaled, skipped
 
 
 def mamba_chunk_scan_combined(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,

@@ -15,9 +15,9 @@ from flashlin.guards.problem import Problem
 from flashlin.guards.tensors import check_apart, check_device, check_floats, check_integers, shown
 from flashlin.kernels.mamba import torch_path
 from flashlin.kernels.mamba.recipe import STATE_UPDATE
+from flashlin.ops._common.planned import constant_while_tracing, name_of, planned, wants_grad
+from flashlin.ops._common.pointwise import check_beside
 from flashlin.ops.norm import STRICTEST
-from flashlin.ops.planned import constant_while_tracing, name_of, planned, wants_grad
-from flashlin.ops.pointwise import check_beside
 
 OP = "selective_state_update"
 

@@ -17,8 +17,8 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import check_cu_seqlens, need_tensor
 from flashlin.kernels.conv import torch_path
 from flashlin.ops import conv
-from flashlin.ops.pointwise import check_rows
-from flashlin.ops.slopes import shift_filters
+from flashlin.ops._common.pointwise import check_rows
+from flashlin.ops._common.slopes import shift_filters
 
 
 def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | None = None, output_cache: bool = False,

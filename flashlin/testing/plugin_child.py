@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from packaging.version import Version
 
-from flashlin import tuning
 from flashlin.compat.target import parse, pretend
+from flashlin.shielding import autotune as tuning
 from flashlin.testing.compare import poisoned
 from flashlin.testing.compile import Driver, Job, serve
 from flashlin.testing.plugin import Order, Outcome

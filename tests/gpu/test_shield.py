@@ -12,7 +12,7 @@ import torch
 import triton
 
 import flashlin
-from flashlin import shielding
+from flashlin.shielding import launcher as shielding
 from tests import foreign
 
 if not torch.cuda.is_available():

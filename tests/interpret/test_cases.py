@@ -18,11 +18,12 @@ from flashlin.compat.target import interpreting
 from flashlin.guards import limits, tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops import chunked, simple_gla
-from flashlin.ops.planned import planned
+from flashlin.ops import simple_gla
+from flashlin.ops._common import chunked
+from flashlin.ops._common.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, check, judge, poisoned
-from flashlin.testing.share import WHOLE
+from tests.share import WHOLE
 
 CPU = torch.device("cpu")
 Plans = list[Plan]
@@ -77,7 +78,7 @@ SLOW = ("causal_conv1d-many-blocks", "group_norm-many-rows", "chunk_simple_gla-K
 
 
 def worth_it(case: Case, dtype: torch.dtype) -> bool:
-    """What every push has time for. tests/ops runs every case in torch, flashlin.testing.gpu on a GPU, TEST_WHOLE=1 here."""
+    """What every push has time for. tests/ops runs every case in torch, matrix.gpu on a GPU, TEST_WHOLE=1 here."""
     if WHOLE:
         return True
     if dtype == torch.float16:

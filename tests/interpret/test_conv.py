@@ -11,7 +11,7 @@ from flashlin import dispatch
 from flashlin.compat.target import interpreting, probe
 from flashlin.kernels.conv.reference import convolve
 from flashlin.ops import conv, norm
-from flashlin.ops.planned import planned
+from flashlin.ops._common.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import check, judge, poisoned
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 
 from flashlin.compat.target import interpreting
-from flashlin.testing.share import WHOLE
 from tests import isolation
+from tests.share import WHOLE
 
 # The cheap ones, by kind: states in chunks, spans that are joined, taps, states in place, sequences that share a state. The others' programs own
 # a sequence in the same way.

@@ -16,7 +16,7 @@ from flashlin.kernels.cross_entropy.reference import cross_entropy as of_logits
 from flashlin.kernels.rotary import forward
 from flashlin.kernels.rotary.reference import rotate
 from flashlin.ops import cross_entropy, rotary
-from flashlin.ops.planned import planned
+from flashlin.ops._common.planned import planned
 from flashlin.testing.compare import judge, poisoned
 
 CPU = torch.device("cpu")

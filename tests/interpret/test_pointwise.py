@@ -12,8 +12,8 @@ from flashlin.compat.target import interpreting, probe
 from flashlin.kernels.pointwise import reference
 from flashlin.kernels.pointwise.forward import FARTHEST, rows_of
 from flashlin.kernels.pointwise.recipe import GATE
-from flashlin.ops import pointwise
-from flashlin.ops.planned import planned
+from flashlin.ops._common import pointwise
+from flashlin.ops._common.planned import planned
 from flashlin.testing.cases.pointwise import CASES
 from flashlin.testing.compare import check, judge, poisoned
 

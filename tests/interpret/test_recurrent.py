@@ -16,7 +16,7 @@ from flashlin.guards import limits, tensors
 from flashlin.kernels.delta.reference import recurrence
 from flashlin.kernels.recurrent import backward, forward, recipe
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import recurrent
+from flashlin.ops._common import recurrent
 from flashlin.testing.cases.recurrent import CASES
 from flashlin.testing.compare import Case, Tensors, check, judge, poisoned
 

@@ -11,7 +11,7 @@ import flashlin
 from flashlin import mamba
 from flashlin.compat import launch as door
 from flashlin.compat.target import interpreting
-from flashlin.ops import gradients
+from flashlin.ops._common import gradients
 
 BOUNDS = torch.tensor([0, 2, 2, 5])
 TARGET = torch.tensor([1, -100, 5, 2, 0])

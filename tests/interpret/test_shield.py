@@ -9,9 +9,11 @@ import torch
 import triton
 
 import flashlin
-from flashlin import dispatch, functions, shielding
+from flashlin import dispatch
 from flashlin.compat.target import interpreting
 from flashlin.guards import limits
+from flashlin.shielding import function as functions
+from flashlin.shielding import launcher as shielding
 from tests import foreign
 
 B, H, T = 5, 2, 20

@@ -15,7 +15,7 @@ from flashlin.compat.known_issues import KNOWN_ISSUES, issues_here
 from flashlin.compat.target import parse
 from flashlin.testing.compile import Job, Result
 from flashlin.testing.record import Recorded, recording
-from flashlin.testing.share import share
+from tests.share import share
 
 Compile = Callable[[str, list[Job]], list[Result]]
 Launches = Callable[..., list[Recorded]]

@@ -10,12 +10,13 @@ import pytest
 from flashlin import dispatch, policy
 from flashlin.compat.target import parse
 from flashlin.kernels import configs
-from flashlin.testing import matrix, support, workload
 from flashlin.testing.compile import Job, Result
 from flashlin.testing.environments import NotInstallable
 from flashlin.testing.record import Recorded
-from flashlin.testing.results import Card, Cell, Matrix
-from flashlin.testing.share import share
+from matrix import run as matrix
+from matrix import support, workload
+from matrix.results import Card, Cell, Matrix
+from tests.share import share
 
 RELEASES = ("3.0.0", "3.2.0", "3.3.1", "3.6.0", "3.9.0")
 CALLS = {80: ("chunk_simple_gla bfloat16 D=128", "rms_norm bfloat16 D=2048"),

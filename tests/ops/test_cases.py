@@ -11,7 +11,7 @@ import torch
 import flashlin
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops.planned import planned
+from flashlin.ops._common.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, Tensors, check, judge, poisoned
 

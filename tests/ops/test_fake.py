@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashlin
 from flashlin.modules import RotaryEmbedding
-from flashlin.ops import slopes
+from flashlin.ops._common import slopes
 
 # Every op that keeps tensors between calls.
 KEEPING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -15,7 +15,7 @@ from torch import Tensor, randn
 
 import flashlin
 from flashlin import modules
-from flashlin.ops import planned
+from flashlin.ops._common import planned
 from tests.hostile import OPS, UNREAD, UNREAD_BY, arguments, doubtful, impossible
 
 SENTENCE = re.compile(r"^(\w+: )?[\w, \[\]]+: .*\bgot .+ need |^\w+: got .+ without .+, which alone reads it$|^mask: ", re.DOTALL)

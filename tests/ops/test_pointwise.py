@@ -14,7 +14,7 @@ from flashlin.dispatch import OPS, plan
 from flashlin.guards.limits import MAX_COLUMNS
 from flashlin.guards.problem import Problem
 from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, SCALE, SKIP
-from flashlin.ops.pointwise import problem_of
+from flashlin.ops._common.pointwise import problem_of
 from flashlin.testing.cases.pointwise import CASES
 from flashlin.testing.compare import Case, check
 

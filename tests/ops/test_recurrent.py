@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import flashlin
 from flashlin.kernels.delta.reference import recurrence
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import recurrent
+from flashlin.ops._common import recurrent
 from flashlin.testing.compare import Tensors, judge
 
 META = torch.device("meta")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import flashlin
 from flashlin.kernels.simple_gla import torch_path
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops.slopes import lightning_slopes, retention_slopes
+from flashlin.ops._common.slopes import lightning_slopes, retention_slopes
 from flashlin.testing.compare import Case, Tensors, check, judge
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -116,7 +116,7 @@ def test_compiles_to_one_graph_for_all_lengths(table: list[int] | None) -> None:
 
 def test_a_shift_starts_what_it_plans() -> None:
     """No kernel for the gradient of filters, which are fixed."""
-    from flashlin.testing import workload
+    from matrix import workload
     for call in workload.calls():
         if call.op == "token_shift":
             seen = workload.seen(call, parse("triton=3.6.0,sm=90"))

@@ -22,7 +22,7 @@ from flashlin.guards.limits import AXIS_LIMITS, CHECKS, MAX_HEAD_DIM, MAX_STATES
 from flashlin.guards.problem import Plan, Problem
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import CHOICES, Policy
-from flashlin.testing.share import share
+from tests.share import share
 
 SNAPSHOTS = Path(__file__).with_name("snapshots.json")
 

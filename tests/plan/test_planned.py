@@ -11,8 +11,8 @@ import flashlin
 from flashlin import dispatch, policy
 from flashlin.compat.target import parse, pretend
 from flashlin.guards.problem import Plan, Problem, Reason, UnsupportedError
-from flashlin.ops import planned as module
-from flashlin.ops.planned import name_of, planned, wants_grad
+from flashlin.ops._common import planned as module
+from flashlin.ops._common.planned import name_of, planned, wants_grad
 from flashlin.policy import Policy
 
 CPU = torch.device("cpu")

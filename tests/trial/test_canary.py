@@ -20,7 +20,8 @@ from flashlin.compat.target import Target, parse, pretend
 from flashlin.guards import verdicts
 from flashlin.guards.problem import Plan
 from flashlin.guards.verdicts import Table, Verdict
-from flashlin.ops import chunked, simple_gla
+from flashlin.ops import simple_gla
+from flashlin.ops._common import chunked
 from flashlin.trial import canary, run
 from flashlin.trial.run import Trial, Tried
 from tests import foreign

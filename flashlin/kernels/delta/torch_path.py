@@ -1,6 +1,6 @@
 """The family in plain, differentiable torch: chunks of 64 tokens, one triangular solve for all of them, a loop over chunks for the state.
 
-torch.compile would unroll that loop, so traced it runs inside of a library operator (ops/chunked.py).
+torch.compile would unroll that loop, so traced it runs inside of a library operator (ops/_common/chunked.py).
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The family in plain, differentiable torch: chunks of 64 tokens, their scores by halving (kernels/gla), one triangular solve for all of them,
 a loop over chunks for the state. Exact for any decay.
 
-torch.compile would unroll the loop over chunks, so traced it runs inside of a library operator (ops/chunked.py).
+torch.compile would unroll the loop over chunks, so traced it runs inside of a library operator (ops/_common/chunked.py).
 """
 from __future__ import annotations
 

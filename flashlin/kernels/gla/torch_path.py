@@ -4,7 +4,7 @@ A score sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} (RWKV-6's end with g_{i-1}) has 
 factors only with a token between j and i to refer to. Halving gives each pair one: where the halves that hold them meet. Then both factors
 are decays, sums of g that are added up by themselves: nothing is subtracted, divided by or clamped, so no decay is too strong, not even e^-inf.
 
-torch.compile would unroll the loop over chunks, so traced it runs inside of a library operator (ops/chunked.py).
+torch.compile would unroll the loop over chunks, so traced it runs inside of a library operator (ops/_common/chunked.py).
 """
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from flashlin.guards.problem import Launch, Problem
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """The given launch: for a part of the batch, with at most max_warps, on fp32 copies. Its tile and stages are the user's choice."""
     given = problem.given
-    assert given is not None  # shielding.py makes every problem of this family
+    assert given is not None  # shielding/launcher.py makes every problem of this family
     launch, part = given.launch, problem.batch_part or problem.N
     grid = tuple(size // problem.N * part if axis == given.axis and not given.whole else size for axis, size in enumerate(launch.grid))
     traits = launch.traits

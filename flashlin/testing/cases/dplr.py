@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import flashlin
 from flashlin.kernels.dplr.reference import recurrence
 from flashlin.kernels.pointwise.reference import gate as decay_of_channels
-from flashlin.ops.preprocess import beta_of_logits, l2normalized
+from flashlin.ops._common.preprocess import beta_of_logits, l2normalized
 from flashlin.testing.cases import forgetting
 from flashlin.testing.cases.delta import KEYS
 from flashlin.testing.compare import Case, Tensors

@@ -15,7 +15,7 @@ import flashlin
 from flashlin.kernels.delta.reference import recurrence
 from flashlin.kernels.pointwise.reference import gate as decay_of_channels
 from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_others
-from flashlin.ops.preprocess import beta_of_logits, decay_of_gate, l2normalized
+from flashlin.ops._common.preprocess import beta_of_logits, decay_of_gate, l2normalized
 from flashlin.testing.cases import forgetting
 from flashlin.testing.compare import Case, Tensors
 
@@ -224,7 +224,7 @@ def _names(op: str) -> dict[str, str]:
 
 def call_other(flags: tuple[str, ...], **tensors: torch.Tensor) -> Tensors:
     from flashlin.kernels.recurrent.inputs import Inputs
-    from flashlin.ops import recurrent
+    from flashlin.ops._common import recurrent
     o, ht = recurrent.run("recurrent", Inputs(**tensors), flags, has_ht=True)
     assert ht is not None
     return {"o": o, "ht": ht}

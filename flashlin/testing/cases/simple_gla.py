@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import flashlin
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops.slopes import lightning_slopes, retention_slopes
+from flashlin.ops._common.slopes import lightning_slopes, retention_slopes
 from flashlin.testing.cases import forgetting
 from flashlin.testing.compare import Case, Maker, Tensors
 

@@ -1,6 +1,6 @@
 """doctor --run: every op's quick cases in a child process, so that an abort or a hang is a result like any other.
 
-    python -m flashlin.testing.quick --device cuda:0 [--op chunk_simple_gla] [--first 3]
+    python -m flashlin.diagnostics.quick --device cuda:0 [--op chunk_simple_gla] [--first 3]
 
 The child prints one JSON line when it knows its jobs, one before each of them and one after. ``watch`` reads them; a child that ends
 early, or says nothing for too long, costs the job it was at, and another child goes on with the next. Imports torch in the child only.
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, TextIO
 
 from flashlin.compat import blame
 from flashlin.compat.child import python
-from flashlin.machine import attempt
+from flashlin.diagnostics.machine import attempt
+from flashlin.diagnostics.report import Status
 from flashlin.policy import Policy
-from flashlin.report import Status
 
-CHILD = partial(python, "flashlin.testing.quick")
+CHILD = partial(python, "flashlin.diagnostics.quick")
 LIMIT = 180.0  # seconds without a word: importing torch, or compiling and running one case
 CHILDREN = 3  # where that many have ended early, the machine is broken and the rest is left alone
 
@@ -148,7 +148,7 @@ def run(case: Any, device: Any, dtype: Any) -> tuple[bool, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m flashlin.testing.quick", description="The child process of flashlin doctor --run.")
+    parser = argparse.ArgumentParser(prog="python -m flashlin.diagnostics.quick", description="The child process of flashlin doctor --run.")
     parser.add_argument("--device", required=True)
     parser.add_argument("--op")
     parser.add_argument("--first", type=int, default=0)

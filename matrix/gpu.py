@@ -1,6 +1,6 @@
 """Run every case on this machine's GPUs, in worker processes, and record the verdicts as one JSON file.
 
-    python -m flashlin.testing.gpu --out matrix/results/ [--op chunk_simple_gla] [--missing] [--jobs 8]
+    python -m matrix.gpu --out matrix/results/ [--op chunk_simple_gla] [--missing] [--jobs 8]
 
 Each case runs forward and backward twice in every dtype, against the float64 reference; the second run must repeat the first to the
 bit. A worker that dies (an abort, an illegal address) is a row, and the others go on.
@@ -109,7 +109,7 @@ def collect(jobs: int, ops: list[str], seconds: float, known: Path | None = None
         files = [Path(folder) / f"{part}.jsonl" for part in range(jobs)]
         running = []
         for part, file in enumerate(files):
-            command = python("flashlin.testing.gpu", "--part", f"{part}/{jobs}", *(f"--op={op}" for op in ops),
+            command = python("matrix.gpu", "--part", f"{part}/{jobs}", *(f"--op={op}" for op in ops),
                              *([f"--known={known}"] if known else []))
             running.append(subprocess.Popen(command, stdout=file.open("w"), stderr=(Path(folder) / f"{part}.err").open("w"),
                                             env={**os.environ, "CUDA_VISIBLE_DEVICES": cards[part % len(cards)]}))
@@ -175,7 +175,7 @@ def main() -> int:
     import torch
 
     from flashlin.compat.target import probe
-    from flashlin.testing.results import one_a_line
+    from matrix.results import one_a_line
     target = probe(torch.device("cuda", torch.cuda.current_device()))
     made_by = {"device": target.name, "capability": list(target.capability), "triton": target.triton, "ptxas": target.ptxas, "torch": target.torch}
     place = (arguments.out or Path()) / f"gpu-{target.name.replace(' ', '-')}-triton-{target.triton}.json"

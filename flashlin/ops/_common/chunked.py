@@ -23,8 +23,8 @@ from flashlin.guards import scalars
 from flashlin.guards.limits import FEW_TOKENS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, check_values, need_tensor
-from flashlin.ops.gradients import emptied, once, once_traced, pulled_back
-from flashlin.ops.planned import constant_while_tracing, exporting, head_size_class, name_of, planned, suspect_layout, wants_grad
+from flashlin.ops._common.gradients import emptied, once, once_traced, pulled_back
+from flashlin.ops._common.planned import constant_while_tracing, exporting, head_size_class, name_of, planned, suspect_layout, wants_grad
 
 MODES = ("auto", "chunk", "fused_recurrent")
 

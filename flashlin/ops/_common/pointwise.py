@@ -15,9 +15,9 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_dense, check_device, check_dtype, check_floats, need_tensor, shown
 from flashlin.kernels.pointwise import torch_path
 from flashlin.kernels.pointwise.recipe import APART, MIX, SCALE, SKIP
-from flashlin.ops.gradients import once
+from flashlin.ops._common.gradients import once
+from flashlin.ops._common.planned import name_of, planned, wants_grad
 from flashlin.ops.norm import STRICTEST
-from flashlin.ops.planned import name_of, planned, wants_grad
 
 
 def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bound: float | None = None,

@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashlin import policy, tuning
+from flashlin import policy
 from flashlin.compat.target import Target, probe
-from flashlin.functions import ShieldedFunction
 from flashlin.guards.limits import OFFSET_LIMIT
 from flashlin.kernels.shield import source
 from flashlin.kernels.shield.problem import Declared, batch_of, problem_of
 from flashlin.kernels.shield.views import fp32_copies, part_of
-from flashlin.ops.planned import planned
+from flashlin.ops._common.planned import planned
 from flashlin.policy import Policy
+from flashlin.shielding import autotune as tuning
+from flashlin.shielding.function import ShieldedFunction
 
 REMEMBERED = 4096  # decisions per kernel
 NUMBERS = frozenset({int, float, bool, str, type(None)})  # what is no tensor, told apart faster than by isinstance

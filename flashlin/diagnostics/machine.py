@@ -19,8 +19,8 @@ import flashlin
 from flashlin import policy
 from flashlin.compat.target import Target, interpreting, probe, ptxas_path, triton_state
 from flashlin.compat.versions import affected, release
+from flashlin.diagnostics.report import Check
 from flashlin.guards import verdicts
-from flashlin.report import Check
 from flashlin.testing import environments
 
 # The Triton each torch release was made with (Requires-Dist of its wheels on PyPI); from 2.14 on any patch release of it.

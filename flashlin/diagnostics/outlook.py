@@ -5,17 +5,18 @@ import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from flashlin import calls, dispatch
+from flashlin import dispatch
 from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
 from flashlin.compat.target import Target, bundled_ptxas
 from flashlin.compat.versions import is_unreleased, release
+from flashlin.diagnostics import calls
+from flashlin.diagnostics.machine import PTXAS_VARIABLES, TRITON_OF_TORCH, pip_triton, triton_for
+from flashlin.diagnostics.report import STATUSES, Check, Issue, OpPlan, Status
 from flashlin.dispatch import OPS
 from flashlin.guards.problem import Plan, Problem, advice
 from flashlin.guards.proven import TRUST, trust
 from flashlin.kernels.variants import VARIANTS
-from flashlin.machine import PTXAS_VARIABLES, TRITON_OF_TORCH, pip_triton, triton_for
 from flashlin.policy import Policy
-from flashlin.report import STATUSES, Check, Issue, OpPlan, Status
 
 DTYPES = ("bfloat16", "float16", "float32")
 # Releases of Triton that an upgrade may lead to.

@@ -8,8 +8,8 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta import torch_path
-from flashlin.ops import chunked
-from flashlin.ops.chunked import QKV, Argument
+from flashlin.ops._common import chunked
+from flashlin.ops._common.chunked import QKV, Argument
 from flashlin.ops.norm import l2norm
 
 CHUNK_SIZES = (16, 32, 64)

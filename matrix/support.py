@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flashlin.guards.proven import PROVEN
-from flashlin.testing import peers, seeds
-from flashlin.testing.page import page
 from flashlin.testing.record import is_current
-from flashlin.testing.results import Matrix
-from flashlin.testing.squares import MEANS, STATUSES, Found, Square, Status, gpu_records, squares
+from matrix import peer_table as peers
+from matrix import seeds
+from matrix.page import page
+from matrix.results import Matrix
+from matrix.squares import MEANS, STATUSES, Found, Square, Status, gpu_records, squares
 
 Table = dict[str, dict[str, dict[str, list[str]]]]  # configuration -> release -> level -> cards
 MARKS: dict[Status, str] = {"FAILED": "**FAILED**", "refused": "refused", "not run": "not run", "torch path": "torch", "worked around": "around",

@@ -10,17 +10,17 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 import flashlin
-from flashlin import calls, dispatch, outlook
+from flashlin import dispatch
 from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import Target, parse
+from flashlin.diagnostics import calls, outlook, quick
+from flashlin.diagnostics.machine import CHECKS, Machine, attempt, check_policy, checkup, examine
+from flashlin.diagnostics.report import Device, OpPlan, Ran, Report
 from flashlin.dispatch import OPS
 from flashlin.guards.problem import advice, dtype_name
 from flashlin.kernels.variants import VARIANTS
-from flashlin.machine import CHECKS, Machine, attempt, check_policy, checkup, examine
 from flashlin.policy import Policy
 from flashlin.policy import current as in_force
-from flashlin.report import Device, OpPlan, Ran, Report
-from flashlin.testing import quick
 
 if TYPE_CHECKING:
     import torch

@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from flashlin.diagnostics.quick import watch
 from flashlin.policy import Policy, settings
 from flashlin.testing.compile import NOT_TRIED, Job, compiling
 from flashlin.testing.environments import torch_environment, triton_environment
-from flashlin.testing.quick import watch
 from flashlin.testing.record import Recorded, source_of
-from flashlin.testing.results import Card, Cell, CellResult, Compiled, Layer, Verdict, load_result
-from flashlin.testing.squares import Found, Outcome, Planned
+from matrix.results import Card, Cell, CellResult, Compiled, Layer, Verdict, load_result
+from matrix.squares import Found, Outcome, Planned
 
 RUNNING: tuple[Layer, ...] = ("interpret", "torch")
 SAVED_EVERY = 5.0  # seconds
@@ -75,7 +75,7 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
     """Of every call on every card, which takes half a second for each card."""
     import torch
 
-    from flashlin.testing.workload import calls, seen
+    from matrix.workload import calls, seen
     launches: dict[str, Recorded] = {}
     shared: dict[tuple[str, str], int] = {}
     outcomes = []

@@ -6,8 +6,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from flashlin.testing.results import Matrix
-from flashlin.testing.squares import MEANS, STATUSES, Square
+from matrix.results import Matrix
+from matrix.squares import MEANS, STATUSES, Square
 
 
 def data(matrix: Matrix, squares: list[Square], date: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from flashlin.testing.record import Recorded
-from flashlin.testing.results import CellResult, Compiled
+from matrix.results import CellResult, Compiled
 
 # Of an op on a card under a release, worst first.
 Status = Literal["FAILED", "refused", "not run", "torch path", "worked around", "compiled", "ran"]

@@ -1,5 +1,5 @@
 """What the matrix keeps, as data: ``matrix/results/triton-<version>.json``, one file a cell. It holds what only a compiler or a run can tell; what
-calls a cell has and where they lead is planned anew (testing/matrix.py) each time it is asked for."""
+calls a cell has and where they lead is planned anew (matrix/run.py) each time it is asked for."""
 from __future__ import annotations
 
 import importlib

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flashlin import tuning
+from flashlin.shielding import autotune as tuning
 
 _undo: dict[str, Callable[[], None]] = {}  # of what is patched
 _for_good: set[str] = set()

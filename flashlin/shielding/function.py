@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from flashlin import tuning
 from flashlin.compat.target import interpreting
 from flashlin.guards.problem import UnsupportedError
 from flashlin.kernels.shield.problem import lengths
+from flashlin.shielding import autotune as tuning
 
 
 class _Inside(threading.local):

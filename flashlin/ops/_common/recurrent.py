@@ -20,9 +20,9 @@ from flashlin.kernels.gla import torch_path as chunked_gla
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import kept
-from flashlin.ops.gradients import emptied, once, once_traced, pulled_back
-from flashlin.ops.planned import constant_while_tracing, head_size_class, name_of, planned, suspect_layout, wants_grad
-from flashlin.ops.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
+from flashlin.ops._common.gradients import emptied, once, once_traced, pulled_back
+from flashlin.ops._common.planned import constant_while_tracing, head_size_class, name_of, planned, suspect_layout, wants_grad
+from flashlin.ops._common.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
 
 LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
 Found = tuple[Tensor, "Tensor | None"]

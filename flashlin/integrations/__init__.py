@@ -1,0 +1,1 @@
+"""Other packages: flashlin's repairs put into one that cannot be edited."""

@@ -1,0 +1,1 @@
+"""What several ops share: check, plan, and run a family of kernels or its torch path, eagerly or traced."""
