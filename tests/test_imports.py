@@ -31,7 +31,7 @@ ANYWHERE_BUT_COMPAT = "flashlin.policy"
 # Doctor answers on a machine where torch or Triton is broken, and plans are made for machines that have neither.
 NO_TORCH = ("guards/problem.py", "guards/limits.py", "kernels/*/recipe.py", "kernels/shield/source.py", "kernels/variants.py", "kernels/configs.py",
             "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "policy.py",
-            "compat/versions.py", "compat/target.py", "compat/known_issues.py",
+            "compat/versions.py", "compat/releases.py", "compat/target.py", "compat/known_issues.py",
             "__init__.py", "*/__init__.py", "kernels/*/__init__.py")
 
 
@@ -151,6 +151,7 @@ def test_importing_flashlin_loads_and_changes_nothing() -> None:
         import flashlin
         heavy = {"torch", "triton", "numpy", "pydantic"} & set(sys.modules)
         assert not heavy, heavy
+        assert not [name for name in sys.modules if name.startswith("flashlin.")], "each name is loaded when it is used"
         assert (sys.excepthook, sys.displayhook) == hooks and list(warnings.filters) == filters
         """, SAME_ENVIRONMENT)
     assert said == ""

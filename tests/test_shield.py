@@ -13,6 +13,7 @@ import torch
 import triton
 
 import flashlin
+from flashlin.compat.releases import supported
 from flashlin.compat.target import parse, pretend
 from flashlin.guards import limits
 from flashlin.kernels.shield import source
@@ -22,7 +23,6 @@ from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 from flashlin.shielding import function as functions
 from flashlin.shielding import launcher as shielding
-from flashlin.testing.environments import RELEASES
 from tests import foreign
 
 H100, T4, A100 = "triton=3.2.0,sm=90", "triton=3.2.0,sm=75", "triton=3.6.0,sm=80"
@@ -494,7 +494,7 @@ def test_on_every_machine_a_planned_launch_answers_every_check_and_a_refusal_has
     named = dict(k=k, h=k, K=256, V=64, BT=64, num_warps=16)
     asked = problem_of("states", source.of(foreign.states), declared, named, ["K", "V", "BT"], (70000, 70000))
     seen = set()
-    for triton_version in RELEASES:
+    for triton_version in supported():
         for sm in (60, 70, 75, 80, 89, 90, 100, 103, 120):
             for problem in (asked, asked._replace(given=asked.given._replace(launch=asked.given.launch._replace(grid=(70000, 1))))):
                 plan = flashlin.plan(problem, parse(f"triton={triton_version},sm={sm}"))

@@ -54,6 +54,6 @@ def nearest(triton: str) -> Release:
     return next((one for one in reversed(RELEASES) if affected(triton, one.version, None)), RELEASES[0])
 
 
-def tested() -> tuple[str, ...]:
+def supported() -> tuple[str, ...]:
     """The versions that flashlin answers for, oldest first."""
     return tuple(one.version for one in RELEASES if one.gate)

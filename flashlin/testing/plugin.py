@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from flashlin.compat.child import python
-from flashlin.compat.releases import tested
+from flashlin.compat.releases import supported
 from flashlin.compat.versions import release
 from flashlin.testing.environments import NotInstallable, triton_environment
 
@@ -77,7 +77,7 @@ class TritonMatrix:
     def __init__(self, properties: list[tuple[str, object]]) -> None:
         self._properties = properties
 
-    def __call__(self, function: Callable[[], Any], *, triton: Iterable[str] = tested(), sm: Iterable[int] = (80, 90),
+    def __call__(self, function: Callable[[], Any], *, triton: Iterable[str] = supported(), sm: Iterable[int] = (80, 90),
                  layers: Iterable[str] = LAYERS, timeout: float = 180, rtol: float | None = None, atol: float | None = None) -> None:
         """Fail the test unless every kernel that ``function`` launches works under every release for every target.
 

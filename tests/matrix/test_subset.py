@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashlin import dispatch, policy
+from flashlin.compat.releases import supported
 from flashlin.compat.target import parse
 from flashlin.kernels import configs
 from flashlin.testing.compile import Job, Result
@@ -18,7 +19,7 @@ from matrix import support, workload
 from matrix.results import Card, Cell, Matrix
 from tests.share import share
 
-RELEASES = ("3.0.0", "3.2.0", "3.3.1", "3.6.0", "3.9.0")
+RELEASES = ("3.0.0", "3.2.0", "3.3.1", "3.6.0", supported()[-1])
 CALLS = {80: ("chunk_simple_gla bfloat16 D=128", "rms_norm bfloat16 D=2048"),
          90: ("chunk_simple_gla bfloat16 D=128", "chunk_gated_delta_rule bfloat16 D=128", "fused_recurrent_gated_delta_rule bfloat16 D=128 decoding",
               "rms_norm bfloat16 D=2048", "rms_norm_gated bfloat16 D=128", "causal_conv1d bfloat16 W=4", "causal_conv1d_update bfloat16 W=4",
