@@ -67,7 +67,7 @@ def main() -> int:
     report = commands.add_parser("report", help="write SUPPORT.md, the launch table and build/support.html from the results")
     report.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the first two are not what the results say")
     nightly = commands.add_parser("workflow", help="write the releases into matrix/github-workflow.yml")
-    nightly.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it has not those of the table")
+    nightly.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is stale")
     options = parser.parse_args()
     whole = cells.whole()
     if options.command == "workflow":
@@ -77,8 +77,8 @@ def main() -> int:
     unknown = [name for name in options.cell if name not in {text for cell in whole.cell for text in (cell.name, cell.triton)}]
     unknown += [name for name in options.card if name not in {card.name for card in whole.card}]
     if unknown:
-        parser.error(f"got {', '.join(unknown)}, need a release or card out of {', '.join(cell.triton for cell in whole.cell)}; "
-                     f"{', '.join(card.name for card in whole.card)}")
+        known = [cell.triton for cell in whole.cell], [card.name for card in whole.card]
+        parser.error(f"got {', '.join(unknown)}, need a release or card out of {'; '.join(map(', '.join, known))}")
     chosen = [cell for cell in whole.cell if not options.cell or {cell.name, cell.triton} & set(options.cell)]
     for cell in chosen:
         if not cell.runs_on(sys.version_info[:2]):

@@ -1,5 +1,5 @@
-"""What flashlin answers for: every cell (a Triton release) against every card. Made of the table of releases; what is here
-by hand are the cards, and the two cells that are no release of that table as it stands."""
+"""What flashlin answers for: every cell (a Triton release) against every card. The cells are made of the
+table of releases, but for two; the cards are listed here."""
 from __future__ import annotations
 
 from flashlin.compat import releases
@@ -29,7 +29,7 @@ def whole() -> Matrix:
     cells = [
         # Too old for the kernels: the torch path must serve.
         Cell(triton="2.3.1", python="3.7 to 3.12", kind="report", layers=("import", "plan", "torch")),
-        # The oldest torch that is supported, which pins that Triton; its launches are those of the same Triton's own cell.
+        # The oldest torch that we support, which pins that Triton. Its launches are those of the release's cell.
         Cell(triton=oldest.version, python=oldest.python, torch=oldest.torch[-1], kind="gate",
              layers=("import", "interpret", "torch")),
         *(Cell(triton=one.version, python=one.python, kind="gate") for one in releases.RELEASES if one.gate),

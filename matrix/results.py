@@ -42,8 +42,8 @@ class Card(Facts):
 
 
 class Cell(Facts):
-    """One Triton release. python: the versions it is made for, ``3.9 to 3.13``; torch: a release of it in place of the
-    installed one. layers: what is run under it."""
+    """One Triton release. python: the versions it is made for, ``3.9 to 3.13``; torch: a release of it in
+    place of the installed one. layers: what is run under it."""
     triton: str
     python: str = ""
     torch: str = ""

@@ -1,4 +1,4 @@
-"""matrix/github-workflow.yml: its releases, and the Python it sets up, are written into it from the table of releases."""
+"""matrix/github-workflow.yml: the releases in it and the Python it sets up come of the table of releases."""
 from __future__ import annotations
 
 import json
@@ -11,19 +11,23 @@ WORKFLOW = Path(__file__).with_name("github-workflow.yml")
 
 
 def current(text: str, whole: Matrix) -> str:
-    """The workflow with the releases of today: the values of ``triton:`` and of every ``python-version:`` are put in anew,
-    all else stays. Raises ValueError where there is no such line."""
-    gates = [cell for cell in whole.tritons if cell.kind == "gate"]
-    values = {"triton": json.dumps([cell.triton for cell in gates]), "python-version": json.dumps(python_of(whole))}
+    """The workflow with the releases of today: the values of ``triton:`` and of every ``python-version:`` are
+    put in anew, all else stays. Raises ValueError where there is no such line."""
+    gates = [cell.triton for cell in whole.tritons if cell.kind == "gate"]
+    values = {"triton": gates, "python-version": python_of(whole)}
     for name, value in values.items():
-        text, count = re.subn(rf"^( *{name}:) [^#\n]*?( #.*)?$", rf"\1 {value}\2", text, flags=re.MULTILINE)
+        line = re.compile(rf"^( *{name}:) [^#\n]*?( #.*)?$", re.MULTILINE)
+        text, count = line.subn(rf"\1 {json.dumps(value)}\2", text)
         if not count:
             raise ValueError(f"{WORKFLOW.name}: found no line {name}: ...")
     return text
 
 
 def python_of(whole: Matrix) -> str:
-    """The oldest Python for which every release has a wheel; one serves all jobs. Raises ValueError where there is none."""
+    """The oldest Python, from flashlin's own 3.10 on, for which every release has wheels; all jobs have it.
+
+    Raises ValueError where there is none.
+    """
     shared = [minor for minor in range(10, 100) if all(cell.runs_on((3, minor)) for cell in whole.cell)]
     if not shared:
         raise ValueError("no Python has wheels of every release: the workflow needs one for each cell")

@@ -94,8 +94,8 @@ def _devices(torch: Any) -> list[str]:
 
 
 def triton_for(torch_version: str) -> str:
-    """The Triton that torch release was made with, ``3.7.1``, or ``3.8`` for any patch release of it; ``""`` for a torch
-    nobody has looked at."""
+    """The Triton that torch release was made with: ``3.7.1``, or ``3.8`` for any patch release of it; ``""``
+    for a torch nobody has looked at."""
     numbers = release(torch_version)[:3]
     found = next((one.version for one in releases.RELEASES if numbers in map(release, one.torch)), "")
     return found.rpartition(".")[0] if numbers >= release(releases.MINOR_IS_ENOUGH_FROM) else found

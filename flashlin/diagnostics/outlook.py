@@ -179,7 +179,7 @@ def upgrade(where: str, target: Target, planned: dict[str, Planned], policy: Pol
     words = [f"{what} {len(ops)} of {len(here)}" + (f" ({', '.join(ops)})" if len(ops) <= 3 < len(here) else "")
              for what, ops in (("clears", cleared), ("eases", eased)) if ops]
     torches = [torch for one in releases.RELEASES for torch in one.torch]
-    comes = next((f"; torch {torch} comes with it" for torch in torches if is_that(best, triton_for(torch))), "")
+    comes = next((f"; torch {one} comes with it" for one in torches if is_that(best, triton_for(one))), "")
     return [Check(name="upgrade", status="worked around", fix=pip_triton(best),
                   detail=f"{where}: of the ops that are worked around, triton {best} {' and '.join(words)}{comes}")]
 

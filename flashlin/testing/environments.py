@@ -46,7 +46,8 @@ def cache_folder() -> Path:
 
 def torch_environment(torch: str, triton: str) -> dict[str, str]:
     """The same for an older torch and the Triton that goes with it. With all that torch needs: 5 GB."""
-    home = installed([f"torch=={torch}", f"numpy{nearest(triton).numpy}"], f"torch-{torch}", dependencies=True)
+    wanted = [f"torch=={torch}", f"numpy{nearest(triton).numpy}"]
+    home = installed(wanted, f"torch-{torch}", dependencies=True)
     return {"PYTHONPATH": os.pathsep.join([str(home), triton_environment(triton)["PYTHONPATH"]])}
 
 

@@ -79,7 +79,8 @@ def silently(target: str) -> set[str]:
 
 
 @pytest.mark.parametrize("target, why", [
-    (NIGHTLY, "is new to Triton 3.99.0+git0123abcd, which is not known to flashlin"), (NEWER, "is new to Triton 3.99.0, which is not known"),
+    (NIGHTLY, "is new to Triton 3.99.0+git0123abcd, which is not known to flashlin"),
+    (NEWER, "is new to Triton 3.99.0, which is not known"),
     (COMPILED, "with these sizes has not been run on sm86 under Triton 3.6.0 yet")])
 def test_an_op_is_tried_once_on_a_machine_and_then_runs(target: str, why: str, monkeypatch: pytest.MonkeyPatch,
                                                          caplog: pytest.LogCaptureFixture) -> None:
