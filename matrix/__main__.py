@@ -77,8 +77,9 @@ def main() -> int:
     unknown = [name for name in options.cell if name not in {text for cell in whole.cell for text in (cell.name, cell.triton)}]
     unknown += [name for name in options.card if name not in {card.name for card in whole.card}]
     if unknown:
-        known = [cell.triton for cell in whole.cell], [card.name for card in whole.card]
-        parser.error(f"got {', '.join(unknown)}, need a release or card out of {'; '.join(map(', '.join, known))}")
+        known = ", ".join(cell.triton for cell in whole.tritons)
+        parser.error(f"got {', '.join(unknown)}, need a release or card out of {known}; "
+                     f"{', '.join(card.name for card in whole.card)}")
     chosen = [cell for cell in whole.cell if not options.cell or {cell.name, cell.triton} & set(options.cell)]
     for cell in chosen:
         if not cell.runs_on(sys.version_info[:2]):

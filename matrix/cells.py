@@ -29,7 +29,7 @@ def whole() -> Matrix:
     cells = [
         # Too old for the kernels: the torch path must serve.
         Cell(triton="2.3.1", python="3.7 to 3.12", kind="report", layers=("import", "plan", "torch")),
-        # The oldest torch that we support, which pins that Triton. Its launches are those of the release's cell.
+        # The oldest torch that we support, which pins that Triton; its launches are those of that release.
         Cell(triton=oldest.version, python=oldest.python, torch=oldest.torch[-1], kind="gate",
              layers=("import", "interpret", "torch")),
         *(Cell(triton=one.version, python=one.python, kind="gate") for one in releases.RELEASES if one.gate),

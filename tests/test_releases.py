@@ -1,5 +1,5 @@
-"""The table of Triton's releases: what is in it holds together, a release added to it is known everywhere, and
-nothing beside it lists releases by hand."""
+"""The table of Triton's releases: what is in it holds together, a release added to it is known everywhere,
+and nothing beside it lists releases by hand."""
 from __future__ import annotations
 
 import ast
