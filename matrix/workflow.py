@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from matrix.results import Matrix
+from matrix.results import Cell, Matrix
 
 WORKFLOW = Path(__file__).with_name("github-workflow.yml")
 
@@ -13,8 +13,8 @@ WORKFLOW = Path(__file__).with_name("github-workflow.yml")
 def current(text: str, whole: Matrix) -> str:
     """The workflow with the releases of today: the values of ``triton:`` and of every ``python-version:`` are
     put in anew, all else stays. Raises ValueError where there is no such line."""
-    gates = [cell.triton for cell in whole.tritons if cell.kind == "gate"]
-    values = {"triton": gates, "python-version": python_of(whole)}
+    gates = [cell for cell in whole.tritons if cell.kind == "gate"]
+    values = {"triton": [cell.triton for cell in gates], "python-version": python_of(gates)}
     for name, value in values.items():
         line = re.compile(rf"^( *{name}:) [^#\n]*?( #.*)?$", re.MULTILINE)
         text, count = line.subn(rf"\1 {json.dumps(value)}\2", text)
@@ -23,12 +23,12 @@ def current(text: str, whole: Matrix) -> str:
     return text
 
 
-def python_of(whole: Matrix) -> str:
-    """The oldest Python, from flashlin's own 3.10 on, for which every release has wheels; all jobs have it.
+def python_of(cells: list[Cell]) -> str:
+    """The oldest Python, from flashlin's own 3.10 on, for which all their releases have wheels: one for all jobs.
 
     Raises ValueError where there is none.
     """
-    shared = [minor for minor in range(10, 100) if all(cell.runs_on((3, minor)) for cell in whole.cell)]
+    shared = [minor for minor in range(10, 100) if all(cell.runs_on((3, minor)) for cell in cells)]
     if not shared:
         raise ValueError("no Python has wheels of every release: the workflow needs one for each cell")
     return f"3.{shared[0]}"
