@@ -1,4 +1,4 @@
-"""What users install: wheel and sdist, built, installed in a folder of their own and tried there, without the source tree.
+"""What users install: wheel and sdist, built, installed in a folder, tried without the source tree.
 
 Nothing is fetched: setuptools and pip are those of this environment (the extra ``test`` brings them).
 """
@@ -55,7 +55,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if path.is_file():
             shutil.copy(path, source)
     for folder in ("flashlin", "matrix", "benchmarks", "tests", "tools"):
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        shutil.copytree(ROOT / folder, source / folder,
+                        ignore=shutil.ignore_patterns("__pycache__", "results"))
     do([sys.executable, "-c", BUILD, str(archives)], source)
     return archives
 
@@ -88,7 +89,8 @@ def test_an_archive_holds_the_package_and_nothing_of_the_repository(kind: str, b
     assert {name for name in names if name.startswith("flashlin/")} == sources | data
     metadata = {f"flashlin-{flashlin.__version__}.dist-info", "flashlin.egg-info"}
     project = {"LICENSE", "PKG-INFO", "README.md", "MANIFEST.in", "pyproject.toml", "setup.cfg"}
-    assert {name.split("/")[0] for name in names} - {"flashlin"} - metadata <= (project if kind == "*.tar.gz" else set())
+    beside = {name.split("/")[0] for name in names} - {"flashlin"} - metadata
+    assert beside <= (project if kind == "*.tar.gz" else set())
 
 
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
@@ -96,8 +98,8 @@ def test_an_archive_installs_and_runs_without_the_source_tree(kind: str, built: 
     [archive] = built.glob(kind)
     here, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    do([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps",
-        "--no-build-isolation", "--target", str(here), str(archive)], elsewhere)
+    do([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index",
+        "--no-deps", "--no-build-isolation", "--target", str(here), str(archive)], elsewhere)
     path = {"PYTHONPATH": str(here)}
     assert do([sys.executable, "-c", CALL, str(here)], elsewhere, **path) == f"{flashlin.__version__}\n"
     said = do([sys.executable, str(here / "bin" / "flashlin"), "--version"], elsewhere, **path)
@@ -105,4 +107,5 @@ def test_an_archive_installs_and_runs_without_the_source_tree(kind: str, built: 
     machine = do([sys.executable, "-m", "flashlin", "doctor"], elsewhere, **path)
     assert f"flashlin {flashlin.__version__}" in machine and "chunk_simple_gla" in machine
     h200 = do([sys.executable, "-m", "flashlin", "doctor", "--json", "--target", H200], elsewhere, **path)
-    assert "ran" in {plan.evidence for plan in Report.model_validate_json(h200).plans}  # the launch table has come along
+    evidence = {plan.evidence for plan in Report.model_validate_json(h200).plans}
+    assert "ran" in evidence, "the launch table has not come along"
