@@ -120,8 +120,8 @@ class House:
                     found.append(f"{source.at(node)} {node.value}")
             elif isinstance(node, ast.Compare):
                 sides = [value(side) for side in (node.left, *node.comparators)]
-                found += [f"{source.at(node)} {side}" for side in sides
-                          if isinstance(side, tuple) and side[:1] in ((2,), (3,)) and "release" in ast.unparse(node)]
+                found += [f"{source.at(node)} {side}" for side in sides if isinstance(side, tuple)
+                          and side[:1] in ((2,), (3,)) and "release" in ast.unparse(node)]
         return found
 
     # --- figures of another kind ---
