@@ -5,7 +5,7 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -27,12 +27,6 @@ from tests import foreign
 
 H100, T4, A100 = "triton=3.2.0,sm=90", "triton=3.2.0,sm=75", "triton=3.6.0,sm=80"
 Starts = list[dict[str, Any]]
-
-
-@pytest.fixture(autouse=True)
-def here() -> Iterator[None]:
-    yield
-    pretend(None)
 
 
 def watched(kernel: Any, target: str, **declared: Any) -> tuple[Any, Starts]:
@@ -94,16 +88,16 @@ def test_a_grid_that_cannot_be_split_is_refused_and_says_how_to_declare_it(decla
     ({"x": 0}, None, torch.zeros(2, 102), "none of x is a tensor with the batch in this call"),
     ({"x": 0, "o": None}, None, torch.zeros(200), "none of x, o is a tensor with the batch in this call")])
 def test_what_parts_of_the_batch_would_not_reach_is_not_split(
-        monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any], x: Any, o: Any, says: str) -> None:
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (2**31 - 1, 80, 80))
+        axis_limits: Callable[..., None], batch: dict[str, Any], x: Any, o: Any, says: str) -> None:
+    axis_limits(2**31 - 1, 80, 80)
     shielded, starts = watched(foreign.scaled, "triton=3.7.2,sm=90", batch=batch, batch_axis=1, batch_size="B")
     with pytest.raises(flashlin.UnsupportedError) as refused:
         shielded[(1, 200)](x, o, 1, 100, H=2, BT=16)
     assert says in str(refused.value) and not starts
 
 
-def test_a_batch_size_that_is_left_out_is_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (2, 2, 2))
+def test_a_batch_size_that_is_left_out_is_its_default(axis_limits: Callable[..., None]) -> None:
+    axis_limits(2, 2, 2)
     shielded, starts = watched(foreign.usual, "triton=3.7.3,sm=90", batch={"x": 0, "o": 0}, batch_axis=0, batch_size="B")
     shielded[(4,)](torch.zeros(4), torch.zeros(4))
     assert [(start["grid"], start["B"], start["x"].shape[0]) for start in starts] == [((2,), 2, 2)] * 2
@@ -472,8 +466,8 @@ def test_a_launch_in_parts_is_looked_at_each_time() -> None:
     assert len(starts) == 2
 
 
-def test_the_limit_is_the_one_of_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (2**31 - 1, 4, 4))
+def test_the_limit_is_the_one_of_the_checks(axis_limits: Callable[..., None]) -> None:
+    axis_limits(2**31 - 1, 4, 4)
     shielded, starts = watched(foreign.scaled, "triton=3.7.0,sm=90", **BATCH)
     shielded[(1, 10)](*tokens(5, 2), 1, 5, H=2, BT=16)
     assert [start["grid"] for start in starts] == [(1, 4), (1, 4), (1, 2)]

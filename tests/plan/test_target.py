@@ -1,7 +1,6 @@
 """Targets: parsed from text, probed once per device, and pretended."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -22,13 +21,6 @@ from flashlin.compat.target import (
 )
 
 H100 = Target("3.2.0", "12.4.99", "2.9.0", "cuda", (9, 0), "H100", 232448, 132)
-
-
-@pytest.fixture(autouse=True)
-def nothing_probed_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(machine, "_probed", {})
-    yield
-    pretend(None)
 
 
 @pytest.mark.parametrize("text", ("triton=3.2.0,sm=90", "sm=sm90,triton=3.2.0", "triton=3.2.0,sm=sm_90,", "triton=3.2.0,sm=90,backend=cuda"))
