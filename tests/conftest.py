@@ -114,8 +114,8 @@ def no_host_sync() -> Iterator[Callable[[], None]]:
 
 @pytest.fixture(scope="session")
 def compiled() -> Compile:
-    """compiled(version, jobs) -> results. A release that cannot be installed is skipped; in CI it fails: nobody
-    looks at skips there."""
+    """compiled(version, jobs) -> results. A release that cannot be installed skips the test; in CI it fails:
+    nobody looks at skips there."""
     def run(version: str, jobs: list[Job]) -> list[Result]:
         try:
             environment = triton_environment(version)
