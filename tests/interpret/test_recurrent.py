@@ -82,7 +82,8 @@ def test_segments_of_two_tokens(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("edges", [None, [0, 2, 2, 5, 6, 6]], ids=["dense", "packed"])
-def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list[Any], monkeypatch: pytest.MonkeyPatch,
+def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list[Any],
+                                           monkeypatch: pytest.MonkeyPatch,
                                            axis_limits: Callable[..., None]) -> None:
     """Whether a grid has too few programs, or the scratch memory of backward too few bytes."""
     for module in (recipe, forward, backward):
