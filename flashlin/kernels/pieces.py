@@ -103,7 +103,7 @@ def put(x, value, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constex
 @triton.jit
 def zero_rows(x, first, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
     for t0 in range(0, length, BT):
-        put(x, tl.zeros([BT, BD], dtype=tl.float32), first, t0, length, i_h, H, D, d0, BT, BD)
+        put(x, tl.zeros([BT, BD], dtype=tl.float32), first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD)
 
 
 @triton.jit
@@ -143,8 +143,8 @@ def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: i
     if G is None:
         G = torch.empty(H, B * T, dtype=torch.float32, device=g.device)
     shares = max(1, -(-B * T // (launch.block("BT") * max(N, 1))))
-    start(launch, gate_cumsum, N * shares * -(-H // launch.block("BH")), (g, G, bounds, T, N, H, G.stride(0), shares),
-          dict(VARLEN=bounds is not None))
+    start(launch, gate_cumsum, N * shares * -(-H // launch.block("BH")), dict(
+        g=g, G=G, bounds=bounds, T=T, N=N, H=H, R=G.stride(0), S=shares, VARLEN=bounds is not None))
     return G
 
 
@@ -174,6 +174,11 @@ def fills_gaps(split: list[slice], bounds: torch.Tensor | None) -> bool:
 def within(x: torch.Tensor | None, part: slice, bounds: torch.Tensor | None) -> torch.Tensor | None:
     """Rows of a part: a view of the batch; packed sequences keep the whole row, their bounds are what is split."""
     return x if bounds is not None else sliced(x, part)
+
+
+def strides(x: torch.Tensor | None, *names: str) -> dict[str, int]:
+    """The strides of x's first dimensions by those names; zeros if there is no x."""
+    return dict(zip(names, (0,) * len(names) if x is None else x.stride(), strict=False))
 
 
 def sliced(x: torch.Tensor | None, part: slice) -> torch.Tensor | None:

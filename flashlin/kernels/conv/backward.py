@@ -35,7 +35,10 @@ def conv_backward_weights(x, weight, bias, h0, before, bounds, dy, dz, dweight, 
         channels = (cols < D)[None, :]
         u = tl.load(dy + begin * D + offsets, mask=(left > 0)[:, None] & channels, other=0.0).to(tl.float32)
         if SILU:
-            z = convolved(x, weight, bias, h0, begin, n, behind, left, cols, stride, D, W, BT, BD, HAS_BIAS, HAS_H0)
+            z = convolved(
+                x=x, weight=weight, bias=bias, h0=h0,
+                start=begin, n=n, behind=behind, left=left, cols=cols, stride=stride,
+                D=D, W=W, BT=BT, BD=BD, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
             sigmoid = tl.sigmoid(z)
             u *= sigmoid * (1 + z * (1 - sigmoid))
             tl.store(dz + begin * D + offsets, u.to(dz.dtype.element_ty), mask=(begin + ahead < R)[:, None] & channels)
@@ -43,7 +46,8 @@ def conv_backward_weights(x, weight, bias, h0, before, bounds, dy, dz, dweight, 
             db += tl.sum(u, 0)
         if HAS_DWEIGHT:
             for w in tl.static_range(W):
-                of_w = tl.sum(u * tap(x, h0, begin, n, behind, left, cols, stride, w, D, W, BT, HAS_H0), 0)
+                of_w = tl.sum(u * tap(
+                    x, h0, begin, n, behind, left, cols, stride, w=w, D=D, W=W, BT=BT, HAS_H0=HAS_H0), 0)
                 dw += tl.where((taps == w)[:, None], of_w[None, :], 0.0)
         begin += step
     if HAS_DWEIGHT:
@@ -111,17 +115,22 @@ def run(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
         dweight = torch.empty((shares, W, D), dtype=torch.float32, device=x.device) if needs_dweight else None
         dbias = torch.empty((shares, D), dtype=torch.float32, device=x.device) if needs_dbias else None
         if x.numel():
-            start(launch, conv_backward_weights, launch.grid[0],
-                  (x, weight, bias, rows_first(h0), before, bounds, dy, dz, dweight, dbias, T, N, rows, row_stride(x)),
-                  dict(D=D, W=W, SILU=silu, HAS_BIAS=bias is not None, HAS_H0=h0 is not None, HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias,
-                       VARLEN=packed))
+            start(launch, conv_backward_weights, launch.grid[0], dict(
+                x=x, weight=weight, bias=bias, h0=rows_first(h0), before=before,
+                bounds=bounds, dy=dy, dz=dz, dweight=dweight, dbias=dbias,
+                T=T, N=N, R=rows, stride=row_stride(x),
+                D=D, W=W, SILU=silu, HAS_BIAS=bias is not None, HAS_H0=h0 is not None,
+                HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias, VARLEN=packed))
     facts = dict(D=D, W=W, HAS_DHT=dht is not None, VARLEN=packed)
     dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device) if needs_dx else None
     if dx is not None and x.numel():
         launch = plan.launch("conv_backward_x")
-        start(launch, conv_backward_x, launch.grid[0], (dz, weight, rows_first(dht), before, bounds, dx, T, N, rows), facts)
+        start(launch, conv_backward_x, launch.grid[0], dict(
+            dz=dz, weight=weight, dht=rows_first(dht), before=before,
+            bounds=bounds, dx=dx, T=T, N=N, R=rows, **facts))
     dh0 = torch.empty_like(h0) if needs_dh0 and h0 is not None else None
     if dh0 is not None and N:
         launch = plan.launch("conv_backward_state")
-        start(launch, conv_backward_state, launch.grid[0], (dz, weight, dht, bounds, dh0, T), facts)
+        start(launch, conv_backward_state, launch.grid[0], dict(
+            dz=dz, weight=weight, dht=dht, bounds=bounds, dh0=dh0, T=T, **facts))
     return dx, None if dweight is None else dweight.sum(0).mT, None if dbias is None else dbias.sum(0), dh0

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.pieces import strides
 
 
 @triton.jit
@@ -63,7 +64,9 @@ def convolved(x, weight, bias, h0, start, n, behind, left, cols, stride, D: tl.c
     if HAS_BIAS:
         z += of_channels(bias, cols, D, 1)
     for w in tl.static_range(W):
-        z += tap(x, h0, start, n, behind, left, cols, stride, w, D, W, BT, HAS_H0) * of_channels(weight + w, cols, D, W)
+        z += tap(
+            x, h0, start, n, behind, left, cols, stride,
+            w=w, D=D, W=W, BT=BT, HAS_H0=HAS_H0) * of_channels(weight + w, cols, D, W)
     return z
 
 
@@ -75,7 +78,10 @@ def conv_forward(x, weight, bias, residual, h0, before, bounds, y, T, N, R, stri
     start = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
     n, behind, left = sequences_of(before, bounds, start, T, N, R, BT, VARLEN)
-    z = convolved(x, weight, bias, h0, start, n, behind, left, cols, stride, D, W, BT, BD, HAS_BIAS, HAS_H0)
+    z = convolved(
+        x=x, weight=weight, bias=bias, h0=h0,
+        start=start, n=n, behind=behind, left=left, cols=cols, stride=stride,
+        D=D, W=W, BT=BT, BD=BD, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
     if SILU:
         z *= tl.sigmoid(z)
     ahead = tl.arange(0, BT)
@@ -172,12 +178,15 @@ def run(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     stride, facts = row_stride(x), dict(D=D, W=W, HAS_H0=h0 is not None, VARLEN=bounds is not None)
     if x.numel():
         launch = plan.launch("conv_forward")
-        start(launch, conv_forward, launch.grid[0],
-              (x, weight, bias, residual, rows_first(h0), before_each(bounds, T), bounds, y, T, N, B * T, stride),
-              {**facts, "SILU": silu, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None})
+        start(launch, conv_forward, launch.grid[0], dict(
+            x=x, weight=weight, bias=bias, residual=residual, h0=rows_first(h0),
+            before=before_each(bounds, T), bounds=bounds, y=y,
+            T=T, N=N, R=B * T, stride=stride,
+            **facts, SILU=silu, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None))
     if ht is not None and N:
         launch = plan.launch("conv_state")
-        start(launch, conv_state, launch.grid[0], (x, h0, bounds, ht, T, stride), facts)
+        start(launch, conv_state, launch.grid[0], dict(
+            x=x, h0=h0, bounds=bounds, ht=ht, T=T, stride=stride, **facts))
     return y, ht
 
 
@@ -187,6 +196,9 @@ def update(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
         launch = plan.launch("conv_update")
-        start(launch, conv_update, launch.grid[0], (x, weight, bias, residual, cache, y, *cache.stride()),
-              dict(D=x.shape[1], W=weight.shape[1], SILU=silu, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None))
+        start(launch, conv_update, launch.grid[0], dict(
+            x=x, weight=weight, bias=bias, residual=residual, cache=cache, y=y,
+            **strides(cache, "along_n", "along_d", "along_w"),
+            D=x.shape[1], W=weight.shape[1], SILU=silu,
+            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None))
     return y

@@ -44,7 +44,9 @@ def run(plan: Plan, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tenso
     dlogits = logits if in_place else torch.empty((N, V), dtype=logits.dtype, device=logits.device)
     if N:
         launch = plan.launch("cross_entropy_backward")
-        start(launch, cross_entropy_backward, launch.grid[0],
-              (logits, target, lse, dloss, dlogits, logits.stride(0), dlogits.stride(0), N, scale, cap or 1.0, smoothing, squares, ignore_index),
-              dict(V=V, CAPPED=cap is not None))
+        start(launch, cross_entropy_backward, launch.grid[0], dict(
+            logits=logits, target=target, lse=lse, dloss=dloss, dlogits=dlogits,
+            stride=logits.stride(0), dstride=dlogits.stride(0), rows=N, scale=scale,
+            cap=cap or 1.0, smoothing=smoothing, squares=squares, ignore_index=ignore_index,
+            V=V, CAPPED=cap is not None))
     return dlogits

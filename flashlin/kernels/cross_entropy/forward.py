@@ -75,7 +75,9 @@ def run(plan: Plan, logits: torch.Tensor, target: torch.Tensor, scale: float, ca
     loss, z_loss, lse = (torch.empty(N, dtype=torch.float32, device=logits.device) for _ in range(3))
     if N:
         launch = plan.launch("cross_entropy_forward")
-        start(launch, cross_entropy_forward, launch.grid[0],
-              (logits, target, loss, z_loss, lse, logits.stride(0), N, scale, cap or 1.0, smoothing, squares, ignore_index),
-              dict(V=V, CAPPED=cap is not None, SMOOTHED=smoothing > 0))
+        start(launch, cross_entropy_forward, launch.grid[0], dict(
+            logits=logits, target=target, loss=loss, z_loss=z_loss, lse=lse,
+            stride=logits.stride(0), rows=N, scale=scale, cap=cap or 1.0,
+            smoothing=smoothing, squares=squares, ignore_index=ignore_index,
+            V=V, CAPPED=cap is not None, SMOOTHED=smoothing > 0))
     return loss, z_loss, lse

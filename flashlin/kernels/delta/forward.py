@@ -64,9 +64,11 @@ def system(products, b_beta, D_row, D_column, keep, DECAY: tl.constexpr):
 
 @triton.jit
 def put_both(A, A_low, X, first, t0, length, i_h, HV, BT: tl.constexpr, column: tl.constexpr, SIDE: tl.constexpr, HAS_LOW: tl.constexpr):
-    put(A, X, first, t0, length, i_h, HV, BT, column, SIDE, SIDE)
+    put(A, X, first, t0, length, i_h, HV, D=BT, d0=column, BT=SIDE, BD=SIDE)
     if HAS_LOW:
-        put(A_low, X - X.to(A.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV, BT, column, SIDE, SIDE)
+        put(
+            A_low, X - X.to(A.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV,
+            D=BT, d0=column, BT=SIDE, BD=SIDE)
 
 
 @triton.jit
@@ -82,10 +84,10 @@ def inverse_of_chunk(k, beta, G, A, A_low, betas, scratch, n, first, t0, length,
     b = tl.zeros([SIDE, SIDE], dtype=tl.float32)
     c = tl.zeros([SIDE, SIDE], dtype=tl.float32)
     for k0 in range(0, K, BK):
-        k_a = tile(k, first, t0, length, i_k, H, K, k0, SIDE, BK)
+        k_a = tile(k, first, t0, length, i_k, H, D=K, d0=k0, BT=SIDE, BD=BK)
         a += tl.dot(k_a, tl.trans(k_a), input_precision=PRECISION)
         if PAIR:
-            k_b = tile(k, first, t1, length, i_k, H, K, k0, SIDE, BK)
+            k_b = tile(k, first, t1, length, i_k, H, D=K, d0=k0, BT=SIDE, BD=BK)
             b += tl.dot(k_b, tl.trans(k_b), input_precision=PRECISION)
             c += tl.dot(k_b, tl.trans(k_a), input_precision=PRECISION)
     rows = tl.arange(0, SIDE)
@@ -113,13 +115,15 @@ def inverse_of_chunk(k, beta, G, A, A_low, betas, scratch, n, first, t0, length,
     substitute(own, BT)
     tl.debug_barrier()
     a = merged(tl.load(at_a, mask=diagonal, other=0.0), a, SIDE, MERGE)
-    put_both(A, A_low, a, first, t0, length, i_h, HV, BT, 0, SIDE, HAS_LOW)
+    put_both(A, A_low, a, first, t0, length, i_h, HV, BT=BT, column=0, SIDE=SIDE, HAS_LOW=HAS_LOW)
     if PAIR:
         b = merged(tl.load(at_b, mask=diagonal, other=0.0), b, SIDE, MERGE)
         c = -product(product(b, c, MERGE), a, MERGE)
-        put_both(A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV, BT, SIDE, SIDE, HAS_LOW)
-        put_both(A, A_low, c, first, t1, length, i_h, HV, BT, 0, SIDE, HAS_LOW)
-        put_both(A, A_low, b, first, t1, length, i_h, HV, BT, SIDE, SIDE, HAS_LOW)
+        put_both(
+            A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV,
+            BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
+        put_both(A, A_low, c, first, t1, length, i_h, HV, BT=BT, column=0, SIDE=SIDE, HAS_LOW=HAS_LOW)
+        put_both(A, A_low, b, first, t1, length, i_h, HV, BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S"])
@@ -134,10 +138,15 @@ def delta_inverse(k, beta, G, A, A_low, betas, scratch, bounds, T, N, H, HV, R, 
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            inverse_of_chunk(k, beta, G, A, A_low, betas, scratch, n, first, t0, length, i_h, H, HV, R, K, BT, BK, DECAY, HAS_LOW, PRECISION, MERGE)
+            inverse_of_chunk(
+                k=k, beta=beta, G=G, A=A, A_low=A_low, betas=betas, scratch=scratch,
+                n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, R=R,
+                K=K, BT=BT, BK=BK, DECAY=DECAY, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        inverse_of_chunk(k, beta, G, A, A_low, betas, scratch, n, first, share * BT, length, i_h, H, HV, R, K, BT, BK, DECAY, HAS_LOW, PRECISION,
-                         MERGE)
+        inverse_of_chunk(
+            k=k, beta=beta, G=G, A=A, A_low=A_low, betas=betas, scratch=scratch,
+            n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, R=R,
+            K=K, BT=BT, BK=BK, DECAY=DECAY, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
@@ -153,7 +162,7 @@ def delta_scan(q, k, v, A, betas, G, h0, o, ht, bounds, scale, T, N, H, HV, R, K
     n = nh // HV
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(o, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+        zero_gaps(o, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
     if HAS_H0:
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
@@ -162,12 +171,12 @@ def delta_scan(q, k, v, A, betas, G, h0, o, ht, bounds, scale, T, N, H, HV, R, K
     rows = tl.arange(0, BT)
     causal = rows[:, None] >= rows[None, :]
     for t0 in range(0, length, BT):
-        b_k = tile(k, first, t0, length, i_qk, H, K, 0, BT, BK)
-        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
-        b_A = tile(A, first, t0, length, i_h, HV, BT, 0, BT, BT)
-        b_q = tile(q, first, t0, length, i_qk, H, K, 0, BT, BK)
+        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
+        b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+        b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
-        D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
         b_h = h.to(b_k.dtype)
         kh = tl.dot(b_k, b_h, input_precision=PRECISION)
         if DECAY == 0:
@@ -189,7 +198,7 @@ def delta_scan(q, k, v, A, betas, G, h0, o, ht, bounds, scale, T, N, H, HV, R, K
             h *= tl.exp2(total)
         b_o += tl.dot(s.to(b_u.dtype), b_u, input_precision=PRECISION)
         h += tl.dot(tl.trans(b_k), b_w, input_precision=PRECISION)
-        put(o, b_o, first, t0, length, i_h, HV, V, v0, BT, BV)
+        put(o, b_o, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_HT:
         tl.store(ht + at, h, mask=inside)
 
@@ -214,11 +223,11 @@ def delta_states(k, v, A, betas, G, h0, u, states, bounds, T, N, H, HV, R, K: tl
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
     for t0 in range(0, length, BT):
-        b_k = tile(k, first, t0, length, i_qk, H, K, 0, BT, BK)
-        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
-        b_A = tile(A, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
+        b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+        b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
-        D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
         b_h = h.to(b_k.dtype)
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
@@ -230,7 +239,7 @@ def delta_states(k, v, A, betas, G, h0, u, states, bounds, T, N, H, HV, R, K: tl
             y = (b_v - kh * tl.exp2(D)[:, None]) * b_beta[:, None]
             h *= tl.exp2(total)
         b_u = tl.dot(b_A, y.to(b_A.dtype), input_precision=PRECISION)
-        put(u, b_u, first, t0, length, i_h, HV, V, v0, BT, BV)
+        put(u, b_u, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         if DECAY != 0:
             b_u *= tl.exp2(total - D)[:, None]
         h += tl.dot(tl.trans(b_k), b_u.to(b_k.dtype), input_precision=PRECISION)
@@ -267,11 +276,15 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
         shares = max(1, -(-own_rows // (BT * n)))
         scratch = torch.empty(own_rows // BT + n + 1, HV, BT, 16, dtype=torch.float32, device=q.device)
         summed(plan, g_, bounds_, n, G)
-        start(inverting, delta_inverse, n * shares * HV, (k_, beta_, G, A_, low_, betas, scratch, bounds_, T, n, H, HV, rows, shares),
-              dict(constants, HAS_LOW=A_low is not None, MERGE=merging(plan)))
-        start(scanning, delta_scan, n * HV * -(-V // scanning.block("BV")),
-              (q_, k_, v_, A_, betas, G, h0_, o_, ht_, bounds_, scale, T, n, H, HV, rows),
-              dict(constants, V=V, HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first, GAPS=bounds is not None and len(split) == 1))
+        start(inverting, delta_inverse, n * shares * HV, dict(
+            k=k_, beta=beta_, G=G, A=A_, A_low=low_, betas=betas, scratch=scratch, bounds=bounds_,
+            T=T, N=n, H=H, HV=HV, R=rows, S=shares,
+            **constants, HAS_LOW=A_low is not None, MERGE=merging(plan)))
+        start(scanning, delta_scan, n * HV * -(-V // scanning.block("BV")), dict(
+            q=q_, k=k_, v=v_, A=A_, betas=betas, G=G, h0=h0_, o=o_, ht=ht_, bounds=bounds_,
+            scale=scale, T=T, N=n, H=H, HV=HV, R=rows,
+            **constants, V=V, HAS_H0=h0 is not None, HAS_HT=has_ht,
+            V_FIRST=v_first, GAPS=bounds is not None and len(split) == 1))
     return o, ht, A, A_low, lines
 
 

@@ -107,13 +107,13 @@ def scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H
     b_A = tl.zeros([BT, BT], dtype=tl.float32)
     diagonal = tl.zeros([BT], dtype=tl.float32)
     for k0 in range(0, K, BK):
-        b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK)
-        b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK)
+        b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, H, K, k0, BK)
         total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
-        b_R = sums_read(b_G, G, last, first, t0, i_h, H, K, k0, BT, BK, BEFORE)
-        put(q_in, b_q * tl.exp2(b_R), first, t0, length, i_h, H, K, k0, BT, BK)
-        put(k_out, b_k * tl.exp2(total[None, :] - b_G), first, t0, length, i_h, H, K, k0, BT, BK)
+        b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE)
+        put(q_in, b_q * tl.exp2(b_R), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        put(k_out, b_k * tl.exp2(total[None, :] - b_G), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         own = b_q.to(tl.float32) * b_k.to(tl.float32)
         if BEFORE:
             own *= bonus_of(u, i_h, K, k0, BK)
@@ -121,12 +121,14 @@ def scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H
         for level in range(LEVELS):  # not unrolled: registers hold one level's tiles
             half = halves(level, BT)
             second = half % 2 == 1
-            decay = decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K, k0, BK, BEFORE)
+            decay = decay_to_meeting(
+                b_G=b_G, G=G, half=half, level=level, last=last, first=first,
+                t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, BEFORE=BEFORE)
             b_X = (tl.where(second[:, None], b_q, b_k) * decay).to(b_q.dtype)
             s = tl.dot(b_X, tl.trans(b_X), input_precision=PRECISION)
             b_A += tl.where(tl.where(second, half - 1, -1)[:, None] == half[None, :], s, 0.0)
     b_A += tl.where(rows[:, None] == rows[None, :], diagonal[:, None], 0.0)
-    put(A, b_A * scale, first, t0, length, i_h, H, BT, 0, BT, BT)
+    put(A, b_A * scale, first, t0, length, i_h, H, D=BT, d0=0, BT=BT, BD=BT)
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
@@ -141,9 +143,15 @@ def gla_scores(q, k, u, G, A, q_in, k_out, bounds, scale, T, N, H, S, K: tl.cons
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K, BT, BK, BEFORE, PRECISION)
+            scores_of_chunk(
+                q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out,
+                scale=scale, first=first, t0=t0, length=length, i_h=i_h, H=H,
+                K=K, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, share * BT, length, i_h, H, K, BT, BK, BEFORE, PRECISION)
+        scores_of_chunk(
+            q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out,
+            scale=scale, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
+            K=K, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "scale"])
@@ -158,24 +166,24 @@ def gla_scan(q_in, k_out, v, A, G, h0, o, ht, bounds, scale, T, N, H, K: tl.cons
     n = nh // H
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(o, bounds, n, T, N, i_h, H, V, v0, BT, BV)
+        zero_gaps(o, bounds, n, T, N, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
     at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
     if HAS_H0:
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
     for t0 in range(0, length, BT):
-        b_q = tile(q_in, first, t0, length, i_h, H, K, 0, BT, BK)
-        b_k = tile(k_out, first, t0, length, i_h, H, K, 0, BT, BK)
-        b_A = tile(A, first, t0, length, i_h, H, BT, 0, BT, BT)
-        b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
+        b_q = tile(q_in, first, t0, length, i_h, H, D=K, d0=0, BT=BT, BD=BK)
+        b_k = tile(k_out, first, t0, length, i_h, H, D=K, d0=0, BT=BT, BD=BK)
+        b_A = tile(A, first, t0, length, i_h, H, D=BT, d0=0, BT=BT, BD=BT)
+        b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
         total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, H, K, 0, BK)
         b_o = tl.dot(b_q, h.to(b_q.dtype), input_precision=PRECISION)
         b_o *= scale
         b_o += tl.dot(b_A, b_v, input_precision=PRECISION)
         h *= tl.exp2(total)[:, None]
         h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
-        put(o, b_o, first, t0, length, i_h, H, V, v0, BT, BV)
+        put(o, b_o, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_HT:
         tl.store(ht + at, h, mask=inside)
 
@@ -198,10 +206,12 @@ def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, u: t
     found = Prepared(torch.empty_like(g), torch.empty(B, T, H, BT, dtype=q.dtype, device=q.device), torch.empty_like(q), torch.empty_like(k))
     if shares == 0:  # no row to load, not even a chunk's last one
         return found
-    start(summing, gla_sums, N * shares * -(-H * K // summing.block("BC")), (g, found.G, bounds, T, N, H * K, shares),
-          dict(VARLEN=bounds is not None))
-    start(scoring, gla_scores, N * shares * H, (q, k, u, found.G, found.A, found.q_in, found.k_out, bounds, scale, T, N, H, shares),
-          dict(K=K, BEFORE=u is not None, VARLEN=bounds is not None, PRECISION=precision(plan)))
+    start(summing, gla_sums, N * shares * -(-H * K // summing.block("BC")), dict(
+        g=g, G=found.G, bounds=bounds, T=T, N=N, C=H * K, S=shares, VARLEN=bounds is not None))
+    start(scoring, gla_scores, N * shares * H, dict(
+        q=q, k=k, u=u, G=found.G, A=found.A, q_in=found.q_in, k_out=found.k_out, bounds=bounds,
+        scale=scale, T=T, N=N, H=H, S=shares,
+        K=K, BEFORE=u is not None, VARLEN=bounds is not None, PRECISION=precision(plan)))
     return found
 
 
@@ -224,6 +234,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
         q_, k_, v_, g_, o_ = (within(x, part, bounds) for x in (q, k, v, g, o))
         h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds, slice(part.start, part.stop + 1))
         x = prepared(plan, q_, k_, g_, u, bounds_, n, scale)  # type: ignore[arg-type]
-        start(scanning, gla_scan, n * H * -(-V // scanning.block("BV")),
-              (x.q_in, x.k_out, v_, x.A, x.G, h0_, o_, ht_, bounds_, scale, T, n, H), constants)
+        start(scanning, gla_scan, n * H * -(-V // scanning.block("BV")), dict(
+            q_in=x.q_in, k_out=x.k_out, v=v_, A=x.A, G=x.G, h0=h0_, o=o_,
+            ht=ht_, bounds=bounds_, scale=scale, T=T, N=n, H=H, **constants))
     return o, ht

@@ -70,12 +70,12 @@ def hgrn_ends(x, g, decays, ends, bounds, T, S, D: tl.constexpr, BT: tl.constexp
     origin = first + BACK * (length - 1)
     h = tl.zeros([BD], dtype=tl.float32)
     total = tl.full([BD], 1.0, dtype=tl.float32)
-    next_x = walked(x, origin, begin, 0, end, cols, 0.0, D, BT, STEP)
-    next_g = walked(g, origin + BACK, begin, BACK, end, cols, 0.0, D, BT, STEP)
+    next_x = walked(x, origin, begin, 0, end, cols, 0.0, D=D, BT=BT, STEP=STEP)
+    next_g = walked(g, origin + BACK, begin, BACK, end, cols, 0.0, D=D, BT=BT, STEP=STEP)
     for i0 in range(begin, end, BT):
         now_x, now_g = next_x, next_g
-        next_x = walked(x, origin, i0 + BT, 0, end, cols, 0.0, D, BT, STEP)
-        next_g = walked(g, origin + BACK, i0 + BT, BACK, end, cols, 0.0, D, BT, STEP)
+        next_x = walked(x, origin, i0 + BT, 0, end, cols, 0.0, D=D, BT=BT, STEP=STEP)
+        next_g = walked(g, origin + BACK, i0 + BT, BACK, end, cols, 0.0, D=D, BT=BT, STEP=STEP)
         a, sums = tl.associative_scan((decay(now_g), now_x.to(tl.float32)), 0, both)
         h = last(a * h[None, :] + sums, BT)
         total *= last(a, BT)
@@ -89,8 +89,9 @@ def carried(h, decays, ends, n, s, S, cols, D: tl.constexpr, BT: tl.constexpr):
     """h after the first s segments of sequence n."""
     origin = n.to(tl.int64) * (S - 1)
     for i0 in range(0, s, BT):
-        a, sums = tl.associative_scan((walked(decays, origin, i0, 0, s, cols, 1.0, D, BT, 1), walked(ends, origin, i0, 0, s, cols, 0.0, D, BT, 1)),
-                                      0, both)
+        a, sums = tl.associative_scan((
+            walked(decays, origin, i0, 0, s, cols, 1.0, D=D, BT=BT, STEP=1),
+            walked(ends, origin, i0, 0, s, cols, 0.0, D=D, BT=BT, STEP=1)), 0, both)
         h = last(a * h[None, :] + sums, BT)
     return h
 
@@ -107,10 +108,10 @@ def hgrn_forward(x, g, decays, ends, h0, o, ht, bounds, T, N, S, D: tl.constexpr
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
         if s == 0:
-            zero_gaps(o, bounds, n, T, N, 0, 1, D, d0, BT, BD)
+            zero_gaps(o, bounds, n, T, N, 0, 1, D=D, d0=d0, BT=BT, BD=BD)
     begin, end = segment_of(s, S, length, BT)
-    next_x = walked(x, first, begin, 0, end, cols, 0.0, D, BT, 1)
-    next_g = walked(g, first, begin, 0, end, cols, 0.0, D, BT, 1)
+    next_x = walked(x, first, begin, 0, end, cols, 0.0, D=D, BT=BT, STEP=1)
+    next_g = walked(g, first, begin, 0, end, cols, 0.0, D=D, BT=BT, STEP=1)
     if h0 is not None:
         h = tl.load(h0 + n.to(tl.int64) * D + cols, mask=cols < D, other=0.0).to(tl.float32)
     else:
@@ -118,8 +119,8 @@ def hgrn_forward(x, g, decays, ends, h0, o, ht, bounds, T, N, S, D: tl.constexpr
     h = carried(h, decays, ends, n, s, S, cols, D, BT)
     for i0 in range(begin, end, BT):
         now_x, now_g = next_x, next_g
-        next_x = walked(x, first, i0 + BT, 0, end, cols, 0.0, D, BT, 1)
-        next_g = walked(g, first, i0 + BT, 0, end, cols, 0.0, D, BT, 1)
+        next_x = walked(x, first, i0 + BT, 0, end, cols, 0.0, D=D, BT=BT, STEP=1)
+        next_g = walked(g, first, i0 + BT, 0, end, cols, 0.0, D=D, BT=BT, STEP=1)
         a, sums = tl.associative_scan((decay(now_g), now_x.to(tl.float32)), 0, both)
         states = a * h[None, :] + sums
         put_walked(o, states, first, i0, end, cols, D, BT, 1)
@@ -143,10 +144,10 @@ def run(plan: Plan, x: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, b
     for part in split:
         n, edges = part.stop - part.start, sliced(bounds, slice(part.start, part.stop + 1)) if len(split) > 1 else bounds
         decays, ends = pairs(plan, x, g, part, edges, S, 1)
-        start(launch, hgrn_forward, n * S * -(-D // launch.block("BD")),
-              (within(x, part, bounds), within(g, part, bounds), decays, ends, sliced(h0, part), within(o, part, bounds), sliced(ht, part), edges,
-               T, n, S),
-              dict(D=D, VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1))
+        start(launch, hgrn_forward, n * S * -(-D // launch.block("BD")), dict(
+            x=within(x, part, bounds), g=within(g, part, bounds), decays=decays, ends=ends,
+            h0=sliced(h0, part), o=within(o, part, bounds), ht=sliced(ht, part), bounds=edges, T=T,
+            N=n, S=S, D=D, VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1))
     return o, ht
 
 
@@ -158,7 +159,7 @@ def pairs(plan: Plan, x: torch.Tensor, g: torch.Tensor, part: slice, bounds: tor
     decays, ends = torch.empty(2, n, S - 1, D, dtype=torch.float32, device=x.device)
     if S > 1:
         launch = plan.launch("hgrn_ends")
-        start(launch, hgrn_ends, n * (S - 1) * -(-D // launch.block("BD")),
-              (within(x, part, bounds), within(g, part, bounds), decays, ends, bounds, T, S),
-              dict(D=D, STEP=step, VARLEN=bounds is not None))
+        start(launch, hgrn_ends, n * (S - 1) * -(-D // launch.block("BD")), dict(
+            x=within(x, part, bounds), g=within(g, part, bounds), decays=decays,
+            ends=ends, bounds=bounds, T=T, S=S, D=D, STEP=step, VARLEN=bounds is not None))
     return decays, ends

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.pieces import strides
 from flashlin.kernels.recurrent.forward import softplus
 
 
@@ -135,10 +136,14 @@ def update(plan: Plan, state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A
     if y.numel():
         launch = plan.launch("state_update")
         tied = 0 == A.stride(1) == A.stride(2) == dt.stride(2) and (dt_bias is None or dt_bias.stride(1) == 0)
-        start(launch, state_update, launch.grid[0],
-              (state, x, dt, dt_bias, A, B, C, D, z, y, indices, state.shape[0], H, H // B.shape[1], *state.stride(), x.stride(0), *dt.stride(),
-               *_strides(dt_bias, 2), *A.stride(), B.stride(0), C.stride(0), *_strides(D, 2), *_strides(z, 1)),
-              dict(P=P, N=A.shape[2], SOFTPLUS=softplus, TIED=tied))
+        start(launch, state_update, launch.grid[0], dict(
+            state=state, x=x, dt=dt, dt_bias=dt_bias, A=A, B=B, C=C, D=D, z=z, y=y, indices=indices,
+            pool=state.shape[0], H=H, heads=H // B.shape[1],
+            **strides(state, "state_n", "state_h", "state_p", "state_s"), **strides(x, "x_n"),
+            **strides(dt, "dt_n", "dt_h", "dt_p"), **strides(dt_bias, "bias_h", "bias_p"),
+            **strides(A, "A_h", "A_p", "A_s"), **strides(B, "B_n"), **strides(C, "C_n"),
+            **strides(D, "D_h", "D_p"), **strides(z, "z_n"),
+            P=P, N=A.shape[2], SOFTPLUS=softplus, TIED=tied))
     return y
 
 
@@ -149,10 +154,9 @@ def convolve(plan: Plan, x: torch.Tensor, state: torch.Tensor, weight: torch.Ten
     y = torch.empty((n, D, T), dtype=dtype, device=x.device)
     if y.numel():
         launch = plan.launch("conv_window")
-        start(launch, conv_window, launch.grid[0], (x, weight, bias, state, y, seqlens, indices, T, state.shape[0], *x.stride(), *state.stride()),
-              dict(D=D, W=weight.shape[1], L=state.shape[2], SILU=silu))
+        start(launch, conv_window, launch.grid[0], dict(
+            x=x, weight=weight, bias=bias, state=state, y=y, seqlens=seqlens, indices=indices,
+            T=T, pool=state.shape[0],
+            **strides(x, "x_n", "x_d", "x_t"), **strides(state, "state_n", "state_d", "state_l"),
+            D=D, W=weight.shape[1], L=state.shape[2], SILU=silu))
     return y
-
-
-def _strides(x: torch.Tensor | None, count: int) -> tuple[int, ...]:
-    return (0,) * count if x is None else x.stride()[:count]

@@ -67,7 +67,11 @@ def before_gate(u, n, b_gate, weight, bias, dgate, first, rows, d0, D: tl.conste
                 GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
     """The gradient of what the gate multiplied; stores the gate's own."""
     factor, slope = opened(b_gate, GATE)
-    put(dgate, u * slope * scaled(n, weight, bias, first, d0, D, BT, BD, GROUPS, HAS_WEIGHT, HAS_BIAS), first, rows, d0, D, BT, BD)
+    put(
+        dgate, u * slope * scaled(
+            n, weight, bias, first, d0,
+            D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS),
+        first, rows, d0, D, BT, BD)
     return u * factor
 
 
@@ -97,16 +101,22 @@ def norm_backward(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, 
         dw = tl.zeros([BT, BD], dtype=tl.float32)
     if HAS_DBIAS:
         db = tl.zeros([BT, BD], dtype=tl.float32)
-    b_s, b_dy, b_gate, b_dtotal, m, r = fetched(s, dy, gate, dtotal, mean, rstd, first, rows, D, BT, BD, KIND, GATE, HAS_DTOTAL)
+    b_s, b_dy, b_gate, b_dtotal, m, r = fetched(
+        s, dy, gate, dtotal, mean, rstd, first, rows,
+        D=D, BT=BT, BD=BD, KIND=KIND, GATE=GATE, HAS_DTOTAL=HAS_DTOTAL)
     for _ in range((rows - first + step - 1) // step):
         after = first + step
         if AHEAD:
-            next_s, next_dy, next_gate, next_dtotal, next_m, next_r = fetched(s, dy, gate, dtotal, mean, rstd, after, rows, D, BT, BD, KIND,
-                                                                              GATE, HAS_DTOTAL)
+            next_s, next_dy, next_gate, next_dtotal, next_m, next_r = fetched(
+                s, dy, gate, dtotal, mean, rstd, after, rows,
+                D=D, BT=BT, BD=BD, KIND=KIND, GATE=GATE, HAS_DTOTAL=HAS_DTOTAL)
         n = normalised(b_s, m, r, KIND, NORMED)
         u = b_dy.to(tl.float32)
         if GATE != 0:
-            u = before_gate(u, n, b_gate, weight, bias, dgate, first, rows, 0, D, BT, BD, GATE, GROUPS, HAS_WEIGHT, HAS_BIAS)
+            u = before_gate(
+                u=u, n=n, b_gate=b_gate, weight=weight, bias=bias, dgate=dgate,
+                first=first, rows=rows, d0=0,
+                D=D, BT=BT, BD=BD, GATE=GATE, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
         if HAS_DWEIGHT:
             dw += u * n
         if HAS_DBIAS:
@@ -125,8 +135,9 @@ def norm_backward(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, 
         if HAS_DRESIDUAL:
             put(dresidual, ds, first, rows, 0, D, BT, BD)
         if not AHEAD:
-            next_s, next_dy, next_gate, next_dtotal, next_m, next_r = fetched(s, dy, gate, dtotal, mean, rstd, after, rows, D, BT, BD, KIND,
-                                                                              GATE, HAS_DTOTAL)
+            next_s, next_dy, next_gate, next_dtotal, next_m, next_r = fetched(
+                s, dy, gate, dtotal, mean, rstd, after, rows,
+                D=D, BT=BT, BD=BD, KIND=KIND, GATE=GATE, HAS_DTOTAL=HAS_DTOTAL)
         b_s, b_dy, b_gate, b_dtotal, m, r = next_s, next_dy, next_gate, next_dtotal, next_m, next_r
         first = after
     if HAS_DWEIGHT:
@@ -149,8 +160,11 @@ def norm_backward_rows(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresid
         n = normalised(tile(s, first, rows, d0, D, BT, BD, "evict_last"), m, r, KIND, NORMED)
         u = tile(dy, first, rows, d0, D, BT, BD, "evict_last").to(tl.float32)
         if GATE != 0:
-            u = before_gate(u, n, tile(gate, first, rows, d0, D, BT, BD, "evict_last"), weight, bias, dgate, first, rows, d0, D, BT, BD, GATE,
-                            GROUPS, HAS_WEIGHT, HAS_BIAS)
+            u = before_gate(
+                u=u, n=n, b_gate=tile(gate, first, rows, d0, D, BT, BD, "evict_last"),
+                weight=weight, bias=bias, dgate=dgate,
+                first=first, rows=rows, d0=d0,
+                D=D, BT=BT, BD=BD, GATE=GATE, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
         if HAS_WEIGHT:
             u *= line(weight, first, d0, D, BT, BD, GROUPS)
         along += tl.sum(u * n, 1)
@@ -227,12 +241,17 @@ def run(plan: Plan, s: torch.Tensor, weight: torch.Tensor | None, bias: torch.Te
     # Rows of fp32 have as many bytes under way without the next ones, and no registers left for them.
     ahead = for_rows.num_stages > 1 and all(t is None or t.element_size() < 4 for t in (s, dy, gate, dtotal))
     if rows and not wide:
-        start(for_rows, norm_backward, for_rows.grid[0], (s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, dgate, dweight, dbias, rows),
-              {**shared, **flags, **sums, "AHEAD": ahead})
+        start(for_rows, norm_backward, for_rows.grid[0], dict(
+            s=s, weight=weight, bias=bias, gate=gate, mean=mean, rstd=rstd, dy=dy, dtotal=dtotal,
+            dx=dx, dresidual=dresidual, dgate=dgate, dweight=dweight, dbias=dbias, rows=rows,
+            **shared, **flags, **sums, AHEAD=ahead))
     elif rows:
-        start(for_rows, norm_backward_rows, for_rows.grid[0], (s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, dgate, rows),
-              {**shared, **flags})
+        start(for_rows, norm_backward_rows, for_rows.grid[0], dict(
+            s=s, weight=weight, bias=bias, gate=gate, mean=mean, rstd=rstd, dy=dy, dtotal=dtotal,
+            dx=dx, dresidual=dresidual, dgate=dgate, rows=rows, **shared, **flags))
         if wanted:
-            start(for_sums, norm_backward_columns, for_sums.grid[0], (s, gate, mean, rstd, dy, dweight, dbias, rows), {**shared, **sums})
+            start(for_sums, norm_backward_columns, for_sums.grid[0], dict(
+                s=s, gate=gate, mean=mean, rstd=rstd, dy=dy,
+                dweight=dweight, dbias=dbias, rows=rows, **shared, **sums))
     total = parts.view(wanted, -1, groups * D).sum(1) if wanted and rows else s.new_zeros((wanted, groups * D), dtype=torch.float32)
     return dx, dresidual, dgate, total[0] if needs_dweight else None, total[-1] if needs_dbias else None

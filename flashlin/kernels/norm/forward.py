@@ -83,7 +83,9 @@ def opened(gate, GATE: tl.constexpr):
 def put_y(y, centred, r, weight, bias, gate, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr,
           GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
     """From a centred [BT, BD] of rows to y."""
-    out = scaled(centred * r[:, None], weight, bias, first, d0, D, BT, BD, GROUPS, HAS_WEIGHT, HAS_BIAS)
+    out = scaled(
+        centred * r[:, None], weight, bias, first, d0,
+        D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
     if GATE != 0:
         factor, _ = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)
         out *= factor
@@ -99,19 +101,25 @@ def norm_forward(x, residual, weight, bias, gate, y, total, mean, rstd, eps, row
     first = tl.program_id(0).to(tl.int64) * BT
     inside = tl.arange(0, BD) < D
     if BD >= D:
-        s = summed(x, residual, first, rows, 0, D, BT, BD, HAS_RESIDUAL, "evict_first")
+        s = summed(
+            x, residual, first, rows, 0, D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="evict_first")
         if HAS_TOTAL:
             put(total, s, first, rows, 0, D, BT, BD)
         if KIND == 0:
             m = tl.sum(s, 1) / D
             s = tl.where(inside[None, :], s - m[:, None], 0.0)
         r = tl.rsqrt(tl.sum(s * s, 1) / COUNT + eps)
-        put_y(y, s, r, weight, bias, gate, first, rows, 0, D, BT, BD, GATE, GROUPS, HAS_WEIGHT, HAS_BIAS)
+        put_y(
+            y=y, centred=s, r=r, weight=weight, bias=bias, gate=gate,
+            first=first, rows=rows, d0=0,
+            D=D, BT=BT, BD=BD, GATE=GATE, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
     else:
         m = tl.zeros([BT], dtype=tl.float32)
         squares = tl.zeros([BT], dtype=tl.float32)
         for d0 in range(0, D, BD):
-            s = summed(x, residual, first, rows, d0, D, BT, BD, HAS_RESIDUAL, "evict_last")
+            s = summed(
+                x, residual, first, rows, d0,
+                D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="evict_last")
             if HAS_TOTAL:
                 put(total, s, first, rows, d0, D, BT, BD)
             if KIND == 0:  # means and squares of blocks combine without cancellation (Chan, Golub and LeVeque 1979)
@@ -123,8 +131,13 @@ def norm_forward(x, residual, weight, bias, gate, y, total, mean, rstd, eps, row
             squares += tl.sum(s * s, 1)
         r = tl.rsqrt(squares / COUNT + eps)
         for d0 in range(0, D, BD):
-            s = summed(x, residual, first, rows, d0, D, BT, BD, HAS_RESIDUAL, "evict_first")
-            put_y(y, s - m[:, None], r, weight, bias, gate, first, rows, d0, D, BT, BD, GATE, GROUPS, HAS_WEIGHT, HAS_BIAS)
+            s = summed(
+                x, residual, first, rows, d0,
+                D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="evict_first")
+            put_y(
+                y=y, centred=s - m[:, None], r=r, weight=weight, bias=bias, gate=gate,
+                first=first, rows=rows, d0=d0,
+                D=D, BT=BT, BD=BD, GATE=GATE, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
     if HAS_STATS:
         row = tl.arange(0, BT)
         tl.store(rstd + first + row, r, mask=first + row < rows)
@@ -148,7 +161,11 @@ def run(plan: Plan, x: torch.Tensor, residual: torch.Tensor | None, weight: torc
     mean = torch.empty_like(rstd) if rstd is not None and kind == LAYER else None
     if x.numel():
         launch = plan.launch("norm_forward")
-        start(launch, norm_forward, launch.grid[0], (x, residual, weight, bias, gate, y, total, mean, rstd, eps, x.numel() // D),
-              dict(D=D, KIND=kind, GATE=activation, GROUPS=plan.problem.H, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
-                   HAS_BIAS=bias is not None, HAS_TOTAL=total is not None, HAS_STATS=stats))
+        start(launch, norm_forward, launch.grid[0], dict(
+            x=x, residual=residual, weight=weight, bias=bias,
+            gate=gate, y=y, total=total, mean=mean, rstd=rstd,
+            eps=eps, rows=x.numel() // D,
+            D=D, KIND=kind, GATE=activation, GROUPS=plan.problem.H,
+            HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None, HAS_TOTAL=total is not None, HAS_STATS=stats))
     return y, total, mean, rstd

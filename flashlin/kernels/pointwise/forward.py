@@ -10,13 +10,15 @@
 A program owns BT rows and a strip of BD columns; for the correction and the scale a strip is a head, so that sums over it are at home.
 """
 
+from itertools import zip_longest
+
 import torch
 import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Launch, Plan
-from flashlin.kernels.pointwise.recipe import GATE, KEY, MIX, SCALE, SKIP, strip_width
+from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, SCALE, SKIP, strip_width
 from flashlin.kernels.recurrent.forward import softplus
 
 
@@ -66,7 +68,7 @@ def pointwise_gate(g, A_log, dt_bias, y, bound, rows, D: tl.constexpr, K: tl.con
                    BOUNDED: tl.constexpr):
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
-    z, rate = opened(g, A_log, dt_bias, first, rows, cols, there, D, K, BT, BD)
+    z, rate = opened(g, A_log, dt_bias, first, rows, cols, there, D=D, K=K, BT=BT, BD=BD)
     if BOUNDED:
         value = bound * tl.sigmoid(rate * z)
     else:
@@ -86,13 +88,13 @@ def pointwise_mix(h, delta, xr, xw, xk, xv, xa, xg, yr, yw, yk, yv, ya, yg, rows
     first = block.to(tl.int64) * BT
     b_h = tile(h, first, rows, cols, there, D, BT)
     b_delta = tile(delta, first, rows, cols, there, D, BT)
-    mixed(b_h, b_delta, xr, yr, first, rows, cols, there, D, BT)
-    mixed(b_h, b_delta, xw, yw, first, rows, cols, there, D, BT)
-    mixed(b_h, b_delta, xk, yk, first, rows, cols, there, D, BT)
-    mixed(b_h, b_delta, xv, yv, first, rows, cols, there, D, BT)
-    mixed(b_h, b_delta, xa, ya, first, rows, cols, there, D, BT)
+    mixed(b_h, b_delta, xr, yr, first, rows, cols, there, D=D, BT=BT)
+    mixed(b_h, b_delta, xw, yw, first, rows, cols, there, D=D, BT=BT)
+    mixed(b_h, b_delta, xk, yk, first, rows, cols, there, D=D, BT=BT)
+    mixed(b_h, b_delta, xv, yv, first, rows, cols, there, D=D, BT=BT)
+    mixed(b_h, b_delta, xa, ya, first, rows, cols, there, D=D, BT=BT)
     if xg is not None:
-        mixed(b_h, b_delta, xg, yg, first, rows, cols, there, D, BT)
+        mixed(b_h, b_delta, xg, yg, first, rows, cols, there, D=D, BT=BT)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -189,6 +191,11 @@ def widths(plan: Plan, launch: Launch) -> dict[str, int]:
     return dict(D=plan.problem.H * plan.problem.K, W=strip_width(plan.problem, launch.block("BD")))
 
 
+# The tensors of each family, as the kernels name them.
+NAMES = {GATE: ("g", "A_log", "dt_bias"), MIX: ("h", "delta", "xr", "xw", "xk", "xv", "xa", "xg"), KEY: ("k", "a", "c"),
+         CORRECTION: ("o", "r", "k", "u", "v", "g"), SCALE: ("x", "s", "marks"), SKIP: ("o", "x", "skip", "z", "marks")}
+
+
 def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | None, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """The outputs, of that dtype. tensors: as named above, in that order, contiguous and of any dtypes; A, b and the sixth x may be None, and
     so may x and D, z, or the marks [rows] of a skip, and those of a scale, which gives marks if it gets some. What a scale and a skip take
@@ -200,19 +207,25 @@ def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | Non
         outputs = (*outputs, tensors[2].clone())
     if not x.numel():
         return outputs
-    facts, rows = widths(plan, launch), plan.problem.T
+    facts, rows, named = widths(plan, launch), plan.problem.T, dict(zip(NAMES[family], tensors, strict=True))
     if family == GATE:
-        start(launch, pointwise_gate, launch.grid[0], (*tensors, *outputs, bound or 0.0, rows),
-              {**facts, "K": plan.problem.K, "BOUNDED": bound is not None})
+        start(launch, pointwise_gate, launch.grid[0], dict(
+            named, y=outputs[0], bound=bound or 0.0, rows=rows,
+            **facts, K=plan.problem.K, BOUNDED=bound is not None))
     elif family == MIX:
-        start(launch, pointwise_mix, launch.grid[0], (*tensors, *outputs, *[None] * (6 - len(outputs)), rows), facts)
+        start(launch, pointwise_mix, launch.grid[0], dict(
+            named, **dict(zip_longest(("yr", "yw", "yk", "yv", "ya", "yg"), outputs)), rows=rows, **facts))
     elif family == SCALE:
         x, x_n = rows_of(x, facts["D"])
-        start(launch, pointwise_scale, launch.grid[0], (x, tensors[1], outputs[1] if len(outputs) > 1 else None, outputs[0], x_n, rows), facts)
+        start(launch, pointwise_scale, launch.grid[0], dict(
+            x=x, s=tensors[1], marks=outputs[1] if len(outputs) > 1 else None, y=outputs[0],
+            x_n=x_n, rows=rows, **facts))
     elif family == SKIP:
         (x, x_n), (z, z_n) = rows_of(tensors[1], facts["D"]), rows_of(tensors[3], facts["D"])
-        start(launch, pointwise_skip, launch.grid[0], (tensors[0], x, tensors[2], z, tensors[4], *outputs, x_n, z_n, rows),
-              {**facts, "K": per_parameter(tensors[2], facts["D"])})
+        start(launch, pointwise_skip, launch.grid[0], dict(
+            o=tensors[0], x=x, skip=tensors[2], z=z, marks=tensors[4], y=outputs[0],
+            x_n=x_n, z_n=z_n, rows=rows, **facts, K=per_parameter(tensors[2], facts["D"])))
     else:
-        start(launch, pointwise_key if family == KEY else pointwise_correction, launch.grid[0], (*tensors, *outputs, rows), facts)
+        start(launch, pointwise_key if family == KEY else pointwise_correction, launch.grid[0], dict(
+            named, y=outputs[0], rows=rows, **facts))
     return outputs

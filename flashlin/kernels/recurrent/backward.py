@@ -79,8 +79,11 @@ def recurrent_backward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, h0, states,
             row = token * HV + i_h
             b_k = vector(k, (token * H + i_qk) * K, in_k, K)
             b_v = vector(v, row * V, in_v, V)
-            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, None, None, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, 0,
-                        False, 0)
+            S = updated(
+                S=S, b_k=b_k, b_v=b_v, beta=beta, g=g, gamma=gamma, gk=gk,
+                gv=gv, a=a, b=b, A_log=None, dt_bias=None, row=row,
+                i_h=i_h, in_k=in_k, in_v=in_v,
+                K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=0, RATE=False, BOUND=0)
         tl.debug_barrier()  # other threads may read what this one wrote
         for j in range(tokens):
             i = tokens - 1 - j
@@ -92,7 +95,9 @@ def recurrent_backward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, h0, states,
             b_k = vector(k, (token * H + i_qk) * K, in_k, K)
             b_v = vector(v, row * V, in_v, V)
             b_do = vector(do, row * V, in_v, V)
-            P = decayed(S, g, gamma, gk, gv, None, None, row, i_h, in_k, in_v, K, V, 0)
+            P = decayed(
+                S=S, g=g, gamma=gamma, gk=gk, gv=gv, A_log=None, dt_bias=None,
+                row=row, i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V, BOUND=0)
             u = b_v
             if DELTA:
                 error = b_v - tl.sum(P * b_k[:, None], 0)
@@ -136,7 +141,9 @@ def recurrent_backward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, h0, states,
                 tl.store(dgk + part * K + in_k, tl.sum(dS * P, 1), mask=in_k < K)
             if dgv is not None:
                 tl.store(dgv + row * V + in_v, tl.sum(dS * P, 0), mask=in_v < V)
-            dS = decayed(dS, g, gamma, gk, gv, None, None, row, i_h, in_k, in_v, K, V, 0)
+            dS = decayed(
+                S=dS, g=g, gamma=gamma, gk=gk, gv=gv, A_log=None, dt_bias=None,
+                row=row, i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V, BOUND=0)
             if a is not None:
                 dS += b_a[:, None] * b_w[None, :]
             if BEFORE:
@@ -185,13 +192,16 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
         grads = {name: within(grad, part, x.bounds) for name, grad in own.items()}
         # with bounds every part sees all rows; a bonus has a sum for each sequence
         grads.update((name, grad if packed and name != "bonus" else grad[:, part]) for name, grad in sums.items())
-        start(launch, recurrent_backward, n * HV * NV,
-              (y.q, y.k, y.v, y.beta, y.g, y.gamma, y.gk, y.gv, y.bonus, y.a, y.b, y.h0,
-               states if packed else states[part.start * (max(T - 1, 0) // SEGMENT):], within(do, part, x.bounds), sliced(dht, part),
-               *(grads.get(name) for name in ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b")), sliced(dh0, part),
-               torch.empty(n * HV * NV, TS, BK, BV, dtype=torch.float32, device=x.q.device),
-               y.bounds, scale, T, N, H, HV, B * T, TS),
-              constants_of(x, flags))
+        start(launch, recurrent_backward, n * HV * NV, dict(
+            q=y.q, k=y.k, v=y.v, beta=y.beta, g=y.g, gamma=y.gamma,
+            gk=y.gk, gv=y.gv, bonus=y.bonus, a=y.a, b=y.b, h0=y.h0,
+            states=states if packed else states[part.start * (max(T - 1, 0) // SEGMENT):],
+            do=within(do, part, x.bounds), dht=sliced(dht, part),
+            **{f"d{name}": grads.get(name) for name in ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b")},
+            dh0=sliced(dh0, part),
+            scratch=torch.empty(n * HV * NV, TS, BK, BV, dtype=torch.float32, device=x.q.device),
+            bounds=y.bounds, scale=scale, T=T, N=N, H=H, HV=HV, R=B * T, TS=TS,
+            **constants_of(x, flags)))
     found = {name: grad.sum(0) for name, grad in sums.items()} | own
     for name in ("q", "k"):
         found[name] = found[name].unflatten(2, (H, HV // max(H, 1))).sum(3)

@@ -87,7 +87,9 @@ def updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h,
     if a is not None:
         b_a = vector(a, row * K, in_k, K)
         read = tl.sum(S * b_a[:, None], 0)
-    S = decayed(S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k, in_v, K, V, BOUND)
+    S = decayed(
+        S=S, g=g, gamma=gamma, gk=gk, gv=gv, A_log=A_log, dt_bias=dt_bias,
+        row=row, i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V, BOUND=BOUND)
     if a is not None:
         b_b = vector(b, row * K, in_k, K)
         if RATE:
@@ -145,7 +147,7 @@ def recurrent_forward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, A_log, dt_bi
     i_qk = i_h // (HV // H)
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(o, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+        zero_gaps(o, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     in_k = tl.arange(0, BK)
     in_v = v0 + tl.arange(0, BV)
     inside = (in_k < K)[:, None] & (in_v < V)[None, :]
@@ -181,11 +183,17 @@ def recurrent_forward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, A_log, dt_bi
             b_o = tl.sum(S * b_q[:, None], 0)
             if bonus is not None:
                 b_o += tl.sum(vector(bonus, i_h * K, in_k, K) * b_q * b_k, 0) * b_v
-            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, SIGMOID,
-                        RATE, BOUND)
+            S = updated(
+                S=S, b_k=b_k, b_v=b_v, beta=beta, g=g, gamma=gamma, gk=gk,
+                gv=gv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, row=row,
+                i_h=i_h, in_k=in_k, in_v=in_v,
+                K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=SIGMOID, RATE=RATE, BOUND=BOUND)
         else:
-            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, SIGMOID,
-                        RATE, BOUND)
+            S = updated(
+                S=S, b_k=b_k, b_v=b_v, beta=beta, g=g, gamma=gamma, gk=gk,
+                gv=gv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, row=row,
+                i_h=i_h, in_k=in_k, in_v=in_v,
+                K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=SIGMOID, RATE=RATE, BOUND=BOUND)
             b_o = tl.sum(S * b_q[:, None], 0)
         tl.store(o + row * V + in_v, b_o.to(o.dtype.element_ty), mask=in_v < V)
     if ht is not None:
@@ -221,10 +229,12 @@ def run(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: boo
         y, n = part_of(x, part), part.stop - part.start
         h0, after = (x.h0, ht) if indices is not None else (y.h0, sliced(ht, part))
         kept_here = states if states is None or y.bounds is not None else states[part.start * ((T - 1) // SEGMENT):]
-        start(launch, recurrent_forward, n * HV * -(-V // launch.block("BV")),
-              (y.q, y.k, y.v, y.beta, y.g, y.gamma, y.gk, y.gv, y.bonus, y.a, y.b, y.A_log, y.dt_bias, h0, within(o, part, x.bounds), after,
-               kept_here, sliced(indices, part), y.bounds, scale, T, n, H, HV, 0 if h0 is None else h0.shape[0],
-               row_of(y.q), row_of(y.k), row_of(y.v), state_row), constants)
+        start(launch, recurrent_forward, n * HV * -(-V // launch.block("BV")), dict(
+            q=y.q, k=y.k, v=y.v, beta=y.beta, g=y.g, gamma=y.gamma, gk=y.gk, gv=y.gv, bonus=y.bonus,
+            a=y.a, b=y.b, A_log=y.A_log, dt_bias=y.dt_bias, h0=h0, o=within(o, part, x.bounds),
+            ht=after, states=kept_here, indices=sliced(indices, part), bounds=y.bounds,
+            scale=scale, T=T, N=n, H=H, HV=HV, P=0 if h0 is None else h0.shape[0], q_row=row_of(y.q),
+            k_row=row_of(y.k), v_row=row_of(y.v), state_row=state_row, **constants))
     return o, ht, states
 
 

@@ -91,9 +91,12 @@ def run(plan: Plan, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offse
     y = x if in_place else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         launch = plan.launches[0]
-        start(launch, rotary, launch.grid[0],
-              (x, cos, sin, offsets, bounds, y, offset, T, N, (N + 1).bit_length(), B * T * H, TR, *steps_of(x), *steps_of(y)),
-              dict(H=H, D=D, R=R, INTERLEAVED=interleaved, BACK=back))
+        (along_t, along_h), (onto_t, onto_h) = steps_of(x), steps_of(y)
+        start(launch, rotary, launch.grid[0], dict(
+            x=x, cos=cos, sin=sin, offsets=offsets, bounds=bounds, y=y,
+            offset=offset, T=T, N=N, steps=(N + 1).bit_length(), rows=B * T * H, TR=TR,
+            along_t=along_t, along_h=along_h, onto_t=onto_t, onto_h=onto_h,
+            H=H, D=D, R=R, INTERLEAVED=interleaved, BACK=back))
     return y
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.pieces import strides
 from flashlin.kernels.recurrent.forward import softplus
 from flashlin.kernels.selective.recipe import SEGMENT, kept
 
@@ -82,9 +83,15 @@ def selective_forward(u, delta, A, B, C, skip, z, bias, y, states, last, T, u_b,
     y += b * y_b + d * y_d
     if z is not None:
         z += b * z_b + d * z_d
-    u1, raw1, B1, C1, z1 = token(u, delta, B, C, z, 0, T, u_t, s_t, B_t, C_t, z_t, here, there)
-    u2, raw2, B2, C2, z2 = token(u, delta, B, C, z, 1, T, u_t, s_t, B_t, C_t, z_t, here, there)
-    u3, raw3, B3, C3, z3 = token(u, delta, B, C, z, 2, T, u_t, s_t, B_t, C_t, z_t, here, there)
+    u1, raw1, B1, C1, z1 = token(
+        u=u, delta=delta, B=B, C=C, z=z, t=0, T=T, u_t=u_t,
+        s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
+    u2, raw2, B2, C2, z2 = token(
+        u=u, delta=delta, B=B, C=C, z=z, t=1, T=T, u_t=u_t,
+        s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
+    u3, raw3, B3, C3, z3 = token(
+        u=u, delta=delta, B=B, C=C, z=z, t=2, T=T, u_t=u_t,
+        s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
     if states is not None:
         states += b * ((T - 1) // SEGMENT) * (N * D) + n[:, None] * D + d[None, :]
     h = tl.zeros([BN, BD], dtype=tl.float32)
@@ -96,7 +103,9 @@ def selective_forward(u, delta, A, B, C, skip, z, bias, y, states, last, T, u_b,
         b_u, raw, b_B, b_C, b_z = u1, raw1, B1, C1, z1
         u1, raw1, B1, C1, z1 = u2, raw2, B2, C2, z2
         u2, raw2, B2, C2, z2 = u3, raw3, B3, C3, z3
-        u3, raw3, B3, C3, z3 = token(u, delta, B, C, z, t + 3, T, u_t, s_t, B_t, C_t, z_t, here, there)
+        u3, raw3, B3, C3, z3 = token(
+            u=u, delta=delta, B=B, C=C, z=z, t=t + 3, T=T, u_t=u_t,
+            s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
         _, step = step_size(raw, b_bias, SOFTPLUS)
         h = tl.exp2(step[None, :] * rates) * h + (step * b_u)[None, :] * b_B[:, None]
         b_y = tl.sum(h * b_C[:, None], 0) + b_skip * b_u
@@ -122,16 +131,15 @@ def run(plan: Plan, u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: to
         return y, last.zero_(), states
     if last.numel():
         launch = plan.launch("selective_forward")
-        start(launch, selective_forward, launch.grid[0],
-              (u, delta, A, B, C, D, z, bias, y, states, last, T, *u.stride(), *delta.stride(), *B.stride(), *C.stride(), *strides(z), *y.stride()),
-              constants_of(A, B, softplus))
+        start(launch, selective_forward, launch.grid[0], dict(
+            u=u, delta=delta, A=A, B=B, C=C, skip=D, z=z, bias=bias, y=y, states=states, last=last, T=T,
+            **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
+            **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
+            **strides(z, "z_b", "z_d", "z_t"), **strides(y, "y_b", "y_d", "y_t"),
+            **constants_of(A, B, softplus)))
     return y, last, states
 
 
 def constants_of(A: torch.Tensor, B: torch.Tensor, softplus: bool) -> dict[str, object]:
     """The constexprs that forward and backward share, besides the tile."""
     return dict(D=A.shape[0], N=A.shape[1], G=B.shape[1], SEGMENT=SEGMENT, SOFTPLUS=softplus)
-
-
-def strides(x: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if x is None else x.stride()
