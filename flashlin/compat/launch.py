@@ -16,8 +16,8 @@ Starter = Callable[["Launch", Any, int, dict[str, Any]], None]
 
 
 def start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-    """Start ``programs`` programs of a ``@triton.jit`` kernel with the tile, warps and stages of ``launch``, on the
-    device of the kernel's first argument, a tensor, and its current stream.
+    """Start ``programs`` programs of a ``@triton.jit`` kernel with the tile, warps and stages of ``launch``,
+    on the device of the kernel's first argument, a tensor, and its current stream.
 
     arguments: all that the kernel takes, constexprs included, by name and in any order, besides the tile.
     """
@@ -35,7 +35,10 @@ def _start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]
 
 
 def in_order(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments and the launch's tile as the kernel's parameters stand. Raises TypeError if they are not exactly those."""
+    """The arguments and the launch's tile in the order of the kernel's parameters.
+
+    Raises TypeError if they are not exactly those parameters, each of them once.
+    """
     given = arguments.copy()
     given.update(launch.tile)
     try:
@@ -45,14 +48,15 @@ def in_order(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> tuple[An
     except KeyError:
         pass  # said below, with what else is wrong
     names, own = set(given), set(inspect.signature(kernel.fn).parameters)
-    wrong = [(own - names, "missing"), (names - own, "unknown"), (set(arguments) & set(dict(launch.tile)), "of the tile")]
+    twice = set(arguments) & set(dict(launch.tile))
+    wrong = [(own - names, "missing"), (names - own, "unknown"), (twice, "of the tile")]
     said = ", ".join(f"{fault}: {' '.join(sorted(which))}" for which, fault in wrong if which)
     raise TypeError(f"arguments of {kernel.fn.__name__}: {said}")
 
 
 @cache
 def _reader(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Takes a kernel's arguments out of a dict. Made once for each kernel: every call of an op comes by here."""
+    """Takes a kernel's arguments out of a dict. Made once for each kernel, since every call of an op needs it."""
     return itemgetter(*inspect.signature(function).parameters)
 
 

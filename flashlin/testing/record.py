@@ -85,11 +85,12 @@ def recorded(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> Recorded
     """What is left of a launch once the JIT has looked at it."""
     # Under TRITON_INTERPRET a kernel is an InterpretedFunction, which keeps the decorator's options in kwargs.
     left_alone = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()
-    constexprs = {name for name, annotation in kernel.fn.__annotations__.items() if "constexpr" in str(annotation)}
+    constexprs = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
+    values = zip(kernel.arg_names, door.in_order(launch, kernel, arguments), strict=True)
     kinds = tuple((name, specialised(value, name not in left_alone))
-                  for name, value in zip(kernel.arg_names, door.in_order(launch, kernel, arguments), strict=True)
-                  if name not in constexprs)
-    constants = tuple((name, value) for name, value in (*arguments.items(), *launch.tile) if name in constexprs)
+                  for name, value in values if name not in constexprs)
+    given = (*arguments.items(), *launch.tile)
+    constants = tuple((name, value) for name, value in given if name in constexprs)
     return Recorded(kernel.fn.__module__, kernel.fn.__name__, kinds, constants,
                     launch.num_warps, launch.num_stages, launch.shared, tuple(sorted(launch.traits)), launch.config)
 
@@ -133,9 +134,10 @@ def source_of(module: str, kernel: str) -> str:
         home = function.__module__
         if f"{home}.{function.__qualname__}" not in known:
             used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-            called = {name: one for name, one in used.items() if hasattr(one, "fn") and inspect.isfunction(one.fn)}
-            waiting += called.values()
-            parameters = {name: tuple(inspect.signature(one.fn).parameters) for name, one in called.items()}
-            known[f"{home}.{function.__qualname__}"] = normalised(textwrap.dedent(inspect.getsource(function)), parameters)
+            jitted = {name: one for name, one in used.items() if hasattr(one, "fn") and inspect.isfunction(one.fn)}
+            waiting += jitted.values()
+            parameters = {name: tuple(inspect.signature(one.fn).parameters) for name, one in jitted.items()}
+            source = textwrap.dedent(inspect.getsource(function))
+            known[f"{home}.{function.__qualname__}"] = normalised(source, parameters)
             known |= {f"{home}.{name}": f"{name} = {one.value!r}" for name, one in used.items() if type(one).__name__ == "constexpr"}
     return "\n".join(sorted(known.values()))

@@ -17,9 +17,35 @@ from flashlin.kernels.conv.forward import before_each, convolved, of_channels, r
 
 
 @triton.jit(do_not_specialize=["T", "N", "R"])
-def conv_backward_weights(x, weight, bias, h0, before, bounds, dy, dz, dweight, dbias, T, N, R, stride, D: tl.constexpr, W: tl.constexpr,
-                          BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
-                          HAS_H0: tl.constexpr, HAS_DWEIGHT: tl.constexpr, HAS_DBIAS: tl.constexpr, VARLEN: tl.constexpr):
+def conv_backward_weights(
+    x,  # [R, D]
+    weight,  # [D, W]
+    bias,  # [D]
+    h0,  # [N, W, D]
+    before,  # [R] of packed sequences: how many begin up to each row
+    bounds,  # [N + 1] or None
+    dy,  # [R, D]
+    dz,  # [R, D]
+    dweight,  # [programs, W, D], fp32
+    dbias,  # [programs, D], fp32
+    T,  # tokens of a sequence
+    N,  # sequences
+    R,  # rows in all
+    stride,  # elements from one row of x to the next
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BW: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_DWEIGHT: tl.constexpr,
+    HAS_DBIAS: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """dz [R, D] with an activation, and shares of dweight and dbias. A program: BD channels of every so
+    many-th BT rows."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     share = (tl.program_id(0) // STRIPS).to(tl.int64)
     step = (tl.num_programs(0) // STRIPS).to(tl.int64) * BT
@@ -57,8 +83,23 @@ def conv_backward_weights(x, weight, bias, h0, before, bounds, dy, dz, dweight, 
 
 
 @triton.jit(do_not_specialize=["T", "N", "R"])
-def conv_backward_x(dz, weight, dht, before, bounds, dx, T, N, R, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                    HAS_DHT: tl.constexpr, VARLEN: tl.constexpr):
+def conv_backward_x(
+    dz,  # [R, D]
+    weight,  # [D, W]
+    dht,  # [N, W, D]
+    before,  # [R] of packed sequences: how many begin up to each row
+    bounds,  # [N + 1] or None
+    dx,  # [R, D]
+    T,  # tokens of a sequence
+    N,  # sequences
+    R,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """dht: [N, W, D], as rows of channels."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     begin = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
@@ -78,8 +119,20 @@ def conv_backward_x(dz, weight, dht, before, bounds, dx, T, N, R, D: tl.constexp
 
 
 @triton.jit(do_not_specialize=["T"])
-def conv_backward_state(dz, weight, dht, bounds, dh0, T, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
-                        HAS_DHT: tl.constexpr, VARLEN: tl.constexpr):
+def conv_backward_state(
+    dz,  # [R, D]
+    weight,  # [D, W]
+    dht,  # [N, D, W]
+    bounds,  # [N + 1] or None
+    dh0,  # [N, D, W]
+    T,  # tokens of a sequence
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BD: tl.constexpr,
+    BW: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """Token t sees slot t + 1 + w of the state through tap w; a sequence shorter than W hands slots on to the final state."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = tl.program_id(0) // STRIPS
@@ -98,9 +151,21 @@ def conv_backward_state(dz, weight, dht, bounds, dh0, T, D: tl.constexpr, W: tl.
     tl.store(dh0 + state + (cols[:, None] * W + slots), total.to(dh0.dtype.element_ty), mask=mask)
 
 
-def run(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h0: torch.Tensor | None, bounds: torch.Tensor | None,
-        dy: torch.Tensor, dht: torch.Tensor | None, silu: bool, needs_dx: bool, needs_dweight: bool, needs_dbias: bool, needs_dh0: bool,
-        ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    dy: torch.Tensor,
+    dht: torch.Tensor | None,
+    silu: bool,
+    needs_dx: bool,
+    needs_dweight: bool,
+    needs_dbias: bool,
+    needs_dh0: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(dx, dweight, dbias, dh0), or None for those that are not needed; dweight and dbias in fp32, the others as their tensors. What
     forward.run got, and the contiguous gradients of what it gave."""
     B, T, D = x.shape

@@ -37,8 +37,26 @@ def shaped(logits, scale, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "scale", "cap", "smoothing", "squares", "ignore_index"])
-def cross_entropy_forward(logits, target, loss, z_loss, lse, stride, rows, scale, cap, smoothing, squares, ignore_index, V: tl.constexpr,
-                          BT: tl.constexpr, BV: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr):
+def cross_entropy_forward(
+    logits,  # [rows, V]
+    target,  # [rows]
+    loss,  # [rows]
+    z_loss,  # [rows]
+    lse,  # [rows]
+    stride,  # elements from one row of logits to the next
+    rows,  # rows in all
+    scale,  # s
+    cap,  # c
+    smoothing,  # e
+    squares,  # a
+    ignore_index,  # the target that does not count
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+):
+    """loss, z_loss and L (lse), [rows] in fp32. A program: BT rows, BV columns at a time."""
     first = tl.program_id(0).to(tl.int64) * BT
     row = tl.arange(0, BT)
     inside = first + row < rows

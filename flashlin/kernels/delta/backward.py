@@ -40,9 +40,38 @@ from flashlin.kernels.pieces import (
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
-def delta_reverse(q, k, do, A, A_low, betas, G, dht, dy, dh0, dstates, bounds, scale, T, N, H, HV, R, K: tl.constexpr, V: tl.constexpr,
-                  BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
-                  V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+def delta_reverse(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    do,  # [rows, HV, V]
+    A,  # [rows, HV, BT]
+    A_low,  # [rows, HV, BT]
+    betas,  # lines [HV, R], fp32
+    G,  # lines [HV, R], fp32
+    dht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    dy,  # [rows, HV, V]
+    dh0,  # like dht
+    dstates,  # [slots, HV, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    HAS_DH0: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    HALF: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, and dh0."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -102,9 +131,40 @@ def delta_reverse(q, k, do, A, A_low, betas, G, dht, dy, dh0, dstates, bounds, s
 
 
 @triton.jit
-def grads_of_chunk(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, dbeta, dg, scale, n, first, t0, length, i_h, H, HV, R,
-                   K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
-                   PRECISION: tl.constexpr):
+def grads_of_chunk(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    do,  # [rows, HV, V]
+    u,  # [rows, HV, V]
+    dy,  # [rows, HV, V]
+    betas,  # lines [HV, R], fp32
+    G,  # lines [HV, R], fp32
+    states,  # [slots, HV, K, V], one for each chunk
+    dstates,  # [slots, HV, K, V], one for each chunk
+    dq,  # [rows, HV, K]
+    dk,  # [rows, HV, K]
+    dv,  # [rows, HV, V]
+    dbeta,  # [rows, HV], fp32
+    dg,  # [rows, HV], fp32
+    scale,
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq, dk [BT, K], dv [BT, V], dbeta, dg [BT] of one chunk and head, stored."""
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
     below = rows[:, None] > rows[None, :]
@@ -186,9 +246,40 @@ def grads_of_chunk(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, db
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S", "scale"])
-def delta_grads(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, dbeta, dg, bounds, scale, T, N, H, HV, R, S, K: tl.constexpr,
-                V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
-                VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def delta_grads(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    do,  # [rows, HV, V]
+    u,  # [rows, HV, V]
+    dy,  # [rows, HV, V]
+    betas,  # lines [HV, R], fp32
+    G,  # lines [HV, R], fp32
+    states,  # [slots, HV, K, V], one for each chunk
+    dstates,  # [slots, HV, K, V], one for each chunk
+    dq,  # [rows, HV, K]
+    dk,  # [rows, HV, K]
+    dv,  # [rows, HV, V]
+    dbeta,  # [rows, HV], fp32
+    dg,  # [rows, HV], fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dq, dk [rows, HV, K], dv, dbeta and dg of a chunk. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
@@ -220,10 +311,24 @@ def delta_grads(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, dbeta
             K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, PRECISION=PRECISION)
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
-        bounds: torch.Tensor | None, A: torch.Tensor, A_low: torch.Tensor | None, lines: torch.Tensor, scale: float, v_first: bool, do: torch.Tensor,
-        dht: torch.Tensor | None, needs: frozenset[str],
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    g: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    A: torch.Tensor,
+    A_low: torch.Tensor | None,
+    lines: torch.Tensor,
+    scale: float,
+    v_first: bool,
+    do: torch.Tensor,
+    dht: torch.Tensor | None,
+    needs: frozenset[str],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dq, dk, dv, dbeta, dg or None, dh0 or None) for forward.run's tensors and what it kept; do [B, T, HV, V], dht like its final
     state. dbeta, dg and dh0 are fp32."""
     B, T, H, K = q.shape

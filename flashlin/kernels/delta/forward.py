@@ -44,7 +44,17 @@ def rows_of(line, first, t0, length, i_h, R, BT: tl.constexpr):
 
 
 @triton.jit
-def beta_rows(beta, betas, first, t0, length, i_h, HV, R, BT: tl.constexpr):
+def beta_rows(
+    beta,  # [rows, HV]
+    betas,  # lines [HV, R], fp32
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    HV,  # heads of v
+    R,  # elements of a line
+    BT: tl.constexpr,
+):
     """[BT] of beta [rows, HV] in float32, copied to the line betas."""
     rows = tl.arange(0, BT)
     inside = t0 + rows < length
@@ -63,7 +73,22 @@ def system(products, b_beta, D_row, D_column, keep, DECAY: tl.constexpr):
 
 
 @triton.jit
-def put_both(A, A_low, X, first, t0, length, i_h, HV, BT: tl.constexpr, column: tl.constexpr, SIDE: tl.constexpr, HAS_LOW: tl.constexpr):
+def put_both(
+    A,  # [rows, HV, BT]
+    A_low,  # [rows, HV, BT]
+    X,  # [SIDE, SIDE]
+    first,  # the sequence's first row
+    t0,  # the tile's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    HV,  # heads of v
+    BT: tl.constexpr,
+    column: tl.constexpr,  # the tile's first column
+    SIDE: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+):
+    """Store X as a tile of A, from row t0 and column on, and with HAS_LOW what rounding to A's dtype loses
+    in A_low."""
     put(A, X, first, t0, length, i_h, HV, D=BT, d0=column, BT=SIDE, BD=SIDE)
     if HAS_LOW:
         put(
@@ -72,8 +97,30 @@ def put_both(A, A_low, X, first, t0, length, i_h, HV, BT: tl.constexpr, column: 
 
 
 @triton.jit
-def inverse_of_chunk(k, beta, G, A, A_low, betas, scratch, n, first, t0, length, i_h, H, HV, R, K: tl.constexpr, BT: tl.constexpr,
-                     BK: tl.constexpr, DECAY: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+def inverse_of_chunk(
+    k,  # [rows, H, K]
+    beta,  # [rows, HV]
+    G,  # lines [HV, R], fp32
+    A,  # [rows, HV, BT]
+    A_low,  # [rows, HV, BT]
+    betas,  # lines [HV, R], fp32
+    scratch,  # [slots, HV, BT, 16], fp32
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MERGE: tl.constexpr,
+):
     """In tiles of 32 x 32: of a chunk of 64 the upper half a, the lower half b, and the corner c between them: the tile in b's rows and a's
     columns. Tiles this small leave a warp a program, which then waits for no other warp."""
     SIDE: tl.constexpr = 32 if BT > 32 else BT
@@ -127,8 +174,30 @@ def inverse_of_chunk(k, beta, G, A, A_low, betas, scratch, n, first, t0, length,
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S"])
-def delta_inverse(k, beta, G, A, A_low, betas, scratch, bounds, T, N, H, HV, R, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                  DECAY: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+def delta_inverse(
+    k,  # [rows, H, K]
+    beta,  # [rows, HV]
+    G,  # lines [HV, R], fp32
+    A,  # [rows, HV, BT]
+    A_low,  # [rows, HV, BT]
+    betas,  # lines [HV, R], fp32
+    scratch,  # [slots, HV, BT, 16], fp32
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MERGE: tl.constexpr,
+):
     """A [rows, HV, BT], and for backward what its rounding lost; betas [HV, R]: beta in float32, laid out so that a chunk's are one line.
     scratch [slots, HV, BT, 16]. S programs share a sequence."""
     program = tl.program_id(0)
@@ -150,9 +219,38 @@ def delta_inverse(k, beta, G, A, A_low, betas, scratch, bounds, T, N, H, HV, R, 
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
-def delta_scan(q, k, v, A, betas, G, h0, o, ht, bounds, scale, T, N, H, HV, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-               BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr,
-               VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def delta_scan(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    A,  # [rows, HV, BT]
+    betas,  # lines [HV, R], fp32
+    G,  # lines [HV, R], fp32
+    h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    o,  # [rows, HV, V]
+    ht,  # like h0, fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_HT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """o [rows, HV, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
+    chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -204,9 +302,32 @@ def delta_scan(q, k, v, A, betas, G, h0, o, ht, bounds, scale, T, N, H, HV, R, K
 
 
 @triton.jit(do_not_specialize=["T", "N", "R"])
-def delta_states(k, v, A, betas, G, h0, u, states, bounds, T, N, H, HV, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                 BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr,
-                 VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+def delta_states(
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    A,  # [rows, HV, BT]
+    betas,  # lines [HV, R], fp32
+    G,  # lines [HV, R], fp32
+    h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    u,  # [rows, HV, V]
+    states,  # [slots, HV, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """The scan again for backward: u [rows, HV, V], and states [slots, HV, K, V], the state entering each chunk. (The scan's own loop
     with two more flags would cost it registers that it has not got.)"""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -245,9 +366,20 @@ def delta_states(k, v, A, betas, G, h0, u, states, bounds, T, N, H, HV, R, K: tl
         h += tl.dot(tl.trans(b_k), b_u.to(b_k.dtype), input_precision=PRECISION)
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
-        bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool,
-        out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    g: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    scale: float,
+    has_ht: bool,
+    v_first: bool,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(o, final state or None), then what backward wants again: A [B, T, HV, 64] and, of 16 bits, what its
     rounding lost, and lines [2, HV, B * T] of beta and summed g.
 

@@ -41,9 +41,31 @@ from flashlin.kernels.pieces import (
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def dplr_states(b_out, k_out, W, M, v, G, h0, x, states, bounds, T, N, HV, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
-                PRECISION: tl.constexpr):
+def dplr_states(
+    b_out,  # [rows, HV, K]
+    k_out,  # [rows, HV, K]
+    W,  # [rows, HV, K]
+    M,  # [rows, HV, BT]
+    v,  # [rows, HV, V]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    x,  # [rows, HV, V]
+    states,  # [slots, HV, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    HV,  # heads of v
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TWO: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """x [rows, HV, V] = X, and states [slots, HV, K, V], the state entering each chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -78,10 +100,41 @@ def dplr_states(b_out, k_out, W, M, v, G, h0, x, states, bounds, T, N, HV, K: tl
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def dplr_reverse(q_in, a_in, b_out, k_out, P, R, N_, T_, T_low, do, G, dht, dy, dv, dh0, dstates, bounds, T, N, HV, K: tl.constexpr,
-                 V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, HAS_DHT: tl.constexpr,
-                 HAS_DH0: tl.constexpr, V_FIRST: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
-                 PRECISION: tl.constexpr):
+def dplr_reverse(
+    q_in,  # [rows, HV, K]
+    a_in,  # [rows, HV, K]
+    b_out,  # [rows, HV, K]
+    k_out,  # [rows, HV, K]
+    P,  # [rows, HV, BT]
+    R,  # [rows, HV, BT]
+    N_,  # [rows, HV, BT]
+    T_,  # [rows, HV, BT]
+    T_low,  # [rows, HV, BT]
+    do,  # [rows, HV, V]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    dht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    dy,  # [rows, HV, V]
+    dv,  # [rows, HV, V]
+    dh0,  # like dht
+    dstates,  # [slots, HV, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    HV,  # heads of v
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TWO: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    HAS_DH0: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, dh0, and of two writers dv."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -139,9 +192,43 @@ def dplr_reverse(q_in, a_in, b_out, k_out, P, R, N_, T_, T_low, do, G, dht, dy, 
 
 
 @triton.jit
-def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, scale, n, first, t0, length, i_h, H, HV,
-                   K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
-                   PRECISION: tl.constexpr):
+def grads_of_chunk(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
+    beta,  # [rows, HV]
+    do,  # [rows, HV, V]
+    x,  # [rows, HV, V]
+    dy,  # [rows, HV, V]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    states,  # [slots, HV, K, V], one for each chunk
+    dstates,  # [slots, HV, K, V], one for each chunk
+    dq,  # [rows, HV, K]
+    dk,  # [rows, HV, K]
+    dv,  # [rows, HV, V]
+    da,  # [rows, HV, K]
+    db,  # [rows, HV, K]
+    dbeta,  # [rows, HV], fp32
+    dg,  # [rows, HV, K], fp32
+    scale,
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads of q and k
+    HV,  # heads of v
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TWO: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq, dk, da, db, dg [BT, K], of one writer dv [BT, V] and dbeta [BT], of one chunk and head, stored."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
@@ -300,9 +387,43 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
-def dplr_grads(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, bounds, scale, T, N, H, HV, S,
-               K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, VARLEN: tl.constexpr,
-               GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def dplr_grads(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
+    beta,  # [rows, HV]
+    do,  # [rows, HV, V]
+    x,  # [rows, HV, V]
+    dy,  # [rows, HV, V]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    states,  # [slots, HV, K, V], one for each chunk
+    dstates,  # [slots, HV, K, V], one for each chunk
+    dq,  # [rows, HV, K]
+    dk,  # [rows, HV, K]
+    dv,  # [rows, HV, V]
+    da,  # [rows, HV, K]
+    db,  # [rows, HV, K]
+    dbeta,  # [rows, HV], fp32
+    dg,  # [rows, HV, K], fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TWO: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dq, dk, dg [rows, HV, K] of a chunk, da and db or dv and dbeta. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
@@ -341,9 +462,23 @@ Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
               torch.Tensor | None]
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None,
-        beta: torch.Tensor | None, h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, v_first: bool, do: torch.Tensor,
-        dht: torch.Tensor | None, needs: frozenset[str]) -> Grads:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    scale: float,
+    v_first: bool,
+    do: torch.Tensor,
+    dht: torch.Tensor | None,
+    needs: frozenset[str],
+) -> Grads:
     """(dq, dk, dv, dg, da, db, dbeta, dh0), None for what is not there, for forward.run's tensors; do [B, T, HV, V], dht like its final
     state. dg, dbeta and dh0 are fp32."""
     B, T, HV, V = v.shape

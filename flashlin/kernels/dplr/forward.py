@@ -37,9 +37,43 @@ def beta_of(beta, first, t0, length, i_h, HV, BT: tl.constexpr):
 
 
 @triton.jit
-def prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, scale, n, first, t0, length, i_h, H, HV,
-                  K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr,
-                  PRECISION: tl.constexpr, MERGE: tl.constexpr):
+def prepare_chunk(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
+    beta,  # [rows, HV]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    q_in,  # [rows, HV, K]
+    a_in,  # [rows, HV, K]
+    b_out,  # [rows, HV, K]
+    k_out,  # [rows, HV, K]
+    W,  # [rows, HV, K]
+    M,  # [rows, HV, BT]
+    P,  # [rows, HV, BT]
+    R,  # [rows, HV, BT]
+    N_,  # [rows, HV, BT]
+    T_,  # [rows, HV, BT]
+    T_low,  # [rows, HV, BT]
+    scratch,  # [slots, HV, BT, 16], fp32
+    scale,
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads of q and k
+    HV,  # heads of v
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    TWO: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """The weighted operands [BT, K] and [BT, BT] of one chunk and head, stored: see dplr_prepare."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
@@ -129,9 +163,42 @@ def prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_,
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
-def dplr_prepare(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, bounds, scale, T, N, H, HV, S,
-                 K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr,
-                 VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+def dplr_prepare(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
+    beta,  # [rows, HV]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    q_in,  # [rows, HV, K]
+    a_in,  # [rows, HV, K]
+    b_out,  # [rows, HV, K]
+    k_out,  # [rows, HV, K]
+    W,  # [rows, HV, K]
+    M,  # [rows, HV, BT]
+    P,  # [rows, HV, BT]
+    R,  # [rows, HV, BT]
+    N_,  # [rows, HV, BT]
+    T_,  # [rows, HV, BT]
+    T_low,  # [rows, HV, BT]
+    scratch,  # [slots, HV, BT, 16], fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    TWO: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MERGE: tl.constexpr,
+):
     """The weighted operands [rows, HV, K] and [rows, HV, BT] of the docstring, T_low = what T's rounding lost; scale is in q_in, P and R.
     BACKWARD: also those that only the reverse scan reads. scratch [slots, HV, BT, 16]. S programs share a sequence."""
     program = tl.program_id(0)
@@ -157,9 +224,38 @@ def dplr_prepare(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, 
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def dplr_scan(q_in, b_out, k_out, W, M, P, R, v, G, h0, o, ht, bounds, T, N, HV, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-              BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr,
-              VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def dplr_scan(
+    q_in,  # [rows, HV, K]
+    b_out,  # [rows, HV, K]
+    k_out,  # [rows, HV, K]
+    W,  # [rows, HV, K]
+    M,  # [rows, HV, BT]
+    P,  # [rows, HV, BT]
+    R,  # [rows, HV, BT]
+    v,  # [rows, HV, V]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    o,  # [rows, HV, V]
+    ht,  # like h0, fp32
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    HV,  # heads of v
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TWO: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_HT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """o [rows, HV, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
+    chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -216,8 +312,19 @@ class Prepared(NamedTuple):
     T_low: torch.Tensor | None
 
 
-def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None,
-             beta: torch.Tensor | None, bounds: torch.Tensor | None, N: int, scale: float, backward: bool = False) -> Prepared:
+def prepared(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    N: int,
+    scale: float,
+    backward: bool = False,
+) -> Prepared:
     """For the N sequences of one launch. Done again for backward instead of kept for it."""
     B, T, HV, K = g.shape
     summing, preparing = plan.launch("gla_sums"), plan.launch("dplr_prepare")
@@ -228,7 +335,8 @@ def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, a: t
         return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None
     low = backward and q.dtype != torch.float32
     found = Prepared(
-        G=torch.empty_like(g), q_in=new(K), b_out=new(K), W=new(K), M=new(BT), P=new(BT),  # type: ignore[arg-type]
+        G=torch.empty_like(g), q_in=new(K), b_out=new(K),  # type: ignore[arg-type]
+        W=new(K), M=new(BT), P=new(BT),  # type: ignore[arg-type]
         a_in=new(K, backward), k_out=new(K, two),
         R=new(BT, two), N=new(BT, two and backward), T=new(BT, backward), T_low=new(BT, low))
     if shares == 0:  # no row to load, not even a chunk's last one
@@ -246,9 +354,22 @@ def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, a: t
     return found
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None,
-        beta: torch.Tensor | None, h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool,
-        out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    scale: float,
+    has_ht: bool,
+    v_first: bool,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final state or None). q, k [B, T, H, K], a, b [B, T, HV, K], v [B, T, HV, V], contiguous, one dtype; g [B, T, HV, K] and beta
     [B, T, HV] fp32, beta instead of a and b; h0 [N, HV, K, V] or, with v_first, [N, HV, V, K]; bounds [N + 1], rising, within 0 .. T.
     Rows outside bounds are zeros. Starts the plan's launches."""

@@ -31,8 +31,26 @@ from flashlin.kernels.pieces import fills_gaps, first_slot, parts, precision, pu
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def gla_states(k_out, v, G, h0, states, bounds, T, N, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-               BV: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+def gla_states(
+    k_out,  # [rows, H, K]
+    v,  # [rows, H, V]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    states,  # [slots, H, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """states [slots, H, K, V]: the state entering each chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -58,9 +76,33 @@ def gla_states(k_out, v, G, h0, states, bounds, T, N, H, K: tl.constexpr, V: tl.
 
 
 @triton.jit(do_not_specialize=["T", "N", "scale"])
-def gla_reverse(q_in, k_out, do, A, G, dht, dv, dh0, dstates, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                BK: tl.constexpr, BV: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr, V_FIRST: tl.constexpr,
-                VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def gla_reverse(
+    q_in,  # [rows, H, K]
+    k_out,  # [rows, H, K]
+    do,  # [rows, H, V]
+    A,  # [rows, H, BT]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    dht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    dv,  # [rows, H, V]
+    dh0,  # like dht
+    dstates,  # [slots, H, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    HAS_DH0: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dv, dh0, and dstates [slots, H, K, V] = the gradient of the state leaving each chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -98,7 +140,19 @@ def gla_reverse(q_in, k_out, do, A, G, dht, dv, dh0, dstates, bounds, scale, T, 
 
 
 @triton.jit
-def rows_beside(x, by: tl.constexpr, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+def rows_beside(
+    x,  # [rows, H, D]
+    by: tl.constexpr,  # rows further
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    D: tl.constexpr,
+    d0,  # first column
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """[BT, BD] of a [rows, H, D] tensor, in each row what belongs to row t + by of the chunk, zeros where the chunk has none."""
     rows = tl.arange(0, BT)
     columns = d0 + tl.arange(0, BD)
@@ -108,7 +162,20 @@ def rows_beside(x, by: tl.constexpr, first, t0, length, i_h, H, D: tl.constexpr,
 
 
 @triton.jit
-def moved(x, by: tl.constexpr, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+def moved(
+    x,  # [BT, BD]
+    by: tl.constexpr,  # rows further
+    scratch,  # [rows, H, D]
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    D: tl.constexpr,
+    d0,  # first column
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """[BT, BD]: row t + by of x in row t, by way of scratch [rows, H, D]."""
     put(scratch, x, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD)
     tl.debug_barrier()
@@ -118,21 +185,73 @@ def moved(x, by: tl.constexpr, scratch, first, t0, length, i_h, H, D: tl.constex
 
 
 @triton.jit
-def summed_before(x, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+def summed_before(
+    x,  # [BT, BD]
+    scratch,  # [rows, H, D]
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    D: tl.constexpr,
+    d0,  # first column
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """[BT, BD]: x_1 + ... + x_{t-1} for each row t. Not the running sum less x_t, which may be far larger than what remains."""
     return tl.cumsum(moved(x, -1, scratch, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD), 0)
 
 
 @triton.jit
-def summed_after(x, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+def summed_after(
+    x,  # [BT, BD]
+    scratch,  # [rows, H, D]
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    D: tl.constexpr,
+    d0,  # first column
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """[BT, BD]: x_{t+1} + ... + x_L for each row t."""
     return tl.cumsum(moved(
         x, 1, scratch, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD), 0, reverse=True)
 
 
 @triton.jit
-def grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n, first, t0, length, i_h, H, K: tl.constexpr, V: tl.constexpr,
-                   BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr):
+def grads_of_chunk(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, H, V]
+    u,  # [H, K] or None
+    do,  # [rows, H, V]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    states,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one for each chunk
+    dq,  # [rows, H, K]
+    dk,  # [rows, H, K]
+    dg,  # [rows, H, K], fp32
+    du,  # [slots, H, K], fp32, or None
+    scale,
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BEFORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq, dk, dg [BT, K] of one chunk and head and, with BEFORE, its share du [K] of the bonus's gradient,
+    stored."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
@@ -216,8 +335,35 @@ def grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n,
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
-def gla_grads(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, bounds, scale, T, N, H, S, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-              BK: tl.constexpr, BV: tl.constexpr, BEFORE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def gla_grads(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, H, V]
+    u,  # [H, K] or None
+    do,  # [rows, H, V]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    states,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one for each chunk
+    dq,  # [rows, H, K]
+    dk,  # [rows, H, K]
+    dg,  # [rows, H, K], fp32
+    du,  # [slots, H, K], fp32, or None
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BEFORE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dq, dk and dg [rows, H, K] of a chunk; with BEFORE, too, what it adds to the bonus's gradient: du [slots, H, K]. S programs share a
     sequence."""
     program = tl.program_id(0)
@@ -244,9 +390,21 @@ def gla_grads(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, bounds, scale,
             K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None, h0: torch.Tensor | None,
-        bounds: torch.Tensor | None, scale: float, v_first: bool, do: torch.Tensor, dht: torch.Tensor | None, needs: frozenset[str],
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    u: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    scale: float,
+    v_first: bool,
+    do: torch.Tensor,
+    dht: torch.Tensor | None,
+    needs: frozenset[str],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dq, dk, dv, dg, du or None, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg, du, dh0 are fp32."""
     B, T, H, K = q.shape
     V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)

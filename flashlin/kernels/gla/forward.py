@@ -27,7 +27,18 @@ from flashlin.kernels.pieces import fills_gaps, parts, precision, put, sequence_
 
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
-def gla_sums(g, G, bounds, T, N, C, S, BT: tl.constexpr, BC: tl.constexpr, VARLEN: tl.constexpr):
+def gla_sums(
+    g,  # [rows, C]
+    G,  # [rows, C]
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    C,  # channels of all heads
+    S,  # programs to a sequence
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """G [rows, C]: g / ln 2 summed within chunks of BT tokens of each sequence; C channels of all heads. S programs share a sequence.
 
     A token that leaves less than float32's smallest normal number leaves that much: then differences of sums stay precise after one that
@@ -47,7 +58,17 @@ def gla_sums(g, G, bounds, T, N, C, S, BT: tl.constexpr, BC: tl.constexpr, VARLE
 
 
 @triton.jit
-def sums_at(G, rows, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
+def sums_at(
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    rows,  # [rows of the chunk]
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    k0,  # first column
+    BK: tl.constexpr,
+):
     """[rows, BK]: G of these rows of the chunk, all of them inside the sequence."""
     columns = k0 + tl.arange(0, BK)
     offsets = rows[:, None] * (H * K) + columns[None, :]
@@ -58,7 +79,20 @@ def sums_at(G, rows, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
 
 
 @triton.jit
-def sums_read(b_G, G, last, first, t0, i_h, H, K: tl.constexpr, k0, BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr):
+def sums_read(
+    b_G,  # [BT, BK]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    last,  # the chunk's last row
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    k0,  # first column
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BEFORE: tl.constexpr,
+):
     """[BT, BK]: how far the state that enters the chunk has decayed when each row reads it: b_G or, with BEFORE, that of the row above."""
     if BEFORE:
         rows = tl.arange(0, BT)
@@ -76,7 +110,17 @@ def bonus_of(u, i_h, K: tl.constexpr, k0, BK: tl.constexpr):
 
 
 @triton.jit
-def sum_of_chunk(G, last, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
+def sum_of_chunk(
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    last,  # the chunk's last row
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    k0,  # first column
+    BK: tl.constexpr,
+):
     """[BK]: G_L, which is that of the chunk's last row inside the sequence."""
     columns = k0 + tl.arange(0, BK)
     return tl.load(G + ((first + t0 + last) * H + i_h) * K + columns, mask=columns < K, other=0.0)
@@ -89,7 +133,21 @@ def halves(level, BT: tl.constexpr):
 
 
 @triton.jit
-def decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr, BEFORE: tl.constexpr = False):
+def decay_to_meeting(
+    b_G,  # [BT, BK]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    half,  # [BT]: see halves
+    level,  # [BT]: see halves
+    last,  # the chunk's last row
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    k0,  # first column
+    BK: tl.constexpr,
+    BEFORE: tl.constexpr = False,
+):
     """[BT, BK]: what is left between each row and where the halves of its block meet. Rows past the end hold G_L, so all is at most 1.
     With BEFORE second halves read one row earlier, which is no earlier than the meeting."""
     b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, H, K, k0, BK)
@@ -99,8 +157,27 @@ def decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K: tl.constex
 
 
 @triton.jit
-def scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                    BEFORE: tl.constexpr, PRECISION: tl.constexpr):
+def scores_of_chunk(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    u,  # [H, K] or None
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    A,  # [rows, H, BT]
+    q_in,  # [rows, H, K]
+    k_out,  # [rows, H, K]
+    scale,
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BEFORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A [BT, BT] and the weighted q_in, k_out [BT, K] of one chunk and head, stored: see gla_scores."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
@@ -132,8 +209,27 @@ def scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
-def gla_scores(q, k, u, G, A, q_in, k_out, bounds, scale, T, N, H, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-               BEFORE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+def gla_scores(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    u,  # [H, K] or None
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    A,  # [rows, H, BT]
+    q_in,  # [rows, H, K]
+    k_out,  # [rows, H, K]
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BEFORE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """A [rows, H, BT]; q_in [rows, H, K] = q e^{G}, what a token reads of the state that enters its chunk; k_out = k e^{G_L - G}, what it
     leaves to the one that goes on. u [H, K] with BEFORE, else None. S programs share a sequence."""
     program = tl.program_id(0)
@@ -155,9 +251,34 @@ def gla_scores(q, k, u, G, A, q_in, k_out, bounds, scale, T, N, H, S, K: tl.cons
 
 
 @triton.jit(do_not_specialize=["T", "N", "scale"])
-def gla_scan(q_in, k_out, v, A, G, h0, o, ht, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-             BV: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
-             PRECISION: tl.constexpr):
+def gla_scan(
+    q_in,  # [rows, H, K]
+    k_out,  # [rows, H, K]
+    v,  # [rows, H, V]
+    A,  # [rows, H, BT]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    o,  # [rows, H, V]
+    ht,  # like h0, fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_HT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """o [rows, H, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
+    chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -215,8 +336,20 @@ def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, u: t
     return found
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None, h0: torch.Tensor | None,
-        bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    u: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    scale: float,
+    has_ht: bool,
+    v_first: bool,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final state or None). q, k [B, T, H, K], v [B, T, H, V], contiguous, one dtype; g [B, T, H, K] fp32; u [H, K] fp32 for RWKV-6, else
     None; h0 [N, H, K, V] or, with v_first, [N, H, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros. Starts the
     plan's launches."""

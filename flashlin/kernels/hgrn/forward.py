@@ -29,7 +29,18 @@ def last(x, BT: tl.constexpr):
 
 
 @triton.jit
-def walked(x, origin, i0, low, high, cols, other, D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr):
+def walked(
+    x,  # [rows, D]
+    origin,  # row of the walk's 0-th token
+    i0,  # number of the first token here
+    low,  # begin of the tokens that count
+    high,  # end of the tokens that count
+    cols,  # [BD]
+    other,  # for the others
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """[BT, BD]: what a walk meets from its i0-th token on, ``other`` for tokens outside low .. high."""
     i = tl.arange(0, BT)
     mask = ((i0 + i >= low) & (i0 + i < high))[:, None] & (cols < D)[None, :]
@@ -37,7 +48,18 @@ def walked(x, origin, i0, low, high, cols, other, D: tl.constexpr, BT: tl.conste
 
 
 @triton.jit
-def put_walked(x, value, origin, i0, high, cols, D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr):
+def put_walked(
+    x,  # [rows, D]
+    value,  # [BT, BD]
+    origin,  # row of the walk's 0-th token
+    i0,  # number of the first token here
+    high,  # end of the tokens that count
+    cols,  # [BD]
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Store what a walk makes of its tokens from the i0-th on, [BT, BD]."""
     i = tl.arange(0, BT)
     mask = (i0 + i < high)[:, None] & (cols < D)[None, :]
     tl.store(x + (origin + STEP * i0) * D + (STEP * D * i[:, None] + cols[None, :]), value.to(x.dtype.element_ty), mask=mask)
@@ -57,7 +79,20 @@ def segment_of(s, S, length, BT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "S"])
-def hgrn_ends(x, g, decays, ends, bounds, T, S, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, VARLEN: tl.constexpr):
+def hgrn_ends(
+    x,  # [rows, D]
+    g,  # [rows, D]
+    decays,  # [N, S - 1, D], fp32
+    ends,  # [N, S - 1, D], fp32
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    S,  # segments of a sequence
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    STEP: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """decays, ends [N, S - 1, D] fp32: each segment but the last as a pair. STEP -1: of the gradient, x being that of o."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     BACK: tl.constexpr = (1 - STEP) // 2
@@ -85,7 +120,17 @@ def hgrn_ends(x, g, decays, ends, bounds, T, S, D: tl.constexpr, BT: tl.constexp
 
 
 @triton.jit
-def carried(h, decays, ends, n, s, S, cols, D: tl.constexpr, BT: tl.constexpr):
+def carried(
+    h,  # [BD]
+    decays,  # [N, S - 1, D], fp32
+    ends,  # [N, S - 1, D], fp32
+    n,  # this sequence
+    s,  # this segment
+    S,  # segments of a sequence
+    cols,  # [BD]: columns
+    D: tl.constexpr,
+    BT: tl.constexpr,
+):
     """h after the first s segments of sequence n."""
     origin = n.to(tl.int64) * (S - 1)
     for i0 in range(0, s, BT):
@@ -97,8 +142,25 @@ def carried(h, decays, ends, n, s, S, cols, D: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
-def hgrn_forward(x, g, decays, ends, h0, o, ht, bounds, T, N, S, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr,
-                 GAPS: tl.constexpr):
+def hgrn_forward(
+    x,  # [rows, D]
+    g,  # [rows, D]
+    decays,  # [N, S - 1, D], fp32
+    ends,  # [N, S - 1, D], fp32
+    h0,  # [N, D] or None
+    o,  # [rows, D]
+    ht,  # [N, D], fp32, or None
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    S,  # segments of a sequence
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+):
+    """o [rows, D] and ht. A program: BD channels of a segment of a sequence."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     program = tl.program_id(0)
     d0 = program % STRIPS * BD

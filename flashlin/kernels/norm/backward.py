@@ -34,8 +34,22 @@ def stats_of(mean, rstd, first, rows, BT: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def fetched(s, dy, gate, dtotal, mean, rstd, first, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr,
-            GATE: tl.constexpr, HAS_DTOTAL: tl.constexpr):
+def fetched(
+    s,  # [rows, D]
+    dy,  # [rows, D]
+    gate,  # [rows, D]
+    dtotal,  # [rows, D]
+    mean,  # [rows], fp32
+    rstd,  # [rows], fp32
+    first,  # the program's first row
+    rows,  # rows in all
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    KIND: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+):
     """What BT rows need, as it lies in memory: s, dy, gate and dtotal (dy again where there is none), m, r."""
     b_s = tile(s, first, rows, 0, D, BT, BD, "evict_first")
     b_dy = tile(dy, first, rows, 0, D, BT, BD, "evict_first")
@@ -63,8 +77,24 @@ def normalised(b_s, m, r, KIND: tl.constexpr, NORMED: tl.constexpr):
 
 
 @triton.jit
-def before_gate(u, n, b_gate, weight, bias, dgate, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr,
-                GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+def before_gate(
+    u,  # [BT, BD]
+    n,  # [BT, BD]
+    b_gate,  # [BT, BD]
+    weight,  # [GROUPS, D]
+    bias,  # [GROUPS, D]
+    dgate,  # [rows, D]
+    first,  # the program's first row
+    rows,  # rows in all
+    d0,  # first column
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
     """The gradient of what the gate multiplied; stores the gate's own."""
     factor, slope = opened(b_gate, GATE)
     put(
@@ -87,10 +117,38 @@ def put_share(x, share, number, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.co
 
 
 @triton.jit(do_not_specialize=["rows"])
-def norm_backward(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, dgate, dweight, dbias, rows, D: tl.constexpr, BT: tl.constexpr,
-                  BD: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr, AHEAD: tl.constexpr,
-                  HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, HAS_DRESIDUAL: tl.constexpr,
-                  HAS_DWEIGHT: tl.constexpr, HAS_DBIAS: tl.constexpr):
+def norm_backward(
+    s,  # [rows, D]
+    weight,  # [GROUPS, D]
+    bias,  # [GROUPS, D]
+    gate,  # [rows, D]
+    mean,  # [rows], fp32
+    rstd,  # [rows], fp32
+    dy,  # [rows, D]
+    dtotal,  # [rows, D]
+    dx,  # [rows, D]
+    dresidual,  # [rows, D]
+    dgate,  # [rows, D]
+    dweight,  # shares, fp32: [programs, D], of groups [programs * BT / GROUPS, GROUPS, D]
+    dbias,  # like dweight
+    rows,  # rows in all
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    KIND: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+    HAS_DRESIDUAL: tl.constexpr,
+    HAS_DWEIGHT: tl.constexpr,
+    HAS_DBIAS: tl.constexpr,
+):
+    """ds as dx and dresidual, and dgate, [rows, D], of whole rows in registers; shares of dw and db. A
+    program: every so many-th BT rows."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     program = tl.program_id(0)
     step = tl.num_programs(0) * BT
@@ -147,9 +205,31 @@ def norm_backward(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, 
 
 
 @triton.jit(do_not_specialize=["rows"])
-def norm_backward_rows(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, dgate, rows, D: tl.constexpr, BT: tl.constexpr,
-                       BD: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr,
-                       HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, HAS_DRESIDUAL: tl.constexpr):
+def norm_backward_rows(
+    s,  # [rows, D]
+    weight,  # [GROUPS, D]
+    bias,  # [GROUPS, D]
+    gate,  # [rows, D]
+    mean,  # [rows], fp32
+    rstd,  # [rows], fp32
+    dy,  # [rows, D]
+    dtotal,  # [rows, D]
+    dx,  # [rows, D]
+    dresidual,  # [rows, D]
+    dgate,  # [rows, D]
+    rows,  # rows in all
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    KIND: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+    HAS_DRESIDUAL: tl.constexpr,
+):
     """ds of BT rows of any length."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     first = tl.program_id(0).to(tl.int64) * BT
@@ -189,9 +269,25 @@ def norm_backward_rows(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresid
 
 
 @triton.jit(do_not_specialize=["rows"])
-def norm_backward_columns(s, gate, mean, rstd, dy, dweight, dbias, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                          KIND: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
-                          HAS_DBIAS: tl.constexpr):
+def norm_backward_columns(
+    s,  # [rows, D]
+    gate,  # [rows, D]
+    mean,  # [rows], fp32
+    rstd,  # [rows], fp32
+    dy,  # [rows, D]
+    dweight,  # shares, fp32: [programs, D], of groups [programs * BT / GROUPS, GROUPS, D]
+    dbias,  # like dweight
+    rows,  # rows in all
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    KIND: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_DWEIGHT: tl.constexpr,
+    HAS_DBIAS: tl.constexpr,
+):
     """Shares of dw and db: BD columns, of every so many-th BT rows."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     group = tl.program_id(0) // STRIPS
@@ -216,10 +312,24 @@ def norm_backward_columns(s, gate, mean, rstd, dy, dweight, dbias, rows, D: tl.c
         put_share(dbias, db, group, d0, D, BT, BD, GROUPS)
 
 
-def run(plan: Plan, s: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, gate: torch.Tensor | None,
-        mean: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor, dtotal: torch.Tensor | None, kind: int, activation: int, normed: bool,
-        dx_dtype: torch.dtype, dresidual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool,
-        ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    s: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    kind: int,
+    activation: int,
+    normed: bool,
+    dx_dtype: torch.dtype,
+    dresidual_dtype: torch.dtype | None,
+    needs_dweight: bool,
+    needs_dbias: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(dx, dresidual, dgate, dweight, dbias) or None for those that are not there, the last two [D] in fp32, for what forward.run kept.
 
     s: the summed rows, or with normed the normalised ones; all contiguous. dresidual_dtype: None if it is not wanted, or is dx's.

@@ -48,7 +48,19 @@ def line(x, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROU
 
 
 @triton.jit
-def summed(x, residual, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVICT: tl.constexpr):
+def summed(
+    x,  # [rows, D]
+    residual,  # [rows, D]
+    first,  # the program's first row
+    rows,  # rows in all
+    d0,  # first column
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    """s [BT, BD], fp32."""
     s = tile(x, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
     if HAS_RESIDUAL:
         s += tile(residual, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
@@ -56,8 +68,20 @@ def summed(x, residual, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: 
 
 
 @triton.jit
-def scaled(y, weight, bias, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-           HAS_BIAS: tl.constexpr):
+def scaled(
+    y,  # [BT, BD]
+    weight,  # [GROUPS, D]
+    bias,  # [GROUPS, D]
+    first,  # the program's first row
+    d0,  # first column
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """y w + b, [BT, BD]."""
     if HAS_WEIGHT:
         y *= line(weight, first, d0, D, BT, BD, GROUPS)
     if HAS_BIAS:
@@ -80,8 +104,24 @@ def opened(gate, GATE: tl.constexpr):
 
 
 @triton.jit
-def put_y(y, centred, r, weight, bias, gate, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr,
-          GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+def put_y(
+    y,  # [rows, D]
+    centred,  # [BT, BD]
+    r,  # [BT]
+    weight,  # [GROUPS, D]
+    bias,  # [GROUPS, D]
+    gate,  # [rows, D]
+    first,  # the program's first row
+    rows,  # rows in all
+    d0,  # first column
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
     """From a centred [BT, BD] of rows to y."""
     out = scaled(
         centred * r[:, None], weight, bias, first, d0,
@@ -93,9 +133,30 @@ def put_y(y, centred, r, weight, bias, gate, first, rows, d0, D: tl.constexpr, B
 
 
 @triton.jit(do_not_specialize=["rows", "eps"])
-def norm_forward(x, residual, weight, bias, gate, y, total, mean, rstd, eps, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                 KIND: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-                 HAS_BIAS: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_STATS: tl.constexpr):
+def norm_forward(
+    x,  # [rows, D]
+    residual,  # [rows, D]
+    weight,  # [GROUPS, D]
+    bias,  # [GROUPS, D]
+    gate,  # [rows, D]
+    y,  # [rows, D]
+    total,  # [rows, D]
+    mean,  # [rows], fp32
+    rstd,  # [rows], fp32
+    eps,
+    rows,  # rows in all
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    KIND: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_TOTAL: tl.constexpr,
+    HAS_STATS: tl.constexpr,
+):
     """y, and where asked for total = s and the rows' statistics."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     first = tl.program_id(0).to(tl.int64) * BT
@@ -145,9 +206,20 @@ def norm_forward(x, residual, weight, bias, gate, y, total, mean, rstd, eps, row
             tl.store(mean + first + row, m, mask=first + row < rows)
 
 
-def run(plan: Plan, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
-        gate: torch.Tensor | None, eps: float, kind: int, activation: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, stats: bool,
-        ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    eps: float,
+    kind: int,
+    activation: int,
+    y_dtype: torch.dtype,
+    total_dtype: torch.dtype | None,
+    stats: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(y, s or None, mean or None, rstd or None). x, residual, gate [..., D] and weight, bias [D], contiguous, of any dtypes; for a group norm
     x [..., G, D] and weight, bias [G * D], where G is the plan's number of heads.
 

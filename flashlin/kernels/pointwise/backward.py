@@ -41,12 +41,29 @@ from flashlin.kernels.recurrent.forward import softplus
 
 @triton.jit
 def put_share(shares, total, parameter: tl.constexpr, share, count, cols, there, D: tl.constexpr):
+    """A program's share of a parameter's gradient: total [BT, BD] summed over its rows."""
     tl.store(shares + (count.to(tl.int64) * parameter + share) * D + cols, tl.sum(total, 0), mask=there)
 
 
 @triton.jit(do_not_specialize=["rows", "bound"])
-def pointwise_gate_backward(g, A_log, dt_bias, dy, dg, shares, bound, rows, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
-                            BD: tl.constexpr, BOUNDED: tl.constexpr, SUMS: tl.constexpr):
+def pointwise_gate_backward(
+    g,  # [rows, D]
+    A_log,  # [D // K]
+    dt_bias,  # [D]
+    dy,  # [rows, D]
+    dg,  # [rows, D]
+    shares,  # [parameters, programs, D], fp32, or None
+    bound,
+    rows,  # rows in all
+    D: tl.constexpr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """dg [rows, D], and with SUMS shares of the gradients of A and b."""
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
@@ -70,15 +87,51 @@ def pointwise_gate_backward(g, A_log, dt_bias, dy, dg, shares, bound, rows, D: t
 
 
 @triton.jit
-def unmixed(dy, x, delta, dh, ddelta, total, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr):
+def unmixed(
+    dy,  # [rows, D]
+    x,  # [D]
+    delta,  # [BT, BD]
+    dh,  # [BT, BD]
+    ddelta,  # [BT, BD]
+    total,  # [BT, BD]
+    first,  # the program's first row
+    rows,  # rows in all
+    cols,  # [BD]: columns
+    there,  # [BD]: which of them there are
+    D: tl.constexpr,
+    BT: tl.constexpr,
+):
     """dh, ddelta and the gradient of x with what one output adds to them."""
     b_dy = tile(dy, first, rows, cols, there, D, BT)
     return dh + b_dy, ddelta + b_dy * line(x, cols, there), total + b_dy * delta
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_mix_backward(delta, xr, xw, xk, xv, xa, xg, dyr, dyw, dyk, dyv, dya, dyg, dh, ddelta, shares, rows, D: tl.constexpr, W: tl.constexpr,
-                           BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr):
+def pointwise_mix_backward(
+    delta,  # [rows, D]
+    xr,  # [D]
+    xw,  # [D]
+    xk,  # [D]
+    xv,  # [D]
+    xa,  # [D]
+    xg,  # [D]
+    dyr,  # [rows, D]
+    dyw,  # [rows, D]
+    dyk,  # [rows, D]
+    dyv,  # [rows, D]
+    dya,  # [rows, D]
+    dyg,  # [rows, D]
+    dh,  # [rows, D]
+    ddelta,  # [rows, D]
+    shares,  # [parameters, programs, D], fp32, or None
+    rows,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """dh and ddelta [rows, D], and with SUMS shares of the gradients of the five or six x."""
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
@@ -125,8 +178,22 @@ def pointwise_mix_backward(delta, xr, xw, xk, xv, xa, xg, dyr, dyw, dyk, dyv, dy
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_key_backward(k, a, c, dy, dk, da, shares, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                           SUMS: tl.constexpr):
+def pointwise_key_backward(
+    k,  # [rows, D]
+    a,  # [rows, D]
+    c,  # [D]
+    dy,  # [rows, D]
+    dk,  # [rows, D]
+    da,  # [rows, D]
+    shares,  # [parameters, programs, D], fp32, or None
+    rows,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """dk and da [rows, D], and with SUMS a share of the gradient of c."""
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
@@ -145,8 +212,28 @@ def pointwise_key_backward(k, a, c, dy, dk, da, shares, rows, D: tl.constexpr, W
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_correction_backward(o, r, k, u, v, g, dy, do, dr, dk, dv, dg, shares, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
-                                  BD: tl.constexpr, SUMS: tl.constexpr):
+def pointwise_correction_backward(
+    o,  # [rows, D]
+    r,  # [rows, D]
+    k,  # [rows, D]
+    u,  # [D]
+    v,  # [rows, D]
+    g,  # [rows, D]
+    dy,  # [rows, D]
+    do,  # [rows, D]
+    dr,  # [rows, D]
+    dk,  # [rows, D]
+    dv,  # [rows, D]
+    dg,  # [rows, D]
+    shares,  # [parameters, programs, D], fp32, or None
+    rows,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """do, dr, dk, dv and dg [rows, D], and with SUMS a share of the gradient of u."""
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
@@ -172,7 +259,21 @@ def pointwise_correction_backward(o, r, k, u, v, g, dy, do, dr, dk, dv, dg, shar
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_scale_backward(x, s, dy, dmarks, dx, ds, x_n, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+def pointwise_scale_backward(
+    x,  # [rows, D]
+    s,  # [rows, D // W]
+    dy,  # [rows, D]
+    dmarks,  # [rows], fp32, or None
+    dx,  # [rows, D]
+    ds,  # [rows, D // W]
+    x_n,  # elements from one row of x to the next
+    rows,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """dx [rows, D] and ds [rows, D // W], a strip of W columns being a head. A program: BT rows of one."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
@@ -189,8 +290,28 @@ def pointwise_scale_backward(x, s, dy, dmarks, dx, ds, x_n, rows, D: tl.constexp
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_skip_backward(dy, o, x, skip, z, marks, do, dx, dz, dmarks, shares, x_n, z_n, rows, D: tl.constexpr, K: tl.constexpr,
-                            W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr):
+def pointwise_skip_backward(
+    dy,  # [rows, D]
+    o,  # [rows, D]
+    x,  # [rows, D]
+    skip,  # [D // K] or None
+    z,  # [rows, D] or None
+    marks,  # [rows], fp32, or None
+    do,  # [rows, D]
+    dx,  # [rows, D]
+    dz,  # [rows, D]
+    dmarks,  # [rows], fp32, or None
+    shares,  # [parameters, programs, D], fp32, or None
+    x_n,  # elements from one row of x to the next
+    z_n,  # elements from one row of z to the next
+    rows,  # rows in all
+    D: tl.constexpr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SUMS: tl.constexpr,
+):
     """Without z and marks do is dy, and not written. dmarks: zeros."""
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
@@ -269,7 +390,8 @@ def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], dys: tuple[torch.T
             x_n=x_n, z_n=z_n, rows=rows,
             **facts, K=per_parameter(tensors[2], D)))
     elif dy.numel():
-        start(launch, pointwise_key_backward if family == KEY else pointwise_correction_backward, launch.grid[0], dict(
+        kernel = pointwise_key_backward if family == KEY else pointwise_correction_backward
+        start(launch, kernel, launch.grid[0], dict(
             named, dy=dy, **made, shares=shares, rows=rows, **facts))
     if shares is not None:
         totals = shares.sum(1) if dy.numel() else shares.new_zeros((len(parameters), D))

@@ -32,14 +32,61 @@ from flashlin.kernels.recurrent.forward import (
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.kernels.recurrent.recipe import SEGMENT
 
+# The gradients that the kernel writes where they are needed.
+GRADS = ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b")
 SCRATCH = 2**30  # bytes of one launch's scratch memory: more sequences than that holds go one launch after another
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "H", "HV", "R", "TS"])
-def recurrent_backward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, h0, states, do, dht, dq, dk, dv, dbeta, dg, dgk, dgv, dbonus, da, db, dh0,
-                       scratch, bounds, scale, T, N, H, HV, R, TS, K: tl.constexpr, V: tl.constexpr, SEGMENT: tl.constexpr,
-                       BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr,
-                       PER_CHANNEL: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr):
+def recurrent_backward(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    beta,  # [rows, HV] or, PER_CHANNEL, [rows, HV, V]
+    g,  # [rows, HV]
+    gamma,  # [HV]
+    gk,  # [rows, HV, K]
+    gv,  # [rows, HV, V]
+    bonus,  # [HV, K]
+    a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
+    h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    states,  # [kept, HV, K, V], fp32
+    do,  # [rows, HV, V]
+    dht,  # like h0
+    dq,  # [NV, R, HV, K], fp32
+    dk,  # [NV, R, HV, K], fp32
+    dv,  # [rows, HV, V]
+    dbeta,  # [NV, R, HV], fp32, or, PER_CHANNEL, [R, HV, V]
+    dg,  # [NV, R, HV], fp32
+    dgk,  # [NV, R, HV, K], fp32
+    dgv,  # [R, HV, V], fp32
+    dbonus,  # [NV, N, HV, K], fp32
+    da,  # [NV, R, HV, K], fp32
+    db,  # [NV, R, HV, K], fp32
+    dh0,  # like h0, fp32
+    scratch,  # [programs, TS, BK, BV], fp32
+    bounds,  # [N + 1]
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # rows in all
+    TS,  # tokens of a segment
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DELTA: tl.constexpr,
+    BEFORE: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """Partial sums: dq, dk, dgk, da, db [NV, R, HV, K], dg, dbeta (one per head) [NV, R, HV], dbonus [NV, N, HV, K]; fp32.
     scratch [programs, TS, BK, BV] fp32."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -197,7 +244,7 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
             gk=y.gk, gv=y.gv, bonus=y.bonus, a=y.a, b=y.b, h0=y.h0,
             states=states if packed else states[part.start * (max(T - 1, 0) // SEGMENT):],
             do=within(do, part, x.bounds), dht=sliced(dht, part),
-            **{f"d{name}": grads.get(name) for name in ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b")},
+            **{f"d{name}": grads.get(name) for name in GRADS},
             dh0=sliced(dh0, part),
             scratch=torch.empty(n * HV * NV, TS, BK, BV, dtype=torch.float32, device=x.q.device),
             bounds=y.bounds, scale=scale, T=T, N=N, H=H, HV=HV, R=B * T, TS=TS,

@@ -44,7 +44,22 @@ def gated(x, A_log, i_h, BOUND: tl.constexpr):
 
 
 @triton.jit
-def decayed(S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k, in_v, K: tl.constexpr, V: tl.constexpr, BOUND: tl.constexpr):
+def decayed(
+    S,  # [BK, BV]
+    g,  # [rows, HV]
+    gamma,  # [HV]
+    gk,  # [rows, HV, K]
+    gv,  # [rows, HV, V]
+    A_log,  # [HV]
+    dt_bias,  # [HV] or, of gk, [HV, K]
+    row,  # token and value head
+    i_h,  # the head
+    in_k,  # [BK]: channels
+    in_v,  # [BV]: channels
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BOUND: tl.constexpr,
+):
     """S after the decays of one token. row: token and value head."""
     if g is not None:
         rate = tl.load(g + row).to(tl.float32)
@@ -81,8 +96,31 @@ def strength(beta, row, in_v, V: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOI
 
 
 @triton.jit
-def updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K: tl.constexpr, V: tl.constexpr,
-            DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr, RATE: tl.constexpr, BOUND: tl.constexpr):
+def updated(
+    S,  # [BK, BV]
+    b_k,  # [BK]
+    b_v,  # [BV]
+    beta,  # [rows, HV] or, PER_CHANNEL, [rows, HV, V]
+    g,  # [rows, HV]
+    gamma,  # [HV]
+    gk,  # [rows, HV, K]
+    gv,  # [rows, HV, V]
+    a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
+    A_log,  # [HV]
+    dt_bias,  # [HV] or, of gk, [HV, K]
+    row,  # token and value head
+    i_h,  # the head
+    in_k,  # [BK]: channels
+    in_v,  # [BV]: channels
+    K: tl.constexpr,
+    V: tl.constexpr,
+    DELTA: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RATE: tl.constexpr,
+    BOUND: tl.constexpr,
+):
     """The state after one token. RATE: what multiplies a is -a b."""
     if a is not None:
         b_a = vector(a, row * K, in_k, K)
@@ -131,11 +169,54 @@ def tile_of_state(in_k, in_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.cons
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "H", "HV", "P", "q_row", "k_row", "v_row"])
-def recurrent_forward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, A_log, dt_bias, h0, o, ht, states, indices, bounds, scale, T, N, H, HV, P,
-                      q_row, k_row, v_row, state_row, K: tl.constexpr, V: tl.constexpr, SEGMENT: tl.constexpr, BT: tl.constexpr,
-                      BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr,
-                      L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr, RATE: tl.constexpr, BOUND: tl.constexpr,
-                      V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr):
+def recurrent_forward(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    beta,  # [rows, HV] or, PER_CHANNEL, [rows, HV, V]
+    g,  # [rows, HV]
+    gamma,  # [HV]
+    gk,  # [rows, HV, K]
+    gv,  # [rows, HV, V]
+    bonus,  # [HV, K]
+    a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
+    A_log,  # [HV]
+    dt_bias,  # [HV] or, of gk, [HV, K]
+    h0,  # [N or P, HV, K, V] or, with V_FIRST, [N or P, HV, V, K]
+    o,  # [rows, HV, V]
+    ht,  # like h0
+    states,  # [kept, HV, K, V], fp32
+    indices,  # [N]
+    bounds,  # [N + 1]
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    P,  # states of the pool
+    q_row,  # elements from one token to the next
+    k_row,  # elements from one token to the next
+    v_row,  # elements from one token to the next
+    state_row,  # elements from one state of h0 and ht to the next
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DELTA: tl.constexpr,
+    BEFORE: tl.constexpr,
+    REVERSE: tl.constexpr,
+    L2NORM: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RATE: tl.constexpr,
+    BOUND: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+):
     """q_row, k_row, v_row: elements from one token to the next. state_row: from one state of h0 and ht to the next. With indices, h0 and
     ht are one pool of P states, and sequence n has the one at indices[n]; one of none, or outside the pool, is left alone."""
     NV: tl.constexpr = (V + BV - 1) // BV

@@ -20,10 +20,60 @@ from flashlin.kernels.selective.recipe import SEGMENT
 
 @triton.jit(do_not_specialize=["T", "b_count", "u_b", "u_t", "s_b", "s_t", "B_b", "B_g", "B_t", "C_b", "C_g", "C_t", "z_b", "z_t", "y_b", "y_t",
                                "o_b", "o_t"])
-def selective_backward(dy, u, delta, A, B, C, skip, z, bias, states, dlast, du, ddelta, dz, dA, dB, dC, dskip, dbias, scratch, T, b_count,
-                       u_b, u_d, u_t, s_b, s_d, s_t, B_b, B_g, B_n, B_t, C_b, C_g, C_n, C_t, z_b, z_d, z_t, y_b, y_d, y_t, o_b, o_d, o_t,
-                       D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, SEGMENT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-                       SOFTPLUS: tl.constexpr):
+def selective_backward(
+    dy,  # [b, D, T]
+    u,  # [b, D, T]
+    delta,  # [b, D, T]
+    A,  # [D, N]
+    B,  # [b, G, N, T]
+    C,  # [b, G, N, T]
+    skip,  # [D] or None
+    z,  # [b, D, T] or None
+    bias,  # [D] or None
+    states,  # [b, kept, N, D], fp32
+    dlast,  # [b, D, N], fp32, or None
+    du,  # [b, D, T]
+    ddelta,  # [b, D, T]
+    dz,  # [b, D, T]
+    dA,  # [b, D, N], fp32
+    dB,  # [strips, b, G, T, N], fp32
+    dC,  # [strips, b, G, T, N], fp32
+    dskip,  # [b, D], fp32
+    dbias,  # [b, D], fp32
+    scratch,  # [programs, SEGMENT, BN, BD], fp32
+    T,  # tokens
+    b_count,  # rows of the batch
+    u_b,  # strides of u: by row
+    u_d,  # by channel
+    u_t,  # by token
+    s_b,  # of delta: by row
+    s_d,  # by channel
+    s_t,  # by token
+    B_b,  # of B: by row
+    B_g,  # by group
+    B_n,  # by state
+    B_t,  # by token
+    C_b,  # of C: by row
+    C_g,  # by group
+    C_n,  # by state
+    C_t,  # by token
+    z_b,  # of z: by row
+    z_d,  # by channel
+    z_t,  # by token
+    y_b,  # of dy: by row
+    y_d,  # by channel
+    y_t,  # by token
+    o_b,  # of du, ddelta and dz: by row
+    o_d,  # by channel
+    o_t,  # by token
+    D: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+):
     """Strides as in forward, y's being dy's, and o's those of du, ddelta and dz. Of each row: dA [b, D, N], dskip, dbias [b, D]; of each strip
     of a group: dB, dC [strips, b, G, T, N]; fp32. scratch [programs, SEGMENT, BN, BD] fp32."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
@@ -115,9 +165,21 @@ def selective_backward(dy, u, delta, A, B, C, skip, z, bias, states, dlast, du, 
     tl.store(dbias + b * D + d, of_bias, mask=here)
 
 
-def run(plan: Plan, u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
-        z: torch.Tensor | None, bias: torch.Tensor | None, states: torch.Tensor, softplus: bool, dy: torch.Tensor,
-        dlast: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def run(
+    plan: Plan,
+    u: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    softplus: bool,
+    dy: torch.Tensor,
+    dlast: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
     """Gradients of u, delta, A, B, C, D, z and bias, in their dtypes. Tensors as forward.run's; dy of any strides, dlast contiguous."""
     b, channels, T = u.shape
     G, N = B.shape[1:3]

@@ -45,7 +45,22 @@ def per_channel(x, d, here, BD: tl.constexpr):
 
 
 @triton.jit
-def token(u, delta, B, C, z, t, T, u_t, s_t, B_t, C_t, z_t, here, there):
+def token(
+    u,  # places of the channels, [BD]
+    delta,  # of the channels, [BD]
+    B,  # of the states, [BN]
+    C,  # of the states, [BN]
+    z,  # of the channels, [BD], or None
+    t,  # this token
+    T,  # how many there are
+    u_t,  # strides of tokens: u
+    s_t,  # delta
+    B_t,  # B
+    C_t,  # C
+    z_t,  # z
+    here,  # [BD]: which channels there are
+    there,  # [BN]: which states there are
+):
     """Token t, or the last one past the end, of what lies at these places. Without z it is zeros, which nobody reads."""
     t = tl.minimum(t, T - 1).to(tl.int64)
     b_u = loaded(u + t * u_t, here)
@@ -66,9 +81,47 @@ def step_size(raw, bias, SOFTPLUS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "u_b", "u_t", "s_b", "s_t", "B_b", "B_g", "B_t", "C_b", "C_g", "C_t", "z_b", "z_t", "y_b", "y_t"])
-def selective_forward(u, delta, A, B, C, skip, z, bias, y, states, last, T, u_b, u_d, u_t, s_b, s_d, s_t, B_b, B_g, B_n, B_t, C_b, C_g, C_n,
-                      C_t, z_b, z_d, z_t, y_b, y_d, y_t, D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, SEGMENT: tl.constexpr,
-                      BN: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr):
+def selective_forward(
+    u,  # [b, D, T]
+    delta,  # [b, D, T]
+    A,  # [D, N]
+    B,  # [b, G, N, T]
+    C,  # [b, G, N, T]
+    skip,  # [D] or None
+    z,  # [b, D, T] or None
+    bias,  # [D] or None
+    y,  # [b, D, T]
+    states,  # [b, kept, N, D], fp32, or None
+    last,  # [b, D, N], fp32, or None
+    T,  # tokens
+    u_b,  # strides of u: by row
+    u_d,  # by channel
+    u_t,  # by token
+    s_b,  # of delta: by row
+    s_d,  # by channel
+    s_t,  # by token
+    B_b,  # of B: by row
+    B_g,  # by group
+    B_n,  # by state
+    B_t,  # by token
+    C_b,  # of C: by row
+    C_g,  # by group
+    C_n,  # by state
+    C_t,  # by token
+    z_b,  # of z: by row
+    z_d,  # by channel
+    z_t,  # by token
+    y_b,  # of y: by row
+    y_d,  # by channel
+    y_t,  # by token
+    D: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+):
     """Strides of u, delta (s), z and y by row, channel and token, of B and C by row, group, state and token. states [b, kept, N, D] and
     last [b, D, N] fp32 or None."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
@@ -117,8 +170,18 @@ def selective_forward(u, delta, A, B, C, skip, z, bias, y, states, last, T, u_b,
         tl.store(last + (b * D + d[None, :]) * N + n[:, None], h, mask=whole)
 
 
-def run(plan: Plan, u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
-        z: torch.Tensor | None, bias: torch.Tensor | None, softplus: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    u: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    softplus: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(y [b, D, T] like u, the last state [b, D, N] in fp32, the states that backward starts its segments from or None).
 
     u, delta, z [b, D, T] and B, C [b, G, N, T], of any strides; A [D, N], D, bias [D], contiguous. y lies as u does."""

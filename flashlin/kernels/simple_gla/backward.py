@@ -40,10 +40,38 @@ from flashlin.kernels.pieces import (
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
-def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N, H, R, K: tl.constexpr, V: tl.constexpr,
-                  BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_DG: tl.constexpr,
-                  V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
-                  PRECISION: tl.constexpr):
+def simple_gla_dq(
+    k,  # [rows, H // GROUP, K]
+    v,  # [rows, H, V]
+    do,  # [rows, H, V]
+    q,  # [rows, H // GROUP, K]
+    G,  # [H, R], fp32
+    gamma,  # [H]
+    h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    dq,  # [rows, H, K]
+    a,  # [NK, H, R], fp32
+    states,  # [slots, H, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_DG: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dq, and for the gate: a [NK, H, R] = q . dq without the diagonal, states [slots, H, K, V] = h entering each chunk. Of a group of GROUP
     heads with one q and k each head has a dq and a dk of its own, which torch adds up."""
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -98,10 +126,43 @@ def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N,
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "slots", "scale"])
-def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bounds, scale, T, N, H, R, slots, K: tl.constexpr,
-                  V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr,
-                  HAS_DH0: tl.constexpr, HAS_DG: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-                  VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def simple_gla_dk(
+    q,  # [rows, H // GROUP, K]
+    v,  # [rows, H, V]
+    do,  # [rows, H, V]
+    k,  # [rows, H // GROUP, K]
+    G,  # [H, R], fp32
+    gamma,  # [H]
+    dht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    dk,  # [rows, H, K]
+    dh0,  # like dht
+    b,  # [NK, H, R], fp32
+    c,  # [NK, H, R], fp32
+    through,  # [NK, slots, H], fp32
+    states,  # [slots, H, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    R,  # elements of a line
+    slots,  # slots of chunks
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    HAS_DH0: tl.constexpr,
+    HAS_DG: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dk and dh0, walking the chunks backwards. For the gate: b, c [NK, H, R], and through [NK, slots, H] = e^{G_L} <h, dh>."""
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
@@ -162,9 +223,35 @@ def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bo
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
-def simple_gla_dv(q, k, do, G, gamma, dht, dv, bounds, scale, T, N, H, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                  BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-                  VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def simple_gla_dv(
+    q,  # [rows, H // GROUP, K]
+    k,  # [rows, H // GROUP, K]
+    do,  # [rows, H, V]
+    G,  # [H, R], fp32
+    gamma,  # [H]
+    dht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    dv,  # [rows, H, V]
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dv [rows, H, V], walking the chunks backwards with BV columns of the gradient of one head's state."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -204,8 +291,24 @@ def simple_gla_dv(q, k, do, G, gamma, dht, dv, bounds, scale, T, N, H, R, K: tl.
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "slots", "S"])
-def simple_gla_dg(a, b, c, through, dg, bounds, T, N, H, R, slots, S, BT: tl.constexpr, NK: tl.constexpr, VARLEN: tl.constexpr,
-                  GAPS: tl.constexpr):
+def simple_gla_dg(
+    a,  # [NK, H, R], fp32
+    b,  # [NK, H, R], fp32
+    c,  # [NK, H, R], fp32
+    through,  # [NK, slots, H], fp32
+    dg,  # [rows, H], fp32
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    R,  # elements of a line
+    slots,  # slots of chunks
+    S,  # programs to a sequence
+    BT: tl.constexpr,
+    NK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+):
     """dg [rows, H] out of the scans' parts, chunk by chunk. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % H
@@ -230,10 +333,21 @@ def simple_gla_dg(a, b, c, through, dg, bounds, T, N, H, R, slots, S, BT: tl.con
         tl.store(dg + (first + t0 + rows) * H + i_h, b_dg, mask=inside)
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
-        h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, v_first: bool, do: torch.Tensor,
-        dht: torch.Tensor | None, needs: frozenset[str],
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, None, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    gamma: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    scale: float,
+    v_first: bool,
+    do: torch.Tensor,
+    dht: torch.Tensor | None,
+    needs: frozenset[str],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, None, torch.Tensor | None]:
     """(dq, dk, dv, dg or None, None for gamma, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg and
     dh0 are fp32."""
     (B, T, H, V), (groups, K) = v.shape, q.shape[2:]
