@@ -49,8 +49,7 @@ def captured(head_dim: int, dtype: str, B: int, T: int, H: int) -> dict[str, Any
 
 
 def output(kernel: str, arguments: dict[str, Any]) -> Any:
-    name = {"simple_gla_scan": "o", "simple_gla_dq": "dq", "simple_gla_dk": "dk", "simple_gla_dv": "dv"}[kernel]
-    return arguments[name]
+    return arguments["o" if kernel == "simple_gla_scan" else kernel.removeprefix("simple_gla_")]
 
 
 def run(kernel: str, found: dict[str, Any], config: tuple[int, int, int, int], head_dim: int) -> Any:

@@ -1,4 +1,4 @@
-"""The one door: a kernel's arguments go in by name and reach its parameters, or are an error that names them."""
+"""The one door: arguments go in by name, and reach the kernel or are an error that names them."""
 from __future__ import annotations
 
 from typing import Any

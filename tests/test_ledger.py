@@ -74,8 +74,8 @@ def test_an_argument_counts_by_its_parameter(call: str) -> None:
 
 @pytest.mark.parametrize("call", [
     "tile(x, 1, K, n + 1)", "tile(x=x, first=1, rows=K, D=n + 1)", "tile(x=1, first=x, rows=n + 1, D=K)",
-    "tile(x, 1, n + 1, SIDE=K)", "tile(x, 1, n + 1)", "tile(x, 1, n + 1, K, K)", "tile(x, 1, n + 1, D=K, SIDE=1)",
-    "put(x, 1, n + 1, D=K)", "tile(*x, 1, n + 1, D=K)"])
+    "tile(x, 1, n + 1, SIDE=K)", "tile(x, 1, n + 1)", "tile(x, 1, n + 1, K, K)",
+    "tile(x, 1, n + 1, D=K, SIDE=1)", "put(x, 1, n + 1, D=K)", "tile(*x, 1, n + 1, D=K)"])
 def test_another_argument_is_another_call(call: str) -> None:
     parameters = dict.fromkeys(("tile", "put"), ("x", "first", "rows", "D", "SIDE"))
     other = CALL.replace("tile(x, 1, n + 1, D=K)", call)

@@ -56,7 +56,7 @@ def in_order(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> tuple[An
 
 @cache
 def _reader(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Takes a kernel's arguments out of a dict. Made once for each kernel, since every call of an op needs it."""
+    """Takes a kernel's arguments out of a dict. Made once for a kernel: every call of an op needs it."""
     return itemgetter(*inspect.signature(function).parameters)
 
 

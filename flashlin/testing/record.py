@@ -134,7 +134,7 @@ def source_of(module: str, kernel: str) -> str:
         home = function.__module__
         if f"{home}.{function.__qualname__}" not in known:
             used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-            jitted = {name: one for name, one in used.items() if hasattr(one, "fn") and inspect.isfunction(one.fn)}
+            jitted = {name: one for name, one in used.items() if inspect.isfunction(getattr(one, "fn", None))}
             waiting += jitted.values()
             parameters = {name: tuple(inspect.signature(one.fn).parameters) for name, one in jitted.items()}
             source = textwrap.dedent(inspect.getsource(function))

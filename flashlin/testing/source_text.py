@@ -12,8 +12,8 @@ def normalised(source: str, parameters: Parameters | None = None) -> str:
     """The syntax tree of ``source`` in words, without comments, layout, docstrings, spelling of literals. The same on every Python that we support,
     which ``ast.dump`` is not: newer ones have more fields, and print fewer. Raises SyntaxError.
 
-    parameters: names of the parameters of functions that ``source`` calls. Their arguments count by parameter,
-    so that a call by position and one by keyword, in whatever order, are the same.
+    parameters: names of the parameters of functions that ``source`` calls. Their arguments count by
+    parameter, so that a call by position and one by keyword, in whatever order, are the same.
     """
     tree, known = ast.parse(source), parameters or {}
     for node in ast.walk(tree):
@@ -25,7 +25,7 @@ def normalised(source: str, parameters: Parameters | None = None) -> str:
 
 
 def _by_position(call: ast.Call, names: Sequence[str]) -> None:
-    """Make positional what can be: keywords up to the first parameter left to its default; the others sorted."""
+    """Make keywords positional up to the first parameter that is left to its default; sort the others."""
     starred = any(isinstance(one, ast.Starred) for one in call.args)
     if starred or any(keyword.arg is None for keyword in call.keywords):
         return

@@ -179,7 +179,8 @@ def test_slices_of_a_projection_are_read_where_they_lie(T: int, starts: list[Any
     plain = flashlin.fused_recurrent_gdn(**call.inputs, output_final_state=True)
     found = flashlin.fused_recurrent_gdn(**{**call.inputs, **dict(zip("qkv", parts, strict=True))}, output_final_state=True)
     assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])
-    assert [starts[1][3][name].data_ptr() for name in "qkv"] == [x.data_ptr() for x in parts] and len(starts) == 2
+    started = starts[1][3]
+    assert [started[name].data_ptr() for name in "qkv"] == [x.data_ptr() for x in parts] and len(starts) == 2
 
 
 @pytest.mark.parametrize("strides", ["transposed heads", "every second head", "every second channel", "some of the time"])

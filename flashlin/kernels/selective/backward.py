@@ -14,7 +14,15 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.pieces import strides
-from flashlin.kernels.selective.forward import LOG2_E, constants_of, loaded, per_channel, place, step_size, token
+from flashlin.kernels.selective.forward import (
+    LOG2_E,
+    constants_of,
+    loaded,
+    per_channel,
+    place,
+    step_size,
+    token,
+)
 from flashlin.kernels.selective.recipe import SEGMENT
 
 
