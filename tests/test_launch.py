@@ -1,11 +1,14 @@
 """The one door: arguments go in by name, and reach the kernel or are an error that names them."""
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import flashlin
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Launch
 
@@ -55,3 +58,23 @@ def test_none_is_an_argument_like_any_other() -> None:
     kernel, x = Kernel(), torch.zeros(1)
     start(LAUNCH, kernel, 1, dict(x=x, o=None, scale=0.5, K=3))
     assert kernel.given[0] == (x, None, 0.5, 16, 3, 8)
+
+
+KERNELS = sorted((Path(flashlin.__file__).parent / "kernels").rglob("*.py"))
+
+
+def plain(node: ast.expr) -> bool:
+    """A name or a number, for which Triton makes no code."""
+    return isinstance(node.operand if isinstance(node, ast.UnaryOp) else node, (ast.Name, ast.Constant))
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_kernels_call_each_other_by_name(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    jitted = [one for one in tree.body if isinstance(one, ast.FunctionDef)
+              and any(ast.unparse(decorator).startswith("triton.jit") for decorator in one.decorator_list)]
+    for call in (node for function in jitted for node in ast.walk(function) if isinstance(node, ast.Call)):
+        assert len(call.args) < 10, f"line {call.lineno}: name the arguments of {ast.unparse(call.func)}"
+        if len(call.args) > 1 and isinstance(call.func, ast.Name):  # Triton visits keywords before the others
+            for keyword in call.keywords:
+                assert plain(keyword.value), f"line {call.lineno}: {keyword.arg} moves before the other arguments"
