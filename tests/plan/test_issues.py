@@ -8,7 +8,7 @@ import pytest
 from packaging.version import Version
 
 from flashlin import dispatch
-from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
+from flashlin.compat.known_issues import KNOWN_ISSUES, TILE_FACTS, KnownIssue
 from flashlin.compat.target import Target
 from flashlin.guards import limits
 from flashlin.guards.problem import Launch
@@ -71,6 +71,18 @@ def test_a_known_issue_objects_to_what_triggers_it_and_to_nothing_less(issue: Kn
     assert not issue.hits(launch.traits, issue.min_warps - 1, launch.num_stages)
     assert not issue.hits(launch.traits, launch.num_warps, issue.min_stages - 1)
     assert not any(issue.hits(launch.traits - {trait}, launch.num_warps, launch.num_stages) for trait in launch.traits)
+
+
+def test_a_known_issue_spares_what_it_says() -> None:
+    issue = next(issue for issue in KNOWN_ISSUES if issue.id == "half-dot-34-pre-ampere")
+    assert issue.hits(issue.traits, 4, 2) and not issue.hits(issue.traits | {"foreign"}, 4, 2)
+    assert not any(issue.spared & issue.traits for issue in KNOWN_ISSUES)
+
+
+def test_facts_of_a_tile_and_other_tile_come_together() -> None:
+    for issue in KNOWN_ISSUES:
+        assert bool(issue.traits & TILE_FACTS) == (issue.remedies[:1] == ("other_tile",)), issue.id
+    assert frozenset[str]().union(*(issue.traits for issue in KNOWN_ISSUES)) >= TILE_FACTS
 
 
 def ours(issue: KnownIssue) -> bool:
