@@ -10,11 +10,19 @@ from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, over_v, padded
 from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
-from flashlin.kernels.scans import dot_traits, fitting, narrow_state, operand_bytes, over_tokens, state_launch, tf32_copies
+from flashlin.kernels.scans import (
+    dot_traits,
+    fitting,
+    narrow_state,
+    operand_bytes,
+    over_tokens,
+    state_launch,
+    tf32_copies,
+)
 
-# Choices, for speed. Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a multiprocessor one
-# program. Scans of chunks that short have no registers to spare for a second stage. In float32, chunks of 32 beside more
-# than 64 channels spill tens of kilobytes a thread.
+# Choices, for speed. Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a multiprocessor
+# one program. Scans of chunks that short have no registers to spare for a second stage. In float32, chunks of 32
+# beside more than 64 channels spill tens of kilobytes a thread.
 SHORT = 32
 WIDE = 64  # of the scores in 16 bits, where a program has a chunk to itself: channels at a time
 
@@ -26,8 +34,8 @@ class Strip(NamedTuple):
     num_warps: int
 
 
-# Of the gradients in 16 bits, the fastest on an H200 with Triton 3.6.0 (benchmarks/results/kernels-*). It is a choice, too,
-# that releases before TIMED keep to 4 warps (for Hopper those before 3.4 hardly compile 8: see reshape-outs-32).
+# Of the gradients in 16 bits, the fastest on an H200 with Triton 3.6.0 (benchmarks/results/kernels-*). It is a choice,
+# too, that releases before TIMED keep to 4 warps (for Hopper those before 3.4 hardly compile 8: reshape-outs-32).
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 TIMED = (3, 5)
 
@@ -56,38 +64,44 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     best = OF_TWO if two else OF_ONE
     warps = min(problem.max_warps, 8 if release(target.triton) >= TIMED else 4)
     strips = [Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)]
-    if bytes_each == 2 and best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps:
+    fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps
+    if bytes_each == 2 and fits:
         strips.insert(0, best)
 
     def finishing(BT: int, strip: Strip) -> int:
-        return size * (4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2) + 4 * BT ** 2
+        tiles = 4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2
+        return size * tiles + 4 * BT ** 2
 
     def strip_beside(BT: int) -> Strip:
-        return next((strip for strip in strips
-                     if finishing(BT, strip) <= target.shared and not narrow_grads(BT, strip) & problem.avoid), strips[-1])
+        good = (strip for strip in strips
+                if finishing(BT, strip) <= target.shared and not narrow_grads(BT, strip) & problem.avoid)
+        return next(good, strips[-1])
 
     def facts(config: Config) -> frozenset[str]:
         """Of all the tiles that come with a scan's."""
-        finished = narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else frozenset[str]()
-        return narrow_state(config) | narrow_scores(config.BT, wide) | finished
+        found = narrow_state(config) | narrow_scores(config.BT, wide)
+        return found | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else found
     longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two else BLOCK
     candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
                   if config.BT <= longest and (config.num_stages == 1 or config.BT > SHORT))
-    scan = fitting(candidates, lambda config: max(scanning(config), reverse(config) if problem.needs_grad else 0),
-                   problem, target, facts)
+
+    def shared(config: Config) -> int:
+        return max(scanning(config), reverse(config) if problem.needs_grad else 0)
+    scan = fitting(candidates, shared, problem, target, facts)
     BT = scan.BT
     preparing = size * 4 * BT * wide + 12 * BT ** 2
-    # tall=False: the scans multiply what they load, and of that no state is too tall for 4 warps (compiled for sm_90 under
-    # 3.0.0 and 3.2.0).
+    # tall: the scans multiply what they load, and of that no state is too tall for 4 warps, unless 3.0 and 3.1
+    # pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
     found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
-             over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing, once | narrow_scores(BT, wide)),
-             state_launch("dplr_scan", scan, problem, scanning(scan), dots, tall=False)]
+             over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing,
+                         once | narrow_scores(BT, wide)),
+             state_launch("dplr_scan", scan, problem, scanning(scan), dots, tall=scan.num_stages > 1)]
     if problem.needs_grad:
         single, strip = scan._replace(num_stages=1), strip_beside(BT)
         found += [state_launch("dplr_states", single, problem, scanning(single), dots, tall=False),
                   state_launch("dplr_reverse", single, problem, reverse(scan), dots, tall=False),
-                  over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H, finishing(BT, strip),
-                              once | narrow_grads(BT, strip), num_warps=strip.num_warps)]
+                  over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H,
+                              finishing(BT, strip), once | narrow_grads(BT, strip), num_warps=strip.num_warps)]
     return tuple(found)
 
 
@@ -98,4 +112,5 @@ def narrow_scores(BT: int, wide: int) -> frozenset[str]:
 
 def narrow_grads(BT: int, strip: Strip) -> frozenset[str]:
     """Facts of a tile, see ``TILE_FACTS``."""
-    return frozenset({"narrow_grads"} if BT >= 64 and (strip.K < 32 or (strip.K < 64 and strip.V > 32)) else ())
+    narrow = strip.K < 32 or (strip.K < 64 and strip.V > 32)
+    return frozenset({"narrow_grads"} if BT >= 64 and narrow else ())
