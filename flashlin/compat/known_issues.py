@@ -1,8 +1,8 @@
 """Known issues as data. Adding one is one ``KnownIssue(...)`` literal in KNOWN_ISSUES; dispatch, doctor and the tests read that tuple.
 
 Matched on what a launch is (traits, warps, stages), where it runs (capability, Triton, ptxas) and bounds on the problem, never on
-an op's name. ``remedies`` empty means: told by doctor, never acted upon. An issue with a trait of TILE_FACTS objects to
-one tile of several: its first remedy is ``other_tile``, of which nobody has to hear.
+an op's name. ``remedies`` empty means: told by doctor, never acted upon. An issue with a trait of TILE_FACTS
+objects to one tile of several: its first remedy is ``other_tile``, of which nobody has to hear.
 """
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict
 from flashlin.compat.target import Target
 from flashlin.compat.versions import affected
 
-# Traits that are facts of a tile, not of what is computed: recipes have candidates without them. All are about chunks of
-# 64 tokens.
+# Traits that are facts of a tile, not of what is computed: recipes have candidates without them. All are
+# about chunks of 64 tokens.
 # narrow_state: a program's part of the state has fewer than 64 rows or columns.
 # narrow_scores: a program multiplies fewer than 64 channels at a time.
-# narrow_grads: a program takes fewer than 32 channels at a time, or fewer than 64 beside more than 32 columns.
+# narrow_grads: a program takes fewer than 32 channels at a time, or fewer than 64 and more than 32 columns.
 TILE_FACTS = frozenset({"narrow_state", "narrow_scores", "narrow_grads"})
 
 
@@ -29,9 +29,9 @@ class Range(BaseModel):
 
 
 class KnownIssue(BaseModel):
-    """One failure of Triton, ptxas or a kernel. effect: what the user sees. traits: all must be on the launch;
+    """One failure of Triton, ptxas or a kernel. effect: what the user sees. traits: all must be on the launch.
     spared: none of these may be. capabilities: half-open range of (major, minor). proof: the test, record or
-    thread behind it; confidence: how sure that makes us."""
+    thread behind it. confidence: how sure that makes us."""
     model_config = ConfigDict(frozen=True, extra="forbid")
     id: str
     effect: str
@@ -139,28 +139,30 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         need="at most 2 warps for a state of 64 rows or more beside shorter chunks, or Triton 3.3", remedies=("limit_num_warps", "torch_path"),
         url="", proof=_PROVEN + ", and an H200; no public thread known", confidence="compiled"),
     KnownIssue(
-        id="narrow-state-32", effect="the compiler aborts: chunks of 64 beside a state of fewer than 64 rows ('Failed "
-        "to emit transfer from register to shared' in 3.2, UNREACHABLE or a segmentation fault in 3.0 and 3.1); "
-        "beside fewer columns it compiles, and nobody has run it",
+        id="narrow-state-32", effect="the compiler aborts: chunks of 64 beside a state of fewer than 64 rows "
+        "('Failed to emit transfer from register to shared' in 3.2, UNREACHABLE or a segmentation fault in "
+        "3.0 and 3.1); beside fewer columns it compiles, and nobody has run it",
         triton=Range(fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL),
-        traits=frozenset({"half_dot", "narrow_state"}), min_warps=4, need="chunks of 32 tokens, or Triton 3.3",
-        remedies=("other_tile", "torch_path"), url="", proof=_PROVEN + "; no public thread known",
-        confidence="compiled"),
-    KnownIssue(
-        id="hopper-narrow-state", effect="illegal access or silently wrong results: chunks of 64 beside a state of "
-        "fewer than 64 columns, with one stage", triton=Range(since="3.3.0"), capabilities=(HOPPER, BLACKWELL),
         traits=frozenset({"half_dot", "narrow_state"}), min_warps=4,
-        need="chunks of 32 tokens (in 3.6.0 two stages are right, too, and so are few rows; nobody has run another "
-        "release)", remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
+        need="chunks of 32 tokens, or Triton 3.3", remedies=("other_tile", "torch_path"), url="",
+        proof=_PROVEN + "; no public thread known", confidence="compiled"),
     KnownIssue(
-        id="hopper-narrow-scores", effect="illegal access, with 8 warps results that vary: scores of chunks of 64, "
-        "fewer than 64 channels at a time", triton=Range(since="3.3.0"), capabilities=(HOPPER, BLACKWELL),
+        id="hopper-narrow-state", effect="illegal access or silently wrong results: chunks of 64 beside a "
+        "state of fewer than 64 columns, with one stage", triton=Range(since="3.3.0"),
+        capabilities=(HOPPER, BLACKWELL), traits=frozenset({"half_dot", "narrow_state"}), min_warps=4,
+        need="chunks of 32 tokens (in 3.6.0 two stages are right, too, and so are few rows; nobody has run "
+        "another release)", remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW,
+        confidence="ran"),
+    KnownIssue(
+        id="hopper-narrow-scores", effect="illegal access, with 8 warps results that vary: scores of chunks "
+        "of 64, fewer than 64 channels at a time",
+        triton=Range(since="3.3.0"), capabilities=(HOPPER, BLACKWELL),
         traits=frozenset({"half_dot", "narrow_scores"}), min_warps=4,
         need="64 channels at a time, or chunks of 32 tokens", remedies=("other_tile", "torch_path"),
         url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
     KnownIssue(
-        id="hopper-narrow-grads", effect="illegal access or silently wrong gradients: 4 warps for a chunk of 64, with "
-        "fewer than 32 channels at a time, or fewer than 64 beside more than 32 columns",
+        id="hopper-narrow-grads", effect="illegal access or silently wrong gradients: 4 warps for a chunk "
+        "of 64, with fewer than 32 channels at a time, or fewer than 64 beside more than 32 columns",
         triton=Range(since="3.3.0"), capabilities=(HOPPER, BLACKWELL),
         traits=frozenset({"half_dot", "narrow_grads"}), min_warps=4,
         need="64 channels, 32 beside 32 columns, or chunks of 32 tokens (in 3.6.0 8 warps are right, too)",

@@ -123,8 +123,8 @@ def check_known_issues(problem: Problem, launches: tuple[Launch, ...], target: T
 
 
 def _known(issue: KnownIssue, problem: Problem, launch: Launch, target: Target) -> Reason:
-    """What a known issue says of a launch. As long as the recipe may have a tile without the issue's facts, passing
-    this one over is a choice."""
+    """What a known issue says of a launch. As long as the recipe may have a tile without the issue's facts,
+    passing this one over is a choice."""
     facts = issue.traits & TILE_FACTS - problem.avoid
     tile = "".join(f" {name}={size}" for name, size in launch.tile) if facts else ""
     got = (f"{launch.kernel}{tile} with {launch.num_warps} warps, {problem.dtype} on {target.sm}, "

@@ -1,6 +1,6 @@
-"""Tiles, warps and stages: ordered candidates, best first. A recipe takes the first one whose shared memory fits
-the target and to which no known issue objects. What is left out here is left out for speed: what fails is a known
-issue's to reject."""
+"""Tiles, warps and stages: ordered candidates, best first. A recipe takes the first one whose shared memory
+fits the target and to which no known issue objects. What is left out here is left out for speed: what fails
+is a known issue's to reject."""
 from __future__ import annotations
 
 import math
@@ -47,10 +47,10 @@ def over_k(K: int, V: int, bytes_each: int, max_warps: int, target: Target) -> I
 
 
 def _chunks(BK: int, BV: int, bytes_each: int, max_warps: int, target: Target) -> Iterator[Config]:
-    # Choices, for speed. fp32 operands take twice the registers and shared memory, so their chunks are half as long;
-    # with two warps chunks of 64 spill 2 to 45 KB (compiled for sm_100 with 3.6.0 and 3.9.0), chunks of 32 barely.
-    # Beside a strip narrower than 64, chunks of 64 take half the time of chunks of 32 on an H200, where they run at
-    # all (benchmarks/results/sweep-*); on other cards nobody has timed them.
+    # Choices, for speed. fp32 operands take twice the registers and shared memory, so their chunks are half
+    # as long; with two warps chunks of 64 spill 2 to 45 KB (compiled for sm_100 with 3.6.0 and 3.9.0), chunks
+    # of 32 barely. Beside a strip narrower than 64, chunks of 64 take half the time of chunks of 32 on an
+    # H200, where they run at all (benchmarks/results/sweep-*); on other cards nobody has timed them.
     timed = min(BK, BV) >= 64 or (target.backend == "cuda" and (9, 0) <= target.capability < (10, 0))
     longest = 64 if bytes_each == 2 and max_warps >= 4 and timed else 32
     for BT in (64, 32, 16):

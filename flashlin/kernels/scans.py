@@ -55,8 +55,8 @@ def narrow_state(config: Config) -> frozenset[str]:
 
 def fitting(configs: Iterable[Config], shared: Callable[[Config], int], problem: Problem, target: Target,
             facts: Callable[[Config], frozenset[str]] = narrow_state) -> Config:
-    """The first candidate whose shared memory fits and that has none of the facts which the problem has to avoid; if
-    there is none, the last one, which the checks then refuse."""
+    """The first candidate whose shared memory fits and that has none of the facts which the problem has to
+    avoid; if there is none, the last one, which the checks then refuse."""
     config = None
     for config in configs:
         if shared(config) <= target.shared and not facts(config) & problem.avoid:
@@ -66,8 +66,8 @@ def fitting(configs: Iterable[Config], shared: Callable[[Config], int], problem:
 
 
 def state_launch(kernel: str, config: Config, problem: Problem, shared: int, traits: frozenset[str], tall: bool = True) -> Launch:
-    """A program per sequence, head and tile of the state. tall: whether a state taller than its chunks crashes
-    compilers (tall-state-32)."""
+    """A program per sequence, head and tile of the state. tall: whether a state taller than its chunks
+    crashes compilers (tall-state-32)."""
     if tall and config.BT < 64 <= config.BK and "half_dot" in traits:
         traits = traits | {"tall_state"}
     if "dot" in traits:

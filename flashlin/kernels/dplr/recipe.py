@@ -20,9 +20,9 @@ from flashlin.kernels.scans import (
     tf32_copies,
 )
 
-# Choices, for speed. Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a multiprocessor
-# one program. Scans of chunks that short have no registers to spare for a second stage. In float32, chunks of 32
-# beside more than 64 channels spill tens of kilobytes a thread.
+# Choices, for speed. Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a
+# multiprocessor one program. Scans of chunks that short have no registers to spare for a second stage. In
+# float32, chunks of 32 beside more than 64 channels spill tens of kilobytes a thread.
 SHORT = 32
 WIDE = 64  # of the scores in 16 bits, where a program has a chunk to itself: channels at a time
 
@@ -34,8 +34,8 @@ class Strip(NamedTuple):
     num_warps: int
 
 
-# Of the gradients in 16 bits, the fastest on an H200 with Triton 3.6.0 (benchmarks/results/kernels-*). It is a choice,
-# too, that releases before TIMED keep to 4 warps (for Hopper those before 3.4 hardly compile 8: reshape-outs-32).
+# Of the gradients in 16 bits, the fastest on an H200 with Triton 3.6.0 (benchmarks/results/kernels-*). It is
+# a choice, too, that releases before TIMED keep to 4 warps (3.2 cannot compile 8 for Hopper: reshape-outs-32).
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 TIMED = (3, 5)
 
@@ -90,8 +90,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     scan = fitting(candidates, shared, problem, target, facts)
     BT = scan.BT
     preparing = size * 4 * BT * wide + 12 * BT ** 2
-    # tall: the scans multiply what they load, and of that no state is too tall for 4 warps, unless 3.0 and 3.1
-    # pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
+    # tall: the scans multiply what they load, and of that no state is too tall for 4 warps, unless 3.0 and
+    # 3.1 pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
     found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
              over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing,
                          once | narrow_scores(BT, wide)),
@@ -101,7 +101,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         found += [state_launch("dplr_states", single, problem, scanning(single), dots, tall=False),
                   state_launch("dplr_reverse", single, problem, reverse(scan), dots, tall=False),
                   over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H,
-                              finishing(BT, strip), once | narrow_grads(BT, strip), num_warps=strip.num_warps)]
+                              finishing(BT, strip), once | narrow_grads(BT, strip),
+                              num_warps=strip.num_warps)]
     return tuple(found)
 
 
