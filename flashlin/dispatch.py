@@ -108,7 +108,7 @@ def _remedy(found: Reason, problem: Problem, target: Target, policy: Policy) -> 
             continue
         if policy.path == "triton" and name == "torch_path":
             continue
-        smaller = variant.rewrite(problem, target)
+        smaller = variant.rewrite(problem, target, found)
         if smaller is not None:
             return name, smaller
     return None

@@ -1,7 +1,8 @@
 """Known issues as data. Adding one is one ``KnownIssue(...)`` literal in KNOWN_ISSUES; dispatch, doctor and the tests read that tuple.
 
 Matched on what a launch is (traits, warps, stages), where it runs (capability, Triton, ptxas) and bounds on the problem, never on
-an op's name. ``remedies`` empty means: told by doctor, never acted upon.
+an op's name. ``remedies`` empty means: told by doctor, never acted upon. An issue with a trait of TILE_FACTS
+objects to one tile of several: its first remedy is ``other_tile``, of which nobody has to hear.
 """
 from __future__ import annotations
 
@@ -11,6 +12,13 @@ from pydantic import BaseModel, ConfigDict
 
 from flashlin.compat.target import Target
 from flashlin.compat.versions import affected
+
+# Traits that are facts of a tile, not of what is computed: recipes have candidates without them. All are
+# about chunks of 64 tokens.
+# narrow_state: a program's part of the state has fewer than 64 rows or columns.
+# narrow_scores: a program multiplies fewer than 64 channels at a time.
+# narrow_grads: a program takes fewer than 32 channels at a time, or fewer than 64 and more than 32 columns.
+TILE_FACTS = frozenset({"narrow_state", "narrow_scores", "narrow_grads"})
 
 
 class Range(BaseModel):
@@ -22,7 +30,8 @@ class Range(BaseModel):
 
 class KnownIssue(BaseModel):
     """One failure of Triton, ptxas or a kernel. effect: what the user sees. traits: all must be on the launch.
-    capabilities: half-open range of (major, minor). proof: the test or thread behind it; confidence: how sure that makes us."""
+    spared: none of these may be. capabilities: half-open range of (major, minor). proof: the test, record or
+    thread behind it. confidence: how sure that makes us."""
     model_config = ConfigDict(frozen=True, extra="forbid")
     id: str
     effect: str
@@ -30,6 +39,7 @@ class KnownIssue(BaseModel):
     ptxas: Range | None = None
     capabilities: tuple[tuple[int, int], tuple[int, int]]
     traits: frozenset[str] = frozenset()
+    spared: frozenset[str] = frozenset()
     min_warps: int = 1
     min_stages: int = 1
     need: str
@@ -47,7 +57,8 @@ class KnownIssue(BaseModel):
 
     def hits(self, traits: frozenset[str], num_warps: int, num_stages: int) -> bool:
         """Whether a launch with these facts triggers it."""
-        return self.traits <= traits and num_warps >= self.min_warps and num_stages >= self.min_stages
+        return (self.traits <= traits and not self.spared & traits
+                and num_warps >= self.min_warps and num_stages >= self.min_stages)
 
 
 @lru_cache(maxsize=64)
@@ -58,6 +69,7 @@ def issues_here(target: Target) -> tuple[KnownIssue, ...]:
 _FLA = "https://github.com/fla-org/flash-linear-attention/issues/"
 _TRITON = "https://github.com/triton-lang/triton/issues/"
 _PROVEN = "tests/matrix/test_known_issues.py"
+_NARROW = "an H200 with Triton 3.6.0: matrix/results/narrow-tiles-NVIDIA-H200-triton-3.6.0.json"
 _TUNING = "tests/matrix/test_shield_releases.py"
 _OUR_TUNER = "flashlin.autotune, or flashlin.patched('triton')"
 _TUNED = frozenset({"autotuned"})  # of no launch: tuning comes before it
@@ -98,7 +110,8 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="half-dot-34-pre-ampere", effect="no tensor cores: dots on 16-bit operands become scalar code that spills tens of kilobytes a thread",
         triton=Range(since="3.4.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"half_dot"}),
-        need="fp32 operands, as flashlin's own kernels have them there (limits.check_dtype)", remedies=(), url=_TRITON + "6698",
+        spared=frozenset({"foreign"}),  # what its own author has asked for runs, if slowly
+        need="fp32 operands, which spill a tenth of that", remedies=("via_fp32",), url=_TRITON + "6698",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="tf32-dot-turing-32", effect="IndexError: map::at while compiling a dot on fp32 operands with tf32 products",
@@ -125,6 +138,35 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         triton=Range(fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"tall_state", "half_dot"}), min_warps=4,
         need="at most 2 warps for a state of 64 rows or more beside shorter chunks, or Triton 3.3", remedies=("limit_num_warps", "torch_path"),
         url="", proof=_PROVEN + ", and an H200; no public thread known", confidence="compiled"),
+    KnownIssue(
+        id="narrow-state-32", effect="the compiler aborts: chunks of 64 beside a state of fewer than 64 rows "
+        "('Failed to emit transfer from register to shared' in 3.2, UNREACHABLE or a segmentation fault in "
+        "3.0 and 3.1); beside fewer columns it compiles, and nobody has run it",
+        triton=Range(fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL),
+        traits=frozenset({"half_dot", "narrow_state"}), min_warps=4,
+        need="chunks of 32 tokens, or Triton 3.3", remedies=("other_tile", "torch_path"), url="",
+        proof=_PROVEN + "; no public thread known", confidence="compiled"),
+    KnownIssue(
+        id="hopper-narrow-state", effect="illegal access or silently wrong results: chunks of 64 beside a "
+        "state of fewer than 64 columns, with one stage", triton=Range(since="3.3.0"),
+        capabilities=(HOPPER, BLACKWELL), traits=frozenset({"half_dot", "narrow_state"}), min_warps=4,
+        need="chunks of 32 tokens (in 3.6.0 two stages are right, too, and so are few rows; nobody has run "
+        "another release)", remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW,
+        confidence="ran"),
+    KnownIssue(
+        id="hopper-narrow-scores", effect="illegal access, with 8 warps results that vary: scores of chunks "
+        "of 64, fewer than 64 channels at a time",
+        triton=Range(since="3.3.0"), capabilities=(HOPPER, BLACKWELL),
+        traits=frozenset({"half_dot", "narrow_scores"}), min_warps=4,
+        need="64 channels at a time, or chunks of 32 tokens", remedies=("other_tile", "torch_path"),
+        url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
+    KnownIssue(
+        id="hopper-narrow-grads", effect="illegal access or silently wrong gradients: 4 warps for a chunk "
+        "of 64, with fewer than 32 channels at a time, or fewer than 64 beside more than 32 columns",
+        triton=Range(since="3.3.0"), capabilities=(HOPPER, BLACKWELL),
+        traits=frozenset({"half_dot", "narrow_grads"}), min_warps=4,
+        need="64 channels, 32 beside 32 columns, or chunks of 32 tokens (in 3.6.0 8 warps are right, too)",
+        remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
     KnownIssue(
         id="blackwell-unknown-32", effect="the compiler aborts: the architecture is unknown to it",
         triton=Range(fixed_in="3.3.0"), capabilities=(BLACKWELL, END), need="Triton 3.4", remedies=("torch_path",),

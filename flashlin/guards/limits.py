@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flashlin.compat.known_issues import issues_here
+from flashlin.compat.known_issues import TILE_FACTS, KnownIssue, issues_here
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
 from flashlin.guards.problem import Launch, Problem, Reason
@@ -62,11 +62,6 @@ def check_dtype(problem: Problem, launches: tuple[Launch, ...], target: Target, 
         return Reason("dtype", problem.dtype, "float16, bfloat16 or float32 for the kernels", ("torch_path",))
     if target.backend == "interpreter" and any("bf16" in launch.traits for launch in launches):
         return Reason("interpreter-bf16", "bf16 in Triton's interpreter, which multiplies the raw bits", "fp32 operands", ("via_fp32",))
-    if (target.backend == "cuda" and target.capability < (8, 0) and release(target.triton)[:2] >= (3, 4) and problem.given is None
-            and policy.policy != "off" and any("half_dot" in launch.traits for launch in launches)):
-        return Reason("scalar-dots", f"{problem.dtype} operands on {target.sm}, triton {target.triton}", "fp32 operands where Triton uses no tensor "
-                      "cores: scalar code on 16-bit ones spills tens of kilobytes a thread", ("via_fp32",),
-                      "https://github.com/triton-lang/triton/issues/6698")
     return None
 
 
@@ -123,9 +118,18 @@ def check_known_issues(problem: Problem, launches: tuple[Launch, ...], target: T
             continue
         for launch in launches:
             if issue.hits(launch.traits, launch.num_warps, launch.num_stages):
-                got = f"{launch.kernel} with {launch.num_warps} warps, {problem.dtype} on {target.sm}, triton {target.triton} ({issue.effect})"
-                return Reason(issue.id, got, issue.need, issue.remedies, issue.url)
+                return _known(issue, problem, launch, target)
     return None
+
+
+def _known(issue: KnownIssue, problem: Problem, launch: Launch, target: Target) -> Reason:
+    """What a known issue says of a launch. As long as the recipe may have a tile without the issue's facts,
+    passing this one over is a choice."""
+    facts = issue.traits & TILE_FACTS - problem.avoid
+    tile = "".join(f" {name}={size}" for name, size in launch.tile) if facts else ""
+    got = (f"{launch.kernel}{tile} with {launch.num_warps} warps, {problem.dtype} on {target.sm}, "
+           f"triton {target.triton} ({issue.effect})")
+    return Reason(issue.id, got, issue.need, issue.remedies, issue.url, forced=not facts, avoid=facts)
 
 
 def check_launch_table(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:

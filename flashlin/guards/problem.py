@@ -23,7 +23,8 @@ class Problem(NamedTuple):
 
     op: the public name; family: whose recipe serves it; mode: ``chunk``, ``fused_recurrent``, or ``auto`` until the plan decides
     (``""`` for ops without modes). N: number of sequences (B unless varlen). dtype: torch's name without ``torch.``.
-    options: names of the optional tensors and flags in use, sorted. The four before the last are what remedies rewrite.
+    options: names of the optional tensors and flags in use, sorted. The five before the last are what
+    remedies rewrite. avoid: facts of a tile (``TILE_FACTS``): recipes pass over candidates that have one.
     given: set where the kernel is a user's own (``shield``); then B and N are its batch, and T, H, K, V say nothing.
     """
     op: str
@@ -43,6 +44,7 @@ class Problem(NamedTuple):
     max_warps: int = 8
     dot: str = "native"
     batch_part: int = 0
+    avoid: frozenset[str] = frozenset()
     given: Given | None = None
 
     def __str__(self) -> str:
@@ -97,6 +99,7 @@ class Reason(NamedTuple):
     """What stands against a launch: what was got, what is needed, and the remedies that take it away, best first.
 
     forced: False where a remedy is the normal way (CPU tensors take the torch path), so nothing is announced and strict accepts it.
+    avoid: the facts of a tile that it objects to, where the recipe has tiles without them.
     """
     code: str
     got: str
@@ -104,6 +107,7 @@ class Reason(NamedTuple):
     remedies: tuple[str, ...] = ()
     url: str = ""
     forced: bool = True
+    avoid: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.code}: {self.got}, need {self.need}" + (f"   {self.url}" if self.url else "")

@@ -1,9 +1,13 @@
-"""Tiles, warps and stages: ordered candidates, best first. A recipe takes the first one whose shared memory fits the target."""
+"""Tiles, warps and stages: ordered candidates, best first. A recipe takes the first one whose shared memory
+fits the target and to which no known issue objects. What is left out here is left out for speed: what fails
+is a known issue's to reject."""
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
+
+from flashlin.compat.target import Target
 
 
 class Config(NamedTuple):
@@ -30,24 +34,25 @@ def strip(full: int, size: int, bytes_each: int) -> int:
     return max(16, min(64, padded(size), STATE_TILE * 2 // bytes_each // full))
 
 
-def over_v(K: int, V: int, bytes_each: int, max_warps: int) -> Iterator[Config]:
+def over_v(K: int, V: int, bytes_each: int, max_warps: int, target: Target) -> Iterator[Config]:
     """Scans that hold all of K and a strip of V: forward and dv."""
     BK = padded(K)
-    yield from _chunks(BK, strip(BK, V, bytes_each), bytes_each, max_warps)
+    yield from _chunks(BK, strip(BK, V, bytes_each), bytes_each, max_warps, target)
 
 
-def over_k(K: int, V: int, bytes_each: int, max_warps: int) -> Iterator[Config]:
+def over_k(K: int, V: int, bytes_each: int, max_warps: int, target: Target) -> Iterator[Config]:
     """Scans that hold all of V and a strip of K: dq and dk."""
     BV = padded(V)
-    yield from _chunks(strip(BV, K, bytes_each), BV, bytes_each, max_warps)
+    yield from _chunks(strip(BV, K, bytes_each), BV, bytes_each, max_warps, target)
 
 
-def _chunks(BK: int, BV: int, bytes_each: int, max_warps: int) -> Iterator[Config]:
-    # Chunks of 64 tokens beside a strip narrower than 64 crash: an illegal memory access on an H200 with Triton 3.6.0 and one stage
-    # (benchmarks/results/sweep-*), a segmentation fault of the compiler for sm_90 in 3.0 and 3.1. Chunks of 32 do not.
-    # fp32 operands take twice the registers and shared memory, so their chunks are half as long too; and with two warps a chunk of 64
-    # spills 2 to 45 KB (compiled for sm_100 with 3.6.0 and 3.9.0), one of 32 hardly.
-    longest = 64 if bytes_each == 2 and min(BK, BV) >= 64 and max_warps >= 4 else 32
+def _chunks(BK: int, BV: int, bytes_each: int, max_warps: int, target: Target) -> Iterator[Config]:
+    # Choices, for speed. fp32 operands take twice the registers and shared memory, so their chunks are half
+    # as long; with two warps chunks of 64 spill 2 to 45 KB (compiled for sm_100 with 3.6.0 and 3.9.0), chunks
+    # of 32 barely. Beside a strip narrower than 64, chunks of 64 take half the time of chunks of 32 on an
+    # H200, where they run at all (benchmarks/results/sweep-*); on other cards nobody has timed them.
+    timed = min(BK, BV) >= 64 or (target.backend == "cuda" and (9, 0) <= target.capability < (10, 0))
+    longest = 64 if bytes_each == 2 and max_warps >= 4 and timed else 32
     for BT in (64, 32, 16):
         for num_stages in (2, 1):
             if longest >= BT:

@@ -13,7 +13,7 @@ HEADS = 16  # heads per program of the cumulative sum
 
 
 def operand_bytes(problem: Problem) -> int:
-    """Of an element as the dots see it."""
+    """Size in bytes of a dot operand."""
     return 4 if problem.dot == "fp32" or problem.dtype == "float32" else 2
 
 
@@ -48,20 +48,30 @@ def tf32_copies(bytes_each: int, target: Target) -> int:
     return 2 if bytes_each == 4 and target.capability >= (8, 0) and release(target.triton) < (3, 3) else 1
 
 
-def fitting(configs: Iterable[Config], shared: Callable[[Config], int], target: Target) -> Config:
-    """The first candidate whose shared memory fits; the last one, which check_shared then refuses, if none does."""
+def narrow_state(config: Config) -> frozenset[str]:
+    """Facts of a scan's tile, see ``TILE_FACTS``."""
+    return frozenset({"narrow_state"} if config.BT >= 64 > min(config.BK, config.BV) else ())
+
+
+def fitting(configs: Iterable[Config], shared: Callable[[Config], int], problem: Problem, target: Target,
+            facts: Callable[[Config], frozenset[str]] = narrow_state) -> Config:
+    """The first candidate whose shared memory fits and that has none of the facts which the problem has to
+    avoid; if there is none, the last one, which the checks then refuse."""
     config = None
     for config in configs:
-        if shared(config) <= target.shared:
+        if shared(config) <= target.shared and not facts(config) & problem.avoid:
             break
     assert config is not None  # a kernel without candidates is a mistake in configs.py
     return config
 
 
 def state_launch(kernel: str, config: Config, problem: Problem, shared: int, traits: frozenset[str], tall: bool = True) -> Launch:
-    """A program per sequence, head and tile of the state. tall: whether a state taller than its chunks loses compilers (tall-state-32)."""
+    """A program per sequence, head and tile of the state. tall: whether a state taller than its chunks
+    crashes compilers (tall-state-32)."""
     if tall and config.BT < 64 <= config.BK and "half_dot" in traits:
         traits = traits | {"tall_state"}
+    if "dot" in traits:
+        traits = traits | narrow_state(config)
     strips = -(-problem.K // config.BK) * -(-problem.V // config.BV)
     span = config.BT * problem.H * max(problem.K, problem.V)
     return Launch(kernel, ((problem.batch_part or problem.N) * problem.H * strips,), min(config.num_warps, problem.max_warps), config.num_stages,

@@ -8,30 +8,30 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from flashlin.compat.target import Target
-from flashlin.guards.problem import Problem
+from flashlin.guards.problem import Problem, Reason
 
 
-def chunk_mode(problem: Problem, target: Target) -> Problem | None:
+def chunk_mode(problem: Problem, target: Target, reason: Reason) -> Problem | None:
     return problem._replace(mode="chunk") if problem.mode == "auto" else None
 
 
-def recurrent_mode(problem: Problem, target: Target) -> Problem | None:
+def recurrent_mode(problem: Problem, target: Target, reason: Reason) -> Problem | None:
     return problem._replace(mode="fused_recurrent") if problem.mode == "auto" else None
 
 
-def limit_num_warps(problem: Problem, target: Target) -> Problem | None:
+def limit_num_warps(problem: Problem, target: Target, reason: Reason) -> Problem | None:
     """8 -> 4 -> 2: two warps use no warpgroup instructions, so nothing smaller helps."""
     return problem._replace(max_warps=problem.max_warps // 2) if problem.max_warps > 2 else None
 
 
-def via_fp32(problem: Problem, target: Target) -> Problem | None:
+def via_fp32(problem: Problem, target: Target, reason: Reason) -> Problem | None:
     """16-bit tensors are cast to fp32 in torch before the launch and results back after it (a 16-bit load may not even compile)."""
     if problem.given is not None and not problem.given.outputs:  # nobody knows which copies to write back
         return None
     return problem._replace(dot="fp32") if problem.dot == "native" and problem.dtype in ("float16", "bfloat16") else None
 
 
-def chunk_batch(problem: Problem, target: Target) -> Problem | None:
+def chunk_batch(problem: Problem, target: Target, reason: Reason) -> Problem | None:
     """Half as many sequences per launch; with cu_seqlens a part is the view ``cu_seqlens[n0:n1 + 1]``, so nothing is read on the host."""
     if problem.given is not None and problem.given.whole:
         return None
@@ -39,7 +39,12 @@ def chunk_batch(problem: Problem, target: Target) -> Problem | None:
     return problem._replace(batch_part=-(-whole // 2)) if whole > 1 else None
 
 
-def torch_path(problem: Problem, target: Target) -> Problem | None:
+def other_tile(problem: Problem, target: Target, reason: Reason) -> Problem | None:
+    """The recipe's next candidate: one without the facts of a tile that the reason objects to."""
+    return problem._replace(avoid=problem.avoid | reason.avoid) if reason.avoid - problem.avoid else None
+
+
+def torch_path(problem: Problem, target: Target, reason: Reason) -> Problem | None:
     """A user's own kernel has none."""
     return problem._replace(path="torch") if problem.path != "torch" and problem.given is None else None
 
@@ -47,7 +52,7 @@ def torch_path(problem: Problem, target: Target) -> Problem | None:
 class Variant(NamedTuple):
     """rewrite: the remedy. exact: the same kernels on the same operands, so the same numbers at the same speed class. cost: what it takes where it
     is not."""
-    rewrite: Callable[[Problem, Target], Problem | None]
+    rewrite: Callable[[Problem, Target, Reason], Problem | None]
     exact: bool
     means: str
     cost: str = ""
@@ -56,6 +61,7 @@ class Variant(NamedTuple):
 VARIANTS: dict[str, Variant] = {
     "chunk_mode": Variant(chunk_mode, True, "runs chunk by chunk"),
     "recurrent_mode": Variant(recurrent_mode, True, "runs token by token"),
+    "other_tile": Variant(other_tile, True, "runs with another tile"),
     "limit_num_warps": Variant(limit_num_warps, True, "runs with fewer warps"),
     "chunk_batch": Variant(chunk_batch, True, "runs the batch in parts"),
     "via_fp32": Variant(via_fp32, False, "runs on fp32 copies",

@@ -72,7 +72,8 @@ def ieee_row_sums(a, b, o, N: tl.constexpr):
     tl.store(o + n, tl.sum(tl.dot(tl.load(a + at), tl.load(b + at), input_precision="ieee"), 1))
 
 
-# --- mma-to-mma-31, reshape-outs-32, stmatrix-33 (eight warps), tall-state-32: products that are operands of products
+# --- mma-to-mma-31, reshape-outs-32, stmatrix-33 (eight warps), tall-state-32, narrow-state-32: products that
+# are operands of products
 
 @triton.jit
 def scan(q, k, v, o, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr):

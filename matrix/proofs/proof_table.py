@@ -67,6 +67,8 @@ IEEE_PRODUCT = launch("ieee_product", FP32, N=32)
 ROW_SUMS = launch("row_sums", (FP16, FP16, FP32), N=32)
 SCAN_8, SCAN_4 = (launch("scan", BF16, warps, K=64, V=64, BT=64) for warps in (8, 4))
 SHORT_4, SHORT_2 = (launch("scan", BF16, warps, more=("tall_state",), K=64, V=32, BT=32) for warps in (4, 2))
+FLAT_64 = launch("scan", BF16, more=("narrow_state",), K=32, V=128, BT=64)
+FLAT_32 = launch("scan", BF16, K=32, V=128, BT=32)
 TALL_4, TALL_2 = (launch("scan", BF16, warps, K=256, V=32, BT=32) for warps in (4, 2))
 REVERSE_4, REVERSE_2 = (launch("reverse_scan", BF16, warps, N=64) for warps in (4, 2))
 TF32_4, TF32_2 = (launch("reverse_scan", FP32, warps, N=64) for warps in (4, 2))
@@ -98,6 +100,8 @@ PROOFS = (
     Proof("stmatrix-33", 90, SCAN_8, ("chooseStMatrixLayoutLeadingOffset",), SCAN_4, 80),
     Proof("tall-state-32", 90, TALL_4, ("UNREACHABLE executed", "Failed to emit transfer from register to shared"), TALL_2, 80),
     Proof("tall-state-32", 90, SHORT_4, ("UNREACHABLE executed", "Failed to emit transfer from register to shared"), SHORT_2, 80),
+    Proof("narrow-state-32", 90, FLAT_64, ("SIGSEGV", "UNREACHABLE executed",
+                                           "Failed to emit transfer from register to shared"), FLAT_32, 80),
     # Blackwell
     Proof("blackwell-unknown-32", 120, COPY, UNKNOWN, spared=90),
     Proof("blackwell-unknown-32", 100, BF16_PRODUCT, ("getMMAVersionSafe",), spared=90),

@@ -2,18 +2,25 @@
 from __future__ import annotations
 
 import itertools
+import json
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
 from flashlin import dispatch
-from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
+from flashlin.compat.known_issues import KNOWN_ISSUES, TILE_FACTS, KnownIssue, issues_here
 from flashlin.compat.target import Target
 from flashlin.guards import limits
 from flashlin.guards.problem import Launch
+from flashlin.kernels.configs import Config
+from flashlin.kernels.dplr.recipe import Strip, narrow_grads, narrow_scores
+from flashlin.kernels.scans import narrow_state
 from flashlin.policy import Policy, from_environment
 from tests.plan.test_plan import AUTO, BUILDS, ENDS, RELEASES, asked_of, few, fresh, target, targets
+
+RESULTS = Path(__file__).parents[2] / "matrix" / "results"
 
 
 def before(version: str) -> str:
@@ -71,6 +78,34 @@ def test_a_known_issue_objects_to_what_triggers_it_and_to_nothing_less(issue: Kn
     assert not issue.hits(launch.traits, issue.min_warps - 1, launch.num_stages)
     assert not issue.hits(launch.traits, launch.num_warps, issue.min_stages - 1)
     assert not any(issue.hits(launch.traits - {trait}, launch.num_warps, launch.num_stages) for trait in launch.traits)
+
+
+def test_a_known_issue_spares_what_it_says() -> None:
+    issue = next(issue for issue in KNOWN_ISSUES if issue.id == "half-dot-34-pre-ampere")
+    assert issue.hits(issue.traits, 4, 2) and not issue.hits(issue.traits | {"foreign"}, 4, 2)
+    assert not any(issue.spared & issue.traits for issue in KNOWN_ISSUES)
+
+
+def test_facts_of_a_tile_and_other_tile_come_together() -> None:
+    for issue in KNOWN_ISSUES:
+        assert bool(issue.traits & TILE_FACTS) == (issue.remedies[:1] == ("other_tile",)), issue.id
+    assert frozenset[str]().union(*(issue.traits for issue in KNOWN_ISSUES)) >= TILE_FACTS
+
+
+def test_every_tile_that_failed_on_a_card_is_one_that_an_issue_objects_to() -> None:
+    """matrix/narrow_tiles.py tried them; each of its three issues is there because of a failure."""
+    record = json.loads((RESULTS / "narrow-tiles-NVIDIA-H200-triton-3.6.0.json").read_text())
+    on, failed = target(record["triton"], 90), set[str]()
+    for row in record["rows"]:
+        BT, BK, BV = (row["tile"].get(name, 64) for name in ("BT", "BK", "BV"))
+        warps, stages = row["num_warps"], row["num_stages"]
+        apart = {"dplr_prepare": narrow_scores(BT, BK), "dplr_grads": narrow_grads(BT, Strip(BK, BV, warps))}
+        facts = apart.get(row["kernel"], narrow_state(Config(BT, BK, BV, warps, stages)))
+        ids = {issue.id for issue in issues_here(on)
+               if issue.traits & TILE_FACTS and issue.hits(facts | {"half_dot"}, warps, stages)}
+        assert ids or row["found"] == "right", row
+        failed |= ids if row["found"] != "right" else set()
+    assert failed == {"hopper-narrow-state", "hopper-narrow-scores", "hopper-narrow-grads"}
 
 
 def ours(issue: KnownIssue) -> bool:

@@ -15,12 +15,12 @@ import pytest
 
 from flashlin import dispatch
 from flashlin.compat import releases
-from flashlin.compat.known_issues import KNOWN_ISSUES, issues_here
+from flashlin.compat.known_issues import KNOWN_ISSUES, TILE_FACTS, issues_here
 from flashlin.compat.target import Target, bundled_ptxas, parse
 from flashlin.compat.versions import release
 from flashlin.guards import limits
 from flashlin.guards.limits import AXIS_LIMITS, CHECKS, MAX_HEAD_DIM, MAX_STATES, OFFSET_LIMIT
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.problem import Launch, Plan, Problem, Reason
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import CHOICES, Policy
 from tests.share import share
@@ -131,7 +131,8 @@ def a_refusal_had_no_remedy_left(plan: Plan, policy: Policy) -> bool:
     def barred(name: str) -> bool:
         return (policy.policy == "strict" and not VARIANTS[name].exact) or (policy.path == "triton" and name == "torch_path")
     return all(reason.remedies and reason.got and reason.need
-               and all(barred(name) or VARIANTS[name].rewrite(plan.problem, plan.target) is None for name in reason.remedies)
+               and all(barred(name) or VARIANTS[name].rewrite(plan.problem, plan.target, reason) is None
+                       for name in reason.remedies)
                for reason in plan.refused)
 
 
@@ -156,7 +157,7 @@ def launches_fit_the_machine(plan: Plan, policy: Policy) -> bool:
 
 def nothing_that_matters_was_rewritten(plan: Plan, policy: Policy) -> bool:
     """Remedies touch how a call runs, never what it computes."""
-    how = dict(mode="", path="", max_warps=0, dot="", batch_part=0)
+    how = dict(mode="", path="", max_warps=0, dot="", batch_part=0, avoid=frozenset())
     return plan.problem._replace(**how) == plan.asked._replace(**how)
 
 
@@ -211,13 +212,15 @@ def test_ops_that_share_a_family_and_mode_plan_alike() -> None:
 def test_every_remedy_makes_the_problem_smaller_or_answers_none() -> None:
     """Why planning ends, whatever the checks say: a well-founded measure that every remedy lowers."""
     def measure(p: Problem) -> tuple[int, ...]:
-        return p.path == "triton", p.mode == "auto", p.dot == "native", p.max_warps, p.batch_part or p.N + 1
+        return (p.path == "triton", p.mode == "auto", p.dot == "native", p.max_warps, p.batch_part or p.N + 1,
+                len(TILE_FACTS - p.avoid))
 
     on, seen, waiting = target("3.3.1", 75), set[Problem](), list(few())
+    reason = Reason("", "", "", avoid=TILE_FACTS)
     while waiting:
         asked = waiting.pop()
         for name, variant in VARIANTS.items():
-            smaller = variant.rewrite(asked, on)
+            smaller = variant.rewrite(asked, on, reason)
             if smaller is not None:
                 pairs = list(zip(measure(smaller), measure(asked), strict=True))
                 assert all(new <= old for new, old in pairs) and any(new < old for new, old in pairs), (name, asked, smaller)
@@ -271,6 +274,53 @@ def test_without_tensor_cores_16_bit_operands_are_made_32(triton: str, sm: int, 
     assert dispatch.plan(problem("rms_norm", "float16", 128, 128), target(triton, sm)).problem.dot == "native"
 
 
+@pytest.mark.parametrize(("triton", "op", "K", "V", "codes"), [
+    ("3.6.0", "chunk_simple_gla", 256, 256, ["hopper-narrow-state"]),
+    ("3.6.0", "chunk_gla", 32, 64, ["hopper-narrow-state"]),
+    ("3.9.0", "chunk_kda", 16, 16, ["hopper-narrow-state"]),
+    ("3.2.0", "chunk_kda", 32, 64, ["narrow-state-32"]),
+    ("3.2.0", "chunk_delta_rule", 256, 256, ["narrow-state-32", "tall-state-32"])])
+def test_a_tile_that_fails_is_passed_over_for_the_next(triton: str, op: str, K: int, V: int,
+                                                       codes: list[str]) -> None:
+    """The trail says why; but nobody has to hear of it, and strict has nothing against it."""
+    asked, on = problem(op, "bfloat16", K, V), target(triton, 90)
+    plan = dispatch.plan(asked, on)
+    assert [reason.code for reason, _ in plan.steps] == codes and plan.steps[0][1] == "other_tile"
+    assert not plan.steps[0][0].forced and not dispatch.inexact_steps(plan)
+    assert "so       other_tile" in str(plan) and plan == dispatch.plan(asked, on, Policy("strict"))
+    ignored = dispatch.plan(asked, on, Policy(ignore=frozenset(codes[:1])))
+    for launch in plan.launches:
+        if "rmw_acc" in launch.traits:
+            assert launch.block("BT") == 32 and "narrow_state" not in launch.traits
+            still = 32 if (op, triton) == ("chunk_kda", "3.9.0") else 64  # its scores are too narrow, too
+            assert ignored.launch(launch.kernel).block("BT") == still
+
+
+def test_a_tile_that_fails_is_rejected_for_each_of_its_kernels() -> None:
+    """Without the issue of the scans KDA's scores of so few channels still need short chunks, and where
+    nothing objects to those either, its gradients do."""
+    asked, on = problem("chunk_kda", "bfloat16", 16, 16), target("3.6.0", 90)
+    ids = ["hopper-narrow-state", "hopper-narrow-scores", "hopper-narrow-grads"]
+    found = [dispatch.plan(asked, on, Policy(ignore=frozenset(ids[:count]))) for count in range(4)]
+    assert [[reason.code for reason, _ in plan.steps] for plan in found] == [ids[:1], ids[1:2], ids[2:], []]
+    assert [plan.launch("dplr_grads").block("BT") for plan in found] == [32, 32, 32, 64]
+    assert len({plan.launches for plan in found}) == 2
+
+
+def test_where_no_tile_is_without_a_fault_plain_torch_is_left() -> None:
+    """A recipe that has one tile only: the reason is then no choice any more, and is announced."""
+    issue = next(issue for issue in KNOWN_ISSUES if issue.id == "hopper-narrow-state")
+    on = target("3.6.0", 90)
+    asked = problem("chunk_simple_gla", "bfloat16", 256, 256)
+    launch = Launch("some_scan", (1,), 4, 1, (("BT", 64),), 0, 0, issue.traits)
+    first, then = (limits.check_known_issues(one, (launch,), on, AUTO)
+                   for one in (asked, asked._replace(avoid=TILE_FACTS)))
+    assert first is not None and not first.forced and then is not None and then.forced
+    again = asked._replace(avoid=frozenset({"narrow_state"}))
+    assert dispatch._remedy(first, asked, on, AUTO) == ("other_tile", again)
+    assert dispatch._remedy(then, again, on, AUTO) == ("torch_path", again._replace(path="torch"))
+
+
 def test_volta_before_32_cannot_add_products_of_transposed_operands() -> None:
     for triton, sm, codes in (("3.1.0", 70, ["mma-to-mma-volta"]), ("3.1.0", 75, []), ("3.2.0", 70, ["half-dot-volta-32"])):
         plan = dispatch.plan(problem("chunk_delta_rule", "float16", 128, 128), target(triton, sm))
@@ -296,7 +346,6 @@ def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> No
     """What is announced or refused comes from the machine, from sizes no launch table has, or from a known issue; all else just runs."""
     for number, on in enumerate(targets(triton), RELEASES.index(triton)):
         here = {issue.id for issue in issues_here(on)}
-        here |= {"scalar-dots"} if on.capability < (8, 0) and release(triton) >= (3, 4) else set()
         for asked in asked_of(number, usual()):
             codes = {reason.code for reason, _ in fresh(asked, on).steps if reason.forced}
             if asked.dtype == "float64" and on.backend in ("cuda", "interpreter"):
@@ -325,7 +374,8 @@ def test_ampere_to_hopper_run_everything_as_asked(triton: str, sm: int) -> None:
         too_many = asked.family == "selective" and asked.K > MAX_STATES
         if asked.dtype != "float64" and (not asked.mode or max(asked.K, asked.V) <= widest) and not crowded and not tall and not too_many:
             plan = fresh(asked, target(triton, sm))
-            assert plan.path == "triton" and plan.problem._replace(mode=asked.mode) == asked, plan
+            as_asked = plan.problem._replace(mode=asked.mode, avoid=frozenset()) == asked
+            assert plan.path == "triton" and as_asked, plan
 
 
 @pytest.mark.parametrize(("T", "grad", "sm", "mode"), [

@@ -29,7 +29,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     def finishing(strip: int, num_stages: int) -> int:
         return size * (num_stages * (3 * BT * strip + 2 * strip ** 2) + 4 * BT * strip + 2 * BT ** 2)
     wide = min(256 // bytes_each, padded(problem.K))
-    scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), lambda config: max(shared(config), inverting(config.BT)), target)
+    scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps, target),
+                   lambda config: max(shared(config), inverting(config.BT)), problem, target)
     BT = scan.BT
     found = [cumsum_launch(problem, BT)] if "g" in problem.options else []
     found += [over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT), dots - {"rmw_acc"}, num_warps=1),

@@ -10,15 +10,21 @@ from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, over_v, padded
 from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
-from flashlin.kernels.scans import dot_traits, fitting, operand_bytes, over_tokens, state_launch, tf32_copies
+from flashlin.kernels.scans import (
+    dot_traits,
+    fitting,
+    narrow_state,
+    operand_bytes,
+    over_tokens,
+    state_launch,
+    tf32_copies,
+)
 
-# Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a multiprocessor one program. In chunks that short 3.0 crashes
-# when it pipelines the scans (a segmentation fault for sm_90), and they have no registers to spare for it. In float32, chunks of 32 beside more
-# than 64 channels spill tens of kilobytes a thread.
+# Choices, for speed. Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a
+# multiprocessor one program. Scans of chunks that short have no registers to spare for a second stage. In
+# float32, chunks of 32 beside more than 64 channels spill tens of kilobytes a thread.
 SHORT = 32
-# Where a program has a chunk to itself, channels at a time: of the scores in 16 bits. Those of chunks of 64 tokens with fewer than 64 channels
-# at a time are an illegal memory access on an H200 with Triton 3.6.0 and 4 warps.
-WIDE = 64
+WIDE = 64  # of the scores in 16 bits, where a program has a chunk to itself: channels at a time
 
 
 class Strip(NamedTuple):
@@ -28,9 +34,10 @@ class Strip(NamedTuple):
     num_warps: int
 
 
-# Of the gradients in 16 bits, the fastest on an H200 (benchmarks/results/kernels-*). In chunks of 64, 16 channels at a time, or 32 beside 128
-# columns, are an illegal memory access there, too.
+# Of the gradients in 16 bits, the fastest on an H200 with Triton 3.6.0 (benchmarks/results/kernels-*). It is
+# a choice, too, that releases before TIMED keep to 4 warps (3.2 cannot compile 8 for Hopper: reshape-outs-32).
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
+TIMED = (3, 5)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
@@ -53,29 +60,58 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
     def reverse(config: Config) -> int:
         return scanning(config._replace(num_stages=1), 2, 3)
-    longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two else BLOCK
-    candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps)
-                  if config.BT <= longest and (config.num_stages == 1 or config.BT > SHORT))
-    scan = fitting(candidates, lambda config: max(scanning(config), reverse(config) if problem.needs_grad else 0), target)
-    BT = scan.BT
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
-    preparing = size * 4 * BT * wide + 12 * BT ** 2
-    # tall=False: the scans multiply what they load, and of that no state is too tall for 4 warps (compiled for sm_90 under 3.0.0 and 3.2.0).
-    found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
-             over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing, once),
-             state_launch("dplr_scan", scan, problem, scanning(scan), dots, tall=False)]
-    if problem.needs_grad:
-        single = scan._replace(num_stages=1)
+    best = OF_TWO if two else OF_ONE
+    warps = min(problem.max_warps, 8 if release(target.triton) >= TIMED else 4)
+    strips = [Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)]
+    fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps
+    if bytes_each == 2 and fits:
+        strips.insert(0, best)
 
-        def finishing(strip: Strip) -> int:
-            return size * (4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2) + 4 * BT ** 2
-        strip = OF_TWO if two else OF_ONE
-        warps = min(problem.max_warps, 8 if release(target.triton) >= (3, 5) else 4)  # 8 lose compilers on Hopper, up to builds of 3.4
-        if (bytes_each == 4 or strip.K > padded(problem.K) or strip.V > padded(problem.V) or strip.num_warps > warps
-                or finishing(strip) > target.shared):
-            strip = Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)
+    def finishing(BT: int, strip: Strip) -> int:
+        tiles = 4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2
+        return size * tiles + 4 * BT ** 2
+
+    def strip_beside(BT: int) -> Strip:
+        good = (strip for strip in strips
+                if finishing(BT, strip) <= target.shared and not narrow_grads(BT, strip) & problem.avoid)
+        return next(good, strips[-1])
+
+    def facts(config: Config) -> frozenset[str]:
+        """Of all the tiles that come with a scan's."""
+        found = narrow_state(config) | narrow_scores(config.BT, wide)
+        return found | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else found
+    longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two else BLOCK
+    candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
+                  if config.BT <= longest and (config.num_stages == 1 or config.BT > SHORT))
+
+    def shared(config: Config) -> int:
+        return max(scanning(config), reverse(config) if problem.needs_grad else 0)
+    scan = fitting(candidates, shared, problem, target, facts)
+    BT = scan.BT
+    preparing = size * 4 * BT * wide + 12 * BT ** 2
+    # tall: the scans multiply what they load, and of that no state is too tall for 4 warps, unless 3.0 and
+    # 3.1 pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
+    found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
+             over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing,
+                         once | narrow_scores(BT, wide)),
+             state_launch("dplr_scan", scan, problem, scanning(scan), dots, tall=scan.num_stages > 1)]
+    if problem.needs_grad:
+        single, strip = scan._replace(num_stages=1), strip_beside(BT)
         found += [state_launch("dplr_states", single, problem, scanning(single), dots, tall=False),
                   state_launch("dplr_reverse", single, problem, reverse(scan), dots, tall=False),
-                  over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H, finishing(strip), once,
+                  over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H,
+                              finishing(BT, strip), once | narrow_grads(BT, strip),
                               num_warps=strip.num_warps)]
     return tuple(found)
+
+
+def narrow_scores(BT: int, wide: int) -> frozenset[str]:
+    """Facts of a tile, see ``TILE_FACTS``."""
+    return frozenset({"narrow_scores"} if BT >= 64 > wide else ())
+
+
+def narrow_grads(BT: int, strip: Strip) -> frozenset[str]:
+    """Facts of a tile, see ``TILE_FACTS``."""
+    narrow = strip.K < 32 or (strip.K < 64 and strip.V > 32)
+    return frozenset({"narrow_grads"} if BT >= 64 and narrow else ())

@@ -28,7 +28,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         columns = config.BT + (PADDING if moves(target) else 0)
         more = config.num_stages * bytes_each * config.BT * columns + 16 * config.BK if bytes_each == 2 else 0
         return shared_bytes(config, bytes_each, target) + more
-    scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), shared, target)
+    candidates = over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
+    scan = fitting(candidates, shared, problem, target)
     BT, wide, narrow, strip = scan.BT, min(SCORES, padded(problem.K)), min(GRADS, padded(problem.K)), min(GRADS, padded(problem.V))
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2  # both operands, of fp32 two parts of each; the scores
     found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),

@@ -16,14 +16,15 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
     def shared(config: Config) -> int:
         return shared_bytes(config, bytes_each, target)
-    wide = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps), shared, target)
+    size = problem.K, problem.V, bytes_each, problem.max_warps
+    wide = fitting(over_v(*size, target), shared, problem, target)
     gated = "g" in problem.options
     if problem.mode == "fused_recurrent":
         found = [recurrent.forward(problem)]
     else:
         found = [state_launch("simple_gla_scan", wide, problem, shared(wide), dots)]
     if problem.needs_grad:
-        tall = fitting(over_k(problem.K, problem.V, bytes_each, problem.max_warps), shared, target)
+        tall = fitting(over_k(*size, target), shared, problem, target)
         found += [state_launch("simple_gla_dq", tall, problem, shared(tall), dots),
                   state_launch("simple_gla_dk", tall, problem, shared(tall), dots),
                   state_launch("simple_gla_dv", wide, problem, shared(wide), dots)]

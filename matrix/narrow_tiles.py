@@ -1,0 +1,144 @@
+"""Chunks of 64 tokens in narrow tiles, on a real Hopper card: which of them are right.
+
+    python matrix/narrow_tiles.py --out matrix/results      writes narrow-tiles-<card>-triton-<version>.json
+
+The known issues hopper-narrow-* are what this has found. Each tile has a process of its own, which an illegal
+access ends: in one op's forward and backward, one kernel is started with another tile, twice, and compared
+with the planned one.
+  right            the same but for rounding, and bit by bit the same again
+  wrong            not the same
+  varies           about the same, but not again
+  illegal access
+"""
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+D = 128  # size of the heads: planned tiles are 64 wide
+ROUNDING = 1e-3  # other tiles sum in another order
+IN_STRIPS = ("dplr_prepare", "dplr_grads")  # kernels whose programs walk through all channels and columns
+AT_ONCE = 14  # processes; most of their time is the compiler's
+
+
+class Tried(NamedTuple):
+    """A kernel of an op, and what is changed of its tile, its warps and its stages."""
+    op: str
+    kernel: str
+    tile: dict[str, int]
+    num_warps: int
+    num_stages: int
+
+
+def everything() -> list[Tried]:
+    columns = (("simple_gla", "simple_gla_scan"), ("simple_gla", "simple_gla_dv"), ("gla", "gla_scan"),
+               ("delta_rule", "delta_scan"), ("delta_rule", "delta_states"),
+               ("kda", "dplr_scan"), ("kda", "dplr_reverse"))
+    tried = []
+    for stages, warps, strip in itertools.product((1, 2), (4, 8), (16, 32)):
+        tried += [Tried(op, kernel, {"BV": strip}, warps, stages) for op, kernel in columns]
+        # without a gate, whose scratch memory is for the planned tile
+        tried += [Tried("linear_attn", kernel, {"BK": strip}, warps, stages)
+                  for kernel in ("simple_gla_dq", "simple_gla_dk")]
+    for strip, warps in itertools.product((16, 32, 64), (1, 2, 4, 8)):
+        tried.append(Tried("kda", "dplr_prepare", {"BK": strip}, warps, 1))
+        tried += [Tried("kda", "dplr_grads", {"BK": strip, "BV": of_v}, warps, 1) for of_v in (32, 64, 128)]
+    return tried
+
+
+def process(tried: Tried) -> dict[str, Any]:
+    """One tile, in this process."""
+    import torch
+    from torch.nn.functional import logsigmoid, normalize
+
+    import flashlin
+    from flashlin.compat import launch as door
+    torch.manual_seed(0)
+
+    def new(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(2, 2048, 8, *size, device="cuda", dtype=dtype)
+    of_heads, of_channels = logsigmoid(new(dtype=torch.float32)), logsigmoid(new(D, dtype=torch.float32))
+    rest = {"simple_gla": [of_heads], "linear_attn": [], "delta_rule": [new().sigmoid()],
+            "gla": [of_channels], "kda": [of_channels, new().sigmoid()]}[tried.op]
+    inputs = [x.requires_grad_() for x in (new(D), normalize(new(D), dim=-1), new(D), *rest)]
+    do = new(D)
+    options: dict[str, Any] = {"normalize": False} if tried.op == "linear_attn" else {}
+
+    def run() -> list[torch.Tensor]:
+        o = getattr(flashlin, f"chunk_{tried.op}")(*inputs, **options)[0]
+        return [o.detach(), *torch.autograd.grad(o, inputs, do)]
+    tiles: list[dict[str, int]] = []
+
+    def starter(launch: Any, kernel: Any, programs: int, arguments: Any, constants: dict[str, Any]) -> None:
+        if launch.kernel == tried.kernel:
+            tile = {**dict(launch.tile), **tried.tile}
+            if tried.kernel not in IN_STRIPS:
+                for name, size in tried.tile.items():
+                    programs = programs * dict(launch.tile)[name] // size
+            tiles.append(tile)
+            launch = launch._replace(tile=tuple(tile.items()), num_warps=tried.num_warps,
+                                     num_stages=tried.num_stages)
+        door._start(launch, kernel, programs, arguments, constants)
+    planned = run()
+    door.replace_starter(starter)
+    once, again = run(), run()
+    torch.cuda.synchronize()
+    error = max(float((mine.float() - right.float()).norm() / right.float().norm())
+                for mine, right in zip(once, planned, strict=True))
+    same = all(torch.equal(mine, other) for mine, other in zip(once, again, strict=True))
+    found = "wrong" if not error < ROUNDING else "right" if same else "varies"  # NaN is wrong
+    return {"tile": tiles[0], "found": found, "error": error}
+
+
+def child(number: int) -> dict[str, Any]:
+    tried = everything()[number]
+    ran = subprocess.run([sys.executable, __file__, "--process", str(number)], capture_output=True, text=True,
+                         check=False)
+    if ran.returncode == 0:
+        found = json.loads(ran.stdout.splitlines()[-1])
+    elif "illegal memory access" in ran.stderr:
+        whole = {} if tried.kernel in IN_STRIPS else {"BK": D, "BV": D}
+        found = {"tile": {"BT": 64, **whole, **tried.tile}, "found": "illegal access"}
+    else:
+        raise RuntimeError(f"{tried}: {ran.stderr[-2000:]}")
+    row = {"op": tried.op, "kernel": tried.kernel, "tile": found.pop("tile"), "num_warps": tried.num_warps,
+           "num_stages": tried.num_stages, **found}
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "matrix" / "results", help="folder for the record")
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.process is not None:
+        print(json.dumps(process(everything()[given.process])))
+        return 0
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        rows = list(pool.map(child, range(len(everything()))))
+    import torch
+
+    from flashlin.compat.target import probe
+    target = probe(torch.device("cuda:0"))
+    record = {"device": target.name, "capability": list(target.capability), "triton": target.triton,
+              "ptxas": target.ptxas, "torch": target.torch, "date": time.strftime("%Y-%m-%d"), "head_dim": D,
+              "dtype": "bfloat16"}
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    text = json.dumps(record)[:-1] + f', "rows": [\n  {lines}]}}\n'
+    name = f"narrow-tiles-{target.name.replace(' ', '-')}-triton-{target.triton}.json"
+    (given.out / name).write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())
