@@ -15,6 +15,7 @@ import triton
 import flashlin
 from flashlin.compat.target import parse, pretend
 from flashlin.guards import limits
+from flashlin.kernels.families import FAMILIES
 from flashlin.kernels.shield import source
 from flashlin.kernels.shield.problem import Declared, problem_of
 from flashlin.kernels.shield.views import fp32_copies, part_of
@@ -500,7 +501,7 @@ def test_on_every_machine_a_planned_launch_answers_every_check_and_a_refusal_has
                 plan = flashlin.plan(problem, parse(f"triton={triton_version},sm={sm}"))
                 seen.add(plan.path)
                 for check in limits.CHECKS:
-                    assert plan.refused or check(plan.problem, plan.launches, plan.target, Policy()) is None
+                    assert plan.refused or check(plan.problem, plan.launches, plan.target, Policy(), FAMILIES["shield"]) is None
                 for reason in plan.refused:
                     assert all(VARIANTS[name].rewrite(plan.problem, plan.target) is None for name in reason.remedies), reason
                     assert str(flashlin.UnsupportedError(plan))

@@ -18,8 +18,10 @@ from flashlin.compat.known_issues import KNOWN_ISSUES, issues_here
 from flashlin.compat.target import Target, bundled_ptxas, parse
 from flashlin.compat.versions import release
 from flashlin.guards import limits
-from flashlin.guards.limits import AXIS_LIMITS, CHECKS, MAX_HEAD_DIM, MAX_STATES, OFFSET_LIMIT
+from flashlin.guards.limits import AXIS_LIMITS, CHECKS, MAX_HEAD_DIM, OFFSET_LIMIT
 from flashlin.guards.problem import Plan, Problem
+from flashlin.kernels.families import FAMILIES
+from flashlin.kernels.selective.recipe import MAX_STATES
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import CHOICES, Policy
 from tests.share import share
@@ -116,12 +118,12 @@ def it_is_short(plan: Plan, policy: Policy) -> bool:
 def no_reason_stands(plan: Plan, policy: Policy) -> bool:
     """Every check asked again about what the plan would start: nothing is left to say. A plan of no path answers no check."""
     return bool(plan.refused) or plan.path == "torch" or all(
-        check(plan.problem, plan.launches, plan.target, policy) is None for check in CHECKS)
+        check(plan.problem, plan.launches, plan.target, policy, FAMILIES[plan.problem.family]) is None for check in CHECKS)
 
 
 def the_launches_are_those_of_the_problem(plan: Plan, policy: Policy) -> bool:
-    recipe = dispatch.RECIPES[plan.problem.family]
-    return plan.launches == (recipe(plan.problem, plan.target) if plan.path == "triton" else ())
+    family = FAMILIES[plan.problem.family]
+    return plan.launches == (family.launches(plan.problem, plan.target) if plan.path == "triton" else ())
 
 
 def a_refusal_had_no_remedy_left(plan: Plan, policy: Policy) -> bool:
@@ -299,7 +301,7 @@ def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> No
             codes = {reason.code for reason, _ in fresh(asked, on).steps if reason.forced}
             if asked.dtype == "float64" and on.backend in ("cuda", "interpreter"):
                 assert "dtype" in codes, (asked, on)
-            elif asked.mode and max(asked.K, asked.V) > MAX_HEAD_DIM and on.backend == "cuda":
+            elif FAMILIES[asked.family].head_dim and max(asked.K, asked.V) > MAX_HEAD_DIM and on.backend == "cuda":
                 assert codes & {"head-dim", "before-volta"}, (asked, on)
             elif asked.family == "selective" and asked.K > MAX_STATES and on.backend == "cuda":
                 assert codes & {"width", "before-volta"}, (asked, on)
@@ -321,7 +323,8 @@ def test_ampere_to_hopper_run_everything_as_asked(triton: str, sm: int) -> None:
         tall = (asked.family in ("simple_gla", "delta", "gla") and asked.dtype != "float32" and asked.K >= 64 > asked.V
                 and sm == 90 and release(triton) < (3, 3))
         too_many = asked.family == "selective" and asked.K > MAX_STATES
-        if asked.dtype != "float64" and (not asked.mode or max(asked.K, asked.V) <= widest) and not crowded and not tall and not too_many:
+        narrow = not FAMILIES[asked.family].head_dim or max(asked.K, asked.V) <= widest
+        if asked.dtype != "float64" and narrow and not crowded and not tall and not too_many:
             plan = fresh(asked, target(triton, sm))
             assert plan.path == "triton" and plan.problem._replace(mode=asked.mode) == asked, plan
 
@@ -357,7 +360,7 @@ def snapshots() -> dict[str, str]:
         for text, group in itertools.groupby(plans, key=lambda pair: pair[0]):
             stretch = [triton for _, triton in group]
             of = f"{stretch[0]} to {stretch[-1]}" if len(stretch) > 1 else stretch[0]
-            rows[f"{' '.join(filter(None, way))} {dtype} {'K=V' if way[1] else 'D'}={D} sm{sm} triton {of}"] = text
+            rows[f"{' '.join(filter(None, way))} {dtype} {'K=V' if FAMILIES[way[0]].head_dim else 'D'}={D} sm{sm} triton {of}"] = text
     return rows
 
 
