@@ -14,7 +14,7 @@ ORDER = ("simple_gla", "delta", "gla", "dplr", "hgrn", "norm", "conv", "mamba", 
 
 def _records() -> Iterator[Family]:
     folders = [module.name for module in iter_modules(kernels.__path__) if module.ispkg]
-    for folder in sorted(folders, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name)):
+    for folder in sorted(folders, key=lambda name: (*ORDER, name).index(name)):
         yield from import_module(f"{kernels.__name__}.{folder}.recipe").SPECS
 
 
