@@ -18,9 +18,10 @@ from flashlin.compat.known_issues import KNOWN_ISSUES, issues_here
 from flashlin.compat.target import Target, bundled_ptxas, parse
 from flashlin.compat.versions import release
 from flashlin.guards import limits
+from flashlin.guards.family import Sizes, problem_of
 from flashlin.guards.limits import AXIS_LIMITS, CHECKS, MAX_HEAD_DIM, OFFSET_LIMIT
 from flashlin.guards.problem import Plan, Problem
-from flashlin.kernels.families import FAMILIES
+from flashlin.kernels.families import FAMILIES, PUBLIC, family_of, typical
 from flashlin.kernels.selective.recipe import MAX_STATES
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import CHOICES, Policy
@@ -58,26 +59,18 @@ def targets(triton: str) -> Iterator[Target]:
         yield parse(f"triton={triton},backend=interpreter")
 
 
-def problem(op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2, 2048, 8), varlen: bool = False,
-            needs_grad: bool = True) -> Problem:
-    """As the op's problem_of makes them: norms and losses see rows of a length, convolutions channels, everything else heads."""
-    (family, mode), (B, T, H) = dispatch.OPS[op], size
-    if family == "norm":
-        return Problem(op, family, mode, 1, min(B * T * H, 2**31), 1, K, K, 1, dtype, False, needs_grad, ("weight",))
-    if family == "cross_entropy":
-        return Problem(op, family, mode, 1, min(B * T * H, 2**31), 1, K, K, 1, dtype, False, needs_grad)
-    if family == "rotary":
-        return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, K // 2, 1, dtype, varlen, needs_grad)
-    if family == "state_update":
-        return Problem(op, family, mode, B, 1, H, K, V, B, dtype)
-    if family in ("conv", "conv_update", "conv_window"):
-        return Problem(op, family, mode, 1 if varlen else B, min(B * T, 2**30) if varlen else T, 1, K, 4, B, dtype, varlen, needs_grad, ("bias",))
-    if family.startswith("pointwise"):
-        return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, K, 1, dtype, False, needs_grad)
-    options = ("beta",) if op.endswith("kda") else ("a", "b") if family == "dplr" else ("g",)
-    if varlen:
-        return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, V, B, dtype, True, needs_grad, options)
-    return Problem(op, family, mode, B, T, H, K, V, B, dtype, False, needs_grad, options)
+def problem(
+    op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2, 2048, 8), varlen: bool = False, needs_grad: bool = True,
+) -> Problem:
+    """As explain makes it of a family's record, with gates, and with rows and tokens that are not beyond all measure."""
+    family, usual, (B, T, H) = family_of(op), typical(op), size
+    of_typical = next(iter(usual.values())).V
+    sizes = Sizes(B, T, H, K, V if of_typical >= 16 else of_typical)  # else V is the taps of a filter, or follows from K
+    if varlen and any(known.packed for known in usual.values()):
+        sizes = sizes._replace(B=1, T=B * T, N=B, packed=True)
+    gated = PUBLIC[op]._replace(counted=None, options=tuple(sorted({*PUBLIC[op].options, *(["g"] if family.head_dim else [])})))
+    asked = problem_of(family, gated, sizes, dtype, needs_grad)
+    return asked._replace(T=min(asked.T, 2**31 if asked.H == 1 else 2**30))
 
 
 def asked_of(number: int, problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
