@@ -21,8 +21,7 @@ from flashlin.policy import Policy
 from matrix import workload
 from tests.machines import H200, made
 
-# What the calls of the matrix are called with, as a user would say it.
-HEADS = dict(B=2, T=128, H=4, K=128, V=128)
+# What the calls of the matrix are called with, as a user would say it; of other ops that is what the problem says.
 SCAN = dict(B=2, T=128, H=8, K=128, V=64)
 SAID: dict[str, dict[str, int]] = {
     "rms_norm": dict(B=4, T=64, H=1, K=2048), "l2norm": dict(B=4, T=64, H=1, K=128), "rms_norm_gated": dict(B=4, T=64, H=1, K=128),
@@ -68,7 +67,8 @@ def test_explain_plans_what_the_call_does(op: str, matrix_calls: dict[str, workl
     seen = [plan.asked for plan in workload.seen(call, parse(H200)).plans]
     real = next(problem for problem in seen if (problem.op, problem.family) == (op, OPS[op][0]))
     real = real._replace(options=tuple(name for name in real.options if name not in STATES))
-    assert explained(monkeypatch, op, **SAID.get(op, HEADS), needs_grad=op != "fused_recurrent_hgrn") == real
+    said = SAID.get(op) or {name: getattr(real, name) for name in "BTHKV"}
+    assert explained(monkeypatch, op, **said, needs_grad=op != "fused_recurrent_hgrn") == real
 
 
 def test_every_public_function_of_the_ops_is_known_to_explain() -> None:
