@@ -1,7 +1,8 @@
 """flashlin: linear attention that runs, is right, is fast, and otherwise says in one sentence what is wrong and what to do.
 
-Names are loaded when first used, so ``import flashlin`` imports neither torch nor Triton, touches no GPU and prints nothing; and
-``flashlin.doctor()`` still answers when one of them is broken. Ops are public by their family's record, see ``guards/family.py``.
+Names are loaded when first used, so ``import flashlin`` imports neither torch nor Triton, touches no GPU and
+prints nothing; and ``flashlin.doctor()`` still answers when one of them is broken. Ops are public by their
+family's record, see ``guards/family.py``.
 """
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ _BESIDE_OPS_AND_MODULES = {
 
 @lru_cache(maxsize=1)
 def _where() -> Mapping[str, str]:
-    # What is imported here says nowhere "from flashlin import ...", which would ask for the names while they are being collected.
+    # What this imports must nowhere say "from flashlin import ...": that asks for the names while they are
+    # collected.
     from flashlin.kernels.families import PUBLIC
     from flashlin.modules import _where as of_modules
     ops = {op.name: f"flashlin.ops.{op.module}" for op in PUBLIC.values()}
-    return {**ops, **of_modules(), **{name: module for module, names in _BESIDE_OPS_AND_MODULES.items() for name in names}}
+    others = {name: module for module, names in _BESIDE_OPS_AND_MODULES.items() for name in names}
+    return {**ops, **of_modules(), **others}
 
 
 __getattr__, __dir__ = attach(__name__, _where)

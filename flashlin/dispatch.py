@@ -19,7 +19,8 @@ from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 
 # Every public op: its family, and the mode it asks for.
-OPS: dict[str, tuple[str, str]] = {op.name: (op.family, op.mode) for op in PUBLIC.values() if not op.planned_as}
+OPS: dict[str, tuple[str, str]] = {
+    op.name: (op.family, op.mode) for op in PUBLIC.values() if not op.planned_as}
 
 
 @lru_cache(maxsize=4096)
@@ -43,8 +44,9 @@ def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
             steps.append((found, name))
 
 
-def _first_reason(problem: Problem, family: Family, launches: tuple[Launch, ...], target: Target, policy: Policy
-                  ) -> Reason | None:
+def _first_reason(
+    problem: Problem, family: Family, launches: tuple[Launch, ...], target: Target, policy: Policy
+) -> Reason | None:
     if problem.path == "torch":  # plain torch: none of the limits of a kernel applies
         return None
     for check in CHECKS:

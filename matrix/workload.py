@@ -1,6 +1,6 @@
-"""What the matrix compiles: calls of every public op, forward and backward: as layers make them, where that is written below, else as in
-the op's quick cases. Tensors are on the CPU: inside ``recording`` nothing is started, and only shapes and dtypes tell which kernels a call
-needs."""
+"""What the matrix compiles: calls of every public op, forward and backward, as layers make them where that is
+written below, else as in the op's quick cases. Tensors are on the CPU: inside ``recording`` nothing is
+started, and only shapes and dtypes tell which kernels a call needs."""
 from __future__ import annotations
 
 import itertools
@@ -234,17 +234,18 @@ def linear_loss(dtype: torch.dtype, V: int) -> None:
 def as_in_a_case(case: Case, dtype: torch.dtype) -> None:
     tensors = case.make(torch.device("cpu"), dtype, torch.Generator().manual_seed(0))
     with torch.set_grad_enabled(not PUBLIC[case.op].in_place):
-        leaves = {name: x.requires_grad_(torch.is_grad_enabled() and x.is_floating_point() and name not in case.constant)
-                  for name, x in tensors.items()}
-        backward(*case.call(**leaves).values())
+        for name, x in tensors.items():
+            x.requires_grad_(torch.is_grad_enabled() and x.is_floating_point() and name not in case.constant)
+        backward(*case.call(**tensors).values())
 
 
 # Head sizes by dtype: training in bf16 at every size, fp32 where somebody checks a model, fp16 once.
 SIZES = ((BF16, 128), (BF16, 64), (BF16, 256), (FP16, 128), (FP32, 64), (FP32, 128))
 DTYPES = (BF16, FP16, FP32)
-# Ops over q, k and v, and what else they are always called with: by the op's name, or by that without chunk_ and the like.
-GATES = {"simple_gla": ("g",), "retention": (), "linear_attn": (), "lightning_attn": (), "delta_rule": ("beta",),
-         "gated_delta_rule": ("g", "beta"), "gla": ("g_vector",),
+# Ops over q, k and v, and what else they are always called with: by the op's name, or by that without chunk_
+# and so on.
+GATES = {"simple_gla": ("g",), "retention": (), "linear_attn": (), "lightning_attn": (),
+         "delta_rule": ("beta",), "gated_delta_rule": ("g", "beta"), "gla": ("g_vector",),
          "fused_recurrent_gla": ("gk",), "kda": ("g_vector", "beta"), "rwkv6": ("w", "u"), "rwkv7": ("w", "a", "b"),
          "fused_mul_recurrent_rwkv7": ("w", "kk", "a"), "dplr_delta_rule": ("a", "b", "gk"), "iplr_delta_rule": ("a", "b")}
 OPTIONS: dict[str, dict[str, Any]] = {"linear_attn": {"normalize": False}, "lightning_attn": {"layer_idx": 1, "num_layers": 4}}
@@ -259,9 +260,9 @@ def calls() -> Iterator[Call]:
         written.add(call.op)
         yield call
     for op in dispatch.OPS:
-        if op not in written:
-            for case, dtype in itertools.product([case for case in CASES if case.quick and case.op == op], DTYPES):
-                yield _call(op, dtype, case.id, as_in_a_case, case, dtype)
+        cases = [case for case in CASES if case.quick and case.op == op and op not in written]
+        for case, dtype in itertools.product(cases, DTYPES):
+            yield _call(op, dtype, case.id, as_in_a_case, case, dtype)
 
 
 def _written() -> Iterator[Call]:
@@ -338,7 +339,9 @@ def _over_sequences(op: str, mode: str) -> Iterator[Call]:
 
 
 def _family(op: str) -> str:
-    return op.removeprefix("parallel_").removeprefix("fused_").removeprefix("chunk_").removeprefix("recurrent_")
+    for prefix in ("parallel_", "fused_", "chunk_", "recurrent_"):
+        op = op.removeprefix(prefix)
+    return op
 
 
 def _sequences(op: str, dtype: torch.dtype, D: int, special: str = "", decode: bool = False, **options: Any) -> Call:

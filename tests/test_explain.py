@@ -21,7 +21,8 @@ from flashlin.policy import Policy
 from matrix import workload
 from tests.machines import H200, made
 
-# What the calls of the matrix are called with, as a user would say it; of other ops that is what the problem says.
+# What the calls of the matrix are called with, as a user would say it; of other ops that is what the problem
+# says.
 SCAN = dict(B=2, T=128, H=8, K=128, V=64)
 SAID: dict[str, dict[str, int]] = {
     "rms_norm": dict(B=4, T=64, H=1, K=2048), "l2norm": dict(B=4, T=64, H=1, K=128), "rms_norm_gated": dict(B=4, T=64, H=1, K=128),

@@ -1,4 +1,4 @@
-"""A family that is added with its folder, its file of ops and its cases is everywhere: nothing else knows families by name."""
+"""A family that is added as a folder, a file of ops and a file of cases is everywhere."""
 from __future__ import annotations
 
 import os
@@ -9,6 +9,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
+from flashlin.dispatch import OPS
+from flashlin.guards.family import USES
+from flashlin.kernels import families
+from flashlin.kernels.families import PUBLIC, typical
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,9 +35,10 @@ SPECS = (Family(
     "doubling", launches,
     (Op("doubled", "doubling", options=("bias",)), Op("twice", "doubling", planned_as="doubled")),
     axes={"T": "rows", "K": "elements of a row"}, typical={"training": Sizes(T=4096, K=1000)}, counted=rows,
-    limits=(Limit("K", 2000, "rows of {} elements"),), unsupported=(Unsupported("odd", "odd numbers", "even ones"),)),)
+    limits=(Limit("K", 2000, "rows of {} elements"),),
+    unsupported=(Unsupported("odd", "odd numbers", "even ones"),)),)
 """
-OPS = """
+FUNCTIONS = """
 import torch
 
 from flashlin import dispatch, policy
@@ -43,7 +49,8 @@ from flashlin.guards.problem import Problem
 def doubled(x: torch.Tensor) -> torch.Tensor:
     T, K = x.shape
     dtype = str(x.dtype).removeprefix("torch.")
-    dispatch.plan(Problem("doubled", "doubling", "", 1, T, 1, K, K, 1, dtype), probe(x.device), policy.current())
+    problem = Problem("doubled", "doubling", "", 1, T, 1, K, K, 1, dtype)
+    dispatch.plan(problem, probe(x.device), policy.current())
     return 2 * x
 
 
@@ -60,10 +67,18 @@ def make(device, dtype, generator):
     return {"x": torch.randn(3, 5, generator=generator).to(device, dtype)}
 
 
-CASES = [Case("doubled", "random", make, lambda x: {"o": flashlin.doubled(x)}, lambda x: {"o": x + x}, {"*": 0.01, "d*": 0.01}, quick=True)]
+def call(x):
+    return {"o": flashlin.doubled(x)}
+
+
+def reference(x):
+    return {"o": x + x}
+
+
+CASES = [Case("doubled", "random", make, call, reference, {"*": 0.01, "d*": 0.01}, quick=True)]
 """
-FILES = {"kernels/doubling/__init__.py": "", "kernels/doubling/recipe.py": RECIPE, "kernels/doubling/forward.py": "",
-         "ops/doubling.py": OPS, "testing/cases/doubling.py": CASES}
+FILES = {"kernels/doubling/__init__.py": "", "kernels/doubling/recipe.py": RECIPE,
+         "kernels/doubling/forward.py": "", "ops/doubling.py": FUNCTIONS, "testing/cases/doubling.py": CASES}
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +109,13 @@ def test_a_family_of_three_places_is_everywhere(copy: Path) -> None:
 
         # planned, within its limits
         def plan(K, *options):
-            return flashlin.plan(Problem("doubled", "doubling", "", 1, 8, 1, K, K, 1, "float32", options=options), parse(H200))
+            problem = Problem("doubled", "doubling", "", 1, 8, 1, K, K, 1, "float32", options=options)
+            return flashlin.plan(problem, parse(H200))
         assert [launch.kernel for launch in plan(2000).launches] == ["doubling"]
-        assert [str(reason) for reason, _ in plan(2001).steps] == ["width: rows of 2001 elements, need up to 2000 for the kernels"]
-        assert [str(reason) for reason, _ in plan(8, "odd").steps] == ["odd: odd numbers, need even ones for the kernels"]
+        [(reason, _)] = plan(2001).steps
+        assert str(reason) == "width: rows of 2001 elements, need up to 2000 for the kernels"
+        [(reason, _)] = plan(8, "odd").steps
+        assert str(reason) == "odd: odd numbers, need even ones for the kernels"
 
         # doctor and explain
         [row] = [row for row in flashlin.doctor(target=H200).plans if row.op == "doubled"]
@@ -129,10 +147,24 @@ def test_doctor_runs_its_cases(copy: Path) -> None:
     assert '["doubled-random", "float32"]' in said and '"ok": true' in said
 
 
+def test_records_fit_together() -> None:
+    records = list(families._records())
+    ops = [op for family in records for op in family.ops]
+    assert len({family.name for family in records}) == len(records)
+    assert len({op.name for op in ops}) == len(ops)
+    for family in records:
+        assert {limit.axis for limit in family.limits} <= set(family.axes) <= set("BTHKV"), family
+    for op in PUBLIC.values():
+        assert op.planned_as in ("", *OPS) and op.options == tuple(sorted(op.options)), op
+        assert (ROOT / "flashlin" / "ops" / f"{op.module}.py").exists(), op
+        assert typical(op.name) and set(typical(op.name)) <= set(USES), op
+
+
 def run(copy: Path, script: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("FLASHLIN_", "TRITON_"))}
+    ours = ("FLASHLIN_", "TRITON_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     environment |= {"PYTHONPATH": str(copy), "FLASHLIN_HOME": str(copy / "home")}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, env=environment,
-                          cwd=copy, check=False)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True,
+                          timeout=300, env=environment, cwd=copy, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

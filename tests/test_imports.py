@@ -29,8 +29,9 @@ STARTED = (*CHILDREN, "flashlin.testing.compile", "flashlin.diagnostics.quick")
 ANYWHERE_BUT_COMPAT = "flashlin.policy"
 
 # Doctor answers on a machine where torch or Triton is broken, and plans are made for machines that have neither.
-NO_TORCH = ("guards/problem.py", "guards/family.py", "guards/limits.py", "kernels/*/recipe.py", "kernels/families.py", "kernels/shield/source.py",
-            "kernels/variants.py", "kernels/configs.py", "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "policy.py",
+NO_TORCH = ("guards/problem.py", "guards/family.py", "guards/limits.py", "kernels/*/recipe.py",
+            "kernels/families.py", "kernels/shield/source.py", "kernels/variants.py", "kernels/configs.py",
+            "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "policy.py",
             "compat/lazy.py", "compat/versions.py", "compat/target.py", "compat/known_issues.py",
             "__init__.py", "*/__init__.py", "kernels/*/__init__.py")
 

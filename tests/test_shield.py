@@ -501,7 +501,8 @@ def test_on_every_machine_a_planned_launch_answers_every_check_and_a_refusal_has
                 plan = flashlin.plan(problem, parse(f"triton={triton_version},sm={sm}"))
                 seen.add(plan.path)
                 for check in limits.CHECKS:
-                    assert plan.refused or check(plan.problem, plan.launches, plan.target, Policy(), FAMILIES["shield"]) is None
+                    found = check(plan.problem, plan.launches, plan.target, Policy(), FAMILIES["shield"])
+                    assert plan.refused or found is None
                 for reason in plan.refused:
                     assert all(VARIANTS[name].rewrite(plan.problem, plan.target) is None for name in reason.remedies), reason
                     assert str(flashlin.UnsupportedError(plan))

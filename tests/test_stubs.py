@@ -29,7 +29,9 @@ def test_a_name_that_is_not_there_is_an_error_to_a_type_checker(tmp_path: Path) 
                     "flashlin.mamba.RMSNormGated\n"
                     "flashlin.chunk_glaa\n"
                     "from flashlin.modules import RMSNorn\n")
-    done = subprocess.run([sys.executable, "-m", "mypy", "--ignore-missing-imports", "--no-site-packages", "--config-file=",
-                           "--cache-dir=cache", "user.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=170)
+    options = ("--ignore-missing-imports", "--no-site-packages", "--config-file=", "--cache-dir=cache")
+    done = subprocess.run([sys.executable, "-m", "mypy", *options, "user.py"], cwd=tmp_path, timeout=170,
+                          capture_output=True, text=True, check=False)
     errors = [line for line in done.stdout.splitlines() if ": error: " in line]
-    assert len(errors) == 2 and "chunk_glaa" in errors[0] and "RMSNorn" in errors[1], done.stdout + done.stderr
+    assert len(errors) == 2, done.stdout + done.stderr
+    assert "chunk_glaa" in errors[0] and "RMSNorn" in errors[1]

@@ -1,7 +1,7 @@
 """Public names that are loaded when first used, so that importing a package loads next to nothing (PEP 562).
 
-A package says where its names are, and the types that a checker needs of them stand in a stub beside it, which is generated from the same
-table: ``python -m tools.stubs``.
+A package says where its names are, and the types that a checker needs of them stand in a stub beside it,
+which is generated from the same table: ``python -m tools.stubs``.
 """
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from importlib import import_module
 from typing import Any
 
 
-def attach(package: str, where: Callable[[], Mapping[str, str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and the ``__dir__`` of a package. where: the module of each public name, as ``module:name`` if it
-    has another name there; asked when a name is first used."""
+def attach(
+    package: str, where: Callable[[], Mapping[str, str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The ``__getattr__`` and the ``__dir__`` of a package. where: the module of each public name, as
+    ``module:name`` if it has another name there; asked when a name is first used."""
     def names() -> list[str]:
         return sorted([*where(), *(["__version__"] if "__version__" in vars(sys.modules[package]) else [])])
 

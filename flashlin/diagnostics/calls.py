@@ -1,4 +1,7 @@
-"""A call in words, as ``explain`` is asked about it, and the Problem that it makes. Plain Python: no tensor, no torch, no triton."""
+"""A call in words, as ``explain`` is asked about it, and the Problem that it makes.
+
+Plain Python: no tensor, no torch, no triton.
+"""
 from __future__ import annotations
 
 from flashlin.guards import family
@@ -29,9 +32,9 @@ def problem_of(
     needs_grad: bool,
     mode: str,
 ) -> Problem:
-    """The problem that a call with these sizes makes, see ``doctor.explain``; None is what typical calls have. What an op
-    has no use for is left out, as the op itself does. Raises ValueError for a size below 1, or for packed sequences of an
-    op that knows none."""
+    """The problem that a call with these sizes makes, see ``doctor.explain``; None is what typical calls
+    have. What an op has no use for is left out, as the op itself does. Raises ValueError for a size below 1,
+    or for packed sequences of an op that knows none."""
     given = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N}
     for name, size in given.items():
         if size is not None and size < 1:

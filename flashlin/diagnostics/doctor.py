@@ -121,14 +121,17 @@ def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int |
     plan = dispatch.plan(problem, _machine_of(target), policy)
     axes = ", ".join(f"{axis} {what}" for axis, what in family_of(op).axes.items())
     lines = [str(plan), "", *([f"Sizes: {axes}."] if axes else [])]
-    lines.append(f"Policy {policy.policy}, path {policy.path}, ignoring {', '.join(sorted(policy.ignore)) or 'nothing'}.")
+    ignored = ", ".join(sorted(policy.ignore)) or "nothing"
+    lines.append(f"Policy {policy.policy}, path {policy.path}, ignoring {ignored}.")
     for reason, remedy in plan.steps:
         how = "the usual way" if not reason.forced else "exact" if VARIANTS[remedy].exact else "other arithmetic: equal up to rounding, another speed"
         lines.append(f"{reason.code}: {'needs' if reason.forced else 'takes'} {reason.need}; so it {VARIANTS[remedy].means} ({how}).")
     lines += [f"It cannot run. {advice(plan)}." for _ in plan.refused[:1]]
     lines += [f"It may be wrong: {issue.id}, whose check is switched off." for issue in outlook.unguarded(plan)]
-    if needs_grad and PUBLIC[op].in_place:
-        lines.append(f"That is a call without gradients; one with them is {PUBLIC[op].in_place}, and copies the state.")
+    with_gradients = PUBLIC[op].in_place
+    if needs_grad and with_gradients:
+        lines.append(
+            f"That is a call without gradients; one with them is {with_gradients}, and copies the state.")
     if not plan.refused:
         starts = f": {len(plan.launches)} launches{', backward included' if problem.needs_grad else ''}" if plan.launches else ""
         lines.append(f"It runs on the path {outlook.way(plan)}{starts}. Evidence: {outlook.evidence([plan])}.")

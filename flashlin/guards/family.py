@@ -1,7 +1,8 @@
-"""What a family of ops says about itself, once: its kernels' launches, its public ops, what sizes mean there, what typical calls are.
+"""What a family of ops says about itself: its launches, its public ops, what sizes mean, typical calls.
 
-Each ``kernels/<family>/recipe.py`` ends with such records (``SPECS``), and everything that speaks of all ops reads them
-(``kernels/families.py`` collects them): planning, the checks, doctor and explain, warmup, the public names, the matrix. Plain Python.
+Each ``kernels/<family>/recipe.py`` ends with such records, ``SPECS``. ``kernels/families.py`` collects them,
+and all that speaks of all ops reads them there: planning, the checks, doctor and explain, warmup, the public
+names, the matrix. Plain Python.
 """
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from flashlin.guards.problem import Launch, Problem
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call, see ``Family.axes``. V: 0 where it follows from K. N: packed sequences; 0 where there are B of them."""
+    """The sizes of a call. V: 0 where it follows from K. N: packed sequences, 0 where there are B."""
     B: int = 1
     T: int = 1
     H: int = 1
@@ -24,18 +25,18 @@ class Sizes(NamedTuple):
 
 
 Typical = Mapping[str, Sizes]  # what people call an op with, by what for
-USES = ("training", "packed", "heads of 256", "decoding")  # the keys of a Typical, in the order in which doctor tells of them
+USES = ("training", "packed", "heads of 256", "decoding")  # the keys of a Typical, as doctor orders them
 
 
 class Limit(NamedTuple):
-    """The kernels of a family take no more than ``most`` on an axis. got: what a call has beyond it, with its size in place of ``{}``."""
+    """A family's kernels take at most ``most`` on an axis. got: what a call has then, ``{}`` its size."""
     axis: str
     most: int
     got: str
 
 
 class Unsupported(NamedTuple):
-    """The kernels of a family do not take calls with this one of ``Problem.options``. got, need: as in a Reason."""
+    """A family's kernels take no calls with this one of ``Problem.options``. got, need: as in a Reason."""
     option: str
     got: str
     need: str
@@ -44,10 +45,11 @@ class Unsupported(NamedTuple):
 class Op(NamedTuple):
     """A public op. What is left empty is as in its family.
 
-    module: where it is defined, in ``flashlin.ops``. mode: what it asks for, ``""`` where there is nothing to choose. options: the optional
-    tensors and flags of a typical call, sorted; of some depends which kernels are started. family: whose kernels run it, where it is not
-    the family in whose record it stands. counted: see Family. in_place: of an op that updates a state in place, what a call of it is where
-    gradients are wanted. planned_as: the op as which it is planned, for another name of the same function or a norm before a linear layer.
+    module: where it is defined, in ``flashlin.ops``. mode: what it asks for, ``""`` where there is no choice.
+    options: the optional tensors and flags of a typical call, sorted; some decide which kernels are started.
+    family: whose kernels run it, where it is not the family in whose record it stands.
+    in_place: of an op that updates a state in place, what a call of it is where gradients are wanted.
+    planned_as: the op it is planned as: the same function by another name, or a norm before a linear layer.
     """
     name: str
     module: str
@@ -65,10 +67,13 @@ def as_given(sizes: Sizes) -> Sizes:
 
 
 class Family(NamedTuple):
-    """launches: which launches a problem makes on a target. axes: what a Problem's T, H, K and V mean, where that is not
-    tokens and heads. typical: calls as people make them. counted: the sizes that a Problem has of a call's, as explain is
-    asked about it. head_dim: whether K and V are head dimensions, which a check bounds and trials choose. limits,
-    unsupported: what else the kernels cannot take; such calls take the torch path."""
+    """launches: which launches a problem makes on a target.
+    axes: what T, H, K and V mean in its problems, where that is not tokens and heads.
+    typical: calls as people make them, see USES.
+    counted: a Problem's sizes, out of those that explain is asked about.
+    head_dim: whether K and V are head dimensions, which a check bounds and trials choose.
+    limits, unsupported: what else the kernels cannot take; such calls take the torch path.
+    """
     name: str
     launches: Callable[[Problem, Target], tuple[Launch, ...]]
     ops: tuple[Op, ...] = ()
@@ -95,4 +100,5 @@ def problem_of(family: Family, op: Op, sizes: Sizes, dtype: str, needs_grad: boo
     """The problem that a typical call of these sizes makes; mode: in place of the op's own."""
     B, T, H, K, V, N, packed = (op.counted or family.counted)(sizes)
     needs_grad = needs_grad and not op.in_place
-    return Problem(op.name, family.name, mode or op.mode, B, T, H, K, V, N or B, dtype, packed, needs_grad, op.options)
+    mode = mode or op.mode
+    return Problem(op.name, family.name, mode, B, T, H, K, V, N or B, dtype, packed, needs_grad, op.options)

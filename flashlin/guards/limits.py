@@ -1,7 +1,7 @@
 """The checks. Each looks at the launches it is handed and answers with the first Reason against them, or None.
 
-They know no kernel and no family by name: what a family's kernels cannot take stands in its record. Adding one
-is a function in CHECKS.
+They know no kernel and no family by name: what a family's kernels cannot take stands in its record.
+Adding one is a function in CHECKS.
 """
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ MAX_HEAD_DIM = 512
 FEW_TOKENS = 16
 
 
-def check_path(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-              ) -> Reason | None:
+def check_path(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     if policy.path == "torch" and problem.given is None:  # a user's kernel has no other path: the setting is not about it
         return Reason("setting", "path=torch", "a path other than torch for kernels", ("torch_path",), forced=False)
     return None
 
 
-def check_backend(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-                 ) -> Reason | None:
+def check_backend(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     if target.backend == "cpu":
         return Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels", ("torch_path",), forced=False)
     # whether a user's own kernel runs on AMD is for its author to say
@@ -43,8 +45,9 @@ def check_backend(problem: Problem, launches: tuple[Launch, ...], target: Target
     return None
 
 
-def check_mode(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-              ) -> Reason | None:
+def check_mode(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     if problem.mode != "auto":
         return None
     if problem.needs_grad:
@@ -59,8 +62,9 @@ def check_mode(problem: Problem, launches: tuple[Launch, ...], target: Target, p
     return Reason("mode", f"mode=auto and T={problem.T}", f"chunk for T > {FEW_TOKENS}", ("chunk_mode",), forced=False)
 
 
-def check_dtype(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-               ) -> Reason | None:
+def check_dtype(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     if problem.dtype not in ("float16", "bfloat16", "float32"):
         return Reason("dtype", problem.dtype, "float16, bfloat16 or float32 for the kernels", ("torch_path",))
     if target.backend == "interpreter" and any("bf16" in launch.traits for launch in launches):
@@ -73,15 +77,17 @@ def check_dtype(problem: Problem, launches: tuple[Launch, ...], target: Target, 
     return None
 
 
-def check_head_dim(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-                   ) -> Reason | None:
+def check_head_dim(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     if family.head_dim and max(problem.K, problem.V) > MAX_HEAD_DIM:
         return Reason("head-dim", f"K={problem.K} V={problem.V}", f"K and V up to {MAX_HEAD_DIM} for the kernels", ("torch_path",))
     return None
 
 
-def check_family(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-                 ) -> Reason | None:
+def check_family(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     for option, got, need in family.unsupported:
         if option in problem.options:
             return Reason(option, got, f"{need} for the kernels", ("torch_path",))
@@ -92,8 +98,9 @@ def check_family(problem: Problem, launches: tuple[Launch, ...], target: Target,
     return None
 
 
-def check_grid(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-              ) -> Reason | None:
+def check_grid(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     for launch in launches:
         for axis, (size, limit) in enumerate(zip(launch.grid, AXIS_LIMITS, strict=False)):
             if size > limit:
@@ -102,8 +109,9 @@ def check_grid(problem: Problem, launches: tuple[Launch, ...], target: Target, p
     return None
 
 
-def check_offsets(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-                 ) -> Reason | None:
+def check_offsets(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     for launch in launches:
         if launch.span > OFFSET_LIMIT:
             remedies = ("torch_path",) if problem.given is None else ("chunk_batch",)
@@ -111,8 +119,9 @@ def check_offsets(problem: Problem, launches: tuple[Launch, ...], target: Target
     return None
 
 
-def check_shared(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-                ) -> Reason | None:
+def check_shared(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     for launch in launches:
         if launch.shared > target.shared:
             return Reason("shared-memory", f"{launch.kernel} needs {launch.shared} bytes per block", f"at most {target.shared} on {target.sm}",
@@ -120,8 +129,9 @@ def check_shared(problem: Problem, launches: tuple[Launch, ...], target: Target,
     return None
 
 
-def check_known_issues(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-                      ) -> Reason | None:
+def check_known_issues(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     if policy.policy == "off":
         return None
     for issue in issues_here(target):
@@ -134,8 +144,9 @@ def check_known_issues(problem: Problem, launches: tuple[Launch, ...], target: T
     return None
 
 
-def check_launch_table(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-                      ) -> Reason | None:
+def check_launch_table(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     if problem.given is not None or policy.policy == "off":  # the table is about our own kernels
         return None
     for launch in launches:
@@ -144,5 +155,6 @@ def check_launch_table(problem: Problem, launches: tuple[Launch, ...], target: T
     return None
 
 
-CHECKS: tuple[Check, ...] = (check_path, check_backend, check_mode, check_dtype, check_head_dim, check_family, check_grid, check_offsets,
-                             check_shared, check_known_issues, check_launch_table)
+CHECKS: tuple[Check, ...] = (
+    check_path, check_backend, check_mode, check_dtype, check_head_dim, check_family, check_grid,
+    check_offsets, check_shared, check_known_issues, check_launch_table)

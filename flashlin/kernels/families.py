@@ -1,4 +1,4 @@
-"""The records of all families, out of the folders beside this file: a folder with a ``recipe.py`` is all that a family needs to be here."""
+"""The records of all families: those of every folder beside this file that has a ``recipe.py``."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from flashlin import kernels
 from flashlin.guards.family import Family, Op, Typical
 
 # Doctor tells of the folders in this order; of those not named here last.
-ORDER = ("simple_gla", "delta", "gla", "dplr", "hgrn", "norm", "conv", "mamba", "selective", "pointwise", "rotary", "cross_entropy")
+ORDER = ("simple_gla", "delta", "gla", "dplr", "hgrn", "norm", "conv", "mamba", "selective", "pointwise",
+         "rotary", "cross_entropy")
 
 
 def _records() -> Iterator[Family]:
@@ -20,8 +21,8 @@ def _records() -> Iterator[Family]:
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _records()}
 # Every public op by its name, with its family.
-PUBLIC: dict[str, Op] = {
-    op.name: op._replace(family=op.family or family.name) for family in FAMILIES.values() for op in family.ops}
+PUBLIC: dict[str, Op] = {op.name: op._replace(family=op.family or family.name)
+                         for family in FAMILIES.values() for op in family.ops}
 
 
 def family_of(op: str) -> Family:

@@ -60,15 +60,17 @@ def targets(triton: str) -> Iterator[Target]:
 
 
 def problem(
-    op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2, 2048, 8), varlen: bool = False, needs_grad: bool = True,
+    op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2, 2048, 8), varlen: bool = False,
+    needs_grad: bool = True,
 ) -> Problem:
-    """As explain makes it of a family's record, with gates, and with rows and tokens that are not beyond all measure."""
+    """As explain makes it of a family's record, with gates, and rows and tokens that a grid can count."""
     family, usual, (B, T, H) = family_of(op), typical(op), size
-    of_typical = next(iter(usual.values())).V
-    sizes = Sizes(B, T, H, K, V if of_typical >= 16 else of_typical)  # else V is the taps of a filter, or follows from K
+    first = next(iter(usual.values()))
+    sizes = Sizes(B, T, H, K, V if first.V >= 16 else first.V)  # else V is a filter's taps, or follows from K
     if varlen and any(known.packed for known in usual.values()):
         sizes = sizes._replace(B=1, T=B * T, N=B, packed=True)
-    gated = PUBLIC[op]._replace(counted=None, options=tuple(sorted({*PUBLIC[op].options, *(["g"] if family.head_dim else [])})))
+    options = {*PUBLIC[op].options, *(["g"] if family.head_dim else [])}
+    gated = PUBLIC[op]._replace(counted=None, options=tuple(sorted(options)))
     asked = problem_of(family, gated, sizes, dtype, needs_grad)
     return asked._replace(T=min(asked.T, 2**31 if asked.H == 1 else 2**30))
 
@@ -110,8 +112,9 @@ def it_is_short(plan: Plan, policy: Policy) -> bool:
 
 def no_reason_stands(plan: Plan, policy: Policy) -> bool:
     """Every check asked again about what the plan would start: nothing is left to say. A plan of no path answers no check."""
+    family = FAMILIES[plan.problem.family]
     return bool(plan.refused) or plan.path == "torch" or all(
-        check(plan.problem, plan.launches, plan.target, policy, FAMILIES[plan.problem.family]) is None for check in CHECKS)
+        check(plan.problem, plan.launches, plan.target, policy, family) is None for check in CHECKS)
 
 
 def the_launches_are_those_of_the_problem(plan: Plan, policy: Policy) -> bool:
@@ -294,7 +297,8 @@ def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> No
             codes = {reason.code for reason, _ in fresh(asked, on).steps if reason.forced}
             if asked.dtype == "float64" and on.backend in ("cuda", "interpreter"):
                 assert "dtype" in codes, (asked, on)
-            elif FAMILIES[asked.family].head_dim and max(asked.K, asked.V) > MAX_HEAD_DIM and on.backend == "cuda":
+            elif (FAMILIES[asked.family].head_dim and max(asked.K, asked.V) > MAX_HEAD_DIM
+                    and on.backend == "cuda"):
                 assert codes & {"head-dim", "before-volta"}, (asked, on)
             elif asked.family == "selective" and asked.K > MAX_STATES and on.backend == "cuda":
                 assert codes & {"width", "before-volta"}, (asked, on)
@@ -353,7 +357,8 @@ def snapshots() -> dict[str, str]:
         for text, group in itertools.groupby(plans, key=lambda pair: pair[0]):
             stretch = [triton for _, triton in group]
             of = f"{stretch[0]} to {stretch[-1]}" if len(stretch) > 1 else stretch[0]
-            rows[f"{' '.join(filter(None, way))} {dtype} {'K=V' if FAMILIES[way[0]].head_dim else 'D'}={D} sm{sm} triton {of}"] = text
+            sizes = "K=V" if FAMILIES[way[0]].head_dim else "D"
+            rows[f"{' '.join(filter(None, way))} {dtype} {sizes}={D} sm{sm} triton {of}"] = text
     return rows
 
 

@@ -82,13 +82,15 @@ def one_token(sizes: Sizes) -> Sizes:
 
 MAX_WIDTH = 16  # taps of a filter, which are unrolled
 AXES, LIMITS = {"K": "channels", "V": "taps of a filter"}, (Limit("V", MAX_WIDTH, "filters of {} taps"),)
-_TYPICAL = {"training": Sizes(4, 2048, K=4096, V=4), "packed": Sizes(1, 32768, K=4096, V=4, N=16, packed=True)}
+_TYPICAL = {"training": Sizes(4, 2048, K=4096, V=4),
+            "packed": Sizes(1, 32768, K=4096, V=4, N=16, packed=True)}
 DECODING = {"decoding": Sizes(64, 1, K=4096, V=4)}
 _SHIFTS = {use: sizes._replace(V=2) for use, sizes in {**_TYPICAL, **DECODING}.items()}
 SPECS = (
     Family("conv", launches, (
         Op("causal_conv1d", "conv", options=("bias", "silu")),
-        Op("causal_conv1d_update", "conv", options=("silu",), family="conv_update", in_place="causal_conv1d of one token"),
+        Op("causal_conv1d_update", "conv", options=("silu",), family="conv_update",
+           in_place="causal_conv1d of one token"),
         Op("token_shift", "token_shift", options=("fixed",), typical=_SHIFTS),
         Op("causal_conv1d_fn", "causal_conv1d", options=("bias", "silu"))),
         axes=AXES, typical={**_TYPICAL, **DECODING}, counted=counted, limits=LIMITS),

@@ -93,5 +93,7 @@ SPECS = (over_heads(
     Op("chunk_iplr_delta_rule", "iplr_delta_rule", "chunk", ("a", "b")),
     Op("fused_recurrent_rwkv7", "rwkv7", "fused_recurrent", ("a", "b", "gk"), family="recurrent"),
     Op("fused_mul_recurrent_rwkv7", "rwkv7", "fused_recurrent", ("a", "b", "gk", "rate"), family="recurrent"),
-    Op("fused_recurrent_dplr_delta_rule", "dplr_delta_rule", "fused_recurrent", ("a", "b", "gk"), family="recurrent"),
-    Op("fused_recurrent_iplr_delta_rule", "iplr_delta_rule", "fused_recurrent", ("a", "b"), family="recurrent")),)
+    Op("fused_recurrent_dplr_delta_rule", "dplr_delta_rule", "fused_recurrent", ("a", "b", "gk"),
+       family="recurrent"),
+    Op("fused_recurrent_iplr_delta_rule", "iplr_delta_rule", "fused_recurrent", ("a", "b"),
+       family="recurrent")),)

@@ -40,7 +40,8 @@ def _one_token(sizes: Sizes) -> Sizes:
 
 MAX_STATE = 4096  # columns of a state, which a program adds up
 SPECS = (
-    Family(WINDOW, launches, (Op("mamba_causal_conv1d_update", "causal_conv1d", in_place="causal_conv1d_fn"),),
+    Family(WINDOW, launches,
+           (Op("mamba_causal_conv1d_update", "causal_conv1d", in_place="causal_conv1d_fn"),),
            axes=AXES, typical=DECODING, counted=counted, limits=LIMITS),
     Family(STATE_UPDATE, launches, (Op("selective_state_update", "state_update", in_place="plain torch"),),
            axes={"K": "columns of a head's state", "V": "size of a head"},

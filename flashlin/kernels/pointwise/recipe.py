@@ -81,6 +81,8 @@ SPECS = (
                             Op("fused_kda_gate", "gates")), _AXES, _HEADS, heads),
     Family(MIX, launches, (Op("fused_addcmul_rwkv7", "rwkv7_steps"),), _AXES, _ROWS, rows),
     Family(KEY, launches, (Op("fused_k_rwkv7", "rwkv7_steps"),), _AXES, _ROWS, rows),
-    Family(CORRECTION, launches, (Op("gate_output_correction", "rwkv7_steps"),), _AXES, _HEADS, heads, limits=_LIMITS),
-    Family(SCALE, launches, axes=_AXES, limits=_LIMITS),  # which with SKIP belongs to Mamba2's scan, and is planned from there
+    Family(CORRECTION, launches, (Op("gate_output_correction", "rwkv7_steps"),), _AXES, _HEADS, heads,
+           limits=_LIMITS),
+    # Parts of Mamba2's scan, which plans them.
+    Family(SCALE, launches, axes=_AXES, limits=_LIMITS),
     Family(SKIP, launches, axes=_AXES))

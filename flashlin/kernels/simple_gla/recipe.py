@@ -57,4 +57,5 @@ SPECS = (over_heads(
     Op("chunk_lightning_attn", "lightning_attn", "chunk"),
     Op("fused_recurrent_lightning_attn", "lightning_attn", "fused_recurrent"),
     Op("mamba_chunk_scan_combined", "ssd", "chunk", _MAMBA, typical=_SCANS),
-    Op("mamba_split_conv1d_scan_combined", "ssd", "chunk", _MAMBA, typical={"training": _SCANS["training"]})),)
+    Op("mamba_split_conv1d_scan_combined", "ssd", "chunk", _MAMBA,
+       typical={"training": _SCANS["training"]})),)

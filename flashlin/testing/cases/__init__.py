@@ -1,5 +1,5 @@
-"""The cases of every op, by family: the one table behind the tests, doctor --run and the GPU records. A file beside this one with ``CASES`` is
-all that a family needs to be in it."""
+"""The cases of every op, by family: the one table behind the tests, doctor --run and the GPU records. A
+family is in it if it has a file beside this one with ``CASES``."""
 from __future__ import annotations
 
 from importlib import import_module
@@ -9,12 +9,13 @@ from types import ModuleType
 from flashlin.testing.compare import Case
 
 # Cases are run in this order; of files not named here last.
-ORDER = ("simple_gla", "delta", "gla", "rwkv6", "dplr", "recurrent", "hgrn", "norm", "conv", "pointwise", "norm_linear", "rotary",
-         "cross_entropy", "mamba")
+ORDER = ("simple_gla", "delta", "gla", "rwkv6", "dplr", "recurrent", "hgrn", "norm", "conv", "pointwise",
+         "norm_linear", "rotary", "cross_entropy", "mamba")
 
 
 def _families() -> list[ModuleType]:
-    files = sorted((file.name for file in iter_modules(__path__)), key=lambda name: (*ORDER, name).index(name))
+    files = [file.name for file in iter_modules(__path__)]
+    files.sort(key=lambda name: (*ORDER, name).index(name))
     found = [import_module(f"{__name__}.{file}") for file in files]
     return [module for module in found if hasattr(module, "CASES")]
 
