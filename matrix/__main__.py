@@ -11,12 +11,12 @@ sys.path.insert(0, str(HERE.parent))  # the checkout it belongs to, wherever it 
 
 from tqdm import tqdm  # noqa: E402
 
+from matrix import cells, support, workflow  # noqa: E402
 from matrix import run as runner  # noqa: E402
-from matrix import support  # noqa: E402
-from matrix.results import Matrix, load_matrix, load_result  # noqa: E402
+from matrix.results import Matrix, load_result  # noqa: E402
 from matrix.squares import Found, Planned  # noqa: E402
 
-RESULTS, CELLS, PAGE = HERE / "results", HERE / "cells.toml", HERE.parent / "build" / "support.html"
+RESULTS, PAGE = HERE / "results", HERE.parent / "build" / "support.html"
 
 
 class Bar:
@@ -66,14 +66,19 @@ def main() -> int:
     run.add_argument("--afresh", action="store_true", help="forget what was found before")
     report = commands.add_parser("report", help="write SUPPORT.md, the launch table and build/support.html from the results")
     report.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the first two are not what the results say")
+    nightly = commands.add_parser("workflow", help="write the releases into matrix/github-workflow.yml")
+    nightly.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is stale")
     options = parser.parse_args()
-    whole = load_matrix(CELLS)
+    whole = cells.whole()
+    if options.command == "workflow":
+        return workflow.write(whole, check=options.check)
     if options.command == "report":
         return support.write(whole, planned(whole), RESULTS, HERE.parent / "SUPPORT.md", PAGE, check=options.check)
     unknown = [name for name in options.cell if name not in {text for cell in whole.cell for text in (cell.name, cell.triton)}]
     unknown += [name for name in options.card if name not in {card.name for card in whole.card}]
     if unknown:
-        parser.error(f"got {', '.join(unknown)}, need a release or card of {CELLS.name}: {', '.join(cell.triton for cell in whole.cell)}; "
+        known = ", ".join(cell.triton for cell in whole.tritons)
+        parser.error(f"got {', '.join(unknown)}, need a release or card out of {known}; "
                      f"{', '.join(card.name for card in whole.card)}")
     chosen = [cell for cell in whole.cell if not options.cell or {cell.name, cell.triton} & set(options.cell)]
     for cell in chosen:

@@ -2,10 +2,8 @@
 calls a cell has and where they lead is planned anew (matrix/run.py) each time it is asked for."""
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +12,6 @@ from pydantic import BaseModel, ConfigDict
 from flashlin.compat.target import Target, parse
 from flashlin.compat.versions import release
 from flashlin.testing.record import Recorded, is_current, source_hash
-
-tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")  # the same module under its older name
 
 Kind = Literal["gate", "report"]
 Layer = Literal["import", "plan", "compile", "interpret", "torch"]
@@ -46,11 +42,10 @@ class Card(Facts):
 
 
 class Cell(Facts):
-    """One Triton release. python: the versions it is made for, ``3.9 to 3.13``; numpy: a bound that its interpreter needs; torch: a release
-    of it in place of the installed one. layers: what is run under it."""
+    """One Triton release. python: the versions it is made for, ``3.9 to 3.13``; torch: a release of it in
+    place of the installed one. layers: what is run under it."""
     triton: str
     python: str = ""
-    numpy: str = ""
     torch: str = ""
     kind: Kind
     layers: tuple[Layer, ...] = ("import", "plan", "compile", "interpret")
@@ -72,10 +67,6 @@ class Matrix(Facts):
     def tritons(self) -> tuple[Cell, ...]:
         """The cells whose launches are compiled for the cards: another torch makes no others."""
         return tuple(cell for cell in self.cell if not cell.torch)
-
-
-def load_matrix(path: Path) -> Matrix:
-    return Matrix.model_validate(tomllib.loads(path.read_text()))
 
 
 class Compiled(Facts):

@@ -1,19 +1,155 @@
-"""For every test: one thread, since the tensors are small, and the policy of the environment, whatever the test before it set."""
+"""The fixtures that more than one file of tests needs; ``fresh`` and ``interpreter`` hold for every test without being asked for."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from flashlin import policy
+import flashlin
+from flashlin import dispatch, policy
+from flashlin.compat import launch as door
+from flashlin.compat import target as machine
+from flashlin.guards import limits, proven, verdicts
+from flashlin.ops._common import planned
+from flashlin.testing.compile import Job, Result, compile_launches
+from flashlin.testing.environments import NotInstallable, triton_environment
+from flashlin.trial import canary
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # the tensors are small
+Compile = Callable[[str, list[Job]], list[Result]]
+
+
+def forget() -> None:
+    """Make this process one that has just begun: no machine is probed or pretended, nothing planned, told, tried
+    or compiled, kernels are really started, and the policy is that of the environment."""
+    machine.pretend(None)
+    door.replace_starter(None)
+    policy._current = None
+    for cached in (dispatch.plan, proven._shipped, verdicts.local, verdicts._tell):
+        cached.cache_clear()
+    for kept in (machine._probed, planned._told, verdicts._unwritten, canary._done, canary._settled):
+        kept.clear()
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
-def fresh_policy() -> Iterator[None]:
-    policy._current = None
+def fresh() -> Iterator[Callable[[], None]]:
+    """Before and after every test all is forgotten; what this gives forgets it in between."""
+    forget()
     policy.current()
-    yield
-    policy._current = None
+    yield forget
+    forget()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter(request: pytest.FixtureRequest) -> None:
+    """Triton decides when it is imported, so without the variable everything in tests/interpret fails."""
+    if request.path.parent.name == "interpret" and not machine.interpreting():
+        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
+
+
+# --- settings ---
+
+@pytest.fixture
+def default_settings(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> None:
+    """No variable of flashlin's or Triton's is set."""
+    for name in list(os.environ):
+        if name.startswith(("FLASHLIN_", "TRITON_")):
+            monkeypatch.delenv(name)
+    fresh()
+
+
+@pytest.fixture
+def torch_path() -> Iterator[None]:
+    """For tests of the torch path and what is around it; the kernels have the interpreter and the GPU records."""
+    with flashlin.settings(path="torch"):
+        yield
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh: Callable[[], None]) -> Path:
+    """A home of the test's own, in which nothing is kept yet."""
+    monkeypatch.setenv("FLASHLIN_HOME", str(tmp_path / "home"))
+    fresh()
+    return tmp_path / "home"
+
+
+# --- launches ---
+
+@pytest.fixture
+def starts() -> list[str]:
+    """Names of the kernels that were started."""
+    seen: list[str] = []
+
+    def noting(launch: door.Launch, *rest: Any) -> None:
+        seen.append(launch.kernel)
+        door._start(launch, *rest)
+    door.replace_starter(noting)
+    return seen
+
+
+@pytest.fixture
+def axis_limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """axis_limits(x, y, z): from now on the axes of a grid hold so many programs, so that batches go in parts."""
+    def limited(*programs: int) -> None:
+        monkeypatch.setattr(limits, "AXIS_LIMITS", programs)
+        dispatch.plan.cache_clear()
+    return limited
+
+
+@pytest.fixture
+def no_host_sync() -> Iterator[Callable[[], None]]:
+    """A host sync is an error from the call of what this gives to the end of the test."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+# --- every Triton release, without a GPU: launches recorded on the CPU, compiled by child processes that import it ---
+
+@pytest.fixture(scope="session")
+def compiled() -> Compile:
+    """compiled(version, jobs) -> results. A release that cannot be installed is skipped, but fails in CI: nobody looks
+    at skips there."""
+    def run(version: str, jobs: list[Job]) -> list[Result]:
+        try:
+            environment = triton_environment(version)
+        except NotInstallable as error:
+            if os.environ.get("CI"):
+                raise
+            pytest.skip(str(error))
+        results = compile_launches(jobs, environment)
+        assert {result.triton for result in results} <= {version}
+        return results
+    return run
+
+
+@pytest.fixture(scope="session")
+def gated() -> Callable[..., None]:
+    return call_gated
+
+
+def call_gated(op: str = "chunk_simple_gla",
+               dtype: torch.dtype = torch.bfloat16,
+               *,
+               B: int = 2,
+               T: int = 128,
+               H: int = 4,
+               K: int = 64,
+               V: int = 64,
+               others: torch.dtype = torch.float32,
+               edges: list[int] | None = None) -> None:
+    """An op of the scalar-decay family with all there is, forward and backward: gate, states in and out.
+    others: dtype of gate and state."""
+    def leaf(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, requires_grad=True)
+    N = B if edges is None else len(edges) - 1
+    o, ht = getattr(flashlin, op)(leaf(B, T, H, K), leaf(B, T, H, K), leaf(B, T, H, V), g=leaf(B, T, H, dtype=others),
+                                  initial_state=leaf(N, H, K, V, dtype=others), output_final_state=True,
+                                  cu_seqlens=None if edges is None else torch.tensor(edges, dtype=torch.int32))
+    torch.autograd.backward([o, ht], [torch.zeros_like(o), torch.zeros_like(ht)])

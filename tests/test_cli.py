@@ -94,15 +94,14 @@ def test_degraded_fails_where_it_is_asked_to(target: str, fail_on: tuple[str, ..
     assert found.ok and found.exit_code == 0 and found.fails("degraded") == (found.status == "degraded")
 
 
-def test_warmup_without_a_gpu_is_one_line_and_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+def test_warmup_without_a_gpu_is_one_line_and_starts_nothing(monkeypatch: pytest.MonkeyPatch, home: Path,
                                                              capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(trials, "CHILD", lambda *arguments: pytest.fail("a child was started"))
-    monkeypatch.setenv("FLASHLIN_HOME", str(tmp_path))
     assert main(["warmup", "--op", "l2norm", "--device", "cuda:99"]) == 2  # no machine has that many
     shown = capsys.readouterr()
     assert not shown.out and len(shown.err.splitlines()) == 1
     assert shown.err.startswith("flashlin warmup: device: got cuda:99, need a GPU that torch can use (")
-    assert not list(tmp_path.iterdir())
+    assert not home.exists()
 
 
 def test_warmup_with_a_torch_that_is_missing_is_one_line() -> None:

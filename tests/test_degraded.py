@@ -1,14 +1,12 @@
 """doctor's verdicts: what is degraded and what that costs, imports that fail, settings and folders."""
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
 import flashlin
-from flashlin import policy
 from flashlin.compat import target as targets
 from flashlin.diagnostics import doctor as diagnosis
 from flashlin.diagnostics import machine
@@ -20,12 +18,7 @@ from tests.machines import H200, check, made, package, read, run
 COPIES, PLAIN = "a cast there and one back, twice the memory", "each step reads and writes GPU memory"
 
 
-@pytest.fixture(autouse=True)
-def default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("FLASHLIN_", "TRITON_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setattr(policy, "_current", None)
+pytestmark = pytest.mark.usefixtures("default_settings")
 
 
 # --- degraded ---
@@ -181,9 +174,7 @@ def test_a_variable_that_means_nothing_is_told_with_the_one_that_was_meant(name:
     assert (one.status, one.fix) == ("worked around", f"unset {name}") and one.detail.startswith(f"{name} means nothing; {meant}")
 
 
-def test_what_was_found_on_this_machine_is_listed_with_dates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FLASHLIN_HOME", str(tmp_path))
-    verdicts.read_again()
+def test_what_was_found_on_this_machine_is_listed_with_dates(home: Path) -> None:
     where, here = "cuda:0", made(H200)
     assert [one.detail for one in machine.check_tried(here)] == [f"{where}: 0 configurations of kernels ran in trials of this machine's own"]
     noon = 1_700_000_000.0
@@ -195,4 +186,3 @@ def test_what_was_found_on_this_machine_is_listed_with_dates(monkeypatch: pytest
     assert (bad.status, bad.fix) == ("worked around", "flashlin warmup --forget --op chunk_kda")
     assert bad.detail == f"{where}: b 8: hang on 2023-11-14 (no answer); it is planned otherwise"
     assert untried.status == "could not check" and "chunk_gla float32 64 could not be tried on 2023-11-14: CUDA out of memory" in untried.detail
-    verdicts.read_again()

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 import flashlin
-from flashlin import dispatch, policy
+from flashlin import dispatch
 from flashlin.__main__ import main
 from flashlin.compat.target import Target, parse
 from flashlin.diagnostics import doctor as diagnosis
@@ -27,13 +26,7 @@ from flashlin.kernels.families import PUBLIC
 from flashlin.policy import Policy
 from tests.machines import BROKEN, H200, NO_TORCH, check, installed, made, package, read, run
 
-
-@pytest.fixture(autouse=True)
-def default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("FLASHLIN_", "TRITON_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setattr(policy, "_current", None)
+pytestmark = pytest.mark.usefixtures("default_settings")
 
 
 # --- broken machines, each in a process of its own ---

@@ -32,7 +32,8 @@ ANYWHERE_BUT_COMPAT = "flashlin.policy"
 NO_TORCH = ("guards/problem.py", "guards/family.py", "guards/limits.py", "kernels/*/recipe.py",
             "kernels/families.py", "kernels/shield/source.py", "kernels/variants.py", "kernels/configs.py",
             "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "policy.py",
-            "compat/lazy.py", "compat/versions.py", "compat/target.py", "compat/known_issues.py",
+            "compat/lazy.py", "compat/versions.py", "compat/releases.py", "compat/target.py",
+            "compat/known_issues.py",
             "__init__.py", "*/__init__.py", "kernels/*/__init__.py")
 
 
@@ -152,6 +153,8 @@ def test_importing_flashlin_loads_and_changes_nothing() -> None:
         import flashlin
         heavy = {"torch", "triton", "numpy", "pydantic"} & set(sys.modules)
         assert not heavy, heavy
+        ours = [name for name in sys.modules if name.startswith("flashlin.")]
+        assert not ours, f"to be loaded when they are used: {ours}"
         assert (sys.excepthook, sys.displayhook) == hooks and list(warnings.filters) == filters
         """, SAME_ENVIRONMENT)
     assert said == ""

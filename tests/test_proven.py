@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,18 +25,6 @@ TABLE = {LAUNCH.config: {"3.6.0": {"compiled": ["sm80", "sm90"], "ran": ["sm90"]
 PROBLEM = Problem("chunk_simple_gla", "simple_gla", "chunk", 2, 128, 4, 64, 64, 2, "bfloat16", options=("g",))
 
 
-def forget_all() -> None:
-    proven._shipped.cache_clear()
-    dispatch.plan.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
-    forget_all()
-    yield
-    forget_all()
-
-
 @pytest.mark.parametrize("place, level", [
     ("triton=3.6.0,sm=90", "ran"), ("triton=3.6.0,sm=80", "compiled"), ("triton=3.6.0,sm=75", "unknown"), ("triton=3.6.2,sm=90", "ran"),
     ("triton=3.7.1,sm=90", "unknown"), ("triton=3.3.1,sm=90", "compiled"), ("triton=3.3.0,sm=90", "failed"), ("triton=3.3.2,sm=90", "failed"),
@@ -51,12 +39,12 @@ def plan_on(text: str, policy: Policy = Policy()) -> Plan:
     return dispatch.plan(PROBLEM, parse(text), policy)
 
 
-def test_what_failed_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_failed_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> None:
     monkeypatch.setattr(proven, "table", dict)
     first = plan_on("triton=3.6.0,sm=90").launches[-1]
     bad = {first.config: {"3.6.0": {"failed": ["sm90"]}}}
     monkeypatch.setattr(proven, "table", lambda: bad)
-    forget_all()
+    fresh()
     plan = plan_on("triton=3.6.0,sm=90")
     assert [reason.code for reason, _ in plan.steps] == ["launch-table"] and first.config not in {launch.config for launch in plan.launches}
     assert first.config in plan.steps[0][0].got
@@ -65,7 +53,7 @@ def test_what_failed_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch) -> No
     assert outlook.evidence([plan]) == "no record"
 
 
-def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> None:
     monkeypatch.setattr(proven, "table", dict)
     plan = plan_on("triton=3.6.0,sm=90")
     configs = [launch.config for launch in plan.launches]
@@ -73,7 +61,7 @@ def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch) -
     for table, told in ((everything, "ran"), ({**everything, configs[-1]: {"3.6.0": {"compiled": ["sm90"]}}}, "compiled"),
                         ({**everything, configs[-1]: {}}, "no record")):
         monkeypatch.setattr(proven, "table", lambda table=table: table)
-        proven._shipped.cache_clear()
+        fresh()
         assert outlook.evidence([plan]) == told
 
 

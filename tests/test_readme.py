@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 import flashlin
+from flashlin.compat import releases
 from flashlin.compat.target import USUAL_CARD, Target, parse
 from flashlin.guards.problem import Plan, Problem
 from flashlin.policy import CHOICES, FOLDERS, Policy
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
-RELEASES = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0", "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 TRAINING = Problem("chunk_simple_gla", "simple_gla", "chunk", 8, 2048, 8, 128, 128, 8, "bfloat16", needs_grad=True)
 
@@ -55,7 +55,7 @@ def ranges() -> dict[str, list[str]]:
         return tuple(cell(parse(f"triton={version},sm={major}{minor}")) for major, minor in USUAL_CARD)
 
     columns = {}
-    for _, group in groupby(RELEASES, key=column):
+    for _, group in groupby((one.version for one in releases.RELEASES), key=column):
         members = list(group)
         ends = [minor(version) if set(releases_of(minor(version))) <= set(members) else version for version in (members[0], members[-1])]
         columns[" to ".join(dict.fromkeys(ends))] = members
@@ -67,7 +67,7 @@ def minor(version: str) -> str:
 
 
 def releases_of(name: str) -> list[str]:
-    return [version for version in RELEASES if minor(version) == name]
+    return [one.version for one in releases.RELEASES if minor(one.version) == name]
 
 
 def support_table() -> str:

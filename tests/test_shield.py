@@ -5,7 +5,7 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 import triton
 
 import flashlin
+from flashlin.compat.releases import supported
 from flashlin.compat.target import parse, pretend
 from flashlin.guards import limits
 from flashlin.kernels.families import FAMILIES
@@ -23,17 +24,10 @@ from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 from flashlin.shielding import function as functions
 from flashlin.shielding import launcher as shielding
-from flashlin.testing.environments import RELEASES
 from tests import foreign
 
 H100, T4, A100 = "triton=3.2.0,sm=90", "triton=3.2.0,sm=75", "triton=3.6.0,sm=80"
 Starts = list[dict[str, Any]]
-
-
-@pytest.fixture(autouse=True)
-def here() -> Iterator[None]:
-    yield
-    pretend(None)
 
 
 def watched(kernel: Any, target: str, **declared: Any) -> tuple[Any, Starts]:
@@ -95,16 +89,16 @@ def test_a_grid_that_cannot_be_split_is_refused_and_says_how_to_declare_it(decla
     ({"x": 0}, None, torch.zeros(2, 102), "none of x is a tensor with the batch in this call"),
     ({"x": 0, "o": None}, None, torch.zeros(200), "none of x, o is a tensor with the batch in this call")])
 def test_what_parts_of_the_batch_would_not_reach_is_not_split(
-        monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any], x: Any, o: Any, says: str) -> None:
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (2**31 - 1, 80, 80))
+        axis_limits: Callable[..., None], batch: dict[str, Any], x: Any, o: Any, says: str) -> None:
+    axis_limits(2**31 - 1, 80, 80)
     shielded, starts = watched(foreign.scaled, "triton=3.7.2,sm=90", batch=batch, batch_axis=1, batch_size="B")
     with pytest.raises(flashlin.UnsupportedError) as refused:
         shielded[(1, 200)](x, o, 1, 100, H=2, BT=16)
     assert says in str(refused.value) and not starts
 
 
-def test_a_batch_size_that_is_left_out_is_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (2, 2, 2))
+def test_a_batch_size_that_is_left_out_is_its_default(axis_limits: Callable[..., None]) -> None:
+    axis_limits(2, 2, 2)
     shielded, starts = watched(foreign.usual, "triton=3.7.3,sm=90", batch={"x": 0, "o": 0}, batch_axis=0, batch_size="B")
     shielded[(4,)](torch.zeros(4), torch.zeros(4))
     assert [(start["grid"], start["B"], start["x"].shape[0]) for start in starts] == [((2,), 2, 2)] * 2
@@ -473,8 +467,8 @@ def test_a_launch_in_parts_is_looked_at_each_time() -> None:
     assert len(starts) == 2
 
 
-def test_the_limit_is_the_one_of_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (2**31 - 1, 4, 4))
+def test_the_limit_is_the_one_of_the_checks(axis_limits: Callable[..., None]) -> None:
+    axis_limits(2**31 - 1, 4, 4)
     shielded, starts = watched(foreign.scaled, "triton=3.7.0,sm=90", **BATCH)
     shielded[(1, 10)](*tokens(5, 2), 1, 5, H=2, BT=16)
     assert [start["grid"] for start in starts] == [(1, 4), (1, 4), (1, 2)]
@@ -495,7 +489,7 @@ def test_on_every_machine_a_planned_launch_answers_every_check_and_a_refusal_has
     named = dict(k=k, h=k, K=256, V=64, BT=64, num_warps=16)
     asked = problem_of("states", source.of(foreign.states), declared, named, ["K", "V", "BT"], (70000, 70000))
     seen = set()
-    for triton_version in RELEASES:
+    for triton_version in supported():
         for sm in (60, 70, 75, 80, 89, 90, 100, 103, 120):
             for problem in (asked, asked._replace(given=asked.given._replace(launch=asked.given.launch._replace(grid=(70000, 1))))):
                 plan = flashlin.plan(problem, parse(f"triton={triton_version},sm={sm}"))

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from flashlin.compat.releases import RELEASES, nearest
 from flashlin.compat.versions import release
 
 if TYPE_CHECKING:
@@ -18,12 +19,7 @@ SHARED_PER_BLOCK = {(7, 0): 98304, (7, 2): 98304, (7, 5): 65536, (8, 0): 166912,
 # Multiprocessors of the card most people mean by a capability, for targets that are named rather than probed.
 USUAL_CARD = {(7, 0): ("V100", 80), (7, 5): ("T4", 40), (8, 0): ("A100", 108), (8, 6): ("RTX 3090", 82), (8, 9): ("RTX 4090", 128),
               (9, 0): ("H100", 132), (10, 0): ("B200", 148), (10, 3): ("B300", 148), (12, 0): ("RTX 5090", 170)}
-# The ptxas in each wheel: (everything, what sm_100 and newer get). From 3.9 on, sm_90 gets the second one too.
-BUNDLED_PTXAS = {(3, 0): ("12.4.99", "12.4.99"), (3, 1): ("12.4.99", "12.4.99"), (3, 2): ("12.4.99", "12.4.99"),
-                 (3, 3): ("12.4.99", "12.8.61"), (3, 4): ("12.8.93", "12.8.93"), (3, 5): ("12.8.93", "12.8.93"),
-                 (3, 6): ("12.8.93", "12.9.86"), (3, 7): ("12.8.93", "13.1.80"), (3, 8): ("12.9.86", "13.3.33"),
-                 (3, 9): ("12.9.86", "13.4.59")}
-OLDEST_TRITON = (3, 0)
+OLDEST_TRITON = release(RELEASES[0].version)[:2]
 
 
 class Target(NamedTuple):
@@ -63,13 +59,13 @@ def triton_state() -> tuple[str, str]:
     except (Exception, SystemExit) as error:  # whatever a broken build raises is a fact to report, not a reason to fail
         return "", f"import fails: {type(error).__name__}: {error}"
     if release(version)[:2] < OLDEST_TRITON:
-        return version, f"{version} is older than 3.0"
+        return version, f"{version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
     return version, ""
 
 
 def ptxas_path(triton: str, capability: tuple[int, int]) -> str:
     """The assembler Triton will call: the environment's, or the one in the wheel. ``""`` where there is none."""
-    modern = capability >= ((9, 0) if release(triton)[:2] >= (3, 9) else (10, 0))
+    modern = capability >= nearest(triton).blackwell_from
     named = os.environ.get("TRITON_PTXAS_BLACKWELL_PATH") if modern else None
     named = named or os.environ.get("TRITON_PTXAS_PATH")
     if named:
@@ -98,10 +94,10 @@ def ptxas_version(path: str) -> str:
 
 def bundled_ptxas(triton: str, capability: tuple[int, int]) -> str:
     """What the wheel of that release carries for that card; ``""`` for releases nobody has looked at."""
-    key = release(triton)[:2]
-    if key not in BUNDLED_PTXAS:
+    known = nearest(triton)
+    if release(known.version)[:2] != release(triton)[:2]:
         return ""
-    return BUNDLED_PTXAS[key][capability >= ((9, 0) if key >= (3, 9) else (10, 0))]
+    return known.blackwell if known.blackwell and capability >= known.blackwell_from else known.ptxas
 
 
 def interpreting() -> bool:

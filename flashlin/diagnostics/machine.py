@@ -17,17 +17,14 @@ from typing import Any, NamedTuple
 
 import flashlin
 from flashlin import policy
+from flashlin.compat import releases
 from flashlin.compat.target import Target, interpreting, probe, ptxas_path, triton_state
 from flashlin.compat.versions import affected, release
 from flashlin.diagnostics.report import Check
 from flashlin.guards import verdicts
 from flashlin.testing import environments
 
-# The Triton each torch release was made with (Requires-Dist of its wheels on PyPI); from 2.14 on any patch release of it.
-TRITON_OF_TORCH = {"2.4.0": "3.0.0", "2.4.1": "3.0.0", "2.5.0": "3.1.0", "2.5.1": "3.1.0", "2.6.0": "3.2.0", "2.7.0": "3.3.0", "2.7.1": "3.3.1",
-                   "2.8.0": "3.4.0", "2.9.0": "3.5.0", "2.9.1": "3.5.1", "2.10.0": "3.6.0", "2.11.0": "3.6.0", "2.12.0": "3.7.0",
-                   "2.12.1": "3.7.1", "2.13.0": "3.7.1", "2.14.0": "3.8", "2.14.1": "3.8", "2.15.0": "3.9"}
-OLDEST_TORCH = (2, 4)
+OLDEST_TORCH = release(releases.RELEASES[0].torch[0])[:2]
 # Names under which Triton's files have been published: two of them in one folder overwrite each other.
 TRITON_NAMES = ("triton", "pytorch-triton", "triton-nightly", "triton-windows", "pytorch-triton-rocm", "pytorch-triton-xpu")
 PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
@@ -88,7 +85,7 @@ def examine() -> Machine:
 def _torch() -> Any:
     torch = import_module("torch")
     if release(torch.__version__)[:2] < OLDEST_TORCH:
-        raise ImportError(f"torch {torch.__version__} is older than 2.4")
+        raise ImportError(f"torch {torch.__version__} is older than {'.'.join(map(str, OLDEST_TORCH))}")
     return torch
 
 
@@ -97,8 +94,16 @@ def _devices(torch: Any) -> list[str]:
 
 
 def triton_for(torch_version: str) -> str:
-    """The Triton that torch release was made with; ``""`` for one nobody has looked at."""
-    return TRITON_OF_TORCH.get(".".join(map(str, release(torch_version)[:3])), "")
+    """The Triton that torch release was made with: ``3.7.1``, or ``3.8`` for any patch release of it; ``""``
+    for a torch nobody has looked at."""
+    numbers = release(torch_version)[:3]
+    found = next((one.version for one in releases.RELEASES if numbers in map(release, one.torch)), "")
+    return found.rpartition(".")[0] if numbers >= release(releases.MINOR_IS_ENOUGH_FROM) else found
+
+
+def is_that(triton: str, wanted: str) -> bool:
+    """Whether a Triton is the one that ``triton_for`` names."""
+    return bool(wanted) and release(triton)[:wanted.count(".") + 1] == release(wanted)
 
 
 def pip_triton(wanted: str) -> str:
@@ -132,7 +137,7 @@ def check_triton(machine: Machine) -> Iterator[Check]:
     yield Check(name="triton", status="ok", detail=f"{machine.triton} from {_folder_of('triton')}")
     if not wanted:
         return
-    fits = release(machine.triton)[:wanted.count(".") + 1] == release(wanted)
+    fits = is_that(machine.triton, wanted)
     yield Check(name="pair", status="ok" if fits else "worked around", fix="" if fits else pip_triton(wanted), detail=(
         f"torch {machine.torch.__version__} was made with triton {wanted}" + ("" if fits else
         f", loaded is {machine.triton}: flashlin runs on either, torch.compile may not")))

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from flashlin import dispatch
+from flashlin.compat import releases
 from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
 from flashlin.compat.target import Target, bundled_ptxas
 from flashlin.compat.versions import is_unreleased, release
-from flashlin.diagnostics.machine import PTXAS_VARIABLES, TRITON_OF_TORCH, pip_triton, triton_for
+from flashlin.diagnostics.machine import PTXAS_VARIABLES, is_that, pip_triton, triton_for
 from flashlin.diagnostics.report import STATUSES, Check, Issue, OpPlan, Status
 from flashlin.guards.family import USES, problem_of
 from flashlin.guards.problem import Plan, advice
@@ -20,8 +21,6 @@ from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 
 DTYPES = ("bfloat16", "float16", "float32")
-# Releases of Triton that an upgrade may lead to.
-TRITONS = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0", "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 
 
 class Kind(NamedTuple):
@@ -166,7 +165,9 @@ def upgrade(where: str, target: Target, planned: dict[str, Planned], policy: Pol
     if target.backend != "cuda" or not here:
         return []
     best, left = "", here
-    for candidate in sorted(TRITONS, key=lambda version: version != triton_for(target.torch)):
+    made_for_torch = triton_for(target.torch)
+    versions = [one.version for one in releases.RELEASES]
+    for candidate in sorted(versions, key=lambda version: not is_that(version, made_for_torch)):
         if release(candidate) > release(target.triton):
             ptxas = target.ptxas if any(map(os.environ.get, PTXAS_VARIABLES)) else bundled_ptxas(candidate, target.capability)
             then = {op: burden(typical(op, target._replace(triton=candidate, ptxas=ptxas), policy)) for op in here}
@@ -177,7 +178,8 @@ def upgrade(where: str, target: Target, planned: dict[str, Planned], policy: Pol
     cleared, eased = [op for op in here if not left[op]], [op for op in here if 0 < left[op] < here[op]]
     words = [f"{what} {len(ops)} of {len(here)}" + (f" ({', '.join(ops)})" if len(ops) <= 3 < len(here) else "")
              for what, ops in (("clears", cleared), ("eases", eased)) if ops]
-    comes = next((f"; torch {torch} comes with it" for torch in TRITON_OF_TORCH if f"{best}.".startswith(f"{triton_for(torch)}.")), "")
+    torches = [torch for one in releases.RELEASES for torch in one.torch]
+    comes = next((f"; torch {one} comes with it" for one in torches if is_that(best, triton_for(one))), "")
     return [Check(name="upgrade", status="worked around", fix=pip_triton(best),
                   detail=f"{where}: of the ops that are worked around, triton {best} {' and '.join(words)}{comes}")]
 

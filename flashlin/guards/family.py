@@ -62,6 +62,9 @@ class Op(NamedTuple):
     planned_as: str = ""
 
 
+Recipe = Callable[[Problem, Target], tuple[Launch, ...]]
+
+
 def as_given(sizes: Sizes) -> Sizes:
     return sizes
 
@@ -75,7 +78,7 @@ class Family(NamedTuple):
     limits, unsupported: what else the kernels cannot take; such calls take the torch path.
     """
     name: str
-    launches: Callable[[Problem, Target], tuple[Launch, ...]]
+    launches: Recipe
     ops: tuple[Op, ...] = ()
     axes: Mapping[str, str] = {}
     typical: Typical = {}  # noqa: RUF012
@@ -91,7 +94,7 @@ SEQUENCES: Typical = {
 HEADS = {"K": "head dimension of q and k", "V": "head dimension of v"}
 
 
-def over_heads(name: str, launches: Callable[[Problem, Target], tuple[Launch, ...]], *ops: Op) -> Family:
+def over_heads(name: str, launches: Recipe, ops: tuple[Op, ...] = ()) -> Family:
     """A family over sequences of heads, with a state of K by V."""
     return Family(name, launches, ops, axes=HEADS, typical=SEQUENCES, head_dim=True)
 
@@ -99,6 +102,6 @@ def over_heads(name: str, launches: Callable[[Problem, Target], tuple[Launch, ..
 def problem_of(family: Family, op: Op, sizes: Sizes, dtype: str, needs_grad: bool, mode: str = "") -> Problem:
     """The problem that a typical call of these sizes makes; mode: in place of the op's own."""
     B, T, H, K, V, N, packed = (op.counted or family.counted)(sizes)
-    needs_grad = needs_grad and not op.in_place
-    mode = mode or op.mode
-    return Problem(op.name, family.name, mode, B, T, H, K, V, N or B, dtype, packed, needs_grad, op.options)
+    return Problem(
+        op=op.name, family=family.name, mode=mode or op.mode, B=B, T=T, H=H, K=K, V=V, N=N or B, dtype=dtype,
+        varlen=packed, needs_grad=needs_grad and not op.in_place, options=op.options)

@@ -7,7 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from flashlin.compat.target import BUNDLED_PTXAS, Target
+from flashlin.compat import releases
+from flashlin.compat.target import Target
 from flashlin.compat.versions import is_unreleased, release
 from flashlin.guards import verdicts
 from flashlin.guards.problem import Launch
@@ -21,7 +22,7 @@ TRUST: tuple[Trust, ...] = ("ran", "compiled", "unknown", "failed")
 
 def knows(triton: str) -> bool:
     """Whether anybody has looked at that release: not at nightlies, nor at what came after the newest one that we know."""
-    return not is_unreleased(triton) and release(triton)[:2] <= max(BUNDLED_PTXAS)
+    return not is_unreleased(triton) and release(triton)[:2] <= release(releases.RELEASES[-1].version)[:2]
 
 
 def trust(launch: Launch, target: Target) -> Trust:

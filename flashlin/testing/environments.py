@@ -16,10 +16,8 @@ from pathlib import Path
 
 from flashlin.compat.child import python
 from flashlin.compat.locks import locked
+from flashlin.compat.releases import nearest
 from flashlin.compat.versions import release
-
-# Every release that flashlin answers for, oldest first.
-RELEASES = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
 
 
 class NotInstallable(RuntimeError):
@@ -35,8 +33,9 @@ def triton_environment(version: str, *, interpreter: bool = False, cache: Path |
     found = [installed([f"triton=={version}"], f"triton-{version}", cache)]
     if release(version) < (3, 3) and importlib.util.find_spec("setuptools") is None:
         found.append(installed(["setuptools"], "setuptools", cache))
-    if interpreter and numpy_for(version):
-        found.append(installed([f"numpy{numpy_for(version)}"], f"numpy{numpy_for(version)}".replace("<", "-below-"), cache))
+    bound = nearest(version).numpy
+    if interpreter and bound:
+        found.append(installed([f"numpy{bound}"], f"numpy{bound}".replace("<", "-below-"), cache))
     paths = [str(path) for path in found]
     return {"PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
@@ -45,14 +44,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FLASHLIN_CACHE") or Path(".cache", "tritons"))
 
 
-def numpy_for(triton: str) -> str:
-    """The bound on numpy that this release's interpreter needs, if any: with numpy 2, 3.0 and 3.1 lose writes silently."""
-    return "<2" if release(triton) < (3, 2) else "<2.3" if release(triton) < (3, 7) else ""
-
-
 def torch_environment(torch: str, triton: str) -> dict[str, str]:
     """The same for an older torch and the Triton that goes with it. With all that torch needs: 5 GB."""
-    home = installed([f"torch=={torch}", f"numpy{numpy_for(triton)}"], f"torch-{torch}", dependencies=True)
+    wanted = [f"torch=={torch}", f"numpy{nearest(triton).numpy}"]
+    home = installed(wanted, f"torch-{torch}", dependencies=True)
     return {"PYTHONPATH": os.pathsep.join([str(home), triton_environment(triton)["PYTHONPATH"]])}
 
 

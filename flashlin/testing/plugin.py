@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from flashlin.compat.child import python
+from flashlin.compat.releases import supported
 from flashlin.compat.versions import release
-from flashlin.testing.environments import RELEASES, NotInstallable, triton_environment
+from flashlin.testing.environments import NotInstallable, triton_environment
 
 LAYERS = ("import", "compile", "interpret")
 TELLING = re.compile(r"Assertion|LLVM ERROR|UNREACHABLE|[Ee]rror\b|terminate called")
@@ -76,8 +77,17 @@ class TritonMatrix:
     def __init__(self, properties: list[tuple[str, object]]) -> None:
         self._properties = properties
 
-    def __call__(self, function: Callable[[], Any], *, triton: Iterable[str] = RELEASES, sm: Iterable[int] = (80, 90),
-                 layers: Iterable[str] = LAYERS, timeout: float = 180, rtol: float | None = None, atol: float | None = None) -> None:
+    def __call__(
+        self,
+        function: Callable[[], Any],
+        *,
+        triton: Iterable[str] = supported(),
+        sm: Iterable[int] = (80, 90),
+        layers: Iterable[str] = LAYERS,
+        timeout: float = 180,
+        rtol: float | None = None,
+        atol: float | None = None,
+    ) -> None:
         """Fail the test unless every kernel that ``function`` launches works under every release for every target.
 
         Args:

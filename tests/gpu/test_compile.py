@@ -1,7 +1,6 @@
 """torch.compile of the kernels on a real GPU, with its default backend: one graph for all lengths, and the numbers of eager calls."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,31 +9,11 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashlin
-from flashlin.compat import launch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 LENGTHS = (70, 100, 65, 128, 129, 200, 500, 1000)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that were started."""
-    seen: list[str] = []
-
-    def noting(*arguments: Any) -> None:
-        seen.append(arguments[0].kernel)
-        launch._start(*arguments)
-    monkeypatch.setattr(launch, "_starter", noting)
-    return seen
 
 
 def gated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor) -> Any:

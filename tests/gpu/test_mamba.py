@@ -123,7 +123,6 @@ def test_nothing_waits_for_the_host(function: Callable[..., Any], made: Callable
 @pytest.mark.parametrize(("function", "made", "facts"), [(selective, channels, dict(b=2, D=96)), (layer, heads, dict(b=2, H=4, norm=True))],
                          ids=named)
 def test_compiled_calls_are_eager_ones(function: Callable[..., Any], made: Callable[..., dict[str, torch.Tensor]], facts: dict[str, Any]) -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True)
     for T in (50, 77, 300):
         tensors = made(T=T, **facts)

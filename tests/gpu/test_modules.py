@@ -129,7 +129,6 @@ def test_rotary_beside_the_torch_path(shape: tuple[int, int, int, int], R: int, 
 
 
 def test_compiled_steps_are_those_of_eager_calls() -> None:
-    torch._dynamo.reset()
     rotary, whole, loss = flashlin.RotaryEmbedding(64), flashlin.FusedCrossEntropyLoss(), flashlin.FusedLinearCrossEntropyLoss()
     rotary.to(GPU)
 

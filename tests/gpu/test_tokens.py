@@ -33,7 +33,7 @@ def nothing_owed():
 
 
 @pytest.fixture
-def fresh(monkeypatch):
+def unchecked(monkeypatch):
     """As in a process that has checked nothing yet."""
     monkeypatch.setattr(pending, "_free", {})
     monkeypatch.setattr(pending, "_flags", {})
@@ -122,7 +122,7 @@ def test_nobody_waits_for_a_busy_gpu():
         synchronize()
 
 
-def test_no_host_sync_even_in_the_first_call(fresh, no_host_sync):
+def test_no_host_sync_even_in_the_first_call(unchecked, no_host_sync):
     table = nn.Embedding(100, 8, device=GPU)
     ids, labels = torch.randint(0, 100, (4, 64), device=GPU), torch.full((4, 64), -100, device=GPU)
     torch.cuda.synchronize()
@@ -219,7 +219,7 @@ def captured(call):
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["after a warm-up", "without a warm-up"])
-def test_a_captured_graph_flags_the_first_bad_replay(fresh, monkeypatch, warm):
+def test_a_captured_graph_flags_the_first_bad_replay(unchecked, monkeypatch, warm):
     weight, ids, out = torch.ones(10, 4, device=GPU), on_gpu([[1, 2], [3, 4]]), torch.empty(2, 2, 4, device=GPU)
     embedding(ids, weight)
     synchronize()
@@ -256,8 +256,7 @@ def test_an_owed_answer_does_not_disturb_a_capture():
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_compiled(fresh, mode):
-    torch._dynamo.reset()
+def test_compiled(unchecked, mode):
     table = nn.Embedding(10, 4, device=GPU)
     guard_embeddings(table)
 
@@ -278,7 +277,6 @@ def test_compiled(fresh, mode):
 
 
 def test_compiled_training_gives_a_bad_token_no_gradient():
-    torch._dynamo.reset()
     weight = torch.ones(10, 4, device=GPU, requires_grad=True)
 
     @torch.compile(fullgraph=True)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import flashlin
-from flashlin.compat.target import interpreting
-from flashlin.guards import limits, tensors
+from flashlin.guards import tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
 from flashlin.ops import simple_gla
@@ -27,12 +26,6 @@ from tests.share import WHOLE
 
 CPU = torch.device("cpu")
 Plans = list[Plan]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
 
 
 @pytest.fixture(autouse=True)
@@ -152,19 +145,16 @@ MODES = pytest.mark.parametrize("op", ["chunk_simple_gla", "fused_recurrent_simp
 @MODES
 @pytest.mark.parametrize("edges", [None, [0, 7, 7, 40, 41, 64]], ids=["dense", "packed"])
 @pytest.mark.parametrize("programs", [4, 8])
-def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None, programs: int, plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None, programs: int, plans: Plans,
+                                           axis_limits: Callable[..., None]) -> None:
     """5 sequences of 2 heads are at least 10 programs: with room for 8 they go 3 + 2 or smaller, with room for 4 as 2 + 2 + 1 or smaller."""
     call = Call(B=5, T=9) if edges is None else Call(T=64, N=5)
     bounds = None if edges is None else torch.tensor(edges, dtype=torch.int32)
     whole = call.run(op, bounds)
     assert {plan.problem.batch_part for plan in plans} == {0}
     del plans[:]
-    flashlin.dispatch.plan.cache_clear()
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (programs, 1, 1))
-    try:
-        split = call.run(op, bounds)
-    finally:
-        flashlin.dispatch.plan.cache_clear()
+    axis_limits(programs, 1, 1)
+    split = call.run(op, bounds)
     assert {plan.problem.batch_part for plan in plans} <= {1, 2, 3}
     for name, x in whole.items():
         torch.testing.assert_close(split[name], x, rtol=0, atol=0)
@@ -208,14 +198,10 @@ def test_rows_of_no_sequence_are_exact_zeros(op: str, edges: list[int], effectiv
         assert (got[name][:, ~covered] == 0).all(), name
 
 
-def test_rows_of_no_sequence_are_exact_zeros_in_parts(unread: None, monkeypatch: pytest.MonkeyPatch, plans: Plans) -> None:
+def test_rows_of_no_sequence_are_exact_zeros_in_parts(unread: None, axis_limits: Callable[..., None], plans: Plans) -> None:
     call, bounds = Call(N=3), torch.tensor([5, 12, 20, 30])
-    flashlin.dispatch.plan.cache_clear()
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (4, 1, 1))
-    try:
-        got = call.run("chunk_simple_gla", bounds)
-    finally:
-        flashlin.dispatch.plan.cache_clear()
+    axis_limits(4, 1, 1)
+    got = call.run("chunk_simple_gla", bounds)
     assert {plan.problem.batch_part for plan in plans} <= {1, 2}
     assert_right(got, call.expected(bounds))
     for name in ("o", "dq", "dk", "dv", "dg"):

@@ -1,7 +1,6 @@
 """torch.compile of the kernels: the library operators, their fake kernels and their gradients. TRITON_INTERPRET=1, as test_cases.py."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,33 +9,6 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashlin
-from flashlin.compat.target import interpreting
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that were started."""
-    from flashlin.compat import launch
-    seen: list[str] = []
-
-    def noting(*arguments: Any) -> None:
-        seen.append(arguments[0].kernel)
-        launch._start(*arguments)
-    monkeypatch.setattr(launch, "_starter", noting)
-    return seen
 
 
 def leaves(B: int = 2, T: int = 20, H: int = 2, K: int = 16, V: int = 8, N: int | None = None, v_first: bool = False,

@@ -8,7 +8,7 @@ import torch
 
 import flashlin
 from flashlin import dispatch
-from flashlin.compat.target import interpreting, probe
+from flashlin.compat.target import probe
 from flashlin.kernels.conv.reference import convolve
 from flashlin.ops import conv, norm
 from flashlin.ops._common.planned import planned
@@ -16,12 +16,6 @@ from flashlin.testing.cases import CASES
 from flashlin.testing.compare import check, judge, poisoned
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
 
 
 @pytest.fixture
@@ -59,7 +53,6 @@ def test_rows_outside_the_sequences_hold_the_residual_and_pass_no_gradient() -> 
     """As on a GPU, where nobody can look at cu_seqlens: torch.compile does not either."""
     edges, T = [3, 5, 5, 18], 40
     tensors = leaves(edges, T)
-    torch._dynamo.reset()
 
     def call(**given: torch.Tensor) -> Any:
         return flashlin.causal_conv1d(**given, output_final_state=True, activation="silu", cu_seqlens=torch.tensor(edges))
@@ -152,7 +145,6 @@ def test_the_library_operators_of_gated_and_grouped_norms(groups: int) -> None:
 def test_norms_compile_to_the_kernels_they_run_eagerly() -> None:
     def call(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor) -> Any:
         return flashlin.rms_norm_gated(flashlin.group_norm(x, w, w, num_groups=4), g, w, None, "sigmoid")
-    torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for rows in (3, 7):
         tensors = [torch.randn(rows, 16, requires_grad=True), torch.randn(rows, 16, requires_grad=True), torch.randn(16, requires_grad=True)]

@@ -2,6 +2,7 @@
 sequence, decays that end everything, the library operator."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,18 +10,10 @@ import torch
 import torch.nn.functional as F
 
 import flashlin
-from flashlin.compat.target import interpreting
-from flashlin.guards import limits
 from flashlin.kernels.dplr.reference import recurrence
 from flashlin.testing.compare import judge, poisoned
 
 OPS = pytest.mark.parametrize("op", ["chunk_kda", "chunk_dplr_delta_rule"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
 
 
 def leaves(op: str, B: int, T: int, N: int, H: int = 1, K: int = 16, V: int = 16) -> list[torch.Tensor]:
@@ -55,17 +48,13 @@ def assert_right(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 @OPS
 @pytest.mark.parametrize("edges", [None, [0, 20, 20, 37, 40]], ids=["dense", "packed"])
-def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None, axis_limits: Callable[..., None]) -> None:
     tensors = leaves(op, 3, 19, 3) if edges is None else leaves(op, 1, 40, 4)
     bounds = None if edges is None else torch.tensor(edges)
     whole = results(op, tensors, bounds)
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (4, 1, 1))
-    flashlin.dispatch.plan.cache_clear()
-    try:
-        for got, wanted in zip(results(op, tensors, bounds), whole, strict=True):
-            assert torch.equal(got, wanted)
-    finally:
-        flashlin.dispatch.plan.cache_clear()
+    axis_limits(4, 1, 1)
+    for got, wanted in zip(results(op, tensors, bounds), whole, strict=True):
+        assert torch.equal(got, wanted)
     assert_right(whole, expected(op, tensors, bounds))
 
 
@@ -139,7 +128,6 @@ def test_heads_that_share_keys() -> None:
 @OPS
 def test_lengths_share_a_graph(op: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
-    torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(getattr(flashlin, op), fullgraph=True, backend=graphs)
     for T in (20, 7, 16):

@@ -3,17 +3,9 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
-from flashlin.compat.target import interpreting
 from tests import forgetting
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
 
 
 def test_heads_may_forget_everything() -> None:

@@ -1,6 +1,7 @@
 """The kernels of gated linear attention in Triton's interpreter, beyond their cases: batches in parts, rows of no sequence, the library operator."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,16 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import flashlin
-from flashlin.compat.target import interpreting
-from flashlin.guards import limits
 from flashlin.kernels.gla.reference import recurrence
 from flashlin.testing.compare import judge, poisoned
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
 
 
 def leaves(B: int, T: int, N: int, H: int = 2, K: int = 16, V: int = 16) -> list[torch.Tensor]:
@@ -48,17 +41,13 @@ def assert_right(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("edges", [None, [0, 20, 20, 37, 70]], ids=["dense", "packed"])
-def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, axis_limits: Callable[..., None]) -> None:
     tensors = leaves(3, 37, 3) if edges is None else leaves(1, 70, 4)
     bounds = None if edges is None else torch.tensor(edges)
     whole = results(tensors, bounds)
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (8, 1, 1))
-    flashlin.dispatch.plan.cache_clear()
-    try:
-        for got, wanted in zip(results(tensors, bounds), whole, strict=True):
-            assert torch.equal(got, wanted)
-    finally:
-        flashlin.dispatch.plan.cache_clear()
+    axis_limits(8, 1, 1)
+    for got, wanted in zip(results(tensors, bounds), whole, strict=True):
+        assert torch.equal(got, wanted)
     assert_right(whole, expected(tensors, bounds))
 
 
@@ -125,7 +114,6 @@ def test_nothing_to_do() -> None:
 
 def test_lengths_share_a_graph() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
-    torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(flashlin.chunk_gla, fullgraph=True, backend=graphs)
     for T in (20, 33, 7):

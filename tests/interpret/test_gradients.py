@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import flashlin
-from flashlin.compat.target import interpreting
 
 COS, SIN = torch.rand(3, 4).cos(), torch.rand(3, 4).sin()
 TARGET = torch.tensor([1, -100, 5])
@@ -23,12 +22,6 @@ OPS: dict[str, tuple[Callable[..., object], tuple[tuple[int, ...], ...]]] = {
     "cross_entropy_loss": (lambda x: flashlin.cross_entropy_loss(x, TARGET)[0], ((3, 8),)),
     "fused_linear_cross_entropy_loss": (lambda x, w: flashlin.fused_linear_cross_entropy_loss(x, TARGET, w), ((3, 4), (8, 4))),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -2,7 +2,7 @@
 test_cases.py, where the cases are."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,39 +11,11 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashlin
-from flashlin.compat import launch as door
-from flashlin.compat.target import interpreting
-from flashlin.guards import limits, tensors
+from flashlin.guards import tensors
 from flashlin.kernels.hgrn import recipe
 from flashlin.kernels.hgrn.reference import recurrence
 from flashlin.ops import hgrn
 from flashlin.testing.compare import Tensors, judge, poisoned
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    flashlin.dispatch.plan.cache_clear()
-    yield
-    flashlin.dispatch.plan.cache_clear()
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every start of a kernel."""
-    seen: list[str] = []
-
-    def noting(launch: Any, *rest: Any) -> None:
-        seen.append(launch.kernel)
-        door._start(launch, *rest)
-    monkeypatch.setattr(door, "_starter", noting)
-    return seen
 
 
 class Call:
@@ -96,14 +68,13 @@ def test_segments(edges: list[int] | None, shortest: int, starts: list[str], mon
 
 
 @EDGES
-def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list[str], axis_limits: Callable[..., None]) -> None:
     call = Call(B=6, T=5) if edges is None else Call(T=38, N=4)
     bounds = None if edges is None else torch.tensor(edges, dtype=torch.int32)
     whole = call.run(bounds)
     assert_right(whole, call.expected(bounds))
     assert len(starts) == 2
-    flashlin.dispatch.plan.cache_clear()
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (2, 1, 1))
+    axis_limits(2, 1, 1)
     split = call.run(bounds)
     assert len(starts) > 4
     for name, x in whole.items():
@@ -123,9 +94,10 @@ class AsOnAGpu:
 @pytest.mark.parametrize("programs", [2**31 - 1, 1], ids=["whole", "in parts"])
 @pytest.mark.parametrize(("edges", "effective"), [([5, 12, 30], [5, 12, 30]), ([-7, 12, 99], [0, 12, 40]), ([0, 30, 12, 35], [0, 30, 30, 35]),
                                                   ([50, 60], [40, 40])], ids=str)
-def test_rows_of_no_sequence_are_exact_zeros(edges: list[int], effective: list[int], programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_no_sequence_are_exact_zeros(edges: list[int], effective: list[int], programs: int, monkeypatch: pytest.MonkeyPatch,
+                                                axis_limits: Callable[..., None]) -> None:
     check_cu_seqlens = tensors.check_cu_seqlens
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (programs, 1, 1))
+    axis_limits(programs, 1, 1)
     monkeypatch.setattr(hgrn, "check_cu_seqlens", lambda bounds, on_host, rows, device, debug, name:
                         check_cu_seqlens(bounds, on_host, rows, AsOnAGpu(), debug, name))  # type: ignore[arg-type]
     call = Call(N=len(edges) - 1)

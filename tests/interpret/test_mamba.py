@@ -1,14 +1,13 @@
 """Mamba's and Mamba2's kernels in Triton's interpreter, beyond their cases: batches in parts, groups, any strides, the library operators."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import flashlin
-from flashlin.compat.target import interpreting
-from flashlin.guards import limits
 from flashlin.kernels.mamba import reference
 from flashlin.ops import causal_conv1d, selective_scan, state_update
 from flashlin.testing.cases.mamba import make_scan, make_selective, make_step, make_window
@@ -16,12 +15,6 @@ from flashlin.testing.compare import poisoned
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
 
 
 def generator() -> torch.Generator:
@@ -38,16 +31,12 @@ def results(given: Tensors) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("edges", [(), (0, 20, 20, 37)], ids=["dense", "packed"])
-def test_a_batch_in_parts_equals_the_whole(edges: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_in_parts_equals_the_whole(edges: tuple[int, ...], axis_limits: Callable[..., None]) -> None:
     given = make_scan(CPU, torch.float32, generator(), b=3, T=20, H=4, G=2, V=16, K=16, edges=edges)
     whole = results(given)
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (8, 1, 1))
-    flashlin.dispatch.plan.cache_clear()
-    try:
-        for got, wanted in zip(results(given), whole, strict=True):
-            assert torch.equal(got, wanted)
-    finally:
-        flashlin.dispatch.plan.cache_clear()
+    axis_limits(8, 1, 1)
+    for got, wanted in zip(results(given), whole, strict=True):
+        assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("nothing", [{"b": 0}, {"T": 0}, {"H": 0, "G": 0}], ids=str)
@@ -125,7 +114,6 @@ def test_a_compiled_selective_scan(given: tuple[str, ...]) -> None:
         y, last = flashlin.selective_scan_fn(**leaves, delta_softplus=True, return_last_state=True)
         return [y, last, *torch.autograd.grad(y.sin().sum() + last.sum(), list(leaves.values()))]
 
-    torch._dynamo.reset()
     compiled = torch.compile(lambda **x: flashlin.selective_scan_fn(**x, delta_softplus=True, return_last_state=True), fullgraph=True,
                              backend="aot_eager")
     y, last = compiled(**leaves)
@@ -136,7 +124,6 @@ def test_a_compiled_selective_scan(given: tuple[str, ...]) -> None:
 
 def test_more_states_than_kernels_take_are_left_to_torch_when_compiled_too() -> None:
     tensors = make_selective(CPU, torch.float32, generator(), b=1, T=3, D=2, N=260, given=())
-    torch._dynamo.reset()
     compiled = torch.compile(lambda **x: flashlin.selective_scan_fn(**x), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**tensors), flashlin.selective_scan_fn(**tensors))
 
@@ -169,7 +156,6 @@ def test_a_compiled_step_of_a_layer() -> None:
     columns = H * P + 2 * N + H
     given: list[Any] = [torch.randn(3, columns), torch.randn(3, columns, 4), torch.randn(3, H, P, N), torch.randn(columns, 4), -torch.rand(H)]
     theirs = [x.clone() for x in given]
-    torch._dynamo.reset()
     y = torch.compile(layer, fullgraph=True, backend="aot_eager")(*given)
     torch.testing.assert_close(y, layer(*theirs))
     for got, wanted in zip(given, theirs, strict=True):

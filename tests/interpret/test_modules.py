@@ -1,7 +1,6 @@
 """What only the kernels of the rotary embedding and of the cross entropy, and their plumbing, can get wrong. TRITON_INTERPRET=1, as test_cases.py."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +9,6 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashlin
-from flashlin.compat import launch
-from flashlin.compat.target import interpreting
 from flashlin.kernels.cross_entropy.reference import cross_entropy as of_logits
 from flashlin.kernels.rotary import forward
 from flashlin.kernels.rotary.reference import rotate
@@ -20,26 +17,6 @@ from flashlin.ops._common.planned import planned
 from flashlin.testing.compare import judge, poisoned
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
-
-
-@pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of the kernels that were started."""
-    seen: list[str] = []
-
-    def noting(*arguments: Any) -> None:
-        seen.append(arguments[0].kernel)
-        launch._start(*arguments)
-    monkeypatch.setattr(launch, "_starter", noting)
-    torch._dynamo.reset()
-    yield seen
-    torch._dynamo.reset()
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:

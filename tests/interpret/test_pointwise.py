@@ -8,7 +8,7 @@ import torch
 
 import flashlin
 from flashlin import dispatch
-from flashlin.compat.target import interpreting, probe
+from flashlin.compat.target import probe
 from flashlin.kernels.pointwise import reference
 from flashlin.kernels.pointwise.forward import FARTHEST, rows_of
 from flashlin.kernels.pointwise.recipe import GATE
@@ -18,12 +18,6 @@ from flashlin.testing.cases.pointwise import CASES
 from flashlin.testing.compare import check, judge, poisoned
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """What only the token-by-token kernels' plumbing can get wrong; the cases are in test_cases.py. TRITON_INTERPRET=1, as there."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashlin
 from flashlin.compat import launch as door
-from flashlin.compat.target import interpreting
-from flashlin.guards import limits, tensors
+from flashlin.guards import tensors
 from flashlin.kernels.delta.reference import recurrence
 from flashlin.kernels.recurrent import backward, forward, recipe
 from flashlin.kernels.recurrent.inputs import Inputs
@@ -21,12 +20,6 @@ from flashlin.testing.cases.recurrent import CASES
 from flashlin.testing.compare import Case, Tensors, check, judge, poisoned
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
 
 
 @pytest.fixture
@@ -89,7 +82,8 @@ def test_segments_of_two_tokens(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("edges", [None, [0, 2, 2, 5, 6, 6]], ids=["dense", "packed"])
-def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list[Any], monkeypatch: pytest.MonkeyPatch,
+                                           axis_limits: Callable[..., None]) -> None:
     """Whether a grid has too few programs, or the scratch memory of backward too few bytes."""
     for module in (recipe, forward, backward):
         monkeypatch.setattr(module, "SEGMENT", 2)
@@ -101,12 +95,8 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list
     monkeypatch.setattr(backward, "SCRATCH", 2 * 4 * 2 * 2 * 16 * 32)  # of two sequences: fp32, heads, tokens, K, the padded V
     assert_equal(call.run(bounds), whole)
     assert len(starts) == 2 + 1 + 3
-    flashlin.dispatch.plan.cache_clear()
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (4, 1, 1))
-    try:
-        assert_equal(call.run(bounds), whole)
-    finally:
-        flashlin.dispatch.plan.cache_clear()
+    axis_limits(4, 1, 1)
+    assert_equal(call.run(bounds), whole)
     assert len(starts) == 2 + 1 + 3 + 3 + 3
 
 
@@ -254,13 +244,6 @@ def test_everything_else_is_float32_or_of_the_plans_dtype() -> None:
 
 # torch.compile: the library operators, their fake kernels and their gradients.
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def leaves(**facts: int) -> list[torch.Tensor]:
     call = Call(**facts)
     return [call.inputs[name].requires_grad_() for name in ("q", "k", "v", "g", "beta", "initial_state")]
@@ -279,7 +262,7 @@ def assert_same(compiled: Any, eager: Any, tensors: list[torch.Tensor]) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_lengths_share_a_graph_that_starts_kernels(fresh_compiler: None, starts: list[Any]) -> None:
+def test_lengths_share_a_graph_that_starts_kernels(starts: list[Any]) -> None:
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(gated, fullgraph=True, backend=graphs)
     for T in (3, 5, 2):
@@ -288,14 +271,14 @@ def test_lengths_share_a_graph_that_starts_kernels(fresh_compiler: None, starts:
     assert {start[0].kernel for start in starts} == {"recurrent_forward", "recurrent_backward"}
 
 
-def test_packed_sequences_in_a_graph(fresh_compiler: None) -> None:
+def test_packed_sequences_in_a_graph() -> None:
     def call(*tensors: torch.Tensor) -> Any:
         return gated(*tensors, cu_seqlens=torch.tensor([0, 2, 2, 4]))
     assert_same(torch.compile(call, fullgraph=True, backend="aot_eager"), call, leaves(T=4, V=8, N=3))
 
 
 @pytest.mark.parametrize("T", [1, 0])
-def test_decoding_from_a_pool_in_a_graph(T: int, fresh_compiler: None, starts: list[Any]) -> None:
+def test_decoding_from_a_pool_in_a_graph(T: int, starts: list[Any]) -> None:
     def step(pool: torch.Tensor, where: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         o: torch.Tensor = flashlin.fused_recurrent_gdn(*tensors[:4], beta=tensors[4], initial_state=pool, state_indices=where)[0]
         return o * 2
@@ -310,7 +293,7 @@ DECODING = [case for case in CASES if str(case) in (
 
 
 @pytest.mark.parametrize("case", DECODING, ids=str)
-def test_gates_and_rates_are_inside_the_one_launch(case: Case, starts: list[Any], fresh_compiler: None) -> None:
+def test_gates_and_rates_are_inside_the_one_launch(case: Case, starts: list[Any]) -> None:
     """Eager and compiled, where the bound of a gate goes through the library operator."""
     def again() -> Tensors:
         return case.make(CPU, torch.float32, torch.Generator().manual_seed(0))

@@ -9,38 +9,16 @@ import torch.nn.functional as F
 
 import flashlin
 from flashlin import mamba
-from flashlin.compat import launch as door
-from flashlin.compat.target import interpreting
 from flashlin.ops._common import gradients
 
 BOUNDS = torch.tensor([0, 2, 2, 5])
 TARGET = torch.tensor([1, -100, 5, 2, 0])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
-
-
-@pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that were started."""
-    seen: list[str] = []
-
-    def noting(launch: door.Launch, *rest: object) -> None:
-        seen.append(launch.kernel)
-        door._start(launch, *rest)      # type: ignore[arg-type]
-    monkeypatch.setattr(door, "_starter", noting)
-    return seen
-
-
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
+def nothing_emptied() -> Iterator[None]:
     gradients.emptied.clear()
     yield
-    torch._dynamo.reset()
     gradients.emptied.clear()
 
 

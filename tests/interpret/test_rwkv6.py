@@ -2,22 +2,16 @@
 no sequence, the library operator. What it shares with gated linear attention test_gla.py has."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import flashlin
-from flashlin.compat.target import interpreting
-from flashlin.guards import limits
 from flashlin.kernels.gla.reference import recurrence
 from flashlin.testing.compare import judge, poisoned
 from tests import strong
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
 
 
 def leaves(B: int, T: int, N: int, H: int = 2, K: int = 16, V: int = 16) -> list[torch.Tensor]:
@@ -51,18 +45,14 @@ def test_no_decay_is_too_strong(op: str) -> None:
 
 
 @pytest.mark.parametrize("edges", [None, [0, 20, 20, 37, 70]], ids=["dense", "packed"])
-def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, axis_limits: Callable[..., None]) -> None:
     """All but the bonus's gradient, a sum over the batch: that of the parts is rounded once more."""
     tensors = leaves(3, 37, 3) if edges is None else leaves(1, 70, 4)
     bounds = None if edges is None else torch.tensor(edges)
     whole = results(tensors, bounds)
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (8, 1, 1))
-    flashlin.dispatch.plan.cache_clear()
-    try:
-        for name, got, wanted in zip(NAMES, results(tensors, bounds), whole, strict=True):
-            assert torch.equal(got, wanted) if name != "du" else torch.allclose(got, wanted, rtol=1e-5, atol=1e-5)
-    finally:
-        flashlin.dispatch.plan.cache_clear()
+    axis_limits(8, 1, 1)
+    for name, got, wanted in zip(NAMES, results(tensors, bounds), whole, strict=True):
+        assert torch.equal(got, wanted) if name != "du" else torch.allclose(got, wanted, rtol=1e-5, atol=1e-5)
     assert_right(whole, expected(tensors, bounds))
 
 

@@ -1,7 +1,7 @@
 """A user's kernels through shield, run by Triton's interpreter. TRITON_INTERPRET=1, as test_cases.py."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,9 +9,6 @@ import torch
 import triton
 
 import flashlin
-from flashlin import dispatch
-from flashlin.compat.target import interpreting
-from flashlin.guards import limits
 from flashlin.shielding import function as functions
 from flashlin.shielding import launcher as shielding
 from tests import foreign
@@ -19,19 +16,11 @@ from tests import foreign
 B, H, T = 5, 2, 20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if not interpreting():
-        pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
-
-
 @pytest.fixture
-def small_grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_grids(axis_limits: Callable[..., None]) -> Iterator[None]:
     """Axes 1 and 2 hold 4 programs, so that 5 sequences of 2 heads are too many."""
-    dispatch.plan.cache_clear()
-    monkeypatch.setattr(limits, "AXIS_LIMITS", (2**31 - 1, 4, 4))
+    axis_limits(2**31 - 1, 4, 4)
     yield
-    dispatch.plan.cache_clear()
     functions._launchers.clear()
 
 

@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
+from flashlin.compat.releases import supported
 from flashlin.compat.target import Target, parse, ptxas_version
 from flashlin.testing.compile import Job, Result, compile_launches
-from flashlin.testing.environments import RELEASES, NotInstallable, triton_environment
+from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.testing.record import Recorded
 
 FOLDER = Path(__file__).resolve().parents[2] / "matrix" / "proofs"
 sys.path.insert(0, str(FOLDER))
 table: Any = importlib.import_module("proof_table")
+RELEASES = supported()
 ISSUES = {issue.id: issue for issue in KNOWN_ISSUES}
 
 

@@ -12,7 +12,9 @@ import torch
 
 import flashlin
 from flashlin.compat.known_issues import KNOWN_ISSUES, issues_here
+from flashlin.compat.releases import supported
 from flashlin.compat.target import parse
+from flashlin.compat.versions import release
 from flashlin.testing.compile import Job, Result
 from flashlin.testing.record import Recorded, recording
 from tests.share import share
@@ -20,7 +22,7 @@ from tests.share import share
 Compile = Callable[[str, list[Job]], list[Result]]
 Launches = Callable[..., list[Recorded]]
 
-RELEASES = ("3.0.0", "3.2.0", "3.3.1", "3.4.0", "3.9.0")
+RELEASES = ("3.0.0", "3.2.0", "3.3.1", "3.4.0", supported()[-1])
 CARDS = (70, 75)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OPS = ("chunk_simple_gla", "fused_recurrent_simple_gla")
@@ -38,7 +40,8 @@ TENS_OF_KILOBYTES = 10_000
 def cells(version: str) -> list[tuple[int, torch.dtype]]:
     """Cards and dtypes. From 3.4 on a 16-bit dot takes ten times as long to compile: there each dtype on one card, each card with one."""
     every = [(sm, dtype) for sm in CARDS for dtype in DTYPES]
-    return every if version < "3.4" else [cell for cell in every if cell not in ((70, torch.float16), (75, torch.bfloat16))]
+    left_out = ((70, torch.float16), (75, torch.bfloat16)) if release(version) >= (3, 4) else ()
+    return [cell for cell in every if cell not in left_out]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,7 @@ def striking(version: str, sm: int, launch: Recorded) -> list[str]:
 @pytest.mark.parametrize("version", [version for version in RELEASES if version != "3.4.0"])
 def test_raw_launches_fail_exactly_where_a_known_issue_says(version: str, compiled: Compile, launches: Launches) -> None:
     jobs = list(dict.fromkeys(Job(sm, launch) for sm, dtype in cells(version) for launch in launches(version, sm, dtype, "off")))
-    if version >= "3.4":  # nothing fails there, so the planned launches below are these
+    if release(version) >= (3, 4):  # nothing fails there, so the planned launches below are these
         jobs = [job for job in jobs if job.launch.kernel == "simple_gla_scan"]
     else:
         jobs = list(share(jobs, RELEASES.index(version), 2))
@@ -85,7 +88,8 @@ def test_planned_launches_compile(version: str, compiled: Compile, launches: Lau
     for sm, dtype in cells(version):
         planned = [launch for others in {torch.float32, dtype} for launch in launches(version, sm, dtype, "auto", others)]
         assert planned, f"sm_{sm} {dtype}: the torch path, where fp32 operands would do"
-        if version < "3.3":  # there a kernel may not even load or store bf16: torch casts, before the launch and after it
+        # Before 3.3 a kernel may not even load or store bf16: torch casts, before the launch and after it.
+        if release(version) < (3, 3):
             assert not any("bf16" in str(kind) for launch in planned for _, kind in launch.arguments), f"sm_{sm} {dtype}"
         jobs += [Job(sm, launch) for launch in planned]
     jobs = list(share(list(dict.fromkeys(jobs)), RELEASES.index(version), 2))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import flashlin
+from flashlin.compat.releases import supported
 from flashlin.compat.target import parse
 from flashlin.testing.compile import Job, Result
 from flashlin.testing.record import Recorded, recording
@@ -34,7 +35,8 @@ def launches(triton: str, sm: int) -> list[Recorded]:
 
 
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
-@pytest.mark.parametrize(("version", "cards"), [("3.0.0", (75, 90)), ("3.6.0", (90,)), ("3.9.0", (90,))])
+@pytest.mark.parametrize(("version", "cards"), [
+    ("3.0.0", (75, 90)), ("3.6.0", (90,)), (supported()[-1], (90,))])
 def test_training_and_decoding_compile_and_spill_nothing_on_hopper(version: str, cards: tuple[int, ...], compiled: Compile) -> None:
     jobs = [Job(sm, launch) for sm in cards for launch in launches(version, sm)]
     for job, result in zip(jobs, compiled(version, jobs), strict=True):

@@ -1,7 +1,7 @@
 """torch.compile and torch.export on the torch path: one graph, few compilations, the same numbers. tests/interpret has the kernels."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,13 +14,6 @@ import flashlin
 from flashlin import policy
 
 LENGTHS = (70, 100, 128, 129, 1000)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def leaves(B: int, T: int, H: int, K: int, V: int) -> list[torch.Tensor]:

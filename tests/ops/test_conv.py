@@ -20,10 +20,7 @@ X, W = torch.zeros(2, 5, 8), torch.zeros(8, 4)
 EDGES = torch.tensor([0, 2, 5])
 
 
-@pytest.fixture(autouse=True)
-def torch_path() -> Any:
-    with flashlin.settings(path="torch"):
-        yield
+pytestmark = pytest.mark.usefixtures("torch_path")
 
 
 def test_it_is_torchs_grouped_convolution() -> None:
@@ -217,7 +214,6 @@ def test_as_many_packed_tokens_as_sequences_are_not_one_each() -> None:
 
 def test_compiles_to_one_graph_for_all_lengths() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
-    torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
 
     def call(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> Any:

@@ -22,11 +22,7 @@ CPU = torch.device("cpu")
 H200 = parse("triton=3.6.0,sm=90")
 
 
-@pytest.fixture(autouse=True)
-def torch_path() -> Any:
-    """These tests are about the torch path and what is around it; the kernels have the interpreter and the GPU records."""
-    with flashlin.settings(path="torch"):
-        yield
+pytestmark = pytest.mark.usefixtures("torch_path")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
@@ -257,7 +253,6 @@ def test_wrong_arguments_are_named(call: Callable[[], Any], error: type[Exceptio
 
 
 def test_compiles_to_one_graph_for_all_numbers_of_rows() -> None:
-    torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
 
     def both(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -276,7 +271,6 @@ def test_compiles_to_one_graph_for_all_numbers_of_rows() -> None:
 @pytest.mark.parametrize("module", [FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss])
 def test_modules_compile_with_every_number_symbolic(module: type[torch.nn.Module]) -> None:
     """Sizes, and the module's own numbers, which become symbolic too."""
-    torch._dynamo.reset()
     loss = module(label_smoothing=0.1, logit_scale=1.5)
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for N, V in ((37, 100), (50, 64)):

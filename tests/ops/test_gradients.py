@@ -1,7 +1,6 @@
 """Gradients of gradients: kernels have none and say so, for every op; the torch path has them. tests/interpret has the kernels' numbers."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from threading import Thread
 
 import pytest
@@ -22,14 +21,12 @@ OPERATORS = ("chunk_simple_gla", "chunk_kda", "fused_recurrent_kda", "chunk_hgrn
 
 
 @pytest.fixture
-def starts() -> Iterator[list[str]]:
+def starts() -> list[str]:
     """Names of the kernels that were started. Plans are those of a GPU, and kernels write nothing."""
     seen: list[str] = []
     pretend(parse("triton=3.6.0,sm=90"))
     door.replace_starter(lambda launch, *rest: seen.append(launch.kernel))
-    yield seen
-    door.replace_starter(None)
-    pretend(None)
+    return seen
 
 
 def tensors_of(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:

@@ -108,7 +108,6 @@ def test_dtypes_in_and_out(op: Any) -> None:
 
 
 def test_torch_compile_makes_one_graph() -> None:
-    torch._dynamo.reset()
     leaves = [x.float().requires_grad_() for x in inputs().values()]
 
     def call(*given: torch.Tensor) -> Any:

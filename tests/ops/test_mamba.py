@@ -1,7 +1,7 @@
 """Mamba2 on the torch path: gradients in float64, states through views, errors by name, modules, torch.compile. The kernels: tests/interpret."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -262,14 +262,7 @@ def test_the_modules(before: bool) -> None:
 
 # torch.compile
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def test_lengths_share_a_graph(fresh_compiler: None) -> None:
+def test_lengths_share_a_graph() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
     graphs = CompileCounterWithBackend("aot_eager")
 
@@ -288,7 +281,7 @@ def test_lengths_share_a_graph(fresh_compiler: None) -> None:
 
 
 @torch.no_grad()
-def test_a_compiled_step_in_a_pool(fresh_compiler: None) -> None:
+def test_a_compiled_step_in_a_pool() -> None:
     given, columns = made(make_step, tied=False, pool=7), made(make_window, b=3, pool=7, ring=True)
 
     def layer(state: torch.Tensor, window: torch.Tensor) -> torch.Tensor:

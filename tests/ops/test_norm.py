@@ -21,11 +21,7 @@ CPU = torch.device("cpu")
 BOTH = pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 
 
-@pytest.fixture(autouse=True)
-def torch_path() -> Any:
-    """These tests are about the torch path and what is around it; the kernels have the interpreter and the GPU records."""
-    with flashlin.settings(path="torch"):
-        yield
+pytestmark = pytest.mark.usefixtures("torch_path")
 
 
 def norm(op: str) -> Callable[..., Any]:
@@ -253,7 +249,6 @@ def test_l2norm_module() -> None:
 
 def test_compiles_to_one_graph_for_all_numbers_of_rows() -> None:
     from torch._dynamo.testing import CompileCounter
-    torch._dynamo.reset()
     graphs = CompileCounter()
 
     def block(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> Any:
@@ -270,7 +265,6 @@ def test_compiles_to_one_graph_for_all_numbers_of_rows() -> None:
 
 
 def test_compiles_with_every_size_symbolic() -> None:
-    torch._dynamo.reset()
     x, w = torch.randn(3, 16), torch.randn(16)
     compiled = torch.compile(flashlin.rms_norm, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(compiled(x, w, None), flashlin.rms_norm(x, w, None))

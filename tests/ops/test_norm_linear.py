@@ -16,11 +16,7 @@ from flashlin.testing.compare import Case, check
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def torch_path() -> Any:
-    """These tests are about the torch path and what is around it; the kernels have the interpreter and the GPU records."""
-    with flashlin.settings(path="torch"):
-        yield
+pytestmark = pytest.mark.usefixtures("torch_path")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
@@ -160,7 +156,6 @@ def test_wrong_arguments_are_named(call: Callable[[], Any], error: type[Exceptio
 
 def test_compiles_to_one_graph_for_all_numbers_of_rows() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
-    torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     module = flashlin.FusedRMSNormSwishGateLinear(8)
     weight = randn(5, 8, grad=True)

@@ -22,11 +22,7 @@ MINE = [op for op, (family, _) in OPS.items() if family.startswith("pointwise")]
 H200 = parse("triton=3.6.0,sm=90")
 
 
-@pytest.fixture(autouse=True)
-def torch_path() -> Any:
-    """These tests are about the torch path and what is around it; the kernels have the interpreter and the GPU records."""
-    with flashlin.settings(path="torch"):
-        yield
+pytestmark = pytest.mark.usefixtures("torch_path")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
@@ -169,7 +165,6 @@ def test_wrong_arguments_are_named(call: Callable[[], Any], error: type[Exceptio
 
 def test_compiles_to_one_graph_for_all_numbers_of_rows() -> None:
     from torch._dynamo.testing import CompileCounter
-    torch._dynamo.reset()
     graphs = CompileCounter()
 
     def block(x: torch.Tensor, mu: torch.Tensor) -> Any:

@@ -230,7 +230,6 @@ def test_flags_have_names() -> None:
 @pytest.mark.parametrize("T", [3, recurrent.LONG + 1])
 def test_torch_compile_makes_one_graph(T: int) -> None:
     """Of a length, that is: the loop over tokens is unrolled, and so is the one over chunks."""
-    torch._dynamo.reset()
     tensors = [x.float().requires_grad_() for x in (*gated(T=T).values(), randn(2, 4, 8, 5))]
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor, h0: torch.Tensor) -> Any:

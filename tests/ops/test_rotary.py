@@ -20,11 +20,7 @@ CPU = torch.device("cpu")
 H200 = parse("triton=3.6.0,sm=90")
 
 
-@pytest.fixture(autouse=True)
-def torch_path() -> Any:
-    """These tests are about the torch path and what is around it; the kernels have the interpreter and the GPU records."""
-    with flashlin.settings(path="torch"):
-        yield
+pytestmark = pytest.mark.usefixtures("torch_path")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
@@ -188,7 +184,6 @@ def test_tables_made_in_inference_mode_serve_training() -> None:
 @pytest.mark.parametrize("scale_base", [None, 32.0])
 def test_compiles_to_one_graph_for_all_lengths(scale_base: float | None) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
-    torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     module = flashlin.RotaryEmbedding(8, scale_base=scale_base)
     module._centre = 3

@@ -147,7 +147,6 @@ def test_wrong_arguments_are_named(change: dict[str, Any], error: type[Exception
 
 def test_lengths_share_graphs() -> None:
     from torch._dynamo.testing import CompileCounter
-    torch._dynamo.reset()
     graphs = CompileCounter()
     compiled = torch.compile(lambda **tensors: flashlin.selective_scan_fn(**tensors, delta_softplus=True), fullgraph=True, backend=graphs)
     for T in (70, 100, 110, 120, 127, 90):

@@ -98,7 +98,6 @@ def test_wrong_arguments_are_named(call: Callable[[], Any], error: type[Exceptio
 @pytest.mark.parametrize("table", [None, [0, 1, 1, 3]], ids=["dense", "packed"])
 def test_compiles_to_one_graph_for_all_lengths(table: list[int] | None) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
-    torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(flashlin.token_shift, fullgraph=True, backend=graphs)
     for T in (3, 5, 9, 13):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from flashlin import dispatch
+from flashlin.compat import releases
 from flashlin.compat.known_issues import KNOWN_ISSUES, issues_here
 from flashlin.compat.target import Target, bundled_ptxas, parse
 from flashlin.compat.versions import release
@@ -29,10 +30,11 @@ from tests.share import share
 
 SNAPSHOTS = Path(__file__).with_name("snapshots.json")
 
-RELEASES = ("3.0.0", "3.1.0", "3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.0", "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
+RELEASES = tuple(one.version for one in releases.RELEASES)
 BUILDS = ("", "2.3.1", *RELEASES, "3.4.0.dev20250401", "3.6.0+git1a2b3c", "3.7.0rc1")
 CAPABILITIES = (60, 70, 75, 80, 86, 89, 90, 100, 103, 120, 121)
-ENDS = ("", "3.0.0", "3.2.0", "3.3.1", "3.6.0", "3.9.0")  # what is asked of every policy is asked of these
+# What is asked of every policy is asked of these.
+ENDS = ("", "3.0.0", "3.2.0", "3.3.1", "3.6.0", RELEASES[-1])
 SHARE = 7  # one in so many problems is asked of a machine; a prime, so that every dtype and size gets its turn
 POLICIES = tuple(Policy(policy=policy, path=path) for policy in CHOICES["policy"] for path in CHOICES["path"])
 AUTO = Policy()

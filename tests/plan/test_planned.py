@@ -2,16 +2,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 import flashlin
-from flashlin import dispatch, policy
+from flashlin import dispatch
 from flashlin.compat.target import parse, pretend
 from flashlin.guards.problem import Plan, Problem, Reason, UnsupportedError
-from flashlin.ops._common import planned as module
 from flashlin.ops._common.planned import name_of, planned, wants_grad
 from flashlin.policy import Policy
 
@@ -21,12 +19,7 @@ H100 = parse("triton=3.6.0,sm=90,torch=2.9.0")
 CALL = Problem("chunk_simple_gla", "simple_gla", "chunk", 2, 256, 8, 64, 64, 2, "bfloat16", False, True, ("g",))
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(module, "_told", set())
-    monkeypatch.setattr(policy, "_current", Policy())
-    yield
-    pretend(None)
+pytestmark = pytest.mark.usefixtures("default_settings")
 
 
 def told(problem: Problem) -> list[str]:

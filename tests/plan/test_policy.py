@@ -17,10 +17,7 @@ from flashlin import policy
 from flashlin.compat.known_issues import KNOWN_ISSUES
 from flashlin.policy import CHOICES, Policy, current, from_environment, settings
 
-
-@pytest.fixture(autouse=True)
-def default_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "_current", Policy())
+pytestmark = pytest.mark.usefixtures("default_settings")
 
 
 def test_an_empty_environment_is_the_default_policy() -> None:

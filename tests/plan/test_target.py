@@ -1,7 +1,6 @@
 """Targets: parsed from text, probed once per device, and pretended."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 
 from flashlin.compat import target as machine
 from flashlin.compat.target import (
-    BUNDLED_PTXAS,
     SHARED_PER_BLOCK,
     USUAL_CARD,
     Target,
@@ -23,13 +21,6 @@ from flashlin.compat.target import (
 )
 
 H100 = Target("3.2.0", "12.4.99", "2.9.0", "cuda", (9, 0), "H100", 232448, 132)
-
-
-@pytest.fixture(autouse=True)
-def nothing_probed_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(machine, "_probed", {})
-    yield
-    pretend(None)
 
 
 @pytest.mark.parametrize("text", ("triton=3.2.0,sm=90", "sm=sm90,triton=3.2.0", "triton=3.2.0,sm=sm_90,", "triton=3.2.0,sm=90,backend=cuda"))
@@ -98,7 +89,6 @@ def test_an_unknown_card_has_the_least_shared_memory_of_its_generation(capabilit
     ("9.9.9", (9, 0), ""), ("", (9, 0), "")])
 def test_the_wheel_brings_its_ptxas(triton: str, capability: tuple[int, int], version: str) -> None:
     assert bundled_ptxas(triton, capability) == version
-    assert len(BUNDLED_PTXAS) == 10
 
 
 def test_the_environment_names_another_ptxas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from flashlin.guards import verdicts
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.verdicts import BAD, Table, Verdict, Word
 
+pytestmark = pytest.mark.usefixtures("home")
+
 HOPPER = parse("triton=3.6.0,sm=90", torch_version="2.11.0")
 CONFIG = "simple_gla_scan BT=64 BK=64 BV=64 warps=4 stages=2 bf16 dot half_dot rmw_acc"
 NOTHING = Table({}, {})

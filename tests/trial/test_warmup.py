@@ -21,6 +21,8 @@ from flashlin.guards.verdicts import Table, Verdict
 from flashlin.kernels.families import family_of
 from flashlin.trial import child, run
 
+pytestmark = pytest.mark.usefixtures("home")
+
 CPU = torch.device("cpu")
 CONFIG = "simple_gla_scan BT=64 BK=64 BV=64 warps=4 stages=2 bf16 dot half_dot rmw_acc"
 BEGIN = "import json, os, signal, sys, time\ndef say(**it): print(json.dumps(it), flush=True)\n"

@@ -52,13 +52,14 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
 
 SPECS = (over_heads(
-    "delta", launches,
-    Op("chunk_delta_rule", "delta_rule", "chunk"),
-    Op("fused_recurrent_delta_rule", "delta_rule", "fused_recurrent", ("beta", "delta"), family="recurrent"),
-    Op("delta_rule", "delta_rule", "auto"),
-    Op("chunk_gated_delta_rule", "gated_delta_rule", "chunk", ("g",)),
-    Op("fused_recurrent_gated_delta_rule", "gated_delta_rule", "fused_recurrent", ("beta", "delta", "g"),
-       family="recurrent"),
-    Op("gated_delta_rule", "gated_delta_rule", "auto", ("g",)),
-    Op("chunk_gdn", "gated_delta_rule", planned_as="chunk_gated_delta_rule"),
-    Op("fused_recurrent_gdn", "gated_delta_rule", planned_as="fused_recurrent_gated_delta_rule")),)
+    "delta", launches, (
+        Op("chunk_delta_rule", "delta_rule", "chunk"),
+        Op("fused_recurrent_delta_rule", "delta_rule", "fused_recurrent", ("beta", "delta"),
+           family="recurrent"),
+        Op("delta_rule", "delta_rule", "auto"),
+        Op("chunk_gated_delta_rule", "gated_delta_rule", "chunk", ("g",)),
+        Op("fused_recurrent_gated_delta_rule", "gated_delta_rule", "fused_recurrent", ("beta", "delta", "g"),
+           family="recurrent"),
+        Op("gated_delta_rule", "gated_delta_rule", "auto", ("g",)),
+        Op("chunk_gdn", "gated_delta_rule", planned_as="chunk_gated_delta_rule"),
+        Op("fused_recurrent_gdn", "gated_delta_rule", planned_as="fused_recurrent_gated_delta_rule"))),)

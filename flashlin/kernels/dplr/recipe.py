@@ -83,17 +83,18 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
 
 SPECS = (over_heads(
-    "dplr", launches,
-    Op("chunk_kda", "kda", "chunk", ("beta",)),
-    Op("fused_recurrent_kda", "kda", "fused_recurrent", ("beta", "delta", "gk"), family="recurrent"),
-    Op("kda", "kda", "auto", ("beta",)),
-    Op("chunk_rwkv7", "rwkv7", "chunk", ("a", "b")),
-    Op("rwkv7", "rwkv7", "auto", ("a", "b")),
-    Op("chunk_dplr_delta_rule", "dplr_delta_rule", "chunk", ("a", "b")),
-    Op("chunk_iplr_delta_rule", "iplr_delta_rule", "chunk", ("a", "b")),
-    Op("fused_recurrent_rwkv7", "rwkv7", "fused_recurrent", ("a", "b", "gk"), family="recurrent"),
-    Op("fused_mul_recurrent_rwkv7", "rwkv7", "fused_recurrent", ("a", "b", "gk", "rate"), family="recurrent"),
-    Op("fused_recurrent_dplr_delta_rule", "dplr_delta_rule", "fused_recurrent", ("a", "b", "gk"),
-       family="recurrent"),
-    Op("fused_recurrent_iplr_delta_rule", "iplr_delta_rule", "fused_recurrent", ("a", "b"),
-       family="recurrent")),)
+    "dplr", launches, (
+        Op("chunk_kda", "kda", "chunk", ("beta",)),
+        Op("fused_recurrent_kda", "kda", "fused_recurrent", ("beta", "delta", "gk"), family="recurrent"),
+        Op("kda", "kda", "auto", ("beta",)),
+        Op("chunk_rwkv7", "rwkv7", "chunk", ("a", "b")),
+        Op("rwkv7", "rwkv7", "auto", ("a", "b")),
+        Op("chunk_dplr_delta_rule", "dplr_delta_rule", "chunk", ("a", "b")),
+        Op("chunk_iplr_delta_rule", "iplr_delta_rule", "chunk", ("a", "b")),
+        Op("fused_recurrent_rwkv7", "rwkv7", "fused_recurrent", ("a", "b", "gk"), family="recurrent"),
+        Op("fused_mul_recurrent_rwkv7", "rwkv7", "fused_recurrent", ("a", "b", "gk", "rate"),
+           family="recurrent"),
+        Op("fused_recurrent_dplr_delta_rule", "dplr_delta_rule", "fused_recurrent", ("a", "b", "gk"),
+           family="recurrent"),
+        Op("fused_recurrent_iplr_delta_rule", "iplr_delta_rule", "fused_recurrent", ("a", "b"),
+           family="recurrent"))),)

@@ -45,10 +45,11 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
 
 SPECS = (over_heads(
-    "gla", launches,
-    Op("chunk_gla", "gla", "chunk"),
-    Op("fused_recurrent_gla", "gla", "fused_recurrent", ("gk",), family="recurrent"),
-    Op("gla", "gla", "auto"),
-    Op("chunk_rwkv6", "rwkv6", "chunk", ("u",)),
-    Op("fused_recurrent_rwkv6", "rwkv6", "fused_recurrent", ("before", "bonus", "gk"), family="recurrent"),
-    Op("rwkv6", "rwkv6", "auto", ("u",))),)
+    "gla", launches, (
+        Op("chunk_gla", "gla", "chunk"),
+        Op("fused_recurrent_gla", "gla", "fused_recurrent", ("gk",), family="recurrent"),
+        Op("gla", "gla", "auto"),
+        Op("chunk_rwkv6", "rwkv6", "chunk", ("u",)),
+        Op("fused_recurrent_rwkv6", "rwkv6", "fused_recurrent", ("before", "bonus", "gk"),
+           family="recurrent"),
+        Op("rwkv6", "rwkv6", "auto", ("u",)))),)

@@ -1,0 +1,64 @@
+"""The one table of Triton's releases. A new release is one entry here; everything else derives from it:
+the assembler of a named target, doctor's pairs and advice, the matrix's cells, the workflow that runs them.
+
+Whoever needs the newest ones reads ``releases.RELEASES`` when asked, not a copy made at import.
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flashlin.compat.versions import affected
+
+
+class Release(NamedTuple):
+    """A release of Triton.
+
+    ptxas: version of the assembler in its wheel.
+    python: the versions of Python that it has wheels for.
+    blackwell: version of the second assembler in its wheel; ``""`` if it has none, or the same.
+    blackwell_from: the first card, by compute capability, that gets the second one.
+    torch: the torch releases made with it (Requires-Dist of their wheels on PyPI).
+    numpy: the bound that its interpreter needs, if any: with numpy 2, 3.0 and 3.1 lose writes silently.
+    gate: whether it has a cell of the matrix, in which nothing may fail. A release that a patch release soon
+        followed has none; it is here because people have it installed.
+    """
+    version: str
+    ptxas: str
+    python: str
+    blackwell: str = ""
+    blackwell_from: tuple[int, int] = (10, 0)
+    torch: tuple[str, ...] = ()
+    numpy: str = ""
+    gate: bool = True
+
+
+# Oldest first. What comes before the first is too old: the torch path serves.
+RELEASES: tuple[Release, ...] = (
+    Release("3.0.0", "12.4.99", "3.8 to 3.12", torch=("2.4.0", "2.4.1"), numpy="<2"),
+    Release("3.1.0", "12.4.99", "3.8 to 3.12", torch=("2.5.0", "2.5.1"), numpy="<2"),
+    Release("3.2.0", "12.4.99", "3.9 to 3.13", torch=("2.6.0",), numpy="<2.3"),
+    Release("3.3.0", "12.4.99", "3.9 to 3.13", blackwell="12.8.61", torch=("2.7.0",), numpy="<2.3"),
+    Release("3.3.1", "12.4.99", "3.9 to 3.13", blackwell="12.8.61", torch=("2.7.1",), numpy="<2.3"),
+    Release("3.4.0", "12.8.93", "3.9 to 3.13", torch=("2.8.0",), numpy="<2.3"),
+    Release("3.5.0", "12.8.93", "3.10 to 3.14", torch=("2.9.0",), numpy="<2.3", gate=False),
+    Release("3.5.1", "12.8.93", "3.10 to 3.14", torch=("2.9.1",), numpy="<2.3"),
+    Release("3.6.0", "12.8.93", "3.10 to 3.14", blackwell="12.9.86",
+            torch=("2.10.0", "2.11.0"), numpy="<2.3"),
+    Release("3.7.0", "12.8.93", "3.10 to 3.14", blackwell="13.1.80", torch=("2.12.0",), gate=False),
+    Release("3.7.1", "12.8.93", "3.10 to 3.14", blackwell="13.1.80", torch=("2.12.1", "2.13.0")),
+    Release("3.8.0", "12.9.86", "3.10 to 3.14", blackwell="13.3.33", torch=("2.14.0", "2.14.1")),
+    Release("3.9.0", "12.9.86", "3.11 to 3.15", blackwell="13.4.59", blackwell_from=(9, 0),
+            torch=("2.15.0",)),
+)
+# From this torch on its wheels ask for a minor version of Triton, any patch release of it.
+MINOR_IS_ENOUGH_FROM = "2.14.0"
+
+
+def nearest(triton: str) -> Release:
+    """That release, else the newest one before it; the first one for what is older than all."""
+    return next((one for one in reversed(RELEASES) if affected(triton, one.version, None)), RELEASES[0])
+
+
+def supported() -> tuple[str, ...]:
+    """The versions that flashlin answers for, oldest first."""
+    return tuple(one.version for one in RELEASES if one.gate)

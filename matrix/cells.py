@@ -1,0 +1,37 @@
+"""What flashlin answers for: every cell (a Triton release) against every card. The cells are made of the
+table of releases, but for two; the cards are listed here."""
+from __future__ import annotations
+
+from flashlin.compat import releases
+from flashlin.compat.versions import release
+from matrix.results import Card, Cell, Matrix
+
+# gate: nothing may FAIL there. report: told, not promised.
+CARDS = (
+    Card(name="sm70", example="V100", kind="gate"),
+    Card(name="sm75", example="T4", kind="gate"),
+    Card(name="sm80", example="A100", kind="gate"),
+    Card(name="sm86", example="RTX 3090", kind="gate"),
+    Card(name="sm89", example="RTX 4090", kind="gate"),
+    Card(name="sm90", example="H100, H200", kind="gate"),
+    Card(name="sm100", example="B200", kind="gate"),
+    Card(name="sm103", example="B300", kind="gate"),
+    Card(name="sm120", example="RTX 5090", kind="gate"),
+    Card(name="gfx90a", example="MI250", kind="report"),
+    Card(name="gfx942", example="MI300", kind="report"),
+    Card(name="gfx1100", example="RX 7900", kind="report"),
+)
+
+
+def whole() -> Matrix:
+    """Every cell, oldest first, and every card."""
+    oldest = releases.RELEASES[0]
+    cells = [
+        # Too old for the kernels: the torch path must serve.
+        Cell(triton="2.3.1", python="3.7 to 3.12", kind="report", layers=("import", "plan", "torch")),
+        # The oldest torch that we support, which pins that Triton; its launches are those of that release.
+        Cell(triton=oldest.version, python=oldest.python, torch=oldest.torch[-1], kind="gate",
+             layers=("import", "interpret", "torch")),
+        *(Cell(triton=one.version, python=one.python, kind="gate") for one in releases.RELEASES if one.gate),
+    ]
+    return Matrix(card=CARDS, cell=tuple(sorted(cells, key=lambda cell: (release(cell.triton), cell.torch))))

@@ -1,0 +1,209 @@
+"""The figures this project's order is judged by, of one checkout.
+
+Standard library only; nothing of the checkout is imported or run.
+"""
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ABOUT = """Counts, over a checkout, what makes a project of this kind hard to enter and to change:
+hand-written copies, calls that tell their arguments apart by position only, long lines, and how many files
+one new thing touches. Smaller is better, all else equal; tests/test_house.py holds upper bounds.
+An old commit's figures, and today's:
+
+  git archive COMMIT | tar x -C FOLDER
+  python tools/house.py FOLDER
+  python tools/house.py
+
+A walk is a row of ARCHITECTURE.md's table "Where a new thing goes": the files and folders that its places
+name, each of which must exist. A place is a path in backticks, from the root of the checkout or from
+flashlin/; those in tests/ check a walk and are not counted.
+"""
+EXAMPLES = """examples:
+  python tools/house.py                        this checkout
+  python tools/house.py --where positional     the calls that are counted, each with its line
+  python tools/house.py --json | jq .figures   for a script
+"""
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("flashlin", "matrix", "benchmarks", "examples", "tests", "tools")
+WIDTH, POSITIONAL, LINES_OF_A_KERNEL = 110, 10, 15
+RELEASE = re.compile(r"[23]\.\d+(\.\d+)?")
+# Where releases belong: the table of them, and what is known of single ones, with its proofs.
+RELEASE_TABLES = ("flashlin/compat/releases.py", "flashlin/compat/known_issues.py",
+                  "matrix/proofs/proof_table.py")
+TABLE = "## Where a new thing goes\n"
+
+
+class Source(NamedTuple):
+    """name: from the root of the checkout. nodes: of its syntax tree, all of them."""
+    name: str
+    lines: list[str]
+    nodes: list[ast.AST]
+
+    def at(self, node: ast.AST) -> str:
+        return f"{self.name}:{getattr(node, 'lineno', 1)}"
+
+
+class Walk(NamedTuple):
+    """places: what somebody who adds the thing edits. missing: those that are not there, and such tests."""
+    thing: str
+    places: list[str]
+    missing: list[str]
+
+
+class House:
+    def __init__(self, root: Path) -> None:
+        if not (root / "flashlin").is_dir():
+            raise SystemExit(f"house: got {root}, need a checkout, in which there is a folder flashlin")
+        self.root = root
+        self.sources = []
+        for path in sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            name = path.relative_to(root).as_posix()
+            self.sources.append(Source(name, text.splitlines(), list(ast.walk(ast.parse(text)))))
+
+    def nodes(self, *folders: str) -> Iterator[tuple[Source, ast.AST]]:
+        for source in self.sources:
+            if source.name.startswith(tuple(f"{folder}/" for folder in folders)):
+                yield from ((source, node) for node in source.nodes)
+
+    # --- figures that are a number of places ---
+
+    def root_files(self) -> list[str]:
+        """Python files at flashlin/'s root."""
+        return sorted(f"flashlin/{path.name}" for path in (self.root / "flashlin").glob("*.py"))
+
+    def custom_ops(self) -> list[str]:
+        """Calls of torch.library's custom_op in flashlin/ops."""
+        return [source.at(node) for source, node in self.nodes("flashlin/ops")
+                if isinstance(node, ast.Call) and not isinstance(node.func, ast.Call)
+                and last_name(node.func) == "custom_op"]
+
+    def positional(self) -> list[str]:
+        """Calls with ten or more positional arguments in flashlin/ and matrix/."""
+        return [f"{source.at(node)} {last_name(node.func)}({len(node.args)})"
+                for source, node in self.nodes("flashlin", "matrix")
+                if isinstance(node, ast.Call) and len(node.args) >= POSITIONAL]
+
+    def wide(self) -> list[str]:
+        """Lines over 110 columns in all Python files."""
+        return [f"{source.name}:{number}" for source in self.sources
+                for number, line in enumerate(source.lines, 1) if len(line) > WIDTH]
+
+    def undocumented(self) -> list[str]:
+        """Jitted functions of over 15 lines without a docstring in flashlin/ and matrix/."""
+        return [f"{source.at(node)} {node.name}" for source, node in self.nodes("flashlin", "matrix")
+                if isinstance(node, ast.FunctionDef) and not ast.get_docstring(node)
+                and any(last_name(by) == "jit" for by in node.decorator_list)
+                and (node.end_lineno or node.lineno) - node.lineno + 1 > LINES_OF_A_KERNEL]
+
+    def fp32(self) -> list[str]:
+        """Files of flashlin/ that compare a call's dot with "fp32", so know what a remedy does."""
+        return sorted({source.name for source, node in self.nodes("flashlin")
+                       if isinstance(node, ast.Compare) and last_name(node.left) == "dot"
+                       and any(value(side) == "fp32" for side in node.comparators)})
+
+    def releases(self) -> list[str]:
+        """Releases of Triton or torch outside of their tables: "3.6.0", or compared as (3, 6)."""
+        found = []
+        for source, node in self.nodes("flashlin", "matrix", "tools"):
+            if source.name in RELEASE_TABLES:
+                continue
+            if isinstance(node, ast.Constant):
+                if isinstance(node.value, str) and RELEASE.fullmatch(node.value):
+                    found.append(f"{source.at(node)} {node.value}")
+            elif isinstance(node, ast.Compare):
+                sides = [value(side) for side in (node.left, *node.comparators)]
+                found += [f"{source.at(node)} {side}" for side in sides if isinstance(side, tuple)
+                          and side[:1] in ((2,), (3,)) and "release" in ast.unparse(node)]
+        return found
+
+    # --- figures of another kind ---
+
+    def size(self) -> int:
+        """Nodes of the syntax trees of flashlin/ and matrix/."""
+        return sum(1 for _ in self.nodes("flashlin", "matrix"))
+
+    def width(self) -> float:
+        """Of all lines of Python, the percentage over 110 columns."""
+        return round(100 * len(self.wide()) / sum(len(source.lines) for source in self.sources), 2)
+
+    def walks(self) -> list[Walk]:
+        _, found, rest = (self.root / "ARCHITECTURE.md").read_text(encoding="utf-8").partition(TABLE)
+        if not found:
+            raise SystemExit(f"house: ARCHITECTURE.md has no section {TABLE.strip()!r}")
+        rows = [line.strip("| ").split(" | ", 1) for line in rest.partition("\n\n")[0].splitlines()[2:]]
+        return [self.walk(thing, text) for thing, text in rows]
+
+    def walk(self, thing: str, text: str) -> Walk:
+        named = [name for name in dict.fromkeys(re.findall(r"`([\w./*-]+)`", text))
+                 if name.endswith("/") or Path(name).suffix in (".py", ".toml", ".json", ".md", ".yml")]
+        bases = (self.root, self.root / "flashlin")
+        missing = [name for name in named if not any(any(base.glob(name.rstrip("/"))) for base in bases)]
+        return Walk(thing, [name for name in named if not name.startswith("tests/")], missing)
+
+
+def last_name(node: ast.AST) -> str:
+    """``c`` of ``a.b.c``, also called."""
+    if isinstance(node, ast.Call):
+        return last_name(node.func)
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def value(node: ast.expr) -> object:
+    """What a literal is; None for anything else."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+PLACES = {"root files": House.root_files, "custom ops": House.custom_ops, "positional": House.positional,
+          "undocumented": House.undocumented, "fp32": House.fp32, "releases": House.releases,
+          "wide": House.wide}
+NUMBERS = {"width": House.width, "size": House.size}
+
+
+def figures(house: House) -> dict[str, float]:
+    counts = {name: len(found(house)) for name, found in PLACES.items()}
+    return {**counts, **{name: found(house) for name, found in NUMBERS.items()}}
+
+
+def text(house: House) -> str:
+    about = {name: function.__doc__ for name, function in {**PLACES, **NUMBERS}.items()}
+    lines = [f"{number:>10}  {name:<13} {about[name]}" for name, number in figures(house).items()]
+    lines += ["", "walks: the files and folders that a new thing touches"]
+    for walk in house.walks():
+        lines.append(f"{len(walk.places):>10}  {walk.thing}: {', '.join(walk.places)}")
+        lines += [f"{'':>12}not there: {name}" for name in walk.missing]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="house.py", description=ABOUT, epilog=EXAMPLES,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", nargs="?", type=Path, default=ROOT,
+                        help="a folder with flashlin/ in it (default: this one)")
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--json", action="store_true", help="figures and walks as JSON on stdout")
+    style.add_argument("--where", choices=sorted(PLACES), metavar="FIGURE",
+                       help=f"list what is counted: {', '.join(PLACES)}")
+    given = parser.parse_args()
+    house = House(given.checkout.resolve())
+    if given.where:
+        print(*PLACES[given.where](house), sep="\n")
+    elif given.json:
+        walks = {walk.thing: {"places": walk.places, "missing": walk.missing} for walk in house.walks()}
+        print(json.dumps({"figures": figures(house), "walks": walks}, indent=2))
+    else:
+        print(text(house))
+
+
+if __name__ == "__main__":
+    main()
