@@ -35,9 +35,9 @@ def captured(head_dim: int, dtype: str, B: int, T: int, H: int) -> dict[str, Any
     from flashlin.compat import launch
     found: dict[str, Any] = {}
 
-    def keep(facts: Any, kernel: Any, programs: int, arguments: Any, constants: Any) -> None:
-        found[facts.kernel] = (kernel, arguments, constants, facts)
-        launch._start(facts, kernel, programs, arguments, constants)
+    def keep(facts: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        found[facts.kernel] = (kernel, arguments)
+        launch._start(facts, kernel, programs, arguments)
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, T, H, head_dim, device="cuda", dtype=getattr(torch, dtype), requires_grad=True) for _ in range(3))
     g = torch.nn.functional.logsigmoid(torch.randn(B, T, H, device="cuda")).requires_grad_()
@@ -48,30 +48,28 @@ def captured(head_dim: int, dtype: str, B: int, T: int, H: int) -> dict[str, Any
     return found
 
 
-def outputs(kernel: str, arguments: tuple[Any, ...]) -> list[Any]:
-    at = {"simple_gla_scan": (6,), "simple_gla_dq": (7,), "simple_gla_dk": (7,), "simple_gla_dv": (6,)}[kernel]
-    return [arguments[i] for i in at]
+def output(kernel: str, arguments: dict[str, Any]) -> Any:
+    return arguments["o" if kernel == "simple_gla_scan" else kernel.removeprefix("simple_gla_")]
 
 
 def run(kernel: str, found: dict[str, Any], config: tuple[int, int, int, int], head_dim: int) -> Any:
     """A function that starts that configuration once."""
     import torch
-    function, arguments, constants, _ = found[kernel]
+    function, arguments = found[kernel]
     BT, strip, warps, stages = config
     over_v = kernel in ("simple_gla_scan", "simple_gla_dv")
-    arguments = list(arguments)
-    N, H = arguments[-2], arguments[-1]
+    N, H = arguments["N"], arguments["H"]
     full = 1 << (head_dim - 1).bit_length()
     tile = dict(BT=BT, BK=full if over_v else strip, BV=strip if over_v else full)
     strips = -(-head_dim // strip)
-    q = arguments[0]
+    q = arguments["k" if kernel == "simple_gla_dq" else "q"]
     if not over_v:  # scratch sized for this configuration
         parts = torch.zeros(*q.shape[:3], strips, device="cuda")
         slots = q.shape[0] * q.shape[1] // BT + N + 1
         states = torch.zeros(slots, q.shape[2], head_dim, head_dim, device="cuda", dtype=q.dtype)
-        for i, x in ((8, parts), (9, states)) if kernel == "simple_gla_dq" else ((9, parts), (10, states), (11, torch.empty_like(parts))):
-            arguments[i] = x
-    return lambda: function[(N * H * strips,)](*arguments, **constants, **tile, num_warps=warps, num_stages=stages)
+        scratch = {"a": parts} if kernel == "simple_gla_dq" else {"b": parts, "c": torch.empty_like(parts)}
+        arguments = {**arguments, "states": states, **scratch}
+    return lambda: function[(N * H * strips,)](**arguments, **tile, num_warps=warps, num_stages=stages)
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -80,7 +78,7 @@ def worker(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     found = captured(options.head_dim, options.dtype, options.batch, options.length, options.heads)
     configs = grid(options.kernel, options.head_dim)
-    wanted = outputs(options.kernel, found[options.kernel][1])
+    wanted = [output(options.kernel, found[options.kernel][1])]
     truth = [x.clone() for x in wanted]
     part, of = options.compile.split("/") if options.compile else ("0", "1")
     for index in range(int(part) + options.skip, len(configs), int(of)):

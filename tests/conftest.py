@@ -1,4 +1,4 @@
-"""The fixtures that more than one file of tests needs; ``fresh`` and ``interpreter`` hold for every test without being asked for."""
+"""Fixtures that more than one file of tests needs; ``fresh`` and ``interpreter`` hold for every test."""
 from __future__ import annotations
 
 import os
@@ -25,8 +25,8 @@ Compile = Callable[[str, list[Job]], list[Result]]
 
 
 def forget() -> None:
-    """Make this process one that has just begun: no machine is probed or pretended, nothing planned, told, tried
-    or compiled, kernels are really started, and the policy is that of the environment."""
+    """Make this process one that has just begun: no machine is probed or pretended, nothing planned, told,
+    tried or compiled, kernels are really started, and the policy is that of the environment."""
     machine.pretend(None)
     door.replace_starter(None)
     policy._current = None
@@ -67,7 +67,7 @@ def default_settings(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None])
 
 @pytest.fixture
 def torch_path() -> Iterator[None]:
-    """For tests of the torch path and what is around it; the kernels have the interpreter and the GPU records."""
+    """For tests of the torch path and what is around it; kernels have the interpreter and the GPU records."""
     with flashlin.settings(path="torch"):
         yield
 
@@ -96,7 +96,7 @@ def starts() -> list[str]:
 
 @pytest.fixture
 def axis_limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """axis_limits(x, y, z): from now on the axes of a grid hold so many programs, so that batches go in parts."""
+    """axis_limits(x, y, z): from now on a grid's axes hold so many programs, so that batches go in parts."""
     def limited(*programs: int) -> None:
         monkeypatch.setattr(limits, "AXIS_LIMITS", programs)
         dispatch.plan.cache_clear()
@@ -110,12 +110,12 @@ def no_host_sync() -> Iterator[Callable[[], None]]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-# --- every Triton release, without a GPU: launches recorded on the CPU, compiled by child processes that import it ---
+# --- every Triton release, without a GPU: launches recorded here, compiled in children that import it ---
 
 @pytest.fixture(scope="session")
 def compiled() -> Compile:
-    """compiled(version, jobs) -> results. A release that cannot be installed is skipped, but fails in CI: nobody looks
-    at skips there."""
+    """compiled(version, jobs) -> results. A release that cannot be installed skips the test; in CI it fails:
+    nobody looks at skips there."""
     def run(version: str, jobs: list[Job]) -> list[Result]:
         try:
             environment = triton_environment(version)
@@ -149,7 +149,8 @@ def call_gated(op: str = "chunk_simple_gla",
     def leaf(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, requires_grad=True)
     N = B if edges is None else len(edges) - 1
-    o, ht = getattr(flashlin, op)(leaf(B, T, H, K), leaf(B, T, H, K), leaf(B, T, H, V), g=leaf(B, T, H, dtype=others),
-                                  initial_state=leaf(N, H, K, V, dtype=others), output_final_state=True,
-                                  cu_seqlens=None if edges is None else torch.tensor(edges, dtype=torch.int32))
+    cu_seqlens = None if edges is None else torch.tensor(edges, dtype=torch.int32)
+    o, ht = getattr(flashlin, op)(leaf(B, T, H, K), leaf(B, T, H, K), leaf(B, T, H, V),
+                                  g=leaf(B, T, H, dtype=others), initial_state=leaf(N, H, K, V, dtype=others),
+                                  output_final_state=True, cu_seqlens=cu_seqlens)
     torch.autograd.backward([o, ht], [torch.zeros_like(o), torch.zeros_like(ht)])

@@ -58,6 +58,46 @@ def test_everything_else_is(old: str, new: str) -> None:
     assert old in KERNEL and normalised(KERNEL.replace(old, new)) != normalised(KERNEL)
 
 
+CALL = "def f(x):\n    return tile(x, 1, n + 1, D=K)"
+
+
+@pytest.mark.parametrize("call", [
+    "tile(x, 1, n + 1, K)", "tile(x=x, first=1, rows=n + 1, D=K)",
+    "tile(D=K, rows=n + 1, x=x, first=1)", "tile(x, 1, D=K, rows=n + 1)"])
+def test_an_argument_counts_by_its_parameter(call: str) -> None:
+    """Whether it is given by name or by position; only of functions whose parameters are known."""
+    parameters = {"tile": ("x", "first", "rows", "D", "SIDE")}
+    other = CALL.replace("tile(x, 1, n + 1, D=K)", call)
+    assert normalised(other, parameters) == normalised(CALL, parameters)
+    assert normalised(other, {"put": ("x",)}) == normalised(other) != normalised(CALL)
+
+
+@pytest.mark.parametrize("call", [
+    "tile(x, 1, K, n + 1)", "tile(x=x, first=1, rows=K, D=n + 1)", "tile(x=1, first=x, rows=n + 1, D=K)",
+    "tile(x, 1, n + 1, SIDE=K)", "tile(x, 1, n + 1)", "tile(x, 1, n + 1, K, K)",
+    "tile(x, 1, n + 1, D=K, SIDE=1)", "put(x, 1, n + 1, D=K)", "tile(*x, 1, n + 1, D=K)"])
+def test_another_argument_is_another_call(call: str) -> None:
+    parameters = dict.fromkeys(("tile", "put"), ("x", "first", "rows", "D", "SIDE"))
+    other = CALL.replace("tile(x, 1, n + 1, D=K)", call)
+    assert normalised(other, parameters) != normalised(CALL, parameters)
+
+
+def test_a_default_that_is_left_out_stays_left_out() -> None:
+    parameters = {"tile": ("x", "by", "SIDE", "WARM")}
+    call = normalised("tile(x, WARM=1, SIDE=2)", parameters)
+    assert call == normalised("tile(x=x, SIDE=2, WARM=1)", parameters)
+    assert call != normalised("tile(x, 2, WARM=1)", parameters)
+
+
+def test_swapped_tensors_are_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the real kernels: the parameters come from the functions that they call."""
+    before, original = source_of("flashlin.kernels.dplr.forward", "dplr_prepare"), inspect.getsource
+    for old, new, same in (("q=q, k=k", "k=k, q=q", True), ("q=q, k=k", "q=k, k=q", False)):
+        monkeypatch.setattr(
+            inspect, "getsource", lambda function, old=old, new=new: original(function).replace(old, new))
+        assert (source_of.__wrapped__("flashlin.kernels.dplr.forward", "dplr_prepare") == before) is same
+
+
 def test_it_is_the_same_on_every_python() -> None:
     """Newer ones have type parameters and print fewer fields: in words, because hashes made under one are read under all."""
     assert normalised("@a\ndef f(x: int = -1, *y):\n    'text'\n    return x[1:, None] if y else {**y, 'k': lambda: 2.50}") == (

@@ -53,7 +53,8 @@ def test_what_failed_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch, fresh
     assert outlook.evidence([plan]) == "no record"
 
 
-def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> None:
+def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch,
+                                              fresh: Callable[[], None]) -> None:
     monkeypatch.setattr(proven, "table", dict)
     plan = plan_on("triton=3.6.0,sm=90")
     configs = [launch.config for launch in plan.launches]

@@ -1,7 +1,10 @@
 """The one door through which every kernel of ours is started."""
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,22 +12,52 @@ import torch
 if TYPE_CHECKING:
     from flashlin.guards.problem import Launch
 
-Starter = Callable[["Launch", Any, int, tuple[Any, ...], dict[str, Any]], None]
+Starter = Callable[["Launch", Any, int, dict[str, Any]], None]
 
 
-def start(launch: Launch, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Start ``programs`` programs of a ``@triton.jit`` kernel with the tile, warps and stages of ``launch``, on the device of the first
-    tensor and its current stream. constants: the kernel's constexprs besides the tile."""
-    _starter(launch, kernel, programs, arguments, constants)
+def start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    """Start ``programs`` programs of a ``@triton.jit`` kernel with the tile, warps and stages of ``launch``,
+    on the device of the kernel's first argument, a tensor, and its current stream.
+
+    arguments: all that the kernel takes, constexprs included, by name and in any order, besides the tile.
+    """
+    _starter(launch, kernel, programs, arguments)
 
 
-def _start(launch: Launch, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    device = arguments[0].device
+def _start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    values = in_order(launch, kernel, arguments)
+    device = values[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[(programs,)](*arguments, **constants, **dict(launch.tile), num_warps=launch.num_warps, num_stages=launch.num_stages)
+            kernel[(programs,)](*values, num_warps=launch.num_warps, num_stages=launch.num_stages)
     else:
-        kernel[(programs,)](*arguments, **constants, **dict(launch.tile), num_warps=launch.num_warps, num_stages=launch.num_stages)
+        kernel[(programs,)](*values, num_warps=launch.num_warps, num_stages=launch.num_stages)
+
+
+def in_order(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments and the launch's tile in the order of the kernel's parameters.
+
+    Raises TypeError if they are not exactly those parameters, each of them once.
+    """
+    given = arguments.copy()
+    given.update(launch.tile)
+    try:
+        values = _reader(kernel.fn)(given)
+        if len(values) == len(arguments) + len(launch.tile):
+            return values
+    except KeyError:
+        pass  # said below, with what else is wrong
+    names, own = set(given), set(inspect.signature(kernel.fn).parameters)
+    twice = set(arguments) & set(dict(launch.tile))
+    wrong = [(own - names, "missing"), (names - own, "unknown"), (twice, "of the tile")]
+    said = ", ".join(f"{fault}: {' '.join(sorted(which))}" for which, fault in wrong if which)
+    raise TypeError(f"arguments of {kernel.fn.__name__}: {said}")
+
+
+@cache
+def _reader(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Takes a kernel's arguments out of a dict. Made once for a kernel: every call of an op needs it."""
+    return itemgetter(*inspect.signature(function).parameters)
 
 
 _starter: Starter = _start

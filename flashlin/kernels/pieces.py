@@ -25,7 +25,19 @@ def sequence_of(n, bounds, T, VARLEN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S"])
-def gate_cumsum(g, G, bounds, T, N, H, R, S, BT: tl.constexpr, BH: tl.constexpr, VARLEN: tl.constexpr):
+def gate_cumsum(
+    g,  # [rows, H]
+    G,  # [H, R], fp32
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    R,  # elements of a line
+    S,  # programs to a sequence
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """G [H, R]: g / ln 2 summed within blocks of BT tokens of each sequence. S programs share a sequence. Laid out so that the scans load a
     chunk's decays as one line, straight into the layouts they need, instead of exchanging them between warps in every chunk.
 
@@ -46,7 +58,18 @@ def gate_cumsum(g, G, bounds, T, N, H, R, S, BT: tl.constexpr, BH: tl.constexpr,
 
 
 @triton.jit
-def decays(G, gamma, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr):
+def decays(
+    G,  # [H, R], fp32, or None
+    gamma,  # [H] or None
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    R,  # elements of a line
+    BT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DECAY: tl.constexpr,
+):
     """G_i of the chunk's tokens, and G_L, to base 2. Rows past the end add nothing, so they hold G_L."""
     rows = tl.arange(0, BT)
     if DECAY == 2:
@@ -77,7 +100,18 @@ def scaled_decay(D_row, D_column, causal, scale):
 
 
 @triton.jit
-def tile(x, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+def tile(
+    x,  # [rows, H, D]
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    D: tl.constexpr,
+    d0,  # first column
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """[BT, BD] of a [rows, H, D] tensor, zeros outside."""
     rows = tl.arange(0, BT)
     cols = d0 + tl.arange(0, BD)
@@ -89,7 +123,19 @@ def tile(x, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD
 
 
 @triton.jit
-def put(x, value, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+def put(
+    x,  # [rows, H, D]
+    value,  # [BT, BD]
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    D: tl.constexpr,
+    d0,  # first column
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """Store [BT, BD] into a [rows, H, D] tensor."""
     rows = tl.arange(0, BT)
     cols = d0 + tl.arange(0, BD)
@@ -101,13 +147,36 @@ def put(x, value, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constex
 
 
 @triton.jit
-def zero_rows(x, first, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+def zero_rows(
+    x,  # [rows, H, D]
+    first,  # from this row on
+    length,  # so many
+    i_h,  # the head
+    H,  # heads
+    D: tl.constexpr,
+    d0,  # first column
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Zeros into columns d0 .. d0 + BD of ``length`` rows from ``first`` on, of one head."""
     for t0 in range(0, length, BT):
-        put(x, tl.zeros([BT, BD], dtype=tl.float32), first, t0, length, i_h, H, D, d0, BT, BD)
+        put(x, tl.zeros([BT, BD], dtype=tl.float32), first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD)
 
 
 @triton.jit
-def zero_gaps(x, bounds, n, T, N, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+def zero_gaps(
+    x,  # [rows, H, D]
+    bounds,  # [N + 1]
+    n,  # this sequence
+    T,  # rows in all
+    N,  # sequences
+    i_h,  # the head
+    H,  # heads
+    D: tl.constexpr,
+    d0,  # first column
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """Rows before the first and after the last sequence belong to nobody: zeros, never what the memory held."""
     if n == 0:
         zero_rows(x, n.to(tl.int64), tl.load(bounds).to(tl.int32), i_h, H, D, d0, BT, BD)
@@ -143,8 +212,8 @@ def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: i
     if G is None:
         G = torch.empty(H, B * T, dtype=torch.float32, device=g.device)
     shares = max(1, -(-B * T // (launch.block("BT") * max(N, 1))))
-    start(launch, gate_cumsum, N * shares * -(-H // launch.block("BH")), (g, G, bounds, T, N, H, G.stride(0), shares),
-          dict(VARLEN=bounds is not None))
+    start(launch, gate_cumsum, N * shares * -(-H // launch.block("BH")), dict(
+        g=g, G=G, bounds=bounds, T=T, N=N, H=H, R=G.stride(0), S=shares, VARLEN=bounds is not None))
     return G
 
 
@@ -174,6 +243,11 @@ def fills_gaps(split: list[slice], bounds: torch.Tensor | None) -> bool:
 def within(x: torch.Tensor | None, part: slice, bounds: torch.Tensor | None) -> torch.Tensor | None:
     """Rows of a part: a view of the batch; packed sequences keep the whole row, their bounds are what is split."""
     return x if bounds is not None else sliced(x, part)
+
+
+def strides(x: torch.Tensor | None, *names: str) -> dict[str, int]:
+    """The strides of x's first dimensions by those names; zeros if there is no x."""
+    return dict(zip(names, (0,) * len(names) if x is None else x.stride(), strict=False))
 
 
 def sliced(x: torch.Tensor | None, part: slice) -> torch.Tensor | None:

@@ -70,6 +70,16 @@ class FusedLinearCrossEntropyLoss(nn.Module):
             if target.shape != x.shape[:-1]:
                 raise ValueError(f"target: got shape {list(target.shape)}, need x's without its last dimension, {list(x.shape[:-1])}")
             x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-        return fused_linear_cross_entropy_loss(x, target, weight, bias, self.ignore_index, self.label_smoothing, self.logit_scale,
-                                               self.logit_softcapping, self.num_chunks, self.reduction, self.use_l2warp, self.l2_penalty_factor,
-                                               self.accumulate_grad_in_fp32, self.process_group)
+        return fused_linear_cross_entropy_loss(
+            x, target, weight, bias,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            logit_scale=self.logit_scale,
+            logit_softcapping=self.logit_softcapping,
+            num_chunks=self.num_chunks,
+            reduction=self.reduction,
+            use_l2warp=self.use_l2warp,
+            l2_penalty_factor=self.l2_penalty_factor,
+            accumulate_grad_in_fp32=self.accumulate_grad_in_fp32,
+            process_group=self.process_group,
+        )

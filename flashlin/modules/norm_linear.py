@@ -40,8 +40,10 @@ class GroupNormLinear(GroupNorm):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None,  # type: ignore[override]
                 prenorm: bool = False, residual_in_fp32: bool = False) -> Found:
         """out, or with prenorm (out, x + residual); weight [E, D] and bias [E] or None are the linear layer's."""
-        return group_norm_linear(x, self.weight, self.bias, weight, bias, residual, self.eps, prenorm, residual_in_fp32, self.is_rms_norm,
-                                 self.num_groups)
+        return group_norm_linear(
+            x, norm_weight=self.weight, norm_bias=self.bias, linear_weight=weight, linear_bias=bias,
+            residual=residual, eps=self.eps, prenorm=prenorm, residual_in_fp32=residual_in_fp32,
+            is_rms_norm=self.is_rms_norm, num_groups=self.num_groups)
 
 
 class _GatedLinear(_Affine):
@@ -61,8 +63,10 @@ class FusedLayerNormGatedLinear(_GatedLinear):
     def forward(self, x: Tensor, g: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
                 prenorm: bool = False, residual_in_fp32: bool = False) -> Found:
         """out, or with prenorm (out, x + residual); weight [E, D], which has to be there, and bias [E] or None are the linear layer's."""
-        return layer_norm_swish_gate_linear(x, g, self.weight, self.bias, weight, bias, residual, prenorm, residual_in_fp32,  # type: ignore[arg-type]
-                                            self.eps)
+        return layer_norm_swish_gate_linear(
+            x, g, norm_weight=self.weight, norm_bias=self.bias,
+            linear_weight=weight, linear_bias=bias,  # type: ignore[arg-type]
+            residual=residual, prenorm=prenorm, residual_in_fp32=residual_in_fp32, eps=self.eps)
 
 
 class FusedRMSNormGatedLinear(_GatedLinear):
@@ -74,8 +78,10 @@ class FusedRMSNormGatedLinear(_GatedLinear):
     def forward(self, x: Tensor, g: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
                 prenorm: bool = False, residual_in_fp32: bool = False) -> Found:
         """out, or with prenorm (out, x + residual); weight [E, D], which has to be there, and bias [E] or None are the linear layer's."""
-        return rms_norm_swish_gate_linear(x, g, self.weight, self.bias, weight, bias, residual, prenorm, residual_in_fp32,  # type: ignore[arg-type]
-                                          self.eps)
+        return rms_norm_swish_gate_linear(
+            x, g, norm_weight=self.weight, norm_bias=self.bias,
+            linear_weight=weight, linear_bias=bias,  # type: ignore[arg-type]
+            residual=residual, prenorm=prenorm, residual_in_fp32=residual_in_fp32, eps=self.eps)
 
 
 class FusedLayerNormSwishGateLinear(FusedLayerNormGatedLinear):

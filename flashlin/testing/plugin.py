@@ -112,7 +112,10 @@ class TritonMatrix:
             raise ValueError(f"rtol, atol: got {rtol}, {atol}, need both or neither")
         workers = min(len(versions), os.cpu_count() or 1)
         at_once = -(-(os.cpu_count() or 1) // workers)
-        orders = [Order(module, file, name, version, cards, wanted, timeout, at_once, rtol, atol) for version in versions]
+        asked = Order(
+            module=module, file=file, function=name, triton="", sm=cards, layers=wanted,
+            timeout=timeout, at_once=at_once, rtol=rtol, atol=atol)
+        orders = [asked._replace(triton=version) for version in versions]
         with ThreadPoolExecutor(workers) as pool:
             self._judge(f"{module}.{name}", [outcome for found in pool.map(_visit, orders) for outcome in found])
 

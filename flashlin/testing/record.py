@@ -68,8 +68,8 @@ def recording(target: Target) -> Iterator[list[Recorded]]:
     """Plan every call for ``target`` and collect what it would start, each kernel once, in order of the first launch."""
     found: list[Recorded] = []
 
-    def keep(launch: Launch, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        seen = recorded(launch, kernel, arguments, constants)
+    def keep(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        seen = recorded(launch, kernel, arguments)
         if seen not in found:
             found.append(seen)
     machine.pretend(target)
@@ -81,13 +81,17 @@ def recording(target: Target) -> Iterator[list[Recorded]]:
         machine.pretend(None)
 
 
-def recorded(launch: Launch, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Recorded:
+def recorded(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> Recorded:
     """What is left of a launch once the JIT has looked at it."""
     # Under TRITON_INTERPRET a kernel is an InterpretedFunction, which keeps the decorator's options in kwargs.
     left_alone = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()
-    names = kernel.arg_names[:len(arguments)]
-    kinds = tuple((name, specialised(value, name not in left_alone)) for name, value in zip(names, arguments, strict=True))
-    return Recorded(kernel.fn.__module__, kernel.fn.__name__, kinds, tuple({**constants, **dict(launch.tile)}.items()),
+    constexprs = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
+    values = zip(kernel.arg_names, door.in_order(launch, kernel, arguments), strict=True)
+    kinds = tuple((name, specialised(value, name not in left_alone))
+                  for name, value in values if name not in constexprs)
+    given = (*arguments.items(), *launch.tile)
+    constants = tuple((name, value) for name, value in given if name in constexprs)
+    return Recorded(kernel.fn.__module__, kernel.fn.__name__, kinds, constants,
                     launch.num_warps, launch.num_stages, launch.shared, tuple(sorted(launch.traits)), launch.config)
 
 
@@ -129,8 +133,11 @@ def source_of(module: str, kernel: str) -> str:
         function = waiting.pop().fn
         home = function.__module__
         if f"{home}.{function.__qualname__}" not in known:
-            known[f"{home}.{function.__qualname__}"] = normalised(textwrap.dedent(inspect.getsource(function)))
             used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-            waiting += [one for one in used.values() if hasattr(one, "fn") and inspect.isfunction(one.fn)]
+            jitted = {name: one for name, one in used.items() if inspect.isfunction(getattr(one, "fn", None))}
+            waiting += jitted.values()
+            parameters = {name: tuple(inspect.signature(one.fn).parameters) for name, one in jitted.items()}
+            source = textwrap.dedent(inspect.getsource(function))
+            known[f"{home}.{function.__qualname__}"] = normalised(source, parameters)
             known |= {f"{home}.{name}": f"{name} = {one.value!r}" for name, one in used.items() if type(one).__name__ == "constexpr"}
     return "\n".join(sorted(known.values()))

@@ -2,15 +2,37 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+Parameters = Mapping[str, Sequence[str]]
 
-def normalised(source: str) -> str:
+
+def normalised(source: str, parameters: Parameters | None = None) -> str:
     """The syntax tree of ``source`` in words, without comments, layout, docstrings, spelling of literals. The same on every Python that we support,
-    which ``ast.dump`` is not: newer ones have more fields, and print fewer. Raises SyntaxError."""
+    which ``ast.dump`` is not: newer ones have more fields, and print fewer. Raises SyntaxError.
+
+    parameters: names of the parameters of functions that ``source`` calls. Their arguments count by
+    parameter, so that a call by position and one by keyword, in whatever order, are the same.
+    """
+    tree, known = ast.parse(source), parameters or {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known:
+            _by_position(node, known[node.func.id])
     words: list[str] = []
-    _write(ast.parse(source), words)
+    _write(tree, words)
     return " ".join(words)
+
+
+def _by_position(call: ast.Call, names: Sequence[str]) -> None:
+    """Make keywords positional up to the first parameter that is left to its default; sort the others."""
+    starred = any(isinstance(one, ast.Starred) for one in call.args)
+    if starred or any(keyword.arg is None for keyword in call.keywords):
+        return
+    given = {keyword.arg: keyword for keyword in call.keywords}
+    while len(call.args) < len(names) and names[len(call.args)] in given:
+        call.args.append(given.pop(names[len(call.args)]).value)
+    call.keywords = sorted(given.values(), key=lambda keyword: keyword.arg or "")
 
 
 def _write(node: Any, words: list[str]) -> None:

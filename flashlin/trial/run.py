@@ -121,8 +121,10 @@ def _keep(found: Iterable[Tried], target: Target) -> None:
 def _child(trial: Trial, device: torch.device, target: Target, limit: float, small: bool = False) -> Tried:
     """One child, from its start to its end."""
     began = time.monotonic()
-    command = CHILD("--device", str(device), "--op", trial.op, "--dtype", trial.dtype, "--head-dim", str(trial.head_dim),
-                    *(["--small"] if small else []), *(["--known", known] if (known := verdicts.unwritten(target)) else []))
+    what = ["--op", trial.op, "--dtype", trial.dtype, "--head-dim", str(trial.head_dim)]
+    known = verdicts.unwritten(target)
+    command = CHILD("--device", str(device), *what, *(["--small"] if small else []),
+                    *(["--known", known] if known else []))
     code: int | None = None
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",

@@ -198,7 +198,8 @@ def test_rows_of_no_sequence_are_exact_zeros(op: str, edges: list[int], effectiv
         assert (got[name][:, ~covered] == 0).all(), name
 
 
-def test_rows_of_no_sequence_are_exact_zeros_in_parts(unread: None, axis_limits: Callable[..., None], plans: Plans) -> None:
+def test_rows_of_no_sequence_are_exact_zeros_in_parts(unread: None, axis_limits: Callable[..., None],
+                                                      plans: Plans) -> None:
     call, bounds = Call(N=3), torch.tensor([5, 12, 20, 30])
     axis_limits(4, 1, 1)
     got = call.run("chunk_simple_gla", bounds)

@@ -48,7 +48,8 @@ def assert_right(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 @OPS
 @pytest.mark.parametrize("edges", [None, [0, 20, 20, 37, 40]], ids=["dense", "packed"])
-def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None, axis_limits: Callable[..., None]) -> None:
+def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None,
+                                           axis_limits: Callable[..., None]) -> None:
     tensors = leaves(op, 3, 19, 3) if edges is None else leaves(op, 1, 40, 4)
     bounds = None if edges is None else torch.tensor(edges)
     whole = results(op, tensors, bounds)

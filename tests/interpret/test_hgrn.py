@@ -68,7 +68,8 @@ def test_segments(edges: list[int] | None, shortest: int, starts: list[str], mon
 
 
 @EDGES
-def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list[str], axis_limits: Callable[..., None]) -> None:
+def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list[str],
+                                           axis_limits: Callable[..., None]) -> None:
     call = Call(B=6, T=5) if edges is None else Call(T=38, N=4)
     bounds = None if edges is None else torch.tensor(edges, dtype=torch.int32)
     whole = call.run(bounds)
@@ -94,7 +95,8 @@ class AsOnAGpu:
 @pytest.mark.parametrize("programs", [2**31 - 1, 1], ids=["whole", "in parts"])
 @pytest.mark.parametrize(("edges", "effective"), [([5, 12, 30], [5, 12, 30]), ([-7, 12, 99], [0, 12, 40]), ([0, 30, 12, 35], [0, 30, 30, 35]),
                                                   ([50, 60], [40, 40])], ids=str)
-def test_rows_of_no_sequence_are_exact_zeros(edges: list[int], effective: list[int], programs: int, monkeypatch: pytest.MonkeyPatch,
+def test_rows_of_no_sequence_are_exact_zeros(edges: list[int], effective: list[int], programs: int,
+                                                monkeypatch: pytest.MonkeyPatch,
                                                 axis_limits: Callable[..., None]) -> None:
     check_cu_seqlens = tensors.check_cu_seqlens
     axis_limits(programs, 1, 1)

@@ -177,9 +177,8 @@ def launched(target: str, warps: int, shielded: bool) -> Recorded:
 
     def keep(*args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         named = {**dict(zip(foreign.states.arg_names, args, strict=False)), **options}
-        constants = {name: named.pop(name) for name in ("K", "V", "BT")}
         launch = Launch("states", grid, named.pop("num_warps"), named.pop("num_stages"), (), 0, 0, frozenset())
-        found.append(recorded(launch, foreign.states, tuple(named.values()), constants))
+        found.append(recorded(launch, foreign.states, named))
     kernel = flashlin.shield(foreign.states)
     kernel._start = keep
     pretend(parse(target))

@@ -17,9 +17,35 @@ from flashlin.kernels.conv.forward import before_each, convolved, of_channels, r
 
 
 @triton.jit(do_not_specialize=["T", "N", "R"])
-def conv_backward_weights(x, weight, bias, h0, before, bounds, dy, dz, dweight, dbias, T, N, R, stride, D: tl.constexpr, W: tl.constexpr,
-                          BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
-                          HAS_H0: tl.constexpr, HAS_DWEIGHT: tl.constexpr, HAS_DBIAS: tl.constexpr, VARLEN: tl.constexpr):
+def conv_backward_weights(
+    x,  # [R, D]
+    weight,  # [D, W]
+    bias,  # [D]
+    h0,  # [N, W, D]
+    before,  # [R] of packed sequences: how many begin up to each row
+    bounds,  # [N + 1] or None
+    dy,  # [R, D]
+    dz,  # [R, D]
+    dweight,  # [programs, W, D], fp32
+    dbias,  # [programs, D], fp32
+    T,  # tokens of a sequence
+    N,  # sequences
+    R,  # rows in all
+    stride,  # elements from one row of x to the next
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BW: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_DWEIGHT: tl.constexpr,
+    HAS_DBIAS: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """dz [R, D] with an activation, and shares of dweight and dbias. A program: BD channels of every so
+    many-th BT rows."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     share = (tl.program_id(0) // STRIPS).to(tl.int64)
     step = (tl.num_programs(0) // STRIPS).to(tl.int64) * BT
@@ -35,7 +61,10 @@ def conv_backward_weights(x, weight, bias, h0, before, bounds, dy, dz, dweight, 
         channels = (cols < D)[None, :]
         u = tl.load(dy + begin * D + offsets, mask=(left > 0)[:, None] & channels, other=0.0).to(tl.float32)
         if SILU:
-            z = convolved(x, weight, bias, h0, begin, n, behind, left, cols, stride, D, W, BT, BD, HAS_BIAS, HAS_H0)
+            z = convolved(
+                x=x, weight=weight, bias=bias, h0=h0,
+                start=begin, n=n, behind=behind, left=left, cols=cols, stride=stride,
+                D=D, W=W, BT=BT, BD=BD, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
             sigmoid = tl.sigmoid(z)
             u *= sigmoid * (1 + z * (1 - sigmoid))
             tl.store(dz + begin * D + offsets, u.to(dz.dtype.element_ty), mask=(begin + ahead < R)[:, None] & channels)
@@ -43,7 +72,8 @@ def conv_backward_weights(x, weight, bias, h0, before, bounds, dy, dz, dweight, 
             db += tl.sum(u, 0)
         if HAS_DWEIGHT:
             for w in tl.static_range(W):
-                of_w = tl.sum(u * tap(x, h0, begin, n, behind, left, cols, stride, w, D, W, BT, HAS_H0), 0)
+                of_w = tl.sum(u * tap(
+                    x, h0, begin, n, behind, left, cols, stride, w=w, D=D, W=W, BT=BT, HAS_H0=HAS_H0), 0)
                 dw += tl.where((taps == w)[:, None], of_w[None, :], 0.0)
         begin += step
     if HAS_DWEIGHT:
@@ -53,8 +83,23 @@ def conv_backward_weights(x, weight, bias, h0, before, bounds, dy, dz, dweight, 
 
 
 @triton.jit(do_not_specialize=["T", "N", "R"])
-def conv_backward_x(dz, weight, dht, before, bounds, dx, T, N, R, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                    HAS_DHT: tl.constexpr, VARLEN: tl.constexpr):
+def conv_backward_x(
+    dz,  # [R, D]
+    weight,  # [D, W]
+    dht,  # [N, W, D]
+    before,  # [R] of packed sequences: how many begin up to each row
+    bounds,  # [N + 1] or None
+    dx,  # [R, D]
+    T,  # tokens of a sequence
+    N,  # sequences
+    R,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """dht: [N, W, D], as rows of channels."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     begin = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
@@ -74,8 +119,20 @@ def conv_backward_x(dz, weight, dht, before, bounds, dx, T, N, R, D: tl.constexp
 
 
 @triton.jit(do_not_specialize=["T"])
-def conv_backward_state(dz, weight, dht, bounds, dh0, T, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
-                        HAS_DHT: tl.constexpr, VARLEN: tl.constexpr):
+def conv_backward_state(
+    dz,  # [R, D]
+    weight,  # [D, W]
+    dht,  # [N, D, W]
+    bounds,  # [N + 1] or None
+    dh0,  # [N, D, W]
+    T,  # tokens of a sequence
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BD: tl.constexpr,
+    BW: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """Token t sees slot t + 1 + w of the state through tap w; a sequence shorter than W hands slots on to the final state."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = tl.program_id(0) // STRIPS
@@ -94,9 +151,21 @@ def conv_backward_state(dz, weight, dht, bounds, dh0, T, D: tl.constexpr, W: tl.
     tl.store(dh0 + state + (cols[:, None] * W + slots), total.to(dh0.dtype.element_ty), mask=mask)
 
 
-def run(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h0: torch.Tensor | None, bounds: torch.Tensor | None,
-        dy: torch.Tensor, dht: torch.Tensor | None, silu: bool, needs_dx: bool, needs_dweight: bool, needs_dbias: bool, needs_dh0: bool,
-        ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    dy: torch.Tensor,
+    dht: torch.Tensor | None,
+    silu: bool,
+    needs_dx: bool,
+    needs_dweight: bool,
+    needs_dbias: bool,
+    needs_dh0: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(dx, dweight, dbias, dh0), or None for those that are not needed; dweight and dbias in fp32, the others as their tensors. What
     forward.run got, and the contiguous gradients of what it gave."""
     B, T, D = x.shape
@@ -111,17 +180,22 @@ def run(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
         dweight = torch.empty((shares, W, D), dtype=torch.float32, device=x.device) if needs_dweight else None
         dbias = torch.empty((shares, D), dtype=torch.float32, device=x.device) if needs_dbias else None
         if x.numel():
-            start(launch, conv_backward_weights, launch.grid[0],
-                  (x, weight, bias, rows_first(h0), before, bounds, dy, dz, dweight, dbias, T, N, rows, row_stride(x)),
-                  dict(D=D, W=W, SILU=silu, HAS_BIAS=bias is not None, HAS_H0=h0 is not None, HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias,
-                       VARLEN=packed))
+            start(launch, conv_backward_weights, launch.grid[0], dict(
+                x=x, weight=weight, bias=bias, h0=rows_first(h0), before=before,
+                bounds=bounds, dy=dy, dz=dz, dweight=dweight, dbias=dbias,
+                T=T, N=N, R=rows, stride=row_stride(x),
+                D=D, W=W, SILU=silu, HAS_BIAS=bias is not None, HAS_H0=h0 is not None,
+                HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias, VARLEN=packed))
     facts = dict(D=D, W=W, HAS_DHT=dht is not None, VARLEN=packed)
     dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device) if needs_dx else None
     if dx is not None and x.numel():
         launch = plan.launch("conv_backward_x")
-        start(launch, conv_backward_x, launch.grid[0], (dz, weight, rows_first(dht), before, bounds, dx, T, N, rows), facts)
+        start(launch, conv_backward_x, launch.grid[0], dict(
+            dz=dz, weight=weight, dht=rows_first(dht), before=before,
+            bounds=bounds, dx=dx, T=T, N=N, R=rows, **facts))
     dh0 = torch.empty_like(h0) if needs_dh0 and h0 is not None else None
     if dh0 is not None and N:
         launch = plan.launch("conv_backward_state")
-        start(launch, conv_backward_state, launch.grid[0], (dz, weight, dht, bounds, dh0, T), facts)
+        start(launch, conv_backward_state, launch.grid[0], dict(
+            dz=dz, weight=weight, dht=dht, bounds=bounds, dh0=dh0, T=T, **facts))
     return dx, None if dweight is None else dweight.sum(0).mT, None if dbias is None else dbias.sum(0), dh0

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.pieces import strides
 
 
 @triton.jit
@@ -35,7 +36,21 @@ def sequences_of(before, bounds, start, T, N, R, BT: tl.constexpr, VARLEN: tl.co
 
 
 @triton.jit
-def tap(x, h0, start, n, behind, left, cols, stride, w: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, HAS_H0: tl.constexpr):
+def tap(
+    x,  # [R, D]
+    h0,  # [N, W, D]
+    start,  # first row
+    n,  # [BT]: the row's sequence
+    behind,  # [BT]: its rows before the row
+    left,  # [BT]: its rows from the row on
+    cols,  # [BD]: columns
+    stride,  # elements from one row of x to the next
+    w: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    HAS_H0: tl.constexpr,
+):
     """[BT, BD]: what w, one of W taps, sees from each row, in fp32. h0: [N, W, D], so that its channels are contiguous like those of x."""
     BACK: tl.constexpr = W - 1 - w
     ahead = tl.arange(0, BT) - BACK
@@ -57,25 +72,68 @@ def of_channels(x, cols, D: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def convolved(x, weight, bias, h0, start, n, behind, left, cols, stride, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-              HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr):
+def convolved(
+    x,  # [R, D]
+    weight,  # [D, W]
+    bias,  # [D]
+    h0,  # [N, W, D]
+    start,  # first row
+    n,  # [BT]: the row's sequence
+    behind,  # [BT]: its rows before the row
+    left,  # [BT]: its rows from the row on
+    cols,  # [BD]: columns
+    stride,  # elements from one row of x to the next
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_H0: tl.constexpr,
+):
+    """z [BT, BD], fp32: the sum of a bias and W taps, before the activation."""
     z = tl.zeros([BT, BD], dtype=tl.float32)
     if HAS_BIAS:
         z += of_channels(bias, cols, D, 1)
     for w in tl.static_range(W):
-        z += tap(x, h0, start, n, behind, left, cols, stride, w, D, W, BT, HAS_H0) * of_channels(weight + w, cols, D, W)
+        z += tap(
+            x, h0, start, n, behind, left, cols, stride,
+            w=w, D=D, W=W, BT=BT, HAS_H0=HAS_H0) * of_channels(weight + w, cols, D, W)
     return z
 
 
 @triton.jit(do_not_specialize=["T", "N", "R"])
-def conv_forward(x, weight, bias, residual, h0, before, bounds, y, T, N, R, stride, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
-                 BD: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_H0: tl.constexpr,
-                 VARLEN: tl.constexpr):
+def conv_forward(
+    x,  # [R, D]
+    weight,  # [D, W]
+    bias,  # [D]
+    residual,  # [R, D]
+    h0,  # [N, W, D]
+    before,  # [R] of packed sequences: how many begin up to each row
+    bounds,  # [N + 1] or None
+    y,  # [R, D]
+    T,  # tokens of a sequence
+    N,  # sequences
+    R,  # rows in all
+    stride,  # elements from one row of x to the next
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """y [R, D]. A program: BT rows and BD channels."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     start = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
     n, behind, left = sequences_of(before, bounds, start, T, N, R, BT, VARLEN)
-    z = convolved(x, weight, bias, h0, start, n, behind, left, cols, stride, D, W, BT, BD, HAS_BIAS, HAS_H0)
+    z = convolved(
+        x=x, weight=weight, bias=bias, h0=h0,
+        start=start, n=n, behind=behind, left=left, cols=cols, stride=stride,
+        D=D, W=W, BT=BT, BD=BD, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
     if SILU:
         z *= tl.sigmoid(z)
     ahead = tl.arange(0, BT)
@@ -101,8 +159,20 @@ def span_of(bounds, n, T, VARLEN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def conv_state(x, h0, bounds, ht, T, stride, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, HAS_H0: tl.constexpr,
-               VARLEN: tl.constexpr):
+def conv_state(
+    x,  # [R, D]
+    h0,  # [N, D, W]
+    bounds,  # [N + 1] or None
+    ht,  # [N, D, W]
+    T,  # tokens of a sequence
+    stride,  # elements from one row of x to the next
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BD: tl.constexpr,
+    BW: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """The last W tokens of a sequence and, where it is shorter, of the state it began with."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = tl.program_id(0) // STRIPS
@@ -119,8 +189,24 @@ def conv_state(x, h0, bounds, ht, T, stride, D: tl.constexpr, W: tl.constexpr, B
 
 
 @triton.jit
-def conv_update(x, weight, bias, residual, cache, y, along_n, along_d, along_w, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr,
-                BW: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+def conv_update(
+    x,  # [N, D]
+    weight,  # [D, W]
+    bias,  # [D]
+    residual,  # [N, D]
+    cache,  # [N, D, W]
+    y,  # [N, D]
+    along_n,  # strides of the cache: by sequence
+    along_d,  # by channel
+    along_w,  # by slot
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BD: tl.constexpr,
+    BW: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
     """Shift a sequence's cache by one token, put x into its last slot, and convolve it."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = (tl.program_id(0) // STRIPS).to(tl.int64)
@@ -160,8 +246,18 @@ def before_each(bounds: torch.Tensor | None, T: int) -> torch.Tensor | None:
     return torch.searchsorted(bounds, torch.arange(T, dtype=bounds.dtype, device=bounds.device), right=True, out_int32=True)
 
 
-def run(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, h0: torch.Tensor | None,
-        bounds: torch.Tensor | None, silu: bool, has_ht: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    silu: bool,
+    has_ht: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(y [B, T, D], final state [N, D, W] or None), both of that dtype. x [B, T, D] with evenly spaced rows of contiguous channels; weight
     [D, W], bias [D], residual [B, T, D], h0 [N, D, W], contiguous; of any dtypes. bounds: [N + 1] within 0 .. T and rising, or None.
     """
@@ -172,12 +268,15 @@ def run(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     stride, facts = row_stride(x), dict(D=D, W=W, HAS_H0=h0 is not None, VARLEN=bounds is not None)
     if x.numel():
         launch = plan.launch("conv_forward")
-        start(launch, conv_forward, launch.grid[0],
-              (x, weight, bias, residual, rows_first(h0), before_each(bounds, T), bounds, y, T, N, B * T, stride),
-              {**facts, "SILU": silu, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None})
+        start(launch, conv_forward, launch.grid[0], dict(
+            x=x, weight=weight, bias=bias, residual=residual, h0=rows_first(h0),
+            before=before_each(bounds, T), bounds=bounds, y=y,
+            T=T, N=N, R=B * T, stride=stride,
+            **facts, SILU=silu, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None))
     if ht is not None and N:
         launch = plan.launch("conv_state")
-        start(launch, conv_state, launch.grid[0], (x, h0, bounds, ht, T, stride), facts)
+        start(launch, conv_state, launch.grid[0], dict(
+            x=x, h0=h0, bounds=bounds, ht=ht, T=T, stride=stride, **facts))
     return y, ht
 
 
@@ -187,6 +286,9 @@ def update(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
         launch = plan.launch("conv_update")
-        start(launch, conv_update, launch.grid[0], (x, weight, bias, residual, cache, y, *cache.stride()),
-              dict(D=x.shape[1], W=weight.shape[1], SILU=silu, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None))
+        start(launch, conv_update, launch.grid[0], dict(
+            x=x, weight=weight, bias=bias, residual=residual, cache=cache, y=y,
+            **strides(cache, "along_n", "along_d", "along_w"),
+            D=x.shape[1], W=weight.shape[1], SILU=silu,
+            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None))
     return y

@@ -14,8 +14,26 @@ from flashlin.kernels.cross_entropy.forward import tanh, targets_of
 
 
 @triton.jit(do_not_specialize=["rows", "scale", "cap", "smoothing", "squares", "ignore_index"])
-def cross_entropy_backward(logits, target, lse, dloss, dlogits, stride, dstride, rows, scale, cap, smoothing, squares, ignore_index,
-                           V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, CAPPED: tl.constexpr):
+def cross_entropy_backward(
+    logits,  # [rows, V]
+    target,  # [rows]
+    lse,  # [rows]
+    dloss,  # [rows]
+    dlogits,  # [rows, V]
+    stride,  # elements from one row of logits to the next
+    dstride,  # of dlogits
+    rows,  # rows in all
+    scale,  # s
+    cap,  # c
+    smoothing,  # e
+    squares,  # a
+    ignore_index,  # the target that does not count
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """dlogits [rows, V]. A program: BT rows and BV columns."""
     STRIPS: tl.constexpr = (V + BV - 1) // BV
     first = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
     row = tl.arange(0, BT)
@@ -37,14 +55,27 @@ def cross_entropy_backward(logits, target, lse, dloss, dlogits, stride, dstride,
     tl.store(dlogits + first * dstride + (row[:, None] * dstride + col[None, :]), d.to(dlogits.dtype.element_ty), mask=there)
 
 
-def run(plan: Plan, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dloss: torch.Tensor, scale: float, cap: float | None,
-        smoothing: float, squares: float, ignore_index: int, in_place: bool) -> torch.Tensor:
+def run(
+    plan: Plan,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    lse: torch.Tensor,
+    dloss: torch.Tensor,
+    scale: float,
+    cap: float | None,
+    smoothing: float,
+    squares: float,
+    ignore_index: int,
+    in_place: bool,
+) -> torch.Tensor:
     """dlogits [N, V] in logits' dtype, which are logits themselves if in_place. lse, dloss: [N] in fp32, contiguous; the rest as forward.run."""
     N, V = logits.shape
     dlogits = logits if in_place else torch.empty((N, V), dtype=logits.dtype, device=logits.device)
     if N:
         launch = plan.launch("cross_entropy_backward")
-        start(launch, cross_entropy_backward, launch.grid[0],
-              (logits, target, lse, dloss, dlogits, logits.stride(0), dlogits.stride(0), N, scale, cap or 1.0, smoothing, squares, ignore_index),
-              dict(V=V, CAPPED=cap is not None))
+        start(launch, cross_entropy_backward, launch.grid[0], dict(
+            logits=logits, target=target, lse=lse, dloss=dloss, dlogits=dlogits,
+            stride=logits.stride(0), dstride=dlogits.stride(0), rows=N, scale=scale,
+            cap=cap or 1.0, smoothing=smoothing, squares=squares, ignore_index=ignore_index,
+            V=V, CAPPED=cap is not None))
     return dlogits

@@ -37,8 +37,26 @@ def shaped(logits, scale, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "scale", "cap", "smoothing", "squares", "ignore_index"])
-def cross_entropy_forward(logits, target, loss, z_loss, lse, stride, rows, scale, cap, smoothing, squares, ignore_index, V: tl.constexpr,
-                          BT: tl.constexpr, BV: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr):
+def cross_entropy_forward(
+    logits,  # [rows, V]
+    target,  # [rows]
+    loss,  # [rows]
+    z_loss,  # [rows]
+    lse,  # [rows]
+    stride,  # elements from one row of logits to the next
+    rows,  # rows in all
+    scale,  # s
+    cap,  # c
+    smoothing,  # e
+    squares,  # a
+    ignore_index,  # the target that does not count
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+):
+    """loss, z_loss and L (lse), [rows] in fp32. A program: BT rows, BV columns at a time."""
     first = tl.program_id(0).to(tl.int64) * BT
     row = tl.arange(0, BT)
     inside = first + row < rows
@@ -75,7 +93,9 @@ def run(plan: Plan, logits: torch.Tensor, target: torch.Tensor, scale: float, ca
     loss, z_loss, lse = (torch.empty(N, dtype=torch.float32, device=logits.device) for _ in range(3))
     if N:
         launch = plan.launch("cross_entropy_forward")
-        start(launch, cross_entropy_forward, launch.grid[0],
-              (logits, target, loss, z_loss, lse, logits.stride(0), N, scale, cap or 1.0, smoothing, squares, ignore_index),
-              dict(V=V, CAPPED=cap is not None, SMOOTHED=smoothing > 0))
+        start(launch, cross_entropy_forward, launch.grid[0], dict(
+            logits=logits, target=target, loss=loss, z_loss=z_loss, lse=lse,
+            stride=logits.stride(0), rows=N, scale=scale, cap=cap or 1.0,
+            smoothing=smoothing, squares=squares, ignore_index=ignore_index,
+            V=V, CAPPED=cap is not None, SMOOTHED=smoothing > 0))
     return loss, z_loss, lse

@@ -19,8 +19,17 @@ def run(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothi
     return torch.where(counts, lse - chosen + z, 0), torch.where(counts, z, 0), lse
 
 
-def gradients(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, scale: float, cap: float | None, smoothing: float, squares: float,
-              ignore_index: int) -> Tensor:
+def gradients(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    scale: float,
+    cap: float | None,
+    smoothing: float,
+    squares: float,
+    ignore_index: int,
+) -> Tensor:
     """dlogits in logits' dtype, by the formula in backward.py: for where there is no autograd."""
     t, counts = _targets(target, logits.shape[1], ignore_index)
     x, slope = _shaped(_wide(logits), scale, cap)

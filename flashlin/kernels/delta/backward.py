@@ -40,9 +40,38 @@ from flashlin.kernels.pieces import (
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
-def delta_reverse(q, k, do, A, A_low, betas, G, dht, dy, dh0, dstates, bounds, scale, T, N, H, HV, R, K: tl.constexpr, V: tl.constexpr,
-                  BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
-                  V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+def delta_reverse(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    do,  # [rows, HV, V]
+    A,  # [rows, HV, BT]
+    A_low,  # [rows, HV, BT]
+    betas,  # lines [HV, R], fp32
+    G,  # lines [HV, R], fp32
+    dht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    dy,  # [rows, HV, V]
+    dh0,  # like dht
+    dstates,  # [slots, HV, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    HAS_DH0: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    HALF: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, and dh0."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -62,12 +91,12 @@ def delta_reverse(q, k, do, A, A_low, betas, G, dht, dy, dh0, dstates, bounds, s
     chunks = (length + BT - 1) // BT
     for i_c in range(chunks):
         t0 = (chunks - 1 - i_c) * BT
-        b_k = tile(k, first, t0, length, i_qk, H, K, 0, BT, BK)
-        b_q = tile(q, first, t0, length, i_qk, H, K, 0, BT, BK)
-        b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_q.dtype)
-        b_A = tile(A, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
+        b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
+        b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(b_q.dtype)
+        b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
-        D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
         b_dh = dh.to(b_k.dtype)
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
@@ -87,10 +116,10 @@ def delta_reverse(q, k, do, A, A_low, betas, G, dht, dy, dh0, dstates, bounds, s
         b_du = du.to(b_A.dtype)
         b_dy = tl.dot(tl.trans(b_A), b_du, input_precision=PRECISION)
         if HALF:
-            b_low = tile(A_low, first, t0, length, i_h, HV, BT, 0, BT, BT)
+            b_low = tile(A_low, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             b_dy += tl.dot(tl.trans(b_A), (du - b_du).to(b_A.dtype), input_precision=PRECISION)
             b_dy += tl.dot(tl.trans(b_low), b_du, input_precision=PRECISION)
-        put(dy, b_dy, first, t0, length, i_h, HV, V, v0, BT, BV)
+        put(dy, b_dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         if DECAY == 0:
             b_dv = b_dy * b_beta[:, None]
         else:
@@ -102,29 +131,60 @@ def delta_reverse(q, k, do, A, A_low, betas, G, dht, dy, dh0, dstates, bounds, s
 
 
 @triton.jit
-def grads_of_chunk(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, dbeta, dg, scale, n, first, t0, length, i_h, H, HV, R,
-                   K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
-                   PRECISION: tl.constexpr):
+def grads_of_chunk(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    do,  # [rows, HV, V]
+    u,  # [rows, HV, V]
+    dy,  # [rows, HV, V]
+    betas,  # lines [HV, R], fp32
+    G,  # lines [HV, R], fp32
+    states,  # [slots, HV, K, V], one for each chunk
+    dstates,  # [slots, HV, K, V], one for each chunk
+    dq,  # [rows, HV, K]
+    dk,  # [rows, HV, K]
+    dv,  # [rows, HV, V]
+    dbeta,  # [rows, HV], fp32
+    dg,  # [rows, HV], fp32
+    scale,
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq, dk [BT, K], dv [BT, V], dbeta, dg [BT] of one chunk and head, stored."""
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
     below = rows[:, None] > rows[None, :]
     inside = t0 + rows < length
     b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
-    D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
+    D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
     ds = tl.zeros([BT, BT], dtype=tl.float32)
     z = tl.zeros([BT, BT], dtype=tl.float32)
     b_dbeta = tl.zeros([BT], dtype=tl.float32)
     for v0 in range(0, V, BV):
-        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
-        b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_v.dtype)
-        b_u = tile(u, first, t0, length, i_h, HV, V, v0, BT, BV)
-        b_dy = tile(dy, first, t0, length, i_h, HV, V, v0, BT, BV)
+        b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+        b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(b_v.dtype)
+        b_u = tile(u, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+        b_dy = tile(dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         ds += tl.dot(b_do, tl.trans(b_u), input_precision=PRECISION)
         z += tl.dot(b_dy, tl.trans(b_u), input_precision=PRECISION)
         wide = b_dy.to(tl.float32)
         b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
-        put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, V, v0, BT, BV)
+        put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], ds, 0.0), 1) * scale
     if DECAY == 0:
         ds = tl.where(below, ds * scale, 0.0)
@@ -137,8 +197,8 @@ def grads_of_chunk(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, db
     left = tl.zeros([BT], dtype=tl.float32)
     across = 0.0
     for k0 in range(0, K, BK):
-        b_q = tile(q, first, t0, length, i_qk, H, K, k0, BT, BK)
-        b_k = tile(k, first, t0, length, i_qk, H, K, k0, BT, BK)
+        b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
         b_ds = ds.to(b_k.dtype)
         b_z = z.to(b_k.dtype)
         from_h = tl.zeros([BT, BK], dtype=tl.float32)
@@ -148,9 +208,9 @@ def grads_of_chunk(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, db
             at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
             h = tl.load(states + at, mask=whole, other=0.0)
             dh = tl.load(dstates + at, mask=whole, other=0.0)
-            b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(h.dtype)
-            b_u = tile(u, first, t0, length, i_h, HV, V, v0, BT, BV)
-            b_dy = tile(dy, first, t0, length, i_h, HV, V, v0, BT, BV)
+            b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(h.dtype)
+            b_u = tile(u, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+            b_dy = tile(dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             from_h += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
             dy_h += tl.dot(b_dy, tl.trans(h), input_precision=PRECISION)
             to_h += tl.dot(b_u, tl.trans(dh), input_precision=PRECISION)
@@ -173,8 +233,12 @@ def grads_of_chunk(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, db
         if DECAY != 0:
             here += tl.sum(wide_q * (from_h + q_rows), 1) + tl.sum(wide_k * (k_rows - k_columns), 1)
             left += tl.sum(wide_k * to_h, 1)
-        put(dq, from_h + q_rows + diagonal[:, None] * wide_k, first, t0, length, i_h, HV, K, k0, BT, BK)
-        put(dk, to_h + k_rows + k_columns + diagonal[:, None] * wide_q, first, t0, length, i_h, HV, K, k0, BT, BK)
+        put(
+            dq, from_h + q_rows + diagonal[:, None] * wide_k, first, t0, length, i_h, HV,
+            D=K, d0=k0, BT=BT, BD=BK)
+        put(
+            dk, to_h + k_rows + k_columns + diagonal[:, None] * wide_q, first, t0, length, i_h, HV,
+            D=K, d0=k0, BT=BT, BD=BK)
     tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=inside)
     if DECAY != 0:
         b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0) + across * tl.exp2(total)
@@ -182,9 +246,40 @@ def grads_of_chunk(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, db
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S", "scale"])
-def delta_grads(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, dbeta, dg, bounds, scale, T, N, H, HV, R, S, K: tl.constexpr,
-                V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
-                VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def delta_grads(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    do,  # [rows, HV, V]
+    u,  # [rows, HV, V]
+    dy,  # [rows, HV, V]
+    betas,  # lines [HV, R], fp32
+    G,  # lines [HV, R], fp32
+    states,  # [slots, HV, K, V], one for each chunk
+    dstates,  # [slots, HV, K, V], one for each chunk
+    dq,  # [rows, HV, K]
+    dk,  # [rows, HV, K]
+    dv,  # [rows, HV, V]
+    dbeta,  # [rows, HV], fp32
+    dg,  # [rows, HV], fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dq, dk [rows, HV, K], dv, dbeta and dg of a chunk. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
@@ -194,26 +289,46 @@ def delta_grads(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, dbeta
     if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
         if share == 0:
             for k0 in range(0, K, BK):
-                zero_gaps(dq, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
-                zero_gaps(dk, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
+                zero_gaps(dq, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                zero_gaps(dk, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             for v0 in range(0, V, BV):
-                zero_gaps(dv, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
-            zero_gaps(dbeta, bounds, n, T, N, i_h, HV, 1, 0, BT, 1)
+                zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+            zero_gaps(dbeta, bounds, n, T, N, i_h, HV, D=1, d0=0, BT=BT, BD=1)
             if DECAY != 0:
-                zero_gaps(dg, bounds, n, T, N, i_h, HV, 1, 0, BT, 1)
+                zero_gaps(dg, bounds, n, T, N, i_h, HV, D=1, d0=0, BT=BT, BD=1)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            grads_of_chunk(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, dbeta, dg, scale, n, first, t0, length, i_h, H, HV, R,
-                           K, V, BT, BK, BV, DECAY, PRECISION)
+            grads_of_chunk(
+                q=q, k=k, v=v, do=do, u=u, dy=dy, betas=betas, G=G, states=states,
+                dstates=dstates, dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg,
+                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, R=R,
+                K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        grads_of_chunk(q, k, v, do, u, dy, betas, G, states, dstates, dq, dk, dv, dbeta, dg, scale, n, first, share * BT, length, i_h, H, HV, R,
-                       K, V, BT, BK, BV, DECAY, PRECISION)
+        grads_of_chunk(
+            q=q, k=k, v=v, do=do, u=u, dy=dy, betas=betas, G=G, states=states,
+            dstates=dstates, dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg,
+            scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, R=R,
+            K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, PRECISION=PRECISION)
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
-        bounds: torch.Tensor | None, A: torch.Tensor, A_low: torch.Tensor | None, lines: torch.Tensor, scale: float, v_first: bool, do: torch.Tensor,
-        dht: torch.Tensor | None, needs: frozenset[str],
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    g: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    A: torch.Tensor,
+    A_low: torch.Tensor | None,
+    lines: torch.Tensor,
+    scale: float,
+    v_first: bool,
+    do: torch.Tensor,
+    dht: torch.Tensor | None,
+    needs: frozenset[str],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dq, dk, dv, dbeta, dg or None, dh0 or None) for forward.run's tensors and what it kept; do [B, T, HV, V], dht like its final
     state. dbeta, dg and dh0 are fp32."""
     B, T, H, K = q.shape
@@ -241,15 +356,22 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
         slots = R // BT + n + 1
         u, dy = (torch.empty(1, R, HV, V, dtype=v.dtype, device=q.device) for _ in range(2))
         states, dstates = (torch.empty(slots, HV, K, V, dtype=v.dtype, device=q.device) for _ in range(2))
-        start(rebuilding, delta_states, n * HV * strips, (k_, v_, A_, betas, G, h0_, u, states, bounds_, T, n, H, HV, rows),
-              dict(constants, HAS_H0=h0 is not None, V_FIRST=v_first))
-        start(reversing, delta_reverse, n * HV * strips,
-              (q_, k_, do_, A_, low_, betas, G, dht_, dy, dh0_, dstates, bounds_, scale, T, n, H, HV, rows),
-              dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first, HALF=A_low is not None))
+        start(rebuilding, delta_states, n * HV * strips, dict(
+            k=k_, v=v_, A=A_, betas=betas, G=G, h0=h0_, u=u, states=states, bounds=bounds_,
+            T=T, N=n, H=H, HV=HV, R=rows,
+            **constants, HAS_H0=h0 is not None, V_FIRST=v_first))
+        start(reversing, delta_reverse, n * HV * strips, dict(
+            q=q_, k=k_, do=do_, A=A_, A_low=low_, betas=betas, G=G,
+            dht=dht_, dy=dy, dh0=dh0_, dstates=dstates, bounds=bounds_,
+            scale=scale, T=T, N=n, H=H, HV=HV, R=rows,
+            **constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None,
+            V_FIRST=v_first, HALF=A_low is not None))
         shares = max(1, -(-R // (BT * n)))
-        start(finishing, delta_grads, n * shares * HV,
-              (q_, k_, v_, do_, u, dy, betas, G, states, dstates, dq_, dk_, dv_, dbeta_, dg_, bounds_, scale, T, n, H, HV, rows, shares),
-              dict(constants, GAPS=bounds is not None and len(split) == 1))
+        start(finishing, delta_grads, n * shares * HV, dict(
+            q=q_, k=k_, v=v_, do=do_, u=u, dy=dy, betas=betas, G=G, states=states,
+            dstates=dstates, dq=dq_, dk=dk_, dv=dv_, dbeta=dbeta_, dg=dg_, bounds=bounds_,
+            scale=scale, T=T, N=n, H=H, HV=HV, R=rows, S=shares,
+            **constants, GAPS=bounds is not None and len(split) == 1))
     if HV != H:
         dq, dk = (x.view(B, T, H, HV // max(H, 1), K).sum(3, dtype=torch.float32).to(q.dtype) for x in (dq, dk))
     zero_forgotten(dg, g)

@@ -44,7 +44,17 @@ def rows_of(line, first, t0, length, i_h, R, BT: tl.constexpr):
 
 
 @triton.jit
-def beta_rows(beta, betas, first, t0, length, i_h, HV, R, BT: tl.constexpr):
+def beta_rows(
+    beta,  # [rows, HV]
+    betas,  # lines [HV, R], fp32
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    HV,  # heads of v
+    R,  # elements of a line
+    BT: tl.constexpr,
+):
     """[BT] of beta [rows, HV] in float32, copied to the line betas."""
     rows = tl.arange(0, BT)
     inside = t0 + rows < length
@@ -63,15 +73,54 @@ def system(products, b_beta, D_row, D_column, keep, DECAY: tl.constexpr):
 
 
 @triton.jit
-def put_both(A, A_low, X, first, t0, length, i_h, HV, BT: tl.constexpr, column: tl.constexpr, SIDE: tl.constexpr, HAS_LOW: tl.constexpr):
-    put(A, X, first, t0, length, i_h, HV, BT, column, SIDE, SIDE)
+def put_both(
+    A,  # [rows, HV, BT]
+    A_low,  # [rows, HV, BT]
+    X,  # [SIDE, SIDE]
+    first,  # the sequence's first row
+    t0,  # the tile's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    HV,  # heads of v
+    BT: tl.constexpr,
+    column: tl.constexpr,  # the tile's first column
+    SIDE: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+):
+    """Store X as a tile of A, from row t0 and column on, and with HAS_LOW what rounding to A's dtype loses
+    in A_low."""
+    put(A, X, first, t0, length, i_h, HV, D=BT, d0=column, BT=SIDE, BD=SIDE)
     if HAS_LOW:
-        put(A_low, X - X.to(A.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV, BT, column, SIDE, SIDE)
+        put(
+            A_low, X - X.to(A.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV,
+            D=BT, d0=column, BT=SIDE, BD=SIDE)
 
 
 @triton.jit
-def inverse_of_chunk(k, beta, G, A, A_low, betas, scratch, n, first, t0, length, i_h, H, HV, R, K: tl.constexpr, BT: tl.constexpr,
-                     BK: tl.constexpr, DECAY: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+def inverse_of_chunk(
+    k,  # [rows, H, K]
+    beta,  # [rows, HV]
+    G,  # lines [HV, R], fp32
+    A,  # [rows, HV, BT]
+    A_low,  # [rows, HV, BT]
+    betas,  # lines [HV, R], fp32
+    scratch,  # [slots, HV, BT, 16], fp32
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MERGE: tl.constexpr,
+):
     """In tiles of 32 x 32: of a chunk of 64 the upper half a, the lower half b, and the corner c between them: the tile in b's rows and a's
     columns. Tiles this small leave a warp a program, which then waits for no other warp."""
     SIDE: tl.constexpr = 32 if BT > 32 else BT
@@ -82,10 +131,10 @@ def inverse_of_chunk(k, beta, G, A, A_low, betas, scratch, n, first, t0, length,
     b = tl.zeros([SIDE, SIDE], dtype=tl.float32)
     c = tl.zeros([SIDE, SIDE], dtype=tl.float32)
     for k0 in range(0, K, BK):
-        k_a = tile(k, first, t0, length, i_k, H, K, k0, SIDE, BK)
+        k_a = tile(k, first, t0, length, i_k, H, D=K, d0=k0, BT=SIDE, BD=BK)
         a += tl.dot(k_a, tl.trans(k_a), input_precision=PRECISION)
         if PAIR:
-            k_b = tile(k, first, t1, length, i_k, H, K, k0, SIDE, BK)
+            k_b = tile(k, first, t1, length, i_k, H, D=K, d0=k0, BT=SIDE, BD=BK)
             b += tl.dot(k_b, tl.trans(k_b), input_precision=PRECISION)
             c += tl.dot(k_b, tl.trans(k_a), input_precision=PRECISION)
     rows = tl.arange(0, SIDE)
@@ -113,18 +162,42 @@ def inverse_of_chunk(k, beta, G, A, A_low, betas, scratch, n, first, t0, length,
     substitute(own, BT)
     tl.debug_barrier()
     a = merged(tl.load(at_a, mask=diagonal, other=0.0), a, SIDE, MERGE)
-    put_both(A, A_low, a, first, t0, length, i_h, HV, BT, 0, SIDE, HAS_LOW)
+    put_both(A, A_low, a, first, t0, length, i_h, HV, BT=BT, column=0, SIDE=SIDE, HAS_LOW=HAS_LOW)
     if PAIR:
         b = merged(tl.load(at_b, mask=diagonal, other=0.0), b, SIDE, MERGE)
         c = -product(product(b, c, MERGE), a, MERGE)
-        put_both(A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV, BT, SIDE, SIDE, HAS_LOW)
-        put_both(A, A_low, c, first, t1, length, i_h, HV, BT, 0, SIDE, HAS_LOW)
-        put_both(A, A_low, b, first, t1, length, i_h, HV, BT, SIDE, SIDE, HAS_LOW)
+        put_both(
+            A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV,
+            BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
+        put_both(A, A_low, c, first, t1, length, i_h, HV, BT=BT, column=0, SIDE=SIDE, HAS_LOW=HAS_LOW)
+        put_both(A, A_low, b, first, t1, length, i_h, HV, BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S"])
-def delta_inverse(k, beta, G, A, A_low, betas, scratch, bounds, T, N, H, HV, R, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                  DECAY: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+def delta_inverse(
+    k,  # [rows, H, K]
+    beta,  # [rows, HV]
+    G,  # lines [HV, R], fp32
+    A,  # [rows, HV, BT]
+    A_low,  # [rows, HV, BT]
+    betas,  # lines [HV, R], fp32
+    scratch,  # [slots, HV, BT, 16], fp32
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MERGE: tl.constexpr,
+):
     """A [rows, HV, BT], and for backward what its rounding lost; betas [HV, R]: beta in float32, laid out so that a chunk's are one line.
     scratch [slots, HV, BT, 16]. S programs share a sequence."""
     program = tl.program_id(0)
@@ -134,16 +207,50 @@ def delta_inverse(k, beta, G, A, A_low, betas, scratch, bounds, T, N, H, HV, R, 
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            inverse_of_chunk(k, beta, G, A, A_low, betas, scratch, n, first, t0, length, i_h, H, HV, R, K, BT, BK, DECAY, HAS_LOW, PRECISION, MERGE)
+            inverse_of_chunk(
+                k=k, beta=beta, G=G, A=A, A_low=A_low, betas=betas, scratch=scratch,
+                n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, R=R,
+                K=K, BT=BT, BK=BK, DECAY=DECAY, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        inverse_of_chunk(k, beta, G, A, A_low, betas, scratch, n, first, share * BT, length, i_h, H, HV, R, K, BT, BK, DECAY, HAS_LOW, PRECISION,
-                         MERGE)
+        inverse_of_chunk(
+            k=k, beta=beta, G=G, A=A, A_low=A_low, betas=betas, scratch=scratch,
+            n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, R=R,
+            K=K, BT=BT, BK=BK, DECAY=DECAY, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
-def delta_scan(q, k, v, A, betas, G, h0, o, ht, bounds, scale, T, N, H, HV, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-               BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr,
-               VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def delta_scan(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    A,  # [rows, HV, BT]
+    betas,  # lines [HV, R], fp32
+    G,  # lines [HV, R], fp32
+    h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    o,  # [rows, HV, V]
+    ht,  # like h0, fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_HT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """o [rows, HV, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
+    chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -153,7 +260,7 @@ def delta_scan(q, k, v, A, betas, G, h0, o, ht, bounds, scale, T, N, H, HV, R, K
     n = nh // HV
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(o, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+        zero_gaps(o, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
     if HAS_H0:
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
@@ -162,12 +269,12 @@ def delta_scan(q, k, v, A, betas, G, h0, o, ht, bounds, scale, T, N, H, HV, R, K
     rows = tl.arange(0, BT)
     causal = rows[:, None] >= rows[None, :]
     for t0 in range(0, length, BT):
-        b_k = tile(k, first, t0, length, i_qk, H, K, 0, BT, BK)
-        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
-        b_A = tile(A, first, t0, length, i_h, HV, BT, 0, BT, BT)
-        b_q = tile(q, first, t0, length, i_qk, H, K, 0, BT, BK)
+        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
+        b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+        b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
-        D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
         b_h = h.to(b_k.dtype)
         kh = tl.dot(b_k, b_h, input_precision=PRECISION)
         if DECAY == 0:
@@ -189,15 +296,38 @@ def delta_scan(q, k, v, A, betas, G, h0, o, ht, bounds, scale, T, N, H, HV, R, K
             h *= tl.exp2(total)
         b_o += tl.dot(s.to(b_u.dtype), b_u, input_precision=PRECISION)
         h += tl.dot(tl.trans(b_k), b_w, input_precision=PRECISION)
-        put(o, b_o, first, t0, length, i_h, HV, V, v0, BT, BV)
+        put(o, b_o, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_HT:
         tl.store(ht + at, h, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R"])
-def delta_states(k, v, A, betas, G, h0, u, states, bounds, T, N, H, HV, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                 BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr,
-                 VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+def delta_states(
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    A,  # [rows, HV, BT]
+    betas,  # lines [HV, R], fp32
+    G,  # lines [HV, R], fp32
+    h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    u,  # [rows, HV, V]
+    states,  # [slots, HV, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """The scan again for backward: u [rows, HV, V], and states [slots, HV, K, V], the state entering each chunk. (The scan's own loop
     with two more flags would cost it registers that it has not got.)"""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -214,11 +344,11 @@ def delta_states(k, v, A, betas, G, h0, u, states, bounds, T, N, H, HV, R, K: tl
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
     for t0 in range(0, length, BT):
-        b_k = tile(k, first, t0, length, i_qk, H, K, 0, BT, BK)
-        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
-        b_A = tile(A, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
+        b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+        b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
-        D, total = decays(G, G, first, t0, length, i_h, R, BT, BT, DECAY)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
         b_h = h.to(b_k.dtype)
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
@@ -230,15 +360,26 @@ def delta_states(k, v, A, betas, G, h0, u, states, bounds, T, N, H, HV, R, K: tl
             y = (b_v - kh * tl.exp2(D)[:, None]) * b_beta[:, None]
             h *= tl.exp2(total)
         b_u = tl.dot(b_A, y.to(b_A.dtype), input_precision=PRECISION)
-        put(u, b_u, first, t0, length, i_h, HV, V, v0, BT, BV)
+        put(u, b_u, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         if DECAY != 0:
             b_u *= tl.exp2(total - D)[:, None]
         h += tl.dot(tl.trans(b_k), b_u.to(b_k.dtype), input_precision=PRECISION)
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
-        bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool,
-        out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    g: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    scale: float,
+    has_ht: bool,
+    v_first: bool,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(o, final state or None), then what backward wants again: A [B, T, HV, 64] and, of 16 bits, what its
     rounding lost, and lines [2, HV, B * T] of beta and summed g.
 
@@ -267,11 +408,15 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: tor
         shares = max(1, -(-own_rows // (BT * n)))
         scratch = torch.empty(own_rows // BT + n + 1, HV, BT, 16, dtype=torch.float32, device=q.device)
         summed(plan, g_, bounds_, n, G)
-        start(inverting, delta_inverse, n * shares * HV, (k_, beta_, G, A_, low_, betas, scratch, bounds_, T, n, H, HV, rows, shares),
-              dict(constants, HAS_LOW=A_low is not None, MERGE=merging(plan)))
-        start(scanning, delta_scan, n * HV * -(-V // scanning.block("BV")),
-              (q_, k_, v_, A_, betas, G, h0_, o_, ht_, bounds_, scale, T, n, H, HV, rows),
-              dict(constants, V=V, HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first, GAPS=bounds is not None and len(split) == 1))
+        start(inverting, delta_inverse, n * shares * HV, dict(
+            k=k_, beta=beta_, G=G, A=A_, A_low=low_, betas=betas, scratch=scratch, bounds=bounds_,
+            T=T, N=n, H=H, HV=HV, R=rows, S=shares,
+            **constants, HAS_LOW=A_low is not None, MERGE=merging(plan)))
+        start(scanning, delta_scan, n * HV * -(-V // scanning.block("BV")), dict(
+            q=q_, k=k_, v=v_, A=A_, betas=betas, G=G, h0=h0_, o=o_, ht=ht_, bounds=bounds_,
+            scale=scale, T=T, N=n, H=H, HV=HV, R=rows,
+            **constants, V=V, HAS_H0=h0 is not None, HAS_HT=has_ht,
+            V_FIRST=v_first, GAPS=bounds is not None and len(split) == 1))
     return o, ht, A, A_low, lines
 
 

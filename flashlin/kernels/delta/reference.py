@@ -6,9 +6,18 @@ import itertools
 import torch
 
 
-def recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor | None, g: torch.Tensor | None, h0: torch.Tensor | None,
-               cu_seqlens: torch.Tensor | None, scale: float, gk: torch.Tensor | None = None,
-               gv: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def recurrence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor | None,
+    g: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    scale: float,
+    gk: torch.Tensor | None = None,
+    gv: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """S' = e^{g_t} Diag(e^{gk_t}) S_{t-1} Diag(e^{gv_t}),  u_t = beta_t (v_t - S'^T k_t),  S_t = S' + k_t u_t^T,  o_t = scale S_t^T q_t.
 
     q, k [B, T, H, K]; v [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV / H); beta [B, T, HV] or

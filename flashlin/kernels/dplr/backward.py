@@ -41,9 +41,31 @@ from flashlin.kernels.pieces import (
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def dplr_states(b_out, k_out, W, M, v, G, h0, x, states, bounds, T, N, HV, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
-                PRECISION: tl.constexpr):
+def dplr_states(
+    b_out,  # [rows, HV, K]
+    k_out,  # [rows, HV, K]
+    W,  # [rows, HV, K]
+    M,  # [rows, HV, BT]
+    v,  # [rows, HV, V]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    x,  # [rows, HV, V]
+    states,  # [slots, HV, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    HV,  # heads of v
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TWO: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """x [rows, HV, V] = X, and states [slots, HV, K, V], the state entering each chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -58,10 +80,10 @@ def dplr_states(b_out, k_out, W, M, v, G, h0, x, states, bounds, T, N, HV, K: tl
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
     for t0 in range(0, length, BT):
-        b_W = tile(W, first, t0, length, i_h, HV, K, 0, BT, BK)
-        b_M = tile(M, first, t0, length, i_h, HV, BT, 0, BT, BT)
-        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
-        b_b = tile(b_out, first, t0, length, i_h, HV, K, 0, BT, BK)
+        b_W = tile(W, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
+        b_M = tile(M, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+        b_b = tile(b_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
         total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, HV, K, 0, BK)
         b_h = h.to(b_W.dtype)
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
@@ -69,19 +91,50 @@ def dplr_states(b_out, k_out, W, M, v, G, h0, x, states, bounds, T, N, HV, K: tl
         tl.store(states + to, b_h, mask=whole)
         b_x = tl.dot(b_M, b_v, input_precision=PRECISION)
         b_x += tl.dot(b_W, b_h, input_precision=PRECISION)
-        put(x, b_x, first, t0, length, i_h, HV, V, v0, BT, BV)
+        put(x, b_x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         h *= tl.exp2(total)[:, None]
         h += tl.dot(tl.trans(b_b), b_x.to(b_W.dtype), input_precision=PRECISION)
         if TWO:
-            b_k = tile(k_out, first, t0, length, i_h, HV, K, 0, BT, BK)
+            b_k = tile(k_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
             h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def dplr_reverse(q_in, a_in, b_out, k_out, P, R, N_, T_, T_low, do, G, dht, dy, dv, dh0, dstates, bounds, T, N, HV, K: tl.constexpr,
-                 V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, HAS_DHT: tl.constexpr,
-                 HAS_DH0: tl.constexpr, V_FIRST: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
-                 PRECISION: tl.constexpr):
+def dplr_reverse(
+    q_in,  # [rows, HV, K]
+    a_in,  # [rows, HV, K]
+    b_out,  # [rows, HV, K]
+    k_out,  # [rows, HV, K]
+    P,  # [rows, HV, BT]
+    R,  # [rows, HV, BT]
+    N_,  # [rows, HV, BT]
+    T_,  # [rows, HV, BT]
+    T_low,  # [rows, HV, BT]
+    do,  # [rows, HV, V]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    dht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    dy,  # [rows, HV, V]
+    dv,  # [rows, HV, V]
+    dh0,  # like dht
+    dstates,  # [slots, HV, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    HV,  # heads of v
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TWO: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    HAS_DH0: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, dh0, and of two writers dv."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -91,7 +144,7 @@ def dplr_reverse(q_in, a_in, b_out, k_out, P, R, N_, T_, T_low, do, G, dht, dy, 
     n = nh // HV
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS and TWO:
-        zero_gaps(dv, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+        zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
     if HAS_DHT:
         dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
@@ -100,9 +153,9 @@ def dplr_reverse(q_in, a_in, b_out, k_out, P, R, N_, T_, T_low, do, G, dht, dy, 
     chunks = (length + BT - 1) // BT
     for i_c in range(chunks):
         t0 = (chunks - 1 - i_c) * BT
-        b_b = tile(b_out, first, t0, length, i_h, HV, K, 0, BT, BK)
-        b_P = tile(P, first, t0, length, i_h, HV, BT, 0, BT, BT)
-        b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_b.dtype)
+        b_b = tile(b_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
+        b_P = tile(P, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(b_b.dtype)
         b_dh = dh.to(b_b.dtype)
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
@@ -110,38 +163,72 @@ def dplr_reverse(q_in, a_in, b_out, k_out, P, R, N_, T_, T_low, do, G, dht, dy, 
         dx = tl.dot(tl.trans(b_P), b_do, input_precision=PRECISION)
         dx += tl.dot(b_b, b_dh, input_precision=PRECISION)
         if TWO:  # what of dv reads dh comes first, then what does not
-            b_R = tile(R, first, t0, length, i_h, HV, BT, 0, BT, BT)
-            b_k = tile(k_out, first, t0, length, i_h, HV, K, 0, BT, BK)
+            b_R = tile(R, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+            b_k = tile(k_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
             b_dv = tl.dot(tl.trans(b_R), b_do, input_precision=PRECISION)
             b_dv += tl.dot(b_k, b_dh, input_precision=PRECISION)
         total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, HV, K, 0, BK)
-        b_q = tile(q_in, first, t0, length, i_h, HV, K, 0, BT, BK)
+        b_q = tile(q_in, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
         dh *= tl.exp2(total)[:, None]
         dh += tl.dot(tl.trans(b_q), b_do, input_precision=PRECISION)
         # Of keys that resemble each other T^T takes differences, so neither side may lose what rounding it would lose.
-        b_T = tile(T_, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        b_T = tile(T_, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_dx = dx.to(b_b.dtype)
         y = tl.dot(tl.trans(b_T), b_dx, input_precision=PRECISION)
         if HAS_LOW:
-            b_low = tile(T_low, first, t0, length, i_h, HV, BT, 0, BT, BT)
+            b_low = tile(T_low, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             y += tl.dot(tl.trans(b_T), (dx - b_dx).to(b_b.dtype), input_precision=PRECISION)
             y += tl.dot(tl.trans(b_low), b_dx, input_precision=PRECISION)
         b_y = y.to(b_b.dtype)
-        b_a = tile(a_in, first, t0, length, i_h, HV, K, 0, BT, BK)
+        b_a = tile(a_in, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
         dh += tl.dot(tl.trans(b_a), b_y, input_precision=PRECISION)
-        put(dy, b_y, first, t0, length, i_h, HV, V, v0, BT, BV)
+        put(dy, b_y, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         if TWO:
-            b_N = tile(N_, first, t0, length, i_h, HV, BT, 0, BT, BT)
+            b_N = tile(N_, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             b_dv += tl.dot(tl.trans(b_N), b_y, input_precision=PRECISION)
-            put(dv, b_dv, first, t0, length, i_h, HV, V, v0, BT, BV)
+            put(dv, b_dv, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_DH0:
         tl.store(dh0 + at, dh, mask=inside)
 
 
 @triton.jit
-def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, scale, n, first, t0, length, i_h, H, HV,
-                   K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
-                   PRECISION: tl.constexpr):
+def grads_of_chunk(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
+    beta,  # [rows, HV]
+    do,  # [rows, HV, V]
+    x,  # [rows, HV, V]
+    dy,  # [rows, HV, V]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    states,  # [slots, HV, K, V], one for each chunk
+    dstates,  # [slots, HV, K, V], one for each chunk
+    dq,  # [rows, HV, K]
+    dk,  # [rows, HV, K]
+    dv,  # [rows, HV, V]
+    da,  # [rows, HV, K]
+    db,  # [rows, HV, K]
+    dbeta,  # [rows, HV], fp32
+    dg,  # [rows, HV, K], fp32
+    scale,
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads of q and k
+    HV,  # heads of v
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TWO: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq, dk, da, db, dg [BT, K], of one writer dv [BT, V] and dbeta [BT], of one chunk and head, stored."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
@@ -157,10 +244,10 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
     lower = tl.zeros([BT, BT], dtype=tl.float32)
     upper = tl.zeros([BT, BT], dtype=tl.float32)
     for v0 in range(0, V, BV):
-        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
-        b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(b_v.dtype)
-        b_x = tile(x, first, t0, length, i_h, HV, V, v0, BT, BV)
-        b_y = tile(dy, first, t0, length, i_h, HV, V, v0, BT, BV)
+        b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+        b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(b_v.dtype)
+        b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+        b_y = tile(dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         lower += tl.dot(b_do, tl.trans(b_x), input_precision=PRECISION)
         if TWO:
             upper += tl.dot(b_v, tl.trans(b_y), input_precision=PRECISION)
@@ -170,7 +257,7 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
             upper += tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
             wide = b_y.to(tl.float32)
             b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
-            put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, V, v0, BT, BV)
+            put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     qb = tl.sum(tl.where(equal, lower, 0.0), 1) * scale
     if TWO:
         qk = tl.sum(tl.where(equal, one, 0.0), 1) * scale
@@ -187,16 +274,16 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
         Z1 = (tl.where(below, one, tl.trans(one)) * scale).to(v.dtype.element_ty)
         Z2 = tl.where(below, two, tl.trans(two)).to(v.dtype.element_ty)
     for k0 in range(0, K, BK):
-        b_q = tile(q, first, t0, length, i_qk, H, K, k0, BT, BK)
-        b_k = tile(k, first, t0, length, i_qk, H, K, k0, BT, BK)
+        b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
         total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
         r_a = b_k  # but for -beta, which the rows that read get
         b_b = b_k
-        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K, k0, BT, BK, TWO)
+        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO)
         if TWO:
-            r_a = tile(a, first, t0, length, i_h, HV, K, k0, BT, BK)
-            b_b = tile(b, first, t0, length, i_h, HV, K, k0, BT, BK)
+            r_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         b_dq = tl.zeros([BT, BK], dtype=tl.float32)
         b_dk = tl.zeros([BT, BK], dtype=tl.float32)
         b_da = tl.zeros([BT, BK], dtype=tl.float32)
@@ -206,14 +293,14 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
             at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
             h = tl.load(states + at, mask=whole, other=0.0)
             dh = tl.load(dstates + at, mask=whole, other=0.0)
-            b_do = tile(do, first, t0, length, i_h, HV, V, v0, BT, BV).to(h.dtype)
-            b_x = tile(x, first, t0, length, i_h, HV, V, v0, BT, BV)
-            b_y = tile(dy, first, t0, length, i_h, HV, V, v0, BT, BV)
+            b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(h.dtype)
+            b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+            b_y = tile(dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
             b_da += tl.dot(b_y, tl.trans(h), input_precision=PRECISION)
             b_db += tl.dot(b_x, tl.trans(dh), input_precision=PRECISION)
             if TWO:
-                b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
+                b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
                 b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
             across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
         # What the states give, and what of it passes the decays: here at a row or later, there strictly later, left from before a row.
@@ -225,8 +312,10 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
         if TWO:
             b_dk *= left
             sent += b_k.to(tl.float32) * b_dk
-        b_dg = summed_before(sent, dg, first, t0, length, i_h, HV, K, k0, BT, BK)
-        put(dg, b_dg + (tl.exp2(total) * across)[None, :], first, t0, length, i_h, HV, K, k0, BT, BK)  # there until the levels are done
+        b_dg = summed_before(sent, dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        put(
+            dg, b_dg + (tl.exp2(total) * across)[None, :], first, t0, length, i_h, HV,
+            D=K, d0=k0, BT=BT, BD=BK)  # there until the levels are done
         here = b_q.to(tl.float32) * b_dq
         there = r_a.to(tl.float32) * b_da
         if not TWO:
@@ -236,9 +325,11 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
         if TWO:
             b_dq += qk[:, None] * b_k.to(tl.float32)
             b_dk += qk[:, None] * b_q.to(tl.float32)
-            b_da += a_from_b[:, None] * rows_beside(b, -1, first, t0, length, i_h, HV, K, k0, BT, BK)
-            b_da += a_from_k[:, None] * rows_beside(k, -1, first, t0, length, i_h, HV, K, k0, BT, BK)
-            next_a = rows_beside(a, 1, first, t0, length, i_h, HV, K, k0, BT, BK)
+            b_da += a_from_b[:, None] * rows_beside(
+                b, -1, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            b_da += a_from_k[:, None] * rows_beside(
+                k, -1, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            next_a = rows_beside(a, 1, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             b_db += b_from_a[:, None] * next_a
             b_dk += k_from_a[:, None] * next_a
         for level in range(LEVELS):
@@ -277,28 +368,62 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
                 b_db += tl.where(second, 0.0, y2)
             else:
                 b_db += tl.where(second, 0.0, y1 + y2)
-        put(dq, b_dq, first, t0, length, i_h, HV, K, k0, BT, BK)
+        put(dq, b_dq, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         if TWO:
-            put(dk, b_dk, first, t0, length, i_h, HV, K, k0, BT, BK)
-            put(da, b_da, first, t0, length, i_h, HV, K, k0, BT, BK)
-            put(db, b_db, first, t0, length, i_h, HV, K, k0, BT, BK)
-            put(G, there, first, t0, length, i_h, HV, K, k0, BT, BK)  # nobody reads the sums again
+            put(dk, b_dk, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            put(da, b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            put(db, b_db, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            put(G, there, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)  # nobody reads the sums again
             tl.debug_barrier()
-            here += rows_beside(G, 1, first, t0, length, i_h, HV, K, k0, BT, BK)
+            here += rows_beside(G, 1, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         else:
-            put(dk, b_db - b_beta[:, None] * b_da, first, t0, length, i_h, HV, K, k0, BT, BK)
+            put(dk, b_db - b_beta[:, None] * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             b_dbeta -= tl.sum(b_k.to(tl.float32) * b_da, 1)
         tl.debug_barrier()  # another thread may have put there what this one reads
-        b_dg = tile(dg, first, t0, length, i_h, HV, K, k0, BT, BK)
-        put(dg, b_dg + tl.cumsum(here, 0, reverse=True), first, t0, length, i_h, HV, K, k0, BT, BK)
+        b_dg = tile(dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        put(dg, b_dg + tl.cumsum(here, 0, reverse=True), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
     if not TWO:
         tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=t0 + rows < length)
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
-def dplr_grads(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, bounds, scale, T, N, H, HV, S,
-               K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, VARLEN: tl.constexpr,
-               GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def dplr_grads(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
+    beta,  # [rows, HV]
+    do,  # [rows, HV, V]
+    x,  # [rows, HV, V]
+    dy,  # [rows, HV, V]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    states,  # [slots, HV, K, V], one for each chunk
+    dstates,  # [slots, HV, K, V], one for each chunk
+    dq,  # [rows, HV, K]
+    dk,  # [rows, HV, K]
+    dv,  # [rows, HV, V]
+    da,  # [rows, HV, K]
+    db,  # [rows, HV, K]
+    dbeta,  # [rows, HV], fp32
+    dg,  # [rows, HV, K], fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TWO: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dq, dk, dg [rows, HV, K] of a chunk, da and db or dv and dbeta. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
@@ -308,32 +433,52 @@ def dplr_grads(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, d
     if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
         if share == 0:
             for k0 in range(0, K, BK):
-                zero_gaps(dq, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
-                zero_gaps(dk, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
-                zero_gaps(dg, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
+                zero_gaps(dq, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                zero_gaps(dk, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                zero_gaps(dg, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 if TWO:
-                    zero_gaps(da, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
-                    zero_gaps(db, bounds, n, T, N, i_h, HV, K, k0, BT, BK)
+                    zero_gaps(da, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                    zero_gaps(db, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             if not TWO:
-                zero_gaps(dbeta, bounds, n, T, N, i_h, HV, 1, 0, BT, 1)
+                zero_gaps(dbeta, bounds, n, T, N, i_h, HV, D=1, d0=0, BT=BT, BD=1)
                 for v0 in range(0, V, BV):
-                    zero_gaps(dv, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+                    zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, scale, n, first, t0, length, i_h,
-                           H, HV, K, V, BT, BK, BV, TWO, PRECISION)
+            grads_of_chunk(
+                q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
+                dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg,
+                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV,
+                K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, scale, n, first, share * BT, length, i_h,
-                       H, HV, K, V, BT, BK, BV, TWO, PRECISION)
+        grads_of_chunk(
+            q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
+            dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg,
+            scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV,
+            K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, PRECISION=PRECISION)
 
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
               torch.Tensor | None]
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None,
-        beta: torch.Tensor | None, h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, v_first: bool, do: torch.Tensor,
-        dht: torch.Tensor | None, needs: frozenset[str]) -> Grads:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    scale: float,
+    v_first: bool,
+    do: torch.Tensor,
+    dht: torch.Tensor | None,
+    needs: frozenset[str],
+) -> Grads:
     """(dq, dk, dv, dg, da, db, dbeta, dh0), None for what is not there, for forward.run's tensors; do [B, T, HV, V], dht like its final
     state. dg, dbeta and dh0 are fp32."""
     B, T, HV, V = v.shape
@@ -355,20 +500,32 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
         dq_, dk_, dv_, dg_, da_, db_, dbeta_ = (within(tensor, part, bounds) for tensor in (dq, dk, dv, dg, da, db, dbeta))
         h0_, dh0_, dht_ = (sliced(tensor, part) for tensor in (h0, dh0, dht))
         bounds_ = sliced(bounds, slice(part.start, part.stop + 1))
-        x = prepared(plan, q_, k_, g_, a_, b_, beta_, bounds_, n, scale, backward=True)  # type: ignore[arg-type]
+        x = prepared(
+            plan, q=q_, k=k_, g=g_, a=a_, b=b_, beta=beta_, bounds=bounds_,  # type: ignore[arg-type]
+            N=n, scale=scale, backward=True)
         rows = B * T if bounds is not None else n * T
         states, dstates = (torch.empty(rows // BT + n + 1, HV, K, V, dtype=v.dtype, device=v.device) for _ in range(2))
         read, dy = (torch.empty(1, rows, HV, V, dtype=v.dtype, device=v.device) for _ in range(2))
-        start(rebuilding, dplr_states, n * HV * strips, (x.b_out, x.k_out, x.W, x.M, v_, x.G, h0_, read, states, bounds_, T, n, HV),
-              dict(constants, HAS_H0=h0 is not None, V_FIRST=v_first))
-        start(reversing, dplr_reverse, n * HV * strips,
-              (x.q_in, x.a_in, x.b_out, x.k_out, x.P, x.R, x.N, x.T, x.T_low, do_, x.G, dht_, dy, dv_, dh0_, dstates, bounds_, T, n, HV),
-              dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first, HAS_LOW=x.T_low is not None, GAPS=gaps))
+        start(rebuilding, dplr_states, n * HV * strips, dict(
+            b_out=x.b_out, k_out=x.k_out, W=x.W, M=x.M, v=v_,
+            G=x.G, h0=h0_, x=read, states=states, bounds=bounds_,
+            T=T, N=n, HV=HV,
+            **constants, HAS_H0=h0 is not None, V_FIRST=v_first))
+        start(reversing, dplr_reverse, n * HV * strips, dict(
+            q_in=x.q_in, a_in=x.a_in, b_out=x.b_out, k_out=x.k_out, P=x.P,
+            R=x.R, N_=x.N, T_=x.T, T_low=x.T_low, do=do_, G=x.G, dht=dht_,
+            dy=dy, dv=dv_, dh0=dh0_, dstates=dstates, bounds=bounds_,
+            T=T, N=n, HV=HV,
+            **constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None,
+            V_FIRST=v_first, HAS_LOW=x.T_low is not None, GAPS=gaps))
         shares = -(-rows // (BT * n))
         if shares > 0:
-            start(finishing, dplr_grads, n * shares * HV,
-                  (q_, k_, v_, a_, b_, beta_, do_, read, dy, x.G, states, dstates, dq_, dk_, dv_, da_, db_, dbeta_, dg_, bounds_, scale, T, n, H,
-                   HV, shares), dict(constants, GAPS=gaps))
+            start(finishing, dplr_grads, n * shares * HV, dict(
+                q=q_, k=k_, v=v_, a=a_, b=b_, beta=beta_, do=do_, x=read,
+                dy=dy, G=x.G, states=states, dstates=dstates, dq=dq_, dk=dk_,
+                dv=dv_, da=da_, db=db_, dbeta=dbeta_, dg=dg_, bounds=bounds_,
+                scale=scale, T=T, N=n, H=H, HV=HV, S=shares,
+                **constants, GAPS=gaps))
     if HV != H:
         dq, dk = (tensor.view(B, T, H, HV // max(H, 1), K).sum(3, dtype=torch.float32).to(q.dtype) for tensor in (dq, dk))
     if beta is not None:  # KDA, whose gate needs it; a pass over the largest gradient there is, so others do without

@@ -37,9 +37,43 @@ def beta_of(beta, first, t0, length, i_h, HV, BT: tl.constexpr):
 
 
 @triton.jit
-def prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, scale, n, first, t0, length, i_h, H, HV,
-                  K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr,
-                  PRECISION: tl.constexpr, MERGE: tl.constexpr):
+def prepare_chunk(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
+    beta,  # [rows, HV]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    q_in,  # [rows, HV, K]
+    a_in,  # [rows, HV, K]
+    b_out,  # [rows, HV, K]
+    k_out,  # [rows, HV, K]
+    W,  # [rows, HV, K]
+    M,  # [rows, HV, BT]
+    P,  # [rows, HV, BT]
+    R,  # [rows, HV, BT]
+    N_,  # [rows, HV, BT]
+    T_,  # [rows, HV, BT]
+    T_low,  # [rows, HV, BT]
+    scratch,  # [slots, HV, BT, 16], fp32
+    scale,
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads of q and k
+    HV,  # heads of v
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    TWO: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """The weighted operands [BT, K] and [BT, BT] of one chunk and head, stored: see dplr_prepare."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
@@ -53,25 +87,25 @@ def prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_,
     qk = tl.zeros([BT], dtype=tl.float32)
     qb = tl.zeros([BT], dtype=tl.float32)
     for k0 in range(0, K, BK):
-        b_q = tile(q, first, t0, length, i_qk, H, K, k0, BT, BK)
-        b_k = tile(k, first, t0, length, i_qk, H, K, k0, BT, BK)
+        b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
-        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K, k0, BT, BK, TWO)
+        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO)
         if TWO:
-            b_a = tile(a, first, t0, length, i_h, HV, K, k0, BT, BK)
-            b_b = tile(b, first, t0, length, i_h, HV, K, k0, BT, BK)
+            b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             qb += tl.sum(b_q.to(tl.float32) * b_b.to(tl.float32), 1)
         else:
             b_b = b_k.to(tl.float32)
             b_a = -b_beta[:, None] * b_b
         qk += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
         left = tl.exp2(sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)[None, :] - b_G)
-        put(q_in, b_q * scale * tl.exp2(b_G), first, t0, length, i_h, HV, K, k0, BT, BK)
-        put(b_out, b_b * left, first, t0, length, i_h, HV, K, k0, BT, BK)
+        put(q_in, b_q * scale * tl.exp2(b_G), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        put(b_out, b_b * left, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         if TWO:
-            put(k_out, b_k * left, first, t0, length, i_h, HV, K, k0, BT, BK)
+            put(k_out, b_k * left, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         if BACKWARD:
-            put(a_in, b_a * tl.exp2(b_B), first, t0, length, i_h, HV, K, k0, BT, BK)
+            put(a_in, b_a * tl.exp2(b_B), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         for level in range(LEVELS):  # not unrolled: registers hold one level's tiles
             half = halves(level, BT)
             second = (half % 2 == 1)[:, None]
@@ -88,39 +122,83 @@ def prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_,
                 s2 = tl.dot(X2, tl.trans(X2), input_precision=PRECISION)
                 own += tl.where(partner, tl.where(below, s1, s2), 0.0)
     if TWO:
-        put(R, tl.where(below, own, tl.where(equal, qk[:, None], 0.0)) * scale, first, t0, length, i_h, HV, BT, 0, BT, BT)
-        put(P, tl.where(below, cross, tl.where(equal, qb[:, None], 0.0)) * scale, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        put(
+            R, tl.where(below, own, tl.where(equal, qk[:, None], 0.0)) * scale, first, t0, length, i_h, HV,
+            D=BT, d0=0, BT=BT, BD=BT)
+        put(
+            P, tl.where(below, cross, tl.where(equal, qb[:, None], 0.0)) * scale,
+            first, t0, length, i_h, HV,
+            D=BT, d0=0, BT=BT, BD=BT)
         L = tl.where(below, tl.trans(own), 0.0)
         b_N = tl.where(below, tl.trans(cross), 0.0)
         if BACKWARD:
-            put(N_, b_N, first, t0, length, i_h, HV, BT, 0, BT, BT)
+            put(N_, b_N, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
     else:
-        put(P, tl.where(below, cross, tl.where(equal, qk[:, None], 0.0)) * scale, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        put(
+            P, tl.where(below, cross, tl.where(equal, qk[:, None], 0.0)) * scale,
+            first, t0, length, i_h, HV,
+            D=BT, d0=0, BT=BT, BD=BT)
         L = tl.where(below, tl.trans(cross), 0.0)
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
     X = inverse(-L, scratch + slot.to(tl.int64) * (BT * 16), BT, MERGE)
     if TWO:
-        put(M, product(X, b_N, MERGE), first, t0, length, i_h, HV, BT, 0, BT, BT)
+        put(M, product(X, b_N, MERGE), first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
     else:
-        put(M, X * b_beta[None, :], first, t0, length, i_h, HV, BT, 0, BT, BT)
+        put(M, X * b_beta[None, :], first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
     if BACKWARD:
-        put(T_, X, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        put(T_, X, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         if HAS_LOW:
-            put(T_low, X - X.to(T_.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV, BT, 0, BT, BT)
+            put(
+                T_low, X - X.to(T_.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV,
+                D=BT, d0=0, BT=BT, BD=BT)
     for k0 in range(0, K, BK):
         if TWO:
-            b_a = tile(a, first, t0, length, i_h, HV, K, k0, BT, BK).to(tl.float32)
+            b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
         else:
-            b_a = -b_beta[:, None] * tile(k, first, t0, length, i_qk, H, K, k0, BT, BK).to(tl.float32)
+            b_a = -b_beta[:, None] * tile(
+                k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
-        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K, k0, BT, BK, TWO)
-        put(W, product(X, b_a * tl.exp2(b_B), MERGE), first, t0, length, i_h, HV, K, k0, BT, BK)
+        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO)
+        put(W, product(X, b_a * tl.exp2(b_B), MERGE), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
-def dplr_prepare(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, bounds, scale, T, N, H, HV, S,
-                 K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr,
-                 VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
+def dplr_prepare(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
+    beta,  # [rows, HV]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    q_in,  # [rows, HV, K]
+    a_in,  # [rows, HV, K]
+    b_out,  # [rows, HV, K]
+    k_out,  # [rows, HV, K]
+    W,  # [rows, HV, K]
+    M,  # [rows, HV, BT]
+    P,  # [rows, HV, BT]
+    R,  # [rows, HV, BT]
+    N_,  # [rows, HV, BT]
+    T_,  # [rows, HV, BT]
+    T_low,  # [rows, HV, BT]
+    scratch,  # [slots, HV, BT, 16], fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    TWO: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MERGE: tl.constexpr,
+):
     """The weighted operands [rows, HV, K] and [rows, HV, BT] of the docstring, T_low = what T's rounding lost; scale is in q_in, P and R.
     BACKWARD: also those that only the reverse scan reads. scratch [slots, HV, BT, 16]. S programs share a sequence."""
     program = tl.program_id(0)
@@ -130,17 +208,54 @@ def dplr_prepare(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, 
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, scale, n, first, t0, length, i_h, H, HV,
-                          K, BT, BK, TWO, BACKWARD, HAS_LOW, PRECISION, MERGE)
+            prepare_chunk(
+                q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out,
+                k_out=k_out, W=W, M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch,
+                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV,
+                K=K, BT=BT, BK=BK, TWO=TWO, BACKWARD=BACKWARD,
+                HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, scale, n, first, share * BT, length, i_h,
-                      H, HV, K, BT, BK, TWO, BACKWARD, HAS_LOW, PRECISION, MERGE)
+        prepare_chunk(
+            q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out,
+            k_out=k_out, W=W, M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch,
+            scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV,
+            K=K, BT=BT, BK=BK, TWO=TWO, BACKWARD=BACKWARD,
+            HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def dplr_scan(q_in, b_out, k_out, W, M, P, R, v, G, h0, o, ht, bounds, T, N, HV, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-              BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr,
-              VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def dplr_scan(
+    q_in,  # [rows, HV, K]
+    b_out,  # [rows, HV, K]
+    k_out,  # [rows, HV, K]
+    W,  # [rows, HV, K]
+    M,  # [rows, HV, BT]
+    P,  # [rows, HV, BT]
+    R,  # [rows, HV, BT]
+    v,  # [rows, HV, V]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    o,  # [rows, HV, V]
+    ht,  # like h0, fp32
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    HV,  # heads of v
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TWO: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_HT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """o [rows, HV, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
+    chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -149,19 +264,19 @@ def dplr_scan(q_in, b_out, k_out, W, M, P, R, v, G, h0, o, ht, bounds, T, N, HV,
     n = nh // HV
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(o, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+        zero_gaps(o, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
     if HAS_H0:
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
     for t0 in range(0, length, BT):
-        b_W = tile(W, first, t0, length, i_h, HV, K, 0, BT, BK)
-        b_M = tile(M, first, t0, length, i_h, HV, BT, 0, BT, BT)
-        b_v = tile(v, first, t0, length, i_h, HV, V, v0, BT, BV)
-        b_b = tile(b_out, first, t0, length, i_h, HV, K, 0, BT, BK)
-        b_q = tile(q_in, first, t0, length, i_h, HV, K, 0, BT, BK)
-        b_P = tile(P, first, t0, length, i_h, HV, BT, 0, BT, BT)
+        b_W = tile(W, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
+        b_M = tile(M, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+        b_b = tile(b_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
+        b_q = tile(q_in, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
+        b_P = tile(P, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, HV, K, 0, BK)
         b_h = h.to(b_W.dtype)
         x = tl.dot(b_M, b_v, input_precision=PRECISION)
@@ -169,14 +284,14 @@ def dplr_scan(q_in, b_out, k_out, W, M, P, R, v, G, h0, o, ht, bounds, T, N, HV,
         b_o = tl.dot(b_q, b_h, input_precision=PRECISION)
         h *= tl.exp2(total)[:, None]
         if TWO:
-            b_R = tile(R, first, t0, length, i_h, HV, BT, 0, BT, BT)
-            b_k = tile(k_out, first, t0, length, i_h, HV, K, 0, BT, BK)
+            b_R = tile(R, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+            b_k = tile(k_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
             b_o += tl.dot(b_R, b_v, input_precision=PRECISION)
             h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
         b_x = x.to(b_W.dtype)
         h += tl.dot(tl.trans(b_b), b_x, input_precision=PRECISION)
         b_o += tl.dot(b_P, b_x, input_precision=PRECISION)
-        put(o, b_o, first, t0, length, i_h, HV, V, v0, BT, BV)
+        put(o, b_o, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_HT:
         tl.store(ht + at, h, mask=inside)
 
@@ -197,8 +312,19 @@ class Prepared(NamedTuple):
     T_low: torch.Tensor | None
 
 
-def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None,
-             beta: torch.Tensor | None, bounds: torch.Tensor | None, N: int, scale: float, backward: bool = False) -> Prepared:
+def prepared(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    N: int,
+    scale: float,
+    backward: bool = False,
+) -> Prepared:
     """For the N sequences of one launch. Done again for backward instead of kept for it."""
     B, T, HV, K = g.shape
     summing, preparing = plan.launch("gla_sums"), plan.launch("dplr_prepare")
@@ -208,23 +334,42 @@ def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, a: t
     def new(columns: int, wanted: bool = True) -> torch.Tensor | None:
         return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None
     low = backward and q.dtype != torch.float32
-    found = Prepared(torch.empty_like(g), new(K), new(K, backward), new(K), new(K, two), new(K), new(BT), new(BT), new(BT, two),  # type: ignore[arg-type]
-                     new(BT, two and backward), new(BT, backward), new(BT, low))
+    found = Prepared(
+        G=torch.empty_like(g), q_in=new(K), b_out=new(K),  # type: ignore[arg-type]
+        W=new(K), M=new(BT), P=new(BT),  # type: ignore[arg-type]
+        a_in=new(K, backward), k_out=new(K, two),
+        R=new(BT, two), N=new(BT, two and backward), T=new(BT, backward), T_low=new(BT, low))
     if shares == 0:  # no row to load, not even a chunk's last one
         return found
     scratch = torch.empty(B * T // BT + N + 1, HV, BT, 16, dtype=torch.float32, device=q.device)
-    start(summing, gla_sums, N * shares * -(-HV * K // summing.block("BC")), (g, found.G, bounds, T, N, HV * K, shares),
-          dict(VARLEN=bounds is not None))
-    start(preparing, dplr_prepare, N * shares * HV,
-          (q, k, a, b, beta, found.G, found.q_in, found.a_in, found.b_out, found.k_out, found.W, found.M, found.P, found.R, found.N, found.T,
-           found.T_low, scratch, bounds, scale, T, N, q.shape[2], HV, shares),
-          dict(K=K, TWO=two, BACKWARD=backward, HAS_LOW=low, VARLEN=bounds is not None, PRECISION=precision(plan), MERGE=merging(plan)))
+    start(summing, gla_sums, N * shares * -(-HV * K // summing.block("BC")), dict(
+        g=g, G=found.G, bounds=bounds, T=T, N=N, C=HV * K, S=shares, VARLEN=bounds is not None))
+    start(preparing, dplr_prepare, N * shares * HV, dict(
+        q=q, k=k, a=a, b=b, beta=beta, G=found.G, q_in=found.q_in, a_in=found.a_in,
+        b_out=found.b_out, k_out=found.k_out, W=found.W, M=found.M, P=found.P, R=found.R,
+        N_=found.N, T_=found.T, T_low=found.T_low, scratch=scratch, bounds=bounds,
+        scale=scale, T=T, N=N, H=q.shape[2], HV=HV, S=shares,
+        K=K, TWO=two, BACKWARD=backward, HAS_LOW=low, VARLEN=bounds is not None,
+        PRECISION=precision(plan), MERGE=merging(plan)))
     return found
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None,
-        beta: torch.Tensor | None, h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool,
-        out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    scale: float,
+    has_ht: bool,
+    v_first: bool,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final state or None). q, k [B, T, H, K], a, b [B, T, HV, K], v [B, T, HV, V], contiguous, one dtype; g [B, T, HV, K] and beta
     [B, T, HV] fp32, beta instead of a and b; h0 [N, HV, K, V] or, with v_first, [N, HV, V, K]; bounds [N + 1], rising, within 0 .. T.
     Rows outside bounds are zeros. Starts the plan's launches."""
@@ -241,7 +386,11 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
         n = part.stop - part.start
         q_, k_, v_, g_, a_, b_, beta_, o_ = (within(x, part, bounds) for x in (q, k, v, g, a, b, beta, o))
         h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds, slice(part.start, part.stop + 1))
-        x = prepared(plan, q_, k_, g_, a_, b_, beta_, bounds_, n, scale)  # type: ignore[arg-type]
-        start(scanning, dplr_scan, n * HV * -(-V // scanning.block("BV")),
-              (x.q_in, x.b_out, x.k_out, x.W, x.M, x.P, x.R, v_, x.G, h0_, o_, ht_, bounds_, T, n, HV), constants)
+        x = prepared(
+            plan, q=q_, k=k_, g=g_, a=a_, b=b_, beta=beta_, bounds=bounds_,  # type: ignore[arg-type]
+            N=n, scale=scale)
+        start(scanning, dplr_scan, n * HV * -(-V // scanning.block("BV")), dict(
+            q_in=x.q_in, b_out=x.b_out, k_out=x.k_out, W=x.W, M=x.M, P=x.P,
+            R=x.R, v=v_, G=x.G, h0=h0_, o=o_, ht=ht_, bounds=bounds_,
+            T=T, N=n, HV=HV, **constants))
     return o, ht

@@ -4,9 +4,18 @@ from __future__ import annotations
 import torch
 
 
-def recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, a: torch.Tensor | None = None, b: torch.Tensor | None = None,
-               beta: torch.Tensor | None = None, h0: torch.Tensor | None = None, bounds: torch.Tensor | None = None,
-               scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def recurrence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    h0: torch.Tensor | None = None,
+    bounds: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [B, T, HV, V], states [N, HV, K, V]), float64 and differentiable; o_t = scale S_t^T q_t, and with a and b
         S_t = Diag(e^{g_t}) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T
     or with beta, S' = Diag(e^{g_t}) S_{t-1},

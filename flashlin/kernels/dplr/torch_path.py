@@ -12,8 +12,18 @@ from flashlin.kernels.gla.torch_path import CHUNK, after, scores, until
 from flashlin.kernels.simple_gla.torch_path import packed
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None,
-        beta: torch.Tensor | None, h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. Arguments as reference.recurrence.
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).

@@ -31,8 +31,26 @@ from flashlin.kernels.pieces import fills_gaps, first_slot, parts, precision, pu
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def gla_states(k_out, v, G, h0, states, bounds, T, N, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-               BV: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+def gla_states(
+    k_out,  # [rows, H, K]
+    v,  # [rows, H, V]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    states,  # [slots, H, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """states [slots, H, K, V]: the state entering each chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -47,8 +65,8 @@ def gla_states(k_out, v, G, h0, states, bounds, T, N, H, K: tl.constexpr, V: tl.
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
     for t0 in range(0, length, BT):
-        b_k = tile(k_out, first, t0, length, i_h, H, K, 0, BT, BK)
-        b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
+        b_k = tile(k_out, first, t0, length, i_h, H, D=K, d0=0, BT=BT, BD=BK)
+        b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
         total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, H, K, 0, BK)
         slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
@@ -58,9 +76,33 @@ def gla_states(k_out, v, G, h0, states, bounds, T, N, H, K: tl.constexpr, V: tl.
 
 
 @triton.jit(do_not_specialize=["T", "N", "scale"])
-def gla_reverse(q_in, k_out, do, A, G, dht, dv, dh0, dstates, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                BK: tl.constexpr, BV: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr, V_FIRST: tl.constexpr,
-                VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def gla_reverse(
+    q_in,  # [rows, H, K]
+    k_out,  # [rows, H, K]
+    do,  # [rows, H, V]
+    A,  # [rows, H, BT]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    dht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    dv,  # [rows, H, V]
+    dh0,  # like dht
+    dstates,  # [slots, H, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    HAS_DH0: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dv, dh0, and dstates [slots, H, K, V] = the gradient of the state leaving each chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -70,7 +112,7 @@ def gla_reverse(q_in, k_out, do, A, G, dht, dv, dh0, dstates, bounds, scale, T, 
     n = nh // H
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(dv, bounds, n, T, N, i_h, H, V, v0, BT, BV)
+        zero_gaps(dv, bounds, n, T, N, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
     at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
     if HAS_DHT:
         dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
@@ -79,10 +121,10 @@ def gla_reverse(q_in, k_out, do, A, G, dht, dv, dh0, dstates, bounds, scale, T, 
     chunks = (length + BT - 1) // BT
     for i_c in range(chunks):
         t0 = (chunks - 1 - i_c) * BT
-        b_q = tile(q_in, first, t0, length, i_h, H, K, 0, BT, BK)
-        b_k = tile(k_out, first, t0, length, i_h, H, K, 0, BT, BK)
-        b_A = tile(A, first, t0, length, i_h, H, BT, 0, BT, BT)
-        b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_q.dtype)
+        b_q = tile(q_in, first, t0, length, i_h, H, D=K, d0=0, BT=BT, BD=BK)
+        b_k = tile(k_out, first, t0, length, i_h, H, D=K, d0=0, BT=BT, BD=BK)
+        b_A = tile(A, first, t0, length, i_h, H, D=BT, d0=0, BT=BT, BD=BT)
+        b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV).to(b_q.dtype)
         total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, H, K, 0, BK)
         b_dh = dh.to(b_k.dtype)
         slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
@@ -90,7 +132,7 @@ def gla_reverse(q_in, k_out, do, A, G, dht, dv, dh0, dstates, bounds, scale, T, 
         tl.store(dstates + to, b_dh, mask=whole)
         b_dv = tl.dot(b_k, b_dh, input_precision=PRECISION)
         b_dv += tl.dot(tl.trans(b_A), b_do, input_precision=PRECISION)
-        put(dv, b_dv, first, t0, length, i_h, H, V, v0, BT, BV)
+        put(dv, b_dv, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
         dh *= tl.exp2(total)[:, None]
         dh += tl.dot(tl.trans(b_q), (b_do * scale).to(b_do.dtype), input_precision=PRECISION)
     if HAS_DH0:
@@ -98,7 +140,19 @@ def gla_reverse(q_in, k_out, do, A, G, dht, dv, dh0, dstates, bounds, scale, T, 
 
 
 @triton.jit
-def rows_beside(x, by: tl.constexpr, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+def rows_beside(
+    x,  # [rows, H, D]
+    by: tl.constexpr,  # rows further
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    D: tl.constexpr,
+    d0,  # first column
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """[BT, BD] of a [rows, H, D] tensor, in each row what belongs to row t + by of the chunk, zeros where the chunk has none."""
     rows = tl.arange(0, BT)
     columns = d0 + tl.arange(0, BD)
@@ -108,38 +162,104 @@ def rows_beside(x, by: tl.constexpr, first, t0, length, i_h, H, D: tl.constexpr,
 
 
 @triton.jit
-def moved(x, by: tl.constexpr, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+def moved(
+    x,  # [BT, BD]
+    by: tl.constexpr,  # rows further
+    scratch,  # [rows, H, D]
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    D: tl.constexpr,
+    d0,  # first column
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """[BT, BD]: row t + by of x in row t, by way of scratch [rows, H, D]."""
-    put(scratch, x, first, t0, length, i_h, H, D, d0, BT, BD)
+    put(scratch, x, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD)
     tl.debug_barrier()
-    found = rows_beside(scratch, by, first, t0, length, i_h, H, D, d0, BT, BD)
+    found = rows_beside(scratch, by, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD)
     tl.debug_barrier()  # before anybody writes there again
     return found
 
 
 @triton.jit
-def summed_before(x, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+def summed_before(
+    x,  # [BT, BD]
+    scratch,  # [rows, H, D]
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    D: tl.constexpr,
+    d0,  # first column
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """[BT, BD]: x_1 + ... + x_{t-1} for each row t. Not the running sum less x_t, which may be far larger than what remains."""
-    return tl.cumsum(moved(x, -1, scratch, first, t0, length, i_h, H, D, d0, BT, BD), 0)
+    return tl.cumsum(moved(x, -1, scratch, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD), 0)
 
 
 @triton.jit
-def summed_after(x, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+def summed_after(
+    x,  # [BT, BD]
+    scratch,  # [rows, H, D]
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    D: tl.constexpr,
+    d0,  # first column
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """[BT, BD]: x_{t+1} + ... + x_L for each row t."""
-    return tl.cumsum(moved(x, 1, scratch, first, t0, length, i_h, H, D, d0, BT, BD), 0, reverse=True)
+    return tl.cumsum(moved(
+        x, 1, scratch, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD), 0, reverse=True)
 
 
 @triton.jit
-def grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n, first, t0, length, i_h, H, K: tl.constexpr, V: tl.constexpr,
-                   BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr):
+def grads_of_chunk(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, H, V]
+    u,  # [H, K] or None
+    do,  # [rows, H, V]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    states,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one for each chunk
+    dq,  # [rows, H, K]
+    dk,  # [rows, H, K]
+    dg,  # [rows, H, K], fp32
+    du,  # [slots, H, K], fp32, or None
+    scale,
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BEFORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq, dk, dg [BT, K] of one chunk and head and, with BEFORE, its share du [K] of the bonus's gradient,
+    stored."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
     slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
     p = tl.zeros([BT, BT], dtype=tl.float32)
     for v0 in range(0, V, BV):
-        b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
-        b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_v.dtype)
+        b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+        b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV).to(b_v.dtype)
         p += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     p *= scale
     diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
@@ -149,14 +269,14 @@ def grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n,
         above, below = tl.sum(tl.where(is_above, both, 0.0), 1), tl.sum(tl.where(is_below, both, 0.0), 1)
         both = tl.where(is_above | is_below, 0.0, both)
         for k0 in range(0, K, BK):  # a loop of its own: in the next one these sums spill
-            b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
-            b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK).to(tl.float32)
+            b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+            b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
             columns = k0 + tl.arange(0, BK)
             tl.store(du + slot * K + columns, tl.sum(b_q * b_k * diagonal[:, None], 0), mask=columns < K)
     ds = both.to(v.dtype.element_ty)
     for k0 in range(0, K, BK):
-        b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK)
-        b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK)
+        b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, H, K, k0, BK)
         total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
         wide_q = b_q.to(tl.float32)
@@ -166,13 +286,17 @@ def grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n,
         b_dk = diagonal[:, None] * wide_q
         if BEFORE:
             bonus = bonus_of(u, i_h, K, k0, BK)
-            b_dq = b_dq * bonus + above[:, None] * rows_beside(k, -1, first, t0, length, i_h, H, K, k0, BT, BK)
-            b_dk = b_dk * bonus + below[:, None] * rows_beside(q, 1, first, t0, length, i_h, H, K, k0, BT, BK)
+            b_dq = b_dq * bonus + above[:, None] * rows_beside(
+                k, -1, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+            b_dk = b_dk * bonus + below[:, None] * rows_beside(
+                q, 1, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
             read = tl.zeros([BT, BK], dtype=tl.float32)
         for level in range(LEVELS):
             half = halves(level, BT)
             second = (half % 2 == 1)[:, None]
-            decay = decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K, k0, BK, BEFORE)
+            decay = decay_to_meeting(
+                b_G=b_G, G=G, half=half, level=level, last=last, first=first,
+                t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, BEFORE=BEFORE)
             b_X = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
             b_Z = tl.where((half ^ 1)[:, None] == half[None, :], ds, 0.0).to(b_q.dtype)
             y = tl.dot(b_Z, b_X, input_precision=PRECISION)
@@ -190,28 +314,56 @@ def grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n,
             at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
             h = tl.load(states + at, mask=whole, other=0.0)
             dh = tl.load(dstates + at, mask=whole, other=0.0)
-            b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
-            b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_v.dtype)
+            b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+            b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV).to(b_v.dtype)
             from_h += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
             to_h += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
             across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
-        from_h *= tl.exp2(sums_read(b_G, G, last, first, t0, i_h, H, K, k0, BT, BK, BEFORE)) * scale
+        from_h *= tl.exp2(sums_read(
+            b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE)) * scale
         to_h *= tl.exp2(total[None, :] - b_G)
-        put(dq, b_dq + from_h, first, t0, length, i_h, H, K, k0, BT, BK)
-        put(dk, b_dk + to_h, first, t0, length, i_h, H, K, k0, BT, BK)
+        put(dq, b_dq + from_h, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        put(dk, b_dk + to_h, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         here += wide_q * from_h
         if BEFORE:
-            b_dg = summed_after(here, dg, first, t0, length, i_h, H, K, k0, BT, BK) - read
+            b_dg = summed_after(here, dg, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK) - read
         else:
             b_dg = tl.cumsum(here, 0, reverse=True)
         b_dg += (tl.exp2(total) * across)[None, :]
-        b_dg += summed_before(wide_k * to_h, dg, first, t0, length, i_h, H, K, k0, BT, BK)
-        put(dg, b_dg, first, t0, length, i_h, H, K, k0, BT, BK)
+        b_dg += summed_before(wide_k * to_h, dg, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        put(dg, b_dg, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
-def gla_grads(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, bounds, scale, T, N, H, S, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-              BK: tl.constexpr, BV: tl.constexpr, BEFORE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def gla_grads(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, H, V]
+    u,  # [H, K] or None
+    do,  # [rows, H, V]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    states,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one for each chunk
+    dq,  # [rows, H, K]
+    dk,  # [rows, H, K]
+    dg,  # [rows, H, K], fp32
+    du,  # [slots, H, K], fp32, or None
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BEFORE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dq, dk and dg [rows, H, K] of a chunk; with BEFORE, too, what it adds to the bonus's gradient: du [slots, H, K]. S programs share a
     sequence."""
     program = tl.program_id(0)
@@ -222,21 +374,37 @@ def gla_grads(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, bounds, scale,
     if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
         if share == 0:
             for k0 in range(0, K, BK):
-                zero_gaps(dq, bounds, n, T, N, i_h, H, K, k0, BT, BK)
-                zero_gaps(dk, bounds, n, T, N, i_h, H, K, k0, BT, BK)
-                zero_gaps(dg, bounds, n, T, N, i_h, H, K, k0, BT, BK)
+                zero_gaps(dq, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+                zero_gaps(dk, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+                zero_gaps(dg, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n, first, t0, length, i_h, H, K, V, BT, BK, BV, BEFORE,
-                           PRECISION)
+            grads_of_chunk(
+                q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
+                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H,
+                K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n, first, share * BT, length, i_h, H, K, V, BT, BK, BV, BEFORE,
-                       PRECISION)
+        grads_of_chunk(
+            q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
+            scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
+            K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None, h0: torch.Tensor | None,
-        bounds: torch.Tensor | None, scale: float, v_first: bool, do: torch.Tensor, dht: torch.Tensor | None, needs: frozenset[str],
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    u: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    scale: float,
+    v_first: bool,
+    do: torch.Tensor,
+    dht: torch.Tensor | None,
+    needs: frozenset[str],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dq, dk, dv, dg, du or None, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg, du, dh0 are fp32."""
     B, T, H, K = q.shape
     V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
@@ -259,15 +427,21 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
         slots = rows // BT + n + 1
         states, dstates = (torch.empty(slots, H, K, V, dtype=v.dtype, device=q.device) for _ in range(2))
         du_ = None if u is None else torch.zeros(slots, H, K, dtype=torch.float32, device=q.device)  # sequences leave slots between them
-        start(rebuilding, gla_states, n * H * strips, (x.k_out, v_, x.G, h0_, states, bounds_, T, n, H),
-              dict(constants, HAS_H0=h0 is not None, V_FIRST=v_first))
-        start(reversing, gla_reverse, n * H * strips, (x.q_in, x.k_out, do_, x.A, x.G, dht_, dv_, dh0_, dstates, bounds_, scale, T, n, H),
-              dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first, GAPS=gaps))
+        start(rebuilding, gla_states, n * H * strips, dict(
+            k_out=x.k_out, v=v_, G=x.G, h0=h0_, states=states, bounds=bounds_,
+            T=T, N=n, H=H, **constants, HAS_H0=h0 is not None, V_FIRST=v_first))
+        start(reversing, gla_reverse, n * H * strips, dict(
+            q_in=x.q_in, k_out=x.k_out, do=do_, A=x.A, G=x.G, dht=dht_,
+            dv=dv_, dh0=dh0_, dstates=dstates, bounds=bounds_,
+            scale=scale, T=T, N=n, H=H,
+            **constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first, GAPS=gaps))
         shares = -(-rows // (BT * n))
         if shares > 0:
-            start(finishing, gla_grads, n * shares * H,
-                  (q_, k_, v_, u, do_, x.G, states, dstates, dq_, dk_, dg_, du_, bounds_, scale, T, n, H, shares),
-                  dict(constants, BEFORE=u is not None, GAPS=gaps))
+            start(finishing, gla_grads, n * shares * H, dict(
+                q=q_, k=k_, v=v_, u=u, do=do_, G=x.G, states=states,
+                dstates=dstates, dq=dq_, dk=dk_, dg=dg_, du=du_, bounds=bounds_,
+                scale=scale, T=T, N=n, H=H, S=shares,
+                **constants, BEFORE=u is not None, GAPS=gaps))
         if du is not None and du_ is not None:
             du += du_.sum(0)
     return dq, dk, dv, dg, du, dh0

@@ -27,7 +27,18 @@ from flashlin.kernels.pieces import fills_gaps, parts, precision, put, sequence_
 
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
-def gla_sums(g, G, bounds, T, N, C, S, BT: tl.constexpr, BC: tl.constexpr, VARLEN: tl.constexpr):
+def gla_sums(
+    g,  # [rows, C]
+    G,  # [rows, C]
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    C,  # channels of all heads
+    S,  # programs to a sequence
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """G [rows, C]: g / ln 2 summed within chunks of BT tokens of each sequence; C channels of all heads. S programs share a sequence.
 
     A token that leaves less than float32's smallest normal number leaves that much: then differences of sums stay precise after one that
@@ -47,7 +58,17 @@ def gla_sums(g, G, bounds, T, N, C, S, BT: tl.constexpr, BC: tl.constexpr, VARLE
 
 
 @triton.jit
-def sums_at(G, rows, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
+def sums_at(
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    rows,  # [rows of the chunk]
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    k0,  # first column
+    BK: tl.constexpr,
+):
     """[rows, BK]: G of these rows of the chunk, all of them inside the sequence."""
     columns = k0 + tl.arange(0, BK)
     offsets = rows[:, None] * (H * K) + columns[None, :]
@@ -58,7 +79,20 @@ def sums_at(G, rows, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
 
 
 @triton.jit
-def sums_read(b_G, G, last, first, t0, i_h, H, K: tl.constexpr, k0, BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr):
+def sums_read(
+    b_G,  # [BT, BK]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    last,  # the chunk's last row
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    k0,  # first column
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BEFORE: tl.constexpr,
+):
     """[BT, BK]: how far the state that enters the chunk has decayed when each row reads it: b_G or, with BEFORE, that of the row above."""
     if BEFORE:
         rows = tl.arange(0, BT)
@@ -76,7 +110,17 @@ def bonus_of(u, i_h, K: tl.constexpr, k0, BK: tl.constexpr):
 
 
 @triton.jit
-def sum_of_chunk(G, last, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
+def sum_of_chunk(
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    last,  # the chunk's last row
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    k0,  # first column
+    BK: tl.constexpr,
+):
     """[BK]: G_L, which is that of the chunk's last row inside the sequence."""
     columns = k0 + tl.arange(0, BK)
     return tl.load(G + ((first + t0 + last) * H + i_h) * K + columns, mask=columns < K, other=0.0)
@@ -89,7 +133,21 @@ def halves(level, BT: tl.constexpr):
 
 
 @triton.jit
-def decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr, BEFORE: tl.constexpr = False):
+def decay_to_meeting(
+    b_G,  # [BT, BK]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    half,  # [BT]: see halves
+    level,  # [BT]: see halves
+    last,  # the chunk's last row
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    k0,  # first column
+    BK: tl.constexpr,
+    BEFORE: tl.constexpr = False,
+):
     """[BT, BK]: what is left between each row and where the halves of its block meet. Rows past the end hold G_L, so all is at most 1.
     With BEFORE second halves read one row earlier, which is no earlier than the meeting."""
     b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, H, K, k0, BK)
@@ -99,21 +157,40 @@ def decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K: tl.constex
 
 
 @triton.jit
-def scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                    BEFORE: tl.constexpr, PRECISION: tl.constexpr):
+def scores_of_chunk(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    u,  # [H, K] or None
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    A,  # [rows, H, BT]
+    q_in,  # [rows, H, K]
+    k_out,  # [rows, H, K]
+    scale,
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BEFORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A [BT, BT] and the weighted q_in, k_out [BT, K] of one chunk and head, stored: see gla_scores."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
     b_A = tl.zeros([BT, BT], dtype=tl.float32)
     diagonal = tl.zeros([BT], dtype=tl.float32)
     for k0 in range(0, K, BK):
-        b_q = tile(q, first, t0, length, i_h, H, K, k0, BT, BK)
-        b_k = tile(k, first, t0, length, i_h, H, K, k0, BT, BK)
+        b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, H, K, k0, BK)
         total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
-        b_R = sums_read(b_G, G, last, first, t0, i_h, H, K, k0, BT, BK, BEFORE)
-        put(q_in, b_q * tl.exp2(b_R), first, t0, length, i_h, H, K, k0, BT, BK)
-        put(k_out, b_k * tl.exp2(total[None, :] - b_G), first, t0, length, i_h, H, K, k0, BT, BK)
+        b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE)
+        put(q_in, b_q * tl.exp2(b_R), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        put(k_out, b_k * tl.exp2(total[None, :] - b_G), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         own = b_q.to(tl.float32) * b_k.to(tl.float32)
         if BEFORE:
             own *= bonus_of(u, i_h, K, k0, BK)
@@ -121,17 +198,38 @@ def scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H
         for level in range(LEVELS):  # not unrolled: registers hold one level's tiles
             half = halves(level, BT)
             second = half % 2 == 1
-            decay = decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K, k0, BK, BEFORE)
+            decay = decay_to_meeting(
+                b_G=b_G, G=G, half=half, level=level, last=last, first=first,
+                t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, BEFORE=BEFORE)
             b_X = (tl.where(second[:, None], b_q, b_k) * decay).to(b_q.dtype)
             s = tl.dot(b_X, tl.trans(b_X), input_precision=PRECISION)
             b_A += tl.where(tl.where(second, half - 1, -1)[:, None] == half[None, :], s, 0.0)
     b_A += tl.where(rows[:, None] == rows[None, :], diagonal[:, None], 0.0)
-    put(A, b_A * scale, first, t0, length, i_h, H, BT, 0, BT, BT)
+    put(A, b_A * scale, first, t0, length, i_h, H, D=BT, d0=0, BT=BT, BD=BT)
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
-def gla_scores(q, k, u, G, A, q_in, k_out, bounds, scale, T, N, H, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-               BEFORE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr):
+def gla_scores(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    u,  # [H, K] or None
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    A,  # [rows, H, BT]
+    q_in,  # [rows, H, K]
+    k_out,  # [rows, H, K]
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BEFORE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """A [rows, H, BT]; q_in [rows, H, K] = q e^{G}, what a token reads of the state that enters its chunk; k_out = k e^{G_L - G}, what it
     leaves to the one that goes on. u [H, K] with BEFORE, else None. S programs share a sequence."""
     program = tl.program_id(0)
@@ -141,15 +239,46 @@ def gla_scores(q, k, u, G, A, q_in, k_out, bounds, scale, T, N, H, S, K: tl.cons
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K, BT, BK, BEFORE, PRECISION)
+            scores_of_chunk(
+                q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out,
+                scale=scale, first=first, t0=t0, length=length, i_h=i_h, H=H,
+                K=K, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
-        scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, share * BT, length, i_h, H, K, BT, BK, BEFORE, PRECISION)
+        scores_of_chunk(
+            q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out,
+            scale=scale, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
+            K=K, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "scale"])
-def gla_scan(q_in, k_out, v, A, G, h0, o, ht, bounds, scale, T, N, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-             BV: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
-             PRECISION: tl.constexpr):
+def gla_scan(
+    q_in,  # [rows, H, K]
+    k_out,  # [rows, H, K]
+    v,  # [rows, H, V]
+    A,  # [rows, H, BT]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    o,  # [rows, H, V]
+    ht,  # like h0, fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_HT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """o [rows, H, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
+    chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -158,24 +287,24 @@ def gla_scan(q_in, k_out, v, A, G, h0, o, ht, bounds, scale, T, N, H, K: tl.cons
     n = nh // H
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(o, bounds, n, T, N, i_h, H, V, v0, BT, BV)
+        zero_gaps(o, bounds, n, T, N, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
     at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
     if HAS_H0:
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
     for t0 in range(0, length, BT):
-        b_q = tile(q_in, first, t0, length, i_h, H, K, 0, BT, BK)
-        b_k = tile(k_out, first, t0, length, i_h, H, K, 0, BT, BK)
-        b_A = tile(A, first, t0, length, i_h, H, BT, 0, BT, BT)
-        b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
+        b_q = tile(q_in, first, t0, length, i_h, H, D=K, d0=0, BT=BT, BD=BK)
+        b_k = tile(k_out, first, t0, length, i_h, H, D=K, d0=0, BT=BT, BD=BK)
+        b_A = tile(A, first, t0, length, i_h, H, D=BT, d0=0, BT=BT, BD=BT)
+        b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
         total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, H, K, 0, BK)
         b_o = tl.dot(b_q, h.to(b_q.dtype), input_precision=PRECISION)
         b_o *= scale
         b_o += tl.dot(b_A, b_v, input_precision=PRECISION)
         h *= tl.exp2(total)[:, None]
         h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
-        put(o, b_o, first, t0, length, i_h, H, V, v0, BT, BV)
+        put(o, b_o, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_HT:
         tl.store(ht + at, h, mask=inside)
 
@@ -198,15 +327,29 @@ def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, u: t
     found = Prepared(torch.empty_like(g), torch.empty(B, T, H, BT, dtype=q.dtype, device=q.device), torch.empty_like(q), torch.empty_like(k))
     if shares == 0:  # no row to load, not even a chunk's last one
         return found
-    start(summing, gla_sums, N * shares * -(-H * K // summing.block("BC")), (g, found.G, bounds, T, N, H * K, shares),
-          dict(VARLEN=bounds is not None))
-    start(scoring, gla_scores, N * shares * H, (q, k, u, found.G, found.A, found.q_in, found.k_out, bounds, scale, T, N, H, shares),
-          dict(K=K, BEFORE=u is not None, VARLEN=bounds is not None, PRECISION=precision(plan)))
+    start(summing, gla_sums, N * shares * -(-H * K // summing.block("BC")), dict(
+        g=g, G=found.G, bounds=bounds, T=T, N=N, C=H * K, S=shares, VARLEN=bounds is not None))
+    start(scoring, gla_scores, N * shares * H, dict(
+        q=q, k=k, u=u, G=found.G, A=found.A, q_in=found.q_in, k_out=found.k_out, bounds=bounds,
+        scale=scale, T=T, N=N, H=H, S=shares,
+        K=K, BEFORE=u is not None, VARLEN=bounds is not None, PRECISION=precision(plan)))
     return found
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None, h0: torch.Tensor | None,
-        bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    u: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    scale: float,
+    has_ht: bool,
+    v_first: bool,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final state or None). q, k [B, T, H, K], v [B, T, H, V], contiguous, one dtype; g [B, T, H, K] fp32; u [H, K] fp32 for RWKV-6, else
     None; h0 [N, H, K, V] or, with v_first, [N, H, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros. Starts the
     plan's launches."""
@@ -224,6 +367,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
         q_, k_, v_, g_, o_ = (within(x, part, bounds) for x in (q, k, v, g, o))
         h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds, slice(part.start, part.stop + 1))
         x = prepared(plan, q_, k_, g_, u, bounds_, n, scale)  # type: ignore[arg-type]
-        start(scanning, gla_scan, n * H * -(-V // scanning.block("BV")),
-              (x.q_in, x.k_out, v_, x.A, x.G, h0_, o_, ht_, bounds_, scale, T, n, H), constants)
+        start(scanning, gla_scan, n * H * -(-V // scanning.block("BV")), dict(
+            q_in=x.q_in, k_out=x.k_out, v=v_, A=x.A, G=x.G, h0=h0_, o=o_,
+            ht=ht_, bounds=bounds_, scale=scale, T=T, N=n, H=H, **constants))
     return o, ht

@@ -16,8 +16,28 @@ from flashlin.kernels.pieces import fills_gaps, parts, sequence_of, sliced, with
 
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
-def hgrn_backward(do, g, decays, ends, o, h0, dht, dx, dg, dh0, bounds, T, N, S, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                  VARLEN: tl.constexpr, GAPS: tl.constexpr):
+def hgrn_backward(
+    do,  # [rows, D]
+    g,  # [rows, D]
+    decays,  # [N, S - 1, D], fp32
+    ends,  # [N, S - 1, D], fp32
+    o,  # [rows, D]
+    h0,  # [N, D] or None
+    dht,  # [N, D] or None
+    dx,  # [rows, D]
+    dg,  # [rows, D]
+    dh0,  # [N, D], fp32, or None
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    S,  # segments of a sequence
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+):
+    """dx, dg [rows, D] and dh0. A program: BD channels of a segment of a sequence, walked from its end."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     program = tl.program_id(0)
     d0 = program % STRIPS * BD
@@ -27,13 +47,13 @@ def hgrn_backward(do, g, decays, ends, o, h0, dht, dx, dg, dh0, bounds, T, N, S,
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
         if s == 0:
-            zero_gaps(dx, bounds, n, T, N, 0, 1, D, d0, BT, BD)
-            zero_gaps(dg, bounds, n, T, N, 0, 1, D, d0, BT, BD)
+            zero_gaps(dx, bounds, n, T, N, 0, 1, D=D, d0=d0, BT=BT, BD=BD)
+            zero_gaps(dg, bounds, n, T, N, 0, 1, D=D, d0=d0, BT=BT, BD=BD)
     begin, end = segment_of(s, S, length, BT)
     final = first + length - 1
     state = n.to(tl.int64) * D + cols
-    next_x = walked(do, final, begin, 0, end, cols, 0.0, D, BT, -1)
-    next_g = walked(g, final + 1, begin, 1, end, cols, 0.0, D, BT, -1)
+    next_x = walked(do, final, begin, 0, end, cols, 0.0, D=D, BT=BT, STEP=-1)
+    next_g = walked(g, final + 1, begin, 1, end, cols, 0.0, D=D, BT=BT, STEP=-1)
     if dht is not None:
         dh = tl.load(dht + state, mask=cols < D, other=0.0).to(tl.float32)
     else:
@@ -41,10 +61,10 @@ def hgrn_backward(do, g, decays, ends, o, h0, dht, dx, dg, dh0, bounds, T, N, S,
     dh = carried(dh, decays, ends, n, s, S, cols, D, BT)
     for i0 in range(begin, end, BT):
         now_x, now_g = next_x, next_g
-        own_g = walked(g, final, i0, 0, end, cols, 0.0, D, BT, -1)
-        before = walked(o, final - 1, i0, 0, tl.minimum(end, length - 1), cols, 0.0, D, BT, -1)
-        next_x = walked(do, final, i0 + BT, 0, end, cols, 0.0, D, BT, -1)
-        next_g = walked(g, final + 1, i0 + BT, 1, end, cols, 0.0, D, BT, -1)
+        own_g = walked(g, final, i0, 0, end, cols, 0.0, D=D, BT=BT, STEP=-1)
+        before = walked(o, final - 1, i0, 0, tl.minimum(end, length - 1), cols, 0.0, D=D, BT=BT, STEP=-1)
+        next_x = walked(do, final, i0 + BT, 0, end, cols, 0.0, D=D, BT=BT, STEP=-1)
+        next_g = walked(g, final + 1, i0 + BT, 1, end, cols, 0.0, D=D, BT=BT, STEP=-1)
         a, sums = tl.associative_scan((decay(now_g), now_x.to(tl.float32)), 0, both)
         b_dx = a * dh[None, :] + sums
         put_walked(dx, b_dx, final, i0, end, cols, D, BT, -1)
@@ -74,8 +94,10 @@ def run(plan: Plan, g: torch.Tensor, o: torch.Tensor, h0: torch.Tensor | None, b
     for part in split:
         n, edges = part.stop - part.start, sliced(bounds, slice(part.start, part.stop + 1)) if len(split) > 1 else bounds
         decays, ends = pairs(plan, do, g, part, edges, S, -1)
-        start(launch, hgrn_backward, n * S * -(-D // launch.block("BD")),
-              (within(do, part, bounds), within(g, part, bounds), decays, ends, within(o, part, bounds), sliced(h0, part), sliced(dht, part),
-               within(dx, part, bounds), within(dg, part, bounds), sliced(dh0, part), edges, T, n, S),
-              dict(D=D, VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1))
+        start(launch, hgrn_backward, n * S * -(-D // launch.block("BD")), dict(
+            do=within(do, part, bounds), g=within(g, part, bounds), decays=decays, ends=ends,
+            o=within(o, part, bounds), h0=sliced(h0, part), dht=sliced(dht, part),
+            dx=within(dx, part, bounds), dg=within(dg, part, bounds), dh0=sliced(dh0, part), bounds=edges,
+            T=T, N=n, S=S,
+            D=D, VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1))
     return dx, dg, dh0

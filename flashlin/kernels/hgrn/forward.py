@@ -29,7 +29,18 @@ def last(x, BT: tl.constexpr):
 
 
 @triton.jit
-def walked(x, origin, i0, low, high, cols, other, D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr):
+def walked(
+    x,  # [rows, D]
+    origin,  # row of the walk's 0-th token
+    i0,  # number of the first token here
+    low,  # begin of the tokens that count
+    high,  # end of the tokens that count
+    cols,  # [BD]
+    other,  # for the others
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """[BT, BD]: what a walk meets from its i0-th token on, ``other`` for tokens outside low .. high."""
     i = tl.arange(0, BT)
     mask = ((i0 + i >= low) & (i0 + i < high))[:, None] & (cols < D)[None, :]
@@ -37,7 +48,18 @@ def walked(x, origin, i0, low, high, cols, other, D: tl.constexpr, BT: tl.conste
 
 
 @triton.jit
-def put_walked(x, value, origin, i0, high, cols, D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr):
+def put_walked(
+    x,  # [rows, D]
+    value,  # [BT, BD]
+    origin,  # row of the walk's 0-th token
+    i0,  # number of the first token here
+    high,  # end of the tokens that count
+    cols,  # [BD]
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Store what a walk makes of its tokens from the i0-th on, [BT, BD]."""
     i = tl.arange(0, BT)
     mask = (i0 + i < high)[:, None] & (cols < D)[None, :]
     tl.store(x + (origin + STEP * i0) * D + (STEP * D * i[:, None] + cols[None, :]), value.to(x.dtype.element_ty), mask=mask)
@@ -57,7 +79,20 @@ def segment_of(s, S, length, BT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "S"])
-def hgrn_ends(x, g, decays, ends, bounds, T, S, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, VARLEN: tl.constexpr):
+def hgrn_ends(
+    x,  # [rows, D]
+    g,  # [rows, D]
+    decays,  # [N, S - 1, D], fp32
+    ends,  # [N, S - 1, D], fp32
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    S,  # segments of a sequence
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    STEP: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """decays, ends [N, S - 1, D] fp32: each segment but the last as a pair. STEP -1: of the gradient, x being that of o."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     BACK: tl.constexpr = (1 - STEP) // 2
@@ -70,12 +105,12 @@ def hgrn_ends(x, g, decays, ends, bounds, T, S, D: tl.constexpr, BT: tl.constexp
     origin = first + BACK * (length - 1)
     h = tl.zeros([BD], dtype=tl.float32)
     total = tl.full([BD], 1.0, dtype=tl.float32)
-    next_x = walked(x, origin, begin, 0, end, cols, 0.0, D, BT, STEP)
-    next_g = walked(g, origin + BACK, begin, BACK, end, cols, 0.0, D, BT, STEP)
+    next_x = walked(x, origin, begin, 0, end, cols, 0.0, D=D, BT=BT, STEP=STEP)
+    next_g = walked(g, origin + BACK, begin, BACK, end, cols, 0.0, D=D, BT=BT, STEP=STEP)
     for i0 in range(begin, end, BT):
         now_x, now_g = next_x, next_g
-        next_x = walked(x, origin, i0 + BT, 0, end, cols, 0.0, D, BT, STEP)
-        next_g = walked(g, origin + BACK, i0 + BT, BACK, end, cols, 0.0, D, BT, STEP)
+        next_x = walked(x, origin, i0 + BT, 0, end, cols, 0.0, D=D, BT=BT, STEP=STEP)
+        next_g = walked(g, origin + BACK, i0 + BT, BACK, end, cols, 0.0, D=D, BT=BT, STEP=STEP)
         a, sums = tl.associative_scan((decay(now_g), now_x.to(tl.float32)), 0, both)
         h = last(a * h[None, :] + sums, BT)
         total *= last(a, BT)
@@ -85,19 +120,47 @@ def hgrn_ends(x, g, decays, ends, bounds, T, S, D: tl.constexpr, BT: tl.constexp
 
 
 @triton.jit
-def carried(h, decays, ends, n, s, S, cols, D: tl.constexpr, BT: tl.constexpr):
+def carried(
+    h,  # [BD]
+    decays,  # [N, S - 1, D], fp32
+    ends,  # [N, S - 1, D], fp32
+    n,  # this sequence
+    s,  # this segment
+    S,  # segments of a sequence
+    cols,  # [BD]: columns
+    D: tl.constexpr,
+    BT: tl.constexpr,
+):
     """h after the first s segments of sequence n."""
     origin = n.to(tl.int64) * (S - 1)
     for i0 in range(0, s, BT):
-        a, sums = tl.associative_scan((walked(decays, origin, i0, 0, s, cols, 1.0, D, BT, 1), walked(ends, origin, i0, 0, s, cols, 0.0, D, BT, 1)),
-                                      0, both)
+        a, sums = tl.associative_scan((
+            walked(decays, origin, i0, 0, s, cols, 1.0, D=D, BT=BT, STEP=1),
+            walked(ends, origin, i0, 0, s, cols, 0.0, D=D, BT=BT, STEP=1)), 0, both)
         h = last(a * h[None, :] + sums, BT)
     return h
 
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
-def hgrn_forward(x, g, decays, ends, h0, o, ht, bounds, T, N, S, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr,
-                 GAPS: tl.constexpr):
+def hgrn_forward(
+    x,  # [rows, D]
+    g,  # [rows, D]
+    decays,  # [N, S - 1, D], fp32
+    ends,  # [N, S - 1, D], fp32
+    h0,  # [N, D] or None
+    o,  # [rows, D]
+    ht,  # [N, D], fp32, or None
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    S,  # segments of a sequence
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+):
+    """o [rows, D] and ht. A program: BD channels of a segment of a sequence."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     program = tl.program_id(0)
     d0 = program % STRIPS * BD
@@ -107,10 +170,10 @@ def hgrn_forward(x, g, decays, ends, h0, o, ht, bounds, T, N, S, D: tl.constexpr
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
         if s == 0:
-            zero_gaps(o, bounds, n, T, N, 0, 1, D, d0, BT, BD)
+            zero_gaps(o, bounds, n, T, N, 0, 1, D=D, d0=d0, BT=BT, BD=BD)
     begin, end = segment_of(s, S, length, BT)
-    next_x = walked(x, first, begin, 0, end, cols, 0.0, D, BT, 1)
-    next_g = walked(g, first, begin, 0, end, cols, 0.0, D, BT, 1)
+    next_x = walked(x, first, begin, 0, end, cols, 0.0, D=D, BT=BT, STEP=1)
+    next_g = walked(g, first, begin, 0, end, cols, 0.0, D=D, BT=BT, STEP=1)
     if h0 is not None:
         h = tl.load(h0 + n.to(tl.int64) * D + cols, mask=cols < D, other=0.0).to(tl.float32)
     else:
@@ -118,8 +181,8 @@ def hgrn_forward(x, g, decays, ends, h0, o, ht, bounds, T, N, S, D: tl.constexpr
     h = carried(h, decays, ends, n, s, S, cols, D, BT)
     for i0 in range(begin, end, BT):
         now_x, now_g = next_x, next_g
-        next_x = walked(x, first, i0 + BT, 0, end, cols, 0.0, D, BT, 1)
-        next_g = walked(g, first, i0 + BT, 0, end, cols, 0.0, D, BT, 1)
+        next_x = walked(x, first, i0 + BT, 0, end, cols, 0.0, D=D, BT=BT, STEP=1)
+        next_g = walked(g, first, i0 + BT, 0, end, cols, 0.0, D=D, BT=BT, STEP=1)
         a, sums = tl.associative_scan((decay(now_g), now_x.to(tl.float32)), 0, both)
         states = a * h[None, :] + sums
         put_walked(o, states, first, i0, end, cols, D, BT, 1)
@@ -143,10 +206,10 @@ def run(plan: Plan, x: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, b
     for part in split:
         n, edges = part.stop - part.start, sliced(bounds, slice(part.start, part.stop + 1)) if len(split) > 1 else bounds
         decays, ends = pairs(plan, x, g, part, edges, S, 1)
-        start(launch, hgrn_forward, n * S * -(-D // launch.block("BD")),
-              (within(x, part, bounds), within(g, part, bounds), decays, ends, sliced(h0, part), within(o, part, bounds), sliced(ht, part), edges,
-               T, n, S),
-              dict(D=D, VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1))
+        start(launch, hgrn_forward, n * S * -(-D // launch.block("BD")), dict(
+            x=within(x, part, bounds), g=within(g, part, bounds), decays=decays, ends=ends,
+            h0=sliced(h0, part), o=within(o, part, bounds), ht=sliced(ht, part), bounds=edges, T=T,
+            N=n, S=S, D=D, VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1))
     return o, ht
 
 
@@ -158,7 +221,7 @@ def pairs(plan: Plan, x: torch.Tensor, g: torch.Tensor, part: slice, bounds: tor
     decays, ends = torch.empty(2, n, S - 1, D, dtype=torch.float32, device=x.device)
     if S > 1:
         launch = plan.launch("hgrn_ends")
-        start(launch, hgrn_ends, n * (S - 1) * -(-D // launch.block("BD")),
-              (within(x, part, bounds), within(g, part, bounds), decays, ends, bounds, T, S),
-              dict(D=D, STEP=step, VARLEN=bounds is not None))
+        start(launch, hgrn_ends, n * (S - 1) * -(-D // launch.block("BD")), dict(
+            x=within(x, part, bounds), g=within(g, part, bounds), decays=decays,
+            ends=ends, bounds=bounds, T=T, S=S, D=D, STEP=step, VARLEN=bounds is not None))
     return decays, ends

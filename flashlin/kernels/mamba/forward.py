@@ -11,6 +11,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.pieces import strides
 from flashlin.kernels.recurrent.forward import softplus
 
 
@@ -21,9 +22,46 @@ def spread(t, BD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pool"])
-def state_update(state, x, dt, dt_bias, A, B, C, D, z, y, indices, pool, H, heads, state_n, state_h, state_p, state_s, x_n, dt_n, dt_h, dt_p,
-                 bias_h, bias_p, A_h, A_p, A_s, B_n, C_n, D_h, D_p, z_n, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
-                 SOFTPLUS: tl.constexpr, TIED: tl.constexpr):
+def state_update(
+    state,  # [pool, H, P, N]
+    x,  # [n, H, P]
+    dt,  # [n, H, P]
+    dt_bias,  # [H, P] or None
+    A,  # [H, P, N]
+    B,  # [n, H // heads, N]
+    C,  # [n, H // heads, N]
+    D,  # [H, P] or None
+    z,  # [n, H, P] or None
+    y,  # [n, H, P]
+    indices,  # [n] or None
+    pool,  # states in all
+    H,  # heads
+    heads,  # heads to a group
+    state_n,  # strides of the state: by state
+    state_h,  # by head
+    state_p,  # by row
+    state_s,  # by column
+    x_n,  # of x: by sequence
+    dt_n,  # of dt: by sequence
+    dt_h,  # by head
+    dt_p,  # by row
+    bias_h,  # of dt_bias: by head
+    bias_p,  # by row
+    A_h,  # of A: by head
+    A_p,  # by row
+    A_s,  # by column
+    B_n,  # of B: by sequence
+    C_n,  # of C: by sequence
+    D_h,  # of D: by head
+    D_p,  # by row
+    z_n,  # of z: by sequence
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    TIED: tl.constexpr,
+):
     """TIED: a head has one dt and one A. heads: that share B and C. indices [n]: the state of each sequence, those outside the pool for none."""
     STRIPS: tl.constexpr = (P + BP - 1) // BP
     program = tl.program_id(0)
@@ -80,8 +118,28 @@ def column_of(x, channels, known, along_d, along_t, t, BD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "pool"])
-def conv_window(x, weight, bias, state, y, seqlens, indices, T, pool, x_n, x_d, x_t, state_n, state_d, state_l, D: tl.constexpr, W: tl.constexpr,
-                L: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr):
+def conv_window(
+    x,  # [n, D, T]
+    weight,  # [D, W]
+    bias,  # [D] or None
+    state,  # [pool, D, L]
+    y,  # [n, D, T]
+    seqlens,  # [n] or None
+    indices,  # [n] or None
+    T,  # tokens
+    pool,  # states in all
+    x_n,  # strides of x: by sequence
+    x_d,  # by channel
+    x_t,  # by token
+    state_n,  # of the state: by state
+    state_d,  # by channel
+    state_l,  # by slot
+    D: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    BD: tl.constexpr,
+    SILU: tl.constexpr,
+):
     """T tokens of the convolution, then into the state [.., D, L]: the newest last, or with seqlens [n] each in slot (seqlens + t) mod L."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = (tl.program_id(0) // STRIPS).to(tl.int64)
@@ -125,9 +183,21 @@ def conv_window(x, weight, bias, state, y, seqlens, indices, T, pool, x_n, x_d, 
             tl.store(state + to * state_l + channels * state_d, kept.to(state.dtype.element_ty), mask=known)
 
 
-def update(plan: Plan, state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
-           D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, indices: torch.Tensor | None, softplus: bool,
-           dtype: torch.dtype) -> torch.Tensor:
+def update(
+    plan: Plan,
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    softplus: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """y [n, H, P] of that dtype, after updating state [S, H, P, N] in place. x, z [n, H, P] and B, C [n, G, N]: contiguous but for the step
     from one sequence to the next; dt [n, H, P], A [H, P, N], D, dt_bias [H, P]: any strides, 0 too; indices [n] or None. Any dtypes."""
     n, H, P = x.shape
@@ -135,24 +205,36 @@ def update(plan: Plan, state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A
     if y.numel():
         launch = plan.launch("state_update")
         tied = 0 == A.stride(1) == A.stride(2) == dt.stride(2) and (dt_bias is None or dt_bias.stride(1) == 0)
-        start(launch, state_update, launch.grid[0],
-              (state, x, dt, dt_bias, A, B, C, D, z, y, indices, state.shape[0], H, H // B.shape[1], *state.stride(), x.stride(0), *dt.stride(),
-               *_strides(dt_bias, 2), *A.stride(), B.stride(0), C.stride(0), *_strides(D, 2), *_strides(z, 1)),
-              dict(P=P, N=A.shape[2], SOFTPLUS=softplus, TIED=tied))
+        start(launch, state_update, launch.grid[0], dict(
+            state=state, x=x, dt=dt, dt_bias=dt_bias, A=A, B=B, C=C, D=D, z=z, y=y, indices=indices,
+            pool=state.shape[0], H=H, heads=H // B.shape[1],
+            **strides(state, "state_n", "state_h", "state_p", "state_s"), **strides(x, "x_n"),
+            **strides(dt, "dt_n", "dt_h", "dt_p"), **strides(dt_bias, "bias_h", "bias_p"),
+            **strides(A, "A_h", "A_p", "A_s"), **strides(B, "B_n"), **strides(C, "C_n"),
+            **strides(D, "D_h", "D_p"), **strides(z, "z_n"),
+            P=P, N=A.shape[2], SOFTPLUS=softplus, TIED=tied))
     return y
 
 
-def convolve(plan: Plan, x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, seqlens: torch.Tensor | None,
-             indices: torch.Tensor | None, silu: bool, dtype: torch.dtype) -> torch.Tensor:
+def convolve(
+    plan: Plan,
+    x: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    seqlens: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    silu: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """y [n, D, T] of that dtype, after putting x [n, D, T] into state [S, D, L] in place, both of any strides; the others contiguous."""
     n, D, T = x.shape
     y = torch.empty((n, D, T), dtype=dtype, device=x.device)
     if y.numel():
         launch = plan.launch("conv_window")
-        start(launch, conv_window, launch.grid[0], (x, weight, bias, state, y, seqlens, indices, T, state.shape[0], *x.stride(), *state.stride()),
-              dict(D=D, W=weight.shape[1], L=state.shape[2], SILU=silu))
+        start(launch, conv_window, launch.grid[0], dict(
+            x=x, weight=weight, bias=bias, state=state, y=y, seqlens=seqlens, indices=indices,
+            T=T, pool=state.shape[0],
+            **strides(x, "x_n", "x_d", "x_t"), **strides(state, "state_n", "state_d", "state_l"),
+            D=D, W=weight.shape[1], L=state.shape[2], SILU=silu))
     return y
-
-
-def _strides(x: torch.Tensor | None, count: int) -> tuple[int, ...]:
-    return (0,) * count if x is None else x.stride()[:count]

@@ -21,9 +21,21 @@ def step_size(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[floa
     return dt.clamp(*limit)
 
 
-def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
-         h0: Tensor | None = None, seq_idx: Tensor | None = None, edges: list[int] | None = None, softplus: bool = False,
-         limit: tuple[float, float] = (0.0, math.inf)) -> tuple[Tensor, Tensor, Tensor | None]:
+def scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    h0: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    edges: list[int] | None = None,
+    softplus: bool = False,
+    limit: tuple[float, float] = (0.0, math.inf),
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """(y [b, T, H, P], the state after each row [b, H, P, N], and with edges that at the end of each packed sequence [n, H, P, N]):
     h_t = e^{dt_t A} h_{t-1} + dt_t x_t B_t^T,  y_t = (h_t C_t + D x_t) silu(z_t).
 
@@ -57,8 +69,17 @@ def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | Non
     return y, torch.stack(finals) if finals else x.new_zeros(0, H, P, N), None if edges is None else torch.stack(ends)
 
 
-def selective(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
-              bias: Tensor | None = None, softplus: bool = False) -> tuple[Tensor, Tensor]:
+def selective(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    bias: Tensor | None = None,
+    softplus: bool = False,
+) -> tuple[Tensor, Tensor]:
     """(y [b, D, T], the last state [b, D, N]) of Mamba's scan: h_t = e^{dt_t A} h_{t-1} + dt_t u_t B_t,  y_t = (h_t . C_t + D u_t) silu(z_t).
 
     u, delta, z [b, D, T], A [D, N], B, C [b, N, T], [b, G, N, T] or [D, N], D, bias [D].
@@ -83,8 +104,18 @@ def selective(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tens
     return y if z is None else y * silu(z), torch.stack(lasts)
 
 
-def step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
-         dt_bias: Tensor | None = None, softplus: bool = False) -> tuple[Tensor, Tensor]:
+def step(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    softplus: bool = False,
+) -> tuple[Tensor, Tensor]:
     """(y [b, H, P], state [b, H, P, N]) after one token. x, dt, z [b, H, P], A [H, P, N], B, C [b, G, N], D, dt_bias [H, P]."""
     dt = step_size(dt, dt_bias, softplus)
     heads = state.shape[1] // max(B.shape[1], 1)

@@ -7,8 +7,18 @@ import torch.nn.functional as F
 Tensor = torch.Tensor
 
 
-def step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-         softplus: bool) -> tuple[Tensor, Tensor]:
+def step(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    softplus: bool,
+) -> tuple[Tensor, Tensor]:
     """(y [b, H, P], state [b, H, P, N]), both in float32, or in float64 if any tensor is. Shapes as reference.step; nothing is written to."""
     given = [t for t in (state, x, dt, A, B, C, D, z, dt_bias) if t is not None]
     compute = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32

@@ -34,8 +34,22 @@ def stats_of(mean, rstd, first, rows, BT: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def fetched(s, dy, gate, dtotal, mean, rstd, first, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr,
-            GATE: tl.constexpr, HAS_DTOTAL: tl.constexpr):
+def fetched(
+    s,  # [rows, D]
+    dy,  # [rows, D]
+    gate,  # [rows, D]
+    dtotal,  # [rows, D]
+    mean,  # [rows], fp32
+    rstd,  # [rows], fp32
+    first,  # the program's first row
+    rows,  # rows in all
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    KIND: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+):
     """What BT rows need, as it lies in memory: s, dy, gate and dtotal (dy again where there is none), m, r."""
     b_s = tile(s, first, rows, 0, D, BT, BD, "evict_first")
     b_dy = tile(dy, first, rows, 0, D, BT, BD, "evict_first")
@@ -63,11 +77,31 @@ def normalised(b_s, m, r, KIND: tl.constexpr, NORMED: tl.constexpr):
 
 
 @triton.jit
-def before_gate(u, n, b_gate, weight, bias, dgate, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr,
-                GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+def before_gate(
+    u,  # [BT, BD]
+    n,  # [BT, BD]
+    b_gate,  # [BT, BD]
+    weight,  # [GROUPS, D]
+    bias,  # [GROUPS, D]
+    dgate,  # [rows, D]
+    first,  # the program's first row
+    rows,  # rows in all
+    d0,  # first column
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
     """The gradient of what the gate multiplied; stores the gate's own."""
     factor, slope = opened(b_gate, GATE)
-    put(dgate, u * slope * scaled(n, weight, bias, first, d0, D, BT, BD, GROUPS, HAS_WEIGHT, HAS_BIAS), first, rows, d0, D, BT, BD)
+    put(
+        dgate, u * slope * scaled(
+            n, weight, bias, first, d0,
+            D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS),
+        first, rows, d0, D, BT, BD)
     return u * factor
 
 
@@ -83,10 +117,38 @@ def put_share(x, share, number, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.co
 
 
 @triton.jit(do_not_specialize=["rows"])
-def norm_backward(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, dgate, dweight, dbias, rows, D: tl.constexpr, BT: tl.constexpr,
-                  BD: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr, AHEAD: tl.constexpr,
-                  HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, HAS_DRESIDUAL: tl.constexpr,
-                  HAS_DWEIGHT: tl.constexpr, HAS_DBIAS: tl.constexpr):
+def norm_backward(
+    s,  # [rows, D]
+    weight,  # [GROUPS, D]
+    bias,  # [GROUPS, D]
+    gate,  # [rows, D]
+    mean,  # [rows], fp32
+    rstd,  # [rows], fp32
+    dy,  # [rows, D]
+    dtotal,  # [rows, D]
+    dx,  # [rows, D]
+    dresidual,  # [rows, D]
+    dgate,  # [rows, D]
+    dweight,  # shares, fp32: [programs, D], of groups [programs * BT / GROUPS, GROUPS, D]
+    dbias,  # like dweight
+    rows,  # rows in all
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    KIND: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+    HAS_DRESIDUAL: tl.constexpr,
+    HAS_DWEIGHT: tl.constexpr,
+    HAS_DBIAS: tl.constexpr,
+):
+    """ds as dx and dresidual, and dgate, [rows, D], of whole rows in registers; shares of dw and db. A
+    program: every so many-th BT rows."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     program = tl.program_id(0)
     step = tl.num_programs(0) * BT
@@ -97,16 +159,22 @@ def norm_backward(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, 
         dw = tl.zeros([BT, BD], dtype=tl.float32)
     if HAS_DBIAS:
         db = tl.zeros([BT, BD], dtype=tl.float32)
-    b_s, b_dy, b_gate, b_dtotal, m, r = fetched(s, dy, gate, dtotal, mean, rstd, first, rows, D, BT, BD, KIND, GATE, HAS_DTOTAL)
+    b_s, b_dy, b_gate, b_dtotal, m, r = fetched(
+        s, dy, gate, dtotal, mean, rstd, first, rows,
+        D=D, BT=BT, BD=BD, KIND=KIND, GATE=GATE, HAS_DTOTAL=HAS_DTOTAL)
     for _ in range((rows - first + step - 1) // step):
         after = first + step
         if AHEAD:
-            next_s, next_dy, next_gate, next_dtotal, next_m, next_r = fetched(s, dy, gate, dtotal, mean, rstd, after, rows, D, BT, BD, KIND,
-                                                                              GATE, HAS_DTOTAL)
+            next_s, next_dy, next_gate, next_dtotal, next_m, next_r = fetched(
+                s, dy, gate, dtotal, mean, rstd, after, rows,
+                D=D, BT=BT, BD=BD, KIND=KIND, GATE=GATE, HAS_DTOTAL=HAS_DTOTAL)
         n = normalised(b_s, m, r, KIND, NORMED)
         u = b_dy.to(tl.float32)
         if GATE != 0:
-            u = before_gate(u, n, b_gate, weight, bias, dgate, first, rows, 0, D, BT, BD, GATE, GROUPS, HAS_WEIGHT, HAS_BIAS)
+            u = before_gate(
+                u=u, n=n, b_gate=b_gate, weight=weight, bias=bias, dgate=dgate,
+                first=first, rows=rows, d0=0,
+                D=D, BT=BT, BD=BD, GATE=GATE, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
         if HAS_DWEIGHT:
             dw += u * n
         if HAS_DBIAS:
@@ -125,8 +193,9 @@ def norm_backward(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, 
         if HAS_DRESIDUAL:
             put(dresidual, ds, first, rows, 0, D, BT, BD)
         if not AHEAD:
-            next_s, next_dy, next_gate, next_dtotal, next_m, next_r = fetched(s, dy, gate, dtotal, mean, rstd, after, rows, D, BT, BD, KIND,
-                                                                              GATE, HAS_DTOTAL)
+            next_s, next_dy, next_gate, next_dtotal, next_m, next_r = fetched(
+                s, dy, gate, dtotal, mean, rstd, after, rows,
+                D=D, BT=BT, BD=BD, KIND=KIND, GATE=GATE, HAS_DTOTAL=HAS_DTOTAL)
         b_s, b_dy, b_gate, b_dtotal, m, r = next_s, next_dy, next_gate, next_dtotal, next_m, next_r
         first = after
     if HAS_DWEIGHT:
@@ -136,9 +205,31 @@ def norm_backward(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, 
 
 
 @triton.jit(do_not_specialize=["rows"])
-def norm_backward_rows(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, dgate, rows, D: tl.constexpr, BT: tl.constexpr,
-                       BD: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr,
-                       HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, HAS_DRESIDUAL: tl.constexpr):
+def norm_backward_rows(
+    s,  # [rows, D]
+    weight,  # [GROUPS, D]
+    bias,  # [GROUPS, D]
+    gate,  # [rows, D]
+    mean,  # [rows], fp32
+    rstd,  # [rows], fp32
+    dy,  # [rows, D]
+    dtotal,  # [rows, D]
+    dx,  # [rows, D]
+    dresidual,  # [rows, D]
+    dgate,  # [rows, D]
+    rows,  # rows in all
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    KIND: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+    HAS_DRESIDUAL: tl.constexpr,
+):
     """ds of BT rows of any length."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     first = tl.program_id(0).to(tl.int64) * BT
@@ -149,8 +240,11 @@ def norm_backward_rows(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresid
         n = normalised(tile(s, first, rows, d0, D, BT, BD, "evict_last"), m, r, KIND, NORMED)
         u = tile(dy, first, rows, d0, D, BT, BD, "evict_last").to(tl.float32)
         if GATE != 0:
-            u = before_gate(u, n, tile(gate, first, rows, d0, D, BT, BD, "evict_last"), weight, bias, dgate, first, rows, d0, D, BT, BD, GATE,
-                            GROUPS, HAS_WEIGHT, HAS_BIAS)
+            u = before_gate(
+                u=u, n=n, b_gate=tile(gate, first, rows, d0, D, BT, BD, "evict_last"),
+                weight=weight, bias=bias, dgate=dgate,
+                first=first, rows=rows, d0=d0,
+                D=D, BT=BT, BD=BD, GATE=GATE, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
         if HAS_WEIGHT:
             u *= line(weight, first, d0, D, BT, BD, GROUPS)
         along += tl.sum(u * n, 1)
@@ -175,9 +269,25 @@ def norm_backward_rows(s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresid
 
 
 @triton.jit(do_not_specialize=["rows"])
-def norm_backward_columns(s, gate, mean, rstd, dy, dweight, dbias, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                          KIND: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
-                          HAS_DBIAS: tl.constexpr):
+def norm_backward_columns(
+    s,  # [rows, D]
+    gate,  # [rows, D]
+    mean,  # [rows], fp32
+    rstd,  # [rows], fp32
+    dy,  # [rows, D]
+    dweight,  # shares, fp32: [programs, D], of groups [programs * BT / GROUPS, GROUPS, D]
+    dbias,  # like dweight
+    rows,  # rows in all
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    KIND: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_DWEIGHT: tl.constexpr,
+    HAS_DBIAS: tl.constexpr,
+):
     """Shares of dw and db: BD columns, of every so many-th BT rows."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     group = tl.program_id(0) // STRIPS
@@ -202,10 +312,24 @@ def norm_backward_columns(s, gate, mean, rstd, dy, dweight, dbias, rows, D: tl.c
         put_share(dbias, db, group, d0, D, BT, BD, GROUPS)
 
 
-def run(plan: Plan, s: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, gate: torch.Tensor | None,
-        mean: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor, dtotal: torch.Tensor | None, kind: int, activation: int, normed: bool,
-        dx_dtype: torch.dtype, dresidual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool,
-        ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    s: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    kind: int,
+    activation: int,
+    normed: bool,
+    dx_dtype: torch.dtype,
+    dresidual_dtype: torch.dtype | None,
+    needs_dweight: bool,
+    needs_dbias: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(dx, dresidual, dgate, dweight, dbias) or None for those that are not there, the last two [D] in fp32, for what forward.run kept.
 
     s: the summed rows, or with normed the normalised ones; all contiguous. dresidual_dtype: None if it is not wanted, or is dx's.
@@ -227,12 +351,17 @@ def run(plan: Plan, s: torch.Tensor, weight: torch.Tensor | None, bias: torch.Te
     # Rows of fp32 have as many bytes under way without the next ones, and no registers left for them.
     ahead = for_rows.num_stages > 1 and all(t is None or t.element_size() < 4 for t in (s, dy, gate, dtotal))
     if rows and not wide:
-        start(for_rows, norm_backward, for_rows.grid[0], (s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, dgate, dweight, dbias, rows),
-              {**shared, **flags, **sums, "AHEAD": ahead})
+        start(for_rows, norm_backward, for_rows.grid[0], dict(
+            s=s, weight=weight, bias=bias, gate=gate, mean=mean, rstd=rstd, dy=dy, dtotal=dtotal,
+            dx=dx, dresidual=dresidual, dgate=dgate, dweight=dweight, dbias=dbias, rows=rows,
+            **shared, **flags, **sums, AHEAD=ahead))
     elif rows:
-        start(for_rows, norm_backward_rows, for_rows.grid[0], (s, weight, bias, gate, mean, rstd, dy, dtotal, dx, dresidual, dgate, rows),
-              {**shared, **flags})
+        start(for_rows, norm_backward_rows, for_rows.grid[0], dict(
+            s=s, weight=weight, bias=bias, gate=gate, mean=mean, rstd=rstd, dy=dy, dtotal=dtotal,
+            dx=dx, dresidual=dresidual, dgate=dgate, rows=rows, **shared, **flags))
         if wanted:
-            start(for_sums, norm_backward_columns, for_sums.grid[0], (s, gate, mean, rstd, dy, dweight, dbias, rows), {**shared, **sums})
+            start(for_sums, norm_backward_columns, for_sums.grid[0], dict(
+                s=s, gate=gate, mean=mean, rstd=rstd, dy=dy,
+                dweight=dweight, dbias=dbias, rows=rows, **shared, **sums))
     total = parts.view(wanted, -1, groups * D).sum(1) if wanted and rows else s.new_zeros((wanted, groups * D), dtype=torch.float32)
     return dx, dresidual, dgate, total[0] if needs_dweight else None, total[-1] if needs_dbias else None

@@ -48,7 +48,19 @@ def line(x, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROU
 
 
 @triton.jit
-def summed(x, residual, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVICT: tl.constexpr):
+def summed(
+    x,  # [rows, D]
+    residual,  # [rows, D]
+    first,  # the program's first row
+    rows,  # rows in all
+    d0,  # first column
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    """s [BT, BD], fp32."""
     s = tile(x, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
     if HAS_RESIDUAL:
         s += tile(residual, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
@@ -56,8 +68,20 @@ def summed(x, residual, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: 
 
 
 @triton.jit
-def scaled(y, weight, bias, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-           HAS_BIAS: tl.constexpr):
+def scaled(
+    y,  # [BT, BD]
+    weight,  # [GROUPS, D]
+    bias,  # [GROUPS, D]
+    first,  # the program's first row
+    d0,  # first column
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """y w + b, [BT, BD]."""
     if HAS_WEIGHT:
         y *= line(weight, first, d0, D, BT, BD, GROUPS)
     if HAS_BIAS:
@@ -80,10 +104,28 @@ def opened(gate, GATE: tl.constexpr):
 
 
 @triton.jit
-def put_y(y, centred, r, weight, bias, gate, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr,
-          GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+def put_y(
+    y,  # [rows, D]
+    centred,  # [BT, BD]
+    r,  # [BT]
+    weight,  # [GROUPS, D]
+    bias,  # [GROUPS, D]
+    gate,  # [rows, D]
+    first,  # the program's first row
+    rows,  # rows in all
+    d0,  # first column
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
     """From a centred [BT, BD] of rows to y."""
-    out = scaled(centred * r[:, None], weight, bias, first, d0, D, BT, BD, GROUPS, HAS_WEIGHT, HAS_BIAS)
+    out = scaled(
+        centred * r[:, None], weight, bias, first, d0,
+        D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
     if GATE != 0:
         factor, _ = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)
         out *= factor
@@ -91,27 +133,54 @@ def put_y(y, centred, r, weight, bias, gate, first, rows, d0, D: tl.constexpr, B
 
 
 @triton.jit(do_not_specialize=["rows", "eps"])
-def norm_forward(x, residual, weight, bias, gate, y, total, mean, rstd, eps, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                 KIND: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-                 HAS_BIAS: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_STATS: tl.constexpr):
+def norm_forward(
+    x,  # [rows, D]
+    residual,  # [rows, D]
+    weight,  # [GROUPS, D]
+    bias,  # [GROUPS, D]
+    gate,  # [rows, D]
+    y,  # [rows, D]
+    total,  # [rows, D]
+    mean,  # [rows], fp32
+    rstd,  # [rows], fp32
+    eps,
+    rows,  # rows in all
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    KIND: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_TOTAL: tl.constexpr,
+    HAS_STATS: tl.constexpr,
+):
     """y, and where asked for total = s and the rows' statistics."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     first = tl.program_id(0).to(tl.int64) * BT
     inside = tl.arange(0, BD) < D
     if BD >= D:
-        s = summed(x, residual, first, rows, 0, D, BT, BD, HAS_RESIDUAL, "evict_first")
+        s = summed(
+            x, residual, first, rows, 0, D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="evict_first")
         if HAS_TOTAL:
             put(total, s, first, rows, 0, D, BT, BD)
         if KIND == 0:
             m = tl.sum(s, 1) / D
             s = tl.where(inside[None, :], s - m[:, None], 0.0)
         r = tl.rsqrt(tl.sum(s * s, 1) / COUNT + eps)
-        put_y(y, s, r, weight, bias, gate, first, rows, 0, D, BT, BD, GATE, GROUPS, HAS_WEIGHT, HAS_BIAS)
+        put_y(
+            y=y, centred=s, r=r, weight=weight, bias=bias, gate=gate,
+            first=first, rows=rows, d0=0,
+            D=D, BT=BT, BD=BD, GATE=GATE, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
     else:
         m = tl.zeros([BT], dtype=tl.float32)
         squares = tl.zeros([BT], dtype=tl.float32)
         for d0 in range(0, D, BD):
-            s = summed(x, residual, first, rows, d0, D, BT, BD, HAS_RESIDUAL, "evict_last")
+            s = summed(
+                x, residual, first, rows, d0,
+                D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="evict_last")
             if HAS_TOTAL:
                 put(total, s, first, rows, d0, D, BT, BD)
             if KIND == 0:  # means and squares of blocks combine without cancellation (Chan, Golub and LeVeque 1979)
@@ -123,8 +192,13 @@ def norm_forward(x, residual, weight, bias, gate, y, total, mean, rstd, eps, row
             squares += tl.sum(s * s, 1)
         r = tl.rsqrt(squares / COUNT + eps)
         for d0 in range(0, D, BD):
-            s = summed(x, residual, first, rows, d0, D, BT, BD, HAS_RESIDUAL, "evict_first")
-            put_y(y, s - m[:, None], r, weight, bias, gate, first, rows, d0, D, BT, BD, GATE, GROUPS, HAS_WEIGHT, HAS_BIAS)
+            s = summed(
+                x, residual, first, rows, d0,
+                D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="evict_first")
+            put_y(
+                y=y, centred=s - m[:, None], r=r, weight=weight, bias=bias, gate=gate,
+                first=first, rows=rows, d0=d0,
+                D=D, BT=BT, BD=BD, GATE=GATE, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
     if HAS_STATS:
         row = tl.arange(0, BT)
         tl.store(rstd + first + row, r, mask=first + row < rows)
@@ -132,9 +206,20 @@ def norm_forward(x, residual, weight, bias, gate, y, total, mean, rstd, eps, row
             tl.store(mean + first + row, m, mask=first + row < rows)
 
 
-def run(plan: Plan, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
-        gate: torch.Tensor | None, eps: float, kind: int, activation: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, stats: bool,
-        ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    eps: float,
+    kind: int,
+    activation: int,
+    y_dtype: torch.dtype,
+    total_dtype: torch.dtype | None,
+    stats: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(y, s or None, mean or None, rstd or None). x, residual, gate [..., D] and weight, bias [D], contiguous, of any dtypes; for a group norm
     x [..., G, D] and weight, bias [G * D], where G is the plan's number of heads.
 
@@ -148,7 +233,11 @@ def run(plan: Plan, x: torch.Tensor, residual: torch.Tensor | None, weight: torc
     mean = torch.empty_like(rstd) if rstd is not None and kind == LAYER else None
     if x.numel():
         launch = plan.launch("norm_forward")
-        start(launch, norm_forward, launch.grid[0], (x, residual, weight, bias, gate, y, total, mean, rstd, eps, x.numel() // D),
-              dict(D=D, KIND=kind, GATE=activation, GROUPS=plan.problem.H, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
-                   HAS_BIAS=bias is not None, HAS_TOTAL=total is not None, HAS_STATS=stats))
+        start(launch, norm_forward, launch.grid[0], dict(
+            x=x, residual=residual, weight=weight, bias=bias,
+            gate=gate, y=y, total=total, mean=mean, rstd=rstd,
+            eps=eps, rows=x.numel() // D,
+            D=D, KIND=kind, GATE=activation, GROUPS=plan.problem.H,
+            HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None, HAS_TOTAL=total is not None, HAS_STATS=stats))
     return y, total, mean, rstd

@@ -4,9 +4,17 @@ from __future__ import annotations
 import torch
 
 
-def normalise(kind: str, x: torch.Tensor, residual: torch.Tensor | None = None, weight: torch.Tensor | None = None,
-              bias: torch.Tensor | None = None, eps: float = 1e-5, groups: int = 1, gate: torch.Tensor | None = None,
-              activation: str = "swish") -> tuple[torch.Tensor, torch.Tensor]:
+def normalise(
+    kind: str,
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    groups: int = 1,
+    gate: torch.Tensor | None = None,
+    activation: str = "swish",
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, x + residual) in float64, differentiable. kind: ``layer``, ``rms`` or ``l2``. x and gate [..., D], weight and bias [D].
 
     groups: slices of each row that are normalised on their own. activation: of the gate, ``swish`` or ``sigmoid``.

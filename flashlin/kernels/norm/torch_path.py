@@ -6,8 +6,17 @@ import torch
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, SIGMOID
 
 
-def run(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
-        gate: torch.Tensor | None, eps: float, kind: int, activation: int = NO_GATE, groups: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    eps: float,
+    kind: int,
+    activation: int = NO_GATE,
+    groups: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, x + residual), both in fp32, or in float64 if any tensor is. Arguments as forward.run."""
     given = [tensor for tensor in (x, residual, weight, bias, gate) if tensor is not None]
     compute = torch.float64 if any(tensor.dtype == torch.float64 for tensor in given) else torch.float32

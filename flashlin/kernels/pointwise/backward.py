@@ -13,32 +13,64 @@ A program takes every so many-th BT rows of its strip and keeps its share of the
 [parameters, programs of a strip, D] in fp32, and torch adds them up.
 """
 
+from itertools import zip_longest
+
 import torch
 import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.pointwise.forward import contained, line, of_head, of_rows, opened, per_parameter, put, rows_of, strip_of, tile, widths
+from flashlin.kernels.pointwise.forward import (
+    NAMES,
+    contained,
+    line,
+    of_head,
+    of_rows,
+    opened,
+    per_parameter,
+    put,
+    rows_of,
+    strip_of,
+    tile,
+    widths,
+)
 from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, SCALE, SKIP
 from flashlin.kernels.recurrent.forward import softplus
 
 
 @triton.jit
 def put_share(shares, total, parameter: tl.constexpr, share, count, cols, there, D: tl.constexpr):
+    """A program's share of a parameter's gradient: total [BT, BD] summed over its rows."""
     tl.store(shares + (count.to(tl.int64) * parameter + share) * D + cols, tl.sum(total, 0), mask=there)
 
 
 @triton.jit(do_not_specialize=["rows", "bound"])
-def pointwise_gate_backward(g, A_log, dt_bias, dy, dg, shares, bound, rows, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
-                            BD: tl.constexpr, BOUNDED: tl.constexpr, SUMS: tl.constexpr):
+def pointwise_gate_backward(
+    g,  # [rows, D]
+    A_log,  # [D // K]
+    dt_bias,  # [D]
+    dy,  # [rows, D]
+    dg,  # [rows, D]
+    shares,  # [parameters, programs, D], fp32, or None
+    bound,
+    rows,  # rows in all
+    D: tl.constexpr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """dg [rows, D], and with SUMS shares of the gradients of A and b."""
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
     of_A = tl.zeros([BT, BD], dtype=tl.float32)
     of_bias = tl.zeros([BT, BD], dtype=tl.float32)
     for _ in range((rows - first + step - 1) // step):
-        z, rate = opened(g, A_log, dt_bias, first, rows, cols, there, D, K, BT, BD)
+        z, rate = opened(g, A_log, dt_bias, first, rows, cols, there, D=D, K=K, BT=BT, BD=BD)
         b_dy = tile(dy, first, rows, cols, there, D, BT)
         if BOUNDED:
             dz = b_dy * rate * (bound * tl.sigmoid(rate * z) * tl.sigmoid(-rate * z))
@@ -55,15 +87,51 @@ def pointwise_gate_backward(g, A_log, dt_bias, dy, dg, shares, bound, rows, D: t
 
 
 @triton.jit
-def unmixed(dy, x, delta, dh, ddelta, total, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr):
+def unmixed(
+    dy,  # [rows, D]
+    x,  # [D]
+    delta,  # [BT, BD]
+    dh,  # [BT, BD]
+    ddelta,  # [BT, BD]
+    total,  # [BT, BD]
+    first,  # the program's first row
+    rows,  # rows in all
+    cols,  # [BD]: columns
+    there,  # [BD]: which of them there are
+    D: tl.constexpr,
+    BT: tl.constexpr,
+):
     """dh, ddelta and the gradient of x with what one output adds to them."""
     b_dy = tile(dy, first, rows, cols, there, D, BT)
     return dh + b_dy, ddelta + b_dy * line(x, cols, there), total + b_dy * delta
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_mix_backward(delta, xr, xw, xk, xv, xa, xg, dyr, dyw, dyk, dyv, dya, dyg, dh, ddelta, shares, rows, D: tl.constexpr, W: tl.constexpr,
-                           BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr):
+def pointwise_mix_backward(
+    delta,  # [rows, D]
+    xr,  # [D]
+    xw,  # [D]
+    xk,  # [D]
+    xv,  # [D]
+    xa,  # [D]
+    xg,  # [D]
+    dyr,  # [rows, D]
+    dyw,  # [rows, D]
+    dyk,  # [rows, D]
+    dyv,  # [rows, D]
+    dya,  # [rows, D]
+    dyg,  # [rows, D]
+    dh,  # [rows, D]
+    ddelta,  # [rows, D]
+    shares,  # [parameters, programs, D], fp32, or None
+    rows,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """dh and ddelta [rows, D], and with SUMS shares of the gradients of the five or six x."""
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
@@ -77,13 +145,25 @@ def pointwise_mix_backward(delta, xr, xw, xk, xv, xa, xg, dyr, dyw, dyk, dyv, dy
         b_delta = tile(delta, first, rows, cols, there, D, BT)
         b_dh = tl.zeros([BT, BD], dtype=tl.float32)
         b_ddelta = tl.zeros([BT, BD], dtype=tl.float32)
-        b_dh, b_ddelta, of_r = unmixed(dyr, xr, b_delta, b_dh, b_ddelta, of_r, first, rows, cols, there, D, BT)
-        b_dh, b_ddelta, of_w = unmixed(dyw, xw, b_delta, b_dh, b_ddelta, of_w, first, rows, cols, there, D, BT)
-        b_dh, b_ddelta, of_k = unmixed(dyk, xk, b_delta, b_dh, b_ddelta, of_k, first, rows, cols, there, D, BT)
-        b_dh, b_ddelta, of_v = unmixed(dyv, xv, b_delta, b_dh, b_ddelta, of_v, first, rows, cols, there, D, BT)
-        b_dh, b_ddelta, of_a = unmixed(dya, xa, b_delta, b_dh, b_ddelta, of_a, first, rows, cols, there, D, BT)
+        b_dh, b_ddelta, of_r = unmixed(
+            dy=dyr, x=xr, delta=b_delta, dh=b_dh, ddelta=b_ddelta, total=of_r,
+            first=first, rows=rows, cols=cols, there=there, D=D, BT=BT)
+        b_dh, b_ddelta, of_w = unmixed(
+            dy=dyw, x=xw, delta=b_delta, dh=b_dh, ddelta=b_ddelta, total=of_w,
+            first=first, rows=rows, cols=cols, there=there, D=D, BT=BT)
+        b_dh, b_ddelta, of_k = unmixed(
+            dy=dyk, x=xk, delta=b_delta, dh=b_dh, ddelta=b_ddelta, total=of_k,
+            first=first, rows=rows, cols=cols, there=there, D=D, BT=BT)
+        b_dh, b_ddelta, of_v = unmixed(
+            dy=dyv, x=xv, delta=b_delta, dh=b_dh, ddelta=b_ddelta, total=of_v,
+            first=first, rows=rows, cols=cols, there=there, D=D, BT=BT)
+        b_dh, b_ddelta, of_a = unmixed(
+            dy=dya, x=xa, delta=b_delta, dh=b_dh, ddelta=b_ddelta, total=of_a,
+            first=first, rows=rows, cols=cols, there=there, D=D, BT=BT)
         if xg is not None:
-            b_dh, b_ddelta, of_g = unmixed(dyg, xg, b_delta, b_dh, b_ddelta, of_g, first, rows, cols, there, D, BT)
+            b_dh, b_ddelta, of_g = unmixed(
+                dy=dyg, x=xg, delta=b_delta, dh=b_dh, ddelta=b_ddelta, total=of_g,
+                first=first, rows=rows, cols=cols, there=there, D=D, BT=BT)
         put(dh, b_dh, first, rows, cols, there, D, BT)
         put(ddelta, b_ddelta, first, rows, cols, there, D, BT)
         first += step
@@ -98,8 +178,22 @@ def pointwise_mix_backward(delta, xr, xw, xk, xv, xa, xg, dyr, dyw, dyk, dyv, dy
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_key_backward(k, a, c, dy, dk, da, shares, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                           SUMS: tl.constexpr):
+def pointwise_key_backward(
+    k,  # [rows, D]
+    a,  # [rows, D]
+    c,  # [D]
+    dy,  # [rows, D]
+    dk,  # [rows, D]
+    da,  # [rows, D]
+    shares,  # [parameters, programs, D], fp32, or None
+    rows,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """dk and da [rows, D], and with SUMS a share of the gradient of c."""
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
@@ -118,8 +212,28 @@ def pointwise_key_backward(k, a, c, dy, dk, da, shares, rows, D: tl.constexpr, W
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_correction_backward(o, r, k, u, v, g, dy, do, dr, dk, dv, dg, shares, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
-                                  BD: tl.constexpr, SUMS: tl.constexpr):
+def pointwise_correction_backward(
+    o,  # [rows, D]
+    r,  # [rows, D]
+    k,  # [rows, D]
+    u,  # [D]
+    v,  # [rows, D]
+    g,  # [rows, D]
+    dy,  # [rows, D]
+    do,  # [rows, D]
+    dr,  # [rows, D]
+    dk,  # [rows, D]
+    dv,  # [rows, D]
+    dg,  # [rows, D]
+    shares,  # [parameters, programs, D], fp32, or None
+    rows,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """do, dr, dk, dv and dg [rows, D], and with SUMS a share of the gradient of u."""
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
@@ -145,7 +259,21 @@ def pointwise_correction_backward(o, r, k, u, v, g, dy, do, dr, dk, dv, dg, shar
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_scale_backward(x, s, dy, dmarks, dx, ds, x_n, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+def pointwise_scale_backward(
+    x,  # [rows, D]
+    s,  # [rows, D // W]
+    dy,  # [rows, D]
+    dmarks,  # [rows], fp32, or None
+    dx,  # [rows, D]
+    ds,  # [rows, D // W]
+    x_n,  # elements from one row of x to the next
+    rows,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """dx [rows, D] and ds [rows, D // W], a strip of W columns being a head. A program: BT rows of one."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
@@ -162,8 +290,28 @@ def pointwise_scale_backward(x, s, dy, dmarks, dx, ds, x_n, rows, D: tl.constexp
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_skip_backward(dy, o, x, skip, z, marks, do, dx, dz, dmarks, shares, x_n, z_n, rows, D: tl.constexpr, K: tl.constexpr,
-                            W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr):
+def pointwise_skip_backward(
+    dy,  # [rows, D]
+    o,  # [rows, D]
+    x,  # [rows, D]
+    skip,  # [D // K] or None
+    z,  # [rows, D] or None
+    marks,  # [rows], fp32, or None
+    do,  # [rows, D]
+    dx,  # [rows, D]
+    dz,  # [rows, D]
+    dmarks,  # [rows], fp32, or None
+    shares,  # [parameters, programs, D], fp32, or None
+    x_n,  # elements from one row of x to the next
+    z_n,  # elements from one row of z to the next
+    rows,  # rows in all
+    D: tl.constexpr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SUMS: tl.constexpr,
+):
     """Without z and marks do is dy, and not written. dmarks: zeros."""
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
@@ -214,27 +362,37 @@ def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], dys: tuple[torch.T
     if family == SKIP and tensors[4] is not None:
         found[0] = torch.empty(dy.shape, dtype=torch.float32, device=dy.device) if tensors[0] is None else found[0]
         found[4] = torch.zeros_like(tensors[4])
-    made = [of for of in found if of is not None]
+    named = dict(zip(NAMES[family], tensors, strict=True))
+    made = {f"d{name}": of for name, of in zip(NAMES[family], found, strict=True) if of is not None}
     facts: dict[str, int] = {**widths(plan, launch), "SUMS": sums}
     count = launch.grid[0] // max(-(-D // facts["W"]), 1)
     shares = torch.empty((len(parameters), count, D), dtype=torch.float32, device=dy.device) if sums else None
     if dy.numel() and family == GATE:
-        start(launch, pointwise_gate_backward, launch.grid[0], (*tensors, *dys, *made, shares, bound or 0.0, rows),
-              {**facts, "K": plan.problem.K, "BOUNDED": bound is not None})
+        start(launch, pointwise_gate_backward, launch.grid[0], dict(
+            named, dy=dy, **made, shares=shares, bound=bound or 0.0, rows=rows,
+            **facts, K=plan.problem.K, BOUNDED=bound is not None))
     elif dy.numel() and family == MIX:
-        start(launch, pointwise_mix_backward, launch.grid[0], (*tensors[1:], *dys, *[None] * (6 - len(dys)), *made, shares, rows), facts)
+        del named["h"]
+        start(launch, pointwise_mix_backward, launch.grid[0], dict(
+            named, **dict(zip_longest(("dyr", "dyw", "dyk", "dyv", "dya", "dyg"), dys)), **made,
+            shares=shares, rows=rows, **facts))
     elif dy.numel() and family == SCALE:
         x, x_n = rows_of(tensors[0], D)
-        start(launch, pointwise_scale_backward, launch.grid[0], (x, tensors[1], dy, found[2], *found[:2], x_n, rows), widths(plan, launch))
+        start(launch, pointwise_scale_backward, launch.grid[0], dict(
+            x=x, s=tensors[1], dy=dy, dmarks=found[2], dx=found[0], ds=found[1],
+            x_n=x_n, rows=rows, **widths(plan, launch)))
     elif dy.numel() and family == SKIP:
         (x, x_n), (z, z_n) = rows_of(tensors[1], D), rows_of(tensors[3], D)
         do, dx, _, dz, dmarks = found
-        start(launch, pointwise_skip_backward, launch.grid[0],
-              (dy, tensors[0], x, tensors[2], z, tensors[4], do, dx, dz, dmarks, shares, x_n, z_n, rows),
-              {**facts, "K": per_parameter(tensors[2], D)})
+        start(launch, pointwise_skip_backward, launch.grid[0], dict(
+            dy=dy, o=tensors[0], x=x, skip=tensors[2], z=z, marks=tensors[4],
+            do=do, dx=dx, dz=dz, dmarks=dmarks, shares=shares,
+            x_n=x_n, z_n=z_n, rows=rows,
+            **facts, K=per_parameter(tensors[2], D)))
     elif dy.numel():
-        start(launch, pointwise_key_backward if family == KEY else pointwise_correction_backward, launch.grid[0],
-              (*tensors, *dys, *made, shares, rows), facts)
+        kernel = pointwise_key_backward if family == KEY else pointwise_correction_backward
+        start(launch, kernel, launch.grid[0], dict(
+            named, dy=dy, **made, shares=shares, rows=rows, **facts))
     if shares is not None:
         totals = shares.sum(1) if dy.numel() else shares.new_zeros((len(parameters), D))
         for at, total in zip(parameters, totals, strict=True):

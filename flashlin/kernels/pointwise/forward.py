@@ -10,13 +10,15 @@
 A program owns BT rows and a strip of BD columns; for the correction and the scale a strip is a head, so that sums over it are at home.
 """
 
+from itertools import zip_longest
+
 import torch
 import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Launch, Plan
-from flashlin.kernels.pointwise.recipe import GATE, KEY, MIX, SCALE, SKIP, strip_width
+from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, SCALE, SKIP, strip_width
 from flashlin.kernels.recurrent.forward import softplus
 
 
@@ -39,6 +41,7 @@ def tile(x, first, rows, cols, there, apart, BT: tl.constexpr):
 
 @triton.jit
 def put(x, value, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr):
+    """Store [BT, BD] into a [rows, D] tensor."""
     row = tl.arange(0, BT)
     tl.store(x + first * D + (row[:, None] * D + cols[None, :]), value.to(x.dtype.element_ty), mask=(first + row < rows)[:, None] & there[None, :])
 
@@ -50,7 +53,19 @@ def line(x, cols, there):
 
 
 @triton.jit
-def opened(g, A_log, dt_bias, first, rows, cols, there, D: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+def opened(
+    g,  # [rows, D]
+    A_log,  # [D // K]
+    dt_bias,  # [D]
+    first,  # the program's first row
+    rows,  # rows in all
+    cols,  # [BD]: columns
+    there,  # [BD]: which of them there are
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """g + b and e^A, which is of heads of K columns."""
     z = tile(g, first, rows, cols, there, D, BT)
     if dt_bias is not None:
@@ -62,11 +77,24 @@ def opened(g, A_log, dt_bias, first, rows, cols, there, D: tl.constexpr, K: tl.c
 
 
 @triton.jit(do_not_specialize=["rows", "bound"])
-def pointwise_gate(g, A_log, dt_bias, y, bound, rows, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                   BOUNDED: tl.constexpr):
+def pointwise_gate(
+    g,  # [rows, D]
+    A_log,  # [D // K]
+    dt_bias,  # [D]
+    y,  # [rows, D]
+    bound,
+    rows,  # rows in all
+    D: tl.constexpr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """y [rows, D]. K columns have one A."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
-    z, rate = opened(g, A_log, dt_bias, first, rows, cols, there, D, K, BT, BD)
+    z, rate = opened(g, A_log, dt_bias, first, rows, cols, there, D=D, K=K, BT=BT, BD=BD)
     if BOUNDED:
         value = bound * tl.sigmoid(rate * z)
     else:
@@ -75,28 +103,71 @@ def pointwise_gate(g, A_log, dt_bias, y, bound, rows, D: tl.constexpr, K: tl.con
 
 
 @triton.jit
-def mixed(h, delta, x, y, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr):
+def mixed(
+    h,  # [BT, BD]
+    delta,  # [BT, BD]
+    x,  # [D]
+    y,  # [rows, D]
+    first,  # the program's first row
+    rows,  # rows in all
+    cols,  # [BD]: columns
+    there,  # [BD]: which of them there are
+    D: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Store one output of a mix, h + delta x."""
     put(y, h + delta * line(x, cols, there), first, rows, cols, there, D, BT)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_mix(h, delta, xr, xw, xk, xv, xa, xg, yr, yw, yk, yv, ya, yg, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
-                  BD: tl.constexpr):
+def pointwise_mix(
+    h,  # [rows, D]
+    delta,  # [rows, D]
+    xr,  # [D]
+    xw,  # [D]
+    xk,  # [D]
+    xv,  # [D]
+    xa,  # [D]
+    xg,  # [D]
+    yr,  # [rows, D]
+    yw,  # [rows, D]
+    yk,  # [rows, D]
+    yv,  # [rows, D]
+    ya,  # [rows, D]
+    yg,  # [rows, D]
+    rows,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Five or six y [rows, D]."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     b_h = tile(h, first, rows, cols, there, D, BT)
     b_delta = tile(delta, first, rows, cols, there, D, BT)
-    mixed(b_h, b_delta, xr, yr, first, rows, cols, there, D, BT)
-    mixed(b_h, b_delta, xw, yw, first, rows, cols, there, D, BT)
-    mixed(b_h, b_delta, xk, yk, first, rows, cols, there, D, BT)
-    mixed(b_h, b_delta, xv, yv, first, rows, cols, there, D, BT)
-    mixed(b_h, b_delta, xa, ya, first, rows, cols, there, D, BT)
+    mixed(b_h, b_delta, xr, yr, first, rows, cols, there, D=D, BT=BT)
+    mixed(b_h, b_delta, xw, yw, first, rows, cols, there, D=D, BT=BT)
+    mixed(b_h, b_delta, xk, yk, first, rows, cols, there, D=D, BT=BT)
+    mixed(b_h, b_delta, xv, yv, first, rows, cols, there, D=D, BT=BT)
+    mixed(b_h, b_delta, xa, ya, first, rows, cols, there, D=D, BT=BT)
     if xg is not None:
-        mixed(b_h, b_delta, xg, yg, first, rows, cols, there, D, BT)
+        mixed(b_h, b_delta, xg, yg, first, rows, cols, there, D=D, BT=BT)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_key(k, a, c, y, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+def pointwise_key(
+    k,  # [rows, D]
+    a,  # [rows, D]
+    c,  # [D]
+    y,  # [rows, D]
+    rows,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """y [rows, D]."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     b_a = tile(a, first, rows, cols, there, D, BT)
@@ -104,7 +175,21 @@ def pointwise_key(k, a, c, y, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.con
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_correction(o, r, k, u, v, g, y, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+def pointwise_correction(
+    o,  # [rows, D]
+    r,  # [rows, D]
+    k,  # [rows, D]
+    u,  # [D]
+    v,  # [rows, D]
+    g,  # [rows, D]
+    y,  # [rows, D]
+    rows,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """y [rows, D]. A strip of W columns is a head."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     s = tl.sum(tile(r, first, rows, cols, there, D, BT) * tile(k, first, rows, cols, there, D, BT) * line(u, cols, there), 1)[:, None]
@@ -138,7 +223,20 @@ def contained(value, marks, stored, first, rows, there, BT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_scale(x, s, marks, y, x_n, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+def pointwise_scale(
+    x,  # [rows, D]
+    s,  # [rows, D // W]
+    marks,  # [rows], fp32, or None
+    y,  # [rows, D]
+    x_n,  # elements from one row of x to the next
+    rows,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """y [rows, D], a strip of W columns being a head. With marks, rows that are not finite are marked
+    there."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
@@ -150,8 +248,22 @@ def pointwise_scale(x, s, marks, y, x_n, rows, D: tl.constexpr, W: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["rows"])
-def pointwise_skip(o, x, skip, z, marks, y, x_n, z_n, rows, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
-                   BD: tl.constexpr):
+def pointwise_skip(
+    o,  # [rows, D]
+    x,  # [rows, D]
+    skip,  # [D // K] or None
+    z,  # [rows, D] or None
+    marks,  # [rows], fp32, or None
+    y,  # [rows, D]
+    x_n,  # elements from one row of x to the next
+    z_n,  # elements from one row of z to the next
+    rows,  # rows in all
+    D: tl.constexpr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """skip: of K columns at a time."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
@@ -189,6 +301,17 @@ def widths(plan: Plan, launch: Launch) -> dict[str, int]:
     return dict(D=plan.problem.H * plan.problem.K, W=strip_width(plan.problem, launch.block("BD")))
 
 
+# The tensors of each family, as the kernels name them.
+NAMES = {
+    GATE: ("g", "A_log", "dt_bias"),
+    MIX: ("h", "delta", "xr", "xw", "xk", "xv", "xa", "xg"),
+    KEY: ("k", "a", "c"),
+    CORRECTION: ("o", "r", "k", "u", "v", "g"),
+    SCALE: ("x", "s", "marks"),
+    SKIP: ("o", "x", "skip", "z", "marks"),
+}
+
+
 def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | None, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """The outputs, of that dtype. tensors: as named above, in that order, contiguous and of any dtypes; A, b and the sixth x may be None, and
     so may x and D, z, or the marks [rows] of a skip, and those of a scale, which gives marks if it gets some. What a scale and a skip take
@@ -200,19 +323,25 @@ def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | Non
         outputs = (*outputs, tensors[2].clone())
     if not x.numel():
         return outputs
-    facts, rows = widths(plan, launch), plan.problem.T
+    facts, rows, named = widths(plan, launch), plan.problem.T, dict(zip(NAMES[family], tensors, strict=True))
     if family == GATE:
-        start(launch, pointwise_gate, launch.grid[0], (*tensors, *outputs, bound or 0.0, rows),
-              {**facts, "K": plan.problem.K, "BOUNDED": bound is not None})
+        start(launch, pointwise_gate, launch.grid[0], dict(
+            named, y=outputs[0], bound=bound or 0.0, rows=rows,
+            **facts, K=plan.problem.K, BOUNDED=bound is not None))
     elif family == MIX:
-        start(launch, pointwise_mix, launch.grid[0], (*tensors, *outputs, *[None] * (6 - len(outputs)), rows), facts)
+        start(launch, pointwise_mix, launch.grid[0], dict(
+            named, **dict(zip_longest(("yr", "yw", "yk", "yv", "ya", "yg"), outputs)), rows=rows, **facts))
     elif family == SCALE:
         x, x_n = rows_of(x, facts["D"])
-        start(launch, pointwise_scale, launch.grid[0], (x, tensors[1], outputs[1] if len(outputs) > 1 else None, outputs[0], x_n, rows), facts)
+        start(launch, pointwise_scale, launch.grid[0], dict(
+            x=x, s=tensors[1], marks=outputs[1] if len(outputs) > 1 else None, y=outputs[0],
+            x_n=x_n, rows=rows, **facts))
     elif family == SKIP:
         (x, x_n), (z, z_n) = rows_of(tensors[1], facts["D"]), rows_of(tensors[3], facts["D"])
-        start(launch, pointwise_skip, launch.grid[0], (tensors[0], x, tensors[2], z, tensors[4], *outputs, x_n, z_n, rows),
-              {**facts, "K": per_parameter(tensors[2], facts["D"])})
+        start(launch, pointwise_skip, launch.grid[0], dict(
+            o=tensors[0], x=x, skip=tensors[2], z=z, marks=tensors[4], y=outputs[0],
+            x_n=x_n, z_n=z_n, rows=rows, **facts, K=per_parameter(tensors[2], facts["D"])))
     else:
-        start(launch, pointwise_key if family == KEY else pointwise_correction, launch.grid[0], (*tensors, *outputs, rows), facts)
+        start(launch, pointwise_key if family == KEY else pointwise_correction, launch.grid[0], dict(
+            named, y=outputs[0], rows=rows, **facts))
     return outputs

@@ -32,14 +32,61 @@ from flashlin.kernels.recurrent.forward import (
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.kernels.recurrent.recipe import SEGMENT
 
+# The gradients that the kernel writes where they are needed.
+GRADS = ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b")
 SCRATCH = 2**30  # bytes of one launch's scratch memory: more sequences than that holds go one launch after another
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "H", "HV", "R", "TS"])
-def recurrent_backward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, h0, states, do, dht, dq, dk, dv, dbeta, dg, dgk, dgv, dbonus, da, db, dh0,
-                       scratch, bounds, scale, T, N, H, HV, R, TS, K: tl.constexpr, V: tl.constexpr, SEGMENT: tl.constexpr,
-                       BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr,
-                       PER_CHANNEL: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr):
+def recurrent_backward(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    beta,  # [rows, HV] or, PER_CHANNEL, [rows, HV, V]
+    g,  # [rows, HV]
+    gamma,  # [HV]
+    gk,  # [rows, HV, K]
+    gv,  # [rows, HV, V]
+    bonus,  # [HV, K]
+    a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
+    h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    states,  # [kept, HV, K, V], fp32
+    do,  # [rows, HV, V]
+    dht,  # like h0
+    dq,  # [NV, R, HV, K], fp32
+    dk,  # [NV, R, HV, K], fp32
+    dv,  # [rows, HV, V]
+    dbeta,  # [NV, R, HV], fp32, or, PER_CHANNEL, [R, HV, V]
+    dg,  # [NV, R, HV], fp32
+    dgk,  # [NV, R, HV, K], fp32
+    dgv,  # [R, HV, V], fp32
+    dbonus,  # [NV, N, HV, K], fp32
+    da,  # [NV, R, HV, K], fp32
+    db,  # [NV, R, HV, K], fp32
+    dh0,  # like h0, fp32
+    scratch,  # [programs, TS, BK, BV], fp32
+    bounds,  # [N + 1]
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # rows in all
+    TS,  # tokens of a segment
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DELTA: tl.constexpr,
+    BEFORE: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """Partial sums: dq, dk, dgk, da, db [NV, R, HV, K], dg, dbeta (one per head) [NV, R, HV], dbonus [NV, N, HV, K]; fp32.
     scratch [programs, TS, BK, BV] fp32."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -79,8 +126,11 @@ def recurrent_backward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, h0, states,
             row = token * HV + i_h
             b_k = vector(k, (token * H + i_qk) * K, in_k, K)
             b_v = vector(v, row * V, in_v, V)
-            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, None, None, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, 0,
-                        False, 0)
+            S = updated(
+                S=S, b_k=b_k, b_v=b_v, beta=beta, g=g, gamma=gamma, gk=gk,
+                gv=gv, a=a, b=b, A_log=None, dt_bias=None, row=row,
+                i_h=i_h, in_k=in_k, in_v=in_v,
+                K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=0, RATE=False, BOUND=0)
         tl.debug_barrier()  # other threads may read what this one wrote
         for j in range(tokens):
             i = tokens - 1 - j
@@ -92,7 +142,9 @@ def recurrent_backward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, h0, states,
             b_k = vector(k, (token * H + i_qk) * K, in_k, K)
             b_v = vector(v, row * V, in_v, V)
             b_do = vector(do, row * V, in_v, V)
-            P = decayed(S, g, gamma, gk, gv, None, None, row, i_h, in_k, in_v, K, V, 0)
+            P = decayed(
+                S=S, g=g, gamma=gamma, gk=gk, gv=gv, A_log=None, dt_bias=None,
+                row=row, i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V, BOUND=0)
             u = b_v
             if DELTA:
                 error = b_v - tl.sum(P * b_k[:, None], 0)
@@ -136,7 +188,9 @@ def recurrent_backward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, h0, states,
                 tl.store(dgk + part * K + in_k, tl.sum(dS * P, 1), mask=in_k < K)
             if dgv is not None:
                 tl.store(dgv + row * V + in_v, tl.sum(dS * P, 0), mask=in_v < V)
-            dS = decayed(dS, g, gamma, gk, gv, None, None, row, i_h, in_k, in_v, K, V, 0)
+            dS = decayed(
+                S=dS, g=g, gamma=gamma, gk=gk, gv=gv, A_log=None, dt_bias=None,
+                row=row, i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V, BOUND=0)
             if a is not None:
                 dS += b_a[:, None] * b_w[None, :]
             if BEFORE:
@@ -185,13 +239,16 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
         grads = {name: within(grad, part, x.bounds) for name, grad in own.items()}
         # with bounds every part sees all rows; a bonus has a sum for each sequence
         grads.update((name, grad if packed and name != "bonus" else grad[:, part]) for name, grad in sums.items())
-        start(launch, recurrent_backward, n * HV * NV,
-              (y.q, y.k, y.v, y.beta, y.g, y.gamma, y.gk, y.gv, y.bonus, y.a, y.b, y.h0,
-               states if packed else states[part.start * (max(T - 1, 0) // SEGMENT):], within(do, part, x.bounds), sliced(dht, part),
-               *(grads.get(name) for name in ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b")), sliced(dh0, part),
-               torch.empty(n * HV * NV, TS, BK, BV, dtype=torch.float32, device=x.q.device),
-               y.bounds, scale, T, N, H, HV, B * T, TS),
-              constants_of(x, flags))
+        start(launch, recurrent_backward, n * HV * NV, dict(
+            q=y.q, k=y.k, v=y.v, beta=y.beta, g=y.g, gamma=y.gamma,
+            gk=y.gk, gv=y.gv, bonus=y.bonus, a=y.a, b=y.b, h0=y.h0,
+            states=states if packed else states[part.start * (max(T - 1, 0) // SEGMENT):],
+            do=within(do, part, x.bounds), dht=sliced(dht, part),
+            **{f"d{name}": grads.get(name) for name in GRADS},
+            dh0=sliced(dh0, part),
+            scratch=torch.empty(n * HV * NV, TS, BK, BV, dtype=torch.float32, device=x.q.device),
+            bounds=y.bounds, scale=scale, T=T, N=N, H=H, HV=HV, R=B * T, TS=TS,
+            **constants_of(x, flags)))
     found = {name: grad.sum(0) for name, grad in sums.items()} | own
     for name in ("q", "k"):
         found[name] = found[name].unflatten(2, (H, HV // max(H, 1))).sum(3)

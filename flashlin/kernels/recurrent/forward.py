@@ -44,7 +44,22 @@ def gated(x, A_log, i_h, BOUND: tl.constexpr):
 
 
 @triton.jit
-def decayed(S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k, in_v, K: tl.constexpr, V: tl.constexpr, BOUND: tl.constexpr):
+def decayed(
+    S,  # [BK, BV]
+    g,  # [rows, HV]
+    gamma,  # [HV]
+    gk,  # [rows, HV, K]
+    gv,  # [rows, HV, V]
+    A_log,  # [HV]
+    dt_bias,  # [HV] or, of gk, [HV, K]
+    row,  # token and value head
+    i_h,  # the head
+    in_k,  # [BK]: channels
+    in_v,  # [BV]: channels
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BOUND: tl.constexpr,
+):
     """S after the decays of one token. row: token and value head."""
     if g is not None:
         rate = tl.load(g + row).to(tl.float32)
@@ -81,13 +96,38 @@ def strength(beta, row, in_v, V: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOI
 
 
 @triton.jit
-def updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K: tl.constexpr, V: tl.constexpr,
-            DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr, RATE: tl.constexpr, BOUND: tl.constexpr):
+def updated(
+    S,  # [BK, BV]
+    b_k,  # [BK]
+    b_v,  # [BV]
+    beta,  # [rows, HV] or, PER_CHANNEL, [rows, HV, V]
+    g,  # [rows, HV]
+    gamma,  # [HV]
+    gk,  # [rows, HV, K]
+    gv,  # [rows, HV, V]
+    a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
+    A_log,  # [HV]
+    dt_bias,  # [HV] or, of gk, [HV, K]
+    row,  # token and value head
+    i_h,  # the head
+    in_k,  # [BK]: channels
+    in_v,  # [BV]: channels
+    K: tl.constexpr,
+    V: tl.constexpr,
+    DELTA: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RATE: tl.constexpr,
+    BOUND: tl.constexpr,
+):
     """The state after one token. RATE: what multiplies a is -a b."""
     if a is not None:
         b_a = vector(a, row * K, in_k, K)
         read = tl.sum(S * b_a[:, None], 0)
-    S = decayed(S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k, in_v, K, V, BOUND)
+    S = decayed(
+        S=S, g=g, gamma=gamma, gk=gk, gv=gv, A_log=A_log, dt_bias=dt_bias,
+        row=row, i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V, BOUND=BOUND)
     if a is not None:
         b_b = vector(b, row * K, in_k, K)
         if RATE:
@@ -129,11 +169,54 @@ def tile_of_state(in_k, in_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.cons
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "H", "HV", "P", "q_row", "k_row", "v_row"])
-def recurrent_forward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, A_log, dt_bias, h0, o, ht, states, indices, bounds, scale, T, N, H, HV, P,
-                      q_row, k_row, v_row, state_row, K: tl.constexpr, V: tl.constexpr, SEGMENT: tl.constexpr, BT: tl.constexpr,
-                      BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr,
-                      L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr, RATE: tl.constexpr, BOUND: tl.constexpr,
-                      V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr):
+def recurrent_forward(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    beta,  # [rows, HV] or, PER_CHANNEL, [rows, HV, V]
+    g,  # [rows, HV]
+    gamma,  # [HV]
+    gk,  # [rows, HV, K]
+    gv,  # [rows, HV, V]
+    bonus,  # [HV, K]
+    a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
+    A_log,  # [HV]
+    dt_bias,  # [HV] or, of gk, [HV, K]
+    h0,  # [N or P, HV, K, V] or, with V_FIRST, [N or P, HV, V, K]
+    o,  # [rows, HV, V]
+    ht,  # like h0
+    states,  # [kept, HV, K, V], fp32
+    indices,  # [N]
+    bounds,  # [N + 1]
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    P,  # states of the pool
+    q_row,  # elements from one token to the next
+    k_row,  # elements from one token to the next
+    v_row,  # elements from one token to the next
+    state_row,  # elements from one state of h0 and ht to the next
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DELTA: tl.constexpr,
+    BEFORE: tl.constexpr,
+    REVERSE: tl.constexpr,
+    L2NORM: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RATE: tl.constexpr,
+    BOUND: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+):
     """q_row, k_row, v_row: elements from one token to the next. state_row: from one state of h0 and ht to the next. With indices, h0 and
     ht are one pool of P states, and sequence n has the one at indices[n]; one of none, or outside the pool, is left alone."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -145,7 +228,7 @@ def recurrent_forward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, A_log, dt_bi
     i_qk = i_h // (HV // H)
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(o, bounds, n, T, N, i_h, HV, V, v0, BT, BV)
+        zero_gaps(o, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     in_k = tl.arange(0, BK)
     in_v = v0 + tl.arange(0, BV)
     inside = (in_k < K)[:, None] & (in_v < V)[None, :]
@@ -181,11 +264,17 @@ def recurrent_forward(q, k, v, beta, g, gamma, gk, gv, bonus, a, b, A_log, dt_bi
             b_o = tl.sum(S * b_q[:, None], 0)
             if bonus is not None:
                 b_o += tl.sum(vector(bonus, i_h * K, in_k, K) * b_q * b_k, 0) * b_v
-            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, SIGMOID,
-                        RATE, BOUND)
+            S = updated(
+                S=S, b_k=b_k, b_v=b_v, beta=beta, g=g, gamma=gamma, gk=gk,
+                gv=gv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, row=row,
+                i_h=i_h, in_k=in_k, in_v=in_v,
+                K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=SIGMOID, RATE=RATE, BOUND=BOUND)
         else:
-            S = updated(S, b_k, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K, V, DELTA, PER_CHANNEL, SIGMOID,
-                        RATE, BOUND)
+            S = updated(
+                S=S, b_k=b_k, b_v=b_v, beta=beta, g=g, gamma=gamma, gk=gk,
+                gv=gv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, row=row,
+                i_h=i_h, in_k=in_k, in_v=in_v,
+                K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=SIGMOID, RATE=RATE, BOUND=BOUND)
             b_o = tl.sum(S * b_q[:, None], 0)
         tl.store(o + row * V + in_v, b_o.to(o.dtype.element_ty), mask=in_v < V)
     if ht is not None:
@@ -221,10 +310,12 @@ def run(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: boo
         y, n = part_of(x, part), part.stop - part.start
         h0, after = (x.h0, ht) if indices is not None else (y.h0, sliced(ht, part))
         kept_here = states if states is None or y.bounds is not None else states[part.start * ((T - 1) // SEGMENT):]
-        start(launch, recurrent_forward, n * HV * -(-V // launch.block("BV")),
-              (y.q, y.k, y.v, y.beta, y.g, y.gamma, y.gk, y.gv, y.bonus, y.a, y.b, y.A_log, y.dt_bias, h0, within(o, part, x.bounds), after,
-               kept_here, sliced(indices, part), y.bounds, scale, T, n, H, HV, 0 if h0 is None else h0.shape[0],
-               row_of(y.q), row_of(y.k), row_of(y.v), state_row), constants)
+        start(launch, recurrent_forward, n * HV * -(-V // launch.block("BV")), dict(
+            q=y.q, k=y.k, v=y.v, beta=y.beta, g=y.g, gamma=y.gamma, gk=y.gk, gv=y.gv, bonus=y.bonus,
+            a=y.a, b=y.b, A_log=y.A_log, dt_bias=y.dt_bias, h0=h0, o=within(o, part, x.bounds),
+            ht=after, states=kept_here, indices=sliced(indices, part), bounds=y.bounds,
+            scale=scale, T=T, N=n, H=H, HV=HV, P=0 if h0 is None else h0.shape[0], q_row=row_of(y.q),
+            k_row=row_of(y.k), v_row=row_of(y.v), state_row=state_row, **constants))
     return o, ht, states
 
 

@@ -5,10 +5,24 @@ from __future__ import annotations
 import torch
 
 
-def recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, g: torch.Tensor | None = None, gamma: torch.Tensor | None = None,
-               gk: torch.Tensor | None = None, gv: torch.Tensor | None = None, bonus: torch.Tensor | None = None, a: torch.Tensor | None = None,
-               b: torch.Tensor | None = None, h0: torch.Tensor | None = None, bounds: torch.Tensor | None = None, scale: float = 1.0,
-               before: bool = False, reverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def recurrence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    g: torch.Tensor | None = None,
+    gamma: torch.Tensor | None = None,
+    gk: torch.Tensor | None = None,
+    gv: torch.Tensor | None = None,
+    bonus: torch.Tensor | None = None,
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    h0: torch.Tensor | None = None,
+    bounds: torch.Tensor | None = None,
+    scale: float = 1.0,
+    before: bool = False,
+    reverse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [B, T, HV, V], states [N, HV, K, V]), float64 and differentiable, of
 
     gla, simple GLA:  S_t = D_t(S_{t-1}) + k_t v_t^T,  o_t = scale S_t^T q_t,  D_t(S) = e^{g_t + gamma} Diag(e^{gk_t}) S Diag(e^{gv_t})

@@ -29,8 +29,33 @@ def sequences_of(bounds, token, inside, N, steps):
 
 
 @triton.jit(do_not_specialize=["offset", "T", "N", "steps", "rows", "TR"])
-def rotary(x, cos, sin, offsets, bounds, y, offset, T, N, steps, rows, TR, along_t, along_h, onto_t, onto_h, H: tl.constexpr, D: tl.constexpr,
-           R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr):
+def rotary(
+    x,  # [B, T, H, D]
+    cos,  # [TR, R]
+    sin,  # [TR, R]
+    offsets,  # [N] or None
+    bounds,  # [N + 1] or None
+    y,  # [B, T, H, D]
+    offset,  # added to every place
+    T,  # tokens of a sequence
+    N,  # sequences
+    steps,  # of the bisection
+    rows,  # rows in all
+    TR,  # rows of the tables
+    along_t,  # strides of x: by token
+    along_h,  # by head
+    onto_t,  # strides of y: by token
+    onto_h,  # by head
+    H: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BT: tl.constexpr,
+    BR: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """y [B, T, H, D]; BACK turns the other way. A program: BT rows, each a head of a token, and BR pairs
+    of channels."""
     TURNED: tl.constexpr = (R + BR - 1) // BR
     STRIPS: tl.constexpr = TURNED + (D - 2 * R + 2 * BR - 1) // (2 * BR)
     strip = tl.program_id(0) % STRIPS
@@ -81,8 +106,18 @@ def rotary(x, cos, sin, offsets, bounds, y, offset, T, N, steps, rows, TR, along
         tl.store(to_y + (at_y[:, None] + col[None, :]), value.to(y.dtype.element_ty), mask=left)
 
 
-def run(plan: Plan, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: int, offsets: torch.Tensor | None, bounds: torch.Tensor | None,
-        interleaved: bool, back: bool, in_place: bool) -> torch.Tensor:
+def run(
+    plan: Plan,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    offset: int,
+    offsets: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    interleaved: bool,
+    back: bool,
+    in_place: bool,
+) -> torch.Tensor:
     """y [B, T, H, D] in x's dtype, which is x itself if in_place. x [B, T, H, D] with evenly spaced tokens and contiguous channels; cos, sin
     [TR, R] contiguous, of any dtype; offsets [N] and bounds [N + 1] contiguous or None, the latter within 0 .. T and rising. back: backward."""
     B, T, H, D = x.shape
@@ -91,9 +126,12 @@ def run(plan: Plan, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offse
     y = x if in_place else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         launch = plan.launches[0]
-        start(launch, rotary, launch.grid[0],
-              (x, cos, sin, offsets, bounds, y, offset, T, N, (N + 1).bit_length(), B * T * H, TR, *steps_of(x), *steps_of(y)),
-              dict(H=H, D=D, R=R, INTERLEAVED=interleaved, BACK=back))
+        (along_t, along_h), (onto_t, onto_h) = steps_of(x), steps_of(y)
+        start(launch, rotary, launch.grid[0], dict(
+            x=x, cos=cos, sin=sin, offsets=offsets, bounds=bounds, y=y,
+            offset=offset, T=T, N=N, steps=(N + 1).bit_length(), rows=B * T * H, TR=TR,
+            along_t=along_t, along_h=along_h, onto_t=onto_t, onto_h=onto_h,
+            H=H, D=D, R=R, INTERLEAVED=interleaved, BACK=back))
     return y
 
 

@@ -13,16 +13,75 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.selective.forward import LOG2_E, constants_of, loaded, per_channel, place, step_size, strides, token
+from flashlin.kernels.pieces import strides
+from flashlin.kernels.selective.forward import (
+    LOG2_E,
+    constants_of,
+    loaded,
+    per_channel,
+    place,
+    step_size,
+    token,
+)
 from flashlin.kernels.selective.recipe import SEGMENT
 
 
 @triton.jit(do_not_specialize=["T", "b_count", "u_b", "u_t", "s_b", "s_t", "B_b", "B_g", "B_t", "C_b", "C_g", "C_t", "z_b", "z_t", "y_b", "y_t",
                                "o_b", "o_t"])
-def selective_backward(dy, u, delta, A, B, C, skip, z, bias, states, dlast, du, ddelta, dz, dA, dB, dC, dskip, dbias, scratch, T, b_count,
-                       u_b, u_d, u_t, s_b, s_d, s_t, B_b, B_g, B_n, B_t, C_b, C_g, C_n, C_t, z_b, z_d, z_t, y_b, y_d, y_t, o_b, o_d, o_t,
-                       D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, SEGMENT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-                       SOFTPLUS: tl.constexpr):
+def selective_backward(
+    dy,  # [b, D, T]
+    u,  # [b, D, T]
+    delta,  # [b, D, T]
+    A,  # [D, N]
+    B,  # [b, G, N, T]
+    C,  # [b, G, N, T]
+    skip,  # [D] or None
+    z,  # [b, D, T] or None
+    bias,  # [D] or None
+    states,  # [b, kept, N, D], fp32
+    dlast,  # [b, D, N], fp32, or None
+    du,  # [b, D, T]
+    ddelta,  # [b, D, T]
+    dz,  # [b, D, T]
+    dA,  # [b, D, N], fp32
+    dB,  # [strips, b, G, T, N], fp32
+    dC,  # [strips, b, G, T, N], fp32
+    dskip,  # [b, D], fp32
+    dbias,  # [b, D], fp32
+    scratch,  # [programs, SEGMENT, BN, BD], fp32
+    T,  # tokens
+    b_count,  # rows of the batch
+    u_b,  # strides of u: by row
+    u_d,  # by channel
+    u_t,  # by token
+    s_b,  # of delta: by row
+    s_d,  # by channel
+    s_t,  # by token
+    B_b,  # of B: by row
+    B_g,  # by group
+    B_n,  # by state
+    B_t,  # by token
+    C_b,  # of C: by row
+    C_g,  # by group
+    C_n,  # by state
+    C_t,  # by token
+    z_b,  # of z: by row
+    z_d,  # by channel
+    z_t,  # by token
+    y_b,  # of dy: by row
+    y_d,  # by channel
+    y_t,  # by token
+    o_b,  # of du, ddelta and dz: by row
+    o_d,  # by channel
+    o_t,  # by token
+    D: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+):
     """Strides as in forward, y's being dy's, and o's those of du, ddelta and dz. Of each row: dA [b, D, N], dskip, dbias [b, D]; of each strip
     of a group: dB, dC [strips, b, G, T, N]; fp32. scratch [programs, SEGMENT, BN, BD] fp32."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
@@ -55,24 +114,34 @@ def selective_backward(dy, u, delta, A, B, C, skip, z, bias, states, dlast, du, 
         h = tl.zeros([BN, BD], dtype=tl.float32)
         if i0 > 0:
             h = loaded(states + (i0 // SEGMENT).to(tl.int64) * (N * D), whole)
-        u1, raw1, B1, _, _ = token(u, delta, B, B, None, i0, T, u_t, s_t, B_t, B_t, 0, here, there)
-        u2, raw2, B2, _, _ = token(u, delta, B, B, None, i0 + 1, T, u_t, s_t, B_t, B_t, 0, here, there)
+        u1, raw1, B1, _, _ = token(
+            u=u, delta=delta, B=B, C=B, z=None, t=i0, T=T, u_t=u_t,
+            s_t=s_t, B_t=B_t, C_t=B_t, z_t=0, here=here, there=there)
+        u2, raw2, B2, _, _ = token(
+            u=u, delta=delta, B=B, C=B, z=None, t=i0 + 1, T=T, u_t=u_t,
+            s_t=s_t, B_t=B_t, C_t=B_t, z_t=0, here=here, there=there)
         for i in range(tokens):
             b_u, raw, b_B = u1, raw1, B1
             u1, raw1, B1 = u2, raw2, B2
-            u2, raw2, B2, _, _ = token(u, delta, B, B, None, i0 + i + 2, T, u_t, s_t, B_t, B_t, 0, here, there)
+            u2, raw2, B2, _, _ = token(
+                u=u, delta=delta, B=B, C=B, z=None, t=i0 + i + 2, T=T, u_t=u_t,
+                s_t=s_t, B_t=B_t, C_t=B_t, z_t=0, here=here, there=there)
             tl.store(scratch + i * (BN * BD), h)
             _, step = step_size(raw, b_bias, SOFTPLUS)
             h = tl.exp2(step[None, :] * rates) * h + (step * b_u)[None, :] * b_B[:, None]
         tl.debug_barrier()  # other threads may read what this one wrote
         final = i0 + tokens - 1
-        u1, raw1, B1, C1, z1 = token(u, delta, B, C, z, final, T, u_t, s_t, B_t, C_t, z_t, here, there)
+        u1, raw1, B1, C1, z1 = token(
+            u=u, delta=delta, B=B, C=C, z=z, t=final, T=T, u_t=u_t,
+            s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
         dy1 = loaded(dy + final.to(tl.int64) * y_t, here)
         for j in range(tokens):
             i = tokens - 1 - j
             t = (i0 + i).to(tl.int64)
             b_u, raw, b_B, b_C, b_z, p = u1, raw1, B1, C1, z1, dy1
-            u1, raw1, B1, C1, z1 = token(u, delta, B, C, z, tl.maximum(i0 + i - 1, 0), T, u_t, s_t, B_t, C_t, z_t, here, there)
+            u1, raw1, B1, C1, z1 = token(
+                u=u, delta=delta, B=B, C=C, z=z, t=tl.maximum(i0 + i - 1, 0), T=T,
+                u_t=u_t, s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
             dy1 = loaded(dy + tl.maximum(t - 1, 0) * y_t, here)
             before = tl.load(scratch + i * (BN * BD))
             raw, step = step_size(raw, b_bias, SOFTPLUS)
@@ -104,9 +173,21 @@ def selective_backward(dy, u, delta, A, B, C, skip, z, bias, states, dlast, du, 
     tl.store(dbias + b * D + d, of_bias, mask=here)
 
 
-def run(plan: Plan, u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
-        z: torch.Tensor | None, bias: torch.Tensor | None, states: torch.Tensor, softplus: bool, dy: torch.Tensor,
-        dlast: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def run(
+    plan: Plan,
+    u: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    softplus: bool,
+    dy: torch.Tensor,
+    dlast: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
     """Gradients of u, delta, A, B, C, D, z and bias, in their dtypes. Tensors as forward.run's; dy of any strides, dlast contiguous."""
     b, channels, T = u.shape
     G, N = B.shape[1:3]
@@ -119,8 +200,14 @@ def run(plan: Plan, u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: to
     dskip, dbias = new((2, b, channels), dtype=torch.float32)
     if u.numel():
         scratch = u.new_empty((launch.grid[0], SEGMENT, launch.block("BN"), launch.block("BD")), dtype=torch.float32)
-        start(launch, selective_backward, launch.grid[0],
-              (dy, u, delta, A, B, C, D, z, bias, states, dlast, du, ddelta, dz, dA, dB, dC, dskip, dbias, scratch, T, b,
-               *u.stride(), *delta.stride(), *B.stride(), *C.stride(), *strides(z), *dy.stride(), *du.stride()), constants_of(A, B, softplus))
+        start(launch, selective_backward, launch.grid[0], dict(
+            dy=dy, u=u, delta=delta, A=A, B=B, C=C, skip=D, z=z, bias=bias, states=states, dlast=dlast,
+            du=du, ddelta=ddelta, dz=dz, dA=dA, dB=dB, dC=dC, dskip=dskip, dbias=dbias, scratch=scratch,
+            T=T, b_count=b,
+            **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
+            **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
+            **strides(z, "z_b", "z_d", "z_t"), **strides(dy, "y_b", "y_d", "y_t"),
+            **strides(du, "o_b", "o_d", "o_t"),
+            **constants_of(A, B, softplus)))
     return (du, ddelta, dA.sum(0), dB.sum(0).mT.to(B.dtype), dC.sum(0).mT.to(C.dtype), None if D is None else dskip.sum(0), dz,
             None if bias is None else dbias.sum(0))

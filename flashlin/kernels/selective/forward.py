@@ -11,6 +11,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.pieces import strides
 from flashlin.kernels.recurrent.forward import softplus
 from flashlin.kernels.selective.recipe import SEGMENT, kept
 
@@ -44,7 +45,22 @@ def per_channel(x, d, here, BD: tl.constexpr):
 
 
 @triton.jit
-def token(u, delta, B, C, z, t, T, u_t, s_t, B_t, C_t, z_t, here, there):
+def token(
+    u,  # places of the channels, [BD]
+    delta,  # of the channels, [BD]
+    B,  # of the states, [BN]
+    C,  # of the states, [BN]
+    z,  # of the channels, [BD], or None
+    t,  # this token
+    T,  # how many there are
+    u_t,  # strides of tokens: u
+    s_t,  # delta
+    B_t,  # B
+    C_t,  # C
+    z_t,  # z
+    here,  # [BD]: which channels there are
+    there,  # [BN]: which states there are
+):
     """Token t, or the last one past the end, of what lies at these places. Without z it is zeros, which nobody reads."""
     t = tl.minimum(t, T - 1).to(tl.int64)
     b_u = loaded(u + t * u_t, here)
@@ -65,9 +81,47 @@ def step_size(raw, bias, SOFTPLUS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "u_b", "u_t", "s_b", "s_t", "B_b", "B_g", "B_t", "C_b", "C_g", "C_t", "z_b", "z_t", "y_b", "y_t"])
-def selective_forward(u, delta, A, B, C, skip, z, bias, y, states, last, T, u_b, u_d, u_t, s_b, s_d, s_t, B_b, B_g, B_n, B_t, C_b, C_g, C_n,
-                      C_t, z_b, z_d, z_t, y_b, y_d, y_t, D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, SEGMENT: tl.constexpr,
-                      BN: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr):
+def selective_forward(
+    u,  # [b, D, T]
+    delta,  # [b, D, T]
+    A,  # [D, N]
+    B,  # [b, G, N, T]
+    C,  # [b, G, N, T]
+    skip,  # [D] or None
+    z,  # [b, D, T] or None
+    bias,  # [D] or None
+    y,  # [b, D, T]
+    states,  # [b, kept, N, D], fp32, or None
+    last,  # [b, D, N], fp32, or None
+    T,  # tokens
+    u_b,  # strides of u: by row
+    u_d,  # by channel
+    u_t,  # by token
+    s_b,  # of delta: by row
+    s_d,  # by channel
+    s_t,  # by token
+    B_b,  # of B: by row
+    B_g,  # by group
+    B_n,  # by state
+    B_t,  # by token
+    C_b,  # of C: by row
+    C_g,  # by group
+    C_n,  # by state
+    C_t,  # by token
+    z_b,  # of z: by row
+    z_d,  # by channel
+    z_t,  # by token
+    y_b,  # of y: by row
+    y_d,  # by channel
+    y_t,  # by token
+    D: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+):
     """Strides of u, delta (s), z and y by row, channel and token, of B and C by row, group, state and token. states [b, kept, N, D] and
     last [b, D, N] fp32 or None."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
@@ -82,9 +136,15 @@ def selective_forward(u, delta, A, B, C, skip, z, bias, y, states, last, T, u_b,
     y += b * y_b + d * y_d
     if z is not None:
         z += b * z_b + d * z_d
-    u1, raw1, B1, C1, z1 = token(u, delta, B, C, z, 0, T, u_t, s_t, B_t, C_t, z_t, here, there)
-    u2, raw2, B2, C2, z2 = token(u, delta, B, C, z, 1, T, u_t, s_t, B_t, C_t, z_t, here, there)
-    u3, raw3, B3, C3, z3 = token(u, delta, B, C, z, 2, T, u_t, s_t, B_t, C_t, z_t, here, there)
+    u1, raw1, B1, C1, z1 = token(
+        u=u, delta=delta, B=B, C=C, z=z, t=0, T=T, u_t=u_t,
+        s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
+    u2, raw2, B2, C2, z2 = token(
+        u=u, delta=delta, B=B, C=C, z=z, t=1, T=T, u_t=u_t,
+        s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
+    u3, raw3, B3, C3, z3 = token(
+        u=u, delta=delta, B=B, C=C, z=z, t=2, T=T, u_t=u_t,
+        s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
     if states is not None:
         states += b * ((T - 1) // SEGMENT) * (N * D) + n[:, None] * D + d[None, :]
     h = tl.zeros([BN, BD], dtype=tl.float32)
@@ -96,7 +156,9 @@ def selective_forward(u, delta, A, B, C, skip, z, bias, y, states, last, T, u_b,
         b_u, raw, b_B, b_C, b_z = u1, raw1, B1, C1, z1
         u1, raw1, B1, C1, z1 = u2, raw2, B2, C2, z2
         u2, raw2, B2, C2, z2 = u3, raw3, B3, C3, z3
-        u3, raw3, B3, C3, z3 = token(u, delta, B, C, z, t + 3, T, u_t, s_t, B_t, C_t, z_t, here, there)
+        u3, raw3, B3, C3, z3 = token(
+            u=u, delta=delta, B=B, C=C, z=z, t=t + 3, T=T, u_t=u_t,
+            s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
         _, step = step_size(raw, b_bias, SOFTPLUS)
         h = tl.exp2(step[None, :] * rates) * h + (step * b_u)[None, :] * b_B[:, None]
         b_y = tl.sum(h * b_C[:, None], 0) + b_skip * b_u
@@ -108,8 +170,18 @@ def selective_forward(u, delta, A, B, C, skip, z, bias, y, states, last, T, u_b,
         tl.store(last + (b * D + d[None, :]) * N + n[:, None], h, mask=whole)
 
 
-def run(plan: Plan, u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
-        z: torch.Tensor | None, bias: torch.Tensor | None, softplus: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    u: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    softplus: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(y [b, D, T] like u, the last state [b, D, N] in fp32, the states that backward starts its segments from or None).
 
     u, delta, z [b, D, T] and B, C [b, G, N, T], of any strides; A [D, N], D, bias [D], contiguous. y lies as u does."""
@@ -122,16 +194,15 @@ def run(plan: Plan, u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: to
         return y, last.zero_(), states
     if last.numel():
         launch = plan.launch("selective_forward")
-        start(launch, selective_forward, launch.grid[0],
-              (u, delta, A, B, C, D, z, bias, y, states, last, T, *u.stride(), *delta.stride(), *B.stride(), *C.stride(), *strides(z), *y.stride()),
-              constants_of(A, B, softplus))
+        start(launch, selective_forward, launch.grid[0], dict(
+            u=u, delta=delta, A=A, B=B, C=C, skip=D, z=z, bias=bias, y=y, states=states, last=last, T=T,
+            **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
+            **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
+            **strides(z, "z_b", "z_d", "z_t"), **strides(y, "y_b", "y_d", "y_t"),
+            **constants_of(A, B, softplus)))
     return y, last, states
 
 
 def constants_of(A: torch.Tensor, B: torch.Tensor, softplus: bool) -> dict[str, object]:
     """The constexprs that forward and backward share, besides the tile."""
     return dict(D=A.shape[0], N=A.shape[1], G=B.shape[1], SEGMENT=SEGMENT, SOFTPLUS=softplus)
-
-
-def strides(x: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if x is None else x.stride()

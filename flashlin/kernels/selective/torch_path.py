@@ -10,8 +10,17 @@ Tensor = torch.Tensor
 BLOCK = 64  # tokens whose states are there at once: with b, D and N they are what takes memory
 
 
-def run(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
-        softplus: bool) -> tuple[Tensor, Tensor]:
+def run(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    bias: Tensor | None,
+    softplus: bool,
+) -> tuple[Tensor, Tensor]:
     """(y [b, D, T], the last state [b, D, N]) in float32, or float64 if a tensor is. u, delta, z [b, D, T], A [D, N], D, bias [D]; B, C
     [b, G, N, T], or [D, N] where they are the same for all tokens."""
     given = [x for x in (u, delta, A, B, C, D, z, bias) if x is not None]

@@ -34,7 +34,9 @@ def problem_of(kernel: str, text: Source, declared: Declared, named: dict[str, A
     launch = Launch(kernel, grid, named.get("num_warps") or 4, named.get("num_stages") or 3, tile, 0, 0, traits)
     given = Given(launch, declared.axis, _whole(declared, tensors, grid, size), bool(declared.outputs), reach, half)
     dtype = next((name for name in ("bfloat16", "float16") if name in dtypes), "float32")
-    return Problem(kernel, "shield", "", size, 1, 1, 0, 0, max(size, 1), dtype, max_warps=launch.num_warps, given=given)
+    return Problem(
+        op=kernel, family="shield", mode="", B=size, T=1, H=1, K=0, V=0, N=max(size, 1), dtype=dtype,
+        max_warps=launch.num_warps, given=given)
 
 
 def batch_of(declared: Declared, named: dict[str, Any]) -> int:

@@ -40,10 +40,38 @@ from flashlin.kernels.pieces import (
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
-def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N, H, R, K: tl.constexpr, V: tl.constexpr,
-                  BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_DG: tl.constexpr,
-                  V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
-                  PRECISION: tl.constexpr):
+def simple_gla_dq(
+    k,  # [rows, H // GROUP, K]
+    v,  # [rows, H, V]
+    do,  # [rows, H, V]
+    q,  # [rows, H // GROUP, K]
+    G,  # [H, R], fp32
+    gamma,  # [H]
+    h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    dq,  # [rows, H, K]
+    a,  # [NK, H, R], fp32
+    states,  # [slots, H, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_DG: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dq, and for the gate: a [NK, H, R] = q . dq without the diagonal, states [slots, H, K, V] = h entering each chunk. Of a group of GROUP
     heads with one q and k each head has a dq and a dk of its own, which torch adds up."""
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -55,7 +83,7 @@ def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N,
     n = nh // H
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(dq, bounds, n, T, N, i_h, H, K, k0, BT, BK)
+        zero_gaps(dq, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
     at, inside = state_offsets(nh, k0, 0, K, V, BK, BV, V_FIRST)
     if HAS_H0:
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
@@ -67,10 +95,10 @@ def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N,
     else:
         causal = rows[:, None] >= rows[None, :]
     for t0 in range(0, length, BT):
-        b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, K, k0, BT, BK)
-        b_v = tile(v, first, t0, length, i_h, H, V, 0, BT, BV)
-        b_do = tile(do, first, t0, length, i_h, H, V, 0, BT, BV).to(b_v.dtype)
-        D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
+        b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, D=K, d0=k0, BT=BT, BD=BK)
+        b_v = tile(v, first, t0, length, i_h, H, D=V, d0=0, BT=BT, BD=BV)
+        b_do = tile(do, first, t0, length, i_h, H, D=V, d0=0, BT=BT, BD=BV).to(b_v.dtype)
+        D, total = decays(G, gamma, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=DECAY)
         if HAS_DG:
             slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
             to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
@@ -89,18 +117,52 @@ def simple_gla_dq(k, v, do, q, G, gamma, h0, dq, a, states, bounds, scale, T, N,
         b_dq += tl.dot(ds.to(b_k.dtype), b_k, input_precision=PRECISION)
         h += tl.dot(tl.trans(b_w), b_v, input_precision=PRECISION)
         if HAS_DG:
-            b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, K, k0, BT, BK).to(tl.float32)
+            b_q = tile(
+                q, first, t0, length, i_h // GROUP, H // GROUP, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
             tl.store(a + (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows, tl.sum(b_q * b_dq, 1), mask=t0 + rows < length)
             diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
             b_dq += (diagonal * scale)[:, None] * b_k.to(tl.float32)
-        put(dq, b_dq, first, t0, length, i_h, H, K, k0, BT, BK)
+        put(dq, b_dq, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "slots", "scale"])
-def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bounds, scale, T, N, H, R, slots, K: tl.constexpr,
-                  V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr,
-                  HAS_DH0: tl.constexpr, HAS_DG: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-                  VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def simple_gla_dk(
+    q,  # [rows, H // GROUP, K]
+    v,  # [rows, H, V]
+    do,  # [rows, H, V]
+    k,  # [rows, H // GROUP, K]
+    G,  # [H, R], fp32
+    gamma,  # [H]
+    dht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    dk,  # [rows, H, K]
+    dh0,  # like dht
+    b,  # [NK, H, R], fp32
+    c,  # [NK, H, R], fp32
+    through,  # [NK, slots, H], fp32
+    states,  # [slots, H, K, V], one for each chunk
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    R,  # elements of a line
+    slots,  # slots of chunks
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    HAS_DH0: tl.constexpr,
+    HAS_DG: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dk and dh0, walking the chunks backwards. For the gate: b, c [NK, H, R], and through [NK, slots, H] = e^{G_L} <h, dh>."""
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
@@ -111,7 +173,7 @@ def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bo
     n = nh // H
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(dk, bounds, n, T, N, i_h, H, K, k0, BT, BK)
+        zero_gaps(dk, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
     at, inside = state_offsets(nh, k0, 0, K, V, BK, BV, V_FIRST)
     if HAS_DHT:
         dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
@@ -125,10 +187,10 @@ def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bo
     chunks = (length + BT - 1) // BT
     for i_c in range(chunks):
         t0 = (chunks - 1 - i_c) * BT
-        b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, K, k0, BT, BK)
-        b_v = tile(v, first, t0, length, i_h, H, V, 0, BT, BV)
-        b_do = tile(do, first, t0, length, i_h, H, V, 0, BT, BV).to(b_v.dtype)
-        D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
+        b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, D=K, d0=k0, BT=BT, BD=BK)
+        b_v = tile(v, first, t0, length, i_h, H, D=V, d0=0, BT=BT, BD=BV)
+        b_do = tile(do, first, t0, length, i_h, H, D=V, d0=0, BT=BT, BD=BV).to(b_v.dtype)
+        D, total = decays(G, gamma, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=DECAY)
         p = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         onwards = tl.dot(b_v, tl.trans(dh).to(b_v.dtype), input_precision=PRECISION)
         if DECAY == 0:
@@ -144,7 +206,8 @@ def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bo
             to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
             h = tl.load(states + to, mask=whole, other=0.0).to(tl.float32)
             tl.store(through + i_k * slots * H + slot, tl.exp2(total) * tl.sum(tl.sum(h * dh, 1), 0))
-            b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, K, k0, BT, BK).to(tl.float32)
+            b_k = tile(
+                k, first, t0, length, i_h // GROUP, H // GROUP, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
             line = (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows
             tl.store(b + line, tl.sum(b_k * b_dk, 1), mask=t0 + rows < length)
             tl.store(c + line, tl.sum(b_k * onwards, 1), mask=t0 + rows < length)
@@ -154,15 +217,41 @@ def simple_gla_dk(q, v, do, k, G, gamma, dht, dk, dh0, b, c, through, states, bo
         if DECAY != 0:
             dh *= tl.exp2(total)
         dh += tl.dot(tl.trans(b_w), b_do, input_precision=PRECISION)
-        put(dk, b_dk, first, t0, length, i_h, H, K, k0, BT, BK)
+        put(dk, b_dk, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
     if HAS_DH0:
         tl.store(dh0 + at, dh, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
-def simple_gla_dv(q, k, do, G, gamma, dht, dv, bounds, scale, T, N, H, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                  BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-                  VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
+def simple_gla_dv(
+    q,  # [rows, H // GROUP, K]
+    k,  # [rows, H // GROUP, K]
+    do,  # [rows, H, V]
+    G,  # [H, R], fp32
+    gamma,  # [H]
+    dht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    dv,  # [rows, H, V]
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dv [rows, H, V], walking the chunks backwards with BV columns of the gradient of one head's state."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -171,7 +260,7 @@ def simple_gla_dv(q, k, do, G, gamma, dht, dv, bounds, scale, T, N, H, R, K: tl.
     n = nh // H
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(dv, bounds, n, T, N, i_h, H, V, v0, BT, BV)
+        zero_gaps(dv, bounds, n, T, N, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
     at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
     if HAS_DHT:
         dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
@@ -182,10 +271,10 @@ def simple_gla_dv(q, k, do, G, gamma, dht, dv, bounds, scale, T, N, H, R, K: tl.
     chunks = (length + BT - 1) // BT
     for i_c in range(chunks):
         t0 = (chunks - 1 - i_c) * BT
-        b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, K, 0, BT, BK)
-        b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, K, 0, BT, BK)
-        b_do = tile(do, first, t0, length, i_h, H, V, v0, BT, BV).to(b_q.dtype)
-        D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
+        b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, D=K, d0=0, BT=BT, BD=BK)
+        b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, D=K, d0=0, BT=BT, BD=BK)
+        b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV).to(b_q.dtype)
+        D, total = decays(G, gamma, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=DECAY)
         s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
         b_dv = tl.dot(b_k, dh.to(b_k.dtype), input_precision=PRECISION)
         if DECAY == 0:
@@ -198,12 +287,28 @@ def simple_gla_dv(q, k, do, G, gamma, dht, dv, bounds, scale, T, N, H, R, K: tl.
             dh *= tl.exp2(total)
         b_dv += tl.dot(s.to(b_do.dtype), b_do, input_precision=PRECISION)
         dh += tl.dot(tl.trans(b_q), b_w, input_precision=PRECISION)
-        put(dv, b_dv, first, t0, length, i_h, H, V, v0, BT, BV)
+        put(dv, b_dv, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "slots", "S"])
-def simple_gla_dg(a, b, c, through, dg, bounds, T, N, H, R, slots, S, BT: tl.constexpr, NK: tl.constexpr, VARLEN: tl.constexpr,
-                  GAPS: tl.constexpr):
+def simple_gla_dg(
+    a,  # [NK, H, R], fp32
+    b,  # [NK, H, R], fp32
+    c,  # [NK, H, R], fp32
+    through,  # [NK, slots, H], fp32
+    dg,  # [rows, H], fp32
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    R,  # elements of a line
+    slots,  # slots of chunks
+    S,  # programs to a sequence
+    BT: tl.constexpr,
+    NK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+):
     """dg [rows, H] out of the scans' parts, chunk by chunk. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % H
@@ -212,7 +317,7 @@ def simple_gla_dg(a, b, c, through, dg, bounds, T, N, H, R, slots, S, BT: tl.con
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
         if share == 0:
-            zero_gaps(dg, bounds, n, T, N, i_h, H, 1, 0, BT, 1)
+            zero_gaps(dg, bounds, n, T, N, i_h, H, D=1, d0=0, BT=BT, BD=1)
     rows = tl.arange(0, BT)
     for t0 in range(share * BT, length, S * BT):
         inside = t0 + rows < length
@@ -228,10 +333,21 @@ def simple_gla_dg(a, b, c, through, dg, bounds, T, N, H, R, slots, S, BT: tl.con
         tl.store(dg + (first + t0 + rows) * H + i_h, b_dg, mask=inside)
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
-        h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, v_first: bool, do: torch.Tensor,
-        dht: torch.Tensor | None, needs: frozenset[str],
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, None, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    gamma: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    scale: float,
+    v_first: bool,
+    do: torch.Tensor,
+    dht: torch.Tensor | None,
+    needs: frozenset[str],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, None, torch.Tensor | None]:
     """(dq, dk, dv, dg or None, None for gamma, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg and
     dh0 are fp32."""
     (B, T, H, V), (groups, K) = v.shape, q.shape[2:]
@@ -260,17 +376,24 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
             through = torch.empty(NK, slots, H, dtype=torch.float32, device=q.device)
             states = torch.empty(slots, H, K, V, dtype=q.dtype, device=q.device)
         G = summed(plan, g_, bounds_, n)
-        start(for_dq, simple_gla_dq, n * H * NK, (k_, v_, do_, q_, G, gamma, h0_, dq_, a, states, bounds_, scale, T, n, H, rows),
-              dict(constants, HAS_H0=h0 is not None, HAS_DG=dg is not None))
-        start(for_dk, simple_gla_dk, n * H * NK,
-              (q_, v_, do_, k_, G, gamma, dht_, dk_, dh0_, b, c, through, states, bounds_, scale, T, n, H, rows, slots),
-              dict(constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, HAS_DG=dg is not None))
-        start(for_dv, simple_gla_dv, n * H * -(-V // for_dv.block("BV")),
-              (q_, k_, do_, G, gamma, dht_, dv_, bounds_, scale, T, n, H, rows), dict(constants, HAS_DHT=dht is not None))
+        start(for_dq, simple_gla_dq, n * H * NK, dict(
+            k=k_, v=v_, do=do_, q=q_, G=G, gamma=gamma, h0=h0_, dq=dq_, a=a, states=states, bounds=bounds_,
+            scale=scale, T=T, N=n, H=H, R=rows,
+            **constants, HAS_H0=h0 is not None, HAS_DG=dg is not None))
+        start(for_dk, simple_gla_dk, n * H * NK, dict(
+            q=q_, v=v_, do=do_, k=k_, G=G, gamma=gamma, dht=dht_, dk=dk_,
+            dh0=dh0_, b=b, c=c, through=through, states=states, bounds=bounds_,
+            scale=scale, T=T, N=n, H=H, R=rows, slots=slots,
+            **constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, HAS_DG=dg is not None))
+        start(for_dv, simple_gla_dv, n * H * -(-V // for_dv.block("BV")), dict(
+            q=q_, k=k_, do=do_, G=G, gamma=gamma, dht=dht_, dv=dv_, bounds=bounds_,
+            scale=scale, T=T, N=n, H=H, R=rows,
+            **constants, HAS_DHT=dht is not None))
         if dg is not None:
             shares = max(1, -(-rows // (BT * n)))
-            start(plan.launch("simple_gla_dg"), simple_gla_dg, n * H * shares,
-                  (a, b, c, through, dg_, bounds_, T, n, H, rows, slots, shares), dict(gaps, NK=NK))
+            start(plan.launch("simple_gla_dg"), simple_gla_dg, n * H * shares, dict(
+                a=a, b=b, c=c, through=through, dg=dg_, bounds=bounds_, T=T,
+                N=n, H=H, R=rows, slots=slots, S=shares, **gaps, NK=NK))
     if H != groups:
         dq, dk = (x.view(B, T, groups, H // groups, K).sum(3, dtype=torch.float32).to(q.dtype) for x in (dq, dk))
     zero_forgotten(dg, g)

@@ -34,10 +34,38 @@ from flashlin.kernels.recurrent.inputs import Inputs
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
-def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                    BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
-                    V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
-                    PRECISION: tl.constexpr):
+def simple_gla_scan(
+    q,  # [rows, H // GROUP, K]
+    k,  # [rows, H // GROUP, K]
+    v,  # [rows, H, V]
+    G,  # [H, R], fp32
+    gamma,  # [H]
+    h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    o,  # [rows, H, V]
+    ht,  # like h0, fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_HT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """o [rows, H, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
+    chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -46,7 +74,7 @@ def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, R, K: 
     n = nh // H
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:
-        zero_gaps(o, bounds, n, T, N, i_h, H, V, v0, BT, BV)
+        zero_gaps(o, bounds, n, T, N, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
     at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
     if HAS_H0:
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
@@ -55,10 +83,10 @@ def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, R, K: 
     rows = tl.arange(0, BT)
     causal = rows[:, None] >= rows[None, :]
     for t0 in range(0, length, BT):
-        b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, K, 0, BT, BK)
-        b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, K, 0, BT, BK)
-        b_v = tile(v, first, t0, length, i_h, H, V, v0, BT, BV)
-        D, total = decays(G, gamma, first, t0, length, i_h, R, BT, BLOCK, DECAY)
+        b_q = tile(q, first, t0, length, i_h // GROUP, H // GROUP, D=K, d0=0, BT=BT, BD=BK)
+        b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, D=K, d0=0, BT=BT, BD=BK)
+        b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+        D, total = decays(G, gamma, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=DECAY)
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_o = tl.dot(b_q, h.to(b_q.dtype), input_precision=PRECISION)
         if DECAY == 0:
@@ -72,14 +100,25 @@ def simple_gla_scan(q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, R, K: 
             h *= tl.exp2(total)
         b_o += tl.dot(s.to(b_v.dtype), b_v, input_precision=PRECISION)
         h += tl.dot(tl.trans(b_k), b_w, input_precision=PRECISION)
-        put(o, b_o, first, t0, length, i_h, H, V, v0, BT, BV)
+        put(o, b_o, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_HT:
         tl.store(ht + at, h, mask=inside)
 
 
-def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
-        h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float, has_ht: bool, v_first: bool,
-        out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    gamma: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    scale: float,
+    has_ht: bool,
+    v_first: bool,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final state or None). q, k [B, T, G, K], v [B, T, H, V], contiguous, one dtype; head j of v reads head j // (H / G) of q and k.
     g [B, T, H]; gamma [H]; h0 [N, H, K, V] or, with v_first, [N, H, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are
     zeros. Starts the plan's launches."""
@@ -100,7 +139,9 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
         n = part.stop - part.start
         q_, k_, v_, g_, o_ = (within(x, part, bounds) for x in (q, k, v, g, o))
         h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds, slice(part.start, part.stop + 1))
-        start(launch, simple_gla_scan, n * H * -(-V // launch.block("BV")),
-              (q_, k_, v_, summed(plan, g_, bounds_, n), gamma, h0_, o_, ht_, bounds_, scale, T, n, H, B * T if bounds is not None else n * T),
-              dict(constants, BLOCK=BLOCK, PRECISION=precision(plan)))
+        start(launch, simple_gla_scan, n * H * -(-V // launch.block("BV")), dict(
+            q=q_, k=k_, v=v_, G=summed(plan, g_, bounds_, n),
+            gamma=gamma, h0=h0_, o=o_, ht=ht_, bounds=bounds_,
+            scale=scale, T=T, N=n, H=H, R=B * T if bounds is not None else n * T,
+            **constants, BLOCK=BLOCK, PRECISION=precision(plan)))
     return o, ht

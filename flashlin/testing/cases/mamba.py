@@ -140,7 +140,9 @@ def layer_reference(extra: dict[str, Any], zxbcdt: torch.Tensor, conv1d_weight: 
     xBC = convolved(xBC, conv1d_weight, conv1d_bias, None, seq_idx, extra.get("activation", "silu") is not None)
     x, B, C = torch.split(xBC, [H * P, G * N, G * N], 2)
     b, T, _ = x.shape
-    y, ht, _ = scan(x.reshape(b, T, H, P), dt, A, B.reshape(b, T, G, N), C.reshape(b, T, G, N), D, None, dt_bias, initial_states, seq_idx, None, True)
+    y, ht, _ = scan(
+        x.reshape(b, T, H, P), dt, A, B.reshape(b, T, G, N), C.reshape(b, T, G, N),
+        D=D, dt_bias=dt_bias, h0=initial_states, seq_idx=seq_idx, softplus=True)
     y = y.flatten(2)
     if rmsnorm_weight is None:
         y = y * silu(z)

@@ -87,7 +87,9 @@ def reference(extra: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.
     if beta is not None and extra.get("use_beta_sigmoid_in_kernel"):
         beta = beta_of_logits(beta, extra.get("allow_neg_eigval", False))
     h0 = initial_state.mT if extra.get("state_v_first") and initial_state is not None else initial_state
-    o, ht = recurrence(q, k, v, beta, g, h0, cu_seqlens, extra.get("scale", q.shape[3] ** -0.5), gk, gv)
+    o, ht = recurrence(
+        q, k, v, beta=beta, g=g, h0=h0, cu_seqlens=cu_seqlens, scale=extra.get("scale", q.shape[3] ** -0.5),
+        gk=gk, gv=gv)
     return {"o": o, "ht": ht.mT if extra.get("state_v_first") else ht}
 
 

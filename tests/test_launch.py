@@ -1,0 +1,57 @@
+"""The one door: arguments go in by name, and reach the kernel or are an error that names them."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Launch
+
+LAUNCH = Launch("scaled", (4,), 2, 3, (("BT", 16), ("BK", 8)), 0, 0, frozenset())
+
+
+class Kernel:
+    """What ``start`` needs of a jitted function; keeps how it was started."""
+
+    def __init__(self) -> None:
+        self.grid: tuple[int, ...] = ()
+        self.given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    @staticmethod
+    def fn(x: Any, o: Any, scale: Any, BT: Any, K: Any, BK: Any) -> None:
+        raise AssertionError("a kernel is started, never called")
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*args: Any, **options: Any) -> None:
+            self.grid, self.given = grid, (args, options)
+        return run
+
+
+def test_names_go_where_they_belong_in_any_order() -> None:
+    kernel, x, o = Kernel(), torch.zeros(1), torch.ones(1)
+    for arguments in (dict(x=x, o=o, scale=0.5, K=3), dict(K=3, scale=0.5, o=o, x=x)):
+        start(LAUNCH, kernel, 4, arguments)
+        assert kernel.grid == (4,)
+        assert kernel.given == ((x, o, 0.5, 16, 3, 8), {"num_warps": 2, "num_stages": 3})
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"scale": None}, "missing: scale"),
+    ({"scales": 0.5}, "unknown: scales"),
+    ({"scale": None, "o": None, "scales": 0.5}, "missing: o scale, unknown: scales"),
+    ({"BT": 32}, "of the tile: BT"),
+])
+def test_a_wrong_name_is_an_error_that_names_it(change: dict[str, Any], says: str) -> None:
+    kernel = Kernel()
+    arguments = {"x": torch.zeros(1), "o": torch.ones(1), "scale": 0.5, "K": 3, **change}
+    with pytest.raises(TypeError, match=f"^arguments of fn: {says}$"):
+        start(LAUNCH, kernel, 4, {name: value for name, value in arguments.items() if value is not None})
+    assert not kernel.grid
+
+
+def test_none_is_an_argument_like_any_other() -> None:
+    kernel, x = Kernel(), torch.zeros(1)
+    start(LAUNCH, kernel, 1, dict(x=x, o=None, scale=0.5, K=3))
+    assert kernel.given[0] == (x, None, 0.5, 16, 3, 8)
