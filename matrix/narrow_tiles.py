@@ -77,7 +77,7 @@ def process(tried: Tried) -> dict[str, Any]:
         return [o.detach(), *torch.autograd.grad(o, inputs, do)]
     tiles: list[dict[str, int]] = []
 
-    def starter(launch: Any, kernel: Any, programs: int, arguments: Any, constants: dict[str, Any]) -> None:
+    def starter(launch: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         if launch.kernel == tried.kernel:
             tile = {**dict(launch.tile), **tried.tile}
             if tried.kernel not in IN_STRIPS:
@@ -86,7 +86,7 @@ def process(tried: Tried) -> dict[str, Any]:
             tiles.append(tile)
             launch = launch._replace(tile=tuple(tile.items()), num_warps=tried.num_warps,
                                      num_stages=tried.num_stages)
-        door._start(launch, kernel, programs, arguments, constants)
+        door._start(launch, kernel, programs, arguments)
     planned = run()
     door.replace_starter(starter)
     once, again = run(), run()

@@ -1,7 +1,9 @@
-"""What the matrix compiles: calls of every public op as layers make them, forward and backward. Tensors are zeros on the CPU: inside
-``recording`` nothing is started, and only shapes and dtypes tell which kernels a call needs."""
+"""What the matrix compiles: calls of every public op, forward and backward, as layers make them where that is
+written below, else as in the op's quick cases. Tensors are on the CPU: inside ``recording`` nothing is
+started, and only shapes and dtypes tell which kernels a call needs."""
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,6 +15,9 @@ import flashlin
 from flashlin import dispatch
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Plan, UnsupportedError
+from flashlin.kernels.families import PUBLIC
+from flashlin.testing.cases import CASES
+from flashlin.testing.compare import Case
 from flashlin.testing.record import Recorded, recording
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -226,11 +231,21 @@ def linear_loss(dtype: torch.dtype, V: int) -> None:
     backward(flashlin.fused_linear_cross_entropy_loss(zeros(128, 64, dtype=dtype), torch.zeros(128, dtype=torch.int64), zeros(V, 64, dtype=dtype)))
 
 
+def as_in_a_case(case: Case, dtype: torch.dtype) -> None:
+    tensors = case.make(torch.device("cpu"), dtype, torch.Generator().manual_seed(0))
+    with torch.set_grad_enabled(not PUBLIC[case.op].in_place):
+        for name, x in tensors.items():
+            x.requires_grad_(torch.is_grad_enabled() and x.is_floating_point() and name not in case.constant)
+        backward(*case.call(**tensors).values())
+
+
 # Head sizes by dtype: training in bf16 at every size, fp32 where somebody checks a model, fp16 once.
 SIZES = ((BF16, 128), (BF16, 64), (BF16, 256), (FP16, 128), (FP32, 64), (FP32, 128))
 DTYPES = (BF16, FP16, FP32)
-# What an op is always called with, by its name or by that without chunk_ or fused_recurrent_.
-GATES = {"simple_gla": ("g",), "delta_rule": ("beta",), "gated_delta_rule": ("g", "beta"), "gla": ("g_vector",),
+# Ops over q, k and v, and what else they are always called with: by the op's name, or by that without chunk_
+# and so on.
+GATES = {"simple_gla": ("g",), "retention": (), "linear_attn": (), "lightning_attn": (),
+         "delta_rule": ("beta",), "gated_delta_rule": ("g", "beta"), "gla": ("g_vector",),
          "fused_recurrent_gla": ("gk",), "kda": ("g_vector", "beta"), "rwkv6": ("w", "u"), "rwkv7": ("w", "a", "b"),
          "fused_mul_recurrent_rwkv7": ("w", "kk", "a"), "dplr_delta_rule": ("a", "b", "gk"), "iplr_delta_rule": ("a", "b")}
 OPTIONS: dict[str, dict[str, Any]] = {"linear_attn": {"normalize": False}, "lightning_attn": {"layer_idx": 1, "num_layers": 4}}
@@ -240,8 +255,19 @@ INSIDE: dict[str, Any] = {"gates": ("g", "beta", "A_log", "dt_bias"), "HV": 8, "
 
 def calls() -> Iterator[Call]:
     """Every public op of ``dispatch.OPS`` (tests hold it to that), each option at the size most layers have."""
+    written = set()
+    for call in _written():
+        written.add(call.op)
+        yield call
+    for op in dispatch.OPS:
+        cases = [case for case in CASES if case.quick and case.op == op and op not in written]
+        for case, dtype in itertools.product(cases, DTYPES):
+            yield _call(op, dtype, case.id, as_in_a_case, case, dtype)
+
+
+def _written() -> Iterator[Call]:
     for op, (_, mode) in dispatch.OPS.items():
-        if mode and not op.startswith("mamba_"):
+        if op in GATES or _family(op) in GATES:
             yield from _over_sequences(op, mode)
     yield _sequences("chunk_linear_attn", BF16, 128, "normalised", normalize=True, state=False)
     for op in ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla"):
@@ -306,14 +332,16 @@ def _over_sequences(op: str, mode: str) -> Iterator[Call]:
         yield _sequences(op, BF16, 128, "packed", packed=True)
     else:
         yield _sequences(op, BF16, 128, "decoding", decode=True)
-    if mode == "chunk" and _family(op) in GATES:
+    if mode == "chunk" and GATES[_family(op)]:
         yield _sequences(op, BF16, 128, "no state", state=False)
         for dtype, D in SIZES[1:]:
             yield _sequences(op, dtype, D)
 
 
 def _family(op: str) -> str:
-    return op.removeprefix("fused_").removeprefix("chunk_").removeprefix("recurrent_")
+    for prefix in ("parallel_", "fused_", "chunk_", "recurrent_"):
+        op = op.removeprefix(prefix)
+    return op
 
 
 def _sequences(op: str, dtype: torch.dtype, D: int, special: str = "", decode: bool = False, **options: Any) -> Call:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, rand, randn
 
 import flashlin
-from flashlin import dispatch
+from flashlin.kernels.families import PUBLIC
+from flashlin.testing.cases import CASES
 
-ALIASES = ("chunk_gdn", "fused_recurrent_gdn", "l2_norm")
-OPS = [name for name in flashlin.__all__ if name in dispatch.OPS or name.endswith("_linear") or name in ALIASES]
+OPS = sorted(PUBLIC)
 B, T, H, K, D, W, N = 1, 6, 2, 8, 8, 4, 2  # two sequences are packed in a batch of one; K is V
 EDGES = torch.tensor([0, 4, T])
 HEADS, VECTORS, ROWS = (B, T, H), (B, T, H, K), (B, T, D)
@@ -26,7 +26,11 @@ def parameters(op: str) -> list[str]:
 
 def arguments(op: str) -> dict[str, Any]:
     """Of a call that runs. Only those that contradict others are None."""
-    given = {**OPTIONS, **(_special(op) or _of_norms(op) if "norm" in op or not _over_tokens(op) else _of_tokens(op))}
+    if "norm" in op:
+        tensors = _special(op) or _of_norms(op)
+    else:
+        tensors = _of_tokens(op) if _over_tokens(op) else _special(op) or _of_a_case(op)
+    given = {**OPTIONS, **tensors}
     return {name: given[name] for name in parameters(op)}
 
 
@@ -56,6 +60,11 @@ def _of_tokens(op: str) -> dict[str, Any]:
 def _of_norms(op: str) -> dict[str, Any]:
     return {**{name: randn(T, D) for name in ("x", "g", "z", "residual")}, "linear_weight": randn(5, D), "linear_bias": randn(5),
             **{name: randn(D) for name in ("weight", "bias", "norm_weight", "norm_bias")}}
+
+
+def _of_a_case(op: str) -> dict[str, Any]:
+    case = next(case for case in CASES if case.quick and case.op == op)
+    return dict(case.make(torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0)))
 
 
 def _special(op: str) -> dict[str, Any]:

@@ -17,11 +17,12 @@ import flashlin
 from flashlin import dispatch
 from flashlin.__main__ import main
 from flashlin.compat.target import Target, parse
-from flashlin.diagnostics import calls, machine, outlook, quick, report
 from flashlin.diagnostics import doctor as diagnosis
+from flashlin.diagnostics import machine, outlook, quick, report
 from flashlin.diagnostics.machine import CHECKS, Machine, checkup
 from flashlin.diagnostics.report import Report
 from flashlin.dispatch import OPS
+from flashlin.kernels.families import PUBLIC
 from flashlin.policy import Policy
 from tests.machines import BROKEN, H200, NO_TORCH, check, installed, made, package, read, run
 
@@ -239,7 +240,7 @@ def test_calls_of_a_dtype_that_go_different_ways_are_told_apart() -> None:
 def test_what_doctor_says_is_what_dispatch_plans(op: str, target: str) -> None:
     planned = outlook.typical(op, parse(target), Policy())
     said = row(target, op)
-    grads = {False} if op in calls.IN_PLACE else {True, False}
+    grads = {False} if PUBLIC[op].in_place else {True, False}
     assert {kind.dtype for kind in planned} == {"bfloat16", "float16", "float32"} and {kind.grad for kind in planned} == grads
     for plan in planned.values():
         assert plan == dispatch.plan(plan.asked, parse(target), Policy())

@@ -12,16 +12,17 @@ import flashlin
 from flashlin import dispatch
 from flashlin.__main__ import main
 from flashlin.compat.target import Target, parse
-from flashlin.diagnostics import calls
 from flashlin.diagnostics import doctor as diagnosis
 from flashlin.dispatch import OPS
+from flashlin.guards.family import problem_of
 from flashlin.guards.problem import Plan, Problem
+from flashlin.kernels.families import PUBLIC, family_of, typical
 from flashlin.policy import Policy
 from matrix import workload
 from tests.machines import H200, made
 
-# What the calls of the matrix are called with, as a user would say it.
-HEADS = dict(B=2, T=128, H=4, K=128, V=128)
+# What the calls of the matrix are called with, as a user would say it; of other ops that is what the problem
+# says.
 SCAN = dict(B=2, T=128, H=8, K=128, V=64)
 SAID: dict[str, dict[str, int]] = {
     "rms_norm": dict(B=4, T=64, H=1, K=2048), "l2norm": dict(B=4, T=64, H=1, K=128), "rms_norm_gated": dict(B=4, T=64, H=1, K=128),
@@ -67,27 +68,32 @@ def test_explain_plans_what_the_call_does(op: str, matrix_calls: dict[str, workl
     seen = [plan.asked for plan in workload.seen(call, parse(H200)).plans]
     real = next(problem for problem in seen if (problem.op, problem.family) == (op, OPS[op][0]))
     real = real._replace(options=tuple(name for name in real.options if name not in STATES))
-    assert explained(monkeypatch, op, **SAID.get(op, HEADS), needs_grad=op != "fused_recurrent_hgrn") == real
+    said = SAID.get(op) or {name: getattr(real, name) for name in "BTHKV"}
+    assert explained(monkeypatch, op, **said, needs_grad=op != "fused_recurrent_hgrn") == real
 
 
 def test_every_public_function_of_the_ops_is_known_to_explain() -> None:
     public = {name for name in flashlin.__all__ if inspect.isfunction(getattr(flashlin, name))
               and getattr(flashlin, name).__module__.startswith("flashlin.ops.")}
-    assert public == {*OPS, *calls.ALIASES}
-    for name, op in calls.ALIASES.items():
-        assert flashlin.explain(name, target=H200) == flashlin.explain(op, target=H200)
+    assert public == set(PUBLIC)
+    for name, op in PUBLIC.items():
+        if op.planned_as:
+            assert flashlin.explain(name, target=H200) == flashlin.explain(op.planned_as, target=H200)
 
 
 def test_a_causal_conv1d_update_of_mamba_runs_in_its_kernel() -> None:
     said = flashlin.explain("mamba_causal_conv1d_update", target=H200)
     assert "launch   conv_window" in said and "width" not in said
+    assert "Sizes: K channels, V taps of a filter." in said
     assert "one with them is causal_conv1d_fn" in said and "one with them" not in flashlin.explain("rms_norm", target=H200)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_sizes_that_are_not_given_are_those_of_typical_calls(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, (_, _, *typical, _, _) = explained(monkeypatch, op), next(iter(calls.sizes(op).values()))
-    assert [problem.H, problem.K, problem.V] == typical and problem.needs_grad != (op in calls.IN_PLACE)
+    this, problem = PUBLIC[op], explained(monkeypatch, op)
+    usual = problem_of(family_of(op), this, next(iter(typical(op).values())), "bfloat16", True)
+    assert problem == usual._replace(B=problem.B, T=problem.T, N=problem.N)
+    assert problem.needs_grad != bool(this.in_place)
 
 
 def test_packed_sequences_are_one_row(monkeypatch: pytest.MonkeyPatch) -> None:

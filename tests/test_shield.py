@@ -16,6 +16,7 @@ import flashlin
 from flashlin.compat.releases import supported
 from flashlin.compat.target import parse, pretend
 from flashlin.guards import limits
+from flashlin.kernels.families import FAMILIES
 from flashlin.kernels.shield import source
 from flashlin.kernels.shield.problem import Declared, problem_of
 from flashlin.kernels.shield.views import fp32_copies, part_of
@@ -494,7 +495,8 @@ def test_on_every_machine_a_planned_launch_answers_every_check_and_a_refusal_has
                 plan = flashlin.plan(problem, parse(f"triton={triton_version},sm={sm}"))
                 seen.add(plan.path)
                 for check in limits.CHECKS:
-                    assert plan.refused or check(plan.problem, plan.launches, plan.target, Policy()) is None
+                    found = check(plan.problem, plan.launches, plan.target, Policy(), FAMILIES["shield"])
+                    assert plan.refused or found is None
                 for reason in plan.refused:
                     for name in reason.remedies:
                         assert VARIANTS[name].rewrite(plan.problem, plan.target, reason) is None, reason

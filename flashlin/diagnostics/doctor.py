@@ -18,6 +18,7 @@ from flashlin.diagnostics.machine import CHECKS, Machine, attempt, check_policy,
 from flashlin.diagnostics.report import Device, OpPlan, Ran, Report
 from flashlin.dispatch import OPS
 from flashlin.guards.problem import advice, dtype_name
+from flashlin.kernels.families import PUBLIC, family_of
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 from flashlin.policy import current as in_force
@@ -77,7 +78,7 @@ def _load(op: str, kernels: bool) -> None:
     getattr(flashlin, op)
     if not kernels:
         return
-    folder = dispatch.RECIPES[OPS[op][0]].__module__.rpartition(".")[0]
+    folder = family_of(op).launches.__module__.rpartition(".")[0]
     for module in iter_modules(import_module(folder).__path__):
         if module.name in ("forward", "backward"):
             import_module(f"{folder}.{module.name}")
@@ -118,14 +119,19 @@ def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int |
     problem = calls.problem_of(op, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype_name(dtype), varlen=varlen, needs_grad=needs_grad, mode=mode or own)
     policy = in_force() if policy is None else policy
     plan = dispatch.plan(problem, _machine_of(target), policy)
-    lines = [str(plan), "", f"Policy {policy.policy}, path {policy.path}, ignoring {', '.join(sorted(policy.ignore)) or 'nothing'}."]
+    axes = ", ".join(f"{axis} {what}" for axis, what in family_of(op).axes.items())
+    lines = [str(plan), "", *([f"Sizes: {axes}."] if axes else [])]
+    ignored = ", ".join(sorted(policy.ignore)) or "nothing"
+    lines.append(f"Policy {policy.policy}, path {policy.path}, ignoring {ignored}.")
     for reason, remedy in plan.steps:
         how = "the usual way" if not reason.forced else "exact" if VARIANTS[remedy].exact else "other arithmetic: equal up to rounding, another speed"
         lines.append(f"{reason.code}: {'needs' if reason.forced else 'takes'} {reason.need}; so it {VARIANTS[remedy].means} ({how}).")
     lines += [f"It cannot run. {advice(plan)}." for _ in plan.refused[:1]]
     lines += [f"It may be wrong: {issue.id}, whose check is switched off." for issue in outlook.unguarded(plan)]
-    if needs_grad and op in calls.IN_PLACE:
-        lines.append(f"That is a call without gradients; one with them is {calls.IN_PLACE[op]}, and copies the state.")
+    with_gradients = PUBLIC[op].in_place
+    if needs_grad and with_gradients:
+        lines.append(
+            f"That is a call without gradients; one with them is {with_gradients}, and copies the state.")
     if not plan.refused:
         starts = f": {len(plan.launches)} launches{', backward included' if problem.needs_grad else ''}" if plan.launches else ""
         lines.append(f"It runs on the path {outlook.way(plan)}{starts}. Evidence: {outlook.evidence([plan])}.")

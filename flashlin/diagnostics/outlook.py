@@ -10,12 +10,13 @@ from flashlin.compat import releases
 from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
 from flashlin.compat.target import Target, bundled_ptxas
 from flashlin.compat.versions import is_unreleased, release
-from flashlin.diagnostics import calls
 from flashlin.diagnostics.machine import PTXAS_VARIABLES, is_that, pip_triton, triton_for
 from flashlin.diagnostics.report import STATUSES, Check, Issue, OpPlan, Status
-from flashlin.dispatch import OPS
-from flashlin.guards.problem import Plan, Problem, advice
+from flashlin.guards.family import USES, problem_of
+from flashlin.guards.problem import Plan, advice
 from flashlin.guards.proven import TRUST, trust
+from flashlin.kernels.families import PUBLIC, family_of
+from flashlin.kernels.families import typical as usual
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 
@@ -35,13 +36,12 @@ ISSUES = {issue.id for issue in KNOWN_ISSUES}
 
 def typical(op: str, target: Target, policy: Policy) -> Planned:
     """The plans of an op's typical calls."""
-    family, mode = OPS[op]
-    found = {}
-    for size, (B, T, H, K, V, N, packed) in calls.sizes(op).items():
-        for grad in (False,) if size == "decoding" else (False, True):
+    this, found = PUBLIC[op], {}
+    for use, sizes in usual(op).items():
+        for grad in (False,) if use == "decoding" else (False, True):
             for dtype in DTYPES:
-                problem = Problem(op, family, mode, B, T, H, K, V, N, dtype, packed, grad, calls.OPTIONS.get(op, ()))
-                found[Kind(dtype, size, grad)] = dispatch.plan(problem, target, policy)
+                problem = problem_of(family_of(op), this, sizes, dtype, grad)
+                found[Kind(dtype, use, grad)] = dispatch.plan(problem, target, policy)
     return found
 
 
@@ -114,7 +114,7 @@ def _condition(some: set[Kind], every: set[Kind]) -> str:
     for grad, words in ((True, "with gradients"), (False, "without gradients")):
         if some == {kind for kind in every if kind.grad == grad}:
             return words
-    sizes = sorted({kind.size for kind in some}, key=list(calls.CALLS).index)
+    sizes = sorted({kind.size for kind in some}, key=USES.index)
     if some == {kind for kind in every if kind.size in sizes}:
         return ", ".join(sizes)
     return ", ".join(f"{kind.size} {'with' if kind.grad else 'without'} gradients" for kind in sorted(some))

@@ -1,6 +1,7 @@
 """The checks. Each looks at the launches it is handed and answers with the first Reason against them, or None.
 
-They know no kernel by name. Adding one is a function in CHECKS.
+They know no kernel and no family by name: what a family's kernels cannot take stands in its record.
+Adding one is a function in CHECKS.
 """
 from __future__ import annotations
 
@@ -9,29 +10,31 @@ from collections.abc import Callable
 from flashlin.compat.known_issues import TILE_FACTS, KnownIssue, issues_here
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
+from flashlin.guards.family import Family
 from flashlin.guards.problem import Launch, Problem, Reason
 from flashlin.guards.proven import failure, trust
 from flashlin.policy import Policy
 
-Check = Callable[[Problem, tuple[Launch, ...], Target, Policy], "Reason | None"]
+Check = Callable[[Problem, tuple[Launch, ...], Target, Policy, Family], "Reason | None"]
 
 AXIS_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA's maximum grid, by axis
 OFFSET_LIMIT = 2**31 - 1
 MAX_HEAD_DIM = 512
-MAX_WIDTH = 16  # of a convolution's filters, whose taps are unrolled
-MAX_STATES = 256  # of a channel of a selective scan, which are all in one program's registers
-MAX_COLUMNS = 4096  # that an elementwise op adds up in one program
 # Up to here a token-by-token kernel without gradients beats the chunked one: it is one short launch, and a chunk would be mostly padding.
 FEW_TOKENS = 16
 
 
-def check_path(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+def check_path(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     if policy.path == "torch" and problem.given is None:  # a user's kernel has no other path: the setting is not about it
         return Reason("setting", "path=torch", "a path other than torch for kernels", ("torch_path",), forced=False)
     return None
 
 
-def check_backend(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+def check_backend(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     if target.backend == "cpu":
         return Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels", ("torch_path",), forced=False)
     # whether a user's own kernel runs on AMD is for its author to say
@@ -42,7 +45,9 @@ def check_backend(problem: Problem, launches: tuple[Launch, ...], target: Target
     return None
 
 
-def check_mode(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+def check_mode(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     if problem.mode != "auto":
         return None
     if problem.needs_grad:
@@ -57,7 +62,9 @@ def check_mode(problem: Problem, launches: tuple[Launch, ...], target: Target, p
     return Reason("mode", f"mode=auto and T={problem.T}", f"chunk for T > {FEW_TOKENS}", ("chunk_mode",), forced=False)
 
 
-def check_dtype(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+def check_dtype(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     if problem.dtype not in ("float16", "bfloat16", "float32"):
         return Reason("dtype", problem.dtype, "float16, bfloat16 or float32 for the kernels", ("torch_path",))
     if target.backend == "interpreter" and any("bf16" in launch.traits for launch in launches):
@@ -65,27 +72,30 @@ def check_dtype(problem: Problem, launches: tuple[Launch, ...], target: Target, 
     return None
 
 
-def check_head_dim(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
-    if problem.mode and max(problem.K, problem.V) > MAX_HEAD_DIM:
+def check_head_dim(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
+    if family.head_dim and max(problem.K, problem.V) > MAX_HEAD_DIM:
         return Reason("head-dim", f"K={problem.K} V={problem.V}", f"K and V up to {MAX_HEAD_DIM} for the kernels", ("torch_path",))
     return None
 
 
-def check_width(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
-    if problem.family in ("conv", "conv_update", "conv_window") and problem.V > MAX_WIDTH:
-        return Reason("width", f"filters of {problem.V} taps", f"up to {MAX_WIDTH} for the kernels", ("torch_path",))
-    if problem.family in ("pointwise_correction", "pointwise_scale") and problem.K > MAX_COLUMNS:
-        return Reason("width", f"heads of {problem.K} columns", f"up to {MAX_COLUMNS} for the kernels", ("torch_path",))
-    if problem.family == "selective" and "fixed" in problem.options:
-        return Reason("fixed", "B or C of shape [D, N]", "B and C with a token dimension for the kernels", ("torch_path",))
-    if problem.family == "selective" and problem.K > MAX_STATES:
-        return Reason("width", f"{problem.K} states of a channel", f"up to {MAX_STATES} for the kernels", ("torch_path",))
-    if problem.family == "state_update" and problem.K > MAX_COLUMNS:
-        return Reason("width", f"states of {problem.K} columns", f"up to {MAX_COLUMNS} for the kernels", ("torch_path",))
+def check_family(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
+    for option, got, need in family.unsupported:
+        if option in problem.options:
+            return Reason(option, got, f"{need} for the kernels", ("torch_path",))
+    for axis, most, got in family.limits:
+        size = getattr(problem, axis)
+        if size > most:
+            return Reason("width", got.format(size), f"up to {most} for the kernels", ("torch_path",))
     return None
 
 
-def check_grid(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+def check_grid(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     for launch in launches:
         for axis, (size, limit) in enumerate(zip(launch.grid, AXIS_LIMITS, strict=False)):
             if size > limit:
@@ -94,7 +104,9 @@ def check_grid(problem: Problem, launches: tuple[Launch, ...], target: Target, p
     return None
 
 
-def check_offsets(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+def check_offsets(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     for launch in launches:
         if launch.span > OFFSET_LIMIT:
             remedies = ("torch_path",) if problem.given is None else ("chunk_batch",)
@@ -102,7 +114,9 @@ def check_offsets(problem: Problem, launches: tuple[Launch, ...], target: Target
     return None
 
 
-def check_shared(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+def check_shared(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     for launch in launches:
         if launch.shared > target.shared:
             return Reason("shared-memory", f"{launch.kernel} needs {launch.shared} bytes per block", f"at most {target.shared} on {target.sm}",
@@ -110,7 +124,9 @@ def check_shared(problem: Problem, launches: tuple[Launch, ...], target: Target,
     return None
 
 
-def check_known_issues(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+def check_known_issues(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     if policy.policy == "off":
         return None
     for issue in issues_here(target):
@@ -132,7 +148,9 @@ def _known(issue: KnownIssue, problem: Problem, launch: Launch, target: Target) 
     return Reason(issue.id, got, issue.need, issue.remedies, issue.url, forced=not facts, avoid=facts)
 
 
-def check_launch_table(problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy) -> Reason | None:
+def check_launch_table(
+    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
+) -> Reason | None:
     if problem.given is not None or policy.policy == "off":  # the table is about our own kernels
         return None
     for launch in launches:
@@ -141,5 +159,6 @@ def check_launch_table(problem: Problem, launches: tuple[Launch, ...], target: T
     return None
 
 
-CHECKS: tuple[Check, ...] = (check_path, check_backend, check_mode, check_dtype, check_head_dim, check_width, check_grid, check_offsets,
-                             check_shared, check_known_issues, check_launch_table)
+CHECKS: tuple[Check, ...] = (
+    check_path, check_backend, check_mode, check_dtype, check_head_dim, check_family, check_grid,
+    check_offsets, check_shared, check_known_issues, check_launch_table)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.limits import MAX_WIDTH
 from flashlin.guards.problem import Problem
 from flashlin.guards.tensors import check_apart, check_dense, check_device, check_floats, check_integers, shown
+from flashlin.kernels.conv.recipe import MAX_WIDTH
 from flashlin.kernels.mamba.recipe import WINDOW
 from flashlin.ops import conv
 from flashlin.ops._common.planned import constant_while_tracing, name_of, planned, wants_grad

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.limits import MAX_WIDTH
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_floats, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
-from flashlin.kernels.conv.recipe import FAR
+from flashlin.kernels.conv.recipe import FAR, MAX_WIDTH
 from flashlin.ops._common.gradients import once, once_traced, pulled_back
 from flashlin.ops._common.planned import constant_while_tracing, name_of, planned, wants_grad
 from flashlin.ops.norm import STRICTEST

@@ -13,6 +13,7 @@ from flashlin.compat import target as machine
 from flashlin.compat.target import Target
 from flashlin.guards import proven, verdicts
 from flashlin.guards.problem import Plan, UnsupportedError
+from flashlin.kernels.families import family_of
 from flashlin.trial import run
 
 ROUNDS = 3  # what fails is planned otherwise, and that is tried as well: fewer warps, then it is the torch path
@@ -65,7 +66,7 @@ def _trial(the_plan: Plan) -> run.Trial:
     no heads."""
     asked = the_plan.asked
     op = asked.op if dispatch.OPS[asked.op][1] != "auto" else f"{the_plan.problem.mode}_{asked.op}"
-    return run.Trial(op, asked.dtype, asked.K if dispatch.OPS[op][1] else 0)
+    return run.Trial(op, asked.dtype, asked.K if family_of(op).head_dim else 0)
 
 
 def _doubtful(the_plan: Plan, trial: run.Trial) -> bool:

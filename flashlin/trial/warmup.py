@@ -15,6 +15,7 @@ from flashlin.compat.target import probe
 from flashlin.dispatch import OPS
 from flashlin.guards import verdicts
 from flashlin.guards.problem import dtype_name
+from flashlin.kernels.families import family_of
 from flashlin.trial.run import LIMIT, Trial, Tried, run
 
 DTYPES, HEAD_DIMS = ("bfloat16", "float16", "float32"), (64, 128)
@@ -40,7 +41,8 @@ def warmup(ops: Sequence[str] = (), dtypes: Sequence[str] = ("bfloat16",), head_
         target = probe(place)
     except (RuntimeError, AssertionError) as error:  # the second is torch's word for a build without CUDA
         raise RuntimeError(f"device: got {device}, need a GPU that torch can use ({error}); flashlin doctor says more") from error
-    todo = [Trial(op, dtype, size) for op in ops or OPS if OPS[op][1] != "auto" for dtype in dtypes for size in (head_dims if OPS[op][1] else (0,))]
+    todo = [Trial(op, dtype, size) for op in ops or OPS if OPS[op][1] != "auto" for dtype in dtypes
+            for size in (head_dims if family_of(op).head_dim else (0,))]
     return tuple(run(todo, place, target, jobs=jobs or min(8, os.cpu_count() or 1), limit=limit, progress=progress))
 
 

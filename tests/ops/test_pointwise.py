@@ -11,9 +11,8 @@ import torch.nn.functional as F
 import flashlin
 from flashlin.compat.target import parse
 from flashlin.dispatch import OPS, plan
-from flashlin.guards.limits import MAX_COLUMNS
 from flashlin.guards.problem import Problem
-from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, SCALE, SKIP
+from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, MAX_COLUMNS, SCALE, SKIP
 from flashlin.ops._common.pointwise import problem_of
 from flashlin.testing.cases.pointwise import CASES
 from flashlin.testing.compare import Case, check

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from flashlin import dispatch
 from flashlin.compat.known_issues import KNOWN_ISSUES, TILE_FACTS, KnownIssue, issues_here
 from flashlin.compat.target import Target
 from flashlin.guards import limits
 from flashlin.guards.problem import Launch
 from flashlin.kernels.configs import Config
 from flashlin.kernels.dplr.recipe import Strip, narrow_grads, narrow_scores
+from flashlin.kernels.families import FAMILIES
 from flashlin.kernels.scans import narrow_state
 from flashlin.policy import Policy, from_environment
 from tests.plan.test_plan import AUTO, BUILDS, ENDS, RELEASES, asked_of, few, fresh, target, targets
@@ -112,7 +112,7 @@ def ours(issue: KnownIssue) -> bool:
     """Whether any launch of our own kernels would trigger it on its machines. If not, it is there for other people's kernels."""
     machines = filter(issue.here, itertools.chain.from_iterable(targets(triton) for triton in RELEASES))
     return any(issue.hits(launch.traits, launch.num_warps, launch.num_stages)
-               for on in machines for asked in few() for launch in dispatch.RECIPES[asked.family](asked, on))
+               for on in machines for asked in few() for launch in FAMILIES[asked.family].launches(asked, on))
 
 
 @lru_cache(maxsize=1)
@@ -125,7 +125,9 @@ def met() -> frozenset[str]:
 @pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.remedies], ids=by_id)
 def test_a_known_issue_with_remedies_is_met_wherever_it_is_triggered(issue: KnownIssue) -> None:
     assert (issue.id in met()) == ours(issue)
-    found = limits.check_known_issues(few()[0], (trigger(issue),), afflicted(issue), AUTO)
+    asked = few()[0]
+    on, family = afflicted(issue), FAMILIES[asked.family]
+    found = limits.check_known_issues(asked, (trigger(issue),), on, AUTO, family)
     assert found is not None and found.remedies  # whoever launches it
 
 

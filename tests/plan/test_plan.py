@@ -19,8 +19,11 @@ from flashlin.compat.known_issues import KNOWN_ISSUES, TILE_FACTS, issues_here
 from flashlin.compat.target import Target, bundled_ptxas, parse
 from flashlin.compat.versions import release
 from flashlin.guards import limits
-from flashlin.guards.limits import AXIS_LIMITS, CHECKS, MAX_HEAD_DIM, MAX_STATES, OFFSET_LIMIT
+from flashlin.guards.family import Sizes, problem_of
+from flashlin.guards.limits import AXIS_LIMITS, CHECKS, MAX_HEAD_DIM, OFFSET_LIMIT
 from flashlin.guards.problem import Launch, Plan, Problem, Reason
+from flashlin.kernels.families import FAMILIES, PUBLIC, family_of, typical
+from flashlin.kernels.selective.recipe import MAX_STATES
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import CHOICES, Policy
 from tests.share import share
@@ -58,26 +61,20 @@ def targets(triton: str) -> Iterator[Target]:
         yield parse(f"triton={triton},backend=interpreter")
 
 
-def problem(op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2, 2048, 8), varlen: bool = False,
-            needs_grad: bool = True) -> Problem:
-    """As the op's problem_of makes them: norms and losses see rows of a length, convolutions channels, everything else heads."""
-    (family, mode), (B, T, H) = dispatch.OPS[op], size
-    if family == "norm":
-        return Problem(op, family, mode, 1, min(B * T * H, 2**31), 1, K, K, 1, dtype, False, needs_grad, ("weight",))
-    if family == "cross_entropy":
-        return Problem(op, family, mode, 1, min(B * T * H, 2**31), 1, K, K, 1, dtype, False, needs_grad)
-    if family == "rotary":
-        return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, K // 2, 1, dtype, varlen, needs_grad)
-    if family == "state_update":
-        return Problem(op, family, mode, B, 1, H, K, V, B, dtype)
-    if family in ("conv", "conv_update", "conv_window"):
-        return Problem(op, family, mode, 1 if varlen else B, min(B * T, 2**30) if varlen else T, 1, K, 4, B, dtype, varlen, needs_grad, ("bias",))
-    if family.startswith("pointwise"):
-        return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, K, 1, dtype, False, needs_grad)
-    options = ("beta",) if op.endswith("kda") else ("a", "b") if family == "dplr" else ("g",)
-    if varlen:
-        return Problem(op, family, mode, 1, min(B * T, 2**30), H, K, V, B, dtype, True, needs_grad, options)
-    return Problem(op, family, mode, B, T, H, K, V, B, dtype, False, needs_grad, options)
+def problem(
+    op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2, 2048, 8), varlen: bool = False,
+    needs_grad: bool = True,
+) -> Problem:
+    """As explain makes it of a family's record, with gates, and rows and tokens that a grid can count."""
+    family, usual, (B, T, H) = family_of(op), typical(op), size
+    first = next(iter(usual.values()))
+    sizes = Sizes(B, T, H, K, V if first.V >= 16 else first.V)  # else V is a filter's taps, or follows from K
+    if varlen and any(known.packed for known in usual.values()):
+        sizes = sizes._replace(B=1, T=B * T, N=B, packed=True)
+    options = {*PUBLIC[op].options, *(["g"] if family.head_dim else [])}
+    gated = PUBLIC[op]._replace(counted=None, options=tuple(sorted(options)))
+    asked = problem_of(family, gated, sizes, dtype, needs_grad)
+    return asked._replace(T=min(asked.T, 2**31 if asked.H == 1 else 2**30))
 
 
 def asked_of(number: int, problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
@@ -117,13 +114,14 @@ def it_is_short(plan: Plan, policy: Policy) -> bool:
 
 def no_reason_stands(plan: Plan, policy: Policy) -> bool:
     """Every check asked again about what the plan would start: nothing is left to say. A plan of no path answers no check."""
+    family = FAMILIES[plan.problem.family]
     return bool(plan.refused) or plan.path == "torch" or all(
-        check(plan.problem, plan.launches, plan.target, policy) is None for check in CHECKS)
+        check(plan.problem, plan.launches, plan.target, policy, family) is None for check in CHECKS)
 
 
 def the_launches_are_those_of_the_problem(plan: Plan, policy: Policy) -> bool:
-    recipe = dispatch.RECIPES[plan.problem.family]
-    return plan.launches == (recipe(plan.problem, plan.target) if plan.path == "triton" else ())
+    family = FAMILIES[plan.problem.family]
+    return plan.launches == (family.launches(plan.problem, plan.target) if plan.path == "triton" else ())
 
 
 def a_refusal_had_no_remedy_left(plan: Plan, policy: Policy) -> bool:
@@ -350,7 +348,8 @@ def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> No
             codes = {reason.code for reason, _ in fresh(asked, on).steps if reason.forced}
             if asked.dtype == "float64" and on.backend in ("cuda", "interpreter"):
                 assert "dtype" in codes, (asked, on)
-            elif asked.mode and max(asked.K, asked.V) > MAX_HEAD_DIM and on.backend == "cuda":
+            elif (FAMILIES[asked.family].head_dim and max(asked.K, asked.V) > MAX_HEAD_DIM
+                    and on.backend == "cuda"):
                 assert codes & {"head-dim", "before-volta"}, (asked, on)
             elif asked.family == "selective" and asked.K > MAX_STATES and on.backend == "cuda":
                 assert codes & {"width", "before-volta"}, (asked, on)
@@ -372,7 +371,8 @@ def test_ampere_to_hopper_run_everything_as_asked(triton: str, sm: int) -> None:
         tall = (asked.family in ("simple_gla", "delta", "gla") and asked.dtype != "float32" and asked.K >= 64 > asked.V
                 and sm == 90 and release(triton) < (3, 3))
         too_many = asked.family == "selective" and asked.K > MAX_STATES
-        if asked.dtype != "float64" and (not asked.mode or max(asked.K, asked.V) <= widest) and not crowded and not tall and not too_many:
+        narrow = not FAMILIES[asked.family].head_dim or max(asked.K, asked.V) <= widest
+        if asked.dtype != "float64" and narrow and not crowded and not tall and not too_many:
             plan = fresh(asked, target(triton, sm))
             as_asked = plan.problem._replace(mode=asked.mode, avoid=frozenset()) == asked
             assert plan.path == "triton" and as_asked, plan
@@ -409,7 +409,8 @@ def snapshots() -> dict[str, str]:
         for text, group in itertools.groupby(plans, key=lambda pair: pair[0]):
             stretch = [triton for _, triton in group]
             of = f"{stretch[0]} to {stretch[-1]}" if len(stretch) > 1 else stretch[0]
-            rows[f"{' '.join(filter(None, way))} {dtype} {'K=V' if way[1] else 'D'}={D} sm{sm} triton {of}"] = text
+            sizes = "K=V" if FAMILIES[way[0]].head_dim else "D"
+            rows[f"{' '.join(filter(None, way))} {dtype} {sizes}={D} sm{sm} triton {of}"] = text
     return rows
 
 

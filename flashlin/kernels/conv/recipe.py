@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashlin.compat.target import Target
+from flashlin.guards.family import Family, Limit, Op, Sizes
 from flashlin.guards.problem import Launch, Problem
 
 FAR = 2**20  # elements from one row of x to the next; rows that lie farther apart are copied
@@ -69,3 +70,28 @@ def _launch(kernel: str, config: Config, problem: Problem, programs: int, tile: 
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     warps = config.num_warps if problem.max_warps >= 8 else min(config.num_warps, problem.max_warps)
     return Launch(kernel, (programs,), warps, 1, tile, 4 * elements + 4096, span, traits)
+
+
+def counted(sizes: Sizes) -> Sizes:
+    return sizes._replace(H=1)
+
+
+def one_token(sizes: Sizes) -> Sizes:
+    return sizes._replace(T=1, H=1)
+
+
+MAX_WIDTH = 16  # taps of a filter, which are unrolled
+AXES, LIMITS = {"K": "channels", "V": "taps of a filter"}, (Limit("V", MAX_WIDTH, "filters of {} taps"),)
+_TYPICAL = {"training": Sizes(4, 2048, K=4096, V=4),
+            "packed": Sizes(1, 32768, K=4096, V=4, N=16, packed=True)}
+DECODING = {"decoding": Sizes(64, 1, K=4096, V=4)}
+_SHIFTS = {use: sizes._replace(V=2) for use, sizes in {**_TYPICAL, **DECODING}.items()}
+SPECS = (
+    Family("conv", launches, (
+        Op("causal_conv1d", "conv", options=("bias", "silu")),
+        Op("causal_conv1d_update", "conv", options=("silu",), family="conv_update",
+           in_place="causal_conv1d of one token"),
+        Op("token_shift", "token_shift", options=("fixed",), typical=_SHIFTS),
+        Op("causal_conv1d_fn", "causal_conv1d", options=("bias", "silu"))),
+        axes=AXES, typical={**_TYPICAL, **DECODING}, counted=counted, limits=LIMITS),
+    Family("conv_update", launches_of_update, axes=AXES, typical=DECODING, counted=one_token, limits=LIMITS))

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashlin.compat.target import Target
+from flashlin.guards.family import Family, Op, Sizes
 from flashlin.guards.problem import Launch, Problem
 
 FAR = 2**20  # elements from one row of logits to the next; rows that lie farther apart are copied
@@ -39,3 +40,15 @@ def _launch(kernel: str, config: Config, problem: Problem) -> Launch:
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     warps = config.num_warps if problem.max_warps >= 8 else min(config.num_warps, problem.max_warps)
     return Launch(kernel, (-(-problem.T // BT) * strips,), warps, 1, (("BT", BT), ("BV", BV)), 4 * config.elements + 4096, BT * FAR, traits)
+
+
+def counted(sizes: Sizes) -> Sizes:
+    return Sizes(T=sizes.B * sizes.T * sizes.H, K=sizes.K, V=sizes.K)
+
+
+SPECS = (Family(
+    "cross_entropy", launches,
+    (Op("cross_entropy_loss", "cross_entropy"), Op("fused_linear_cross_entropy_loss", "cross_entropy")),
+    axes={"T": "rows", "K": "logits of a row"},
+    typical={"training": Sizes(T=16384, K=128256), "decoding": Sizes(T=64, K=128256)},
+    counted=counted),)

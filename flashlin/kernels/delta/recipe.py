@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
+from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
@@ -49,3 +50,17 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                   state_launch("delta_reverse", reverse, problem, shared(reverse) + moved, dots),
                   over_tokens("delta_grads", problem, tile, problem.H, finishing(strip, num_stages), dots - {"rmw_acc"} | {"mixed_sum"}, num_stages)]
     return tuple(found)
+
+
+SPECS = (over_heads(
+    "delta", launches, (
+        Op("chunk_delta_rule", "delta_rule", "chunk"),
+        Op("fused_recurrent_delta_rule", "delta_rule", "fused_recurrent", ("beta", "delta"),
+           family="recurrent"),
+        Op("delta_rule", "delta_rule", "auto"),
+        Op("chunk_gated_delta_rule", "gated_delta_rule", "chunk", ("g",)),
+        Op("fused_recurrent_gated_delta_rule", "gated_delta_rule", "fused_recurrent", ("beta", "delta", "g"),
+           family="recurrent"),
+        Op("gated_delta_rule", "gated_delta_rule", "auto", ("g",)),
+        Op("chunk_gdn", "gated_delta_rule", planned_as="chunk_gated_delta_rule"),
+        Op("fused_recurrent_gdn", "gated_delta_rule", planned_as="fused_recurrent_gated_delta_rule"))),)

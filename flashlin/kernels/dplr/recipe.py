@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
+from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, over_v, padded
 from flashlin.kernels.gla.recipe import CHANNELS
@@ -115,3 +116,21 @@ def narrow_grads(BT: int, strip: Strip) -> frozenset[str]:
     """Facts of a tile, see ``TILE_FACTS``."""
     narrow = strip.K < 32 or (strip.K < 64 and strip.V > 32)
     return frozenset({"narrow_grads"} if BT >= 64 and narrow else ())
+
+
+SPECS = (over_heads(
+    "dplr", launches, (
+        Op("chunk_kda", "kda", "chunk", ("beta",)),
+        Op("fused_recurrent_kda", "kda", "fused_recurrent", ("beta", "delta", "gk"), family="recurrent"),
+        Op("kda", "kda", "auto", ("beta",)),
+        Op("chunk_rwkv7", "rwkv7", "chunk", ("a", "b")),
+        Op("rwkv7", "rwkv7", "auto", ("a", "b")),
+        Op("chunk_dplr_delta_rule", "dplr_delta_rule", "chunk", ("a", "b")),
+        Op("chunk_iplr_delta_rule", "iplr_delta_rule", "chunk", ("a", "b")),
+        Op("fused_recurrent_rwkv7", "rwkv7", "fused_recurrent", ("a", "b", "gk"), family="recurrent"),
+        Op("fused_mul_recurrent_rwkv7", "rwkv7", "fused_recurrent", ("a", "b", "gk", "rate"),
+           family="recurrent"),
+        Op("fused_recurrent_dplr_delta_rule", "dplr_delta_rule", "fused_recurrent", ("a", "b", "gk"),
+           family="recurrent"),
+        Op("fused_recurrent_iplr_delta_rule", "iplr_delta_rule", "fused_recurrent", ("a", "b"),
+           family="recurrent"))),)

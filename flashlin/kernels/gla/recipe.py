@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from flashlin.compat.target import Target
+from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
@@ -42,3 +43,14 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                   state_launch("gla_reverse", single, problem, shared(single), dots),
                   over_tokens("gla_grads", problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing, once)]
     return tuple(found)
+
+
+SPECS = (over_heads(
+    "gla", launches, (
+        Op("chunk_gla", "gla", "chunk"),
+        Op("fused_recurrent_gla", "gla", "fused_recurrent", ("gk",), family="recurrent"),
+        Op("gla", "gla", "auto"),
+        Op("chunk_rwkv6", "rwkv6", "chunk", ("u",)),
+        Op("fused_recurrent_rwkv6", "rwkv6", "fused_recurrent", ("before", "bonus", "gk"),
+           family="recurrent"),
+        Op("rwkv6", "rwkv6", "auto", ("u",)))),)

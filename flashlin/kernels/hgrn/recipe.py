@@ -6,6 +6,7 @@ how much of it is under way, so where sequences and channels are few, sequences 
 from __future__ import annotations
 
 from flashlin.compat.target import Target
+from flashlin.guards.family import Family, Op, Sizes
 from flashlin.guards.problem import Launch, Problem
 
 BT, BD = 16, 64  # tokens and channels of a block; a program is one warp, so that a scan over tokens needs no barriers
@@ -46,3 +47,15 @@ def _launch(kernel: str, problem: Problem, segments: int) -> Launch:
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     # shared: tiles that change their layout
     return Launch(kernel, (programs,), 1, 1, (("BT", BT), ("BD", BD)), 8 * BT * BD + 1024, BT * problem.K, traits)
+
+
+def counted(sizes: Sizes) -> Sizes:
+    return sizes._replace(H=1, V=sizes.K)
+
+
+SPECS = (Family(
+    "hgrn", launches, (Op("chunk_hgrn", "hgrn"), Op("fused_recurrent_hgrn", "hgrn")),
+    axes={"K": "channels, of each of which the state is one number"},
+    typical={"training": Sizes(4, 2048, K=4096), "packed": Sizes(1, 32768, K=4096, N=16, packed=True),
+             "decoding": Sizes(64, 1, K=4096)},
+    counted=counted),)

@@ -5,8 +5,9 @@ Of a state update H counts heads, V is the head's size P and K the state's size 
 from __future__ import annotations
 
 from flashlin.compat.target import Target
+from flashlin.guards.family import Family, Limit, Op, Sizes
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.conv.recipe import UPDATE
+from flashlin.kernels.conv.recipe import AXES, DECODING, LIMITS, UPDATE, counted
 
 STATE_UPDATE, WINDOW = "state_update", "conv_window"
 ELEMENTS = 2048  # of the state in a program: 16 a thread
@@ -31,3 +32,18 @@ def _launch(kernel: str, problem: Problem, of_sequence: int, tile: tuple[tuple[s
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     warps = 4 if problem.max_warps >= 8 else min(4, problem.max_warps)
     return Launch(kernel, (problem.N * of_sequence,), warps, 1, tile, 4 * elements + 4096, elements, traits)
+
+
+def _one_token(sizes: Sizes) -> Sizes:
+    return sizes._replace(T=1)
+
+
+MAX_STATE = 4096  # columns of a state, which a program adds up
+SPECS = (
+    Family(WINDOW, launches,
+           (Op("mamba_causal_conv1d_update", "causal_conv1d", in_place="causal_conv1d_fn"),),
+           axes=AXES, typical=DECODING, counted=counted, limits=LIMITS),
+    Family(STATE_UPDATE, launches, (Op("selective_state_update", "state_update", in_place="plain torch"),),
+           axes={"K": "columns of a head's state", "V": "size of a head"},
+           typical={"decoding": Sizes(128, 1, 80, 128, 64)}, counted=_one_token,
+           limits=(Limit("K", MAX_STATE, "states of {} columns"),)))

@@ -8,6 +8,7 @@ from math import gcd
 from typing import NamedTuple
 
 from flashlin.compat.target import Target
+from flashlin.guards.family import Family, Op, Sizes
 from flashlin.guards.problem import Launch, Problem
 
 LAYER, RMS, L2 = 0, 1, 2           # what a kernel does to a row, as a constexpr
@@ -81,3 +82,32 @@ def _launch(kernel: str, config: Config, problem: Problem, programs: int, BT: in
     # Limits on warps are about matrix instructions, of which there are none here: 8, where every problem starts, is none.
     warps = config.num_warps if problem.max_warps >= 8 else min(config.num_warps, problem.max_warps)
     return Launch(kernel, (programs,), warps, config.num_stages, (("BT", BT), ("BD", BD)), 2 * BT * BD + 4096, BT * problem.K, traits)
+
+
+def rows(sizes: Sizes) -> Sizes:
+    return Sizes(T=sizes.B * sizes.T * sizes.H, K=sizes.K, V=sizes.K)
+
+
+def rows_of_groups(sizes: Sizes) -> Sizes:
+    return Sizes(T=sizes.B * sizes.T, H=sizes.H, K=sizes.K, V=sizes.K)
+
+
+SPECS = (Family(
+    "norm", launches, (
+        Op("rms_norm", "norm", options=("weight",)),
+        Op("layer_norm", "norm", options=("bias", "weight")),
+        Op("l2norm", "norm"),
+        Op("group_norm", "norm", options=("bias", "weight"), counted=rows_of_groups),
+        Op("rms_norm_gated", "norm", options=("gate", "weight")),
+        Op("layer_norm_gated", "norm", options=("bias", "gate", "weight")),
+        Op("rmsnorm_fn", "norm", options=("gate", "weight"), counted=rows_of_groups),
+        Op("layernorm_fn", "norm", options=("gate", "weight"), counted=rows_of_groups),
+        Op("l2_norm", "norm", planned_as="l2norm"),
+        Op("rms_norm_linear", "norm_linear", planned_as="rms_norm"),
+        Op("layer_norm_linear", "norm_linear", planned_as="layer_norm"),
+        Op("group_norm_linear", "norm_linear", planned_as="group_norm"),
+        Op("rms_norm_swish_gate_linear", "norm_linear", planned_as="rms_norm_gated"),
+        Op("layer_norm_swish_gate_linear", "norm_linear", planned_as="layer_norm_gated")),
+    axes={"T": "rows", "H": "groups of a row", "K": "elements of a row, or of a group"},
+    typical={"training": Sizes(T=16384, K=4096), "decoding": Sizes(T=64, K=4096)},
+    counted=rows),)

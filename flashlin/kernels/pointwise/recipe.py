@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashlin.compat.target import Target
+from flashlin.guards.family import Family, Limit, Op, Sizes
 from flashlin.guards.problem import Launch, Problem
 
 # Families, and their kernels.
 GATE, MIX, KEY, CORRECTION = "pointwise_gate", "pointwise_mix", "pointwise_key", "pointwise_correction"
 SCALE, SKIP = "pointwise_scale", "pointwise_skip"
-FAMILIES = (GATE, MIX, KEY, CORRECTION, SCALE, SKIP)
 APART = (SCALE, SKIP)  # parts of a scan, which take slices of a projection as they lie
 BY_HEAD = (CORRECTION, SCALE)  # add up a head's columns
 
@@ -55,3 +55,34 @@ def _launch(kernel: str, config: Config, problem: Problem, target: Target) -> La
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     warps = config.num_warps if problem.max_warps >= 8 else min(config.num_warps, problem.max_warps)
     return Launch(kernel, (strips * blocks,), warps, 1, (("BT", BT), ("BD", BD)), 4 * config.elements + 4096, BT * problem.H * problem.K, traits)
+
+
+def heads(sizes: Sizes) -> Sizes:
+    return Sizes(T=sizes.B * sizes.T, H=sizes.H, K=sizes.K, V=sizes.K)
+
+
+def gates_of_heads(sizes: Sizes) -> Sizes:
+    return heads(sizes._replace(K=1))
+
+
+def rows(sizes: Sizes) -> Sizes:
+    columns = sizes.H * sizes.K
+    return Sizes(T=sizes.B * sizes.T, K=columns, V=columns)
+
+
+MAX_COLUMNS = 4096  # of a head that a program adds up
+_AXES = {"T": "rows", "K": "columns of a head"}
+_LIMITS = (Limit("K", MAX_COLUMNS, "heads of {} columns"),)
+_ROWS = {"training": Sizes(T=16384, K=4096), "decoding": Sizes(T=64, K=4096)}
+_HEADS = {"training": Sizes(T=16384, H=64, K=64), "decoding": Sizes(T=64, H=64, K=64)}
+_GATES = {"training": Sizes(T=16384, H=32), "decoding": Sizes(T=64, H=32)}
+SPECS = (
+    Family(GATE, launches, (Op("fused_gdn_gate", "gates", typical=_GATES, counted=gates_of_heads),
+                            Op("fused_kda_gate", "gates")), _AXES, _HEADS, heads),
+    Family(MIX, launches, (Op("fused_addcmul_rwkv7", "rwkv7_steps"),), _AXES, _ROWS, rows),
+    Family(KEY, launches, (Op("fused_k_rwkv7", "rwkv7_steps"),), _AXES, _ROWS, rows),
+    Family(CORRECTION, launches, (Op("gate_output_correction", "rwkv7_steps"),), _AXES, _HEADS, heads,
+           limits=_LIMITS),
+    # Parts of Mamba2's scan, which plans them.
+    Family(SCALE, launches, axes=_AXES, limits=_LIMITS),
+    Family(SKIP, launches, axes=_AXES))

@@ -3,6 +3,7 @@ states."""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
+from flashlin.guards.family import over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, padded, token
 from flashlin.kernels.scans import state_launch
@@ -34,3 +35,6 @@ def _launch(kernel: str, config: Config, problem: Problem) -> Launch:
 def kept(T: int, N: int, packed: bool) -> int:
     """How many states forward keeps for backward: one per full segment before a sequence's last token."""
     return T // SEGMENT if packed else N * (max(T - 1, 0) // SEGMENT)
+
+
+SPECS = (over_heads("recurrent", launches),)  # its ops stand beside those that go chunk by chunk

@@ -5,6 +5,7 @@ A Problem has T tokens, through the whole batch, of H heads of K channels, of wh
 from __future__ import annotations
 
 from flashlin.compat.target import Target
+from flashlin.guards.family import Family, Op, Sizes
 from flashlin.guards.problem import Launch, Problem
 
 ELEMENTS, COLUMNS, WARPS = 2048, 512, 4  # pairs of a program, of which at most COLUMNS belong to one row
@@ -24,3 +25,15 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     # shared: what is measured is an exchange of a tile between warps
     programs, span = -(-problem.T * problem.H // BT) * sum(strips(problem.K, problem.V, BR)), (BT // max(problem.H, 1) + 1) * FAR
     return (Launch("rotary", (programs,), warps, 1, (("BT", BT), ("BR", BR)), 8 * ELEMENTS + 4096, max(span, (BT + problem.H) * problem.K), traits),)
+
+
+def counted(sizes: Sizes) -> Sizes:
+    return Sizes(1, sizes.B * sizes.T, sizes.H, sizes.K, sizes.V or max(sizes.K // 2, 1), packed=sizes.packed)
+
+
+SPECS = (Family(
+    "rotary", launches, (Op("rotary_embedding", "rotary"),),
+    axes={"K": "channels of a head", "V": "pairs of them that are rotated"},
+    typical={"training": Sizes(1, 16384, 32, 128), "packed": Sizes(1, 32768, 32, 128, packed=True),
+             "decoding": Sizes(1, 64, 32, 128)},
+    counted=counted),)

@@ -6,6 +6,7 @@ channels with all their states, in registers: 16 elements of them a thread as lo
 from __future__ import annotations
 
 from flashlin.compat.target import Target
+from flashlin.guards.family import Family, Limit, Op, Sizes, Unsupported
 from flashlin.guards.problem import Launch, Problem
 
 FAMILY = "selective"
@@ -31,3 +32,12 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 def kept(T: int) -> int:
     """States that forward keeps of each channel: one before each segment but the first."""
     return max(0, T - 1) // SEGMENT
+
+
+MAX_STATES = 256  # of a channel, which are all in one program's registers
+SPECS = (Family(
+    FAMILY, launches, (Op("selective_scan_fn", "selective_scan"),),
+    axes={"H": "groups that share B and C", "K": "states of a channel", "V": "channels"},
+    typical={"training": Sizes(4, 2048, 1, 16, 5120)},
+    limits=(Limit("K", MAX_STATES, "{} states of a channel"),),
+    unsupported=(Unsupported("fixed", "B or C of shape [D, N]", "B and C with a token dimension"),)),)

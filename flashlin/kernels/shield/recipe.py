@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from flashlin.compat.target import Target
+from flashlin.guards.family import Family
 from flashlin.guards.problem import Launch, Problem
 
 
@@ -18,3 +19,6 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
             traits |= {"tf32_dot"}
     span = max((base + part * step for base, step in given.reach), default=launch.span)
     return (launch._replace(grid=grid, num_warps=min(launch.num_warps, problem.max_warps), traits=traits, span=span),)
+
+
+SPECS = (Family("shield", launches),)  # whose problems have sizes of their own, see Given

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from flashlin.compat.target import Target
+from flashlin.guards.family import Op, Sizes, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_k, over_v
 from flashlin.kernels.recurrent import recipe as recurrent
@@ -33,3 +34,29 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     if gated and (problem.needs_grad or problem.mode == "chunk"):
         found.insert(0, cumsum_launch(problem))
     return tuple(found)
+
+
+# Of Mamba2 H counts heads of V, and states have K columns.
+_SCANS = {"training": Sizes(4, 2048, 80, 128, 64), "packed": Sizes(1, 32768, 80, 128, 64, N=16, packed=True)}
+_MAMBA = ("g", "gva", "v_first")
+SPECS = (over_heads(
+    "simple_gla", launches, (
+        Op("chunk_simple_gla", "simple_gla", "chunk", ("g",)),
+        Op("fused_recurrent_simple_gla", "simple_gla", "fused_recurrent", ("g",)),
+        Op("fused_chunk_simple_gla", "simple_gla", "chunk", ("g",)),
+        Op("parallel_simple_gla", "simple_gla", "chunk", ("g",)),
+        Op("simple_gla", "simple_gla", "auto", ("g",)),
+        Op("chunk_retention", "retention", "chunk"),
+        Op("fused_recurrent_retention", "retention", "fused_recurrent"),
+        Op("fused_chunk_retention", "retention", "chunk"),
+        Op("parallel_retention", "retention", "chunk"),
+        Op("retention", "retention", "auto"),
+        Op("chunk_linear_attn", "linear_attn", "chunk"),
+        Op("fused_recurrent_linear_attn", "linear_attn", "fused_recurrent"),
+        Op("fused_chunk_linear_attn", "linear_attn", "chunk"),
+        Op("linear_attn", "linear_attn", "auto"),
+        Op("chunk_lightning_attn", "lightning_attn", "chunk"),
+        Op("fused_recurrent_lightning_attn", "lightning_attn", "fused_recurrent"),
+        Op("mamba_chunk_scan_combined", "ssd", "chunk", _MAMBA, typical=_SCANS),
+        Op("mamba_split_conv1d_scan_combined", "ssd", "chunk", _MAMBA,
+           typical={"training": _SCANS["training"]}))),)
