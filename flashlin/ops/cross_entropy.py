@@ -380,7 +380,7 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*output[1:])
 
 
-@once(lambda ctx: ctx.op, 'cross_entropy_loss of the logits has them with flashlin.settings(path="torch")')
+@once(lambda ctx: ctx.op, lambda ctx: 'cross_entropy_loss of the logits has them with flashlin.settings(path="torch")')
 def _differentiate_linear(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor | None, *_: None) -> Any:
     if dloss is None:
         return (None,) * 16

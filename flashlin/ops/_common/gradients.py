@@ -9,13 +9,14 @@ a canary). Then the operator computes by plain torch, forward and backward each 
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+X = TypeVar("X", bound=tuple[Any, ...])
 INSTEAD = 'FLASHLIN_PATH=torch or flashlin.settings(path="torch") has them, in plain torch'
 
 
@@ -36,10 +37,11 @@ class _Once(torch.autograd.Function):
         raise RuntimeError(ctx.refusal)
 
 
-def once(op_of: Callable[[Any], str] = lambda ctx: ctx.plan.asked.op, instead: str = INSTEAD) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def once(op_of: Callable[[Any], str] = lambda ctx: ctx.plan.asked.op,
+         instead_of: Callable[[Any], str] = lambda ctx: INSTEAD) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates the backward of an autograd function, which gets its saved tensors as second argument: they may be unpacked only once
     (torch.utils.checkpoint says so). What torch's once_differentiable does, except that it also sees a derivative by what was saved.
-    op_of: the op's name, by ctx. instead: what has second-order gradients."""
+    op_of: the op's name, by ctx. instead_of: what has second-order gradients, by ctx."""
     def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
         def run(ctx: Any, *grads: Tensor | None) -> Any:
@@ -48,7 +50,7 @@ def once(op_of: Callable[[Any], str] = lambda ctx: ctx.plan.asked.op, instead: s
                 found = backward(ctx, saved, *grads)
             if not torch.is_grad_enabled():     # no create_graph
                 return found
-            return _Once.apply(_refusal(op_of(ctx), instead), len(found), *found, *saved, *grads)
+            return _Once.apply(_refusal(op_of(ctx), instead_of(ctx)), len(found), *found, *saved, *grads)
         return run
     return decorated
 
@@ -81,3 +83,16 @@ def pulled_back(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tens
     found = back(tuple(torch.zeros_like(o) if grad is None else grad.to(o.dtype) for o, grad in zip(outputs, grads, strict=True)))
     by_place = dict(zip(places, found, strict=True))
     return [by_place[at].contiguous() if at in by_place else None for at in range(len(inputs))]
+
+
+def pulled_back_by_name(function: Callable[[X], Sequence[Tensor | None]], x: X, wanted: Collection[str],
+                        grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """Gradients of the wanted fields of x, a NamedTuple, by those of the function's outputs (None: zero), by name.
+    By torch.func, which works inside of a library operator too, where autograd is off."""
+    names = [name for name in x._fields if name in wanted]  # type: ignore[attr-defined]
+
+    def of_wanted(*given: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(function(x._replace(**dict(zip(names, given, strict=True)))))  # type: ignore[attr-defined]
+    outputs, back, *_ = torch.func.vjp(of_wanted, *(getattr(x, name) for name in names))
+    found = back(tuple(torch.zeros_like(o) if grad is None else grad.to(o.dtype) for o, grad in zip(outputs, grads, strict=True)))
+    return dict(zip(names, found, strict=True))
