@@ -16,7 +16,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
 from flashlin.ops._common.gradients import pulled_back_by_name
-from flashlin.ops._common.operator import Gradients, Operator
+from flashlin.ops._common.operator import Gradients, Kept, Operator
 from flashlin.ops._common.planned import as_planned, constant_while_tracing, exporting, name_of, planned, wants_grad
 
 Found = tuple[Tensor, "Tensor | None"]
@@ -123,9 +123,9 @@ def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
     return x.x.new_empty(x.x.shape), x.x.new_empty((N, x.x.shape[2]), dtype=wide) if how.has_ht else None
 
 
-def _kept(x: Tensors, y: Outputs, how: Scalars) -> tuple[Tensors, Outputs]:
+def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
     """Backward reads o and not x, in whose place it is kept."""
-    return Tensors(y.o, x.g, x.h0, x.bounds), Outputs(None, None)  # type: ignore[arg-type]
+    return (y.o, x.g, x.h0, x.bounds), (None, None)
 
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:

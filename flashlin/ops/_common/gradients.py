@@ -46,10 +46,10 @@ def once(op_of: Callable[[Any], str] = lambda ctx: ctx.plan.asked.op,
         @wraps(backward)
         def run(ctx: Any, *grads: Tensor | None) -> Any:
             saved = ctx.saved_tensors
+            if not torch.is_grad_enabled():     # no create_graph
+                return backward(ctx, saved, *grads)
             with torch.no_grad():
                 found = backward(ctx, saved, *grads)
-            if not torch.is_grad_enabled():     # no create_graph
-                return found
             return _Once.apply(_refusal(op_of(ctx), instead_of(ctx)), len(found), *found, *saved, *grads)
         return run
     return decorated

@@ -25,6 +25,7 @@ S = TypeVar("S", bound=tuple[Any, ...])
 Y = TypeVar("Y", bound=tuple[Any, ...])
 Gradients = Mapping[str, Tensor | None]
 Outputs = Sequence[Tensor | None]
+Kept = tuple[Outputs, Outputs]
 
 NOTHING = torch.uint8       # the dtype of the empty vector that stands for None where an operator returns a tensor
 BESIDE = 3                  # what _Eager.forward takes before the tensors
@@ -37,8 +38,8 @@ class Operator(Generic[X, S, Y]):
         first word is the op. returns: so many outputs go to the caller, and have gradients; backward may read the others.
     problem(x, how): what is planned when traced; x may be as ``kept`` left it.
     forward(plan, x, how) -> outputs, by kernels; on_torch(x, how) -> outputs, by plain torch: those that are returned, or more.
-    kept(x, y, how) -> the tensors that backward reads, as (x, y) with None for the others. Something of the same shape may stand in the
-        place of a tensor.
+    kept(x, y, how) -> what backward reads, in the order of x and of y, with None for the rest. Something of the same shape may stand in the place
+        of a tensor.
     backward(plan, x, y, grads, how, wanted) -> gradients by name, of the wanted ones at least, by kernels. x and y: as kept. grads: of y, None for
         zeros. backward_on_torch(x, y, grads, how, wanted): the same by plain torch, if it is not what autograd makes of on_torch.
     empty(x, how) -> tensors like the outputs, None where there is none. Without it there are no library operators.
@@ -58,7 +59,7 @@ class Operator(Generic[X, S, Y]):
             problem: Callable[[X, S], Problem],
             forward: Callable[[Plan, X, S], Outputs],
             on_torch: Callable[[X, S], Outputs],
-            kept: Callable[[X, Y, S], tuple[X, Y]],
+            kept: Callable[[X, Y, S], Kept],
             backward: Callable[[Plan, X, Y, Y, S, frozenset[str]], Gradients],
             backward_on_torch: Callable[[X, Y, Y, S, frozenset[str]], Gradients] | None = None,
             empty: Callable[[X, S], Outputs] | None = None,
@@ -141,8 +142,8 @@ class Operator(Generic[X, S, Y]):
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
         x, ctx.how = self._split(inputs)
         ctx.set_materialize_grads(False)
-        x, y = self.kept(x, self.outputs(*(None if t.dtype == NOTHING else t for t in output)), ctx.how)
-        ctx.save_for_backward(*x, *y)
+        x_kept, y_kept = self.kept(x, self.outputs(*(None if t.dtype == NOTHING else t for t in output)), ctx.how)
+        ctx.save_for_backward(*x_kept, *y_kept)
 
     def _differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         back, saved, how = getattr(torch.ops.flashlin, f"{self.name}_backward"), ctx.saved_tensors, ctx.how
