@@ -149,8 +149,12 @@ def test_the_library_operators_of_gated_and_grouped_norms(groups: int) -> None:
     gate = torch.randn(5, 3, 8, requires_grad=True) if groups == 1 else None
     opening, call = (norm.SWISH, "layer_norm_gated float32 gate") if groups == 1 else (norm.NO_GATE, "group_norm float32")
     call += " bias residual weight"
-    torch.library.opcheck(norm._library_op, (x, residual, weight, bias, gate, 1e-5, norm.LAYER, opening, groups, torch.float32, torch.float32,
-                                             True, call))
+    how = (1e-5, norm.LAYER, opening, groups, *[torch.float32] * 4, True, call)
+    torch.library.opcheck(torch.ops.flashlin.norm.default, (x, residual, weight, bias, gate, *how))
+    kept = [None if t is None else t.detach() for t in (x, None, weight, None if gate is None else bias, gate)]
+    stats = torch.rand(5, 3)
+    for wanted in ("x weight bias", "weight"):
+        torch.library.opcheck(torch.ops.flashlin.norm_backward.default, (*kept, None, None, stats, stats, torch.ones_like(kept[0]), None, *how, wanted))
 
 
 def test_norms_compile_to_the_kernels_they_run_eagerly() -> None:

@@ -55,6 +55,9 @@ def once(op_of: Callable[[Any], str] = lambda ctx: ctx.plan.asked.op,
     return decorated
 
 
+once_of_operator = once(lambda ctx: ctx.how.call.split(" ")[0], lambda ctx: ctx.operator.instead)
+
+
 def once_traced(operator: Any, op_of: Callable[[tuple[Any, ...]], str]) -> None:
     """The same for a library operator that makes gradients. op_of: the op's name, by the operator's arguments."""
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flashlin.guards.problem import Plan, Problem
-from flashlin.ops._common.gradients import INSTEAD, emptied, once, once_traced, pulled_back_by_name
+from flashlin.ops._common.gradients import INSTEAD, emptied, once_of_operator as once, once_traced, pulled_back_by_name
 from flashlin.ops._common.planned import planned
 
 X = TypeVar("X", bound=tuple[Any, ...])
@@ -40,12 +40,13 @@ class Operator(Generic[X, S, Y]):
     forward(plan, x, how) -> outputs, by kernels; on_torch(x, how) -> outputs, by plain torch: those that are returned, or more.
     kept(x, y, how) -> what backward reads, in the order of x and of y, with None for the rest. Something of the same shape may stand in the place
         of a tensor.
-    backward(plan, x, y, grads, how, wanted) -> gradients by name, of the wanted ones at least, by kernels. x and y: as kept. grads: of y, None for
-        zeros. backward_on_torch(x, y, grads, how, wanted): the same by plain torch, if it is not what autograd makes of on_torch.
+    backward(plan, x, y, grads, how, wanted) -> gradients by name, of the wanted ones at least, None for zeros, by kernels. x and y: as kept.
+        grads: of y, None for zeros. backward_on_torch(x, y, grads, how, wanted): the same by plain torch, if it is not what autograd makes of on_torch.
     empty(x, how) -> tensors like the outputs, None where there is none. Without it there are no library operators.
     like(x, how, name): a tensor like the gradient of an input; as a rule the input's own place in what is kept.
     same(how): inputs whose gradient is that of another input or of an output.
-    in_place: an input that may be an output, written to. instead: what has second-order gradients.
+    in_place: an input that may be an output, written to. plain: backward is plain torch, which torch.compile traces as it is. instead: what has
+        second-order gradients.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Operator(Generic[X, S, Y]):
             like: Callable[[X, S, str], Tensor] | None = None,
             same: Callable[[S], Mapping[str, str]] | None = None,
             in_place: str = "",
+            plain: bool = False,
             instead: str = INSTEAD) -> None:
         self.name, self.returns = name, returns
         self.tensors: Callable[..., X] = tensors
@@ -75,7 +77,7 @@ class Operator(Generic[X, S, Y]):
         self.count, self.missing = len(self.names), (None,) * (len(self.output_names) - returns)
         self.problem, self.forward, self.on_torch, self.kept, self.backward = problem, forward, on_torch, kept, backward
         self.backward_on_torch, self.empty, self.like, self.same = backward_on_torch, empty, like, same
-        self.in_place, self.instead = in_place, instead
+        self.in_place, self.plain, self.instead = in_place, plain, instead
         if empty is not None:
             self._register([*typed(tensors)], [*typed(scalars)])
 
@@ -104,7 +106,9 @@ class Operator(Generic[X, S, Y]):
         operator = torch.library.custom_op(f"flashlin::{self.name}", self._run, mutates_args=(),
                                            schema=f"({', '.join([*inputs, *beside])}) -> ({results})")
         operator.register_fake(self._run_fake)
-        operator.register_autograd(self._differentiate, setup_context=self._save)
+        operator.register_autograd(_differentiate_plainly if self.plain else self._differentiate, setup_context=self._save)
+        if self.plain:
+            return
         read = [*self.names, *(f"kept_{name}" for name in self.output_names), *(f"d_{name}" for name in self.output_names[:self.returns])]
         back = torch.library.custom_op(f"flashlin::{self.name}_backward", self._pull_back, mutates_args=(), schema=(
             f"({', '.join([*(f'Tensor? {name}' for name in read), *beside])}, str wanted) -> Tensor[]"))
@@ -140,9 +144,10 @@ class Operator(Generic[X, S, Y]):
         return fitted
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-        x, ctx.how = self._split(inputs)
+        x, how = self._split(inputs)
+        ctx.operator, ctx.plan, ctx.how = self, None, how
         ctx.set_materialize_grads(False)
-        x_kept, y_kept = self.kept(x, self.outputs(*(None if t.dtype == NOTHING else t for t in output)), ctx.how)
+        x_kept, y_kept = self.kept(x, self.outputs(*(None if t.dtype == NOTHING else t for t in output)), how)
         ctx.save_for_backward(*x_kept, *y_kept)
 
     def _differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -153,7 +158,7 @@ class Operator(Generic[X, S, Y]):
             return dict(zip(ordered, back(*saved, *grads[:self.returns], *how, " ".join(ordered)), strict=True))
         wanted = frozenset(compress(self.names, ctx.needs_input_grad))
         found = self.gradients(compute, self.outputs(*grads), how, wanted)
-        return *(found.get(name) for name in self.names), *(None for _ in how)
+        return *(found[name] if name in wanted else None for name in self.names), *(None for _ in how)
 
     def _pull_back(self, *arguments: Any) -> list[Tensor]:
         x, y, grads, how, wanted = self._parted(arguments)
@@ -187,6 +192,20 @@ class Operator(Generic[X, S, Y]):
         return torch.empty_like(of, memory_format=torch.contiguous_format)
 
 
+def _gradients(ctx: Any, saved: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], needs: Sequence[bool]) -> list[Tensor | None]:
+    """Of the operator's tensors, in their order."""
+    operator, how = ctx.operator, ctx.how
+    x, y = operator.tensors(*saved[:operator.count]), operator.outputs(*saved[operator.count:])
+    grads, wanted = operator.outputs(*given, *operator.missing), frozenset(compress(operator.names, needs))
+    found = operator.gradients(lambda names: operator.backward(ctx.plan, x, y, grads, how, names), grads, how, wanted)
+    return [found[name] if name in wanted else None for name in operator.names]
+
+
+@once
+def _differentiate_plainly(ctx: Any, saved: tuple[Tensor | None, ...], *given: Tensor | None) -> Any:
+    return *_gradients(ctx, saved, given[:ctx.operator.returns], ctx.needs_input_grad), *(None for _ in ctx.how)
+
+
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator[Any, Any, Any], plan: Plan, how: Any, *tensors: Tensor | None) -> Any:
@@ -202,13 +221,9 @@ class _Eager(torch.autograd.Function):
         return tuple(y[:operator.returns])
 
     @staticmethod
-    @once(lambda ctx: ctx.plan.asked.op, lambda ctx: ctx.operator.instead)
+    @once
     def backward(ctx: Any, saved: tuple[Tensor | None, ...], *given: Tensor | None) -> Any:
-        operator, how = ctx.operator, ctx.how
-        x, y = operator.tensors(*saved[:operator.count]), operator.outputs(*saved[operator.count:])
-        grads, wanted = operator.outputs(*given, *operator.missing), frozenset(compress(operator.names, ctx.needs_input_grad[BESIDE:]))
-        found = operator.gradients(lambda names: operator.backward(ctx.plan, x, y, grads, how, names), grads, how, wanted)
-        return *(None,) * BESIDE, *(found.get(name) for name in operator.names)
+        return *(None,) * BESIDE, *_gradients(ctx, saved, given, ctx.needs_input_grad[BESIDE:])
 
 
 def writing_operator(name: str, tensors: type[X], scalars: type[S], written: str, run: Callable[[X, S], Tensor],
@@ -247,8 +262,9 @@ def _nothing(like: Tensor) -> Tensor:
 
 
 def _apart(x: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
-    """x as ``like`` is, and in memory of its own: an operator may return neither one tensor twice nor one that it got."""
-    assert x is not None    # it was wanted
+    """x (None: zeros) as ``like`` is, and in memory of its own: an operator may return neither one tensor twice nor one that it got."""
+    if x is None:
+        return torch.zeros_like(like)
     x = x.to(like.dtype).contiguous()
     place = x.untyped_storage().data_ptr()
     if place and place in taken:
