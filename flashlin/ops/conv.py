@@ -18,7 +18,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_floats, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR
-from flashlin.ops._common.operator import Gradients, Kept, Operator, writing_operator
+from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, writing_operator
 from flashlin.ops._common.planned import as_planned, constant_while_tracing, name_of, planned, wants_grad
 from flashlin.ops.norm import STRICTEST
 
@@ -272,10 +272,6 @@ def _forward(plan: Plan, x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | Non
     return found
 
 
-def _on_torch(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor]:
-    return torch_path.run(*x, how.silu)
-
-
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
     N = x.x.shape[0] if x.bounds is None else x.bounds.shape[0] - 1
     return x.x.new_empty(x.x.shape), x.x.new_empty((N, *x.weight.shape)) if how.has_ht else None
@@ -295,6 +291,6 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, 
 
 
 OPERATOR = Operator(
-    "conv", Tensors, Scalars, Outputs, 2, problem=problem_of, forward=_forward, on_torch=_on_torch, empty=_empty, kept=_kept, backward=_backward,
-    same=lambda how: {"residual": "y"})
+    "conv", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward,
+    traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x, how.silu)), same=lambda how: {"residual": "y"})
 _library_update = writing_operator("conv_update", Token, Activation, "cache", _update, lambda x, how: x.x.new_empty(x.x.shape))

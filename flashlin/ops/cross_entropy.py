@@ -21,7 +21,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_device, check_floats, need_tensor, shown
 from flashlin.kernels.cross_entropy import torch_path
 from flashlin.kernels.cross_entropy.recipe import FAR
-from flashlin.ops._common.operator import Gradients, Kept, Operator
+from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced
 from flashlin.ops._common.planned import as_planned, constant_while_tracing, linear_dtype, name_of, planned, wants_grad
 
 CHUNK = 64  # rows of logits come in multiples of so many
@@ -243,8 +243,9 @@ def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wan
 
 
 OPERATOR = Operator(
-    "cross_entropy", Tensors, Scalars, Outputs, 2, problem=lambda x, how: _problem(how.call, x.logits.shape, how.needs_grad), forward=_forward,
-    on_torch=lambda x, how: torch_path.run(x.logits, x.target, *how.terms), empty=_empty, kept=_kept, backward=_backward, backward_on_torch=_backward_on_torch)
+    "cross_entropy", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward, traced=Traced(
+        lambda x, how: _problem(how.call, x.logits.shape, how.needs_grad), _empty,
+        lambda x, how: torch_path.run(x.logits, x.target, *how.terms), _backward_on_torch))
 
 
 class LinearTensors(NamedTuple):
@@ -393,7 +394,8 @@ def _backward_linear(plan: Plan | None, x: LinearTensors, y: LinearOutputs, grad
 
 LINEAR = Operator(
     "linear_cross_entropy", LinearTensors, LinearScalars, LinearOutputs, len(LinearOutputs._fields),
-    problem=lambda given, how: _problem(how.call, (given.x.shape[0], given.weight.shape[0]), how.needs_grad),
-    forward=lambda plan, given, how: _linear_loss(given, how), on_torch=_linear_loss, empty=_empty_linear,
-    kept=lambda x, y, how: ((None,) * len(x), (None, *y[1:])), backward=_backward_linear, plain=True,
+    forward=lambda plan, given, how: _linear_loss(given, how), kept=lambda x, y, how: ((None,) * len(x), (None, *y[1:])),
+    backward=_backward_linear,
+    traced=Traced(lambda given, how: _problem(how.call, (given.x.shape[0], given.weight.shape[0]), how.needs_grad), _empty_linear, _linear_loss,
+                  plain_backward=True),
     instead='cross_entropy_loss of the logits has them with flashlin.settings(path="torch")')

@@ -15,8 +15,8 @@ from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
-from flashlin.ops._common.gradients import pulled_back_by_name
-from flashlin.ops._common.operator import Gradients, Kept, Operator
+from flashlin.ops._common.gradients import pulled_back
+from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced
 from flashlin.ops._common.planned import as_planned, constant_while_tracing, exporting, name_of, planned, wants_grad
 
 Found = tuple[Tensor, "Tensor | None"]
@@ -137,9 +137,9 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, 
 
 
 def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
-    return pulled_back_by_name(lambda x: torch_path.run(*x), x._replace(x=torch_path.inputs_of(*x)), wanted, grads)
+    return pulled_back(lambda x: torch_path.run(*x), x._replace(x=torch_path.inputs_of(*x)), wanted, grads)
 
 
 OPERATOR = Operator(
-    "hgrn", Tensors, Scalars, Outputs, 2, problem=problem_of, forward=_forward, on_torch=lambda x, how: torch_path.run(*x), empty=_empty,
-    kept=_kept, backward=_backward, backward_on_torch=_backward_on_torch)
+    "hgrn", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward,
+    traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x), _backward_on_torch))

@@ -18,8 +18,8 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_dtype, check_floats, need_tensor, shown
 from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
-from flashlin.ops._common.gradients import pulled_back_by_name
-from flashlin.ops._common.operator import Gradients, Kept, Operator
+from flashlin.ops._common.gradients import pulled_back
+from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced
 from flashlin.ops._common.planned import as_planned, constant_while_tracing, dtype_as_planned, name_of, planned, wants_grad
 
 ACTIVATIONS = {"swish": SWISH, "silu": SWISH, "sigmoid": SIGMOID}
@@ -334,7 +334,7 @@ def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wan
     zeros = x.x.new_zeros(x.x.shape[-1] * how.groups, dtype=torch.float32)
     s = x._replace(x=x.x.float() / y.rstd[..., None] if _normed(how) else x.x.float(), weight=zeros + 1 if x.weight is None else x.weight.float(),
                    bias=zeros if x.bias is None else x.bias.float())
-    found = pulled_back_by_name(lambda s: torch_path.run(*s, how.eps, how.kind, how.activation, how.groups), s, wanted - {"residual"} | {"x"},
+    found = pulled_back(lambda s: torch_path.run(*s, how.eps, how.kind, how.activation, how.groups), s, wanted - {"residual"} | {"x"},
                                 grads[:2])
     return {**found, "residual": found["x"]}
 
@@ -346,5 +346,5 @@ def _like(x: Tensors, how: Scalars, name: str) -> Tensor:
 
 
 OPERATOR = Operator(
-    "norm", Tensors, Scalars, Outputs, 2, problem=lambda x, how: problem_of(how.call, x.x, how.groups, how.needs_grad), forward=_forward,
-    on_torch=_on_torch, empty=_empty, kept=_kept, backward=_backward, backward_on_torch=_backward_on_torch, like=_like, same=_same)
+    "norm", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward, same=_same,
+    traced=Traced(lambda x, how: problem_of(how.call, x.x, how.groups, how.needs_grad), _empty, _on_torch, _backward_on_torch, _like))

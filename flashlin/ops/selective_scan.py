@@ -16,7 +16,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import shown
 from flashlin.kernels.selective import torch_path
 from flashlin.kernels.selective.recipe import FAMILY, kept
-from flashlin.ops._common.operator import Gradients, Operator
+from flashlin.ops._common.operator import Gradients, Operator, Traced
 from flashlin.ops._common.planned import as_planned, constant_while_tracing, head_size_class, name_of, planned, wants_grad
 from flashlin.ops._common.pointwise import check_beside, check_rows
 from flashlin.ops.norm import STRICTEST
@@ -159,5 +159,5 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, 
 
 
 OPERATOR = Operator(
-    "selective_scan", Tensors, Scalars, Outputs, 2, problem=problem_of, forward=_forward, on_torch=lambda x, how: torch_path.run(*x, how.softplus),
-    empty=_empty, kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward)
+    "selective_scan", Tensors, Scalars, Outputs, 2, forward=_forward, kept=lambda x, y, how: (x, (None, None, y.states)),
+    backward=_backward, traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x, how.softplus)))

@@ -151,10 +151,10 @@ def test_the_library_operators_of_gated_and_grouped_norms(groups: int) -> None:
     call += " bias residual weight"
     how = (1e-5, norm.LAYER, opening, groups, *[torch.float32] * 4, True, call)
     torch.library.opcheck(torch.ops.flashlin.norm.default, (x, residual, weight, bias, gate, *how))
-    kept = [None if t is None else t.detach() for t in (x, None, weight, None if gate is None else bias, gate)]
-    stats = torch.rand(5, 3)
+    kept = [None if t is None else t.detach() for t in (x, None, weight, None if gate is None else bias, gate, None, None)]
+    stats, dy = torch.rand(5, 3), torch.rand(5, 3, 8)
     for wanted in ("x weight bias", "weight"):
-        torch.library.opcheck(torch.ops.flashlin.norm_backward.default, (*kept, None, None, stats, stats, torch.ones_like(kept[0]), None, *how, wanted))
+        torch.library.opcheck(torch.ops.flashlin.norm_backward.default, (*kept, stats, stats, dy, None, *how, wanted))
 
 
 def test_norms_compile_to_the_kernels_they_run_eagerly() -> None:

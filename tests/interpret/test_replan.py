@@ -11,7 +11,7 @@ import flashlin
 from flashlin import mamba
 from flashlin.compat import launch as door
 from flashlin.compat.target import interpreting
-from flashlin.ops._common import gradients
+from flashlin.ops._common import operator
 
 BOUNDS = torch.tensor([0, 2, 2, 5])
 TARGET = torch.tensor([1, -100, 5, 2, 0])
@@ -38,10 +38,10 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    gradients.emptied.clear()
+    operator.emptied.clear()
     yield
     torch._dynamo.reset()
-    gradients.emptied.clear()
+    operator.emptied.clear()
 
 
 def sequences(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, h0: torch.Tensor) -> list[torch.Tensor]:

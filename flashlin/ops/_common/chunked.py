@@ -24,9 +24,18 @@ from flashlin.guards import scalars
 from flashlin.guards.limits import FEW_TOKENS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, check_values, need_tensor
-from flashlin.ops._common.operator import Gradients, Operator
-from flashlin.ops._common.planned import (as_planned, constant_while_tracing, dtype_as_planned, exporting, head_size_class, name_of, planned,
-                                          suspect_layout, wants_grad)
+from flashlin.ops._common.operator import Gradients, Operator, Traced
+from flashlin.ops._common.planned import (
+    as_planned,
+    constant_while_tracing,
+    dtype_as_planned,
+    exporting,
+    head_size_class,
+    name_of,
+    planned,
+    suspect_layout,
+    wants_grad,
+)
 
 MODES = ("auto", "chunk", "fused_recurrent")
 
@@ -201,6 +210,9 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
     results = {"o": False, "ht": True, **dict.fromkeys(kept, True)}
     options = ((at, name) for at, (name, argument) in enumerate(arguments.items()) if argument.optional and not argument.constant)
 
+    def problem(x: Any, how: Scalars) -> Problem:
+        return problem_of(family, how.call, x[:-2], x.bounds, how.needs_grad, how.mode, how.state_v_first)
+
     def forward(plan: Plan, x: Any, how: Scalars) -> Any:
         return _kernels(name, "forward").run(plan, *x, how.scale, how.has_ht, how.state_v_first, how.out_dtype)
 
@@ -221,9 +233,8 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
         return dict(zip((*arguments, "h0"), found, strict=True))
 
     operator: Operator[Any, Scalars, Any] = Operator(
-        name, _fields("Tensors", inputs), Scalars, _fields("Outputs", results), 2,
-        problem=lambda x, how: problem_of(family, how.call, x[:-2], x.bounds, how.needs_grad, how.mode, how.state_v_first),
-        forward=forward, on_torch=on_torch, empty=empty, kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=backward)
+        name, _fields("Tensors", inputs), Scalars, _fields("Outputs", results), 2, forward=forward,
+        kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=backward, traced=Traced(problem, empty, on_torch))
     family = Family(name, arguments, torch_path, tuple(sorted(options, key=lambda option: option[1])), one_graph, operator)
     return family
 

@@ -3,9 +3,6 @@
 Kernels make first-order gradients only; to differentiate those again is an error that names the op, and never a gradient without its second
 half. ``create_graph=True`` alone is fine. So that the error is met from every input that a gradient depends on, what backward reads is either
 an input or an output of its function.
-
-A library operator plans when it runs, and by then the plan may have left the kernels that torch.compile saw (``settings``, a launch table,
-a canary). Then the operator computes by plain torch, forward and backward each as planned for itself.
 """
 from __future__ import annotations
 
@@ -37,59 +34,33 @@ class _Once(torch.autograd.Function):
         raise RuntimeError(ctx.refusal)
 
 
-def once(op_of: Callable[[Any], str] = lambda ctx: ctx.plan.asked.op,
-         instead_of: Callable[[Any], str] = lambda ctx: INSTEAD) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward of an autograd function, which gets its saved tensors as second argument: they may be unpacked only once
-    (torch.utils.checkpoint says so). What torch's once_differentiable does, except that it also sees a derivative by what was saved.
-    op_of: the op's name, by ctx. instead_of: what has second-order gradients, by ctx."""
-    def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(backward)
-        def run(ctx: Any, *grads: Tensor | None) -> Any:
-            saved = ctx.saved_tensors
-            if not torch.is_grad_enabled():     # no create_graph
-                return backward(ctx, saved, *grads)
-            with torch.no_grad():
-                found = backward(ctx, saved, *grads)
-            return _Once.apply(_refusal(op_of(ctx), instead_of(ctx)), len(found), *found, *saved, *grads)
-        return run
-    return decorated
+    (torch.utils.checkpoint says so). What torch's once_differentiable does, except that it also sees a derivative by what was saved. ctx.call: begins
+    with the op's name. ctx.instead: what has second-order gradients."""
+    @wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        saved = ctx.saved_tensors
+        if not torch.is_grad_enabled():     # no create_graph
+            return backward(ctx, saved, *grads)
+        with torch.no_grad():
+            found = backward(ctx, saved, *grads)
+        return _Once.apply(_refusal(ctx.call.split(" ")[0], ctx.instead), len(found), *found, *saved, *grads)
+    return run
 
 
-once_of_operator = once(lambda ctx: ctx.how.call.split(" ")[0], lambda ctx: ctx.operator.instead)
-
-
-def once_traced(operator: Any, op_of: Callable[[tuple[Any, ...]], str]) -> None:
-    """The same for a library operator that makes gradients. op_of: the op's name, by the operator's arguments."""
+def once_traced(operator: Any, call_of: Callable[[tuple[Any, ...]], str]) -> None:
+    """The same for a library operator that makes gradients. call_of: what begins with the op's name, by the operator's arguments."""
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.op = op_of(inputs)
+        ctx.op = call_of(inputs).split(" ")[0]
 
     def refuse(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(_refusal(ctx.op, INSTEAD))
     operator.register_autograd(refuse, setup_context=keep)
 
 
-emptied: set[str] = set()   # families of which an operator has gone forward by plain torch: what it kept for backward's kernels may be nothing
-
-
-def pulled_back(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], wanted: Sequence[bool],
-                grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients of those inputs that are wanted and there, contiguous and in their dtypes, by those of the function's outputs (None: zero).
-    By torch.func, which works inside of a library operator too, where autograd is off."""
-    places = [at for at, x in enumerate(inputs) if x is not None and wanted[at]]
-
-    def of_places(*xs: Tensor) -> tuple[Tensor, ...]:
-        given = list(inputs)
-        for at, x in zip(places, xs, strict=True):
-            given[at] = x
-        return tuple(function(*given))
-    outputs, back, *_ = torch.func.vjp(of_places, *(inputs[at] for at in places))
-    found = back(tuple(torch.zeros_like(o) if grad is None else grad.to(o.dtype) for o, grad in zip(outputs, grads, strict=True)))
-    by_place = dict(zip(places, found, strict=True))
-    return [by_place[at].contiguous() if at in by_place else None for at in range(len(inputs))]
-
-
-def pulled_back_by_name(function: Callable[[X], Sequence[Tensor | None]], x: X, wanted: Collection[str],
-                        grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+def pulled_back(function: Callable[[X], Sequence[Tensor | None]], x: X, wanted: Collection[str],
+                grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
     """Gradients of the wanted fields of x, a NamedTuple, by those of the function's outputs (None: zero), by name.
     By torch.func, which works inside of a library operator too, where autograd is off."""
     names = [name for name in x._fields if name in wanted]  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ launch table, a canary); then they compute by plain torch, forward and backward 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress, zip_longest
 from typing import Any, Generic, TypeVar, cast, get_args, get_type_hints
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashlin.guards.problem import Plan, Problem
-from flashlin.ops._common.gradients import INSTEAD, emptied, once_of_operator as once, once_traced, pulled_back_by_name
+from flashlin.ops._common.gradients import INSTEAD, once, once_traced, pulled_back
 from flashlin.ops._common.planned import planned
 
 X = TypeVar("X", bound=tuple[Any, ...])
@@ -31,22 +32,39 @@ NOTHING = torch.uint8       # the dtype of the empty vector that stands for None
 BESIDE = 3                  # what _Eager.forward takes before the tensors
 TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str", torch.dtype: "ScalarType", list[bool]: "bool[]"}
 
+emptied: set[str] = set()   # operators that have gone forward by plain torch: what they kept for backward's kernels may be nothing
+
+
+@dataclass(frozen=True)
+class Traced(Generic[X, S, Y]):
+    """What library operators need besides.
+
+    problem(x, how): what is planned; x may be as ``kept`` left it. empty(x, how) -> tensors like the outputs, None where there is none.
+    on_torch(x, how) -> outputs, by plain torch: those that are returned, or more. backward_on_torch(x, y, grads, how, wanted): backward by plain
+        torch, if it is not what autograd makes of on_torch.
+    like(x, how, name): a tensor like the gradient of an input, if it is not like what is kept in the input's place.
+    plain_backward: backward is plain torch, which torch.compile traces as it is.
+    """
+    problem: Callable[[X, S], Problem]
+    empty: Callable[[X, S], Outputs]
+    on_torch: Callable[[X, S], Outputs]
+    backward_on_torch: Callable[[X, Y, Y, S, frozenset[str]], Gradients] | None = None
+    like: Callable[[X, S, str], Tensor] | None = None
+    plain_backward: bool = False
+
 
 class Operator(Generic[X, S, Y]):
     """
     tensors, scalars, outputs: NamedTuple classes. Scalars end with ``needs_grad: bool``, whether backward may follow, and ``call: str``, whose
         first word is the op. returns: so many outputs go to the caller, and have gradients; backward may read the others.
-    problem(x, how): what is planned when traced; x may be as ``kept`` left it.
-    forward(plan, x, how) -> outputs, by kernels; on_torch(x, how) -> outputs, by plain torch: those that are returned, or more.
+    forward(plan, x, how) -> outputs, by kernels.
     kept(x, y, how) -> what backward reads, in the order of x and of y, with None for the rest. Something of the same shape may stand in the place
         of a tensor.
     backward(plan, x, y, grads, how, wanted) -> gradients by name, of the wanted ones at least, None for zeros, by kernels. x and y: as kept.
-        grads: of y, None for zeros. backward_on_torch(x, y, grads, how, wanted): the same by plain torch, if it is not what autograd makes of on_torch.
-    empty(x, how) -> tensors like the outputs, None where there is none. Without it there are no library operators.
-    like(x, how, name): a tensor like the gradient of an input; as a rule the input's own place in what is kept.
+        grads: of y, None for zeros.
+    traced: None where torch.compile sees plain torch; then there are no library operators.
     same(how): inputs whose gradient is that of another input or of an output.
-    in_place: an input that may be an output, written to. plain: backward is plain torch, which torch.compile traces as it is. instead: what has
-        second-order gradients.
+    in_place: an input that may be an output, written to. instead: what has second-order gradients.
     """
 
     def __init__(
@@ -57,17 +75,12 @@ class Operator(Generic[X, S, Y]):
             outputs: type[Y],
             returns: int,
             *,
-            problem: Callable[[X, S], Problem],
             forward: Callable[[Plan, X, S], Outputs],
-            on_torch: Callable[[X, S], Outputs],
             kept: Callable[[X, Y, S], Kept],
             backward: Callable[[Plan, X, Y, Y, S, frozenset[str]], Gradients],
-            backward_on_torch: Callable[[X, Y, Y, S, frozenset[str]], Gradients] | None = None,
-            empty: Callable[[X, S], Outputs] | None = None,
-            like: Callable[[X, S, str], Tensor] | None = None,
+            traced: Traced[X, S, Y] | None = None,
             same: Callable[[S], Mapping[str, str]] | None = None,
             in_place: str = "",
-            plain: bool = False,
             instead: str = INSTEAD) -> None:
         self.name, self.returns = name, returns
         self.tensors: Callable[..., X] = tensors
@@ -75,11 +88,10 @@ class Operator(Generic[X, S, Y]):
         self.outputs: Callable[..., Y] = outputs
         self.names, self.output_names = fields_of(tensors), fields_of(outputs)
         self.count, self.missing = len(self.names), (None,) * (len(self.output_names) - returns)
-        self.problem, self.forward, self.on_torch, self.kept, self.backward = problem, forward, on_torch, kept, backward
-        self.backward_on_torch, self.empty, self.like, self.same = backward_on_torch, empty, like, same
-        self.in_place, self.plain, self.instead = in_place, plain, instead
-        if empty is not None:
-            self._register([*typed(tensors)], [*typed(scalars)])
+        self.forward, self.kept, self.backward, self.same = forward, kept, backward, same
+        self.in_place, self.instead = in_place, instead
+        if traced is not None:
+            _Library(self, traced, typed(tensors), typed(scalars))
 
     def __call__(self, plan: Plan | None, x: Iterable[Tensor | None], how: S) -> tuple[Any, ...]:
         """The outputs that are returned. plan: None while torch.compile traces; then something stands for an output that there is not."""
@@ -99,98 +111,6 @@ class Operator(Generic[X, S, Y]):
         for name, source in same.items():
             found[name] = found[source] if source in self.names else getattr(grads, source)
         return found
-
-    def _register(self, inputs: list[str], beside: list[str]) -> None:
-        """The library operators. Their schemas are spelt out because torch 2.4 cannot read them from annotations."""
-        results = ", ".join("Tensor" for _ in self.output_names)
-        operator = torch.library.custom_op(f"flashlin::{self.name}", self._run, mutates_args=(),
-                                           schema=f"({', '.join([*inputs, *beside])}) -> ({results})")
-        operator.register_fake(self._run_fake)
-        operator.register_autograd(_differentiate_plainly if self.plain else self._differentiate, setup_context=self._save)
-        if self.plain:
-            return
-        read = [*self.names, *(f"kept_{name}" for name in self.output_names), *(f"d_{name}" for name in self.output_names[:self.returns])]
-        back = torch.library.custom_op(f"flashlin::{self.name}_backward", self._pull_back, mutates_args=(), schema=(
-            f"({', '.join([*(f'Tensor? {name}' for name in read), *beside])}, str wanted) -> Tensor[]"))
-        back.register_fake(self._pull_back_fake)
-        once_traced(back, lambda inputs: inputs[-2].split(" ")[0])
-
-    def _run(self, *arguments: Any) -> tuple[Tensor, ...]:
-        x, how = self._split(arguments)
-        plan = planned(self.problem(x, how), x[0].device)
-        on_torch = plan.problem.path == "torch"
-        y = self._fitted(self.on_torch(x, how), self._room(x, how), how) if on_torch else self.forward(plan, x, how)
-        return tuple(_nothing(x[0]) if t is None else t for t in y)
-
-    def _run_fake(self, *arguments: Any) -> tuple[Tensor, ...]:
-        x, how = self._split(arguments)
-        return tuple(_nothing(x[0]) if t is None else t for t in self._room(x, how))
-
-    def _split(self, arguments: Sequence[Any]) -> tuple[X, S]:
-        return self.tensors(*arguments[:self.count]), self.scalars(*arguments[self.count:])
-
-    def _room(self, x: X, how: S) -> Outputs:
-        assert self.empty is not None   # or there would be no operator
-        return self.empty(x, how)
-
-    def _fitted(self, found: Outputs, room: Outputs, how: Any) -> list[Tensor | None]:
-        """What plain torch found, as the kernels would have left it; where it makes nothing that kernels keep, room alone."""
-        fitted: list[Tensor | None] = []
-        for there, t in zip_longest(room, found):
-            if there is not None and t is None and how.needs_grad:
-                emptied.add(self.name)
-            exact = there is None or t is None or (t.dtype == there.dtype and t.stride() == there.stride())
-            fitted.append(there if there is None or t is None else t if exact else there.copy_(t.reshape(there.shape)))
-        return fitted
-
-    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-        x, how = self._split(inputs)
-        ctx.operator, ctx.plan, ctx.how = self, None, how
-        ctx.set_materialize_grads(False)
-        x_kept, y_kept = self.kept(x, self.outputs(*(None if t.dtype == NOTHING else t for t in output)), how)
-        ctx.save_for_backward(*x_kept, *y_kept)
-
-    def _differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        back, saved, how = getattr(torch.ops.flashlin, f"{self.name}_backward"), ctx.saved_tensors, ctx.how
-
-        def compute(names: frozenset[str]) -> Gradients:
-            ordered = [name for name in self.names if name in names]
-            return dict(zip(ordered, back(*saved, *grads[:self.returns], *how, " ".join(ordered)), strict=True))
-        wanted = frozenset(compress(self.names, ctx.needs_input_grad))
-        found = self.gradients(compute, self.outputs(*grads), how, wanted)
-        return *(found[name] if name in wanted else None for name in self.names), *(None for _ in how)
-
-    def _pull_back(self, *arguments: Any) -> list[Tensor]:
-        x, y, grads, how, wanted = self._parted(arguments)
-        first = next(t for t in arguments if t is not None)
-        plan = planned(self.problem(x, how), first.device)
-        if plan.problem.path != "torch":
-            if self.name in emptied:    # then x is all there, since there are kernels that read more than was returned
-                y = self.outputs(*self.forward(plan, x, how))
-            found = self.backward(plan, x, y, grads, how, frozenset(wanted))
-        elif self.backward_on_torch is not None:
-            found = self.backward_on_torch(x, y, grads, how, frozenset(wanted))
-        else:
-            found = pulled_back_by_name(lambda x: self.on_torch(x, how)[:self.returns], x, wanted, grads[:self.returns])
-        taken = {t.untyped_storage().data_ptr() for t in grads if t is not None}
-        return [_apart(found[name], self._like(x, how, name), taken) for name in wanted]
-
-    def _pull_back_fake(self, *arguments: Any) -> list[Tensor]:
-        x, _, _, how, wanted = self._parted(arguments)
-        return [self._like(x, how, name) for name in wanted]
-
-    def _parted(self, arguments: tuple[Any, ...]) -> tuple[X, Y, Y, S, list[str]]:
-        """(x, y, grads, how, wanted) of the backward operator."""
-        given = iter(arguments[:-1])
-        x = self.tensors(*(next(given) for _ in self.names))
-        y = self.outputs(*(next(given) for _ in self.outputs._fields))  # type: ignore[attr-defined]
-        grads = self.outputs(*(next(given) for _ in range(self.returns)), *self.missing)
-        return x, y, grads, self.scalars(*given), arguments[-1].split()
-
-    def _like(self, x: X, how: S, name: str) -> Tensor:
-        of = getattr(x, name) if self.like is None else self.like(x, how, name)
-        return torch.empty_like(of, memory_format=torch.contiguous_format)
-
 
 def _gradients(ctx: Any, saved: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], needs: Sequence[bool]) -> list[Tensor | None]:
     """Of the operator's tensors, in their order."""
@@ -215,7 +135,7 @@ class _Eager(torch.autograd.Function):
             x_kept, y_kept = operator.kept(x, operator.outputs(*y), how)
             ctx.save_for_backward(*x_kept, *y_kept)
             ctx.set_materialize_grads(False)
-            ctx.operator, ctx.plan, ctx.how = operator, plan, how
+            ctx.operator, ctx.plan, ctx.how, ctx.call, ctx.instead = operator, plan, how, how.call, operator.instead
         if operator.in_place and y[0] is getattr(x, operator.in_place):
             ctx.mark_dirty(y[0])
         return tuple(y[:operator.returns])
@@ -224,6 +144,99 @@ class _Eager(torch.autograd.Function):
     @once
     def backward(ctx: Any, saved: tuple[Tensor | None, ...], *given: Tensor | None) -> Any:
         return *(None,) * BESIDE, *_gradients(ctx, saved, given, ctx.needs_input_grad[BESIDE:])
+
+
+class _Library(Generic[X, S, Y]):
+    """An operator's two library operators. Their schemas are spelt out because torch 2.4 cannot read them from annotations."""
+
+    def __init__(self, operator: Operator[X, S, Y], traced: Traced[X, S, Y], inputs: list[str], beside: list[str]) -> None:
+        """inputs, beside: the fields of tensors and of scalars, as ``typed``."""
+        self.of, self.traced = operator, traced
+        results = ", ".join("Tensor" for _ in operator.output_names)
+        there = torch.library.custom_op(f"flashlin::{operator.name}", self._run, mutates_args=(),
+                                        schema=f"({', '.join([*inputs, *beside])}) -> ({results})")
+        there.register_fake(self._run_fake)
+        there.register_autograd(_differentiate_plainly if traced.plain_backward else self._differentiate, setup_context=self._save)
+        if traced.plain_backward:
+            return
+        read = [*operator.names, *(f"kept_{name}" for name in operator.output_names),
+                *(f"d_{name}" for name in operator.output_names[:operator.returns])]
+        back = torch.library.custom_op(f"flashlin::{operator.name}_backward", self._pull_back, mutates_args=(), schema=(
+            f"({', '.join([*(f'Tensor? {name}' for name in read), *beside])}, str wanted) -> Tensor[]"))
+        back.register_fake(self._pull_back_fake)
+        once_traced(back, lambda inputs: inputs[-2])
+
+    def _run(self, *arguments: Any) -> tuple[Tensor, ...]:
+        x, how = self._split(arguments)
+        plan = planned(self.traced.problem(x, how), x[0].device)
+        on_torch = plan.problem.path == "torch"
+        y = self._fitted(self.traced.on_torch(x, how), self.traced.empty(x, how), how) if on_torch else self.of.forward(plan, x, how)
+        return tuple(_nothing(x[0]) if t is None else t for t in y)
+
+    def _run_fake(self, *arguments: Any) -> tuple[Tensor, ...]:
+        x, how = self._split(arguments)
+        return tuple(_nothing(x[0]) if t is None else t for t in self.traced.empty(x, how))
+
+    def _split(self, arguments: Sequence[Any]) -> tuple[X, S]:
+        return self.of.tensors(*arguments[:self.of.count]), self.of.scalars(*arguments[self.of.count:])
+
+    def _fitted(self, found: Outputs, room: Outputs, how: Any) -> list[Tensor | None]:
+        """What plain torch found, as the kernels would have left it; where it makes nothing that kernels keep, room alone."""
+        fitted: list[Tensor | None] = []
+        for there, t in zip_longest(room, found):
+            if there is not None and t is None and how.needs_grad:
+                emptied.add(self.of.name)
+            exact = there is None or t is None or (t.dtype == there.dtype and t.stride() == there.stride())
+            fitted.append(there if there is None or t is None else t if exact else there.copy_(t.reshape(there.shape)))
+        return fitted
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+        x, how = self._split(inputs)
+        ctx.operator, ctx.plan, ctx.how, ctx.call, ctx.instead = self.of, None, how, inputs[-1], self.of.instead
+        ctx.set_materialize_grads(False)
+        x_kept, y_kept = self.of.kept(x, self.of.outputs(*(None if t.dtype == NOTHING else t for t in output)), how)
+        ctx.save_for_backward(*x_kept, *y_kept)
+
+    def _differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        back, saved, how = getattr(torch.ops.flashlin, f"{self.of.name}_backward"), ctx.saved_tensors, ctx.how
+
+        def compute(names: frozenset[str]) -> Gradients:
+            ordered = [name for name in self.of.names if name in names]
+            return dict(zip(ordered, back(*saved, *grads[:self.of.returns], *how, " ".join(ordered)), strict=True))
+        wanted = frozenset(compress(self.of.names, ctx.needs_input_grad))
+        found = self.of.gradients(compute, self.of.outputs(*grads), how, wanted)
+        return *(found[name] if name in wanted else None for name in self.of.names), *(None for _ in how)
+
+    def _pull_back(self, *arguments: Any) -> list[Tensor]:
+        x, y, grads, how, wanted = self._parted(arguments)
+        first = next(t for t in arguments if t is not None)
+        plan = planned(self.traced.problem(x, how), first.device)
+        if plan.problem.path != "torch":
+            if self.of.name in emptied:    # then x is all there, since there are kernels that read more than was returned
+                y = self.of.outputs(*self.of.forward(plan, x, how))
+            found = self.of.backward(plan, x, y, grads, how, frozenset(wanted))
+        elif self.traced.backward_on_torch is not None:
+            found = self.traced.backward_on_torch(x, y, grads, how, frozenset(wanted))
+        else:
+            found = pulled_back(lambda x: self.traced.on_torch(x, how)[:self.of.returns], x, wanted, grads[:self.of.returns])
+        taken = {t.untyped_storage().data_ptr() for t in grads if t is not None}
+        return [_apart(found[name], self._like(x, how, name), taken) for name in wanted]
+
+    def _pull_back_fake(self, *arguments: Any) -> list[Tensor]:
+        x, _, _, how, wanted = self._parted(arguments)
+        return [self._like(x, how, name) for name in wanted]
+
+    def _parted(self, arguments: tuple[Any, ...]) -> tuple[X, Y, Y, S, list[str]]:
+        """(x, y, grads, how, wanted) of the backward operator."""
+        given = iter(arguments[:-1])
+        x = self.of.tensors(*(next(given) for _ in self.of.names))
+        y = self.of.outputs(*(next(given) for _ in self.of.output_names))
+        grads = self.of.outputs(*(next(given) for _ in range(self.of.returns)), *self.of.missing)
+        return x, y, grads, self.of.scalars(*given), arguments[-1].split()
+
+    def _like(self, x: X, how: S, name: str) -> Tensor:
+        of = getattr(x, name) if self.traced.like is None else self.traced.like(x, how, name)
+        return torch.empty_like(of, memory_format=torch.contiguous_format)
 
 
 def writing_operator(name: str, tensors: type[X], scalars: type[S], written: str, run: Callable[[X, S], Tensor],

@@ -82,12 +82,12 @@ X = TypeVar("X", bound=tuple[Any, ...])
 
 
 def as_planned(x: X, dot: str) -> X:
-    """The tensors, fields of a NamedTuple, as a plan's kernels take their operands (``Problem.dot``): where those are fp32, nothing of 16 bits may
+    """The tensors of a tuple as a plan's kernels take their operands (``Problem.dot``): where those are fp32, nothing of 16 bits may
     reach a kernel, not even to be loaded or stored."""
     if dot != "fp32":
         return x
-    return x._replace(**{name: t.float() for name, t in x._asdict().items()  # type: ignore[attr-defined, no-any-return]
-                         if t is not None and t.dtype in SIXTEEN_BITS})
+    found = [t.float() if t is not None and t.dtype in SIXTEEN_BITS else t for t in x]
+    return x._make(found) if hasattr(x, "_make") else tuple(found)  # type: ignore[return-value]
 
 
 def dtype_as_planned(dtype: torch.dtype, dot: str) -> torch.dtype:

@@ -15,8 +15,8 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_dense, check_device, check_dtype, check_floats, need_tensor, shown
 from flashlin.kernels.pointwise import torch_path
 from flashlin.kernels.pointwise.recipe import APART, MIX, SCALE, SKIP
-from flashlin.ops._common.gradients import once
-from flashlin.ops._common.planned import name_of, planned, wants_grad
+from flashlin.ops._common.gradients import INSTEAD, once
+from flashlin.ops._common.planned import as_planned, dtype_as_planned, name_of, planned, wants_grad
 from flashlin.ops.norm import STRICTEST
 
 
@@ -32,11 +32,8 @@ def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bo
     plan = planned(problem_of(op, family, first.numel() // max(H * K, 1), H, K, dtype, tensors, wants_grad(*tensors)), first.device)
     if plan.problem.path == "torch":
         return torch_path.run(family, tensors, bound, dtype)
-    kernel_dtype = dtype
-    if plan.problem.dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
-        tensors, kernel_dtype = tuple(None if x is None else x.float() for x in tensors), torch.float32
-    found: tuple[Tensor, ...] = _Pointwise.apply(plan, bound, kernel_dtype, *(
-        x if x is None or family in APART else x.contiguous() for x in tensors))
+    found: tuple[Tensor, ...] = _Pointwise.apply(plan, bound, dtype_as_planned(dtype, plan.problem.dot), *(
+        x if x is None or family in APART else x.contiguous() for x in as_planned(tensors, plan.problem.dot)))
     return tuple(y.to(dtype) for y in found)
 
 
@@ -92,14 +89,14 @@ class _Pointwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, bound: float | None, dtype: torch.dtype, *tensors: Tensor | None) -> Any:
         from flashlin.kernels.pointwise import forward
-        ctx.plan, ctx.bound = plan, bound
+        ctx.plan, ctx.bound, ctx.call, ctx.instead = plan, bound, plan.asked.op, INSTEAD
         family = plan.problem.family
         only_added = family == MIX or (family == SKIP and tensors[3] is None)  # the first one: no gradient depends on it
         ctx.save_for_backward(*((None, *tensors[1:]) if only_added else tensors))
         return forward.run(plan, tensors, bound, dtype)
 
     @staticmethod
-    @once()
+    @once
     def backward(ctx: Any, saved: tuple[Any, ...], *dys: Tensor) -> Any:
         from flashlin.kernels.pointwise import backward
         parameters = backward.PARAMETERS[ctx.plan.problem.family]

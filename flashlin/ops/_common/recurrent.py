@@ -20,9 +20,17 @@ from flashlin.kernels.gla import torch_path as chunked_gla
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import kept
-from flashlin.ops._common.operator import Gradients, Operator, writing_operator
-from flashlin.ops._common.planned import (as_planned, constant_while_tracing, dtype_as_planned, head_size_class, name_of, planned, suspect_layout,
-                                          wants_grad)
+from flashlin.ops._common.operator import Gradients, Operator, Traced, writing_operator
+from flashlin.ops._common.planned import (
+    as_planned,
+    constant_while_tracing,
+    dtype_as_planned,
+    head_size_class,
+    name_of,
+    planned,
+    suspect_layout,
+    wants_grad,
+)
 from flashlin.ops._common.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
 
 LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
@@ -257,9 +265,9 @@ def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars, w
 
 
 OPERATOR = Operator(
-    "recurrent", Inputs, Scalars, Outputs, 2, problem=lambda x, how: problem_of(how.call, x, how.words, how.needs_grad), forward=_forward,
-    on_torch=lambda x, how: _on_torch(*prepared(x, how.words), how.scale), empty=_empty, kept=lambda x, y, how: (x, (None, None, y.states)),
-    backward=_backward)
+    "recurrent", Inputs, Scalars, Outputs, 2, forward=_forward, kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
+    traced=Traced(lambda x, how: problem_of(how.call, x, how.words, how.needs_grad), _empty,
+                  lambda x, how: _on_torch(*prepared(x, how.words), how.scale)))
 
 
 class InPlace(NamedTuple):
