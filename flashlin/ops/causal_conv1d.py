@@ -16,7 +16,7 @@ from flashlin.guards.problem import Problem
 from flashlin.guards.tensors import check_apart, check_dense, check_device, check_floats, check_integers, shown
 from flashlin.kernels.mamba.recipe import WINDOW
 from flashlin.ops import conv
-from flashlin.ops._common.operator import writing_operator
+from flashlin.ops._common.operator import kernels, writing_operator
 from flashlin.ops._common.planned import as_planned, constant_while_tracing, name_of, planned, wants_grad
 from flashlin.ops._common.pointwise import check_beside
 from flashlin.ops.conv import ACTIVATIONS
@@ -244,8 +244,7 @@ def _run(given: Tensors, how: Scalars) -> Tensor:
         return _in_parts(x, state, weight, bias, how.silu, seqlens, indices)
     x, window, weight, bias, seqlens, indices = as_planned(given, plan.problem.dot)
     weight, bias, seqlens, indices = weight.contiguous(), *(None if t is None else t.contiguous() for t in (bias, seqlens, indices))
-    from flashlin.kernels.mamba import forward
-    y: Tensor = forward.convolve(plan, x, window, weight, bias, seqlens, indices, how.silu, x.dtype)
+    y: Tensor = kernels("mamba", "forward").convolve(plan, x, window, weight, bias, seqlens, indices, how.silu, x.dtype)
     if window is not state:
         state.copy_(window)
     return y.to(dtype)

@@ -18,7 +18,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_floats, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR
-from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, writing_operator
+from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels, writing_operator
 from flashlin.ops._common.planned import as_planned, constant_while_tracing, name_of, planned, wants_grad
 from flashlin.ops.norm import STRICTEST
 
@@ -185,8 +185,7 @@ def _update(given: Token, how: Activation) -> Tensor:
     x, weight, bias, residual, window = as_planned(given, dot)
     x, weight = x.contiguous(), weight.contiguous()
     bias, residual = (None if t is None else t.contiguous() for t in (bias, residual))
-    from flashlin.kernels.conv import forward
-    y = forward.update(plan, x, weight, bias, residual, window, how.silu, x.dtype)
+    y = kernels("conv", "forward").update(plan, x, weight, bias, residual, window, how.silu, x.dtype)
     if window is not cache:
         cache.copy_(window)
     return y.to(dtype)
@@ -194,6 +193,8 @@ def _update(given: Token, how: Activation) -> Tensor:
 
 def evenly_spaced(x: Tensor) -> Tensor:
     """x [B, T, D], copied unless its channels are contiguous and its rows lie at one distance through the whole batch."""
+    if x.is_contiguous():
+        return x
     B, T, _ = x.shape
     stride = x.stride(0) if T == 1 else x.stride(1)
     even = B == 1 or T == 1 or x.stride(0) == T * stride
@@ -267,8 +268,7 @@ def _route(call: str, W: int, device: torch.device) -> tuple[str, str]:
 
 
 def _forward(plan: Plan, x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
-    from flashlin.kernels.conv import forward
-    found: tuple[Tensor, Tensor | None] = forward.run(plan, evenly_spaced(x.x), *x[1:], how.silu, how.has_ht, x.x.dtype)
+    found: tuple[Tensor, Tensor | None] = kernels("conv", "forward").run(plan, evenly_spaced(x.x), *x[1:], how.silu, how.has_ht, x.x.dtype)
     return found
 
 
@@ -282,11 +282,11 @@ def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
 
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
-    from flashlin.kernels.conv import backward
     dy = torch.zeros(x.x.shape, dtype=x.x.dtype, device=x.x.device) if grads.y is None else grads.y.contiguous()
     dht = None if grads.ht is None else grads.ht.contiguous()
-    dx, dweight, dbias, dh0 = backward.run(plan, evenly_spaced(x.x), x.weight, x.bias, x.h0, x.bounds, dy, dht, how.silu, "x" in wanted,
-                                           "weight" in wanted, "bias" in wanted, "h0" in wanted)
+    dx, dweight, dbias, dh0 = kernels("conv", "backward").run(
+        plan, evenly_spaced(x.x), x.weight, x.bias, x.h0, x.bounds, dy, dht, how.silu,
+        "x" in wanted, "weight" in wanted, "bias" in wanted, "h0" in wanted)
     return {"x": dx, "weight": None if dweight is None else dweight.to(x.weight.dtype).contiguous(), "bias": dbias, "h0": dh0}
 
 

@@ -21,14 +21,14 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_device, check_floats, need_tensor, shown
 from flashlin.kernels.cross_entropy import torch_path
 from flashlin.kernels.cross_entropy.recipe import FAR
-from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced
+from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
 from flashlin.ops._common.planned import as_planned, constant_while_tracing, linear_dtype, name_of, planned, wants_grad
 
 CHUNK = 64  # rows of logits come in multiples of so many
 
 
 class Terms(NamedTuple):
-    """The numbers of the formula, as forward.run takes them."""
+    """The numbers of the formula, as kernels("cross_entropy", "forward").run takes them."""
     scale: float
     cap: float | None
     smoothing: float
@@ -214,9 +214,8 @@ class Outputs(NamedTuple):
     lse: Tensor
 
 
-def _forward(plan: Plan, x: Tensors, how: Scalars) -> tuple[Tensor, Tensor, Tensor]:
-    from flashlin.kernels.cross_entropy import forward
-    return forward.run(plan, _rows(x.logits), x.target, *how.terms)
+def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
+    return kernels("cross_entropy", "forward").run(plan, _rows(x.logits), x.target, *how.terms)
 
 
 def _empty(x: Tensors, how: Scalars) -> list[Tensor]:
@@ -229,10 +228,9 @@ def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
     """z_loss has no gradient of its own."""
-    from flashlin.kernels.cross_entropy import backward
     if grads.loss is None:
         return {"logits": None}
-    dlogits = backward.run(plan, _rows(x.logits), x.target, y.lse, grads.loss.contiguous(), *how.terms, how.in_place)
+    dlogits = kernels("cross_entropy", "backward").run(plan, _rows(x.logits), x.target, y.lse, grads.loss.contiguous(), *how.terms, how.in_place)
     if how.in_place:
         torch.autograd.graph.increment_version(x.logits)  # whoever else has kept them for backward is told so
     return {"logits": dlogits}
@@ -342,8 +340,7 @@ def _losses(plan: Plan, logits: Tensor, target: Tensor, terms: Terms) -> tuple[T
     if plan.problem.path == "torch":
         loss, _, lse = torch_path.run(logits, target, *terms)
     else:
-        from flashlin.kernels.cross_entropy import forward
-        loss, _, lse = forward.run(plan, as_planned(Tensors(logits, target), plan.problem.dot).logits, target, *terms)
+        loss, _, lse = kernels("cross_entropy", "forward").run(plan, as_planned(Tensors(logits, target), plan.problem.dot).logits, target, *terms)
     return loss, lse
 
 
@@ -355,9 +352,8 @@ def _both(plan: Plan, logits: Tensor, target: Tensor, one: Tensor, terms: Terms,
     if plan.problem.path == "torch":
         dlogits = torch_path.gradients(logits, target, lse, one, *terms)
     else:
-        from flashlin.kernels.cross_entropy import backward
         readable = as_planned(Tensors(logits, target), plan.problem.dot).logits
-        dlogits = backward.run(plan, readable, target, lse, one, *terms, True).to(logits.dtype)
+        dlogits = kernels("cross_entropy", "backward").run(plan, readable, target, lse, one, *terms, True).to(logits.dtype)
     if highest is not None and penalty is not None:
         pull = highest.values.to(lse.dtype) * penalty
         dlogits.scatter_(1, highest.indices, (dlogits.gather(1, highest.indices) + pull).to(dlogits.dtype))

@@ -5,7 +5,7 @@ Source: Qin et al. 2023 (arXiv 2311.04823).
 """
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
 from flashlin.ops._common.gradients import pulled_back
-from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced
+from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
 from flashlin.ops._common.planned import as_planned, constant_while_tracing, exporting, name_of, planned, wants_grad
 
 Found = tuple[Tensor, "Tensor | None"]
@@ -112,9 +112,8 @@ def _route(op: str, dtype: str, device: torch.device) -> tuple[str, str]:
     return problem.path, problem.dot
 
 
-def _forward(plan: Plan, x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
-    from flashlin.kernels.hgrn import forward
-    return forward.run(plan, *x, how.has_ht)
+def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
+    return kernels("hgrn", "forward").run(plan, *x, how.has_ht)
 
 
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
@@ -129,11 +128,10 @@ def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
 
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
-    from flashlin.kernels.hgrn import backward
     o, g, h0, bounds = x
     do = torch.zeros_like(o) if grads.o is None else grads.o.contiguous()
     dht = None if grads.ht is None else grads.ht.contiguous()
-    return dict(zip(("x", "g", "h0"), backward.run(plan, g, o, h0, bounds, do, dht, "h0" in wanted), strict=True))
+    return dict(zip(("x", "g", "h0"), kernels("hgrn", "backward").run(plan, g, o, h0, bounds, do, dht, "h0" in wanted), strict=True))
 
 
 def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:

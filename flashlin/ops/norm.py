@@ -19,7 +19,7 @@ from flashlin.guards.tensors import check_dtype, check_floats, need_tensor, show
 from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
 from flashlin.ops._common.gradients import pulled_back
-from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced
+from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
 from flashlin.ops._common.planned import as_planned, constant_while_tracing, dtype_as_planned, name_of, planned, wants_grad
 
 ACTIVATIONS = {"swish": SWISH, "silu": SWISH, "sigmoid": SIGMOID}
@@ -287,8 +287,7 @@ class Outputs(NamedTuple):
 
 
 def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
-    from flashlin.kernels.norm import forward
-    return forward.run(plan, *x, how.eps, how.kind, how.activation, how.y_dtype, how.total_dtype, how.needs_grad)
+    return kernels("norm", "forward").run(plan, *x, how.eps, how.kind, how.activation, how.y_dtype, how.total_dtype, how.needs_grad)
 
 
 def _on_torch(x: Tensors, how: Scalars) -> Any:
@@ -321,8 +320,7 @@ def _same(how: Scalars) -> dict[str, str]:
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
     if grads.y is None:
         return {"x": grads.total, "residual": grads.total, "weight": None, "bias": None, "gate": None}
-    from flashlin.kernels.norm import backward
-    dx, dresidual, dgate, dweight, dbias = backward.run(
+    dx, dresidual, dgate, dweight, dbias = kernels("norm", "backward").run(
         plan, x.x, x.weight, x.bias, x.gate, y.mean, y.rstd, grads.y.contiguous(), None if grads.total is None else grads.total.contiguous(),
         how.kind, how.activation, _normed(how), how.x_dtype, how.residual_dtype if "residual" in wanted else None, "weight" in wanted,
         "bias" in wanted)

@@ -15,7 +15,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_device, check_floats, check_integers, shown
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
-from flashlin.ops._common.operator import Gradients, Kept, Operator
+from flashlin.ops._common.operator import Gradients, Kept, Operator, kernels
 from flashlin.ops._common.planned import as_planned, name_of, planned, wants_grad
 from flashlin.ops.norm import STRICTEST
 
@@ -144,8 +144,7 @@ class Outputs(NamedTuple):
 
 
 def _forward(plan: Plan, x: Tensors, how: Scalars) -> tuple[Tensor]:
-    from flashlin.kernels.rotary import forward
-    return forward.run(plan, x.x, x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved, False, how.in_place),
+    return kernels("rotary", "forward").run(plan, x.x, x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved, False, how.in_place),
 
 
 def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
@@ -153,10 +152,10 @@ def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
 
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
-    from flashlin.kernels.rotary import forward
     if grads.y is None:
         return {"x": None}
-    return {"x": forward.run(plan, _evenly(grads.y), x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved, True, False)}
+    return {"x": kernels("rotary", "forward").run(
+        plan, _evenly(grads.y), x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved, True, False)}
 
 
 OPERATOR = Operator("rotary", Tensors, Scalars, Outputs, 1, forward=_forward, kept=_kept, backward=_backward, in_place="x")

@@ -5,7 +5,6 @@ Source: Gu and Dao 2023 (arXiv 2312.00752).
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import shown
 from flashlin.kernels.selective import torch_path
 from flashlin.kernels.selective.recipe import FAMILY, kept
-from flashlin.ops._common.operator import Gradients, Operator, Traced
+from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
 from flashlin.ops._common.planned import as_planned, constant_while_tracing, head_size_class, name_of, planned, wants_grad
 from flashlin.ops._common.pointwise import check_beside, check_rows
 from flashlin.ops.norm import STRICTEST
@@ -140,9 +139,8 @@ def _route(dtype: str, N: int, fixed: bool, device: torch.device) -> tuple[str, 
     return problem.path, problem.dot
 
 
-def _forward(plan: Plan, x: Tensors, how: Scalars) -> Sequence[Tensor | None]:
-    from flashlin.kernels.selective import forward
-    return forward.run(plan, *x, how.softplus)
+def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
+    return kernels("selective", "forward").run(plan, *x, how.softplus)
 
 
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -151,10 +149,9 @@ def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
-    from flashlin.kernels.selective import backward
     dy = torch.zeros_like(x.u) if grads.y is None else grads.y
     dlast = None if grads.last is None else grads.last.contiguous()
-    found = backward.run(plan, x.u, x.delta, x.A, x.B, x.C, x.D, x.z, x.bias, y.states, how.softplus, dy, dlast)
+    found = kernels("selective", "backward").run(plan, x.u, x.delta, x.A, x.B, x.C, x.D, x.z, x.bias, y.states, how.softplus, dy, dlast)
     return dict(zip(Tensors._fields, found, strict=True))
 
 

@@ -15,7 +15,7 @@ from flashlin.guards.problem import Problem
 from flashlin.guards.tensors import check_apart, check_device, check_floats, check_integers, shown
 from flashlin.kernels.mamba import torch_path
 from flashlin.kernels.mamba.recipe import STATE_UPDATE
-from flashlin.ops._common.operator import writing_operator
+from flashlin.ops._common.operator import kernels, writing_operator
 from flashlin.ops._common.planned import as_planned, constant_while_tracing, name_of, planned, wants_grad
 from flashlin.ops._common.pointwise import check_beside
 from flashlin.ops.norm import STRICTEST
@@ -150,8 +150,7 @@ def _run(given: Tensors, how: Scalars) -> Tensor:
     x, B, C = (rows_contiguous(t) for t in (x, B, C))
     z = None if z is None else rows_contiguous(z)
     indices = None if indices is None else indices.contiguous()
-    from flashlin.kernels.mamba import forward
-    y: Tensor = forward.update(plan, states, x, dt, A, B, C, D, z, dt_bias, indices, how.softplus, x.dtype)
+    y: Tensor = kernels("mamba", "forward").update(plan, states, x, dt, A, B, C, D, z, dt_bias, indices, how.softplus, x.dtype)
     if states is not given.pool:
         given.pool.copy_(states)
     return y.to(dtype)

@@ -11,8 +11,6 @@ all lengths.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +22,7 @@ from flashlin.guards import scalars
 from flashlin.guards.limits import FEW_TOKENS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, check_values, need_tensor
-from flashlin.ops._common.operator import Gradients, Operator, Traced
+from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
 from flashlin.ops._common.planned import (
     as_planned,
     constant_while_tracing,
@@ -197,12 +195,6 @@ def _route(op: str, family: str, mode: str, dtype: str, K: int, V: int, v_first:
     return problem.path, problem.dot
 
 
-@cache
-def _kernels(family: str, direction: str) -> Any:
-    """Triton is imported when it is needed, not before."""
-    return import_module(f"flashlin.kernels.{family}.{direction}")
-
-
 def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..., tuple[Tensor, Tensor]], kept: tuple[str, ...] = (),
               room: Callable[..., tuple[Tensor | None, ...]] = lambda *_: (), one_graph: bool = False) -> Family:
     """kept: names of what forward keeps for backward; room(needs_grad, *tensors): tensors like that."""
@@ -214,7 +206,7 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
         return problem_of(family, how.call, x[:-2], x.bounds, how.needs_grad, how.mode, how.state_v_first)
 
     def forward(plan: Plan, x: Any, how: Scalars) -> Any:
-        return _kernels(name, "forward").run(plan, *x, how.scale, how.has_ht, how.state_v_first, how.out_dtype)
+        return kernels(name, "forward").run(plan, *x, how.scale, how.has_ht, how.state_v_first, how.out_dtype)
 
     def on_torch(x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         return _on_torch(family, x[:-2], x.h0, x.bounds, how.scale, how.state_v_first)
@@ -229,7 +221,7 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
     def backward(plan: Plan, x: Any, y: Any, grads: Any, how: Scalars, wanted: frozenset[str]) -> Gradients:
         do = torch.zeros_like(x.v) if grads.o is None else grads.o.contiguous()
         dht = None if grads.ht is None else grads.ht.contiguous()
-        found = _kernels(name, "backward").run(plan, *x, *y[2:], how.scale, how.state_v_first, do, dht, wanted)
+        found = kernels(name, "backward").run(plan, *x, *y[2:], how.scale, how.state_v_first, do, dht, wanted)
         return dict(zip((*arguments, "h0"), found, strict=True))
 
     operator: Operator[Any, Scalars, Any] = Operator(

@@ -17,8 +17,8 @@ X = TypeVar("X", bound=tuple[Any, ...])
 INSTEAD = 'FLASHLIN_PATH=torch or flashlin.settings(path="torch") has them, in plain torch'
 
 
-def _refusal(op: str, instead: str) -> str:
-    return f"{op}: got a second differentiation, need a first one: there are no second-order gradients here; {instead}"
+def _refusal(call: str, instead: str) -> str:
+    return f"{call.split(' ')[0]}: got a second differentiation, need a first one: there are no second-order gradients here; {instead}"
 
 
 class _Once(torch.autograd.Function):
@@ -34,28 +34,30 @@ class _Once(torch.autograd.Function):
         raise RuntimeError(ctx.refusal)
 
 
-def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates the backward of an autograd function, which gets its saved tensors as second argument: they may be unpacked only once
-    (torch.utils.checkpoint says so). What torch's once_differentiable does, except that it also sees a derivative by what was saved. ctx.call: begins
-    with the op's name. ctx.instead: what has second-order gradients."""
-    @wraps(backward)
-    def run(ctx: Any, *grads: Tensor | None) -> Any:
-        saved = ctx.saved_tensors
-        if not torch.is_grad_enabled():     # no create_graph
-            return backward(ctx, saved, *grads)
-        with torch.no_grad():
-            found = backward(ctx, saved, *grads)
-        return _Once.apply(_refusal(ctx.call.split(" ")[0], ctx.instead), len(found), *found, *saved, *grads)
-    return run
+    (torch.utils.checkpoint says so). What torch's once_differentiable does, except that it also sees a derivative by what was saved.
+    who(ctx): what begins with the op's name, and what has second-order gradients."""
+    def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(backward)
+        def run(ctx: Any, *grads: Tensor | None) -> Any:
+            saved = ctx.saved_tensors
+            if not torch.is_grad_enabled():     # no create_graph
+                return backward(ctx, saved, *grads)
+            with torch.no_grad():
+                found = backward(ctx, saved, *grads)
+            return _Once.apply(_refusal(*who(ctx)), len(found), *found, *saved, *grads)
+        return run
+    return decorated
 
 
 def once_traced(operator: Any, call_of: Callable[[tuple[Any, ...]], str]) -> None:
     """The same for a library operator that makes gradients. call_of: what begins with the op's name, by the operator's arguments."""
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.op = call_of(inputs).split(" ")[0]
+        ctx.call = call_of(inputs)
 
     def refuse(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(_refusal(ctx.op, INSTEAD))
+        raise RuntimeError(_refusal(ctx.call, INSTEAD))
     operator.register_autograd(refuse, setup_context=keep)
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from itertools import compress, zip_longest
 from typing import Any, Generic, TypeVar, cast, get_args, get_type_hints
 
@@ -106,24 +108,32 @@ class Operator(Generic[X, S, Y]):
         if self.same is None:
             return compute(wanted)
         same = {name: source for name, source in self.same(how).items() if name in wanted}
+        if not same:
+            return compute(wanted)
         asked = wanted - same.keys() | {source for source in same.values() if source in self.names}
         found = dict(compute(asked)) if asked else {}
         for name, source in same.items():
             found[name] = found[source] if source in self.names else getattr(grads, source)
         return found
 
+def _who(ctx: Any) -> tuple[str, str]:
+    operator, _, how = ctx.call
+    return how.call, operator.instead
+
+
 def _gradients(ctx: Any, saved: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], needs: Sequence[bool]) -> list[Tensor | None]:
     """Of the operator's tensors, in their order."""
-    operator, how = ctx.operator, ctx.how
+    operator, plan, how = ctx.call
     x, y = operator.tensors(*saved[:operator.count]), operator.outputs(*saved[operator.count:])
     grads, wanted = operator.outputs(*given, *operator.missing), frozenset(compress(operator.names, needs))
-    found = operator.gradients(lambda names: operator.backward(ctx.plan, x, y, grads, how, names), grads, how, wanted)
+    found = operator.gradients(lambda names: operator.backward(plan, x, y, grads, how, names), grads, how, wanted)
     return [found[name] if name in wanted else None for name in operator.names]
 
 
-@once
+@once(_who)
 def _differentiate_plainly(ctx: Any, saved: tuple[Tensor | None, ...], *given: Tensor | None) -> Any:
-    return *_gradients(ctx, saved, given[:ctx.operator.returns], ctx.needs_input_grad), *(None for _ in ctx.how)
+    operator, _, how = ctx.call
+    return *_gradients(ctx, saved, given[:operator.returns], ctx.needs_input_grad), *(None for _ in how)
 
 
 class _Eager(torch.autograd.Function):
@@ -135,13 +145,13 @@ class _Eager(torch.autograd.Function):
             x_kept, y_kept = operator.kept(x, operator.outputs(*y), how)
             ctx.save_for_backward(*x_kept, *y_kept)
             ctx.set_materialize_grads(False)
-            ctx.operator, ctx.plan, ctx.how, ctx.call, ctx.instead = operator, plan, how, how.call, operator.instead
+            ctx.call = operator, plan, how
         if operator.in_place and y[0] is getattr(x, operator.in_place):
             ctx.mark_dirty(y[0])
         return tuple(y[:operator.returns])
 
     @staticmethod
-    @once
+    @once(_who)
     def backward(ctx: Any, saved: tuple[Tensor | None, ...], *given: Tensor | None) -> Any:
         return *(None,) * BESIDE, *_gradients(ctx, saved, given, ctx.needs_input_grad[BESIDE:])
 
@@ -192,13 +202,13 @@ class _Library(Generic[X, S, Y]):
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
         x, how = self._split(inputs)
-        ctx.operator, ctx.plan, ctx.how, ctx.call, ctx.instead = self.of, None, how, inputs[-1], self.of.instead
+        ctx.call = self.of, None, how
         ctx.set_materialize_grads(False)
         x_kept, y_kept = self.of.kept(x, self.of.outputs(*(None if t.dtype == NOTHING else t for t in output)), how)
         ctx.save_for_backward(*x_kept, *y_kept)
 
     def _differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        back, saved, how = getattr(torch.ops.flashlin, f"{self.of.name}_backward"), ctx.saved_tensors, ctx.how
+        back, saved, how = getattr(torch.ops.flashlin, f"{self.of.name}_backward"), ctx.saved_tensors, ctx.call[2]
 
         def compute(names: frozenset[str]) -> Gradients:
             ordered = [name for name in self.of.names if name in names]
@@ -250,6 +260,12 @@ def writing_operator(name: str, tensors: type[X], scalars: type[S], written: str
         mutates_args=(written,), schema=f"({inputs}) -> Tensor")
     operator.register_fake(lambda *arguments: empty(make_tensors(*arguments[:count]), make_scalars(*arguments[count:])))
     return operator
+
+
+@cache
+def kernels(family: str, direction: str) -> Any:
+    """The module of a family's kernels. Triton is imported when it is needed, not before."""
+    return import_module(f"flashlin.kernels.{family}.{direction}")
 
 
 def fields_of(named: Any) -> tuple[str, ...]:

@@ -101,7 +101,11 @@ def name_of(dtype: torch.dtype) -> str:
 
 def wants_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether backward may be asked of this call. Inside autograd.Function.forward it is too late to find out."""
-    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 def linear_dtype(x: torch.Tensor) -> torch.dtype:

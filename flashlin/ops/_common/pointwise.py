@@ -16,6 +16,7 @@ from flashlin.guards.tensors import check_dense, check_device, check_dtype, chec
 from flashlin.kernels.pointwise import torch_path
 from flashlin.kernels.pointwise.recipe import APART, MIX, SCALE, SKIP
 from flashlin.ops._common.gradients import INSTEAD, once
+from flashlin.ops._common.operator import kernels
 from flashlin.ops._common.planned import as_planned, dtype_as_planned, name_of, planned, wants_grad
 from flashlin.ops.norm import STRICTEST
 
@@ -88,18 +89,16 @@ def check_parameter(name: str, x: Any, count: int, meaning: str, beside: str, fi
 class _Pointwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, bound: float | None, dtype: torch.dtype, *tensors: Tensor | None) -> Any:
-        from flashlin.kernels.pointwise import forward
-        ctx.plan, ctx.bound, ctx.call, ctx.instead = plan, bound, plan.asked.op, INSTEAD
+        ctx.plan, ctx.bound = plan, bound
         family = plan.problem.family
         only_added = family == MIX or (family == SKIP and tensors[3] is None)  # the first one: no gradient depends on it
         ctx.save_for_backward(*((None, *tensors[1:]) if only_added else tensors))
-        return forward.run(plan, tensors, bound, dtype)
+        return kernels("pointwise", "forward").run(plan, tensors, bound, dtype)
 
     @staticmethod
-    @once
+    @once(lambda ctx: (ctx.plan.asked.op, INSTEAD))
     def backward(ctx: Any, saved: tuple[Any, ...], *dys: Tensor) -> Any:
-        from flashlin.kernels.pointwise import backward
-        parameters = backward.PARAMETERS[ctx.plan.problem.family]
+        parameters = kernels("pointwise", "backward").PARAMETERS[ctx.plan.problem.family]
         sums = any(ctx.needs_input_grad[3 + at] for at in parameters)
-        found = backward.run(ctx.plan, saved, tuple(dy.contiguous() for dy in dys), ctx.bound, sums)
+        found = kernels("pointwise", "backward").run(ctx.plan, saved, tuple(dy.contiguous() for dy in dys), ctx.bound, sums)
         return None, None, None, *found

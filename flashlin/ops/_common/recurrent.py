@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from flashlin.kernels.gla import torch_path as chunked_gla
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import kept
-from flashlin.ops._common.operator import Gradients, Operator, Traced, writing_operator
+from flashlin.ops._common.operator import Operator, Traced, kernels, writing_operator
 from flashlin.ops._common.planned import (
     as_planned,
     constant_while_tracing,
@@ -220,8 +220,8 @@ def _in_place(op: str, x: Inputs, flags: tuple[str, ...], scale: float, out_dtyp
     if path == "torch" or pool.dtype not in (dtype_as_planned(x.q.dtype, dot), torch.float32):
         return _in_place_by_copies(op, x, flags, scale, indices).to(out_dtype)
     x = _loadable(x._replace(h0=None), dot, False)
-    from flashlin.kernels.recurrent import forward
-    o, _, _ = forward.run(plan, x._replace(h0=pool), flags, scale, False, dtype_as_planned(out_dtype, dot), True, indices)
+    o: Tensor
+    o, _, _ = kernels("recurrent", "forward").run(plan, x._replace(h0=pool), flags, scale, False, dtype_as_planned(out_dtype, dot), True, indices)
     return o.to(out_dtype)
 
 
@@ -243,9 +243,8 @@ def _in_place_by_copies(op: str, x: Inputs, flags: tuple[str, ...], scale: float
     return torch.where(torch.cat([mine, mine.new_zeros(1)])[sequence][None, :, None, None], o, 0)
 
 
-def _forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    from flashlin.kernels.recurrent import forward
-    return forward.run(plan, x, how.words, how.scale, how.has_ht, how.out_dtype)
+def _forward(plan: Plan, x: Inputs, how: Scalars) -> Any:
+    return kernels("recurrent", "forward").run(plan, x, how.words, how.scale, how.has_ht, how.out_dtype)
 
 
 def _empty(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -256,12 +255,11 @@ def _empty(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor | None, Tensor | Non
             x.q.new_empty((kept(T, N, x.bounds is not None), HV, K, V), dtype=torch.float32) if how.needs_grad else None)
 
 
-def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
-    from flashlin.kernels.recurrent import backward
+def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Any:
     do = torch.zeros_like(x.v) if grads.o is None else grads.o.contiguous()
     dht = None if grads.ht is None else grads.ht.contiguous()
     together = {"q", "k"} if x.a is None else {"q", "k", "a", "b"}  # what the kernel always writes
-    return backward.run(plan, x, y.states, how.words, how.scale, do, dht, wanted | together)
+    return kernels("recurrent", "backward").run(plan, x, y.states, how.words, how.scale, do, dht, wanted | together)
 
 
 OPERATOR = Operator(
