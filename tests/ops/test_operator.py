@@ -1,4 +1,5 @@
 """The factory of operators, with an operator of its own whose kernels are torch."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from flashlin.ops._common import operator
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced
 from flashlin.ops._common.planned import as_planned, dtype_as_planned, name_of, planned
 
-computed: list[frozenset[str]] = []     # which gradients were asked of the kernels
+computed: list[frozenset[str]] = []  # which gradients were asked of the kernels
 
 
 class Tensors(NamedTuple):
@@ -39,20 +40,36 @@ class Outputs(NamedTuple):
 
 
 def problem(x: Tensors, how: Scalars) -> Problem:
-    return Problem("rms_norm", "norm", "", 1, x.a.shape[0], 1, x.a.shape[1], x.a.shape[1], 1, name_of(x.a.dtype), needs_grad=how.needs_grad)
+    return Problem(
+        "rms_norm",
+        "norm",
+        "",
+        1,
+        x.a.shape[0],
+        1,
+        x.a.shape[1],
+        x.a.shape[1],
+        1,
+        name_of(x.a.dtype),
+        needs_grad=how.needs_grad,
+    )
 
 
 def on_torch(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
     """y = factor (a b)^2 + added, and the sum of the rows of a b."""
     product = x.a * x.b
-    return how.factor * product.square() + (0 if x.added is None else x.added), product.sum(0) if how.has_total else None
+    return how.factor * product.square() + (0 if x.added is None else x.added), product.sum(
+        0
+    ) if how.has_total else None
 
 
 def forward(plan: Plan, x: Tensors, how: Scalars) -> tuple[Tensor | None, ...]:
     return *on_torch(x, how), x.a * x.b if how.needs_grad else None
 
 
-def backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+def backward(
+    plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]
+) -> Gradients:
     assert y.product is not None and x.added is None, "kept, and not kept"
     computed.append(wanted)
     slope = torch.zeros_like(y.product) if grads.y is None else grads.y * 2 * how.factor * y.product
@@ -65,11 +82,25 @@ def kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
 
 
 def empty(x: Tensors, how: Scalars) -> tuple[Tensor | None, ...]:
-    return (torch.empty_like(x.a), x.a.new_empty(x.a.shape[1:]) if how.has_total else None, torch.empty_like(x.a) if how.needs_grad else None)
+    return (
+        torch.empty_like(x.a),
+        x.a.new_empty(x.a.shape[1:]) if how.has_total else None,
+        torch.empty_like(x.a) if how.needs_grad else None,
+    )
 
 
-OPERATOR = Operator("test_operator", Tensors, Scalars, Outputs, 2, forward=forward, kept=kept, backward=backward,
-                    traced=Traced(problem, empty, on_torch), same=lambda how: {"added": "y"})
+OPERATOR = Operator(
+    "test_operator",
+    Tensors,
+    Scalars,
+    Outputs,
+    2,
+    forward=forward,
+    kept=kept,
+    backward=backward,
+    traced=Traced(problem, empty, on_torch),
+    same=lambda how: {"added": "y"},
+)
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +118,14 @@ def leaves() -> list[Tensor]:
     return [torch.randn(3, 4, generator=generator).requires_grad_() for _ in range(3)]
 
 
-def called(a: Tensor, b: Tensor, added: Tensor | None, traced: bool, has_total: bool = True, unused: Tensor | None = None) -> tuple[Tensor, ...]:
+def called(
+    a: Tensor,
+    b: Tensor,
+    added: Tensor | None,
+    traced: bool,
+    has_total: bool = True,
+    unused: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     x, how = Tensors(a, unused, b, added), Scalars(0.5, has_total, True, "rms_norm float32")
     return OPERATOR(None if traced else planned(problem(x, how), a.device), x, how)
 
@@ -101,11 +139,13 @@ def test_gradients_find_their_tensors_by_name(traced: bool, path: str) -> None:
     for got, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, expected)
     cotangents = [torch.ones_like(x) * (at + 2) for at, x in enumerate(found)]
-    with flashlin.settings(path=path if traced else "auto"):    # an eager backward goes by forward's plan
+    with flashlin.settings(path=path if traced else "auto"):  # an eager backward goes by forward's plan
         grads = torch.autograd.grad(found, (a, b, added), cotangents)
     for got, expected in zip(grads, torch.autograd.grad(wanted, (a, b, added), cotangents), strict=True):
         torch.testing.assert_close(got, expected)
-    assert computed == ([] if traced and path == "torch" else [frozenset("ab")]), "the same gradient as another's is not computed"
+    assert computed == ([] if traced and path == "torch" else [frozenset("ab")]), (
+        "the same gradient as another's is not computed"
+    )
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -114,14 +154,18 @@ def test_only_wanted_gradients_are_asked_for(traced: bool) -> None:
     y, _ = called(a.detach(), b, None, traced)
     torch.autograd.grad(y.sum(), b)
     y, _ = called(a.detach(), b.detach(), added, traced)
-    grad, = torch.autograd.grad(y.sum(), added)
+    (grad,) = torch.autograd.grad(y.sum(), added)
     assert computed == [frozenset("b")] and torch.equal(grad, torch.ones_like(grad))
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_gradient_of_none_is_zero_and_a_forgotten_one_an_error(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_of_none_is_zero_and_a_forgotten_one_an_error(
+    traced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b, unused = leaves()
-    grad, = torch.autograd.grad(called(a, b, None, traced, unused=unused)[0].sum(), unused, allow_unused=True)
+    (grad,) = torch.autograd.grad(
+        called(a, b, None, traced, unused=unused)[0].sum(), unused, allow_unused=True
+    )
     assert grad is None or not grad.any()
     monkeypatch.setattr(OPERATOR, "backward", lambda *_: {})
     with pytest.raises(KeyError, match="a"):
@@ -133,7 +177,7 @@ def test_what_plain_torch_did_not_keep_is_made_again() -> None:
     with flashlin.settings(path="torch"):
         y, _ = called(a, b.detach(), None, traced=True)
     assert operator.emptied == {"test_operator"}
-    grad, = torch.autograd.grad(y.sum(), a)
+    (grad,) = torch.autograd.grad(y.sum(), a)
     torch.testing.assert_close(grad, a * b * b)
     assert computed == [frozenset("a")]
 
@@ -145,18 +189,34 @@ def test_the_library_operators(has_total: bool) -> None:
     torch.library.opcheck(torch.ops.flashlin.test_operator.default, (a, None, b, added, *how))
     a, b, added = (x.detach() for x in (a, b, added))
     for wanted in ("a b", "b"):
-        torch.library.opcheck(torch.ops.flashlin.test_operator_backward.default, (
-            a, None, b, None, None, None, a * b, added, b[0] if has_total else None, *how, wanted))
+        torch.library.opcheck(
+            torch.ops.flashlin.test_operator_backward.default,
+            (a, None, b, None, None, None, a * b, added, b[0] if has_total else None, *how, wanted),
+        )
 
 
 def test_a_schema_names_every_field() -> None:
     schema = str(torch.ops.flashlin.test_operator.default._schema)
-    assert "(Tensor a, Tensor? unused, Tensor b, Tensor? added, float factor, bool has_total, bool needs_grad, str call)" in schema
+    assert (
+        "(Tensor a, Tensor? unused, Tensor b, Tensor? added, "
+        "float factor, bool has_total, bool needs_grad, str call)"
+        in schema
+    )
 
 
 def test_operands_are_as_planned() -> None:
-    x = Tensors(torch.ones(2, 2, dtype=torch.bfloat16), None, torch.ones(2, dtype=torch.float16), torch.arange(2))
+    x = Tensors(
+        torch.ones(2, 2, dtype=torch.bfloat16), None, torch.ones(2, dtype=torch.float16), torch.arange(2)
+    )
     assert as_planned(x, "native") is x
-    assert [None if t is None else t.dtype for t in as_planned(x, "fp32")] == [torch.float32, None, torch.float32, torch.int64]
+    assert [None if t is None else t.dtype for t in as_planned(x, "fp32")] == [
+        torch.float32,
+        None,
+        torch.float32,
+        torch.int64,
+    ]
     assert type(as_planned(x, "fp32")) is Tensors and type(as_planned(tuple(x), "fp32")) is tuple
-    assert dtype_as_planned(torch.bfloat16, "native") == torch.bfloat16 and dtype_as_planned(torch.bfloat16, "fp32") == torch.float32
+    assert (
+        dtype_as_planned(torch.bfloat16, "native") == torch.bfloat16
+        and dtype_as_planned(torch.bfloat16, "fp32") == torch.float32
+    )
