@@ -35,15 +35,7 @@ Kept = tuple[Outputs, Outputs]
 
 NOTHING = torch.uint8  # the dtype of the empty vector that stands for None where an operator returns a tensor
 BESIDE = 3  # what _Eager.forward takes before the tensors
-TYPES = {
-    Tensor: "Tensor",
-    float: "float",
-    bool: "bool",
-    int: "int",
-    str: "str",
-    torch.dtype: "ScalarType",
-    list[bool]: "bool[]",
-}
+TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str", torch.dtype: "ScalarType"}
 
 # Operators that have gone forward by plain torch: what they kept for backward's kernels may be nothing.
 emptied: set[str] = set()
