@@ -91,9 +91,8 @@ def way(plan: Plan) -> str:
     """In two or three words how a call runs."""
     if plan.path != "triton":
         return "cannot run" if plan.refused else plan.path
-    notes = [note for note, on in (("via fp32", plan.problem.dot != plan.asked.dot), ("in parts", plan.problem.batch_part > 0),
-                                   (f"with {plan.problem.max_warps} warps", plan.problem.max_warps < plan.asked.max_warps)) if on]
-    return " ".join(["triton", *notes])
+    taken = {remedy for _, remedy in plan.steps}
+    return " ".join(["triton", *(variant.note.format(plan.problem) for name, variant in VARIANTS.items() if name in taken and variant.note)])
 
 
 def ways(planned: Planned) -> str:
@@ -187,9 +186,7 @@ def upgrade(where: str, target: Target, planned: dict[str, Planned], policy: Pol
 def burden(planned: Planned) -> int:
     """How far an op's calls are from the plain way: 0 nothing in the way, then fewer warps, fp32 copies or an issue that nothing avoids, plain
     torch, not at all."""
-    steps = {"torch_path": 3, "via_fp32": 2}
-
     def of(plan: Plan) -> int:
         met = [2 for issue in issues_here(plan.target) if not issue.remedies and meets(issue, plan)]
-        return 4 if plan.refused else max([*met, *(steps.get(remedy, 1) for reason, remedy in plan.steps if reason.forced)], default=0)
+        return 4 if plan.refused else max([*met, *(VARIANTS[remedy].burden for reason, remedy in plan.steps if reason.forced)], default=0)
     return sum(map(of, planned.values()))

@@ -1,6 +1,7 @@
 """The remedies. Each makes one field of the Problem smaller, or answers None where it cannot help: that is why planning ends.
 
-Nothing wraps a call: the rewritten Problem is the instruction, and the family's ``run`` reads it. Adding one is a function in VARIANTS.
+Nothing wraps a call: the rewritten Problem is the instruction. Recipes read it (warps, parts of the batch), and ops/_common/planned.py what it says
+of operands. Adding a remedy is a function and its line in VARIANTS.
 """
 from __future__ import annotations
 
@@ -50,22 +51,29 @@ def torch_path(problem: Problem, target: Target, reason: Reason) -> Problem | No
 
 
 class Variant(NamedTuple):
-    """rewrite: the remedy. exact: the same kernels on the same operands, so the same numbers at the same speed class. cost: what it takes where it
-    is not."""
+    """A remedy: all that anybody has to know about it.
+
+    exact: the same kernels on the same operands, so the same numbers at the same speed class. means: after the op's name, in a sentence. note: the
+    same in a word or two, with the Problem's fields, beside the path. burden: how far from the plain way. cost: what it takes where it is not
+    exact.
+    """
     rewrite: Callable[[Problem, Target, Reason], Problem | None]
     exact: bool
     means: str
+    note: str = ""
+    burden: int = 1
     cost: str = ""
 
 
+# Notes come in this order.
 VARIANTS: dict[str, Variant] = {
     "chunk_mode": Variant(chunk_mode, True, "runs chunk by chunk"),
     "recurrent_mode": Variant(recurrent_mode, True, "runs token by token"),
     "other_tile": Variant(other_tile, True, "runs with another tile"),
-    "limit_num_warps": Variant(limit_num_warps, True, "runs with fewer warps"),
-    "chunk_batch": Variant(chunk_batch, True, "runs the batch in parts"),
-    "via_fp32": Variant(via_fp32, False, "runs on fp32 copies",
+    "via_fp32": Variant(via_fp32, False, "runs on fp32 copies", "via fp32", 2,
                         "a cast there and one back, twice the memory for each 16-bit tensor, no tensor cores in its products"),
-    "torch_path": Variant(torch_path, False, "runs in plain torch",
+    "chunk_batch": Variant(chunk_batch, True, "runs the batch in parts", "in parts"),
+    "limit_num_warps": Variant(limit_num_warps, True, "runs with fewer warps", "with {0.max_warps} warps"),
+    "torch_path": Variant(torch_path, False, "runs in plain torch", "", 3,
                           "torch's own kernels one after the other: each step reads and writes GPU memory, and keeps what backward needs there"),
 }

@@ -4,7 +4,7 @@
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,8 @@ from flashlin.guards.tensors import check_apart, check_dense, check_device, chec
 from flashlin.kernels.conv.recipe import MAX_WIDTH
 from flashlin.kernels.mamba.recipe import WINDOW
 from flashlin.ops import conv
-from flashlin.ops._common.planned import constant_while_tracing, name_of, planned, wants_grad
+from flashlin.ops._common.operator import kernels, writing_operator
+from flashlin.ops._common.planned import as_planned, constant_while_tracing, name_of, planned, wants_grad
 from flashlin.ops._common.pointwise import check_beside
 from flashlin.ops.conv import ACTIVATIONS
 from flashlin.ops.norm import STRICTEST
@@ -125,7 +126,7 @@ def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Te
     if wants_grad(x, weight, bias):
         y = _in_parts(rows, conv_state, weight, bias, silu, cache_seqlens, conv_state_indices)
     else:
-        y = _run(rows, conv_state, weight, bias, silu, cache_seqlens, conv_state_indices)
+        y = _run(Tensors(rows, conv_state, weight, bias, cache_seqlens, conv_state_indices), Scalars(silu))
     return y if x.ndim == 3 else y.squeeze(-1)
 
 
@@ -215,24 +216,35 @@ def _in_parts(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, sil
     return torch.where(known[:, None, None], y, 0)
 
 
-def _run(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, seqlens: Tensor | None, indices: Tensor | None) -> Tensor:
+class Tensors(NamedTuple):
+    x: Tensor
+    state: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    seqlens: Tensor | None
+    indices: Tensor | None
+
+
+class Scalars(NamedTuple):
+    silu: bool
+
+
+def _run(given: Tensors, how: Scalars) -> Tensor:
+    x, state, weight, bias, seqlens, indices = given
     dtype = x.dtype
     dtypes = {t.dtype for t in (x, state, weight, bias) if t is not None}
     strictest = name_of(next(one for one in STRICTEST if one in dtypes))
     if torch.compiler.is_compiling():
         if _path(strictest, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device) == "torch":
-            return _in_parts(x, state, weight, bias, silu, seqlens, indices)
-        traced: Tensor = _library_op(x, state, weight, bias, seqlens, indices, silu)
+            return _in_parts(x, state, weight, bias, how.silu, seqlens, indices)
+        traced: Tensor = _library_op(*given, *how)
         return traced
     plan = planned(problem_of(x, weight, strictest), x.device)
     if plan.problem.path == "torch":
-        return _in_parts(x, state, weight, bias, silu, seqlens, indices)
-    window = state
-    if plan.problem.dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
-        x, window, weight, bias = x.float(), state.float(), weight.float(), None if bias is None else bias.float()
+        return _in_parts(x, state, weight, bias, how.silu, seqlens, indices)
+    x, window, weight, bias, seqlens, indices = as_planned(given, plan.problem.dot)
     weight, bias, seqlens, indices = weight.contiguous(), *(None if t is None else t.contiguous() for t in (bias, seqlens, indices))
-    from flashlin.kernels.mamba import forward
-    y: Tensor = forward.convolve(plan, x, window, weight, bias, seqlens, indices, silu, x.dtype)
+    y: Tensor = kernels("mamba", "forward").convolve(plan, x, window, weight, bias, seqlens, indices, how.silu, x.dtype)
     if window is not state:
         state.copy_(window)
     return y.to(dtype)
@@ -250,15 +262,4 @@ def _path(dtype: str, W: int, device: torch.device) -> str:
     return planned(Problem(OP, WINDOW, "", 1, 1, 1, 1, W, 1, dtype), device).problem.path
 
 
-@torch.library.custom_op(
-    "flashlin::conv_window", mutates_args=("state",),
-    schema="(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? seqlens, Tensor? indices, bool silu) -> Tensor")
-def _library_op(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, seqlens: Tensor | None, indices: Tensor | None,
-                silu: bool) -> Tensor:
-    """Planned again when it runs."""
-    return _run(x, state, weight, bias, silu, seqlens, indices).contiguous()
-
-
-@_library_op.register_fake
-def _(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, seqlens: Tensor | None, indices: Tensor | None, silu: bool) -> Tensor:
-    return x.new_empty(x.shape)
+_library_op = writing_operator("conv_window", Tensors, Scalars, "state", _run, lambda x, how: x.x.new_empty(x.x.shape))

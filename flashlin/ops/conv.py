@@ -6,7 +6,7 @@ Source: the depthwise convolution in front of linear attention since H3 (Fu et a
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_floats, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR, MAX_WIDTH
-from flashlin.ops._common.gradients import once, once_traced, pulled_back
-from flashlin.ops._common.planned import constant_while_tracing, name_of, planned, wants_grad
+from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels, writing_operator
+from flashlin.ops._common.planned import as_planned, constant_while_tracing, name_of, planned, wants_grad
 from flashlin.ops.norm import STRICTEST
 
 ACTIVATIONS = (None, "silu", "swish")
@@ -115,7 +115,7 @@ def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = Non
         assert state is not None  # for the type checker
         cache.copy_(state.detach())
     else:
-        y = _update(rows, weight, bias, added, cache, silu)
+        y = _update(Token(rows, weight, bias, added, cache), Activation(silu))
     return y.reshape(x.shape), cache
 
 
@@ -145,52 +145,46 @@ def planned_run(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, residua
                 silu: bool, has_ht: bool) -> tuple[Tensor, Tensor | None]:
     """Every op that is a convolution: plan and run what has been checked."""
     dtype = x.dtype
-    needs_grad = wants_grad(x, weight, bias, residual, h0)
     call = _call_of(op, silu, has_ht, x=x, weight=weight, bias=bias, residual=residual, initial_state=h0)
+    given = Tensors(x, weight, bias, residual, h0, bounds)
+    how = Scalars(silu, has_ht, wants_grad(x, weight, bias, residual, h0), call)
     if torch.compiler.is_compiling():
-        path, dot = _route(call, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device)
+        plan, (path, dot) = None, _route(call, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device)
     else:
-        plan = planned(problem_of(call, x, weight, bounds, needs_grad), x.device)
+        plan = planned(problem_of(given, how), x.device)
         path, dot = plan.problem.path, plan.problem.dot
     if path == "torch":
         y, ht = torch_path.run(x, weight, bias, residual, h0, bounds, silu)
         return y.to(dtype), ht.to(dtype) if has_ht else None
-    if dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
-        x, weight = x.float(), weight.float()
-        bias, residual, h0 = (None if t is None else t.float() for t in (bias, residual, h0))
+    x, weight, bias, residual, h0, bounds = as_planned(given, dot)
     weight = weight.contiguous()
     bias, residual, h0 = (None if t is None else t.contiguous() for t in (bias, residual, h0))
-    if torch.compiler.is_compiling():
-        y, ht = _library_op(x, weight, bias, residual, h0, bounds, silu, has_ht, needs_grad, call)
-    else:
-        y, ht = _Convolution.apply(plan, evenly_spaced(x), weight, bias, residual, h0, bounds, silu, has_ht)
+    y, ht = OPERATOR(plan, (x if plan is None else evenly_spaced(x), weight, bias, residual, h0, bounds), how)
     return y.to(dtype), ht.to(dtype) if has_ht else None
 
 
-def _update(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, cache: Tensor, silu: bool) -> Tensor:
+def _update(given: Token, how: Activation) -> Tensor:
     """Of x [N, D] without gradients."""
+    x, weight, bias, residual, cache = given
     dtype = x.dtype
-    call = _call_of("causal_conv1d_update", silu, False, x=x, weight=weight, bias=bias, residual=residual, cache=cache)
+    call = _call_of("causal_conv1d_update", how.silu, False, x=x, weight=weight, bias=bias, residual=residual, cache=cache)
     if torch.compiler.is_compiling():
         path, dot = _route(call, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device)
         if path != "torch":
-            y: Tensor = _library_update(x, weight, bias, residual, cache, silu)
+            y: Tensor = _library_update(*given, *how)
             return y
     else:
-        plan = planned(problem_of(call, x[:, None], weight, None, False), x.device)
+        N, D = x.shape
+        plan = planned(_problem(call, N, 1, D, weight.shape[1], N, False, False), x.device)
         path, dot = plan.problem.path, plan.problem.dot
     if path == "torch":
-        y, ht = torch_path.run(x[:, None], weight, bias, None if residual is None else residual[:, None], cache, None, silu)
+        y, ht = torch_path.run(x[:, None], weight, bias, None if residual is None else residual[:, None], cache, None, how.silu)
         cache.copy_(ht)
         return y[:, 0].to(dtype)
-    window = cache
-    if dot == "fp32":
-        x, weight, window = x.float(), weight.float(), cache.float()
-        bias, residual = (None if t is None else t.float() for t in (bias, residual))
+    x, weight, bias, residual, window = as_planned(given, dot)
     x, weight = x.contiguous(), weight.contiguous()
     bias, residual = (None if t is None else t.contiguous() for t in (bias, residual))
-    from flashlin.kernels.conv import forward
-    y = forward.update(plan, x, weight, bias, residual, window, silu, x.dtype)
+    y = kernels("conv", "forward").update(plan, x, weight, bias, residual, window, how.silu, x.dtype)
     if window is not cache:
         cache.copy_(window)
     return y.to(dtype)
@@ -198,6 +192,8 @@ def _update(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
 
 def evenly_spaced(x: Tensor) -> Tensor:
     """x [B, T, D], copied unless its channels are contiguous and its rows lie at one distance through the whole batch."""
+    if x.is_contiguous():
+        return x
     B, T, _ = x.shape
     stride = x.stride(0) if T == 1 else x.stride(1)
     even = B == 1 or T == 1 or x.stride(0) == T * stride
@@ -212,9 +208,44 @@ def _call_of(op: str, silu: bool, has_ht: bool, **tensors: Tensor | None) -> str
     return " ".join([op, name_of(dtype), *options, *["silu"] * silu, *["final_state"] * has_ht, *["fixed"] * (op == "token_shift")])
 
 
-def problem_of(call: str, x: Tensor, weight: Tensor, bounds: Tensor | None, needs_grad: bool) -> Problem:
-    B, T, D = x.shape
-    return _problem(call, B, T, D, weight.shape[1], B if bounds is None else bounds.shape[0] - 1, bounds is not None, needs_grad)
+class Tensors(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    h0: Tensor | None
+    bounds: Tensor | None
+
+
+class Scalars(NamedTuple):
+    silu: bool
+    has_ht: bool
+    needs_grad: bool
+    call: str
+
+
+class Outputs(NamedTuple):
+    y: Tensor
+    ht: Tensor | None
+
+
+class Token(NamedTuple):
+    """What an update takes."""
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    cache: Tensor
+
+
+class Activation(NamedTuple):
+    silu: bool
+
+
+def problem_of(x: Tensors, how: Scalars) -> Problem:
+    B, T, D = x.x.shape
+    N = B if x.bounds is None else x.bounds.shape[0] - 1
+    return _problem(how.call, B, T, D, x.weight.shape[1], N, x.bounds is not None, how.needs_grad)
 
 
 def _problem(call: str, B: int, T: int, D: int, W: int, N: int, varlen: bool, needs_grad: bool) -> Problem:
@@ -235,106 +266,30 @@ def _route(call: str, W: int, device: torch.device) -> tuple[str, str]:
     return problem.path, problem.dot
 
 
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None,
-                bounds: Tensor | None, silu: bool, has_ht: bool) -> Any:
-        from flashlin.kernels.conv import forward
-        ctx.save_for_backward(x, weight, bias, h0, bounds)
-        ctx.plan, ctx.silu, ctx.added = plan, silu, None if residual is None else residual.dtype
-        ctx.set_materialize_grads(False)
-        return forward.run(plan, x, weight, bias, residual, h0, bounds, silu, has_ht, x.dtype)
-
-    @staticmethod
-    @once()
-    def backward(ctx: Any, saved: tuple[Any, ...], dy: Tensor | None, dht: Tensor | None) -> Any:
-        _, needs_dx, needs_dweight, needs_dbias, _, needs_dh0, *_ = ctx.needs_input_grad
-        x, weight, bias, h0, bounds = saved
-        dx, dweight, dbias, dh0 = _gradients(ctx.plan, x, weight, bias, h0, bounds, dy, dht, ctx.silu, needs_dx, needs_dweight, needs_dbias,
-                                             needs_dh0)
-        dresidual = None if dy is None or ctx.added is None else dy.to(ctx.added)
-        return None, dx, dweight, dbias, dresidual, dh0, None, None, None
+def _forward(plan: Plan, x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
+    found: tuple[Tensor, Tensor | None] = kernels("conv", "forward").run(plan, evenly_spaced(x.x), *x[1:], how.silu, how.has_ht, x.x.dtype)
+    return found
 
 
-def _gradients(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, bounds: Tensor | None, dy: Tensor | None,
-               dht: Tensor | None, silu: bool, needs_dx: bool, needs_dweight: bool, needs_dbias: bool, needs_dh0: bool) -> Any:
-    """Gradients in the dtypes of their tensors."""
-    from flashlin.kernels.conv import backward
-    dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if dy is None else dy.contiguous()
-    dx, dweight, dbias, dh0 = backward.run(plan, x, weight, bias, h0, bounds, dy, None if dht is None else dht.contiguous(), silu, needs_dx,
-                                           needs_dweight, needs_dbias, needs_dh0)
-    return (dx, None if dweight is None else dweight.to(weight.dtype).contiguous(),
-            None if dbias is None or bias is None else dbias.to(bias.dtype), dh0)
+def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
+    N = x.x.shape[0] if x.bounds is None else x.bounds.shape[0] - 1
+    return x.x.new_empty(x.x.shape), x.x.new_empty((N, *x.weight.shape)) if how.has_ht else None
 
 
-# Under torch.compile the same functions run inside library operators, planned at run time.
-@torch.library.custom_op(
-    "flashlin::conv", mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? h0, Tensor? bounds, bool silu, bool has_ht, bool needs_grad, "
-           "str call) -> (Tensor, Tensor)")
-def _library_op(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None, bounds: Tensor | None, silu: bool,
-                has_ht: bool, needs_grad: bool, call: str) -> tuple[Tensor, Tensor]:
-    plan = planned(problem_of(call, x, weight, bounds, needs_grad), x.device)
-    if plan.problem.path == "torch":
-        y, last = torch_path.run(x, weight, bias, residual, h0, bounds, silu)
-        return y.to(x.dtype).contiguous(), last.to(x.dtype).contiguous() if has_ht else x.new_empty(0)
-    from flashlin.kernels.conv import forward
-    y, ht = forward.run(plan, evenly_spaced(x), weight, bias, residual, h0, bounds, silu, has_ht, x.dtype)
-    return y, x.new_empty(0) if ht is None else ht
+def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
+    return x._replace(residual=None), (None, None)
 
 
-@_library_op.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None, bounds: Tensor | None, silu: bool,
-      has_ht: bool, needs_grad: bool, call: str) -> tuple[Tensor, Tensor]:
-    N = x.shape[0] if bounds is None else bounds.shape[0] - 1
-    return x.new_empty(x.shape), x.new_empty((N, *weight.shape) if has_ht else (0,))
+def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+    dy = torch.zeros(x.x.shape, dtype=x.x.dtype, device=x.x.device) if grads.y is None else grads.y.contiguous()
+    dht = None if grads.ht is None else grads.ht.contiguous()
+    dx, dweight, dbias, dh0 = kernels("conv", "backward").run(
+        plan, evenly_spaced(x.x), x.weight, x.bias, x.h0, x.bounds, dy, dht, how.silu,
+        "x" in wanted, "weight" in wanted, "bias" in wanted, "h0" in wanted)
+    return {"x": dx, "weight": None if dweight is None else dweight.to(x.weight.dtype).contiguous(), "bias": dbias, "h0": dh0}
 
 
-@torch.library.custom_op(
-    "flashlin::conv_backward", mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? h0, Tensor? bounds, Tensor dy, Tensor? dht, bool silu, str call) -> Tensor[]")
-def _library_backward(x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, bounds: Tensor | None, dy: Tensor, dht: Tensor | None,
-                      silu: bool, call: str) -> list[Tensor]:
-    plan = planned(problem_of(call, x, weight, bounds, True), x.device)
-    if plan.problem.path == "torch":
-        found = pulled_back(lambda x, weight, bias, h0: torch_path.run(x, weight, bias, None, h0, bounds, silu), (x, weight, bias, h0), [True] * 4,
-                            (dy, dht))
-        return [x.new_empty(0) if t is None else t for t in found]
-    found = _gradients(plan, evenly_spaced(x), weight, bias, h0, bounds, dy, dht, silu, True, True, bias is not None, h0 is not None)
-    return [x.new_empty(0) if t is None else t for t in found]
-
-
-@_library_backward.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, bounds: Tensor | None, dy: Tensor, dht: Tensor | None, silu: bool,
-      call: str) -> list[Tensor]:
-    return [x.new_empty(x.shape), *(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in (weight, bias, h0))]
-
-
-once_traced(_library_backward, lambda inputs: inputs[-1].split(" ")[0])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, bias, residual, h0, bounds, ctx.silu, ctx.has_ht, _, ctx.call = inputs
-    ctx.save_for_backward(x, weight, bias, h0, bounds)
-    ctx.added = None if residual is None else residual.dtype
-
-
-def _differentiate(ctx: Any, dy: Tensor, dht: Tensor) -> Any:
-    _, _, bias, h0, _ = ctx.saved_tensors
-    dx, dweight, dbias, dh0 = _library_backward(*ctx.saved_tensors, dy, dht if ctx.has_ht else None, ctx.silu, ctx.call)
-    return (dx, dweight, None if bias is None else dbias, None if ctx.added is None else dy.to(ctx.added), None if h0 is None else dh0,
-            *[None] * 5)
-
-
-_library_op.register_autograd(_differentiate, setup_context=_save)
-
-
-@torch.library.custom_op("flashlin::conv_update", mutates_args=("cache",),
-                         schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!) cache, bool silu) -> Tensor")
-def _library_update(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, cache: Tensor, silu: bool) -> Tensor:
-    return _update(x, weight, bias, residual, cache, silu).contiguous()
-
-
-@_library_update.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, cache: Tensor, silu: bool) -> Tensor:
-    return x.new_empty(x.shape)
+OPERATOR = Operator(
+    "conv", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward,
+    traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x, how.silu)), same=lambda how: {"residual": "y"})
+_library_update = writing_operator("conv_update", Token, Activation, "cache", _update, lambda x, how: x.x.new_empty(x.x.shape))

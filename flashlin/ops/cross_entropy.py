@@ -21,14 +21,14 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_device, check_floats, need_tensor, shown
 from flashlin.kernels.cross_entropy import torch_path
 from flashlin.kernels.cross_entropy.recipe import FAR
-from flashlin.ops._common.gradients import once, once_traced
-from flashlin.ops._common.planned import constant_while_tracing, linear_dtype, name_of, planned, wants_grad
+from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
+from flashlin.ops._common.planned import as_planned, constant_while_tracing, linear_dtype, name_of, planned, wants_grad
 
 CHUNK = 64  # rows of logits come in multiples of so many
 
 
 class Terms(NamedTuple):
-    """The numbers of the formula, as forward.run takes them."""
+    """The numbers of the formula, as kernels("cross_entropy", "forward").run takes them."""
     scale: float
     cap: float | None
     smoothing: float
@@ -66,23 +66,19 @@ def cross_entropy_loss(logits: Tensor, target: Tensor, label_smoothing: float = 
     scalars.flags(inplace_backward=inplace_backward)
     _check(logits, target)
     tokens.check("cross_entropy_loss", target, logits.shape[1], "target", ignore_index)
-    call = _call_of("cross_entropy_loss", logits.dtype)
-    needs_grad = wants_grad(logits)
+    call, needs_grad = _call_of("cross_entropy_loss", logits.dtype), wants_grad(logits)
     if torch.compiler.is_compiling():
-        path, dot = _route(call, logits.device)
+        plan, (path, dot) = None, _route(call, logits.device)
     else:
         plan = planned(_problem(call, logits.shape, needs_grad), logits.device)
         path, dot = plan.problem.path, plan.problem.dot
     if path == "torch":
         loss, z_loss, _ = torch_path.run(logits, target, *terms)
         return loss, z_loss.detach()
-    rows = _rows(logits.float() if dot == "fp32" else logits)
-    if torch.compiler.is_compiling():
-        loss, z_loss, _ = _library_op(rows, target.contiguous(), *terms, needs_grad, call)
-        return loss, z_loss
-    in_place = inplace_backward and rows is logits
-    found: tuple[Tensor, Tensor] = _CrossEntropy.apply(plan, rows, target.contiguous(), terms, in_place)
-    return found
+    rows = _rows(as_planned(Tensors(logits, target), dot).logits)
+    in_place = plan is not None and inplace_backward and rows is logits
+    loss, z_loss = OPERATOR(plan, (rows, target.contiguous()), Scalars(*terms, in_place, needs_grad, call))
+    return loss, z_loss.detach()
 
 
 def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
@@ -122,13 +118,13 @@ def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, b
     accumulate_grad_in_fp32 = scalars.flag("accumulate_grad_in_fp32", accumulate_grad_in_fp32)
     tokens.check("fused_linear_cross_entropy_loss", target, weight.shape[0], "target", ignore_index)
     dtype = linear_dtype(x)
-    grads = [wants_grad(x), wants_grad(weight), wants_grad(bias)]
-    call = _call_of("fused_linear_cross_entropy_loss", dtype)
-    if not torch.compiler.is_compiling():   # the operator plans again, for its chunks; here the whole call hears of what stands against it
-        planned(_problem(call, (x.shape[0], weight.shape[0]), any(grads)), x.device)
-    inputs = (x, target.contiguous(), weight, bias, *terms, num_chunks, reduction == "mean", penalty,
-              accumulate_grad_in_fp32, dtype, grads, call)
-    loss: Tensor = (_linear_op if torch.compiler.is_compiling() else _LinearCrossEntropy.apply)(*inputs)[0]
+    needs_grad, call = wants_grad(x, weight, bias), _call_of("fused_linear_cross_entropy_loss", dtype)
+    given = LinearTensors(x, target.contiguous(), weight, bias)
+    how = LinearScalars(*terms, num_chunks, reduction == "mean", penalty, accumulate_grad_in_fp32, dtype, wants_grad(x), wants_grad(weight),
+                        wants_grad(bias), needs_grad, call)
+    # The operator plans again, for its chunks; here the whole call hears of what stands against it.
+    plan = None if torch.compiler.is_compiling() else planned(_problem(call, (x.shape[0], weight.shape[0]), needs_grad), x.device)
+    loss: Tensor = LINEAR(plan, given, how)[0]
     return loss
 
 
@@ -191,141 +187,152 @@ def _route(call: str, device: torch.device) -> tuple[str, str]:
     return problem.path, problem.dot
 
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, logits: Tensor, target: Tensor, terms: Terms, in_place: bool) -> Any:
-        from flashlin.kernels.cross_entropy import forward
-        loss, z_loss, lse = forward.run(plan, logits, target, *terms)
-        ctx.save_for_backward(logits, target, lse)
-        ctx.mark_non_differentiable(z_loss)
-        ctx.set_materialize_grads(False)
-        ctx.plan, ctx.terms, ctx.in_place = plan, terms, in_place
-        return loss, z_loss
-
-    @staticmethod
-    @once()
-    def backward(ctx: Any, saved: tuple[Any, ...], dloss: Tensor | None, dz_loss: None) -> Any:
-        from flashlin.kernels.cross_entropy import backward
-        if dloss is None:
-            return (None,) * 5
-        logits, target, lse = saved
-        terms: Terms = ctx.terms
-        dlogits = backward.run(ctx.plan, logits, target, lse, dloss.contiguous(), *terms, ctx.in_place)
-        if ctx.in_place:
-            torch.autograd.graph.increment_version(logits)  # whoever else has kept them for backward is told so
-        return None, dlogits, None, None, None
+class Tensors(NamedTuple):
+    logits: Tensor
+    target: Tensor
 
 
-# Under torch.compile the same two functions run inside one library operator per direction, planned at run time.
-TERMS = "float scale, float? cap, float smoothing, float squares, int ignore_index"
+class Scalars(NamedTuple):
+    """in_place: whether backward may write over the logits."""
+    scale: float
+    cap: float | None
+    smoothing: float
+    squares: float
+    ignore_index: int
+    in_place: bool
+    needs_grad: bool
+    call: str
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(self.scale, self.cap, self.smoothing, self.squares, self.ignore_index)
 
 
-@torch.library.custom_op("flashlin::cross_entropy", mutates_args=(),
-                         schema=f"(Tensor logits, Tensor target, {TERMS}, bool needs_grad, str call) -> (Tensor, Tensor, Tensor)")
-def _library_op(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothing: float, squares: float, ignore_index: int,
-                needs_grad: bool, call: str) -> tuple[Tensor, Tensor, Tensor]:
-    plan = planned(_problem(call, logits.shape, needs_grad), logits.device)
-    if plan.problem.path == "torch":
-        return torch_path.run(logits, target, scale, cap, smoothing, squares, ignore_index)
-    from flashlin.kernels.cross_entropy import forward
-    return forward.run(plan, _rows(logits), target, scale, cap, smoothing, squares, ignore_index)
+class Outputs(NamedTuple):
+    loss: Tensor
+    z_loss: Tensor
+    lse: Tensor
 
 
-@_library_op.register_fake
-def _(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothing: float, squares: float, ignore_index: int,
-      needs_grad: bool, call: str) -> tuple[Tensor, Tensor, Tensor]:
-    loss, z_loss, lse = (logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(3))
-    return loss, z_loss, lse
+def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
+    return kernels("cross_entropy", "forward").run(plan, _rows(x.logits), x.target, *how.terms)
 
 
-@torch.library.custom_op("flashlin::cross_entropy_backward", mutates_args=(),
-                         schema=f"(Tensor logits, Tensor target, Tensor lse, Tensor dloss, {TERMS}, str call) -> Tensor")
-def _library_backward(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, scale: float, cap: float | None, smoothing: float,
-                      squares: float, ignore_index: int, call: str) -> Tensor:
-    plan = planned(_problem(call, logits.shape, True), logits.device)
-    if plan.problem.path == "torch":
-        return torch_path.gradients(logits, target, lse, dloss, scale, cap, smoothing, squares, ignore_index).contiguous()
-    from flashlin.kernels.cross_entropy import backward
-    return backward.run(plan, _rows(logits), target, lse, dloss.contiguous(), scale, cap, smoothing, squares, ignore_index, False)
+def _empty(x: Tensors, how: Scalars) -> list[Tensor]:
+    return [x.logits.new_empty(x.logits.shape[:1], dtype=torch.float32) for _ in Outputs._fields]
 
 
-@_library_backward.register_fake
-def _(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, scale: float, cap: float | None, smoothing: float, squares: float,
-      ignore_index: int, call: str) -> Tensor:
-    return logits.new_empty(logits.shape)
+def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
+    return x, (None, None, y.lse)
 
 
-once_traced(_library_backward, lambda inputs: inputs[-1].split(" ")[0])
+def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+    """z_loss has no gradient of its own."""
+    if grads.loss is None:
+        return {"logits": None}
+    dlogits = kernels("cross_entropy", "backward").run(plan, _rows(x.logits), x.target, y.lse, grads.loss.contiguous(), *how.terms, how.in_place)
+    if how.in_place:
+        torch.autograd.graph.increment_version(x.logits)  # whoever else has kept them for backward is told so
+    return {"logits": dlogits}
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    logits, target, *ctx.terms, _, ctx.call = inputs
-    ctx.save_for_backward(logits, target, output[2])
+def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+    return {"logits": None if grads.loss is None else torch_path.gradients(x.logits, x.target, y.lse, grads.loss, *how.terms)}
 
 
-def _differentiate(ctx: Any, dloss: Tensor, dz_loss: Tensor, dlse: Tensor) -> Any:
-    return _library_backward(*ctx.saved_tensors, dloss, *ctx.terms, ctx.call), *[None] * 8
+OPERATOR = Operator(
+    "cross_entropy", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward, traced=Traced(
+        lambda x, how: _problem(how.call, x.logits.shape, how.needs_grad), _empty,
+        lambda x, how: torch_path.run(x.logits, x.target, *how.terms), _backward_on_torch))
 
 
-_library_op.register_autograd(_differentiate, setup_context=_save)
+class LinearTensors(NamedTuple):
+    x: Tensor
+    target: Tensor
+    weight: Tensor
+    bias: Tensor | None
 
 
-LINEAR = f"""(Tensor x, Tensor target, Tensor weight, Tensor? bias, {TERMS}, int num_chunks, bool mean, float penalty, bool wide, ScalarType dtype,
-bool[] grads, str call) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"""
+class LinearScalars(NamedTuple):
+    """mean: over the rows, else their sum. penalty: times a row's highest logit it is added to that logit's gradient. wide: add the chunks'
+    gradients up in float32. dtype: of the products."""
+    scale: float
+    cap: float | None
+    smoothing: float
+    squares: float
+    ignore_index: int
+    num_chunks: int
+    mean: bool
+    penalty: float
+    wide: bool
+    dtype: torch.dtype
+    wants_dx: bool
+    wants_dweight: bool
+    wants_dbias: bool
+    needs_grad: bool
+    call: str
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(self.scale, self.cap, self.smoothing, self.squares, self.ignore_index)
 
 
-def _linear_loss(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float | None, smoothing: float, squares: float,
-               ignore_index: int, num_chunks: int, mean: bool, penalty: float, wide: bool, dtype: torch.dtype, grads: list[bool],
-               call: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, dx, dweight, dbias, share), the gradients empty where they are not wanted: the loss's own for dweight and dbias, while dx has to be
-    multiplied by share, a scalar: divided by the number of rows now, it would vanish in float16 before it meets a gradient scaler's factor."""
+class LinearOutputs(NamedTuple):
+    """The gradients, None where they are not wanted, are outputs because backward reads them (ops/_common/gradients.py). Those of weight and bias are
+    the loss's own, while dx has to be multiplied by share, a scalar: divided by the number of rows now, it would vanish in float16 before it
+    meets a gradient scaler's factor."""
+    loss: Tensor
+    dx: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
+    share: Tensor
+
+
+def _linear_loss(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | None, ...]:
+    """LinearOutputs. Each chunk is planned for itself."""
+    x, target, weight, bias = given
     with nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False):
-        terms, (N, D), V = Terms(scale, cap, smoothing, squares, ignore_index), x.shape, weight.shape[0]
-        wants_dx, wants_dweight, wants_dbias = grads
+        terms, dtype, (N, D), V = how.terms, how.dtype, x.shape, weight.shape[0]
         matrix, line = weight.to(dtype), None if bias is None else bias.to(dtype)
         losses = torch.zeros(N, dtype=_loss_dtype(dtype), device=x.device)
         one, share = torch.ones_like(losses), losses.new_ones(())
-        if mean:
-            share = 1 / ((target >= 0) & (target < V) & (target != ignore_index)).sum().clamp(min=1).to(losses.dtype)
-        sums = torch.promote_types(losses.dtype, weight.dtype) if wide else weight.dtype
-        dx = torch.zeros_like(x) if wants_dx else x.new_empty(0)
-        dweight = torch.zeros_like(weight, dtype=sums) if wants_dweight else x.new_empty(0)
-        dbias = x.new_empty(0) if bias is None or not wants_dbias else torch.zeros_like(bias, dtype=sums)
-        chunks = min(num_chunks, -(-V // D))    # more would make the logits smaller than x, which is there anyway
+        if how.mean:
+            share = 1 / ((target >= 0) & (target < V) & (target != terms.ignore_index)).sum().clamp(min=1).to(losses.dtype)
+        sums = torch.promote_types(losses.dtype, weight.dtype) if how.wide else weight.dtype
+        dx = torch.zeros_like(x) if how.wants_dx else None
+        dweight = torch.zeros_like(weight, dtype=sums) if how.wants_dweight else None
+        dbias = None if bias is None or not how.wants_dbias else torch.zeros_like(bias, dtype=sums)
+        chunks = min(how.num_chunks, -(-V // D))    # more would make the logits smaller than x, which is there anyway
         C = -(-max(N, 1) // chunks // CHUNK) * CHUNK
         for first in range(0, N, C):
             chunk = slice(first, min(first + C, N))
             rows = x[chunk].to(dtype)
             logits = F.linear(rows, matrix, line)
-            plan = planned(_problem(call, logits.shape, any(grads)), x.device)
-            if not any(grads):
+            plan = planned(_problem(how.call, logits.shape, how.needs_grad), x.device)
+            if not how.needs_grad:
                 losses[chunk], _ = _losses(plan, logits, target[chunk], terms)
                 continue
-            losses[chunk], dlogits = _both(plan, logits, target[chunk], one[chunk], terms, penalty / N / share if penalty else None)
-            if wants_dx:
+            losses[chunk], dlogits = _both(plan, logits, target[chunk], one[chunk], terms, how.penalty / N / share if how.penalty else None)
+            if dx is not None:
                 dx[chunk] = dlogits @ matrix
-            if wants_dweight:
+            if dweight is not None:
                 _add_product(dweight, dlogits.t(), rows)
-            if dbias.numel():
+            if dbias is not None:
                 dbias += dlogits.sum(0, dtype=sums)
-        line_dtype = weight.dtype if bias is None else bias.dtype
-        dweight, dbias = (_times(total, share, total if total.dtype == final else torch.empty_like(total, dtype=final))
-                          for total, final in ((dweight, weight.dtype), (dbias, line_dtype)))
+        dweight = None if dweight is None else _times(dweight, share, _room_for(dweight, weight.dtype))
+        dbias = None if dbias is None or bias is None else _times(dbias, share, _room_for(dbias, bias.dtype))
         return losses.sum() * share, dx, dweight, dbias, share
 
 
-_linear_op = torch.library.custom_op("flashlin::linear_cross_entropy", _linear_loss, mutates_args=(), schema=LINEAR.replace("\n", " "))
+def _room_for(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
 
 
-@_linear_op.register_fake
-def _(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float | None, smoothing: float, squares: float,
-      ignore_index: int, num_chunks: int, mean: bool, penalty: float, wide: bool, dtype: torch.dtype, grads: list[bool],
-      call: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    loss, share = (x.new_empty([], dtype=_loss_dtype(dtype)) for _ in range(2))
-    dx = torch.empty_like(x) if grads[0] else x.new_empty(0)
-    dweight = torch.empty_like(weight) if grads[1] else weight.new_empty(0)
-    dbias = weight.new_empty(0) if bias is None else torch.empty_like(bias) if grads[2] else bias.new_empty(0)
-    return loss, dx, dweight, dbias, share
+def _empty_linear(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | None, ...]:
+    x, _, weight, bias = given
+    loss, share = (x.new_empty([], dtype=_loss_dtype(how.dtype)) for _ in range(2))
+    return (loss, torch.empty_like(x) if how.wants_dx else None, torch.empty_like(weight) if how.wants_dweight else None,
+            torch.empty_like(bias) if bias is not None and how.wants_dbias else None, share)
 
 
 def _losses(plan: Plan, logits: Tensor, target: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
@@ -333,8 +340,7 @@ def _losses(plan: Plan, logits: Tensor, target: Tensor, terms: Terms) -> tuple[T
     if plan.problem.path == "torch":
         loss, _, lse = torch_path.run(logits, target, *terms)
     else:
-        from flashlin.kernels.cross_entropy import forward
-        loss, _, lse = forward.run(plan, logits.float() if plan.problem.dot == "fp32" else logits, target, *terms)
+        loss, _, lse = kernels("cross_entropy", "forward").run(plan, as_planned(Tensors(logits, target), plan.problem.dot).logits, target, *terms)
     return loss, lse
 
 
@@ -346,9 +352,8 @@ def _both(plan: Plan, logits: Tensor, target: Tensor, one: Tensor, terms: Terms,
     if plan.problem.path == "torch":
         dlogits = torch_path.gradients(logits, target, lse, one, *terms)
     else:
-        from flashlin.kernels.cross_entropy import backward
-        readable = logits.float() if plan.problem.dot == "fp32" else logits
-        dlogits = backward.run(plan, readable, target, lse, one, *terms, True).to(logits.dtype)
+        readable = as_planned(Tensors(logits, target), plan.problem.dot).logits
+        dlogits = kernels("cross_entropy", "backward").run(plan, readable, target, lse, one, *terms, True).to(logits.dtype)
     if highest is not None and penalty is not None:
         pull = highest.values.to(lse.dtype) * penalty
         dlogits.scatter_(1, highest.indices, (dlogits.gather(1, highest.indices) + pull).to(dlogits.dtype))
@@ -374,33 +379,19 @@ def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.grads, ctx.op = inputs[-2], inputs[-1].split(" ")[0]
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[1:])
-
-
-@once(lambda ctx: ctx.op, 'cross_entropy_loss of the logits has them with flashlin.settings(path="torch")')
-def _differentiate_linear(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor | None, *_: None) -> Any:
+def _backward_linear(plan: Plan | None, x: LinearTensors, y: LinearOutputs, grads: LinearOutputs, how: LinearScalars,
+                     wanted: frozenset[str]) -> Gradients:
+    dloss = grads.loss
     if dloss is None:
-        return (None,) * 16
-    *found, share = saved
-    factors = dloss * share, dloss, dloss
-    dx, dweight, dbias = (_times(grad, factor, torch.empty_like(grad)) if wanted else None
-                          for grad, factor, wanted in zip(found, factors, ctx.grads, strict=True))
-    return dx, None, dweight, dbias, *[None] * 12
+        return dict.fromkeys(wanted)
+    factors = {"x": (y.dx, dloss * y.share), "weight": (y.dweight, dloss), "bias": (y.dbias, dloss)}
+    return {name: None if grad is None else _times(grad, factor, torch.empty_like(grad)) for name, (grad, factor) in factors.items()}
 
 
-_linear_op.register_autograd(_differentiate_linear, setup_context=_save_linear)
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """The gradients are outputs, too, because backward reads them (ops/_common/gradients.py)."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        found = _linear_loss(*inputs)
-        _save_linear(ctx, inputs, found)
-        return found
-
-    backward = staticmethod(_differentiate_linear)
+LINEAR = Operator(
+    "linear_cross_entropy", LinearTensors, LinearScalars, LinearOutputs, len(LinearOutputs._fields),
+    forward=lambda plan, given, how: _linear_loss(given, how), kept=lambda x, y, how: ((None,) * len(x), (None, *y[1:])),
+    backward=_backward_linear,
+    traced=Traced(lambda given, how: _problem(how.call, (given.x.shape[0], given.weight.shape[0]), how.needs_grad), _empty_linear, _linear_loss,
+                  plain_backward=True),
+    instead='cross_entropy_loss of the logits has them with flashlin.settings(path="torch")')

@@ -5,7 +5,7 @@ Source: Qin et al. 2023 (arXiv 2311.04823).
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
-from flashlin.ops._common.gradients import once, once_traced, pulled_back
-from flashlin.ops._common.planned import constant_while_tracing, exporting, name_of, planned, wants_grad
+from flashlin.ops._common.gradients import pulled_back
+from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
+from flashlin.ops._common.planned import as_planned, constant_while_tracing, exporting, name_of, planned, wants_grad
 
 Found = tuple[Tensor, "Tensor | None"]
 
@@ -62,31 +63,46 @@ def _run(op: str, x: Tensor, g: Tensor, h0: Tensor | None, has_ht: bool, cu_seql
     bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, None, x.shape, x.device, policy.current().debug, "x")
     if h0 is not None:
         need_tensor("initial_state", h0, (x.shape[0] if bounds is None else bounds.shape[0] - 1, x.shape[2]), "[N, D]", x.device, "x")
+    out_dtype = x.dtype
+    given, how = Tensors(x, g, h0, bounds), Scalars(has_ht, wants_grad(x, g, h0), op)
     if torch.compiler.is_compiling():
-        path, dot = _route(op, name_of(x.dtype), x.device)
+        plan, (path, dot) = None, _route(op, name_of(x.dtype), x.device)
     else:
-        plan = planned(problem_of(op, x, bounds, wants_grad(x, g, h0)), x.device)
+        plan = planned(problem_of(given, how), x.device)
         path, dot = plan.problem.path, plan.problem.dot
     if path == "torch" and not exporting():
-        o, ht = torch_path.run(x, g, h0, bounds)
-        return o.to(x.dtype), ht if has_ht else None
-    out_dtype = x.dtype
-    if dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
-        x, g = x.float(), g.float()
+        o, ht = torch_path.run(*given)
+        return o.to(out_dtype), ht if has_ht else None
+    x, g, h0, bounds = as_planned(given, dot)
     g = g if g.dtype in (x.dtype, torch.float32) else g.float()
-    x, g, h0 = x.contiguous(), g.contiguous(), None if h0 is None else h0.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-    if torch.compiler.is_compiling():
-        o, ht = _library_op(x, g, h0, bounds, has_ht, wants_grad(x, g, h0), op)
-    else:
-        o, ht = _Recurrence.apply(plan, x, g, h0, bounds, has_ht)
+    h0 = None if h0 is None else h0.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    o, ht = OPERATOR(plan, (x.contiguous(), g.contiguous(), h0, bounds), how)
     return o.to(out_dtype), ht if has_ht else None
 
 
-def problem_of(op: str, x: Tensor, bounds: Tensor | None, needs_grad: bool) -> Problem:
+class Tensors(NamedTuple):
+    x: Tensor
+    g: Tensor
+    h0: Tensor | None
+    bounds: Tensor | None
+
+
+class Scalars(NamedTuple):
+    has_ht: bool
+    needs_grad: bool
+    call: str
+
+
+class Outputs(NamedTuple):
+    o: Tensor
+    ht: Tensor | None
+
+
+def problem_of(x: Tensors, how: Scalars) -> Problem:
     """K and V are both the number of channels."""
-    B, T, D = x.shape
-    N = B if bounds is None else bounds.shape[0] - 1
-    return Problem(op, "hgrn", "", B, T, 1, D, D, N, name_of(x.dtype), bounds is not None, needs_grad)
+    B, T, D = x.x.shape
+    N = B if x.bounds is None else x.bounds.shape[0] - 1
+    return Problem(how.call, "hgrn", "", B, T, 1, D, D, N, name_of(x.x.dtype), x.bounds is not None, how.needs_grad)
 
 
 @constant_while_tracing
@@ -96,81 +112,32 @@ def _route(op: str, dtype: str, device: torch.device) -> tuple[str, str]:
     return problem.path, problem.dot
 
 
-class _Recurrence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None, has_ht: bool) -> Any:
-        from flashlin.kernels.hgrn import forward
-        o, ht = forward.run(plan, x, g, h0, bounds, has_ht)
-        ctx.plan = plan
-        ctx.save_for_backward(g, o, h0, bounds)
-        ctx.set_materialize_grads(False)
-        return o, ht
-
-    @staticmethod
-    @once()
-    def backward(ctx: Any, saved: tuple[Any, ...], do: Tensor | None, dht: Tensor | None) -> Any:
-        g, o, h0, bounds = saved
-        dx, dg, dh0 = _gradients(ctx.plan, g, o, h0, bounds, do, dht, ctx.needs_input_grad[3])
-        return None, dx, dg, dh0, None, None
+def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
+    return kernels("hgrn", "forward").run(plan, *x, how.has_ht)
 
 
-def _gradients(plan: Plan, g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tensor | None, do: Tensor | None, dht: Tensor | None,
-               needs_dh0: bool) -> Any:
-    from flashlin.kernels.hgrn import backward
-    do = torch.zeros_like(o) if do is None else do.contiguous()
-    return backward.run(plan, g, o, h0, bounds, do, None if dht is None else dht.contiguous(), needs_dh0)
+def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
+    N = x.x.shape[0] if x.bounds is None else x.bounds.shape[0] - 1
+    wide = torch.promote_types(x.x.dtype, torch.float32)
+    return x.x.new_empty(x.x.shape), x.x.new_empty((N, x.x.shape[2]), dtype=wide) if how.has_ht else None
 
 
-# Under torch.compile the same functions run inside library operators, planned at run time; see ops/simple_gla.py.
-@torch.library.custom_op(
-    "flashlin::hgrn", mutates_args=(),
-    schema="(Tensor x, Tensor g, Tensor? h0, Tensor? bounds, bool has_ht, bool needs_grad, str op) -> (Tensor, Tensor)")
-def _library_op(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None, has_ht: bool, needs_grad: bool, op: str) -> tuple[Tensor, Tensor]:
-    plan = planned(problem_of(op, x, bounds, needs_grad), x.device)
-    if plan.problem.path == "torch":
-        o, last = torch_path.run(x, g, h0, bounds)
-        return o.to(x.dtype), last if has_ht else last.new_empty(0)
-    from flashlin.kernels.hgrn import forward
-    o, ht = forward.run(plan, x, g, h0, bounds, has_ht)
-    return o, x.new_empty(0, dtype=torch.float32) if ht is None else ht
+def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
+    """Backward reads o and not x, in whose place it is kept."""
+    return (y.o, x.g, x.h0, x.bounds), (None, None)
 
 
-@_library_op.register_fake
-def _(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None, has_ht: bool, needs_grad: bool, op: str) -> tuple[Tensor, Tensor]:
-    N = x.shape[0] if bounds is None else bounds.shape[0] - 1
-    return x.new_empty(x.shape), x.new_empty((N, x.shape[2]) if has_ht else (0,), dtype=torch.promote_types(x.dtype, torch.float32))
+def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+    o, g, h0, bounds = x
+    do = torch.zeros_like(o) if grads.o is None else grads.o.contiguous()
+    dht = None if grads.ht is None else grads.ht.contiguous()
+    return dict(zip(("x", "g", "h0"), kernels("hgrn", "backward").run(plan, g, o, h0, bounds, do, dht, "h0" in wanted), strict=True))
 
 
-@torch.library.custom_op(
-    "flashlin::hgrn_backward", mutates_args=(),
-    schema="(Tensor g, Tensor o, Tensor? h0, Tensor? bounds, Tensor do, Tensor? dht, str op) -> Tensor[]")
-def _library_backward(g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tensor | None, do: Tensor, dht: Tensor | None, op: str) -> list[Tensor]:
-    plan = planned(problem_of(op, o, bounds, True), o.device)
-    if plan.problem.path == "torch":
-        x = torch_path.inputs_of(o, g, h0, bounds)
-        found = pulled_back(lambda x, g, h0: torch_path.run(x, g, h0, bounds), (x, g, h0), (True, True, True), (do, dht))
-    else:
-        found = _gradients(plan, g, o, h0, bounds, do, dht, h0 is not None)
-    return [o.new_empty(0) if x is None else x for x in found]
+def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+    return pulled_back(lambda x: torch_path.run(*x), x._replace(x=torch_path.inputs_of(*x)), wanted, grads)
 
 
-@_library_backward.register_fake
-def _(g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tensor | None, do: Tensor, dht: Tensor | None, op: str) -> list[Tensor]:
-    return [o.new_empty(0) if x is None else x.new_empty(x.shape) for x in (o, g, h0)]
-
-
-once_traced(_library_backward, lambda inputs: inputs[-1])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, g, h0, bounds, ctx.has_ht, _, ctx.op = inputs
-    ctx.save_for_backward(g, output[0], h0, bounds)
-
-
-def _differentiate(ctx: Any, do: Tensor, dht: Tensor | None) -> Any:
-    g, o, h0, bounds = ctx.saved_tensors
-    dx, dg, dh0 = _library_backward(g, o, h0, bounds, do, dht if ctx.has_ht else None, ctx.op)
-    return dx, dg, None if h0 is None else dh0, None, None, None, None
-
-
-_library_op.register_autograd(_differentiate, setup_context=_save)
+OPERATOR = Operator(
+    "hgrn", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward,
+    traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x), _backward_on_torch))

@@ -7,7 +7,7 @@ Gated, y is multiplied by g sigmoid(g) (Yang et al. 2024, GLA) or by sigmoid(g).
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,9 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_dtype, check_floats, need_tensor, shown
 from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
-from flashlin.ops._common.gradients import once, once_traced, pulled_back
-from flashlin.ops._common.planned import constant_while_tracing, name_of, planned, wants_grad
+from flashlin.ops._common.gradients import pulled_back
+from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
+from flashlin.ops._common.planned import as_planned, constant_while_tracing, dtype_as_planned, name_of, planned, wants_grad
 
 ACTIVATIONS = {"swish": SWISH, "silu": SWISH, "sigmoid": SIGMOID}
 STRICTEST = (torch.float64, torch.bfloat16, torch.float16, torch.float32)  # the dtype that machines have most to say about first
@@ -174,7 +175,7 @@ def run(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor |
         x = x.unflatten(-1, (groups, -1))
         residual, gate = (None if t is None else t.unflatten(-1, (groups, -1)) for t in (residual, gate))
     if torch.compiler.is_compiling():
-        path, dot = _route(call, x.device)
+        plan, (path, dot) = None, _route(call, x.device)
     else:
         plan = planned(problem_of(call, x, groups, needs_grad), x.device)
         path, dot = plan.problem.path, plan.problem.dot
@@ -182,21 +183,17 @@ def run(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor |
         y, total = torch_path.run(x, residual, weight, bias, gate, eps, kind, opening, groups)
         y = y.to(y_dtype).reshape(given.shape)
         return (y, given if returns_x else total.to(total_dtype).reshape(given.shape)) if prenorm else y
-    kernel_y, kernel_total = y_dtype, total_dtype
-    if dot == "fp32":
-        x, residual, weight, bias, gate = (None if t is None else t.float()  # type: ignore[assignment]
-                                           for t in (x, residual, weight, bias, gate))
-        kernel_y = kernel_total = torch.float32
-    elif residual is not None:  # the sum is kept for backward, so it must not be rounded more coarsely than x and residual are
+    x, residual, weight, bias, gate = as_planned(Tensors(x, residual, weight, bias, gate), dot)
+    kernel_total = dtype_as_planned(total_dtype, dot)
+    if residual is not None:  # the sum is kept for backward, so it must not be rounded more coarsely than x and residual are
         kernel_total = torch.promote_types(x.dtype, residual.dtype)
         residual = residual.to(kernel_total)
     x = x.contiguous()
     residual, weight, bias, gate = (None if t is None else t.contiguous() for t in (residual, weight, bias, gate))
-    wanted = kernel_total if prenorm and not returns_x else None
-    if torch.compiler.is_compiling():
-        y, total, _, _ = _library_op(x, residual, weight, bias, gate, eps, kind, opening, groups, kernel_y, wanted, needs_grad, call)
-    else:
-        y, total = _Norm.apply(plan, x, residual, weight, bias, gate, eps, kind, opening, kernel_y, wanted, needs_grad)
+    has_total = (prenorm and not returns_x) or (needs_grad and residual is not None)
+    y, total = OPERATOR(plan, (x, residual, weight, bias, gate), Scalars(
+        eps, kind, opening, groups, x.dtype, None if residual is None else residual.dtype, dtype_as_planned(y_dtype, dot),
+        kernel_total if has_total else None, needs_grad, call))
     y = y.to(y_dtype).reshape(given.shape)
     return (y, given if returns_x else total.to(total_dtype).reshape(given.shape)) if prenorm else y
 
@@ -258,167 +255,94 @@ def _route(call: str, device: torch.device) -> tuple[str, str]:
     return problem.path, problem.dot
 
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None,
-                eps: float, kind: int, activation: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, needs_grad: bool) -> Any:
-        y, total, mean, rstd = _forward(plan, x, residual, weight, bias, gate, eps, kind, activation, y_dtype, total_dtype, needs_grad)
-        if needs_grad:
-            kept, ctx.normed = _kept(x, residual, y, total, kind)
-            ctx.save_for_backward(kept, weight, None if gate is None else bias, gate, mean, rstd)
-            ctx.plan, ctx.kind, ctx.activation = plan, kind, activation
-            ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
-            ctx.set_materialize_grads(False)
-        return y, total     # an output even where only backward wants it: see ops/_common/gradients.py
-
-    @staticmethod
-    @once()
-    def backward(ctx: Any, saved: tuple[Any, ...], dy: Tensor | None, dtotal: Tensor | None) -> Any:
-        x_dtype, residual_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        _, _, needs_dresidual, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
-        if dy is None:
-            dx, dresidual, dgate, dweight, dbias = dtotal, dtotal, None, None, None
-        else:
-            kept, weight, bias, gate, mean, rstd = saved
-            dx, dresidual, dgate, dweight, dbias = _gradients(ctx.plan, kept, weight, bias, gate, mean, rstd, dy, dtotal, ctx.kind, ctx.activation,
-                                                              ctx.normed, x_dtype, residual_dtype if needs_dresidual else None, needs_dweight,
-                                                              needs_dbias)
-        return (None, _to(dx, x_dtype), _to(dresidual, residual_dtype), _to(dweight, weight_dtype), _to(dbias, bias_dtype), dgate, *[None] * 6)
+class Tensors(NamedTuple):
+    """x, residual and gate [..., D] or, with groups, [..., groups, D]; weight, bias [groups * D]."""
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    gate: Tensor | None
 
 
-def _to(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    return None if x is None or dtype is None else x.to(dtype)
+class Scalars(NamedTuple):
+    """activation: of the gate. The dtypes are those of the tensors; total_dtype is None if nobody wants the sum."""
+    eps: float
+    kind: int
+    activation: int
+    groups: int
+    x_dtype: torch.dtype
+    residual_dtype: torch.dtype | None
+    y_dtype: torch.dtype
+    total_dtype: torch.dtype | None
+    needs_grad: bool
+    call: str
 
 
-def _forward(plan: Plan, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float,
-             kind: int, activation: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, needs_grad: bool) -> Any:
-    """forward.run, which also writes the sum if only backward wants it."""
-    from flashlin.kernels.norm import forward
-    if total_dtype is None and needs_grad and residual is not None:
-        total_dtype = residual.dtype
-    return forward.run(plan, x, residual, weight, bias, gate, eps, kind, activation, y_dtype, total_dtype, needs_grad)
+class Outputs(NamedTuple):
+    """total is returned even where only backward wants it: see ops/_common/gradients.py."""
+    y: Tensor
+    total: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
 
 
-def _kept(x: Tensor, residual: Tensor | None, y: Tensor, total: Tensor | None, kind: int) -> tuple[Tensor | None, bool]:
-    """What backward needs of the rows, and whether they are normalised already: an l2 norm keeps y, which the next op keeps anyway."""
-    if kind == L2 and y.dtype == x.dtype:
-        return y, True
-    return x if residual is None else total, False
+def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
+    return kernels("norm", "forward").run(plan, *x, how.eps, how.kind, how.activation, how.y_dtype, how.total_dtype, how.needs_grad)
 
 
-def _gradients(plan: Plan, kept: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, mean: Tensor | None, rstd: Tensor,
-               dy: Tensor, dtotal: Tensor | None, kind: int, activation: int, normed: bool, x_dtype: torch.dtype,
-               residual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool) -> Any:
-    """backward.run; dresidual, where it is wanted, is dx itself if the dtype is the same."""
-    from flashlin.kernels.norm import backward
-    other = None if residual_dtype == x_dtype else residual_dtype
-    dx, dresidual, *rest = backward.run(plan, kept, weight, bias, gate, mean, rstd, dy.contiguous(), None if dtotal is None else dtotal.contiguous(),
-                                        kind, activation, normed, x_dtype, other, needs_dweight, needs_dbias)
-    return dx, dx if residual_dtype == x_dtype else dresidual, *rest
+def _on_torch(x: Tensors, how: Scalars) -> Any:
+    y, s = torch_path.run(*x, how.eps, how.kind, how.activation, how.groups)
+    return y, s, *torch_path.statistics(s, how.eps, how.kind)[1:]
 
 
-def _gradients_on_torch(kept: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, rstd: Tensor, dy: Tensor,
-                        dtotal: Tensor | None, eps: float, kind: int, activation: int, groups: int, normed: bool, x_dtype: torch.dtype,
-                        residual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool) -> Any:
-    """The same by plain torch. A bias that backward has no use for is not there; its gradient is that of zeros."""
-    s = kept.float() / rstd[..., None] if normed else kept.float()
-    zeros = kept.new_zeros(kept.shape[-1] * groups, dtype=torch.float32)
-    weight, bias = (zeros + 1 if weight is None else weight.float()), (zeros if bias is None else bias.float())
-    ds, dweight, dbias, dgate = pulled_back(lambda s, weight, bias, gate: torch_path.run(s, None, weight, bias, gate, eps, kind, activation, groups),
-                                            (s, weight, bias, gate), (True, needs_dweight, needs_dbias, True), (dy, dtotal))
-    assert ds is not None  # wanted
-    dx = ds.to(x_dtype)
-    return dx, None if residual_dtype is None else dx if residual_dtype == x_dtype else ds.to(residual_dtype), dgate, dweight, dbias
+def _empty(x: Tensors, how: Scalars) -> Any:
+    rows = x.x.shape[:-1]
+    return (torch.empty_like(x.x, dtype=how.y_dtype), None if how.total_dtype is None else torch.empty_like(x.x, dtype=how.total_dtype),
+            x.x.new_empty(rows, dtype=torch.float32) if how.needs_grad and how.kind == LAYER else None,
+            x.x.new_empty(rows, dtype=torch.float32) if how.needs_grad else None)
 
 
-# Under torch.compile the same two functions run inside one library operator per direction, planned at run time.
-@torch.library.custom_op(
-    "flashlin::norm", mutates_args=(),
-    schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? gate, float eps, int kind, int activation, int groups, "
-           "ScalarType y_dtype, ScalarType? total_dtype, bool needs_grad, str call) -> (Tensor, Tensor, Tensor, Tensor)")
-def _library_op(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float, kind: int,
-                activation: int, groups: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, needs_grad: bool,
-                call: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan = planned(problem_of(call, x, groups, needs_grad), x.device)
-    if plan.problem.path == "torch":
-        y, s = torch_path.run(x, residual, weight, bias, gate, eps, kind, activation, groups)
-        room = _room(x, residual, kind, y_dtype, total_dtype, needs_grad)
-        for out, found in zip(room, (y, s, *torch_path.statistics(s, eps, kind)[1:]), strict=True):
-            if out.numel() and found is not None:
-                out.copy_(found.view_as(out))
-        return room
-    y, total, mean, rstd = _forward(plan, x, residual, weight, bias, gate, eps, kind, activation, y_dtype, total_dtype, needs_grad)
-    return y, *(x.new_empty(0, dtype=torch.float32) if t is None else t for t in (total, mean, rstd))
+def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
+    """In x's place the rows that backward reads: x, or the sum, or normalised ones. A bias only matters to a gate."""
+    rows = y.y if _normed(how) else x.x if x.residual is None else y.total
+    return (rows, None, x.weight, None if x.gate is None else x.bias, x.gate), (None, None, y.mean, y.rstd)
 
 
-@_library_op.register_fake
-def _(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float, kind: int,
-      activation: int, groups: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None, needs_grad: bool,
-      call: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _room(x, residual, kind, y_dtype, total_dtype, needs_grad)
+def _normed(how: Scalars) -> bool:
+    """Whether backward reads rows that are normalised already: an l2 norm keeps y, which the next op keeps anyway."""
+    return how.kind == L2 and how.y_dtype == how.x_dtype
 
 
-def _room(x: Tensor, residual: Tensor | None, kind: int, y_dtype: torch.dtype, total_dtype: torch.dtype | None,
-          needs_grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For the outputs of the operator: y, the sum, and the rows' statistics; empty vectors for what is not wanted."""
-    if total_dtype is None and needs_grad and residual is not None:
-        total_dtype = residual.dtype
-    nothing = [0]
-    total = x.new_empty(nothing, dtype=torch.float32) if total_dtype is None else torch.empty_like(x, dtype=total_dtype)
-    mean = x.new_empty(x.shape[:-1] if needs_grad and kind == LAYER else nothing, dtype=torch.float32)
-    rstd = x.new_empty(x.shape[:-1] if needs_grad else nothing, dtype=torch.float32)
-    return torch.empty_like(x, dtype=y_dtype), total, mean, rstd
+def _same(how: Scalars) -> dict[str, str]:
+    return {"residual": "x"} if how.residual_dtype == how.x_dtype else {}
 
 
-@torch.library.custom_op(
-    "flashlin::norm_backward", mutates_args=(),
-    schema="(Tensor kept, Tensor? weight, Tensor? bias, Tensor? gate, Tensor? mean, Tensor rstd, Tensor dy, Tensor? dtotal, float eps, int kind, "
-           "int activation, int groups, bool normed, ScalarType x_dtype, ScalarType? residual_dtype, bool needs_dweight, bool needs_dbias, "
-           "str call) -> Tensor[]")
-def _library_backward(kept: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, mean: Tensor | None, rstd: Tensor,
-                      dy: Tensor, dtotal: Tensor | None, eps: float, kind: int, activation: int, groups: int, normed: bool, x_dtype: torch.dtype,
-                      residual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool, call: str) -> list[Tensor]:
-    plan = planned(problem_of(call, kept, groups, True), kept.device)
-    if plan.problem.path == "torch":
-        dx, dresidual, dgate, dweight, dbias = _gradients_on_torch(kept, weight, bias, gate, rstd, dy, dtotal, eps, kind, activation, groups, normed,
-                                                                   x_dtype, residual_dtype, needs_dweight, needs_dbias)
-    else:
-        dx, dresidual, dgate, dweight, dbias = _gradients(plan, kept, weight, bias, gate, mean, rstd, dy, dtotal, kind, activation, normed, x_dtype,
-                                                          residual_dtype, needs_dweight, needs_dbias)
-    if dweight is not None and dbias is not None:  # rows of one tensor, which an operator may not return
-        dbias = dbias.clone()
-    return [dx, *(kept.new_empty(0) if t is None or t is dx else t for t in (dresidual, dgate, dweight, dbias))]
+def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+    if grads.y is None:
+        return {"x": grads.total, "residual": grads.total, "weight": None, "bias": None, "gate": None}
+    dx, dresidual, dgate, dweight, dbias = kernels("norm", "backward").run(
+        plan, x.x, x.weight, x.bias, x.gate, y.mean, y.rstd, grads.y.contiguous(), None if grads.total is None else grads.total.contiguous(),
+        how.kind, how.activation, _normed(how), how.x_dtype, how.residual_dtype if "residual" in wanted else None, "weight" in wanted,
+        "bias" in wanted)
+    return {"x": dx, "residual": dresidual, "weight": dweight, "bias": dbias, "gate": dgate}
 
 
-@_library_backward.register_fake
-def _(kept: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, mean: Tensor | None, rstd: Tensor, dy: Tensor,
-      dtotal: Tensor | None, eps: float, kind: int, activation: int, groups: int, normed: bool, x_dtype: torch.dtype,
-      residual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool, call: str) -> list[Tensor]:
-    D = kept.shape[-1] * groups
-    dresidual = kept.new_empty(0) if residual_dtype in (None, x_dtype) else torch.empty_like(kept, dtype=residual_dtype)
-    return [torch.empty_like(kept, dtype=x_dtype), dresidual, kept.new_empty(0) if gate is None else torch.empty_like(gate),
-            *(kept.new_empty(D, dtype=torch.float32) if needed else kept.new_empty(0) for needed in (needs_dweight, needs_dbias))]
+def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+    """A bias that backward has no use for is not there; its gradient is that of zeros."""
+    zeros = x.x.new_zeros(x.x.shape[-1] * how.groups, dtype=torch.float32)
+    s = x._replace(x=x.x.float() / y.rstd[..., None] if _normed(how) else x.x.float(), weight=zeros + 1 if x.weight is None else x.weight.float(),
+                   bias=zeros if x.bias is None else x.bias.float())
+    found = pulled_back(lambda s: torch_path.run(*s, how.eps, how.kind, how.activation, how.groups), s, wanted - {"residual"} | {"x"},
+                                grads[:2])
+    return {**found, "residual": found["x"]}
 
 
-once_traced(_library_backward, lambda inputs: inputs[-1].split(" ")[0])
+def _like(x: Tensors, how: Scalars, name: str) -> Tensor:
+    if name in ("weight", "bias"):
+        return x.x.new_empty(x.x.shape[-1] * how.groups, dtype=torch.float32)
+    return x.gate if x.gate is not None and name == "gate" else torch.empty_like(x.x, dtype=how.x_dtype if name == "x" else how.residual_dtype)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, residual, weight, bias, gate, ctx.eps, ctx.kind, ctx.activation, ctx.groups, _, total_dtype, _, ctx.call = inputs
-    y, total, mean, rstd = output
-    kept, ctx.normed = _kept(x, residual, y, total, ctx.kind)
-    ctx.save_for_backward(kept, weight, None if gate is None else bias, gate, mean if ctx.kind == LAYER else None, rstd)
-    ctx.dtypes, ctx.has_total = [None if t is None else t.dtype for t in (x, residual, weight, bias)], total_dtype is not None
-
-
-def _differentiate(ctx: Any, dy: Tensor, dtotal: Tensor, dmean: Tensor, drstd: Tensor) -> Any:
-    gate = ctx.saved_tensors[3]
-    x_dtype, residual_dtype, weight_dtype, bias_dtype = ctx.dtypes
-    dx, dresidual, dgate, dweight, dbias = _library_backward(
-        *ctx.saved_tensors, dy, dtotal if ctx.has_total else None, ctx.eps, ctx.kind, ctx.activation, ctx.groups, ctx.normed, x_dtype, residual_dtype,
-        weight_dtype is not None, bias_dtype is not None, ctx.call)
-    dresidual = None if residual_dtype is None else dx if residual_dtype == x_dtype else dresidual
-    return dx, dresidual, _to(dweight, weight_dtype), _to(dbias, bias_dtype), None if gate is None else dgate, *[None] * 8
-
-
-_library_op.register_autograd(_differentiate, setup_context=_save)
+OPERATOR = Operator(
+    "norm", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward, same=_same,
+    traced=Traced(lambda x, how: problem_of(how.call, x.x, how.groups, how.needs_grad), _empty, _on_torch, _backward_on_torch, _like))

@@ -4,7 +4,7 @@ Pair i of a head's channels, as a complex number, is multiplied by cos + i sin o
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_device, check_floats, check_integers, shown
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
-from flashlin.ops._common.gradients import once
-from flashlin.ops._common.planned import name_of, planned, wants_grad
+from flashlin.ops._common.operator import Gradients, Kept, Operator, kernels
+from flashlin.ops._common.planned import as_planned, name_of, planned, wants_grad
 from flashlin.ops.norm import STRICTEST
 
 
@@ -60,16 +60,16 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     if ((x.device.type == "cpu" or debug) and not torch.compiler.is_compiling()) or offsets is bounds is None:
         _check_places(x, cos.shape[0], offset, offsets, bounds)
     cos, sin = cos.detach(), sin.detach()
-    plan = None if torch.compiler.is_compiling() else planned(problem_of(x, cos, sin, bounds is not None, wants_grad(x)), x.device)
+    needs_grad = wants_grad(x)
+    plan = None if torch.compiler.is_compiling() else planned(problem_of(x, cos, sin, bounds is not None, needs_grad), x.device)
     if plan is None or plan.problem.path == "torch":
         y = torch_path.run(x, cos, sin, offset, offsets, bounds, interleaved)
         return x.copy_(y) if inplace else y
-    if plan.problem.dot == "fp32":  # nothing of 16 bits may reach a kernel
-        y = _Rotary.apply(plan, _evenly(x.float()), cos.float().contiguous(), sin.float().contiguous(), offset, offsets, bounds, interleaved, False)
-        return x.copy_(y) if inplace else y.to(x.dtype)
-    even = _evenly(x)
-    y = _Rotary.apply(plan, even, cos.contiguous(), sin.contiguous(), offset, offsets, bounds, interleaved, inplace and even is x)
-    return x.copy_(y) if inplace and even is not x else y
+    given = as_planned(Tensors(x, cos, sin, offsets, bounds), plan.problem.dot)
+    even = _evenly(given.x)
+    y, = OPERATOR(plan, (even, given.cos.contiguous(), given.sin.contiguous(), offsets, bounds), Scalars(
+        offset, interleaved, inplace and even is x, needs_grad, "rotary_embedding"))
+    return y.to(x.dtype) if not inplace else y if even is x else x.copy_(y)
 
 
 def _check(x: Any, cos: Any, sin: Any) -> None:
@@ -123,21 +123,39 @@ def problem_of(x: Tensor, cos: Tensor, sin: Tensor, packed: bool, needs_grad: bo
     return Problem("rotary_embedding", "rotary", "", 1, B * T, H, D, cos.shape[1], 1, name_of(dtype), packed, needs_grad)
 
 
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, x: Tensor, cos: Tensor, sin: Tensor, offset: int, offsets: Tensor | None, bounds: Tensor | None,
-                interleaved: bool, in_place: bool) -> Tensor:
-        from flashlin.kernels.rotary import forward
-        ctx.save_for_backward(cos, sin, offsets, bounds)
-        ctx.plan, ctx.offset, ctx.interleaved = plan, offset, interleaved
-        if in_place:
-            ctx.mark_dirty(x)
-        return forward.run(plan, x, cos, sin, offset, offsets, bounds, interleaved, False, in_place)
+class Tensors(NamedTuple):
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+    offsets: Tensor | None
+    bounds: Tensor | None
 
-    @staticmethod
-    @once()
-    def backward(ctx: Any, saved: tuple[Any, ...], dy: Tensor) -> Any:
-        from flashlin.kernels.rotary import forward
-        cos, sin, offsets, bounds = saved
-        dx = forward.run(ctx.plan, _evenly(dy), cos, sin, ctx.offset, offsets, bounds, ctx.interleaved, True, False)
-        return None, dx, *[None] * 7
+
+class Scalars(NamedTuple):
+    offset: int
+    interleaved: bool
+    in_place: bool
+    needs_grad: bool
+    call: str
+
+
+class Outputs(NamedTuple):
+    y: Tensor
+
+
+def _forward(plan: Plan, x: Tensors, how: Scalars) -> tuple[Tensor]:
+    return kernels("rotary", "forward").run(plan, x.x, x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved, False, how.in_place),
+
+
+def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
+    return (None, *x[1:]), (None,)
+
+
+def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+    if grads.y is None:
+        return {"x": None}
+    return {"x": kernels("rotary", "forward").run(
+        plan, _evenly(grads.y), x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved, True, False)}
+
+
+OPERATOR = Operator("rotary", Tensors, Scalars, Outputs, 1, forward=_forward, kept=_kept, backward=_backward, in_place="x")

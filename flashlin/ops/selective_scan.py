@@ -5,9 +5,7 @@ Source: Gu and Dao 2023 (arXiv 2312.00752).
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +15,8 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import shown
 from flashlin.kernels.selective import torch_path
 from flashlin.kernels.selective.recipe import FAMILY, kept
-from flashlin.ops._common.gradients import emptied, once, once_traced, pulled_back
-from flashlin.ops._common.planned import constant_while_tracing, head_size_class, name_of, planned, wants_grad
+from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
+from flashlin.ops._common.planned import as_planned, constant_while_tracing, head_size_class, name_of, planned, wants_grad
 from flashlin.ops._common.pointwise import check_beside, check_rows
 from flashlin.ops.norm import STRICTEST
 
@@ -69,7 +67,7 @@ def selective_scan_fn(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
                                         ("delta_bias", delta_bias, (channels,), "[D]")):
         if given is not None:
             check_beside(name, given, shape, meaning, "u", u)
-    y, last = _run(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
+    y, last = _run(Tensors(u, delta, A, B, C, D, z, delta_bias), delta_softplus)
     return (y, last) if return_last_state else y
 
 
@@ -84,35 +82,54 @@ def _with_groups(name: str, x: Any, b: int, channels: int, N: int, T: int, u: Te
     return found
 
 
-def _run(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
-         softplus: bool) -> tuple[Tensor, Tensor]:
-    given = (u, delta, A, B, C, D, z, bias)
-    dtypes = {x.dtype for x in given if x is not None}
-    strictest, fixed = name_of(next(one for one in STRICTEST if one in dtypes)), B.ndim == 2 or C.ndim == 2
+class Tensors(NamedTuple):
+    u: Tensor
+    delta: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    z: Tensor | None
+    bias: Tensor | None
+
+
+class Scalars(NamedTuple):
+    """dtype: the strictest of any tensor."""
+    softplus: bool
+    dtype: str
+    needs_grad: bool
+    call: str
+
+
+class Outputs(NamedTuple):
+    y: Tensor
+    last: Tensor
+    states: Tensor
+
+
+def _run(given: Tensors, softplus: bool) -> tuple[Tensor, Tensor]:
+    dtypes, (dtype, device) = {x.dtype for x in given if x is not None}, (given.u.dtype, given.u.device)
+    fixed = given.B.ndim == 2 or given.C.ndim == 2
+    how = Scalars(softplus, name_of(next(one for one in STRICTEST if one in dtypes)), wants_grad(*given), OP)
     if torch.compiler.is_compiling():
-        path, dot = _route(strictest, head_size_class(A.shape[1]), fixed, u.device)
+        plan, (path, dot) = None, _route(how.dtype, head_size_class(given.A.shape[1]), fixed, device)
     else:
-        plan = planned(problem_of(u, A, B, strictest, fixed, wants_grad(*given)), u.device)
+        plan = planned(problem_of(given, how, fixed), device)
         path, dot = plan.problem.path, plan.problem.dot
     if path == "torch":
         y, last = torch_path.run(*given, softplus)
-        return y.to(u.dtype), last
-    dtype = u.dtype
-    if dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
-        u, delta, B, C, z = u.float(), delta.float(), B.float(), C.float(), None if z is None else z.float()
-    A, D, bias = A.float().contiguous(), None if D is None else D.float().contiguous(), None if bias is None else bias.float().contiguous()
-    if torch.compiler.is_compiling():
-        y, last, _ = _library_op(u, delta, A, B, C, D, z, bias, softplus, strictest, wants_grad(u, delta, A, B, C, D, z, bias))
-    else:
-        y, last = _Scan.apply(plan, softplus, u, delta, A, B, C, D, z, bias)
+        return y.to(dtype), last
+    given = as_planned(given, dot)
+    A, D, bias = (None if x is None else x.float().contiguous() for x in (given.A, given.D, given.bias))
+    y, last = OPERATOR(plan, (given.u, given.delta, A, given.B, given.C, D, given.z, bias), how)
     return y.to(dtype), last
 
 
-def problem_of(u: Tensor, A: Tensor, B: Tensor, dtype: str, fixed: bool, needs_grad: bool) -> Problem:
-    """dtype: the strictest of any tensor."""
-    b, channels, T = u.shape
-    groups = B.shape[1] if B.ndim == 4 else 1
-    return Problem(OP, FAMILY, "", b, T, groups, A.shape[1], channels, b, dtype, False, needs_grad, ("fixed",) * fixed)
+def problem_of(x: Tensors, how: Scalars, fixed: bool = False) -> Problem:
+    """fixed: whether B or C has no tokens, which kernels do not take."""
+    b, channels, T = x.u.shape
+    groups = x.B.shape[1] if x.B.ndim == 4 else 1
+    return Problem(OP, FAMILY, "", b, T, groups, x.A.shape[1], channels, b, how.dtype, False, how.needs_grad, ("fixed",) * fixed)
 
 
 @constant_while_tracing
@@ -122,97 +139,22 @@ def _route(dtype: str, N: int, fixed: bool, device: torch.device) -> tuple[str, 
     return problem.path, problem.dot
 
 
-def _kernels(direction: str) -> Any:
-    """Triton is imported when it is needed, not before."""
-    return import_module(f"flashlin.kernels.{FAMILY}.{direction}")
+def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
+    return kernels("selective", "forward").run(plan, *x, how.softplus)
 
 
-class _Scan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, softplus: bool, *tensors: Any) -> Any:
-        y, last, states = _kernels("forward").run(plan, *tensors, softplus)
-        ctx.plan, ctx.softplus = plan, softplus
-        ctx.save_for_backward(*tensors, states)
-        ctx.set_materialize_grads(False)
-        return y, last
-
-    @staticmethod
-    @once()
-    def backward(ctx: Any, saved: tuple[Any, ...], dy: Tensor | None, dlast: Tensor | None) -> Any:
-        return None, None, *_gradients(ctx.plan, saved, ctx.softplus, dy, dlast)
+def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor, Tensor | None]:
+    (b, channels, T), N = x.u.shape, x.A.shape[1]
+    return torch.empty_like(x.u), x.A.new_empty(b, channels, N), x.A.new_empty(b, kept(T), N, channels) if how.needs_grad else None
 
 
-def _gradients(plan: Plan, saved: tuple[Any, ...], softplus: bool, dy: Tensor | None, dlast: Tensor | None) -> tuple[Any, ...]:
-    dy = torch.zeros_like(saved[0]) if dy is None else dy
-    found: tuple[Any, ...] = _kernels("backward").run(plan, *saved, softplus, dy, None if dlast is None else dlast.contiguous())
-    return found
+def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+    dy = torch.zeros_like(x.u) if grads.y is None else grads.y
+    dlast = None if grads.last is None else grads.last.contiguous()
+    found = kernels("selective", "backward").run(plan, x.u, x.delta, x.A, x.B, x.C, x.D, x.z, x.bias, y.states, how.softplus, dy, dlast)
+    return dict(zip(Tensors._fields, found, strict=True))
 
 
-# Under torch.compile the same functions run inside library operators, planned at run time; see ops/_common/chunked.py.
-_TENSORS = "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? bias"
-
-
-@torch.library.custom_op("flashlin::selective_scan", mutates_args=(),
-                         schema=f"({_TENSORS}, bool softplus, str dtype, bool needs_grad) -> (Tensor, Tensor, Tensor)")
-def _library_op(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
-                softplus: bool, dtype: str, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    plan = planned(problem_of(u, A, B, dtype, False, needs_grad), u.device)
-    if plan.problem.path == "torch":
-        if needs_grad:
-            emptied.add(FAMILY)
-        y, last = torch_path.run(u, delta, A, B, C, D, z, bias, softplus)
-        return torch.empty_like(u).copy_(y), last, _kept(u, A, needs_grad)
-    y, last, states = _kernels("forward").run(plan, u, delta, A, B, C, D, z, bias, softplus)
-    return y, last, last.new_empty(0) if states is None else states
-
-
-@_library_op.register_fake
-def _(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
-      softplus: bool, dtype: str, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(u), A.new_empty(u.shape[0], u.shape[1], A.shape[1]), _kept(u, A, needs_grad)
-
-
-def _kept(u: Tensor, A: Tensor, needs_grad: bool) -> Tensor:
-    """Room for the states that backward's kernels want."""
-    b, channels, T = u.shape
-    return A.new_empty(b, kept(T), A.shape[1], channels) if needs_grad else A.new_empty(0)
-
-
-@torch.library.custom_op("flashlin::selective_scan_backward", mutates_args=(),
-                         schema=f"({_TENSORS}, Tensor states, bool softplus, str dtype, Tensor dy, Tensor? dlast) -> Tensor[]")
-def _library_backward(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
-                      states: Tensor, softplus: bool, dtype: str, dy: Tensor, dlast: Tensor | None) -> list[Tensor]:
-    plan = planned(problem_of(u, A, B, dtype, False, True), u.device)
-    tensors = (u, delta, A, B, C, D, z, bias)
-    if plan.problem.path == "torch":
-        def again(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *optional: Tensor | None) -> tuple[Tensor, Tensor]:
-            return torch_path.run(u, delta, A, B, C, *optional, softplus)  # type: ignore[call-arg, arg-type]
-        found: Sequence[Tensor | None] = pulled_back(again, tensors, [True] * len(tensors), (dy, dlast))
-    else:
-        if FAMILY in emptied:
-            states = _kernels("forward").run(plan, *tensors, softplus)[2]
-        found = _gradients(plan, (*tensors, states), softplus, dy, dlast)
-    return [u.new_empty(0) if x is None else x.contiguous() for x in found]
-
-
-@_library_backward.register_fake
-def _(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
-      states: Tensor, softplus: bool, dtype: str, dy: Tensor, dlast: Tensor | None) -> list[Tensor]:
-    return [u.new_empty(0) if x is None else x.new_empty(x.shape) for x in (u, delta, A, B, C, D, z, bias)]
-
-
-once_traced(_library_backward, lambda inputs: OP)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.softplus, ctx.dtype, _ = inputs
-    ctx.given = [x is not None for x in tensors]
-    ctx.save_for_backward(*tensors, output[2])
-
-
-def _differentiate(ctx: Any, dy: Tensor, dlast: Tensor | None, _: Any) -> Any:
-    found = _library_backward(*ctx.saved_tensors, ctx.softplus, ctx.dtype, dy, dlast)
-    return *(x if given else None for x, given in zip(found, ctx.given, strict=True)), None, None, None
-
-
-_library_op.register_autograd(_differentiate, setup_context=_save)
+OPERATOR = Operator(
+    "selective_scan", Tensors, Scalars, Outputs, 2, forward=_forward, kept=lambda x, y, how: (x, (None, None, y.states)),
+    backward=_backward, traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x, how.softplus)))

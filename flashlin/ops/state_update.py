@@ -5,7 +5,7 @@ Source: Gu and Dao 2023 (Mamba), Dao and Gu 2024 (Mamba2, where a head has one d
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from flashlin.guards.problem import Problem
 from flashlin.guards.tensors import check_apart, check_device, check_floats, check_integers, shown
 from flashlin.kernels.mamba import torch_path
 from flashlin.kernels.mamba.recipe import STATE_UPDATE
-from flashlin.ops._common.planned import constant_while_tracing, name_of, planned, wants_grad
+from flashlin.ops._common.operator import kernels, writing_operator
+from flashlin.ops._common.planned import as_planned, constant_while_tracing, name_of, planned, wants_grad
 from flashlin.ops._common.pointwise import check_beside
 from flashlin.ops.norm import STRICTEST
 
@@ -66,10 +67,8 @@ def selective_state_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: T
         check_integers("state_batch_indices", state_batch_indices, (b,), "[b]", x.device, "x")  # kernels skip values outside of state
     elif pool.shape[0] != b:
         raise ValueError(f"state: got {pool.shape[0]} rows, need {b}, as x (or state_batch_indices)")
-    if wants_grad(x, dt, A, B, C, D, z, dt_bias):
-        y = _in_torch(pool, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_softplus)
-    else:
-        y = _run(pool, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_softplus)
+    given, how = Tensors(pool, x, dt, A, B, C, D, z, dt_bias, state_batch_indices), Scalars(dt_softplus)
+    y = (_in_torch if wants_grad(x, dt, A, B, C, D, z, dt_bias) else _run)(given, how)
     return y if heads else y.squeeze(1)
 
 
@@ -104,44 +103,56 @@ def put_rows(pool: Tensor, rows: Tensor, known: Tensor, values: Tensor) -> None:
         pool.copy_(larger.index_copy(0, torch.where(known, rows, pool.shape[0]), values.to(pool.dtype))[:-1])
 
 
-def _in_torch(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-              indices: Tensor | None, softplus: bool) -> Tensor:
+class Tensors(NamedTuple):
+    pool: Tensor
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    z: Tensor | None
+    dt_bias: Tensor | None
+    indices: Tensor | None
+
+
+class Scalars(NamedTuple):
+    softplus: bool
+
+
+def _in_torch(given: Tensors, how: Scalars) -> Tensor:
+    pool, x, dt, A, B, C, D, z, dt_bias, indices = given
     if indices is None:
-        y, after = torch_path.step(pool.clone(), x, dt, A, B, C, D, z, dt_bias, softplus)
+        y, after = torch_path.step(pool.clone(), x, dt, A, B, C, D, z, dt_bias, how.softplus)
         pool.copy_(after.detach())
         return y.to(x.dtype)
     known = (indices >= 0) & (indices < pool.shape[0])
     rows = indices.long().clamp(0, max(pool.shape[0] - 1, 0))
     before = pool[rows] if pool.shape[0] else pool.new_zeros(x.shape[0], *pool.shape[1:])
-    y, after = torch_path.step(before, x, dt, A, B, C, D, z, dt_bias, softplus)
+    y, after = torch_path.step(before, x, dt, A, B, C, D, z, dt_bias, how.softplus)
     put_rows(pool, rows, known, after.detach())
     return torch.where(known[:, None, None], y, 0).to(x.dtype)
 
 
-def _run(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-         indices: Tensor | None, softplus: bool) -> Tensor:
-    dtype = x.dtype
-    dtypes = {t.dtype for t in (pool, x, dt, A, B, C, D, z, dt_bias) if t is not None}
+def _run(given: Tensors, how: Scalars) -> Tensor:
+    dtype, device = given.x.dtype, given.x.device
+    dtypes = {t.dtype for t in given[:-1] if t is not None}
     strictest = name_of(next(one for one in STRICTEST if one in dtypes))
     if torch.compiler.is_compiling():
-        if _path(strictest, x.device) == "torch":
-            return _in_torch(pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus)
-        traced: Tensor = _library_op(pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus)
+        if _path(strictest, device) == "torch":
+            return _in_torch(given, how)
+        traced: Tensor = _library_op(*given, *how)
         return traced
-    plan = planned(problem_of(x, A, strictest), x.device)
+    plan = planned(problem_of(given.x, given.A, strictest), device)
     if plan.problem.path == "torch":
-        return _in_torch(pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus)
-    states = pool
-    if plan.problem.dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
-        states, x, dt, A, B, C = (t.float() for t in (pool, x, dt, A, B, C))
-        D, z, dt_bias = (None if t is None else t.float() for t in (D, z, dt_bias))
+        return _in_torch(given, how)
+    states, x, dt, A, B, C, D, z, dt_bias, indices = as_planned(given, plan.problem.dot)
     x, B, C = (rows_contiguous(t) for t in (x, B, C))
     z = None if z is None else rows_contiguous(z)
     indices = None if indices is None else indices.contiguous()
-    from flashlin.kernels.mamba import forward
-    y: Tensor = forward.update(plan, states, x, dt, A, B, C, D, z, dt_bias, indices, softplus, x.dtype)
-    if states is not pool:
-        pool.copy_(states)
+    y: Tensor = kernels("mamba", "forward").update(plan, states, x, dt, A, B, C, D, z, dt_bias, indices, how.softplus, x.dtype)
+    if states is not given.pool:
+        given.pool.copy_(states)
     return y.to(dtype)
 
 
@@ -162,17 +173,4 @@ def _path(dtype: str, device: torch.device) -> str:
     return planned(Problem(OP, STATE_UPDATE, "", 1, 1, 1, 1, 1, 1, dtype), device).problem.path
 
 
-@torch.library.custom_op(
-    "flashlin::selective_state_update", mutates_args=("pool",),
-    schema="(Tensor(a!) pool, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? indices, "
-           "bool softplus) -> Tensor")
-def _library_op(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-                indices: Tensor | None, softplus: bool) -> Tensor:
-    """Planned again when it runs."""
-    return _run(pool, x, dt, A, B, C, D, z, dt_bias, indices, softplus).contiguous()
-
-
-@_library_op.register_fake
-def _(pool: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-      indices: Tensor | None, softplus: bool) -> Tensor:
-    return x.new_empty(x.shape)
+_library_op = writing_operator("selective_state_update", Tensors, Scalars, "pool", _run, lambda x, how: x.x.new_empty(x.x.shape))

@@ -118,12 +118,14 @@ def test_the_library_operator(facts: dict[str, Any]) -> None:
     bounds = torch.tensor([0, 4, 4, 9]) if packed else None
     mode = facts.get("mode", "chunk")
     arguments = (q, k, v, g if facts.get("g", True) else None, None, h0 if facts.get("h0", True) else None, bounds, 0.25,
-                 facts.get("has_ht", True), v_first, torch.float32, f"{mode}_simple_gla", mode, needs_grad)
+                 facts.get("has_ht", True), v_first, torch.float32, mode, needs_grad, f"{mode}_simple_gla")
     torch.library.opcheck(torch.ops.flashlin.simple_gla.default, arguments)
 
 
 def test_the_library_operator_of_the_gradients() -> None:
     q, k, v, g, h0 = (x.detach() for x in leaves(2, 9))
     for gate, state in ((g, h0), (None, None)):
-        torch.library.opcheck(torch.ops.flashlin.simple_gla_backward.default, (
-            q, k, v, gate, None, state, None, [], torch.ones_like(v), h0 * 2, 0.25, False, "chunk_simple_gla", "chunk"))
+        for wanted in ("q k v" + " g h0" * (gate is not None), "k"):
+            torch.library.opcheck(torch.ops.flashlin.simple_gla_backward.default, (
+                q, k, v, gate, None, state, None, None, None, torch.ones_like(v), h0 * 2, 0.25, True, False, torch.float32, "chunk", True,
+                "chunk_simple_gla", wanted))

@@ -39,7 +39,8 @@ def test_programs_that_share_out_many_rows(name: str) -> None:
 def test_each_programs_rows_are_many_on_one_multiprocessor(one_multiprocessor: None) -> None:
     """The tests above are about something."""
     x, weight = torch.zeros(1, 1100, 8), torch.zeros(8, 4)
-    launch = conv.planned(conv.problem_of("causal_conv1d float32", x, weight, None, True), CPU).launch("conv_backward_weights")
+    launch = conv.planned(conv.problem_of(conv.Tensors(x, weight, None, None, None, None), conv.Scalars(
+        False, False, True, "causal_conv1d float32")), CPU).launch("conv_backward_weights")
     assert launch.grid[0] * launch.block("BT") < 1100
 
 
@@ -120,10 +121,13 @@ def test_the_library_operators_of_the_convolution(packed: bool, bare: bool) -> N
     bounds = torch.tensor([0, 2, 2, 9]) if packed else None
     options: tuple[Any, ...] = (None, None, None) if bare else (bias, residual, h0)
     call = "causal_conv1d float32 silu" + (" final_state" if bare else " bias residual initial_state final_state")
-    torch.library.opcheck(conv._library_op, (x, weight, *options, bounds, True, not bare, True, call))
+    how = (True, not bare, True, call)
+    torch.library.opcheck(torch.ops.flashlin.conv.default, (x, weight, *options, bounds, *how))
     optional = [None if t is None else t.detach() for t in (options[0], options[2])]
-    torch.library.opcheck(conv._library_backward, (x.detach(), weight.detach(), *optional, bounds, torch.ones_like(x),
-                                                   None if bare else torch.ones_like(h0), True, call))
+    kept = (x.detach(), weight.detach(), optional[0], None, optional[1], bounds, None, None)
+    for wanted in ("x weight" if bare else "x weight bias h0", "weight"):
+        torch.library.opcheck(torch.ops.flashlin.conv_backward.default, (
+            *kept, torch.ones_like(x), None if bare else torch.ones_like(h0), *how, wanted))
 
 
 def test_the_library_operator_of_the_update() -> None:
@@ -138,8 +142,12 @@ def test_the_library_operators_of_gated_and_grouped_norms(groups: int) -> None:
     gate = torch.randn(5, 3, 8, requires_grad=True) if groups == 1 else None
     opening, call = (norm.SWISH, "layer_norm_gated float32 gate") if groups == 1 else (norm.NO_GATE, "group_norm float32")
     call += " bias residual weight"
-    torch.library.opcheck(norm._library_op, (x, residual, weight, bias, gate, 1e-5, norm.LAYER, opening, groups, torch.float32, torch.float32,
-                                             True, call))
+    how = (1e-5, norm.LAYER, opening, groups, *[torch.float32] * 4, True, call)
+    torch.library.opcheck(torch.ops.flashlin.norm.default, (x, residual, weight, bias, gate, *how))
+    kept = [None if t is None else t.detach() for t in (x, None, weight, None if gate is None else bias, gate, None, None)]
+    stats, dy = torch.rand(5, 3), torch.rand(5, 3, 8)
+    for wanted in ("x weight bias", "weight"):
+        torch.library.opcheck(torch.ops.flashlin.norm_backward.default, (*kept, stats, stats, dy, None, *how, wanted))
 
 
 def test_norms_compile_to_the_kernels_they_run_eagerly() -> None:

@@ -126,8 +126,9 @@ def test_lengths_share_a_graph() -> None:
 @pytest.mark.parametrize("state", [True, False])
 def test_the_library_operators(state: bool) -> None:
     q, k, v, g, h0 = leaves(1, 9, 1)
-    torch.library.opcheck(torch.ops.flashlin.gla.default, (q, k, v, g, None, h0 if state else None, None, 0.25, state, False, torch.float32,
-                                                           "chunk_gla", "chunk", True))
+    how = (0.25, state, False, torch.float32, "chunk", True, "chunk_gla")
+    torch.library.opcheck(torch.ops.flashlin.gla.default, (q, k, v, g, None, h0 if state else None, None, *how))
     with torch.no_grad():
         torch.library.opcheck(torch.ops.flashlin.gla_backward.default, (
-            q, k, v, g, None, h0 if state else None, None, [], torch.ones_like(v), h0 * 2 if state else None, 0.25, False, "chunk_gla", "chunk"))
+            q, k, v, g, None, h0 if state else None, None, None, None, torch.ones_like(v), h0 * 2 if state else None, *how,
+            "q k v g h0" if state else "q k v g"))

@@ -185,6 +185,9 @@ def test_the_library_operators(packed: bool) -> None:
     call = Call(T=3, N=2 if packed else 1)
     x, g, h0 = (x.requires_grad_() for x in call.inputs.values())
     bounds = torch.tensor([0, 1, 3]) if packed else None
-    torch.library.opcheck(hgrn._library_op, (x, g, h0, bounds, True, True, "chunk_hgrn"))
-    torch.library.opcheck(hgrn._library_op, (x.detach(), g.detach(), None, bounds, False, False, "fused_recurrent_hgrn"))
-    torch.library.opcheck(hgrn._library_backward, (g.detach(), x.detach(), h0.detach(), bounds, torch.ones(1, 3, 20), None, "chunk_hgrn"))
+    operator, back = torch.ops.flashlin.hgrn.default, torch.ops.flashlin.hgrn_backward.default
+    torch.library.opcheck(operator, (x, g, h0, bounds, True, True, "chunk_hgrn"))
+    torch.library.opcheck(operator, (x.detach(), g.detach(), None, bounds, False, False, "fused_recurrent_hgrn"))
+    kept = (x.detach(), g.detach(), h0.detach(), bounds, None, None)
+    for wanted in ("x g h0", "g"):
+        torch.library.opcheck(back, (*kept, torch.ones(1, 3, 20), None, True, True, "chunk_hgrn", wanted))

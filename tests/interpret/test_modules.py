@@ -117,11 +117,14 @@ def test_losses_share_a_graph_that_starts_kernels(starts: list[str]) -> None:
 def test_the_library_operators() -> None:
     terms = (1.3, 5.0, 0.1, 0.1, -100)
     logits, target, lse = randn(4, 6, grad=True), torch.arange(4), randn(4)
-    torch.library.opcheck(cross_entropy._library_op, (logits, target, *terms, True, "cross_entropy_loss float32"))
-    torch.library.opcheck(cross_entropy._library_backward, (logits.detach(), target, lse, lse, *terms, "cross_entropy_loss float32"))
+    how = (*terms, False, True, "cross_entropy_loss float32")
+    torch.library.opcheck(torch.ops.flashlin.cross_entropy.default, (logits, target, *how))
+    torch.library.opcheck(torch.ops.flashlin.cross_entropy_backward.default, (
+        logits.detach(), target, None, None, lse, lse, None, *how, "logits"))
     for bias, grads in ((randn(6, grad=True), [True, True, True]), (None, [True, True, False])):
-        torch.library.opcheck(cross_entropy._linear_op, (randn(4, 8, grad=True), target, randn(6, 8, grad=True), bias, *terms, 8, True, 0.1, True,
-                                                         torch.float32, grads, "fused_linear_cross_entropy_loss float32"))
+        torch.library.opcheck(torch.ops.flashlin.linear_cross_entropy.default, (
+            randn(4, 8, grad=True), target, randn(6, 8, grad=True), bias, *terms, 8, True, 0.1, True, torch.float32, *grads, True,
+            "fused_linear_cross_entropy_loss float32"))
 
 
 # Rotary embedding

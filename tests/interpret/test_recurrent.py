@@ -313,11 +313,14 @@ def test_the_library_operators(facts: dict[str, Any]) -> None:
     flags = facts.get("flags", "delta")
     h0 = h0.detach().mT.contiguous() if "v_first" in flags else h0
     given = Inputs(q, k, v, beta, g, h0=h0, bounds=torch.tensor([0, 1, 3]) if packed else None)
-    arguments = (*given, 0.25, facts.get("has_ht", True), torch.float32, "fused_recurrent_gated_delta_rule", flags, needs_grad)
-    torch.library.opcheck(recurrent._library_op, arguments)
-    plain = [None if x is None else x.detach() for x in given]
-    states = torch.zeros(0, 2, 16, 8)
-    torch.library.opcheck(recurrent._library_backward, (*plain, states, torch.ones(1, 3, 2, 8), None, 0.25, arguments[-3], flags))
+    op = "fused_recurrent_gated_delta_rule"
+    how = (0.25, facts.get("has_ht", True), torch.float32, flags, needs_grad, op)
+    torch.library.opcheck(torch.ops.flashlin.recurrent.default, (*given, *how))
+    plain = given._replace(**{name: x.detach() for name, x in given._asdict().items() if x is not None})
+    kept = (*plain, None, None, torch.zeros(0, 2, 16, 8))
+    if needs_grad:
+        for wanted in ("q k v beta g h0", "v"):
+            torch.library.opcheck(torch.ops.flashlin.recurrent_backward.default, (*kept, torch.ones(1, 3, 2, 8), None, *how, wanted))
     if not packed:
-        pool = (None, plain[13], torch.tensor([0]))
-        torch.library.opcheck(recurrent._library_in_place, (*plain[:13], *pool, 0.25, torch.float32, arguments[-3], flags))
+        pool = (plain.h0, torch.tensor([0]))
+        torch.library.opcheck(recurrent._library_in_place, (*plain._replace(h0=None), *pool, 0.25, torch.float32, flags, op))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import flashlin
 from flashlin import mamba
-from flashlin.ops._common import gradients
+from flashlin.ops._common import operator
 
 BOUNDS = torch.tensor([0, 2, 2, 5])
 TARGET = torch.tensor([1, -100, 5, 2, 0])
@@ -17,9 +17,9 @@ TARGET = torch.tensor([1, -100, 5, 2, 0])
 
 @pytest.fixture(autouse=True)
 def nothing_emptied() -> Iterator[None]:
-    gradients.emptied.clear()
+    operator.emptied.clear()
     yield
-    gradients.emptied.clear()
+    operator.emptied.clear()
 
 
 def sequences(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, h0: torch.Tensor) -> list[torch.Tensor]:

@@ -97,7 +97,8 @@ def test_nothing_to_do() -> None:
 
 def test_the_library_operators() -> None:
     r, k, v, w, u, h0 = leaves(1, 9, 1)
-    torch.library.opcheck(torch.ops.flashlin.gla.default, (r, k, v, w, u, h0, None, 0.25, True, False, torch.float32, "chunk_rwkv6", "chunk", True))
+    how = (0.25, True, False, torch.float32, "chunk", True, "chunk_rwkv6")
+    torch.library.opcheck(torch.ops.flashlin.gla.default, (r, k, v, w, u, h0, None, *how))
     with torch.no_grad():
         torch.library.opcheck(torch.ops.flashlin.gla_backward.default, (
-            r, k, v, w, u, h0, None, [], torch.ones_like(v), h0 * 2, 0.25, False, "chunk_rwkv6", "chunk"))
+            r, k, v, w, u, h0, None, None, None, torch.ones_like(v), h0 * 2, *how, "q k v g u h0"))

@@ -311,7 +311,7 @@ def test_where_no_tile_is_without_a_fault_plain_torch_is_left() -> None:
     on = target("3.6.0", 90)
     asked = problem("chunk_simple_gla", "bfloat16", 256, 256)
     launch = Launch("some_scan", (1,), 4, 1, (("BT", 64),), 0, 0, issue.traits)
-    first, then = (limits.check_known_issues(one, (launch,), on, AUTO)
+    first, then = (limits.check_known_issues(one, (launch,), on, AUTO, FAMILIES[one.family])
                    for one in (asked, asked._replace(avoid=TILE_FACTS)))
     assert first is not None and not first.forced and then is not None and then.forced
     again = asked._replace(avoid=frozenset({"narrow_state"}))

@@ -11,7 +11,6 @@ all lengths.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +22,18 @@ from flashlin.guards import scalars
 from flashlin.guards.limits import FEW_TOKENS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, check_values, need_tensor
-from flashlin.ops._common.gradients import emptied, once, once_traced, pulled_back
-from flashlin.ops._common.planned import constant_while_tracing, exporting, head_size_class, name_of, planned, suspect_layout, wants_grad
+from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
+from flashlin.ops._common.planned import (
+    as_planned,
+    constant_while_tracing,
+    dtype_as_planned,
+    exporting,
+    head_size_class,
+    name_of,
+    planned,
+    suspect_layout,
+    wants_grad,
+)
 
 MODES = ("auto", "chunk", "fused_recurrent")
 
@@ -40,15 +49,25 @@ class Argument(NamedTuple):
 
 
 class Family(NamedTuple):
-    """arguments: q, k, v first. torch_path(*tensors, h0, bounds, scale) -> (o, states). kept(needs_grad, *tensors): fakes of what forward
-    keeps for backward. options: where the optional tensors are that planning knows of. one_graph: the torch
-    path traced once serves all lengths."""
+    """arguments: q, k, v first. torch_path(*tensors, h0, bounds, scale) -> (o, states). options: where the optional tensors are that planning knows
+    of. one_graph: the torch path traced once serves all lengths. operator: its kernels."""
     name: str
     arguments: dict[str, Argument]
     torch_path: Callable[..., tuple[Tensor, Tensor]]
-    kept: Callable[..., tuple[Tensor, ...]]
     options: tuple[tuple[int, str], ...]
     one_graph: bool
+    operator: Operator[Any, Scalars, Any]
+
+
+class Scalars(NamedTuple):
+    """What goes into a family's operator beside its tensors, h0 and bounds; out come o, ht and what forward keeps for backward."""
+    scale: float
+    has_ht: bool
+    state_v_first: bool
+    out_dtype: torch.dtype
+    mode: str
+    needs_grad: bool
+    call: str
 
 
 QKV = {"q": Argument(("B", "T", "H", "K")), "k": Argument(("B", "T", "H", "K")), "v": Argument(("B", "T", "HV", "V"))}
@@ -105,23 +124,21 @@ def run(family: Family, op: str, tensors: tuple[Tensor | None, ...], scale: floa
     # Odd head sizes would make every row of a tile misaligned (and crash some ptxas, fla #1262): they are padded with zeros.
     pads = {"K": -K % 8, "V": -V % 8}
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for i, (argument, x) in enumerate(zip(arguments, given, strict=True)):
-        if x is not None:
-            if argument.wide or dot == "fp32":  # then nothing of 16 bits may reach a kernel, not even to be loaded or stored
-                x = x.to(wide)
+    *given, h0, bounds = as_planned(family.operator.tensors(*given, h0, bounds), dot)
+    for i, (argument, y) in enumerate(zip(arguments, given, strict=True)):
+        if y is not None:
+            if argument.wide:
+                y = y.to(wide)
             if pads.get(argument.shape[-1]):
-                x = F.pad(x, (0, pads[argument.shape[-1]]))
-            given[i] = x.contiguous()
+                y = F.pad(y, (0, pads[argument.shape[-1]]))
+            given[i] = y.contiguous()
     if h0 is not None:
         h0 = h0.to(wide)
         if pads["K"] or pads["V"]:
             h0 = F.pad(h0, (0, pads["K"], 0, pads["V"]) if state_v_first else (0, pads["V"], 0, pads["K"]))
         h0 = h0.contiguous()
-    kernel_dtype = torch.float32 if dot == "fp32" else out_dtype
-    if plan is None:
-        o, ht, *_ = getattr(torch.ops.flashlin, family.name)(*given, h0, bounds, scale, has_ht, state_v_first, kernel_dtype, op, mode, needs_grad)
-    else:
-        o, ht = _Chunks.apply(family, plan, scale, has_ht, state_v_first, kernel_dtype, *given, h0, bounds)
+    how = Scalars(scale, has_ht, state_v_first, dtype_as_planned(out_dtype, dot), mode, needs_grad, op)
+    o, ht = family.operator(plan, (*given, h0, bounds), how)
     if pads["K"] or pads["V"]:
         o = o[..., :V]
         ht = ht if not has_ht else ht[..., :V, :K] if state_v_first else ht[..., :K, :V]
@@ -178,108 +195,42 @@ def _route(op: str, family: str, mode: str, dtype: str, K: int, V: int, v_first:
     return problem.path, problem.dot
 
 
-def _kernels(family: Family, direction: str) -> Any:
-    """Triton is imported when it is needed, not before."""
-    return import_module(f"flashlin.kernels.{family.name}.{direction}")
-
-
-class _Chunks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, family: Family, plan: Plan, scale: float, has_ht: bool, state_v_first: bool, out_dtype: torch.dtype,
-                *tensors: Tensor | None) -> Any:
-        o, ht, *kept = _kernels(family, "forward").run(plan, *tensors, scale, has_ht, state_v_first, out_dtype)
-        ctx.family, ctx.plan, ctx.scale, ctx.v_first = family, plan, scale, state_v_first
-        ctx.save_for_backward(*tensors, *kept)
-        ctx.set_materialize_grads(False)
-        return o, ht
-
-    @staticmethod
-    @once()
-    def backward(ctx: Any, saved: tuple[Tensor | None, ...], do: Tensor | None, dht: Tensor | None) -> Any:
-        names = (*ctx.family.arguments, "h0", "bounds")
-        needs = frozenset(name for name, wanted in zip(names, ctx.needs_input_grad[6:], strict=True) if wanted)
-        return *[None] * 6, *_gradients(ctx.family, ctx.plan, saved, ctx.scale, ctx.v_first, do, dht, needs), None
-
-
-def _gradients(family: Family, plan: Plan, saved: tuple[Tensor | None, ...], scale: float, state_v_first: bool, do: Tensor | None,
-               dht: Tensor | None, needs: frozenset[str]) -> Any:
-    """Of the family's tensors and h0, in their dtypes."""
-    v = saved[2]
-    assert v is not None
-    do = torch.zeros_like(v) if do is None else do.contiguous()
-    dht = None if dht is None else dht.contiguous()
-    return _kernels(family, "backward").run(plan, *saved, scale, state_v_first, do, dht, needs)
-
-
-def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..., tuple[Tensor, Tensor]],
-              kept: Callable[..., tuple[Tensor, ...]] = lambda *_: (), one_graph: bool = False) -> Family:
-    """A family with its library operators, flashlin::<name> and flashlin::<name>_backward. Their schemas are spelt out because torch 2.4
-    cannot read them from annotations. Operators return no None: an empty vector stands for one."""
+def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..., tuple[Tensor, Tensor]], kept: tuple[str, ...] = (),
+              room: Callable[..., tuple[Tensor | None, ...]] = lambda *_: (), one_graph: bool = False) -> Family:
+    """kept: names of what forward keeps for backward; room(needs_grad, *tensors): tensors like that."""
+    inputs = {**{name: argument.optional for name, argument in arguments.items()}, "h0": True, "bounds": True}
+    results = {"o": False, "ht": True, **dict.fromkeys(kept, True)}
     options = ((at, name) for at, (name, argument) in enumerate(arguments.items()) if argument.optional and not argument.constant)
-    family = Family(name, arguments, torch_path, kept, tuple(sorted(options, key=lambda option: option[1])), one_graph)
-    names, count = tuple(arguments), len(arguments) + 2
-    inputs = ", ".join(f"Tensor{'?' * argument.optional} {name}" for name, argument in arguments.items()) + ", Tensor? h0, Tensor? bounds"
-    differentiable = [not argument.constant for argument in arguments.values()] + [True]
 
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-        tensors, (scale, has_ht, state_v_first, out_dtype, op, mode, needs_grad) = arguments[:count], arguments[count:]
-        plan = planned(problem_of(family, op, tensors[:-2], tensors[-1], needs_grad, mode, state_v_first), tensors[0].device)
-        if plan.problem.path == "torch":
-            if needs_grad:
-                emptied.add(family.name)
-            o, ht = _on_torch(family, tensors[:-2], tensors[-2], tensors[-1], scale, state_v_first)
-            return o.to(out_dtype).contiguous(), _some(ht.contiguous() if has_ht else None, o), list(family.kept(needs_grad, *tensors[:-2]))
-        o, ht, *kept = _kernels(family, "forward").run(plan, *tensors, scale, has_ht, state_v_first, out_dtype)
-        return o, _some(ht, o), [_some(x, o) for x in kept]
+    def problem(x: Any, how: Scalars) -> Problem:
+        return problem_of(family, how.call, x[:-2], x.bounds, how.needs_grad, how.mode, how.state_v_first)
 
-    def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-        tensors, (_, has_ht, state_v_first, out_dtype, _, _, needs_grad) = arguments[:count], arguments[count:]
-        q, v, bounds = tensors[0], tensors[2], tensors[-1]
-        N, HV, K, V = v.shape[0] if bounds is None else bounds.shape[0] - 1, v.shape[2], q.shape[3], v.shape[3]
-        shape = ((N, HV, V, K) if state_v_first else (N, HV, K, V)) if has_ht else (0,)
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        return v.new_empty(v.shape, dtype=out_dtype), q.new_empty(shape, dtype=wide), list(family.kept(needs_grad, *tensors[:-2]))
+    def forward(plan: Plan, x: Any, how: Scalars) -> Any:
+        return kernels(name, "forward").run(plan, *x, how.scale, how.has_ht, how.state_v_first, how.out_dtype)
 
-    def backward(*arguments: Any) -> list[Tensor]:
-        *tensors, kept, do, dht, scale, state_v_first, op, mode = arguments
-        plan = planned(problem_of(family, op, tuple(tensors[:-2]), tensors[-1], True, mode, state_v_first), tensors[0].device)
-        if plan.problem.path == "torch":
-            found = pulled_back(lambda *tensors: _on_torch(family, tensors[:-2], tensors[-2], tensors[-1], scale, state_v_first), tensors,
-                                (*differentiable, False), (do, dht))
-            return [_some(x, do) for x in found[:-1]]
-        if family.name in emptied:
-            kept = _kernels(family, "forward").run(plan, *tensors, scale, False, state_v_first, do.dtype)[2:]
-        needs = frozenset(name for name, x in zip((*names, "h0"), tensors, strict=False) if x is not None)
-        saved = (*tensors, *(None if x is None or x.ndim == 1 else x for x in kept))
-        return [_some(x, do) for x in _gradients(family, plan, saved, scale, state_v_first, do, dht, needs)]
+    def on_torch(x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
+        return _on_torch(family, x[:-2], x.h0, x.bounds, how.scale, how.state_v_first)
 
-    def backward_fake(*arguments: Any) -> list[Tensor]:
-        do = arguments[count + 1]
-        return [torch.empty_like(x) if x is not None and wanted else _some(None, do)
-                for x, wanted in zip(arguments, differentiable, strict=False)]
+    def empty(x: Any, how: Scalars) -> tuple[Tensor | None, ...]:
+        N, HV, K, V = x.v.shape[0] if x.bounds is None else x.bounds.shape[0] - 1, x.v.shape[2], x.q.shape[3], x.v.shape[3]
+        state = (N, HV, V, K) if how.state_v_first else (N, HV, K, V)
+        wide = torch.promote_types(x.q.dtype, torch.float32)
+        return (x.v.new_empty(x.v.shape, dtype=how.out_dtype), x.q.new_empty(state, dtype=wide) if how.has_ht else None,
+                *room(how.needs_grad, *x[:-2]))
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[:count], *output[2])
-        ctx.scale, ctx.has_ht, ctx.v_first, _, ctx.op, ctx.mode, _ = inputs[count:]
+    def backward(plan: Plan, x: Any, y: Any, grads: Any, how: Scalars, wanted: frozenset[str]) -> Gradients:
+        do = torch.zeros_like(x.v) if grads.o is None else grads.o.contiguous()
+        dht = None if grads.ht is None else grads.ht.contiguous()
+        found = kernels(name, "backward").run(plan, *x, *y[2:], how.scale, how.state_v_first, do, dht, wanted)
+        return dict(zip((*arguments, "h0"), found, strict=True))
 
-    def differentiate(ctx: Any, do: Tensor, dht: Tensor | None, _: Any) -> Any:
-        tensors, kept = ctx.saved_tensors[:count], list(ctx.saved_tensors[count:])
-        found = getattr(torch.ops.flashlin, family.name + "_backward")(*tensors, kept, do, dht if ctx.has_ht else None, ctx.scale, ctx.v_first,
-                                                                      ctx.op, ctx.mode)
-        grads = [grad if x is not None and wanted else None for x, grad, wanted in zip(tensors, found, differentiable, strict=False)]
-        return *grads, None, *[None] * 7
-
-    op = torch.library.custom_op(f"flashlin::{family.name}", forward, mutates_args=(), schema=(
-        f"({inputs}, float scale, bool has_ht, bool state_v_first, ScalarType out_dtype, str op, str mode, bool needs_grad) "
-        "-> (Tensor, Tensor, Tensor[])"))
-    op.register_fake(forward_fake)
-    op.register_autograd(differentiate, setup_context=save)
-    back = torch.library.custom_op(f"flashlin::{family.name}_backward", backward, mutates_args=(), schema=(
-        f"({inputs}, Tensor[] kept, Tensor do, Tensor? dht, float scale, bool state_v_first, str op, str mode) -> Tensor[]"))
-    back.register_fake(backward_fake)
-    once_traced(back, lambda inputs: inputs[-2])
+    operator: Operator[Any, Scalars, Any] = Operator(
+        name, _fields("Tensors", inputs), Scalars, _fields("Outputs", results), 2, forward=forward,
+        kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=backward, traced=Traced(problem, empty, on_torch))
+    family = Family(name, arguments, torch_path, tuple(sorted(options, key=lambda option: option[1])), one_graph, operator)
     return family
 
 
-def _some(x: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0, dtype=torch.float32) if x is None else x
+def _fields(name: str, optional: dict[str, bool]) -> Any:
+    """A NamedTuple class of tensors."""
+    return NamedTuple(name, [(field, Tensor | None if may_miss else Tensor) for field, may_miss in optional.items()])

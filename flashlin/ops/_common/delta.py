@@ -15,17 +15,16 @@ from flashlin.ops.norm import l2norm
 CHUNK_SIZES = (16, 32, 64)
 
 
-def _kept(needs_grad: bool, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None) -> tuple[Tensor, ...]:
+def _room(needs_grad: bool, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None) -> tuple[Tensor | None, ...]:
     """The inverses, what their rounding to 16 bits lost, and the lines of beta and summed g; see kernels/delta/forward.py."""
     B, T, HV = beta.shape
-    low = (B, T, HV, BLOCK) if needs_grad and q.dtype != torch.float32 else (0,)
-    return (q.new_empty(B, T, HV, BLOCK), q.new_empty(low, dtype=q.dtype if len(low) > 1 else torch.float32),
-            q.new_empty(2, HV, B * T, dtype=torch.float32))
+    A = q.new_empty(B, T, HV, BLOCK)
+    return A, torch.empty_like(A) if needs_grad and q.dtype != torch.float32 else None, q.new_empty(2, HV, B * T, dtype=torch.float32)
 
 
 FAMILY = chunked.family_of("delta", {
     **QKV, "beta": Argument(("B", "T", "HV"), wide=True, hint=" (a beta per value channel needs fused_recurrent)"),
-    "g": Argument(("B", "T", "HV"), wide=True, optional=True)}, torch_path.run, _kept)
+    "g": Argument(("B", "T", "HV"), wide=True, optional=True)}, torch_path.run, ("A", "A_low", "lines"), _room)
 
 
 def chosen_mode(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, needs_grad: bool) -> str:

@@ -3,24 +3,22 @@
 Kernels make first-order gradients only; to differentiate those again is an error that names the op, and never a gradient without its second
 half. ``create_graph=True`` alone is fine. So that the error is met from every input that a gradient depends on, what backward reads is either
 an input or an output of its function.
-
-A library operator plans when it runs, and by then the plan may have left the kernels that torch.compile saw (``settings``, a launch table,
-a canary). Then the operator computes by plain torch, forward and backward each as planned for itself.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+X = TypeVar("X", bound=tuple[Any, ...])
 INSTEAD = 'FLASHLIN_PATH=torch or flashlin.settings(path="torch") has them, in plain torch'
 
 
-def _refusal(op: str, instead: str) -> str:
-    return f"{op}: got a second differentiation, need a first one: there are no second-order gradients here; {instead}"
+def _refusal(call: str, instead: str) -> str:
+    return f"{call.split(' ')[0]}: got a second differentiation, need a first one: there are no second-order gradients here; {instead}"
 
 
 class _Once(torch.autograd.Function):
@@ -36,48 +34,41 @@ class _Once(torch.autograd.Function):
         raise RuntimeError(ctx.refusal)
 
 
-def once(op_of: Callable[[Any], str] = lambda ctx: ctx.plan.asked.op, instead: str = INSTEAD) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates the backward of an autograd function, which gets its saved tensors as second argument: they may be unpacked only once
     (torch.utils.checkpoint says so). What torch's once_differentiable does, except that it also sees a derivative by what was saved.
-    op_of: the op's name, by ctx. instead: what has second-order gradients."""
+    who(ctx): what begins with the op's name, and what has second-order gradients."""
     def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
         def run(ctx: Any, *grads: Tensor | None) -> Any:
             saved = ctx.saved_tensors
+            if not torch.is_grad_enabled():     # no create_graph
+                return backward(ctx, saved, *grads)
             with torch.no_grad():
                 found = backward(ctx, saved, *grads)
-            if not torch.is_grad_enabled():     # no create_graph
-                return found
-            return _Once.apply(_refusal(op_of(ctx), instead), len(found), *found, *saved, *grads)
+            return _Once.apply(_refusal(*who(ctx)), len(found), *found, *saved, *grads)
         return run
     return decorated
 
 
-def once_traced(operator: Any, op_of: Callable[[tuple[Any, ...]], str]) -> None:
-    """The same for a library operator that makes gradients. op_of: the op's name, by the operator's arguments."""
+def once_traced(operator: Any, call_of: Callable[[tuple[Any, ...]], str]) -> None:
+    """The same for a library operator that makes gradients. call_of: what begins with the op's name, by the operator's arguments."""
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.op = op_of(inputs)
+        ctx.call = call_of(inputs)
 
     def refuse(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(_refusal(ctx.op, INSTEAD))
+        raise RuntimeError(_refusal(ctx.call, INSTEAD))
     operator.register_autograd(refuse, setup_context=keep)
 
 
-emptied: set[str] = set()   # families of which an operator has gone forward by plain torch: what it kept for backward's kernels may be nothing
-
-
-def pulled_back(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], wanted: Sequence[bool],
-                grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients of those inputs that are wanted and there, contiguous and in their dtypes, by those of the function's outputs (None: zero).
+def pulled_back(function: Callable[[X], Sequence[Tensor | None]], x: X, wanted: Collection[str],
+                grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """Gradients of the wanted fields of x, a NamedTuple, by those of the function's outputs (None: zero), by name.
     By torch.func, which works inside of a library operator too, where autograd is off."""
-    places = [at for at, x in enumerate(inputs) if x is not None and wanted[at]]
+    names = [name for name in x._fields if name in wanted]  # type: ignore[attr-defined]
 
-    def of_places(*xs: Tensor) -> tuple[Tensor, ...]:
-        given = list(inputs)
-        for at, x in zip(places, xs, strict=True):
-            given[at] = x
-        return tuple(function(*given))
-    outputs, back, *_ = torch.func.vjp(of_places, *(inputs[at] for at in places))
+    def of_wanted(*given: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(function(x._replace(**dict(zip(names, given, strict=True)))))  # type: ignore[attr-defined]
+    outputs, back, *_ = torch.func.vjp(of_wanted, *(getattr(x, name) for name in names))
     found = back(tuple(torch.zeros_like(o) if grad is None else grad.to(o.dtype) for o, grad in zip(outputs, grads, strict=True)))
-    by_place = dict(zip(places, found, strict=True))
-    return [by_place[at].contiguous() if at in by_place else None for at in range(len(inputs))]
+    return dict(zip(names, found, strict=True))

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ from flashlin.kernels.variants import VARIANTS
 from flashlin.trial import canary
 
 policy.current()  # now: torch.compile, if it were the first to ask, could neither read os.environ nor keep what it makes
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _told: set[tuple[str, str]] = set()
 _suspected: set[str] = set()
 _DTYPES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in
@@ -77,13 +78,34 @@ def head_size_class(size: int) -> int:
     return 1024
 
 
+X = TypeVar("X", bound=tuple[Any, ...])
+
+
+def as_planned(x: X, dot: str) -> X:
+    """The tensors of a tuple as a plan's kernels take their operands (``Problem.dot``): where those are fp32, nothing of 16 bits may
+    reach a kernel, not even to be loaded or stored."""
+    if dot != "fp32":
+        return x
+    found = [t.float() if t is not None and t.dtype in SIXTEEN_BITS else t for t in x]
+    return x._make(found) if hasattr(x, "_make") else tuple(found)  # type: ignore[return-value]
+
+
+def dtype_as_planned(dtype: torch.dtype, dot: str) -> torch.dtype:
+    """The same of what kernels write."""
+    return torch.float32 if dot == "fp32" and dtype in SIXTEEN_BITS else dtype
+
+
 def name_of(dtype: torch.dtype) -> str:
     return _DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def wants_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether backward may be asked of this call. Inside autograd.Function.forward it is too late to find out."""
-    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 def linear_dtype(x: torch.Tensor) -> torch.dtype:

@@ -15,8 +15,9 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_dense, check_device, check_dtype, check_floats, need_tensor, shown
 from flashlin.kernels.pointwise import torch_path
 from flashlin.kernels.pointwise.recipe import APART, MIX, SCALE, SKIP
-from flashlin.ops._common.gradients import once
-from flashlin.ops._common.planned import name_of, planned, wants_grad
+from flashlin.ops._common.gradients import INSTEAD, once
+from flashlin.ops._common.operator import kernels
+from flashlin.ops._common.planned import as_planned, dtype_as_planned, name_of, planned, wants_grad
 from flashlin.ops.norm import STRICTEST
 
 
@@ -32,11 +33,8 @@ def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bo
     plan = planned(problem_of(op, family, first.numel() // max(H * K, 1), H, K, dtype, tensors, wants_grad(*tensors)), first.device)
     if plan.problem.path == "torch":
         return torch_path.run(family, tensors, bound, dtype)
-    kernel_dtype = dtype
-    if plan.problem.dot == "fp32":  # nothing of 16 bits may reach a kernel, not even to be loaded or stored
-        tensors, kernel_dtype = tuple(None if x is None else x.float() for x in tensors), torch.float32
-    found: tuple[Tensor, ...] = _Pointwise.apply(plan, bound, kernel_dtype, *(
-        x if x is None or family in APART else x.contiguous() for x in tensors))
+    found: tuple[Tensor, ...] = _Pointwise.apply(plan, bound, dtype_as_planned(dtype, plan.problem.dot), *(
+        x if x is None or family in APART else x.contiguous() for x in as_planned(tensors, plan.problem.dot)))
     return tuple(y.to(dtype) for y in found)
 
 
@@ -91,18 +89,16 @@ def check_parameter(name: str, x: Any, count: int, meaning: str, beside: str, fi
 class _Pointwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, bound: float | None, dtype: torch.dtype, *tensors: Tensor | None) -> Any:
-        from flashlin.kernels.pointwise import forward
         ctx.plan, ctx.bound = plan, bound
         family = plan.problem.family
         only_added = family == MIX or (family == SKIP and tensors[3] is None)  # the first one: no gradient depends on it
         ctx.save_for_backward(*((None, *tensors[1:]) if only_added else tensors))
-        return forward.run(plan, tensors, bound, dtype)
+        return kernels("pointwise", "forward").run(plan, tensors, bound, dtype)
 
     @staticmethod
-    @once()
+    @once(lambda ctx: (ctx.plan.asked.op, INSTEAD))
     def backward(ctx: Any, saved: tuple[Any, ...], *dys: Tensor) -> Any:
-        from flashlin.kernels.pointwise import backward
-        parameters = backward.PARAMETERS[ctx.plan.problem.family]
+        parameters = kernels("pointwise", "backward").PARAMETERS[ctx.plan.problem.family]
         sums = any(ctx.needs_input_grad[3 + at] for at in parameters)
-        found = backward.run(ctx.plan, saved, tuple(dy.contiguous() for dy in dys), ctx.bound, sums)
+        found = kernels("pointwise", "backward").run(ctx.plan, saved, tuple(dy.contiguous() for dy in dys), ctx.bound, sums)
         return None, None, None, *found

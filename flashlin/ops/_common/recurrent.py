@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +20,21 @@ from flashlin.kernels.gla import torch_path as chunked_gla
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import kept
-from flashlin.ops._common.gradients import emptied, once, once_traced, pulled_back
-from flashlin.ops._common.planned import constant_while_tracing, head_size_class, name_of, planned, suspect_layout, wants_grad
+from flashlin.ops._common.operator import Operator, Traced, kernels, writing_operator
+from flashlin.ops._common.planned import (
+    as_planned,
+    constant_while_tracing,
+    dtype_as_planned,
+    head_size_class,
+    name_of,
+    planned,
+    suspect_layout,
+    wants_grad,
+)
 from flashlin.ops._common.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
 
 LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
 Found = tuple[Tensor, "Tensor | None"]
-# What gets a gradient, in the order of the operators' arguments.
-DIFFERENTIABLE = ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b", "h0")
 
 SHAPES = {"g": ("B", "T", "HV"), "gamma": ("HV",), "gk": ("B", "T", "HV", "K"), "gv": ("B", "T", "HV", "V"), "bonus": ("HV", "K"),
           "a": ("B", "T", "HV", "K"), "b": ("B", "T", "HV", "K"), "A_log": ("HV",), "dt_bias": ("HV",)}
@@ -156,24 +163,41 @@ def _on_torch(x: Inputs, flags: tuple[str, ...], scale: float) -> tuple[Tensor, 
     return o, ht.mT if v_first else ht
 
 
+class Scalars(NamedTuple):
+    """flags: words with blanks between them, because a library operator takes no tuple of strings."""
+    scale: float
+    has_ht: bool
+    out_dtype: torch.dtype
+    flags: str
+    needs_grad: bool
+    call: str
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return tuple(self.flags.split())
+
+
+class Outputs(NamedTuple):
+    o: Tensor
+    ht: Tensor | None
+    states: Tensor
+
+
 def _on_kernels(op: str, plan: Plan | None, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: bool, dot: str, out_dtype: torch.dtype,
                 needs_grad: bool) -> Found:
-    x, out_dtype = _loadable(x, dot, needs_grad), torch.float32 if dot == "fp32" else out_dtype
-    if plan is None:
-        o, ht, _ = _library_op(*x, scale, has_ht, out_dtype, op, " ".join(flags), needs_grad)
-        return o, ht
-    if needs_grad:
-        o, ht = _Recurrence.apply(plan, flags, scale, has_ht, out_dtype, *x)
-        return o, ht
-    from flashlin.kernels.recurrent import forward
-    o, ht, _ = forward.run(plan, x, flags, scale, has_ht, out_dtype)
+    x, how = _loadable(x, dot, needs_grad), Scalars(scale, has_ht, dtype_as_planned(out_dtype, dot), " ".join(flags), needs_grad, op)
+    if plan is None or needs_grad:
+        o, ht = OPERATOR(plan, x, how)
+    else:
+        o, ht, _ = _forward(plan, x, how)
     return o, ht
 
 
 def _loadable(x: Inputs, dot: str, needs_grad: bool) -> Inputs:
-    """Tensors as the kernels load them: of the plan's dtype (with dot fp32 nothing has 16 bits) or float32, and contiguous, except that
-    without gradients tokens of q, k and v may lie apart."""
-    dtypes = (torch.float32,) if dot == "fp32" else (x.q.dtype, torch.float32)
+    """Tensors as the kernels load them: as planned, of q's dtype or float32, and contiguous, except that without gradients tokens of q, k and v may
+    lie apart."""
+    x = as_planned(x, dot)
+    dtypes = (x.q.dtype, torch.float32)
     strided = () if needs_grad or torch.compiler.is_compiling() else ("q", "k", "v")
     found = {}
     for name, y in x._asdict().items():
@@ -189,16 +213,15 @@ def _in_place(op: str, x: Inputs, flags: tuple[str, ...], scale: float, out_dtyp
     pool = x.h0
     assert pool is not None  # _checked
     if torch.compiler.is_compiling():
-        x = x._replace(h0=None)
-        traced: Tensor = _library_in_place(*x[:13], x.bounds, pool, indices, scale, out_dtype, op, " ".join(flags))
+        traced: Tensor = _library_in_place(*x._replace(h0=None), *InPlace(pool, indices, scale, out_dtype, " ".join(flags), op))
         return traced
     plan = planned(problem_of(op, x, flags, False), x.q.device)
     path, dot = plan.problem.path, plan.problem.dot
-    if path == "torch" or pool.dtype not in ((torch.float32,) if dot == "fp32" else (x.q.dtype, torch.float32)):
+    if path == "torch" or pool.dtype not in (dtype_as_planned(x.q.dtype, dot), torch.float32):
         return _in_place_by_copies(op, x, flags, scale, indices).to(out_dtype)
     x = _loadable(x._replace(h0=None), dot, False)
-    from flashlin.kernels.recurrent import forward
-    o, _, _ = forward.run(plan, x._replace(h0=pool), flags, scale, False, torch.float32 if dot == "fp32" else out_dtype, True, indices)
+    o: Tensor
+    o, _, _ = kernels("recurrent", "forward").run(plan, x._replace(h0=pool), flags, scale, False, dtype_as_planned(out_dtype, dot), True, indices)
     return o.to(out_dtype)
 
 
@@ -220,123 +243,42 @@ def _in_place_by_copies(op: str, x: Inputs, flags: tuple[str, ...], scale: float
     return torch.where(torch.cat([mine, mine.new_zeros(1)])[sequence][None, :, None, None], o, 0)
 
 
-class _Recurrence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, flags: tuple[str, ...], scale: float, has_ht: bool, out_dtype: torch.dtype, *tensors: Tensor | None) -> Any:
-        from flashlin.kernels.recurrent import forward
-        o, ht, states = forward.run(plan, Inputs(*tensors), flags, scale, has_ht, out_dtype)  # type: ignore[arg-type]
-        ctx.plan, ctx.flags, ctx.scale = plan, flags, scale
-        ctx.save_for_backward(states, *tensors)
-        ctx.set_materialize_grads(False)
-        return o, ht
-
-    @staticmethod
-    @once()
-    def backward(ctx: Any, saved: tuple[Any, ...], do: Tensor | None, dht: Tensor | None) -> Any:
-        states, *tensors = saved
-        x = Inputs(*tensors)
-        wanted = {name for name, needs in zip(Inputs._fields, ctx.needs_input_grad[5:], strict=True) if needs}
-        grads = _gradients(ctx.plan, x, states, ctx.flags, ctx.scale, do, dht, wanted)
-        return None, None, None, None, None, *(grads.get(name) for name in Inputs._fields)
+def _forward(plan: Plan, x: Inputs, how: Scalars) -> Any:
+    return kernels("recurrent", "forward").run(plan, x, how.words, how.scale, how.has_ht, how.out_dtype)
 
 
-def _gradients(plan: Plan, x: Inputs, states: Tensor, flags: tuple[str, ...], scale: float, do: Tensor | None, dht: Tensor | None,
-               wanted: set[str]) -> dict[str, Tensor]:
-    from flashlin.kernels.recurrent import backward
-    do = torch.zeros_like(x.v) if do is None else do.contiguous()
-    dht = None if dht is None else dht.contiguous()
-    together = {"q", "k"} | ({"a", "b"} if x.a is not None else set())  # what the kernel always writes
-    return backward.run(plan, x, states, flags, scale, do, dht, frozenset(wanted | together))
-
-
-# Under torch.compile the same functions run inside library operators, planned at run time; see ops/simple_gla.py.
-_TENSORS = ("(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? g, Tensor? gamma, Tensor? gk, Tensor? gv, Tensor? bonus, Tensor? a, Tensor? b, "
-            "Tensor? A_log, Tensor? dt_bias, ")
-
-
-@torch.library.custom_op("flashlin::recurrent", mutates_args=(), schema=_TENSORS + (
-    "Tensor? h0, Tensor? bounds, float scale, bool has_ht, ScalarType out_dtype, str op, str flags, bool needs_grad) -> (Tensor, Tensor, Tensor)"))
-def _library_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from flashlin.kernels.recurrent import forward
-    x, (scale, has_ht, out_dtype, op, flags, needs_grad) = Inputs(*arguments[:15]), arguments[15:]
-    plan = planned(problem_of(op, x, tuple(flags.split()), needs_grad), x.q.device)
-    if plan.problem.path == "torch":
-        if needs_grad:
-            emptied.add("recurrent")
-        o, last = _on_torch(*prepared(x, tuple(flags.split())), scale)
-        return o.to(out_dtype).contiguous(), last.contiguous() if has_ht else last.new_empty(0), _kept(x, needs_grad)
-    o, ht, states = forward.run(plan, x, tuple(flags.split()), scale, has_ht, out_dtype)
-    nothing = x.q.new_empty(0, dtype=torch.float32)
-    return o, nothing if ht is None else ht, nothing.clone() if states is None else states
-
-
-@_library_op.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    x, (_, has_ht, out_dtype, _, flags, needs_grad) = Inputs(*arguments[:15]), arguments[15:]
-    K, (HV, V), N = x.q.shape[3], x.v.shape[2:], x.sequences
-    state = (HV, V, K) if "v_first" in flags.split() else (HV, K, V)
-    ht = x.q.new_empty((N, *state) if has_ht else (0,), dtype=torch.float64 if x.q.dtype == torch.float64 else torch.float32)
-    return x.v.new_empty(x.v.shape, dtype=out_dtype), ht, _kept(x, needs_grad)
-
-
-def _kept(x: Inputs, needs_grad: bool) -> Tensor:
-    """Room for the states that backward's kernels want."""
+def _empty(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor | None, Tensor | None]:
     (T, _, K), (HV, V), N = x.q.shape[1:], x.v.shape[2:], x.sequences
-    return x.q.new_empty((kept(T, N, x.bounds is not None), HV, K, V) if needs_grad else (0,), dtype=torch.float32)
+    state = (N, HV, V, K) if "v_first" in how.words else (N, HV, K, V)
+    wide = torch.promote_types(x.q.dtype, torch.float32)
+    return (x.v.new_empty(x.v.shape, dtype=how.out_dtype), x.q.new_empty(state, dtype=wide) if how.has_ht else None,
+            x.q.new_empty((kept(T, N, x.bounds is not None), HV, K, V), dtype=torch.float32) if how.needs_grad else None)
 
 
-@torch.library.custom_op("flashlin::recurrent_backward", mutates_args=(), schema=_TENSORS + (
-    "Tensor? h0, Tensor? bounds, Tensor states, Tensor? do, Tensor? dht, float scale, str op, str flags) -> Tensor[]"))
-def _library_backward(*arguments: Any) -> list[Tensor]:
-    x, (states, do, dht, scale, op, flags) = Inputs(*arguments[:15]), arguments[15:]
-    plan = planned(problem_of(op, x, tuple(flags.split()), True), x.q.device)
-    if plan.problem.path == "torch":
-        found = pulled_back(lambda *tensors: _on_torch(Inputs(*tensors), tuple(flags.split()), scale), x,
-                            [name in DIFFERENTIABLE for name in Inputs._fields], (do, dht))
-        by_name = dict(zip(Inputs._fields, found, strict=True))
-        return [x.q.new_empty(0) if (grad := by_name[name]) is None else grad for name in DIFFERENTIABLE]
-    if "recurrent" in emptied:
-        from flashlin.kernels.recurrent import forward
-        _, _, states = forward.run(plan, x, tuple(flags.split()), scale, False, x.v.dtype)
-    wanted = {name for name in DIFFERENTIABLE if getattr(x, name) is not None}
-    grads = _gradients(plan, x, states, tuple(flags.split()), scale, do, dht, wanted)
-    return [grads[name] if name in grads else x.q.new_empty(0) for name in DIFFERENTIABLE]
+def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Any:
+    do = torch.zeros_like(x.v) if grads.o is None else grads.o.contiguous()
+    dht = None if grads.ht is None else grads.ht.contiguous()
+    together = {"q", "k"} if x.a is None else {"q", "k", "a", "b"}  # what the kernel always writes
+    return kernels("recurrent", "backward").run(plan, x, y.states, how.words, how.scale, do, dht, wanted | together)
 
 
-@_library_backward.register_fake
-def _(*arguments: Any) -> list[Tensor]:
-    x = Inputs(*arguments[:15])
-    return [torch.empty_like(getattr(x, name), memory_format=torch.contiguous_format) if getattr(x, name) is not None else x.q.new_empty(0)
-            for name in DIFFERENTIABLE]
+OPERATOR = Operator(
+    "recurrent", Inputs, Scalars, Outputs, 2, forward=_forward, kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
+    traced=Traced(lambda x, how: problem_of(how.call, x, how.words, how.needs_grad), _empty,
+                  lambda x, how: _on_torch(*prepared(x, how.words), how.scale)))
 
 
-once_traced(_library_backward, lambda inputs: inputs[-2])
+class InPlace(NamedTuple):
+    """What comes beside the inputs where states are written back to a pool."""
+    pool: Tensor
+    indices: Tensor | None
+    scale: float
+    out_dtype: torch.dtype
+    flags: str
+    op: str
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:15], output[2])
-    ctx.scale, ctx.has_ht, _, ctx.op, ctx.flags, _ = inputs[15:]
-
-
-def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None, _: Tensor | None) -> Any:
-    *tensors, states = ctx.saved_tensors
-    found = _library_backward(*tensors, states, do, dht if ctx.has_ht else None, ctx.scale, ctx.op, ctx.flags)
-    grads = dict(zip(DIFFERENTIABLE, found, strict=True))
-    return *(grads.get(name) if x is not None else None for name, x in zip(Inputs._fields, tensors, strict=True)), *[None] * 6
-
-
-_library_op.register_autograd(_differentiate, setup_context=_save)
-
-
-@torch.library.custom_op("flashlin::recurrent_in_place", mutates_args=("pool",), schema=_TENSORS + (
-    "Tensor? bounds, Tensor(a!) pool, Tensor? indices, float scale, ScalarType out_dtype, str op, str flags) -> Tensor"))
-def _library_in_place(*arguments: Any) -> Tensor:
-    bounds, pool, indices, scale, out_dtype, op, flags = arguments[13:]
-    x = Inputs(*arguments[:13])._replace(h0=pool, bounds=bounds)
-    return _in_place(op, x, tuple(flags.split()), scale, out_dtype, indices).contiguous()
-
-
-@_library_in_place.register_fake
-def _(*arguments: Any) -> Tensor:
-    v: Tensor = arguments[2]
-    return v.new_empty(v.shape, dtype=arguments[17])
+_library_in_place = writing_operator(
+    "recurrent_in_place", Inputs, InPlace, "pool",
+    lambda x, how: _in_place(how.op, x._replace(h0=how.pool), tuple(how.flags.split()), how.scale, how.out_dtype, how.indices),
+    lambda x, how: x.v.new_empty(x.v.shape, dtype=how.out_dtype))

@@ -1,0 +1,381 @@
+"""Kernels as differentiable functions: an autograd function eagerly, library operators when traced.
+
+An ``Operator`` is made of three NamedTuples, whose fields give names and order: the tensors that go in, the
+scalars beside them, the tensors that come out. Gradients come back by name. So another field is one line in
+one class.
+
+Eagerly the caller has a plan, and the operator runs its kernels. Under torch.compile there is no plan yet:
+flashlin::<name> and flashlin::<name>_backward make theirs when they run, so that no length is ever
+specialised. By then it may have left the kernels that torch.compile saw (``settings``, a launch table, a
+canary); then they compute by plain torch, forward and backward each as planned for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from itertools import compress, zip_longest
+from typing import Any, Generic, TypeVar, cast, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from flashlin.guards.problem import Plan, Problem
+from flashlin.ops._common.gradients import INSTEAD, once, once_traced, pulled_back
+from flashlin.ops._common.planned import planned
+
+X = TypeVar("X", bound=tuple[Any, ...])
+S = TypeVar("S", bound=tuple[Any, ...])
+Y = TypeVar("Y", bound=tuple[Any, ...])
+Gradients = Mapping[str, Tensor | None]
+Outputs = Sequence[Tensor | None]
+Kept = tuple[Outputs, Outputs]
+
+NOTHING = torch.uint8  # the dtype of the empty vector that stands for None where an operator returns a tensor
+BESIDE = 3  # what _Eager.forward takes before the tensors
+TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str", torch.dtype: "ScalarType"}
+
+# Operators that have gone forward by plain torch: what they kept for backward's kernels may be nothing.
+emptied: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Traced(Generic[X, S, Y]):
+    """What library operators need besides.
+
+    problem(x, how): what is planned; x may be as ``kept`` left it.
+    empty(x, how) -> tensors like the outputs, None where there is none.
+    on_torch(x, how) -> outputs, by plain torch: those that are returned, or more.
+    backward_on_torch(x, y, grads, how, wanted): backward by plain torch, if it is not what autograd makes of
+        on_torch.
+    like(x, how, name): a tensor like the gradient of an input, if it is not like what is kept in the input's
+        place.
+    plain_backward: backward is plain torch, which torch.compile traces as it is.
+    """
+
+    problem: Callable[[X, S], Problem]
+    empty: Callable[[X, S], Outputs]
+    on_torch: Callable[[X, S], Outputs]
+    backward_on_torch: Callable[[X, Y, Y, S, frozenset[str]], Gradients] | None = None
+    like: Callable[[X, S, str], Tensor] | None = None
+    plain_backward: bool = False
+
+
+class Operator(Generic[X, S, Y]):
+    """What a set of kernels is to autograd and to torch.compile.
+
+    tensors, scalars, outputs: NamedTuple classes. Scalars end with ``needs_grad: bool``, whether backward may
+        follow, and ``call: str``, whose first word is the op.
+    returns: so many outputs go to the caller, and have gradients; backward may read the others.
+    forward(plan, x, how) -> outputs, by kernels.
+    kept(x, y, how) -> what backward reads, in the order of x and of y, with None for the rest. Something of
+        the same shape may stand in the place of a tensor.
+    backward(plan, x, y, grads, how, wanted) -> gradients by name, of the wanted ones at least, None for
+        zeros, by kernels. x and y: as kept. grads: of y, None for zeros.
+    traced: None where torch.compile sees plain torch; then there are no library operators.
+    same(how): inputs whose gradient is that of another input or of an output.
+    in_place: an input that may be an output, written to. instead: what has second-order gradients.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: type[X],
+        scalars: type[S],
+        outputs: type[Y],
+        returns: int,
+        *,
+        forward: Callable[[Plan, X, S], Outputs],
+        kept: Callable[[X, Y, S], Kept],
+        backward: Callable[[Plan, X, Y, Y, S, frozenset[str]], Gradients],
+        traced: Traced[X, S, Y] | None = None,
+        same: Callable[[S], Mapping[str, str]] | None = None,
+        in_place: str = "",
+        instead: str = INSTEAD,
+    ) -> None:
+        self.name, self.returns = name, returns
+        self.tensors: Callable[..., X] = tensors
+        self.scalars: Callable[..., S] = scalars
+        self.outputs: Callable[..., Y] = outputs
+        self.names, self.output_names = fields_of(tensors), fields_of(outputs)
+        self.count, self.missing = len(self.names), (None,) * (len(self.output_names) - returns)
+        self.forward, self.kept, self.backward, self.same = forward, kept, backward, same
+        self.in_place, self.instead = in_place, instead
+        if traced is not None:
+            _Library(self, traced, typed(tensors), typed(scalars))
+
+    def __call__(self, plan: Plan | None, x: Iterable[Tensor | None], how: S) -> tuple[Any, ...]:
+        """The outputs that are returned. plan: None while torch.compile traces; then something stands for an
+        output that there is not."""
+        if plan is None:
+            traced: tuple[Any, ...] = getattr(torch.ops.flashlin, self.name)(*x, *how)[: self.returns]
+            return traced
+        found: tuple[Any, ...] = _Eager.apply(self, plan, how, *x)
+        return found
+
+    def gradients(
+        self, compute: Callable[[frozenset[str]], Gradients], grads: Y, how: S, wanted: frozenset[str]
+    ) -> Gradients:
+        """Those of the wanted inputs; computed are the ones that are not the same as others."""
+        if self.same is None:
+            return compute(wanted)
+        same = {name: source for name, source in self.same(how).items() if name in wanted}
+        if not same:
+            return compute(wanted)
+        asked = wanted - same.keys() | {source for source in same.values() if source in self.names}
+        found = dict(compute(asked)) if asked else {}
+        for name, source in same.items():
+            found[name] = found[source] if source in self.names else getattr(grads, source)
+        return found
+
+
+def _who(ctx: Any) -> tuple[str, str]:
+    operator, _, how = ctx.call
+    return how.call, operator.instead
+
+
+def _gradients(
+    ctx: Any, saved: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Of the operator's tensors, in their order."""
+    operator, plan, how = ctx.call
+    x, y = operator.tensors(*saved[: operator.count]), operator.outputs(*saved[operator.count :])
+    grads, wanted = operator.outputs(*given, *operator.missing), frozenset(compress(operator.names, needs))
+    found = operator.gradients(
+        lambda names: operator.backward(plan, x, y, grads, how, names), grads, how, wanted
+    )
+    return [found[name] if name in wanted else None for name in operator.names]
+
+
+@once(_who)
+def _differentiate_plainly(ctx: Any, saved: tuple[Tensor | None, ...], *given: Tensor | None) -> Any:
+    operator, _, how = ctx.call
+    return *_gradients(ctx, saved, given[: operator.returns], ctx.needs_input_grad), *(None for _ in how)
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, operator: Operator[Any, Any, Any], plan: Plan, how: Any, *tensors: Tensor | None
+    ) -> Any:
+        x = operator.tensors(*tensors)
+        y = operator.forward(plan, x, how)
+        if how.needs_grad:
+            x_kept, y_kept = operator.kept(x, operator.outputs(*y), how)
+            ctx.save_for_backward(*x_kept, *y_kept)
+            ctx.set_materialize_grads(False)
+            ctx.call = operator, plan, how
+        if operator.in_place and y[0] is getattr(x, operator.in_place):
+            ctx.mark_dirty(y[0])
+        return tuple(y[: operator.returns])
+
+    @staticmethod
+    @once(_who)
+    def backward(ctx: Any, saved: tuple[Tensor | None, ...], *given: Tensor | None) -> Any:
+        return *(None,) * BESIDE, *_gradients(ctx, saved, given, ctx.needs_input_grad[BESIDE:])
+
+
+class _Library(Generic[X, S, Y]):
+    """An operator's two library operators. Their schemas are spelt out because torch 2.4 cannot read
+    annotations."""
+
+    def __init__(
+        self, operator: Operator[X, S, Y], traced: Traced[X, S, Y], inputs: list[str], beside: list[str]
+    ) -> None:
+        """inputs, beside: the fields of tensors and of scalars, as ``typed``."""
+        self.of, self.traced = operator, traced
+        results = ", ".join("Tensor" for _ in operator.output_names)
+        there = torch.library.custom_op(
+            f"flashlin::{operator.name}",
+            self._run,
+            mutates_args=(),
+            schema=f"({', '.join([*inputs, *beside])}) -> ({results})",
+        )
+        there.register_fake(self._run_fake)
+        there.register_autograd(
+            _differentiate_plainly if traced.plain_backward else self._differentiate, setup_context=self._save
+        )
+        if traced.plain_backward:
+            return
+        read = [
+            *operator.names,
+            *(f"kept_{name}" for name in operator.output_names),
+            *(f"d_{name}" for name in operator.output_names[: operator.returns]),
+        ]
+        back = torch.library.custom_op(
+            f"flashlin::{operator.name}_backward",
+            self._pull_back,
+            mutates_args=(),
+            schema=(
+                f"({', '.join([*(f'Tensor? {name}' for name in read), *beside])}, str wanted) -> Tensor[]"
+            ),
+        )
+        back.register_fake(self._pull_back_fake)
+        once_traced(back, lambda inputs: inputs[-2])
+
+    def _run(self, *arguments: Any) -> tuple[Tensor, ...]:
+        x, how = self._split(arguments)
+        plan = planned(self.traced.problem(x, how), x[0].device)
+        on_torch = plan.problem.path == "torch"
+        y = (
+            self._fitted(self.traced.on_torch(x, how), self.traced.empty(x, how), how)
+            if on_torch
+            else self.of.forward(plan, x, how)
+        )
+        return tuple(_nothing(x[0]) if t is None else t for t in y)
+
+    def _run_fake(self, *arguments: Any) -> tuple[Tensor, ...]:
+        x, how = self._split(arguments)
+        return tuple(_nothing(x[0]) if t is None else t for t in self.traced.empty(x, how))
+
+    def _split(self, arguments: Sequence[Any]) -> tuple[X, S]:
+        return self.of.tensors(*arguments[: self.of.count]), self.of.scalars(*arguments[self.of.count :])
+
+    def _fitted(self, found: Outputs, room: Outputs, how: Any) -> list[Tensor | None]:
+        """What plain torch found, as kernels would have left it; where it makes nothing that they keep, room
+        alone."""
+        fitted: list[Tensor | None] = []
+        for there, t in zip_longest(room, found):
+            if there is not None and t is None and how.needs_grad:
+                emptied.add(self.of.name)
+            exact = there is None or t is None or (t.dtype == there.dtype and t.stride() == there.stride())
+            fitted.append(
+                there if there is None or t is None else t if exact else there.copy_(t.reshape(there.shape))
+            )
+        return fitted
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+        x, how = self._split(inputs)
+        ctx.call = self.of, None, how
+        ctx.set_materialize_grads(False)
+        x_kept, y_kept = self.of.kept(
+            x, self.of.outputs(*(None if t.dtype == NOTHING else t for t in output)), how
+        )
+        ctx.save_for_backward(*x_kept, *y_kept)
+
+    def _differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        back, saved, how = (
+            getattr(torch.ops.flashlin, f"{self.of.name}_backward"),
+            ctx.saved_tensors,
+            ctx.call[2],
+        )
+
+        def compute(names: frozenset[str]) -> Gradients:
+            ordered = [name for name in self.of.names if name in names]
+            return dict(
+                zip(ordered, back(*saved, *grads[: self.of.returns], *how, " ".join(ordered)), strict=True)
+            )
+
+        wanted = frozenset(compress(self.of.names, ctx.needs_input_grad))
+        found = self.of.gradients(compute, self.of.outputs(*grads), how, wanted)
+        return *(found[name] if name in wanted else None for name in self.of.names), *(None for _ in how)
+
+    def _pull_back(self, *arguments: Any) -> list[Tensor]:
+        x, y, grads, how, wanted = self._parted(arguments)
+        first = next(t for t in arguments if t is not None)
+        plan = planned(self.traced.problem(x, how), first.device)
+        if plan.problem.path != "torch":
+            if (
+                self.of.name in emptied
+            ):  # then x is all there, since there are kernels that read more than was returned
+                y = self.of.outputs(*self.of.forward(plan, x, how))
+            found = self.of.backward(plan, x, y, grads, how, frozenset(wanted))
+        elif self.traced.backward_on_torch is not None:
+            found = self.traced.backward_on_torch(x, y, grads, how, frozenset(wanted))
+        else:
+            found = pulled_back(
+                lambda x: self.traced.on_torch(x, how)[: self.of.returns], x, wanted, grads[: self.of.returns]
+            )
+        taken = {t.untyped_storage().data_ptr() for t in grads if t is not None}
+        return [_apart(found[name], self._like(x, how, name), taken) for name in wanted]
+
+    def _pull_back_fake(self, *arguments: Any) -> list[Tensor]:
+        x, _, _, how, wanted = self._parted(arguments)
+        return [self._like(x, how, name) for name in wanted]
+
+    def _parted(self, arguments: tuple[Any, ...]) -> tuple[X, Y, Y, S, list[str]]:
+        """(x, y, grads, how, wanted) of the backward operator."""
+        given = iter(arguments[:-1])
+        x = self.of.tensors(*(next(given) for _ in self.of.names))
+        y = self.of.outputs(*(next(given) for _ in self.of.output_names))
+        grads = self.of.outputs(*(next(given) for _ in range(self.of.returns)), *self.of.missing)
+        return x, y, grads, self.of.scalars(*given), arguments[-1].split()
+
+    def _like(self, x: X, how: S, name: str) -> Tensor:
+        of = getattr(x, name) if self.traced.like is None else self.traced.like(x, how, name)
+        return torch.empty_like(of, memory_format=torch.contiguous_format)
+
+
+def writing_operator(
+    name: str,
+    tensors: type[X],
+    scalars: type[S],
+    written: str,
+    run: Callable[[X, S], Tensor],
+    empty: Callable[[X, S], Tensor],
+) -> Callable[..., Any]:
+    """flashlin::<name>, for traced calls that write to one of their tensors and have no gradients. run plans
+    when it runs; empty: a tensor like its result."""
+    count, make_tensors, make_scalars = (
+        len(fields_of(tensors)),
+        cast("Callable[..., X]", tensors),
+        cast("Callable[..., S]", scalars),
+    )
+    inputs = ", ".join([*typed(tensors), *typed(scalars)]).replace(
+        f"Tensor {written}", f"Tensor(a!) {written}"
+    )
+    operator = torch.library.custom_op(
+        f"flashlin::{name}",
+        lambda *arguments: run(
+            make_tensors(*arguments[:count]), make_scalars(*arguments[count:])
+        ).contiguous(),
+        mutates_args=(written,),
+        schema=f"({inputs}) -> Tensor",
+    )
+    operator.register_fake(
+        lambda *arguments: empty(make_tensors(*arguments[:count]), make_scalars(*arguments[count:]))
+    )
+    return operator
+
+
+@cache
+def kernels(family: str, direction: str) -> Any:
+    """The module of a family's kernels. Triton is imported when it is needed, not before."""
+    return import_module(f"flashlin.kernels.{family}.{direction}")
+
+
+def fields_of(named: Any) -> tuple[str, ...]:
+    """Of a NamedTuple or its class."""
+    names: tuple[str, ...] = named._fields
+    return names
+
+
+def typed(fields: type[tuple[Any, ...]]) -> list[str]:
+    """The fields of a NamedTuple class as a schema writes them: ``Tensor? h0``."""
+    return [f"{_schema_type(hint)} {name}" for name, hint in get_type_hints(fields).items()]
+
+
+def _schema_type(hint: Any) -> str:
+    options = get_args(hint)
+    if type(None) not in options:
+        return TYPES[hint]
+    return TYPES[next(option for option in options if option is not type(None))] + "?"
+
+
+def _nothing(like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=NOTHING)
+
+
+def _apart(x: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
+    """x (None: zeros) as ``like`` is, and in memory of its own: an operator may return neither one tensor
+    twice nor one that it got."""
+    if x is None:
+        return torch.zeros_like(like)
+    x = x.to(like.dtype).contiguous()
+    place = x.untyped_storage().data_ptr()
+    if place and place in taken:
+        x = x.clone()
+    taken.add(x.untyped_storage().data_ptr())
+    return x
