@@ -1,9 +1,10 @@
-"""flashlin beside fla, and the scans of Mamba and Mamba2 beside mamba_ssm, on the same work in one run: forward, forward plus backward, peak
-memory, host time, first call.
+"""flashlin beside fla, and the scans of Mamba and Mamba2 beside mamba_ssm, on the same work in one run:
+forward, forward plus backward, peak memory, host time, first call.
 
     python benchmarks/compare_fla.py --out benchmarks/results/
-Ratios: flashlin / theirs. fla refuses the backward of chunk_simple_gla and chunk_gated_delta_rule on Hopper with Triton 3.4 to 3.7.0
-(fla-org/flash-linear-attention#640); its refusal is switched off in this process only, and the row is marked.
+Ratios: flashlin / theirs. fla refuses the backward of chunk_simple_gla and chunk_gated_delta_rule on Hopper
+with Triton 3.4 to 3.7.0 (fla-org/flash-linear-attention#640); its refusal is switched off in this process
+only, and the row is marked.
 """
 from __future__ import annotations
 
@@ -40,10 +41,11 @@ print(json.dumps({"forward_s": forward, "forward_backward_s": time.perf_counter(
 
 
 def inputs(B: int, T: int, H: int, D: int, arguments: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors of an op, by name: ``name`` or ``name:role``, as in OPS. Keys of the delta rules have length 1, or the state would grow.
-    Mamba's scan has H channels of D states."""
+    """The tensors of an op, by name: ``name`` or ``name:role``, as in OPS. Keys of the delta rules have
+    length 1, or the state would grow. Mamba's scan has H channels of D states."""
     torch.manual_seed(0)
-    roles = {name: role or name for name, _, role in (argument.partition(":") for argument in arguments.split())}
+    roles = {name: role or name for name, _,
+             role in (argument.partition(":") for argument in arguments.split())}
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda")
@@ -84,7 +86,8 @@ def output(returned: Any) -> torch.Tensor:
     return o
 
 
-def timed(function: Callable[..., Any], tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> dict[str, float]:
+def timed(function: Callable[..., Any], tensors: dict[str, torch.Tensor],
+          extra: dict[str, Any]) -> dict[str, float]:
     from triton.testing import do_bench
 
     def forward() -> Any:
@@ -107,7 +110,8 @@ def timed(function: Callable[..., Any], tensors: dict[str, torch.Tensor], extra:
 
 
 def host(function: Callable[..., Any], D: int, arguments: str, extra: dict[str, Any]) -> dict[str, float]:
-    """Microseconds of host time a call takes on a shape the card finishes at once, forward and forward plus backward."""
+    """Microseconds of host time a call takes on a shape the card finishes at once, forward and forward plus
+    backward."""
     tensors = inputs(1, 64, 2, D, arguments, torch.bfloat16)
     do = torch.randn_like(output(function(**tensors, **extra)))
     found = {}
@@ -128,7 +132,8 @@ def host(function: Callable[..., Any], D: int, arguments: str, extra: dict[str, 
 
 
 def peer_op(family: str, name: str) -> tuple[Callable[..., Any] | None, str]:
-    """fla's op with its Hopper refusal off, or mamba_ssm's without that package's __init__, which wants more packages; or why there is none."""
+    """fla's op with its Hopper refusal off, or mamba_ssm's without that package's __init__, which wants more
+    packages; or why there is none."""
     try:
         if family.startswith("mamba_ssm."):
             return getattr(module_of(family), name), ""
@@ -150,18 +155,25 @@ def version(package: str) -> str:
 
 MAMBA, MAMBA2 = "mamba_ssm.ops.selective_scan_interface", "mamba_ssm.ops.triton.ssd_combined"
 SHAPES = ((4, 4096, 32, 128), (1, 8192, 32, 128), (8, 1024, 8, 64), (2, 4096, 16, 256))
-SHAPES_OF = {MAMBA: ((8, 2048, 4096, 16),), MAMBA2: ((8, 2048, 80, 64),), "simple_gla": SHAPES, "retention": SHAPES}
-# fla.ops.<home> or the module's whole name, the op, its arguments with their roles, and whether fla refuses its backward on Hopper.
+SHAPES_OF = {MAMBA: ((8, 2048, 4096, 16),), MAMBA2: ((8, 2048, 80, 64),), "simple_gla": SHAPES,
+             "retention": SHAPES}
+# fla.ops.<home> or the module's whole name, the op, its arguments with their roles, and whether fla refuses
+# its backward on Hopper.
 OPS: tuple[tuple[str, str, str, bool, dict[str, Any]], ...] = (
-    ("simple_gla", "chunk_simple_gla", "q k v g", True, {}), ("retention", "chunk_retention", "q k v", False, {}),
+    ("simple_gla", "chunk_simple_gla", "q k v g", True, {}),
+    ("retention", "chunk_retention", "q k v", False, {}),
     ("linear_attn", "chunk_linear_attn", "q k v", False, {"normalize": False}),
     ("lightning_attn", "chunk_lightning_attn", "q k v", False, {"layer_idx": 2, "num_layers": 12}),
-    ("gated_delta_rule", "chunk_gated_delta_rule", "q k v g beta", True, {}), ("delta_rule", "chunk_delta_rule", "q k v beta", False, {}),
-    ("gla", "chunk_gla", "q k v g:gk", False, {}), ("rwkv6", "chunk_rwkv6", "r:q k v w:gk u:bonus", False, {}),
-    ("kda", "chunk_kda", "q k v g:gk beta", False, {}), ("rwkv7", "chunk_rwkv7", "r:q w:gk k v a b", False, {}),
+    ("gated_delta_rule", "chunk_gated_delta_rule", "q k v g beta", True, {}),
+    ("delta_rule", "chunk_delta_rule", "q k v beta", False, {}),
+    ("gla", "chunk_gla", "q k v g:gk", False, {}),
+    ("rwkv6", "chunk_rwkv6", "r:q k v w:gk u:bonus", False, {}),
+    ("kda", "chunk_kda", "q k v g:gk beta", False, {}),
+    ("rwkv7", "chunk_rwkv7", "r:q w:gk k v a b", False, {}),
     (MAMBA2, "mamba_chunk_scan_combined", "x dt A:pole B:shared C:shared", False, {"chunk_size": 256}),
-    *((MAMBA, "selective_scan_fn", f"u:{layout} delta:{layout} A:poles B:columns C:columns D:weights z:{layout} delta_bias:weights", False,
-       {"delta_softplus": True}) for layout in ("channels", "channels_last")))
+    *((MAMBA, "selective_scan_fn",
+       f"u:{layout} delta:{layout} A:poles B:columns C:columns D:weights z:{layout} delta_bias:weights",
+       False, {"delta_softplus": True}) for layout in ("channels", "channels_last")))
 
 
 def main() -> None:
@@ -171,16 +183,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only the first shape of each op")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as empty:
-        first = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, check=False,
-                               env={**os.environ, "TRITON_CACHE_DIR": empty})
+        first = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True,
+                               check=False, env={**os.environ, "TRITON_CACHE_DIR": empty})
     first_call = json.loads(first.stdout) if first.returncode == 0 else {"failed": first.stderr[-500:]}
     print("first call from empty caches:", first_call, flush=True)
     import triton
 
     import flashlin
     rows: list[dict[str, Any]] = []
-    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__,
-              "fla": version("fla-core"), "mamba_ssm": version("mamba_ssm"),
+    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__,
+              "torch": torch.__version__, "fla": version("fla-core"), "mamba_ssm": version("mamba_ssm"),
               "date": datetime.date.today().isoformat(), "first_call": first_call, "rows": rows}
     for family, name, arguments, refused, extra in OPS:
         if options.op and name not in options.op:
@@ -190,7 +202,8 @@ def main() -> None:
         shapes = SHAPES_OF.get(family, SHAPES[:1])
         for shape in shapes[:1] if options.quick else shapes:
             B, T, H, D = shape
-            row: dict[str, Any] = {"op": name, "B": B, "T": T, "H": H, "D": D, "dtype": "bfloat16", "arguments": arguments}
+            row: dict[str, Any] = {"op": name, "B": B, "T": T, "H": H, "D": D, "dtype": "bfloat16",
+                                   "arguments": arguments}
             tensors = inputs(B, T, H, D, arguments, torch.bfloat16)
             for who, function in (("flashlin", getattr(flashlin, name)), (peer, theirs)):
                 if function is None:
@@ -205,12 +218,15 @@ def main() -> None:
                 row["ratio_both"] = row["flashlin"]["both_ms"] / row[peer]["both_ms"]
             row["guard_off"] = refused
             rows.append(row)
-            print(json.dumps({key: value if not isinstance(value, dict) else {k: round(v, 3) if isinstance(v, float) else v for k, v in value.items()}
+            print(json.dumps({key: value if not isinstance(value, dict)
+                              else {k: round(v, 3) if isinstance(v, float) else v for k, v in value.items()}
                               for key, value in row.items()}), flush=True)
-            if options.out:  # after each row: fla's tuning takes minutes, and what is measured should not be lost
+            # after each row: fla's tuning takes minutes, and what is measured should not be lost
+            if options.out:
                 options.out.mkdir(parents=True, exist_ok=True)
                 chosen = "-".join(["compare-fla", *options.op])
-                name_of_file = f"{chosen}-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json"
+                name_of_file = (
+                    f"{chosen}-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json")
                 (options.out / name_of_file).write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -1,8 +1,10 @@
-"""What a layer calls besides its chunk kernel, beside fla on the same work in one run: decoding, gated norms, the short convolution.
+"""What a layer calls besides its chunk kernel, beside fla on the same work in one run: decoding, gated norms,
+the short convolution.
 
     python benchmarks/compare_layer.py --out benchmarks/results/
-Ratios are flashlin / fla; lower is better. Both get the same arguments. device_ms: without the host, from a CUDA graph's replay; call_ms: as called
-one after another from Python, where the host is usually what takes time.
+Ratios are flashlin / fla; lower is better. Both get the same arguments. device_ms: without the host, from a
+CUDA graph's replay; call_ms: as called one after another from Python, where the host is usually what takes
+time.
 """
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ import flashlin
 def decoding() -> dict[str, Any]:
     """One token of 128 sequences, 16 heads of 128: 134 MB of fp32 states to read and to write."""
     q, k, v = (torch.randn(128, 1, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    return dict(q=q, k=k, v=v, beta=torch.rand(128, 1, 16, device="cuda", dtype=torch.bfloat16), use_qk_l2norm_in_kernel=True,
-                initial_state=torch.randn(128, 16, 128, 128, device="cuda"), output_final_state=True)
+    return dict(q=q, k=k, v=v, beta=torch.rand(128, 1, 16, device="cuda", dtype=torch.bfloat16),
+                use_qk_l2norm_in_kernel=True, initial_state=torch.randn(128, 16, 128, 128, device="cuda"),
+                output_final_state=True)
 
 
 def decoding_gated() -> dict[str, Any]:
@@ -42,14 +45,19 @@ def norm_of_heads() -> dict[str, Any]:
 
 def convolving() -> dict[str, Any]:
     """4 x 4,096 tokens of 4,096 channels, width 4, with silu."""
-    x, weight = torch.randn(4, 4096, 4096, device="cuda", dtype=torch.bfloat16), torch.randn(4096, 4, device="cuda", dtype=torch.bfloat16)
+    x, weight = torch.randn(4, 4096, 4096, device="cuda", dtype=torch.bfloat16), torch.randn(4096, 4,
+                                                                                             device="cuda",
+                                                                                             dtype=torch.bfloat16)
     return dict(x=x, weight=weight, activation="silu")
 
 
 def convolving_a_token() -> dict[str, Any]:
     """One token of 128 sequences of 4,096 channels, width 4, with silu, and the cache shifted in place."""
-    x, weight = torch.randn(128, 1, 4096, device="cuda", dtype=torch.bfloat16), torch.randn(4096, 4, device="cuda", dtype=torch.bfloat16)
-    return dict(x=x, cache=torch.zeros(128, 4096, 4, device="cuda", dtype=torch.bfloat16), weight=weight, activation="silu")
+    x, weight = torch.randn(128, 1, 4096, device="cuda", dtype=torch.bfloat16), torch.randn(4096, 4,
+                                                                                            device="cuda",
+                                                                                            dtype=torch.bfloat16)
+    return dict(x=x, cache=torch.zeros(128, 4096, 4, device="cuda", dtype=torch.bfloat16), weight=weight,
+                activation="silu")
 
 
 # op, where fla has it, arguments, with gradients too
@@ -83,15 +91,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__,
-              "fla": metadata.version("fla-core"), "date": datetime.date.today().isoformat(), "rows": rows}
+    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__,
+              "torch": torch.__version__, "fla": metadata.version("fla-core"),
+              "date": datetime.date.today().isoformat(), "rows": rows}
     for op, home, arguments, gradients in ROWS:
         torch.manual_seed(0)
         given = arguments()
         row: dict[str, Any] = {"op": op, "work": (arguments.__doc__ or "").strip()}
         for who, where in (("flashlin", flashlin), ("fla", importlib.import_module(home))):
             try:
-                row[who] = {name: round(ms, 4) for name, ms in timed(getattr(where, op), given, gradients).items()}
+                row[who] = {name: round(ms, 4) for name,
+                            ms in timed(getattr(where, op), given, gradients).items()}
             except Exception as error:  # one side's failure is the row's result
                 row[who] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
         for name in row["flashlin"]:
@@ -101,7 +111,8 @@ def main() -> None:
         print(json.dumps(row), flush=True)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        name = f"compare-layer-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json"
+        name = (
+            f"compare-layer-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json")
         (options.out / name).write_text(json.dumps(record, indent=1) + "\n")
 
 

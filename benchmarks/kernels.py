@@ -1,4 +1,5 @@
-"""Time of each kernel in a forward and backward of an op, for a configuration: where the time goes, and what a tile is worth.
+"""Time of each kernel in a forward and backward of an op, for a configuration: where the time goes, and what
+a tile is worth.
 
     python benchmarks/kernels.py --op chunk_gated_delta_rule                       the planned configuration
     python benchmarks/kernels.py --op chunk_gated_delta_rule --tile 64,64,4,2      BT, BV, num_warps, num_stages of the scans
@@ -34,15 +35,18 @@ def main() -> None:
     parser.add_argument("--op", default="chunk_gated_delta_rule")
     parser.add_argument("--shape", default="4,4096,32,128", help="B, T, H, D")
     parser.add_argument("--tile", default="", help="BT,BV,num_warps,num_stages instead of the planned ones")
-    parser.add_argument("--set", action="append", default=[], help="kernel=num_warps,num_stages[,registers][,BK=64] (repeatable)")
+    parser.add_argument("--set", action="append", default=[],
+                        help="kernel=num_warps,num_stages[,registers][,BK=64] (repeatable)")
     parser.add_argument("--only-compile", action="store_true")
     options = parser.parse_args()
     B, T, H, D = (int(size) for size in options.shape.split(","))
-    changes = {kernel: values.split(",") for kernel, _, values in (change.partition("=") for change in options.set)}
+    changes = {kernel: values.split(",") for kernel, _,
+               values in (change.partition("=") for change in options.set)}
     tile = [int(size) for size in options.tile.split(",")] if options.tile else []
     if tile:
         for recipe in (dplr, gla, delta):
-            vars(recipe)["over_v"] = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2], tile[3])])
+            vars(recipe)["over_v"] = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2],
+                                                                      tile[3])])
     _, _, arguments_of, _, extra = next(row for row in OPS if row[1] == options.op)
     tensors = inputs(B, T, H, D, arguments_of, torch.bfloat16)
     events: list[tuple[str, Any, Any]] = []
@@ -50,9 +54,12 @@ def main() -> None:
     def timing(launch: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         options = {}
         if launch.kernel in changes:
-            num_warps, num_stages, *registers = (int(value) for value in changes[launch.kernel] if "=" not in value)
-            blocks = {name: int(size) for name, size in (value.split("=") for value in changes[launch.kernel] if "=" in value)}
-            launch = launch._replace(num_warps=num_warps, num_stages=num_stages, tile=tuple({**dict(launch.tile), **blocks}.items()))
+            num_warps, num_stages, *registers = (int(value)
+                                                 for value in changes[launch.kernel] if "=" not in value)
+            blocks = {name: int(size) for name,
+                      size in (value.split("=") for value in changes[launch.kernel] if "=" in value)}
+            launch = launch._replace(num_warps=num_warps, num_stages=num_stages,
+                                     tile=tuple({**dict(launch.tile), **blocks}.items()))
             options = {"maxnreg": registers[0]} if registers else {}
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         marks[0].record()
@@ -71,8 +78,9 @@ def main() -> None:
     times: dict[str, list[float]] = {}
     for kernel, begin, end in events:
         times.setdefault(kernel, []).append(begin.elapsed_time(end))
-    print(json.dumps({"op": options.op, "shape": options.shape, "tile": options.tile or "planned", "set": options.set,
-                      "device": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__,
+    print(json.dumps({"op": options.op, "shape": options.shape, "tile": options.tile or "planned",
+                      "set": options.set, "device": torch.cuda.get_device_name(),
+                      "triton": triton.__version__, "torch": torch.__version__,
                       "date": datetime.date.today().isoformat(),
                       **{kernel: round(median(found), 4) for kernel, found in times.items()}}))
 

@@ -1,9 +1,10 @@
-"""What planning adds to a call, measured on the CPU, where all of it happens: nothing here starts a kernel or needs a GPU.
+"""What planning adds to a call, measured on the CPU, where all of it happens: nothing here starts a kernel or
+needs a GPU.
 
     python benchmarks/planning.py [--out benchmarks/results/planning.json]
 
-Each row is the median of many runs, in microseconds. ``added to a call`` is what an op does from its tensors to its plan when it has seen
-the call before (the plan is cached); a call with new sizes costs a miss once.
+Each row is the median of many runs, in microseconds. ``added to a call`` is what an op does from its tensors
+to its plan when it has seen the call before (the plan is cached); a call with new sizes costs a miss once.
 """
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ from flashlin.ops._common.planned import planned, wants_grad
 
 LIMIT = 5.0  # microseconds that planning may add to a call
 RUNS, CALLS = 101, 1000
-TARGETS = {"H100": "triton=3.6.0,sm=90", "T4": "triton=3.3.1,sm=75"}  # nothing to remedy; bf16 goes by way of fp32
+# nothing to remedy; bf16 goes by way of fp32
+TARGETS = {"H100": "triton=3.6.0,sm=90", "T4": "triton=3.3.1,sm=75"}
 
 
 def microseconds(call: Callable[[], Any], calls: int = CALLS) -> float:
@@ -47,19 +49,25 @@ def rows() -> dict[str, float]:
     call = norm._call_of("rms_norm", RMS, q, None, None, None, None, q.dtype)
 
     def gla() -> Problem:
-        return chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (q, q, q, q, None), None, wants_grad(q, q, q, None, None))
+        return chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (q, q, q, q, None), None,
+                                  wants_grad(q, q, q, None, None))
 
     def rms() -> Problem:
-        return norm.problem_of(norm._call_of("rms_norm", RMS, q, None, None, None, None, q.dtype), q, 1, wants_grad(q, None, None, None))
+        return norm.problem_of(norm._call_of("rms_norm", RMS, q, None, None, None, None, q.dtype), q, 1,
+                               wants_grad(q, None, None, None))
 
     here, now, problem = probe(q.device), policy.current(), gla()
-    fresh = itertools.cycle([problem._replace(T=T) for T in range(1, 5001)])  # more than the cache holds: always a miss
+    # more than the cache holds: always a miss
+    fresh = itertools.cycle([problem._replace(T=T) for T in range(1, 5001)])
 
     def missed(target: Target) -> Plan:
         return dispatch.plan(next(fresh), target, now)
     found = {
         "wants_grad": microseconds(lambda: wants_grad(q, q, q, None, None)),
-        "problem_of, simple_gla": microseconds(lambda: chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (q, q, q, q, None), None, True)),
+        "problem_of, simple_gla": microseconds(lambda: chunked.problem_of(simple_gla.FAMILY,
+                                                                          "chunk_simple_gla", (q, q, q, q,
+                                                                                               None), None,
+                                                                          True)),
         "problem_of, norm": microseconds(lambda: norm.problem_of(call, q, 1, True)),
         "probe": microseconds(lambda: probe(q.device)),
         "policy.current": microseconds(policy.current),
@@ -79,11 +87,13 @@ def rows() -> dict[str, float]:
 def cpu() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or platform.machine())
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+                platform.processor() or platform.machine())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "planning.json")
     out = parser.parse_args().out
     with warnings.catch_warnings():
@@ -92,10 +102,12 @@ def main() -> int:
     for name, value in found.items():
         print(f"{name:36} {value:8.2f} us")
     worst = max(value for name, value in found.items() if name.startswith("added"))
-    print(f"at most {LIMIT:g} us may be added to a call: {'kept' if worst <= LIMIT else 'NOT kept'}, {worst:.2f} us")
-    record = {"what": "microseconds, median", "runs": RUNS, "calls": CALLS, "date": datetime.date.today().isoformat(), "cpu": cpu(),
-              "versions": {"flashlin": flashlin.__version__, "python": platform.python_version(), "torch": torch.__version__,
-                           "triton": triton.__version__},
+    print(f"at most {LIMIT:g} us may be added to a call: {'kept' if worst <= LIMIT else 'NOT kept'}, "
+          f"{worst:.2f} us")
+    record = {"what": "microseconds, median", "runs": RUNS, "calls": CALLS,
+              "date": datetime.date.today().isoformat(), "cpu": cpu(),
+              "versions": {"flashlin": flashlin.__version__, "python": platform.python_version(),
+                           "torch": torch.__version__, "triton": triton.__version__},
               "limit": LIMIT, "microseconds": {name: round(value, 3) for name, value in found.items()}}
     out.write_text(json.dumps(record, indent=1) + "\n")
     return worst > LIMIT

@@ -1,9 +1,11 @@
-"""What shield adds to a call that it has seen before, measured on the CPU with a launch that does nothing: nothing here needs a GPU.
+"""What shield adds to a call that it has seen before, measured on the CPU with a launch that does nothing:
+nothing here needs a GPU.
 
     python benchmarks/shield.py [--out benchmarks/results/shield.json]
 
-Each row is the best of many runs (others share the machine), in microseconds: what a call costs more than the same call of the same kernel
-without shield, whose launch does nothing either. Not in it: asking CUDA for the current device, which there is none of here.
+Each row is the best of many runs (others share the machine), in microseconds: what a call costs more than the
+same call of the same kernel without shield, whose launch does nothing either. Not in it: asking CUDA for the
+current device, which there is none of here.
 """
 from __future__ import annotations
 
@@ -36,9 +38,26 @@ def one(x, o, T, BT: tl.constexpr):
 
 
 @triton.jit
-def many(q, k, v, g, h, o, h0, ht, cu_seqlens, scale, T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr):
+def many(
+    q,
+    k,
+    v,
+    g,
+    h,
+    o,
+    h0,
+    ht,
+    cu_seqlens,
+    scale,
+    T,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+):
     t = tl.program_id(0) * BT + tl.arange(0, BT)
-    tl.store(o + t, tl.dot(tl.load(q + t[:, None] * K + t[None, :]), tl.load(k + t[:, None] * K + t[None, :])))
+    tl.store(o + t, tl.dot(tl.load(q + t[:, None] * K + t[None, :]),
+                           tl.load(k + t[:, None] * K + t[None, :])))
 
 
 def nothing(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -55,7 +74,8 @@ def added(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     shielded = flashlin.shield(kernel, **declared)
     shielded._start = kernel.run = nothing
     shielded[grid](*args, **kwargs)
-    return microseconds(lambda: shielded[grid](*args, **kwargs)) - microseconds(lambda: kernel[grid](*args, **kwargs))
+    return microseconds(lambda: shielded[grid](*args, **kwargs)) - microseconds(lambda: kernel[grid](*args,
+                                                                                                     **kwargs))
 
 
 def rows() -> dict[str, float]:
@@ -66,22 +86,25 @@ def rows() -> dict[str, float]:
     return {"2 tensors": added(one, (4,), few, dict(BT=64)),
             "2 tensors, callable grid": added(one, lambda meta: (4,), few, dict(BT=64)),
             "8 tensors, 6 options": added(many, (4, 32), eight, constants),
-            "8 tensors, 6 options, batch declared": added(many, (4, 32), eight, constants, batch={"q": 0, "o": 0}, batch_axis=1)}
+            "8 tensors, 6 options, batch declared": added(many, (4, 32), eight, constants,
+                                                          batch={"q": 0, "o": 0}, batch_axis=1)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "shield.json")
     out = parser.parse_args().out
     found = rows()
     for name, value in found.items():
         print(f"{name:40} {value:8.2f} us")
     worst = max(found.values())
-    print(f"at most {LIMIT:g} us may be added to a call: {'kept' if worst <= LIMIT else 'NOT kept'}, {worst:.2f} us")
-    record = {"what": "microseconds that shield adds to a call seen before, best of the runs", "runs": RUNS, "calls": CALLS,
-              "date": datetime.date.today().isoformat(), "cpu": cpu(),
-              "versions": {"flashlin": flashlin.__version__, "python": platform.python_version(), "torch": torch.__version__,
-                           "triton": triton.__version__},
+    print(f"at most {LIMIT:g} us may be added to a call: {'kept' if worst <= LIMIT else 'NOT kept'}, "
+          f"{worst:.2f} us")
+    record = {"what": "microseconds that shield adds to a call seen before, best of the runs", "runs": RUNS,
+              "calls": CALLS, "date": datetime.date.today().isoformat(), "cpu": cpu(),
+              "versions": {"flashlin": flashlin.__version__, "python": platform.python_version(),
+                           "torch": torch.__version__, "triton": triton.__version__},
               "limit": LIMIT, "microseconds": {name: round(value, 3) for name, value in found.items()}}
     out.write_text(json.dumps(record, indent=1) + "\n")
     return worst > LIMIT

@@ -1,9 +1,11 @@
-"""Time tiles, warps and stages of the scalar-decay kernels on this GPU: what flashlin/kernels/configs.py is picked from.
+"""Time tiles, warps and stages of the scalar-decay kernels on this GPU: what flashlin/kernels/configs.py is
+picked from.
 
     python benchmarks/sweep.py --out benchmarks/results/ [--head-dim 128] [--dtype bfloat16] [--jobs 14]
 
-First every configuration is compiled in parallel processes, then timed one by one, each kernel in a process of its own: one that faults
-ends that process only, and the next one goes on behind it. Each must repeat itself to the bit and agree with the default.
+First every configuration is compiled in parallel processes, then timed one by one, each kernel in a process
+of its own: one that faults ends that process only, and the next one goes on behind it. Each must repeat
+itself to the bit and agree with the default.
 """
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def captured(head_dim: int, dtype: str, B: int, T: int, H: int) -> dict[str, Any
         found[facts.kernel] = (kernel, arguments)
         launch._start(facts, kernel, programs, arguments)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(B, T, H, head_dim, device="cuda", dtype=getattr(torch, dtype), requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(B, T, H, head_dim, device="cuda", dtype=getattr(torch, dtype), requires_grad=True)
+               for _ in range(3))
     g = torch.nn.functional.logsigmoid(torch.randn(B, T, H, device="cuda")).requires_grad_()
     launch.replace_starter(keep)
     o, _ = flashlin.chunk_simple_gla(q, k, v, g)
@@ -91,9 +94,11 @@ def worker(options: argparse.Namespace) -> None:
             if not options.compile:
                 once = [x.clone() for x in wanted]
                 start()
-                error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(once, truth, strict=True))
+                error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a,
+                            b in zip(once, truth, strict=True))
                 same = all(torch.equal(a, b) for a, b in zip(once, wanted, strict=True))
-                row |= {"ms": do_bench(start, warmup=5, rep=30, return_mode="median"), "error": error, "bitwise": same}
+                row |= {"ms": do_bench(start, warmup=5, rep=30, return_mode="median"), "error": error,
+                        "bitwise": same}
         except Exception as error:  # out of resources, a failing compile: this configuration's result
             row["failed"] = f"{type(error).__name__}: {str(error)[:120]}"
             if "illegal" in str(error) or "launch failure" in str(error):
@@ -119,7 +124,8 @@ def main() -> None:
         return worker(options)
     facts = ["--out", str(options.out), "--head-dim", str(options.head_dim), "--dtype", options.dtype]
     small = ["--batch", "1", "--length", "256", "--heads", "16"]
-    compiling = [subprocess.Popen([sys.executable, __file__, *facts, *small, "--kernel", kernel, "--compile", f"{part}/{max(1, options.jobs // 4)}"],
+    compiling = [subprocess.Popen([sys.executable, __file__, *facts, *small, "--kernel", kernel, "--compile",
+                                   f"{part}/{max(1, options.jobs // 4)}"],
                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
                  for kernel in KERNELS for part in range(max(1, options.jobs // 4))]
     for process in compiling:
@@ -129,7 +135,8 @@ def main() -> None:
     for kernel in KERNELS:
         skip = 0
         while True:
-            ran = subprocess.run([sys.executable, __file__, *facts, *real, "--kernel", kernel, "--skip", str(skip)], capture_output=True, text=True,
+            ran = subprocess.run([sys.executable, __file__, *facts, *real, "--kernel", kernel, "--skip",
+                                  str(skip)], capture_output=True, text=True,
                                  check=False)
             lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
             rows += [line for line in lines if "kernel" in line]
@@ -140,21 +147,26 @@ def main() -> None:
                 rows.append({"kernel": kernel, "failed": ran.stderr[-300:]})
                 break
             if "starting" in lines[-1]:
-                rows.append({"kernel": kernel, "config": grid(kernel, options.head_dim)[reached], "failed": f"process ended with {ran.returncode}"})
+                rows.append({"kernel": kernel, "config": grid(kernel, options.head_dim)[reached],
+                             "failed": f"process ended with {ran.returncode}"})
             skip = reached + 1
     import torch
     import triton
-    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__,
-              "date": datetime.date.today().isoformat(), "head_dim": options.head_dim, "dtype": options.dtype, "B": options.batch,
-              "T": options.length, "H": options.heads, "rows": rows}
+    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__,
+              "torch": torch.__version__, "date": datetime.date.today().isoformat(),
+              "head_dim": options.head_dim, "dtype": options.dtype, "B": options.batch, "T": options.length,
+              "H": options.heads, "rows": rows}
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"sweep-D{options.head_dim}-{options.dtype}-triton-{triton.__version__}.json").write_text(json.dumps(record) + "\n")
+    (options.out / f"sweep-D{options.head_dim}-{options.dtype}-triton-{triton.__version__}.json").write_text(
+        json.dumps(record) + "\n")
     for kernel in KERNELS:
-        timed = sorted((row for row in rows if row["kernel"] == kernel and "ms" in row), key=lambda row: row["ms"])
+        timed = sorted((row for row in rows if row["kernel"] == kernel and "ms" in row),
+                       key=lambda row: row["ms"])
         broken = [row for row in rows if row["kernel"] == kernel and "ms" not in row]
         print(f"{kernel}: {len(timed)} timed, {len(broken)} failed")
         for row in timed[:8]:
-            print(f"   {row['ms']:.3f} ms  BT, strip, warps, stages = {row['config']}  error {row['error']:.1e} bitwise {row['bitwise']}")
+            print(f"   {row['ms']:.3f} ms  BT, strip, warps, stages = {row['config']}  error "
+                  f"{row['error']:.1e} bitwise {row['bitwise']}")
         for row in broken[:3]:
             print("  ", row.get("config"), row["failed"])
         wrong = [row for row in timed if not row["error"] <= 0.02 or not row["bitwise"]]

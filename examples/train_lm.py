@@ -4,9 +4,10 @@
     python examples/train_lm.py --steps 2000       longer, for better text
     python examples/train_lm.py --json             the result as one line of JSON on stdout
 
-What it shows: a small Gated DeltaNet. Training runs chunk by chunk (``flashlin.chunk_gated_delta_rule``); writing runs token by token
-(``flashlin.fused_recurrent_gated_delta_rule``) from the state that training's form left behind; and both are the same function, which is
-checked. The same file runs on the CPU, on a T4 and on a B200: which kernels serve it there is what the plan on the first lines says.
+What it shows: a small Gated DeltaNet. Training runs chunk by chunk (``flashlin.chunk_gated_delta_rule``);
+writing runs token by token (``flashlin.fused_recurrent_gated_delta_rule``) from the state that training's
+form left behind; and both are the same function, which is checked. The same file runs on the CPU, on a T4 and
+on a B200: which kernels serve it there is what the plan on the first lines says.
 
 Exit code: 0 if the loss fell and the two forms agree, 1 if not.
 """
@@ -34,14 +35,19 @@ ENOUGH = 0.9  # the loss on held-out text must end below this part of where it b
 
 
 class Mixer(nn.Module):
-    """A Gated DeltaNet layer: heads that forget (g) and overwrite what a key held before (beta), both read from the token itself."""
+    """A Gated DeltaNet layer: heads that forget (g) and overwrite what a key held before (beta), both read
+    from the token itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
-        self.g, self.beta, self.gate = nn.Linear(HIDDEN, HEADS, bias=False), nn.Linear(HIDDEN, HEADS), nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.g, self.beta, self.gate = nn.Linear(HIDDEN, HEADS, bias=False), nn.Linear(HIDDEN,
+                                                                                       HEADS), nn.Linear(
+                                                                                           HIDDEN, HIDDEN,
+                                                                                           bias=False)
         self.A_log = nn.Parameter(torch.zeros(HEADS))
-        # softplus(g + dt_bias) is what a token takes off: heads begin with memories of a character to some hundred
+        # softplus(g + dt_bias) is what a token takes off: heads begin with memories of a character to some
+        # hundred
         self.dt_bias = nn.Parameter(torch.linspace(2, -5, HEADS))
         self.norm = flashlin.FusedRMSNormGated(HIDDEN // HEADS)
         self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
@@ -51,8 +57,9 @@ class Mixer(nn.Module):
         compute = torch.bfloat16 if x.device.type == "cuda" else x.dtype
         q, k, v = self.qkv(x).to(compute).view(B, T, 3, HEADS, HIDDEN // HEADS).unbind(2)
         op = flashlin.fused_recurrent_gated_delta_rule if recurrent else flashlin.chunk_gated_delta_rule
-        o, state = op(F.silu(q), F.silu(k), v, g=self.g(x), beta=self.beta(x), A_log=self.A_log, dt_bias=self.dt_bias, use_gate_in_kernel=True,
-                      use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, initial_state=state, output_final_state=not self.training)
+        o, state = op(F.silu(q), F.silu(k), v, g=self.g(x), beta=self.beta(x), A_log=self.A_log,
+                      dt_bias=self.dt_bias, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+                      use_qk_l2norm_in_kernel=True, initial_state=state, output_final_state=not self.training)
         o = self.norm(o, self.gate(x).to(o.dtype).view_as(o))
         return self.out(o.flatten(2).to(x.dtype)), state
 
@@ -71,7 +78,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """tokens [B, T] -> logits [B, T, VOCAB], and one state per layer, which is all it remembers of what it read."""
+    """tokens [B, T] -> logits [B, T, VOCAB], and one state per layer, which is all it remembers of what it
+    read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +87,8 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm = flashlin.RMSNorm(HIDDEN)
 
-    def forward(self, tokens: Tensor, states: list[Tensor | None] | None = None, recurrent: bool = False) -> tuple[Tensor, list[Tensor | None]]:
+    def forward(self, tokens: Tensor, states: list[Tensor | None] | None = None,
+                recurrent: bool = False) -> tuple[Tensor, list[Tensor | None]]:
         x = flashlin.embedding(tokens, self.tokens)
         states = list(states or [None] * LAYERS)
         for layer, block in enumerate(self.blocks):
@@ -88,7 +97,8 @@ class Model(nn.Module):
 
 
 class Bar:
-    """Progress on stderr: one line that fills up in a terminal, ten lines elsewhere (a log has no use for a thousand)."""
+    """Progress on stderr: one line that fills up in a terminal, ten lines elsewhere (a log has no use for a
+    thousand)."""
 
     def __init__(self, total: int) -> None:
         self.total, self.live, self.began = total, sys.stderr.isatty(), time.perf_counter()
@@ -105,11 +115,13 @@ class Bar:
 
 
 def read_text() -> Tensor:
-    """The standard library's top-level modules as ASCII codes: about five million characters that every machine has."""
+    """The standard library's top-level modules as ASCII codes: about five million characters that every
+    machine has."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)
     if len(text) < 10 * HELD_OUT:
-        raise SystemExit(f"found only {len(text)} characters of Python source in {sysconfig.get_paths()['stdlib']}: is the library zipped?")
+        raise SystemExit(f"found only {len(text)} characters of Python source in "
+                         f"{sysconfig.get_paths()['stdlib']}: is the library zipped?")
     return torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8)
 
 
@@ -146,7 +158,8 @@ def held_out_loss(model: Model, rows: Tensor) -> float:
 
 @torch.no_grad()
 def disagreement(model: Model, prompt: Tensor) -> float:
-    """The largest difference between the logits of the chunked form and of one token at a time, in parts of the largest logit."""
+    """The largest difference between the logits of the chunked form and of one token at a time, in parts of
+    the largest logit."""
     model.eval()
     whole, _ = model(prompt)
     states: list[Tensor | None] | None = None
@@ -159,7 +172,8 @@ def disagreement(model: Model, prompt: Tensor) -> float:
 
 @torch.no_grad()
 def write(model: Model, prompt: Tensor, count: int) -> str:
-    """Read the prompt in one go, then go on from its state: each new character costs the same, however long the text gets."""
+    """Read the prompt in one go, then go on from its state: each new character costs the same, however long
+    the text gets."""
     model.eval()
     logits, states = model(prompt)
     written = []
@@ -171,17 +185,24 @@ def write(model: Model, prompt: Tensor, count: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: the GPU if torch sees one, else the CPU)")
-    parser.add_argument("--steps", type=int, default=200, help=f"training steps of {BATCH} x {LENGTH} characters (default: 250)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the writing (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout and nothing else there")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device",
+                        help="cpu, cuda, cuda:1 ... (default: the GPU if torch sees one, else the CPU)")
+    parser.add_argument("--steps", type=int, default=200,
+                        help=f"training steps of {BATCH} x {LENGTH} characters (default: 250)")
+    parser.add_argument("--seed", type=int, default=0,
+                        help="of the weights, the batches and the writing (default: 0)")
+    parser.add_argument("--json", action="store_true",
+                        help="print the result as JSON on stdout and nothing else there")
     options = parser.parse_args()
     if options.steps < 0:
         parser.error(f"--steps: got {options.steps}, need 0 or more")
     torch.manual_seed(options.seed)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cpu":  # matrices this small gain little from a second thread, and lose twentyfold by waiting for it on a busy machine
+    # matrices this small gain little from a second thread, and lose twentyfold by waiting for it on a busy
+    # machine
+    if device.type == "cpu":
         torch.set_num_threads(1)
 
     def say(*lines: str) -> None:
@@ -189,8 +210,8 @@ def main() -> int:
             print(*lines, sep="\n", flush=True)
 
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    plan = flashlin.explain("chunk_gated_delta_rule", target=probe(device), B=BATCH, T=LENGTH, H=HEADS, K=HIDDEN // HEADS, V=HIDDEN // HEADS,
-                            dtype=dtype)
+    plan = flashlin.explain("chunk_gated_delta_rule", target=probe(device), B=BATCH, T=LENGTH, H=HEADS,
+                            K=HIDDEN // HEADS, V=HIDDEN // HEADS, dtype=dtype)
     say(plan, "")
 
     text = read_text()
@@ -205,17 +226,25 @@ def main() -> int:
     sample = write(model, prompt, 300)
     fell, agree = after < ENOUGH * before, apart <= allowed
 
-    say("", f"held-out loss  {before:.3f} -> {after:.3f} nats per character, {options.steps} steps in {seconds:.1f} s on {device}",
+    say("",
+        f"held-out loss  {before:.3f} -> {after:.3f} nats per character, {options.steps} steps in "
+        f"{seconds:.1f} s on {device}",
         f"two forms      recurrent and chunked logits differ by {apart:.1e} of the largest on the prompt "
-        f"({'within' if agree else 'MORE THAN'} {allowed:g})", "", "".join(map(chr, prompt[0].tolist())) + sample)
+        f"({'within' if agree else 'MORE THAN'} {allowed:g})", "",
+        "".join(map(chr, prompt[0].tolist())) + sample)
     if options.json:
-        print(json.dumps({"plan": plan.splitlines()[0], "device": str(device), "dtype": dtype, "steps": options.steps, "seconds": round(seconds, 2),
-                          "loss_before": before, "loss_after": after, "fell": fell, "disagreement": apart, "agree": agree, "sample": sample}))
+        print(json.dumps({"plan": plan.splitlines()[0], "device": str(device), "dtype": dtype,
+                          "steps": options.steps, "seconds": round(seconds, 2), "loss_before": before,
+                          "loss_after": after, "fell": fell, "disagreement": apart, "agree": agree,
+                          "sample": sample}))
     if not fell:
-        print(f"train_lm: the held-out loss went from {before:.3f} to {after:.3f}, need below {ENOUGH * before:.3f}: "
-              f"with {options.steps} steps that is {'no training to speak of' if options.steps < 20 else 'a failure'}", file=sys.stderr)
+        print(f"train_lm: the held-out loss went from {before:.3f} to {after:.3f}, need below "
+              f"{ENOUGH * before:.3f}: "
+              f"with {options.steps} steps that is "
+              f"{'no training to speak of' if options.steps < 20 else 'a failure'}", file=sys.stderr)
     if not agree:
-        print(f"train_lm: recurrent and chunked logits differ by {apart:.1e}, need at most {allowed:g}", file=sys.stderr)
+        print(f"train_lm: recurrent and chunked logits differ by {apart:.1e}, need at most {allowed:g}",
+              file=sys.stderr)
     return 0 if fell and agree else 1
 
 

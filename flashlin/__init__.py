@@ -1,4 +1,5 @@
-"""flashlin: linear attention that runs, is right, is fast, and otherwise says in one sentence what is wrong and what to do.
+"""flashlin: linear attention that runs, is right, is fast, and otherwise says in one sentence what is wrong
+and what to do.
 
 Names are loaded when first used, so ``import flashlin`` imports neither torch nor Triton, touches no GPU and
 prints nothing; and ``flashlin.doctor()`` still answers when one of them is broken. Ops are public by their

@@ -1,4 +1,5 @@
-"""The command line: ``flashlin doctor``, ``flashlin explain`` and ``flashlin warmup``, also as ``python -m flashlin``."""
+"""The command line: ``flashlin doctor``, ``flashlin explain`` and ``flashlin warmup``, also as
+``python -m flashlin``."""
 from __future__ import annotations
 
 import argparse
@@ -60,43 +61,58 @@ WARMUP_EXAMPLES = """examples:
   flashlin warmup --op chunk_gated_delta_rule --dtype bf16 --dtype fp32 --head-dim 256
   flashlin warmup --forget --op chunk_gated_delta_rule                  take back what was found of its kernels here
 """
-TARGET = "plan for another machine: key=value pairs out of triton, sm, ptxas, shared, sms, name, torch, backend; e.g. triton=3.2.0,sm=90"
+TARGET = ("plan for another machine: key=value pairs out of triton, sm, ptxas, shared, sms, name, torch, "
+          "backend; e.g. triton=3.2.0,sm=90")
 
 
 def parser() -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
-    top = argparse.ArgumentParser(prog="flashlin", description=ABOUT, epilog=DOCTOR_EXAMPLES + "\n" + EXPLAIN_EXAMPLES, formatter_class=plain)
-    top.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="versions of flashlin, torch and Triton")
+    top = argparse.ArgumentParser(prog="flashlin", description=ABOUT,
+                                  epilog=DOCTOR_EXAMPLES + "\n" + EXPLAIN_EXAMPLES, formatter_class=plain)
+    top.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS,
+                     help="versions of flashlin, torch and Triton")
     commands = top.add_subparsers(dest="command", metavar="doctor | explain | warmup", required=True)
-    doctor = commands.add_parser("doctor", help="examine this machine", description=DOCTOR, epilog=DOCTOR_EXAMPLES, formatter_class=plain)
-    doctor.add_argument("--run", action="store_true", help="run small cases of every op, forward and backward, in a child process")
+    doctor = commands.add_parser("doctor", help="examine this machine", description=DOCTOR,
+                                 epilog=DOCTOR_EXAMPLES, formatter_class=plain)
+    doctor.add_argument("--run", action="store_true",
+                        help="run small cases of every op, forward and backward, in a child process")
     doctor.add_argument("--target", metavar="FACTS", help=TARGET)
     doctor.add_argument("--op", metavar="NAME", help="only this op")
-    doctor.add_argument("--fail-on", choices=("problem", "degraded"), default="problem", help="what makes the exit code 1 (default problem)")
+    doctor.add_argument("--fail-on", choices=("problem", "degraded"), default="problem",
+                        help="what makes the exit code 1 (default problem)")
     style = doctor.add_mutually_exclusive_group()
     style.add_argument("--json", action="store_true", help="JSON on stdout")
     style.add_argument("--markdown", action="store_true", help="Markdown on stdout")
-    explain = commands.add_parser("explain", help="how one call would run, and why", epilog=EXPLAIN_EXAMPLES, formatter_class=plain,
-                                  description=EXPLAIN)
+    explain = commands.add_parser("explain", help="how one call would run, and why", epilog=EXPLAIN_EXAMPLES,
+                                  formatter_class=plain, description=EXPLAIN)
     explain.add_argument("op", help="a public op, such as chunk_simple_gla")
     explain.add_argument("--target", metavar="FACTS", help=TARGET)
     explain.add_argument("-B", type=int, default=1, help="batch size (default 1)")
-    for size, what in (("T", "tokens (default 2048, or 1 of an op that only decodes)"), ("H", "heads (default 16 for most ops)"),
+    for size, what in (("T", "tokens (default 2048, or 1 of an op that only decodes)"),
+                       ("H", "heads (default 16 for most ops)"),
                        ("K", "size of a key (default 128 for most ops), or of a row, or channels"),
-                       ("V", "size of a value (default 128 for most ops), or taps of a convolution"), ("N", "packed sequences, with --varlen")):
+                       ("V", "size of a value (default 128 for most ops), or taps of a convolution"),
+                       ("N", "packed sequences, with --varlen")):
         explain.add_argument(f"-{size}", type=int, help=what)
-    explain.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16, float32, float64, or bf16, fp16, fp32")
+    explain.add_argument("--dtype", default="bfloat16",
+                         help="bfloat16 (default), float16, float32, float64, or bf16, fp16, fp32")
     explain.add_argument("--varlen", action="store_true", help="packed sequences (cu_seqlens)")
     explain.add_argument("--no-grad", dest="needs_grad", action="store_false", help="without gradients")
     explain.add_argument("--mode", help="auto, chunk or fused_recurrent, for an op that has the choice")
-    warm = commands.add_parser("warmup", help="compile and try kernels ahead", epilog=WARMUP_EXAMPLES, formatter_class=plain, description=WARMUP)
-    warm.add_argument("--op", action="append", default=[], metavar="NAME", help="only this op (repeatable; default: all)")
-    warm.add_argument("--dtype", action="append", default=[], help="bfloat16 (default), float16, float32, or bf16, fp16, fp32 (repeatable)")
-    warm.add_argument("--head-dim", action="append", default=[], type=int, help="size of a head (repeatable; default 64 and 128)")
+    warm = commands.add_parser("warmup", help="compile and try kernels ahead", epilog=WARMUP_EXAMPLES,
+                               formatter_class=plain, description=WARMUP)
+    warm.add_argument("--op", action="append", default=[], metavar="NAME",
+                      help="only this op (repeatable; default: all)")
+    warm.add_argument("--dtype", action="append", default=[],
+                      help="bfloat16 (default), float16, float32, or bf16, fp16, fp32 (repeatable)")
+    warm.add_argument("--head-dim", action="append", default=[], type=int,
+                      help="size of a head (repeatable; default 64 and 128)")
     warm.add_argument("--device", default="cuda:0", help="default cuda:0")
-    warm.add_argument("--jobs", type=int, default=0, help="children at a time (default: one per core, at most 8)")
+    warm.add_argument("--jobs", type=int, default=0,
+                      help="children at a time (default: one per core, at most 8)")
     warm.add_argument("--limit", type=float, default=300, help="seconds for each child (default 300)")
-    warm.add_argument("--forget", action="store_true", help="try nothing, and take back what was found on this machine (of --op, or of all)")
+    warm.add_argument("--forget", action="store_true",
+                      help="try nothing, and take back what was found on this machine (of --op, or of all)")
     warm.add_argument("--json", action="store_true", help="JSON on stdout")
     return top
 
@@ -106,7 +122,8 @@ class Version(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         with redirect_stdout(sys.stderr):
-            shown = ", ".join([f"flashlin {flashlin.__version__}", *(f"{name} {version_of(name)}" for name in ("torch", "triton"))])
+            shown = ", ".join([f"flashlin {flashlin.__version__}",
+                               *(f"{name} {version_of(name)}" for name in ("torch", "triton"))])
         print(shown)
         parser.exit()
 
@@ -116,10 +133,12 @@ def version_of(package: str) -> str:
         return str(import_module(package).__version__)
     except (Exception, SystemExit) as error:  # a broken one may raise anything
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
-        return "not installed" if missing else f"broken ({type(error).__name__}: {' '.join(str(error).split())})"
+        return ("not installed" if missing
+                else f"broken ({type(error).__name__}: {' '.join(str(error).split())})")
 
 
-NEEDED = {"packaging": "packaging>=22", "pydantic": "pydantic>=2", "torch": "torch>=2.4"}  # the last one by warmup, not by doctor and explain
+# the last one by warmup, not by doctor and explain
+NEEDED = {"packaging": "packaging>=22", "pydantic": "pydantic>=2", "torch": "torch>=2.4"}
 
 
 class Unloadable(Exception):
@@ -134,7 +153,8 @@ def load(module: str) -> Any:
         named = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
         bad = [name for name in NEEDED if name != "torch" and not version_of(name)[0].isdigit()]
         broken = next((f'"{NEEDED[name]}"' for name in (named, *bad) if name in NEEDED), "--no-deps flashlin")
-        raise Unloadable(f"flashlin cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}   "
+        raise Unloadable(
+            f"flashlin cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}   "
                          f"fix: pip install --force-reinstall {broken}") from error
 
 
@@ -145,7 +165,8 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # whoever read this has seen enough, as with any other program in a pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer when Python ends
+        # for what is still in the buffer when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
@@ -163,12 +184,15 @@ def run(argv: list[str] | None) -> int:
     return code
 
 
-def doctor(run: bool, target: str | None, op: str | None, fail_on: Any, json: bool, markdown: bool) -> tuple[str, int]:
+def doctor(run: bool, target: str | None, op: str | None, fail_on: Any, json: bool,
+           markdown: bool) -> tuple[str, int]:
     report = load("diagnostics.doctor").doctor(run=run, target=target, op=op)
-    return report.model_dump_json(indent=2) if json else report.markdown() if markdown else report.text(), int(report.fails(fail_on))
+    return report.model_dump_json(
+        indent=2) if json else report.markdown() if markdown else report.text(), int(report.fails(fail_on))
 
 
-def warmup(op: list[str], dtype: list[str], head_dim: list[int], device: str, jobs: int, limit: float, forget: bool, json: bool) -> tuple[str, int]:
+def warmup(op: list[str], dtype: list[str], head_dim: list[int], device: str, jobs: int, limit: float,
+           forget: bool, json: bool) -> tuple[str, int]:
     from json import dumps
 
     trial, verdicts = load("trial.warmup"), load("guards.verdicts")
@@ -176,20 +200,37 @@ def warmup(op: list[str], dtype: list[str], head_dim: list[int], device: str, jo
     if forget:
         gone = trial.forget(op)
         return dumps({"forgotten": gone}) if json else f"{gone} verdicts taken back in {folder}", 0
-    found = trial.warmup(op, dtype or ("bfloat16",), head_dim or trial.HEAD_DIMS, device=device, jobs=jobs, limit=limit,
+    found = trial.warmup(op, dtype or ("bfloat16",), head_dim or trial.HEAD_DIMS, device=device, jobs=jobs,
+                         limit=limit,
                          progress=lambda one: print(f"flashlin: {one}", file=sys.stderr, flush=True))
     if json:
-        text = dumps([{**one._asdict(), **one.trial._asdict(), "trial": str(one.trial)} for one in found], indent=1)
+        text = dumps([{**one._asdict(), **one.trial._asdict(), "trial": str(one.trial)} for one in found],
+                     indent=1)
     else:
-        count = {word: sum(one.verdict == word for one in found) for word in dict.fromkeys(one.verdict for one in found)}
-        text = "\n".join([f"{', '.join(f'{number} {word}' for word, number in count.items())}; {f'kept in {folder}' if folder else why}",
+        count = {word: sum(one.verdict == word for one in found)
+                 for word in dict.fromkeys(one.verdict for one in found)}
+        text = "\n".join([f"{', '.join(f'{number} {word}' for word, number in count.items())}; "
+                          f"{f'kept in {folder}' if folder else why}",
                           *(str(one) for one in found if not one.fine)])
     return text, 0 if all(one.fine for one in found) else 1
 
 
-def explain(op: str, target: str | None, B: int, T: int | None, H: int | None, K: int | None, V: int | None, N: int | None, dtype: str,
-            varlen: bool, needs_grad: bool, mode: str | None) -> tuple[str, int]:
-    return load("diagnostics.doctor").explain(op, target=target, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype, varlen=varlen, needs_grad=needs_grad,
+def explain(
+    op: str,
+    target: str | None,
+    B: int,
+    T: int | None,
+    H: int | None,
+    K: int | None,
+    V: int | None,
+    N: int | None,
+    dtype: str,
+    varlen: bool,
+    needs_grad: bool,
+    mode: str | None,
+) -> tuple[str, int]:
+    return load("diagnostics.doctor").explain(op, target=target, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype,
+                                              varlen=varlen, needs_grad=needs_grad,
                                      mode=mode), 0
 
 

@@ -1,10 +1,11 @@
 """plan(problem, target, policy): the only place that decides.
 
-How it works. A family's recipe says which launches the problem would make on the target. The checks look at them in order; the first
-one that objects answers with a Reason, which names remedies, best first. The first remedy that the policy allows and that can still
-make the problem smaller rewrites it. Then everything is asked again, from the start, so that a remedy that runs into another limit is
-caught and remedies combine. When nothing objects, the trail is the Plan; when no remedy is left, the Plan is a refusal, which is a
-value too: only ops raise. Pure and cached; imports neither torch nor triton.
+How it works. A family's recipe says which launches the problem would make on the target. The checks look at
+them in order; the first one that objects answers with a Reason, which names remedies, best first. The first
+remedy that the policy allows and that can still make the problem smaller rewrites it. Then everything is
+asked again, from the start, so that a remedy that runs into another limit is caught and remedies combine.
+When nothing objects, the trail is the Plan; when no remedy is left, the Plan is a refusal, which is a value
+too: only ops raise. Pure and cached; imports neither torch nor triton.
 """
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ OPS: dict[str, tuple[str, str]] = {
 
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
-    """What this call would do on that machine, and why. Never raises for an unsupported call: see ``Plan.refused``.
+    """What this call would do on that machine, and why. Never raises for an unsupported call: see
+    ``Plan.refused``.
 
     Raises KeyError for a family that has no record.
     """
@@ -40,7 +42,8 @@ def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
         if remedy is None:
             return Plan(asked, problem, target, (), tuple(steps), (found,))
         name, problem = remedy
-        if not steps or steps[-1] != (found, name):  # 8 warps allowed, then 4: one step to the reader where 4 are in use
+        # 8 warps allowed, then 4: one step to the reader where 4 are in use
+        if not steps or steps[-1] != (found, name):
             steps.append((found, name))
 
 
@@ -71,4 +74,5 @@ def _remedy(found: Reason, problem: Problem, target: Target, policy: Policy) -> 
 
 def inexact_steps(the_plan: Plan) -> tuple[tuple[Reason, str], ...]:
     """The steps a user should hear about once: forced, and not the same kernels on the same operands."""
-    return tuple((reason, name) for reason, name in the_plan.steps if reason.forced and not VARIANTS[name].exact)
+    return tuple((reason, name) for reason,
+                 name in the_plan.steps if reason.forced and not VARIANTS[name].exact)

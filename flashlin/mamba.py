@@ -1,7 +1,8 @@
-"""Mamba and Mamba2 under the names of mamba_ssm and causal_conv1d: ``from flashlin.mamba import causal_conv1d_update, selective_state_update, ...``.
+"""Mamba and Mamba2 under the names of mamba_ssm and causal_conv1d:
+``from flashlin.mamba import causal_conv1d_update, selective_state_update, ...``.
 
-``causal_conv1d_update``, ``RMSNorm`` and ``LayerNorm`` are theirs, unlike what the package itself has under these names from fla. Names are loaded
-when first used, as in the package.
+``causal_conv1d_update``, ``RMSNorm`` and ``LayerNorm`` are theirs, unlike what the package itself has under
+these names from fla. Names are loaded when first used, as in the package.
 """
 from __future__ import annotations
 
@@ -9,11 +10,14 @@ from collections.abc import Mapping
 
 from flashlin.compat.lazy import attach
 
-_WHERE = {"mamba_chunk_scan_combined": "flashlin.ops.ssd", "mamba_split_conv1d_scan_combined": "flashlin.ops.ssd",
-          "selective_state_update": "flashlin.ops.state_update", "selective_scan_fn": "flashlin.ops.selective_scan",
-          "causal_conv1d_fn": "flashlin.ops.causal_conv1d", "causal_conv1d_update": "flashlin.ops.causal_conv1d",
-          "rmsnorm_fn": "flashlin.ops.norm", "layernorm_fn": "flashlin.ops.norm",
-          "RMSNorm": "flashlin.modules.norm_gated", "LayerNorm": "flashlin.modules.norm_gated",
+_WHERE = {"mamba_chunk_scan_combined": "flashlin.ops.ssd",
+          "mamba_split_conv1d_scan_combined": "flashlin.ops.ssd",
+          "selective_state_update": "flashlin.ops.state_update",
+          "selective_scan_fn": "flashlin.ops.selective_scan",
+          "causal_conv1d_fn": "flashlin.ops.causal_conv1d",
+          "causal_conv1d_update": "flashlin.ops.causal_conv1d", "rmsnorm_fn": "flashlin.ops.norm",
+          "layernorm_fn": "flashlin.ops.norm", "RMSNorm": "flashlin.modules.norm_gated",
+          "LayerNorm": "flashlin.modules.norm_gated",
           "RMSNormGated": "flashlin.modules.norm_gated:RMSNorm"}  # as mamba_ssm.modules.mamba2 imports it
 
 

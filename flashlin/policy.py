@@ -1,4 +1,5 @@
-"""Policy: what flashlin may do on its own. Read once from the environment, changed with ``flashlin.settings(...)``."""
+"""Policy: what flashlin may do on its own. Read once from the environment, changed with
+``flashlin.settings(...)``."""
 from __future__ import annotations
 
 import os
@@ -7,17 +8,19 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NamedTuple
 
-CHOICES = {"policy": ("auto", "strict", "off"), "path": ("auto", "triton", "torch"), "tokens": ("async", "sync", "off"),
-           "canary": ("auto", "off"), "debug": ("0", "1"), "autotune": ("timed", "first", "rank0")}
+CHOICES = {"policy": ("auto", "strict", "off"), "path": ("auto", "triton", "torch"),
+           "tokens": ("async", "sync", "off"), "canary": ("auto", "off"), "debug": ("0", "1"),
+           "autotune": ("timed", "first", "rank0")}
 FOLDERS = ("home", "cache")  # FLASHLIN_HOME and FLASHLIN_CACHE: see guards.verdicts and testing.environments
 
 
 class Policy(NamedTuple):
     """policy: ``auto`` takes any remedy, ``strict`` only exact ones, ``off`` skips the known-issue checks.
     path: ``auto``, or insist on ``triton`` or ``torch``. ignore: ids of known issues to disregard.
-    tokens: how out-of-range tokens on a GPU are reported (``async``, ``sync``, ``off``). canary: whether kernels that nobody has run on
-    such a card under such a Triton are tried in a child process before their first use. debug: also check values, at the price of a sync.
-    autotune: how a configuration of a tuned kernel is found (``flashlin.autotune``: ``timed``, ``first``, ``rank0``).
+    tokens: how out-of-range tokens on a GPU are reported (``async``, ``sync``, ``off``). canary: whether
+    kernels that nobody has run on such a card under such a Triton are tried in a child process before their
+    first use. debug: also check values, at the price of a sync. autotune: how a configuration of a tuned
+    kernel is found (``flashlin.autotune``: ``timed``, ``first``, ``rank0``).
     """
     policy: str = "auto"
     path: str = "auto"
@@ -29,8 +32,9 @@ class Policy(NamedTuple):
 
 
 class _Own:
-    """What is a thread's alone. blocks: the ``with`` blocks that it is in, oldest first. policy: the process's, ``base``, as they change it.
-    called: the changes of the ``settings`` that it has called last and may yet enter."""
+    """What is a thread's alone. blocks: the ``with`` blocks that it is in, oldest first. policy: the
+    process's, ``base``, as they change it. called: the changes of the ``settings`` that it has called last
+    and may yet enter."""
 
     def __init__(self) -> None:
         self.blocks: list[settings] = []
@@ -50,7 +54,8 @@ _changing = threading.Lock()
 
 
 def current() -> Policy:
-    """The policy in force in this thread; the environment (FLASHLIN_POLICY and its like) is read at the first call."""
+    """The policy in force in this thread; the environment (FLASHLIN_POLICY and its like) is read at the first
+    call."""
     own = _thread.own
     if own.called is not None:
         _settle(own)
@@ -81,7 +86,8 @@ def _settle(own: _Own) -> None:
 
 def from_environment(environment: Any) -> Policy:
     """Policy out of ``FLASHLIN_*``. Raises ValueError that names the variable and lists what it may be."""
-    given = {name: environment[f"FLASHLIN_{name.upper()}"] for name in (*CHOICES, "ignore") if f"FLASHLIN_{name.upper()}" in environment}
+    given = {name: environment[f"FLASHLIN_{name.upper()}"]
+             for name in (*CHOICES, "ignore") if f"FLASHLIN_{name.upper()}" in environment}
     return Policy(**_checked(given, prefix="FLASHLIN_"))
 
 
@@ -89,7 +95,8 @@ def _checked(given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Fields of a Policy out of what was given for them."""
     unknown = set(given) - set(Policy._fields)
     if unknown:
-        raise ValueError(f"settings: got {', '.join(sorted(unknown))}, need some of {', '.join(Policy._fields)}")
+        raise ValueError(f"settings: got {', '.join(sorted(unknown))}, need some of "
+                         f"{', '.join(Policy._fields)}")
     found: dict[str, Any] = {}
     for name, value in given.items():
         shown = prefix + (name.upper() if prefix else name)
@@ -110,19 +117,22 @@ def _known(shown: str, given: Iterable[str]) -> frozenset[str]:
         valid = [issue.id for issue in KNOWN_ISSUES]
         unknown = sorted(ids.difference(valid))
         if unknown:
-            raise ValueError(f"{shown}: got {', '.join(map(repr, unknown))}, need ids of known issues: {', '.join(valid)}")
+            raise ValueError(f"{shown}: got {', '.join(map(repr, unknown))}, need ids of known issues: "
+                             f"{', '.join(valid)}")
     return ids
 
 
 class settings:
-    """Change the policy: ``flashlin.settings(path="torch")`` for good, ``with flashlin.settings(policy="strict"):`` for a while.
+    """Change the policy: ``flashlin.settings(path="torch")`` for good,
+    ``with flashlin.settings(policy="strict"):`` for a while.
 
-    Called alone, it is for the whole process. A ``with`` block is its thread's alone: no other thread sees anything of it, threads that are
-    started inside begin with the process's policy. Blocks may end in any order: the policy is always the process's, changed by the blocks
-    that this thread is in, later ones last.
+    Called alone, it is for the whole process. A ``with`` block is its thread's alone: no other thread sees
+    anything of it, threads that are started inside begin with the process's policy. Blocks may end in any
+    order: the policy is always the process's, changed by the blocks that this thread is in, later ones last.
 
-    Python does not tell a call whether ``with`` follows. So the thread that calls obeys at once, and others do as soon as it is clear that
-    nothing enters the object: it is dropped (at once, unless it is kept in a variable), or its thread goes on to anything else of flashlin.
+    Python does not tell a call whether ``with`` follows. So the thread that calls obeys at once, and others
+    do as soon as it is clear that nothing enters the object: it is dropped (at once, unless it is kept in a
+    variable), or its thread goes on to anything else of flashlin.
 
     Takes the fields of ``Policy``. Raises ValueError that lists the valid values.
     """
@@ -141,8 +151,10 @@ class settings:
         self._own.base = None
         return current()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        own = _thread.own if self in _thread.own.blocks else self._own  # a generator may be closed by another thread
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        # a generator may be closed by another thread
+        own = _thread.own if self in _thread.own.blocks else self._own
         if own is not None and self in own.blocks:
             own.blocks.remove(self)
             own.base = None

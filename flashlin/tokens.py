@@ -1,10 +1,12 @@
-"""Tokens out of range. On a GPU one token past the table is a device-side assert, which kills the CUDA context and names nobody; here it is
-a ValueError that names the first bad position, its value and the vocabulary size, and the context lives on.
+"""Tokens out of range. On a GPU one token past the table is a device-side assert, which kills the CUDA
+context and names nobody; here it is a ValueError that names the first bad position, its value and the
+vocabulary size, and the context lives on.
 
-On the GPU nothing waits: a bad position gives a zero row and no gradient, and the error comes with the next flashlin call that finds the
-answer arrived (guards/pending.py). ``flashlin.settings(tokens="sync")`` raises in the call itself, ``"off"`` is plain torch. On the CPU the
-call itself raises. Under torch.compile the same holds, by way of one library operator. Under torch.func transforms and for tensors
-whose values cannot be read (meta, fake, DTensor), rows are zero or torch's own, and nothing is reported.
+On the GPU nothing waits: a bad position gives a zero row and no gradient, and the error comes with the next
+flashlin call that finds the answer arrived (guards/pending.py). ``flashlin.settings(tokens="sync")`` raises
+in the call itself, ``"off"`` is plain torch. On the CPU the call itself raises. Under torch.compile the same
+holds, by way of one library operator. Under torch.func transforms and for tensors whose values cannot be read
+(meta, fake, DTensor), rows are zero or torch's own, and nothing is reported.
 """
 from __future__ import annotations
 
@@ -24,18 +26,23 @@ from flashlin.guards.tokens import first_bad as first_bad
 from flashlin.guards.tokens import keep_first as keep_first
 
 
-def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens", *, ignore_index: int | None = None) -> None:
-    """Raise if a token is not in 0 .. vocab_size - 1. No host sync on a GPU by default: the error comes with a later flashlin call.
+def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens", *,
+                 ignore_index: int | None = None) -> None:
+    """Raise if a token is not in 0 .. vocab_size - 1. No host sync on a GPU by default: the error comes with
+    a later flashlin call.
 
     Args:
-        tokens: int32 or int64, any shape, any strides. vocab_size: at least 1. name: what the error calls the tokens.
+        tokens: int32 or int64, any shape, any strides. vocab_size: at least 1. name: what the error calls the
+            tokens.
         ignore_index: a value that is fine as well, as in cross_entropy (-100).
 
     Raises:
-        ValueError: a token out of range: the first position, its value, the vocabulary size, and the call that was wrong.
+        ValueError: a token out of range: the first position, its value, the vocabulary size, and the call
+            that was wrong.
         TypeError: tokens are no int32 or int64 tensor, vocab_size no int.
 
-    Inside torch.compile it works too, but the compiled function is then not run as a CUDA graph (mode="reduce-overhead").
+    Inside torch.compile it works too, but the compiled function is then not run as a CUDA graph
+    (mode="reduce-overhead").
     """
     if not torch.compiler.is_compiling():
         pending.poll()
@@ -49,33 +56,39 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens", *, ignor
     check("check_tokens", tokens, vocab_size, name, ignore_index)
 
 
-def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
-              scale_grad_by_freq: bool = False, sparse: bool = False) -> Tensor:
+def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+              norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False) -> Tensor:
     """Rows of weight. Drop-in for ``torch.nn.functional.embedding``, for tokens that may be out of range.
 
     Args:
-        input: tokens, int32 or int64, any shape, any strides. weight: [V, D], on the same device. padding_idx: in -V .. V - 1.
+        input: tokens, int32 or int64, any shape, any strides. weight: [V, D], on the same device.
+            padding_idx: in -V .. V - 1.
         The rest as in torch.
 
     Returns:
-        [*input.shape, D] in weight's dtype. Where a token is out of range and the call does not raise (on a GPU, by default), the row is
-        zero, and no row of weight gets a gradient, is renormed, or counts in scale_grad_by_freq or in a sparse gradient because of it.
+        [*input.shape, D] in weight's dtype. Where a token is out of range and the call does not raise (on a
+        GPU, by default), the row is zero, and no row of weight gets a gradient, is renormed, or counts in
+        scale_grad_by_freq or in a sparse gradient because of it.
 
     Raises:
-        ValueError: a token out of range, now or at a later flashlin call; an argument that does not fit. TypeError: input's dtype.
+        ValueError: a token out of range, now or at a later flashlin call; an argument that does not fit.
+            TypeError: input's dtype.
 
     A host sync happens only where torch itself has one (max_norm), and in the backward of sparse=True.
     """
-    return _embedding("embedding", input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return _embedding("embedding", input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq,
+                      sparse)
 
 
 class guard_embeddings:
-    """Let every nn.Embedding of a model report out-of-range tokens, under its qualified name, as ``flashlin.embedding`` does.
+    """Let every nn.Embedding of a model report out-of-range tokens, under its qualified name, as
+    ``flashlin.embedding`` does.
 
-    In place, and reversible by ``remove()`` or as a context manager. Parameters, state_dict, hooks and the modules' types stay as they are.
-    A subclass with a forward of its own (or one set by another library) stays unguarded, with a warning that names it. Not for
-    nn.DataParallel, whose replicas would run the original's forward.
-    names: what is guarded; unguarded: what is not. Raises TypeError if model is no nn.Module.
+    In place, and reversible by ``remove()`` or as a context manager. Parameters, state_dict, hooks and the
+    modules' types stay as they are. A subclass with a forward of its own (or one set by another library)
+    stays unguarded, with a warning that names it. Not for nn.DataParallel, whose replicas would run the
+    original's forward. names: what is guarded; unguarded: what is not. Raises TypeError if model is no
+    nn.Module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -91,12 +104,14 @@ class guard_embeddings:
             if type(module).forward is not nn.Embedding.forward or "forward" in vars(module):
                 self.unguarded.append(name)
                 continue
-            # A bound method named forward, no closure: copy.deepcopy binds it to the copy, and a pickled module comes back as a plain one.
+            # A bound method named forward, no closure: copy.deepcopy binds it to the copy, and a pickled
+            # module comes back as a plain one.
             vars(module).update(forward=MethodType(forward, module), _flashlin_name=name)
             self.names.append(name)
             self._modules.append(module)
         if self.unguarded:
-            warnings.warn(f"guard_embeddings: {', '.join(self.unguarded)} with a forward of their own stay unguarded; "
+            warnings.warn(f"guard_embeddings: {', '.join(self.unguarded)} with a forward of their own stay "
+                          "unguarded; "
                           "flashlin.check_tokens can look at their input", stacklevel=2)
 
     def remove(self) -> None:
@@ -109,22 +124,23 @@ class guard_embeddings:
     def __enter__(self) -> guard_embeddings:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         self.remove()
 
 
 def forward(self: Any, input: Tensor) -> Tensor:
     """What a guarded nn.Embedding runs instead of its own forward, under the same name."""
-    return _embedding(f"embedding {self._flashlin_name!r}", input, self.weight, self.padding_idx, self.max_norm, self.norm_type,
-                      self.scale_grad_by_freq, self.sparse)
+    return _embedding(f"embedding {self._flashlin_name!r}", input, self.weight, self.padding_idx,
+                      self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
 
 
 def _is_guarded(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "__func__", None) is forward
 
 
-def _embedding(op: str, input: Tensor, weight: Tensor, padding_idx: int | None, max_norm: float | None, norm_type: float,
-               scale_grad_by_freq: bool, sparse: bool) -> Tensor:
+def _embedding(op: str, input: Tensor, weight: Tensor, padding_idx: int | None, max_norm: float | None,
+               norm_type: float, scale_grad_by_freq: bool, sparse: bool) -> Tensor:
     compiling = torch.compiler.is_compiling()
     if not compiling:
         pending.poll()
@@ -137,28 +153,33 @@ def _embedding(op: str, input: Tensor, weight: Tensor, padding_idx: int | None, 
         raise ValueError(f"weight: got shape {shown(weight.shape)}, need [V, D]")
     V = weight.shape[0]
     if padding_idx is not None and not -V <= padding_idx < max(V, 1):
-        raise ValueError(f"padding_idx: got {padding_idx}, need {-V} <= padding_idx < {V}, the rows of weight")
+        raise ValueError(
+            f"padding_idx: got {padding_idx}, need {-V} <= padding_idx < {V}, the rows of weight")
     if not compiling:
         if not readable(input, weight) or input.numel() == 0:
             return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         if input.device != weight.device:
             raise ValueError(f"input: got device {input.device}, need {weight.device}, where weight is")
         if V == 0:
-            raise ValueError(f"weight: got a vocabulary of 0 rows, need at least 1 for {input.numel()} tokens")
+            raise ValueError(
+                f"weight: got a vocabulary of 0 rows, need at least 1 for {input.numel()} tokens")
     index, bad = out_of_range(input, V)
     if compiling:
-        bad = _bad_op(input, V, op, traced_place())    # the same mask; taken from the operator, so that the compiler keeps it
+        # the same mask; taken from the operator, so that the compiler keeps it
+        bad = _bad_op(input, V, op, traced_place())
     elif torch._C._are_functorch_transforms_active():   # what autograd.Function asks itself
-        return F.embedding(index, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse).masked_fill(bad.unsqueeze(-1), 0)
+        return F.embedding(index, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq,
+                           sparse).masked_fill(bad.unsqueeze(-1), 0)
     elif report(input, bad, call_of(op, "input", input, V, None)):
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     return masked_embedding(weight, index, bad, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
 
-def masked_embedding(weight: Tensor, index: Tensor, bad: Tensor, padding_idx: int | None, max_norm: float | None, norm_type: float,
-                     scale_grad_by_freq: bool, sparse: bool) -> Tensor:
-    """F.embedding where ``bad`` positions, whatever their index (in range), give zero rows and touch no row of weight. Reads nothing on
-    the host. weight [V, D], index int32 or int64 and bad bool of one shape."""
+def masked_embedding(weight: Tensor, index: Tensor, bad: Tensor, padding_idx: int | None,
+                     max_norm: float | None, norm_type: float, scale_grad_by_freq: bool,
+                     sparse: bool) -> Tensor:
+    """F.embedding where ``bad`` positions, whatever their index (in range), give zero rows and touch no row
+    of weight. Reads nothing on the host. weight [V, D], index int32 or int64 and bad bool of one shape."""
     if max_norm is not None:
         _renorm(weight, index, bad, max_norm, norm_type)
     V = weight.shape[0]
@@ -167,8 +188,8 @@ def masked_embedding(weight: Tensor, index: Tensor, bad: Tensor, padding_idx: in
 
 
 def _renorm(weight: Tensor, index: Tensor, bad: Tensor, max_norm: float, norm_type: float) -> None:
-    """F.embedding's in-place renorm of the rows in use. Bad positions stand in for the first good one; where there is none, the row they
-    fell on is put back."""
+    """F.embedding's in-place renorm of the rows in use. Bad positions stand in for the first good one; where
+    there is none, the row they fell on is put back."""
     with torch.no_grad():
         good = torch.argmax((~bad).reshape(-1).to(torch.uint8), 0, keepdim=True)
         stand_in = torch.take(index, good)
@@ -178,11 +199,12 @@ def _renorm(weight: Tensor, index: Tensor, bad: Tensor, max_norm: float, norm_ty
 
 
 class _Masked(torch.autograd.Function):
-    """Backward sends bad positions to the row torch skips: padding_idx, or one past the table, cut off again. So they neither add to a
-    row nor count in scale_grad_by_freq nor show up in a sparse gradient."""
+    """Backward sends bad positions to the row torch skips: padding_idx, or one past the table, cut off again.
+    So they neither add to a row nor count in scale_grad_by_freq nor show up in a sparse gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, index: Tensor, bad: Tensor, skip: int, scale_grad_by_freq: bool, sparse: bool) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, index: Tensor, bad: Tensor, skip: int, scale_grad_by_freq: bool,
+                sparse: bool) -> Tensor:
         ctx.save_for_backward(index, bad)
         ctx.rows, ctx.skip, ctx.scale, ctx.sparse = weight.shape[0], skip, scale_grad_by_freq, sparse
         # Not in place: torch 2.11's compiler then loses weight's gradient without a word.
@@ -193,12 +215,15 @@ class _Masked(torch.autograd.Function):
         index, bad = ctx.saved_tensors
         index, V = index.masked_fill(bad, ctx.skip), ctx.rows
         if ctx.sparse:
-            return torch.ops.aten.embedding_sparse_backward(grad, index, V, ctx.skip, ctx.scale), None, None, None, None, None
-        found = torch.ops.aten.embedding_dense_backward(grad, index, max(V, ctx.skip + 1), ctx.skip, ctx.scale)
+            return torch.ops.aten.embedding_sparse_backward(grad, index, V, ctx.skip,
+                                                            ctx.scale), None, None, None, None, None
+        found = torch.ops.aten.embedding_dense_backward(grad, index, max(V, ctx.skip + 1), ctx.skip,
+                                                        ctx.scale)
         return found[:V], None, None, None, None, None
 
 
-@torch.library.custom_op("flashlin::out_of_range", mutates_args=(), schema="(Tensor tokens, SymInt vocab_size, str op, str place) -> Tensor")
+@torch.library.custom_op("flashlin::out_of_range", mutates_args=(),
+                         schema="(Tensor tokens, SymInt vocab_size, str op, str place) -> Tensor")
 def _bad_op(tokens: Tensor, vocab_size: int, op: str, place: str) -> Tensor:
     pending.poll()
     bad = out_of_range(tokens, vocab_size)[1]

@@ -20,7 +20,8 @@ RESULTS, PAGE = HERE / "results", HERE.parent / "build" / "support.html"
 
 
 class Bar:
-    """One line that rewrites itself on a terminal; elsewhere a line now and then, so that a log stays readable."""
+    """One line that rewrites itself on a terminal; elsewhere a line now and then, so that a log stays
+    readable."""
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None
@@ -29,7 +30,8 @@ class Bar:
     def __call__(self, layer: str, done: int, of: int, last: str) -> None:
         if self._bar is None or layer != self._layer or of != self._bar.total:
             self.close()
-            self._layer, self._bar = layer, tqdm(total=of, initial=done, unit="", mininterval=0.2 if sys.stderr.isatty() else 30)
+            self._layer, self._bar = layer, tqdm(total=of, initial=done, unit="",
+                                                 mininterval=0.2 if sys.stderr.isatty() else 30)
         self.failed += layer == "compile" and bool(last) and not last.endswith(" ok")
         self._bar.set_description(f"{self.cell} {layer}")
         self._bar.set_postfix_str(f"{self.failed} failed  {last[:70]}", refresh=False)
@@ -46,26 +48,35 @@ def planned(whole: Matrix) -> list[Found]:
     bar, every = Bar(), []
     for cell in whole.cell:
         bar.cell = cell.triton
-        every.append(Found(load_result(RESULTS, cell), runner.plans(cell, whole.card, bar) if "plan" in cell.layers else Planned()))
+        every.append(Found(load_result(RESULTS, cell),
+                           runner.plans(cell, whole.card, bar) if "plan" in cell.layers else Planned()))
         bar.close()
     return every
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog="first time:  python -m matrix run --cell 3.6.0 --card sm90   then   python -m matrix report")
+    parser = argparse.ArgumentParser(prog="python -m matrix", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     epilog="first time:  python -m matrix run --cell 3.6.0 --card sm90   "
+                                            "then   python -m matrix report")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run cells; what has been found already is not run again")
-    run.add_argument("--cell", action="append", default=[], help="a Triton release, such as 3.6.0 (repeatable; default: all)")
+    run.add_argument("--cell", action="append", default=[],
+                     help="a Triton release, such as 3.6.0 (repeatable; default: all)")
     run.add_argument("--card", action="append", default=[], help="such as sm90 (repeatable; default: all)")
-    run.add_argument("--layer", action="append", default=[], choices=("import", "plan", "compile", "interpret", "torch"),
+    run.add_argument("--layer", action="append", default=[],
+                     choices=("import", "plan", "compile", "interpret", "torch"),
                      help="only this layer (repeatable)")
     run.add_argument("--jobs", type=int, default=0, help="compilers at a time (default: one per core)")
     run.add_argument("--timeout", type=float, default=180, help="seconds for each kernel (default 180)")
-    run.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: matrix/results)")
+    run.add_argument("--out", type=Path, default=RESULTS,
+                     help="folder of the results (default: matrix/results)")
     run.add_argument("--afresh", action="store_true", help="forget what was found before")
-    report = commands.add_parser("report", help="write SUPPORT.md, the launch table and build/support.html from the results")
-    report.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the first two are not what the results say")
+    report = commands.add_parser("report",
+                                 help="write SUPPORT.md, the launch table and build/support.html from the "
+                                      "results")
+    report.add_argument("--check", action="store_true",
+                        help="write nothing; exit with 1 if the first two are not what the results say")
     nightly = commands.add_parser("workflow", help="write the releases into matrix/github-workflow.yml")
     nightly.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is stale")
     options = parser.parse_args()
@@ -73,8 +84,10 @@ def main() -> int:
     if options.command == "workflow":
         return workflow.write(whole, check=options.check)
     if options.command == "report":
-        return support.write(whole, planned(whole), RESULTS, HERE.parent / "SUPPORT.md", PAGE, check=options.check)
-    unknown = [name for name in options.cell if name not in {text for cell in whole.cell for text in (cell.name, cell.triton)}]
+        return support.write(whole, planned(whole), RESULTS, HERE.parent / "SUPPORT.md", PAGE,
+                             check=options.check)
+    unknown = [name for name in options.cell
+               if name not in {text for cell in whole.cell for text in (cell.name, cell.triton)}]
     unknown += [name for name in options.card if name not in {card.name for card in whole.card}]
     if unknown:
         known = ", ".join(cell.triton for cell in whole.tritons)
@@ -83,18 +96,21 @@ def main() -> int:
     chosen = [cell for cell in whole.cell if not options.cell or {cell.name, cell.triton} & set(options.cell)]
     for cell in chosen:
         if not cell.runs_on(sys.version_info[:2]):
-            parser.error(f"got Python {sys.version_info[0]}.{sys.version_info[1]}, need {cell.python} for Triton {cell.triton}; --cell leaves it out")
+            parser.error(f"got Python {sys.version_info[0]}.{sys.version_info[1]}, need {cell.python} for "
+                         f"Triton {cell.triton}; --cell leaves it out")
     bar, began, failed = Bar(), time.monotonic(), 0
     for cell in chosen:
         if options.afresh:
             (options.out / f"{cell.name}.json").unlink(missing_ok=True)
         bar.cell = cell.triton
         cards = tuple(card for card in whole.card if not options.card or card.name in options.card)
-        found = runner.run(cell, cards, options.out, tuple(options.layer), jobs=options.jobs, timeout=options.timeout, progress=bar)
+        found = runner.run(cell, cards, options.out, tuple(options.layer), jobs=options.jobs,
+                           timeout=options.timeout, progress=bar)
         bar.close()
         lines = support.failures(whole, found)
         failed += len(lines) if cell.kind == "gate" else 0
-        told = [f"{card.name}: {found.untried[card.name]}" for card in cards if card.kind == "report" and card.name in found.untried]
+        told = [f"{card.name}: {found.untried[card.name]}"
+                for card in cards if card.kind == "report" and card.name in found.untried]
         print("\n  ".join([f"{cell.name}: {len(lines)} failed", *lines, *told]), flush=True)
     print(f"{time.monotonic() - began:.0f} s; results in {options.out}")
     return 1 if failed else 0

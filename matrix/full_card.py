@@ -1,4 +1,5 @@
-"""What a full card does to verdicts, on a real one: nothing. Writes ``full-card-<card>-triton-<version>.json``.
+"""What a full card does to verdicts, on a real one: nothing. Writes
+``full-card-<card>-triton-<version>.json``.
 
     python matrix/full_card.py --out matrix/results       under a Triton that the launch table knows nothing of on this card
 
@@ -77,8 +78,9 @@ def process(what: str) -> dict[str, Any]:
     verdicts.read_again()
     here = verdicts.local(target)
     trial = here.trials.get(f"chunk_simple_gla bfloat16 {D}")
-    return {"process": what, "bytes free": left, "error": error, "right": error < 0.005, "seconds": round(seconds, 1),
-            "warnings": [str(one.message) for one in told], "trial": trial and trial.word, "said": trial and trial.said,
+    return {"process": what, "bytes free": left, "error": error, "right": error < 0.005,
+            "seconds": round(seconds, 1), "warnings": [str(one.message) for one in told],
+            "trial": trial and trial.word, "said": trial and trial.said,
             "kernels ran": sum(one.word == "ran" for one in here.kernels.values()),
             "kernels blamed": sum(one.word in verdicts.BAD for one in here.kernels.values()),
             "same plan": bool(before) and before == launches()}
@@ -98,22 +100,26 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory() as home:
         for what in WANTED:
-            ran = subprocess.run([sys.executable, __file__, "--out", str(given.out), "--process", what], capture_output=True, text=True, check=False,
+            ran = subprocess.run([sys.executable, __file__, "--out", str(given.out), "--process", what],
+                                 capture_output=True, text=True, check=False,
                                  env={**os.environ, "FLASHLIN_HOME": str(Path(home, "flashlin"))})
-            rows.append(json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else {"process": what, "failed": ran.stderr[-2000:]})
+            rows.append(json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0
+                        else {"process": what, "failed": ran.stderr[-2000:]})
     for row in rows:
         word, told = WANTED[row["process"]]
-        row["as wanted"] = bool(row.get("right") and row["same plan"] and row["trial"] == word and len(row["warnings"]) == told
+        row["as wanted"] = bool(row.get("right") and row["same plan"] and row["trial"] == word
+                                and len(row["warnings"]) == told
                                 and not row["kernels blamed"])
         print(row["process"], "as wanted" if row["as wanted"] else "NOT AS WANTED", json.dumps(row))
     import torch
 
     from flashlin.compat.target import probe
     target = probe(torch.device("cuda:0"))
-    record = {"device": target.name, "capability": list(target.capability), "triton": target.triton, "ptxas": target.ptxas, "torch": target.torch,
-              "date": time.strftime("%Y-%m-%d"), "rows": rows}
+    record = {"device": target.name, "capability": list(target.capability), "triton": target.triton,
+              "ptxas": target.ptxas, "torch": target.torch, "date": time.strftime("%Y-%m-%d"), "rows": rows}
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / f"full-card-{target.name.replace(' ', '-')}-triton-{target.triton}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (given.out / f"full-card-{target.name.replace(' ', '-')}-triton-{target.triton}.json").write_text(
+        json.dumps(record, indent=1) + "\n")
     return 0 if all(row["as wanted"] for row in rows) else 1
 
 

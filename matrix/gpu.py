@@ -2,8 +2,8 @@
 
     python -m matrix.gpu --out matrix/results/ [--op chunk_simple_gla] [--missing] [--jobs 8]
 
-Each case runs forward and backward twice in every dtype, against the float64 reference; the second run must repeat the first to the
-bit. A worker that dies (an abort, an illegal address) is a row, and the others go on.
+Each case runs forward and backward twice in every dtype, against the float64 reference; the second run must
+repeat the first to the bit. A worker that dies (an abort, an illegal address) is a row, and the others go on.
 """
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def rows_of_case(case: Any, dtype_name: str) -> dict[str, Any]:
-    """One case in one dtype: the worst tensor, whether it passes, whether a second run is bitwise the same."""
+    """One case in one dtype: the worst tensor, whether it passes, whether a second run is bitwise the
+    same."""
     import torch
 
     from flashlin.compat import launch as door
@@ -41,12 +42,15 @@ def rows_of_case(case: Any, dtype_name: str) -> dict[str, Any]:
     try:
         verdicts, again = check(case, device, dtype), check(case, device, dtype)
     except Exception as error:  # of any kind: it is this row's result, unless a full card or disk raised it
-        return {**row, "ok": False, failure(blame.of_error(error)): f"{type(error).__name__}: {str(error)[:300]}"}
+        return {**row, "ok": False,
+                failure(blame.of_error(error)): f"{type(error).__name__}: {str(error)[:300]}"}
     finally:
         door.replace_starter(None)
-    worst = max(verdicts, key=lambda verdict: verdict.rms / verdict.allowed if verdict.rms == verdict.rms else float("inf"))
-    return {**row, "ok": all(verdict.ok for verdict in verdicts) and verdicts == again, "bitwise": verdicts == again, "worst": worst.tensor,
-            "rms": worst.rms, "row": worst.row, "allowed": worst.allowed}
+    worst = max(verdicts, key=lambda verdict: verdict.rms / verdict.allowed if verdict.rms == verdict.rms
+                else float("inf"))
+    return {**row, "ok": all(verdict.ok for verdict in verdicts) and verdicts == again,
+            "bitwise": verdicts == again, "worst": worst.tensor, "rms": worst.rms, "row": worst.row,
+            "allowed": worst.allowed}
 
 
 def failure(fault: blame.Fault) -> str:
@@ -55,7 +59,8 @@ def failure(fault: blame.Fault) -> str:
 
 
 def planned(case: Any, dtype_name: str) -> dict[str, str]:
-    """The configurations that a case would start on this card, and their sources, as in ``rows_of_case``. Starts nothing."""
+    """The configurations that a case would start on this card, and their sources, as in ``rows_of_case``.
+    Starts nothing."""
     import torch
 
     from flashlin.compat.target import probe
@@ -72,8 +77,9 @@ def planned(case: Any, dtype_name: str) -> dict[str, str]:
 
 
 def work(part: int, of: int, ops: list[str], known: dict[str, Any]) -> None:
-    """A worker: its share of the cases, one JSON line each, announced before it starts so that a death names its case. Those of which a record
-    knows all that they would start, and that they were right, are left out."""
+    """A worker: its share of the cases, one JSON line each, announced before it starts so that a death names
+    its case. Those of which a record knows all that they would start, and that they were right, are left
+    out."""
     import torch
 
     import flashlin
@@ -100,8 +106,8 @@ def gpus() -> list[str]:
 
 
 def collect(jobs: int, ops: list[str], seconds: float, known: Path | None = None) -> list[dict[str, Any]]:
-    """Rows of all workers; a worker that ended early leaves a row that says how. A row with ``not tried`` speaks of no kernel.
-    known: a record, of which what is right is not run again."""
+    """Rows of all workers; a worker that ended early leaves a row that says how. A row with ``not tried``
+    speaks of no kernel. known: a record, of which what is right is not run again."""
     cards = gpus()
     rows: list[dict[str, Any]] = []
     deadline = time.monotonic() + seconds
@@ -111,8 +117,10 @@ def collect(jobs: int, ops: list[str], seconds: float, known: Path | None = None
         for part, file in enumerate(files):
             command = python("matrix.gpu", "--part", f"{part}/{jobs}", *(f"--op={op}" for op in ops),
                              *([f"--known={known}"] if known else []))
-            running.append(subprocess.Popen(command, stdout=file.open("w"), stderr=(Path(folder) / f"{part}.err").open("w"),
-                                            env={**os.environ, "CUDA_VISIBLE_DEVICES": cards[part % len(cards)]}))
+            running.append(subprocess.Popen(command, stdout=file.open("w"),
+                                            stderr=(Path(folder) / f"{part}.err").open("w"),
+                                            env={**os.environ,
+                                                 "CUDA_VISIBLE_DEVICES": cards[part % len(cards)]}))
         for part, (process, file) in enumerate(zip(running, files, strict=True)):
             in_time = True
             try:
@@ -123,16 +131,19 @@ def collect(jobs: int, ops: list[str], seconds: float, known: Path | None = None
             lines = [json.loads(line) for line in file.read_text().splitlines()]
             rows += [line for line in lines if "op" in line]
             if code != 0:
-                op, case, dtype = lines[-1]["starting"] if lines and "starting" in lines[-1] else ("?", "?", "?")
+                op, case, dtype = lines[-1]["starting"] if lines and "starting" in lines[-1] else ("?", "?",
+                                                                                                   "?")
                 said = (Path(folder) / f"{part}.err").read_text()[-300:]
                 how = failure(blame.of_exit(code, said)) if in_time else "not tried"
-                why = f"worker ended with {code}: {said}" if in_time else "the time was up, and what its worker had still to do is not run either"
+                why = (f"worker ended with {code}: {said}" if in_time
+                       else "the time was up, and what its worker had still to do is not run either")
                 rows.append({"op": op, "case": case, "dtype": dtype, "ok": False, how: why})
     return rows
 
 
 def merged(before: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A record's cases with these rows in place of older ones. A configuration counts as right until a case that uses it is not."""
+    """A record's cases with these rows in place of older ones. A configuration counts as right until a case
+    that uses it is not."""
     from flashlin.testing.cases import CASES
 
     def name(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -152,43 +163,54 @@ def merged(before: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
 
 def brief(row: dict[str, Any]) -> dict[str, Any]:
     """A row as a record keeps it: errors to two digits. What is right is bitwise right."""
-    return {name: float(f"{value:.1e}") if isinstance(value, float) else value for name, value in row.items() if name != "bitwise" or not row["ok"]}
+    return {name: float(f"{value:.1e}") if isinstance(value, float) else value for name,
+            value in row.items() if name != "bitwise" or not row["ok"]}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for gpu-<card>-triton-<version>.json")
-    parser.add_argument("--op", action="append", default=[], help="only this op (repeatable); the record in --out, if made by these versions, "
+    parser.add_argument("--op", action="append", default=[],
+                        help="only this op (repeatable); the record in --out, if made by these versions, "
                         "keeps the others")
-    parser.add_argument("--jobs", type=int, default=8, help="worker processes (default 8; compiling is what takes the time)")
+    parser.add_argument("--jobs", type=int, default=8,
+                        help="worker processes (default 8; compiling is what takes the time)")
     parser.add_argument("--seconds", type=float, default=540, help="time limit for all of it (default 540)")
-    parser.add_argument("--missing", action="store_true", help="only cases that failed or start something of which the record in --out, made by "
+    parser.add_argument("--missing", action="store_true",
+                        help="only cases that failed or start something of which the record in --out, made by "
                         "these versions, does not know that it was right")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--known", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:
         part, of = arguments.part.split("/")
-        work(int(part), int(of), arguments.op, json.loads(arguments.known.read_text()) if arguments.known else {})
+        work(int(part), int(of), arguments.op,
+             json.loads(arguments.known.read_text()) if arguments.known else {})
         sys.stdout.flush()
-        os._exit(0)  # some pairs of torch and Triton abort while the interpreter is torn down, after all work is done
+        # some pairs of torch and Triton abort while the interpreter is torn down, after all work is done
+        os._exit(0)
     import torch
 
     from flashlin.compat.target import probe
     from matrix.results import one_a_line
     target = probe(torch.device("cuda", torch.cuda.current_device()))
-    made_by = {"device": target.name, "capability": list(target.capability), "triton": target.triton, "ptxas": target.ptxas, "torch": target.torch}
+    made_by = {"device": target.name, "capability": list(target.capability), "triton": target.triton,
+               "ptxas": target.ptxas, "torch": target.torch}
     place = (arguments.out or Path()) / f"gpu-{target.name.replace(' ', '-')}-triton-{target.triton}.json"
-    before: dict[str, Any] = json.loads(place.read_text()) if arguments.out and place.exists() and (arguments.op or arguments.missing) else {}
+    before: dict[str, Any] = json.loads(place.read_text()) if arguments.out and place.exists() and (
+        arguments.op or arguments.missing) else {}
     if {name: before.get(name) for name in made_by} != made_by:
         before = {}
-    found = collect(arguments.jobs, arguments.op, arguments.seconds, place if before and arguments.missing else None)
-    rows, untried = [row for row in found if "not tried" not in row], [row for row in found if "not tried" in row]
+    found = collect(arguments.jobs, arguments.op, arguments.seconds,
+                    place if before and arguments.missing else None)
+    rows, untried = [row for row in found if "not tried" not in row], [row
+                                                                       for row in found if "not tried" in row]
     failed = [row for row in rows if not row["ok"]]
     record = made_by | {"date": datetime.date.today().isoformat()} | merged(before, rows)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        place.write_text(one_a_line({**record, "rows": [brief(row) for row in record["rows"]]}), encoding="utf-8")
+        place.write_text(one_a_line({**record, "rows": [brief(row) for row in record["rows"]]}),
+                         encoding="utf-8")
     for row in failed:
         print(f"FAILED {row['op']} {row['case']} {row['dtype']}: "
               f"{row.get('error') or '{worst} rms {rms:.1e} row {row:.1e} bitwise {bitwise}'.format(**row)}")

@@ -1,4 +1,5 @@
-"""The support matrix as one HTML page that needs nothing else: ``page.html`` with the squares in it as JSON."""
+"""The support matrix as one HTML page that needs nothing else: ``page.html`` with the squares in it as
+JSON."""
 from __future__ import annotations
 
 import json
@@ -11,7 +12,8 @@ from matrix.squares import MEANS, STATUSES, Square
 
 
 def data(matrix: Matrix, squares: list[Square], date: str) -> dict[str, Any]:
-    """squares: every op under every Triton on every card, known or not; texts by number, because most come back hundreds of times."""
+    """squares: every op under every Triton on every card, known or not; texts by number, because most come
+    back hundreds of times."""
     known = {(square.op, square.triton, square.card): square for square in squares}
     texts: dict[str, int] = {}
     axes = {"op": [{"name": op, "note": "", "kind": ""} for op in sorted({square.op for square in squares})],
@@ -22,9 +24,11 @@ def data(matrix: Matrix, squares: list[Square], date: str) -> dict[str, Any]:
         square = known.get((op, triton, card)) or Square(op=op, card=card, triton=triton, status="not run")
         evidence, *why = (texts.setdefault(text, len(texts)) for text in (square.evidence, *square.why))
         rows.append((STATUSES.index(square.status), square.calls, evidence, why))
-    return {"date": date, "statuses": [(status, MEANS[status]) for status in STATUSES], "axes": axes, "texts": list(texts), "squares": rows}
+    return {"date": date, "statuses": [(status, MEANS[status]) for status in STATUSES], "axes": axes,
+            "texts": list(texts), "squares": rows}
 
 
 def page(matrix: Matrix, squares: list[Square], date: str) -> str:
-    embedded = json.dumps(data(matrix, squares, date), separators=(",", ":")).replace("<", "\\u003c")  # or a text might end the script
+    # or a text might end the script
+    embedded = json.dumps(data(matrix, squares, date), separators=(",", ":")).replace("<", "\\u003c")
     return Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("{{data}}", embedded)

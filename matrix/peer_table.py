@@ -1,4 +1,5 @@
-"""The packages flashlin is compared with: how their modules are loaded, and what matrix/peers.py has found, as a table of SUPPORT.md."""
+"""The packages flashlin is compared with: how their modules are loaded, and what matrix/peers.py has found,
+as a table of SUPPORT.md."""
 from __future__ import annotations
 
 import importlib
@@ -12,10 +13,12 @@ MARKS = {"right": "yes", "none": "-"}
 
 
 def module_of(home: str) -> ModuleType:
-    """A module of another package; of mamba_ssm without its ``__init__``, which wants a CUDA extension. Raises ImportError where there is none."""
+    """A module of another package; of mamba_ssm without its ``__init__``, which wants a CUDA extension.
+    Raises ImportError where there is none."""
     if home.startswith("mamba_ssm."):
         package = ModuleType("mamba_ssm")
-        package.__path__ = [str(Path(folder) / "mamba_ssm") for folder in sys.path if (Path(folder) / "mamba_ssm").is_dir()]
+        package.__path__ = [str(Path(folder) / "mamba_ssm")
+                            for folder in sys.path if (Path(folder) / "mamba_ssm").is_dir()]
         sys.modules["mamba_ssm"] = package
     return importlib.import_module(home)
 
@@ -31,10 +34,13 @@ def table(folder: Path) -> list[str]:
 
 def _of_record(record: dict[str, Any]) -> list[str]:
     aspects: dict[str, str] = record["aspects"]
-    packages = ", ".join(f"{name} {facts['version']} (asks for Triton {facts['triton']})" for name, facts in record["packages"].items())
+    packages = ", ".join(f"{name} {facts['version']} (asks for Triton {facts['triton']})" for name,
+                         facts in record["packages"].items())
     lines = ["", "## Beside fla and mamba_ssm", "",
-             f"Tried on an {record['device']} under Triton {record['triton']}, {record['date']}, by `matrix/peers.py`: {packages}; flashlin has "
-             "kernels for Triton 3.0 to 3.9 and plain torch elsewhere. A cell is the other package, then flashlin, where they differ. *wrong*: "
+             f"Tried on an {record['device']} under Triton {record['triton']}, {record['date']}, by "
+             f"`matrix/peers.py`: {packages}; flashlin has "
+             "kernels for Triton 3.0 to 3.9 and plain torch elsewhere. A cell is the other package, then "
+             "flashlin, where they differ. *wrong*: "
              "beside float64; *no*: an error.", ""]
     lines += ["; ".join(f"*{aspect}*: {meaning}" for aspect, meaning in aspects.items()) + ".", ""]
     lines += ["| op | beside | " + " | ".join(aspects) + " |", "|---" * (len(aspects) + 2) + "|"]
@@ -48,10 +54,12 @@ def _of_record(record: dict[str, Any]) -> list[str]:
         for aspect in aspects:
             pair = [_mark(row[aspect]) for row in (theirs, ours)]
             cells.append(pair[0] if pair[0] == pair[1] else " / ".join(pair))
-            reasons += [f"| `{op}` | {who} | {aspect} | {_escaped(row[aspect])} |" for who, row in ((side, theirs), ("flashlin", ours))
+            reasons += [f"| `{op}` | {who} | {aspect} | {_escaped(row[aspect])} |" for who,
+                        row in ((side, theirs), ("flashlin", ours))
                         if row[aspect] not in MARKS]
         lines.append(f"| `{op}` | {side} | " + " | ".join(cells) + " |")
-    return [*lines, "", "What is behind everything else than *yes*:", "", "| op | in | asked | answer |", "|---|---|---|---|", *reasons]
+    return [*lines, "", "What is behind everything else than *yes*:", "", "| op | in | asked | answer |",
+            "|---|---|---|---|", *reasons]
 
 
 def _mark(answer: str) -> str:

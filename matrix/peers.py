@@ -1,10 +1,12 @@
-"""What each op does in flash-linear-attention, in mamba_ssm and here, tried on a GPU against float64. SUPPORT.md shows it as a table.
+"""What each op does in flash-linear-attention, in mamba_ssm and here, tried on a GPU against float64.
+SUPPORT.md shows it as a table.
 
     python matrix/peers.py --out matrix/results/        needs an NVIDIA GPU; fla-core and mamba_ssm's Python files for their columns
 
-Every op of every package goes through the same questions (``ASPECTS``), in a process of its own that starts anew after an answer that ends it.
-An answer is ``right``, ``wrong: ...`` or ``error: ...``. Tuners of the others are held to one configuration, with 4 warps if there is
-one, or a first call would take minutes; whatever only another configuration would do is not seen.
+Every op of every package goes through the same questions (``ASPECTS``), in a process of its own that starts
+anew after an answer that ends it. An answer is ``right``, ``wrong: ...`` or ``error: ...``. Tuners of the
+others are held to one configuration, with 4 warps if there is one, or a first call would take minutes;
+whatever only another configuration would do is not seen.
 """
 from __future__ import annotations
 
@@ -25,17 +27,21 @@ from matrix.peer_table import module_of
 # What a row of the table asks: sizes, dtype, and what is looked at.
 ASPECTS: dict[str, str] = {
     "forward": "outputs and final state, bf16", "backward": "gradients through the outputs",
-    "states": "gradients of the initial state and through the final one", "packed": "cu_seqlens with an empty sequence, with gradients",
-    "CPU": "CPU tensors, with gradients", "B*H > 65,535": "10,923 sequences of 6 heads, with gradients", "K > 256": "K = 512, with gradients",
+    "states": "gradients of the initial state and through the final one",
+    "packed": "cu_seqlens with an empty sequence, with gradients", "CPU": "CPU tensors, with gradients",
+    "B*H > 65,535": "10,923 sequences of 6 heads, with gradients", "K > 256": "K = 512, with gradients",
     "fp32": "float32 within 1e-4, with gradients"}
-ALLOWED = 0.02  # RMS ratio in 16 bits: twice what the field allows itself, since this tells right from wrong, not good from better
+# RMS ratio in 16 bits: twice what the field allows itself, since this tells right from wrong, not good from
+# better
+ALLOWED = 0.02
 
 
 class Op(NamedTuple):
-    """arguments: public name, or public:role where they differ, in any order; roles as in kernels/recurrent/inputs.py. delta: the prediction is
-    subtracted (kda, the delta rules). before: the state is read before the update (rwkv6). home: module in fla or mamba_ssm. options: keywords
-    it is always called with. initial, last: the arguments that bring a state and ask for the last one, empty where there is none. packed:
-    whose ops take cu_seqlens, or what else there is to say of it."""
+    """arguments: public name, or public:role where they differ, in any order; roles as in
+    kernels/recurrent/inputs.py. delta: the prediction is subtracted (kda, the delta rules). before: the state
+    is read before the update (rwkv6). home: module in fla or mamba_ssm. options: keywords it is always called
+    with. initial, last: the arguments that bring a state and ask for the last one, empty where there is none.
+    packed: whose ops take cu_seqlens, or what else there is to say of it."""
     name: str
     home: str
     arguments: str
@@ -48,11 +54,13 @@ class Op(NamedTuple):
 
 
 def _both(family: str, arguments: str, **facts: Any) -> list[Op]:
-    return [Op(f"{mode}_{family}", f"fla.ops.{family}", arguments, **facts) for mode in ("chunk", "fused_recurrent")]
+    return [Op(f"{mode}_{family}", f"fla.ops.{family}", arguments, **facts)
+            for mode in ("chunk", "fused_recurrent")]
 
 
 OPS: list[Op] = [
-    *_both("simple_gla", "q k v g"), Op("parallel_simple_gla", "fla.ops.simple_gla", "q k v g", initial="", last=""),
+    *_both("simple_gla", "q k v g"),
+    Op("parallel_simple_gla", "fla.ops.simple_gla", "q k v g", initial="", last=""),
     *_both("retention", "q k v"), Op("parallel_retention", "fla.ops.retention", "q k v", initial="", last=""),
     *_both("linear_attn", "q k v", options=(("normalize", False),)),
     *_both("lightning_attn", "q k v", options=(("layer_idx", 1), ("num_layers", 4))),
@@ -63,10 +71,13 @@ OPS: list[Op] = [
     Op("fused_mul_recurrent_rwkv7", "fla.ops.rwkv7", "r:q w:gk k v kk a:rate"),
     *[op._replace(home="fla.ops.generalized_delta_rule")
       for op in (*_both("dplr_delta_rule", "q k v a b gk"), *_both("iplr_delta_rule", "q k v a b"))],
-    Op("chunk_hgrn", "fla.ops.hgrn", "x:v g:gv", packed="flashlin"), Op("fused_recurrent_hgrn", "fla.ops.hgrn", "x:v g:gv"),
-    Op("mamba_chunk_scan_combined", "mamba_ssm.ops.triton.ssd_combined", "x:v dt A B:k C:q", options=(("chunk_size", 64),),
-       initial="initial_states", last="return_final_states", packed="see cu_seqlens and seq_idx in the op's own cases"),
-    Op("selective_scan_fn", "mamba_ssm.ops.selective_scan_interface", "u:v delta A B:k C:q", initial="", last="return_last_state", packed="none")]
+    Op("chunk_hgrn", "fla.ops.hgrn", "x:v g:gv", packed="flashlin"),
+    Op("fused_recurrent_hgrn", "fla.ops.hgrn", "x:v g:gv"),
+    Op("mamba_chunk_scan_combined", "mamba_ssm.ops.triton.ssd_combined", "x:v dt A B:k C:q",
+       options=(("chunk_size", 64),), initial="initial_states", last="return_final_states",
+       packed="see cu_seqlens and seq_idx in the op's own cases"),
+    Op("selective_scan_fn", "mamba_ssm.ops.selective_scan_interface", "u:v delta A B:k C:q", initial="",
+       last="return_last_state", packed="none")]
 
 
 class Sizes(NamedTuple):
@@ -78,7 +89,8 @@ class Sizes(NamedTuple):
     edges: tuple[int, ...] = ()
 
 
-SIZES = {"packed": Sizes(1, 130, edges=(0, 50, 50, 130)), "B*H > 65,535": Sizes(10923, 4, 6, 16, 16), "K > 256": Sizes(T=70, K=512)}
+SIZES = {"packed": Sizes(1, 130, edges=(0, 50, 50, 130)), "B*H > 65,535": Sizes(10923, 4, 6, 16, 16),
+         "K > 256": Sizes(T=70, K=512)}
 
 
 def function_of(side: str, op: Op) -> Callable[..., Any]:
@@ -98,7 +110,8 @@ def function_of(side: str, op: Op) -> Callable[..., Any]:
 
 
 def made(op: Op, sizes: Sizes, device: Any, dtype: Any, generator: Any) -> dict[str, Any]:
-    """The op's tensors by public name. Keys and the low-rank vectors have length 1, or the delta rules diverge."""
+    """The op's tensors by public name. Keys and the low-rank vectors have length 1, or the delta rules
+    diverge."""
     import torch
     import torch.nn.functional as F
     B, T, H, K, V, edges = sizes
@@ -110,18 +123,23 @@ def made(op: Op, sizes: Sizes, device: Any, dtype: Any, generator: Any) -> dict[
         given = {"x": randn(B, T, H * V).to(dtype), "g": F.logsigmoid(randn(B, T, H * V)).to(dtype)}
         state = (state[0], H * V)
     elif op.name.startswith("mamba"):
-        given = {"x": randn(B, T, H, V).to(dtype), "dt": F.softplus(randn(B, T, H) - 2), "A": -torch.rand(H, generator=generator) - 0.5,
-                 "B": randn(B, T, H, K).to(dtype), "C": randn(B, T, H, K).to(dtype)}
+        given = {"x": randn(B, T, H, V).to(dtype), "dt": F.softplus(randn(B, T, H) - 2),
+                 "A": -torch.rand(H, generator=generator) - 0.5, "B": randn(B, T, H, K).to(dtype),
+                 "C": randn(B, T, H, K).to(dtype)}
         state = (B, H, V, K)
     elif op.name == "selective_scan_fn":  # a head is so many channels with states of their own
         given = {"u": randn(B, H * V, T).to(dtype), "delta": F.softplus(randn(B, H * V, T) - 2).to(dtype),
-                 "A": -torch.rand(H * V, K, generator=generator) - 0.5, "B": randn(B, K, T).to(dtype), "C": randn(B, K, T).to(dtype)}
+                 "A": -torch.rand(H * V, K, generator=generator) - 0.5, "B": randn(B, K, T).to(dtype),
+                 "C": randn(B, K, T).to(dtype)}
     else:
         unit = F.normalize(randn(B, T, H, K), dim=-1)
-        every = {"q": randn(B, T, H, K).to(dtype), "k": (F.normalize(randn(B, T, H, K), dim=-1) if op.delta else randn(B, T, H, K)).to(dtype),
-                 "v": randn(B, T, H, V).to(dtype), "g": F.logsigmoid(randn(B, T, H)), "gk": F.logsigmoid(randn(B, T, H, K) + 2),
-                 "beta": randn(B, T, H).sigmoid().to(dtype), "bonus": randn(H, K), "a": -unit.to(dtype),
-                 "b": (unit * randn(B, T, H, K).sigmoid()).to(dtype), "kk": unit.to(dtype), "rate": randn(B, T, H, K).sigmoid().to(dtype)}
+        every = {"q": randn(B, T, H, K).to(dtype),
+                 "k": (F.normalize(randn(B, T, H, K), dim=-1) if op.delta else randn(B, T, H, K)).to(dtype),
+                 "v": randn(B, T, H, V).to(dtype), "g": F.logsigmoid(randn(B, T, H)),
+                 "gk": F.logsigmoid(randn(B, T, H, K) + 2), "beta": randn(B, T, H).sigmoid().to(dtype),
+                 "bonus": randn(H, K), "a": -unit.to(dtype),
+                 "b": (unit * randn(B, T, H, K).sigmoid()).to(dtype), "kk": unit.to(dtype),
+                 "rate": randn(B, T, H, K).sigmoid().to(dtype)}
         given = {name: every[role] for name, role in _roles(op).items()}
     if op.initial:
         given[op.initial] = randn(*state)
@@ -150,7 +168,8 @@ def reference(op: Op, with_state: bool, cu_seqlens: Any = None, **tensors: Any) 
         parts = []
         names = ("o", "ht") if op.last else ("o",)
         for n, (first, end) in enumerate(zip(cu_seqlens.tolist()[:-1], cu_seqlens.tolist()[1:], strict=True)):
-            own = {name: x[n:n + 1] if name == "initial_state" else x if name == "u" else x[:, first:end] for name, x in tensors.items()}
+            own = {name: x[n:n + 1] if name == "initial_state" else x if name == "u" else x[:, first:end]
+                   for name, x in tensors.items()}
             parts.append(reference(op, True, **own))
         found = {name: torch.cat([part[name] for part in parts], 1 if name == "o" else 0) for name in names}
         return found if with_state and op.last else {"o": found["o"]}
@@ -165,18 +184,21 @@ def reference(op: Op, with_state: bool, cu_seqlens: Any = None, **tensors: Any) 
         S, outputs = torch.zeros_like(tensors["A"]), []
         for t in range(tensors["u"].shape[2]):
             step = tensors["delta"][:, :, t, None]
-            S = (step * tensors["A"]).exp() * S + step * tensors["u"][:, :, t, None] * tensors["B"][:, None, :, t]
+            S = (step * tensors["A"]).exp() * S + step * tensors["u"][:, :, t, None] * tensors["B"][:, None,
+                                                                                                    :, t]
             outputs.append((S * tensors["C"][:, None, :, t]).sum(-1))
         o = torch.stack(outputs, 2)
         return {"o": o, "ht": S} if with_state else {"o": o}
     if op.name.startswith("mamba"):
         dt = tensors["dt"]
-        x: dict[str, Any] = {"q": tensors["C"], "k": tensors["B"], "v": tensors["x"] * dt[..., None], "g": dt * tensors["A"]}
+        x: dict[str, Any] = {"q": tensors["C"], "k": tensors["B"], "v": tensors["x"] * dt[..., None],
+                             "g": dt * tensors["A"]}
         S, scale = tensors["initial_states"].mT, 1.0
     else:
         x = {role: tensors[name] for name, role in _roles(op).items()}
         K = x["q"].shape[-1]
-        S = tensors.get("initial_state", x["q"].new_zeros(x["q"].shape[0], x["q"].shape[2], K, x["v"].shape[-1]))
+        S = tensors.get("initial_state",
+                        x["q"].new_zeros(x["q"].shape[0], x["q"].shape[2], K, x["v"].shape[-1]))
         scale = 1.0 if op.name in ("chunk_rwkv7", "fused_mul_recurrent_rwkv7") else K ** -0.5
         heads = torch.arange(x["q"].shape[2], dtype=torch.float64)
         if "retention" in op.name:
@@ -217,8 +239,9 @@ def answer(side: str, op: Op, aspect: str) -> str:
     device = torch.device("cpu" if aspect == "CPU" else "cuda")
     dtype = torch.float32 if aspect in ("CPU", "fp32") else torch.bfloat16
     with_state = aspect != "backward"
-    case = Case(op.name, aspect, partial(made, op, SIZES.get(aspect, Sizes())), partial(called, function, op, with_state),
-                partial(reference, op, with_state), {"*": ALLOWED, "d*": ALLOWED})
+    case = Case(op.name, aspect, partial(made, op, SIZES.get(aspect, Sizes())),
+                partial(called, function, op, with_state), partial(reference, op, with_state),
+                {"*": ALLOWED, "d*": ALLOWED})
     if aspect == "forward":
         case = case._replace(constant=(*_roles(op), op.initial))
     if aspect == "backward":
@@ -228,7 +251,8 @@ def answer(side: str, op: Op, aspect: str) -> str:
     if op.packed == "flashlin" and aspect == "packed" and side != "flashlin":
         return "error: no cu_seqlens"
     bad = [verdict for verdict in check(case, device, dtype) if not verdict.ok]
-    return "right" if not bad else "wrong: " + ", ".join(f"{verdict.tensor} {verdict.rms:.2g}" for verdict in bad)
+    return "right" if not bad else "wrong: " + ", ".join(f"{verdict.tensor} {verdict.rms:.2g}"
+                                                         for verdict in bad)
 
 
 def one(side: str, name: str, aspects: list[str]) -> None:
@@ -253,7 +277,8 @@ def asked(side: str, name: str, seconds: float) -> dict[str, Any]:
             ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
             text, code = ran.stdout, f"process ended with {ran.returncode}"
         except subprocess.TimeoutExpired as late:
-            text, code = (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else late.stdout or "", f"no answer in {seconds:.0f} s"
+            text, code = (late.stdout or b"").decode() if isinstance(late.stdout,
+                                                                     bytes) else late.stdout or "", f"no answer in {seconds:.0f} s"
         lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
         for line in lines:
             answers.update({aspect: found for aspect, found in line.items() if aspect != "starting"})
@@ -264,12 +289,14 @@ def asked(side: str, name: str, seconds: float) -> dict[str, Any]:
 
 
 def joined(before: dict[str, Any], record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The record's rows, and those of other ops from the one before, if that asked the same of the same versions."""
+    """The record's rows, and those of other ops from the one before, if that asked the same of the same
+    versions."""
     rows: list[dict[str, Any]] = record["rows"]
     if any(before[key] != record[key] for key in ("device", "triton", "torch", "packages", "aspects")):
         return rows
     names, new = [op.name for op in OPS], {row["op"] for row in rows}
-    return sorted([*(row for row in before["rows"] if row["op"] not in new), *rows], key=lambda row: names.index(row["op"]))
+    return sorted([*(row for row in before["rows"] if row["op"] not in new), *rows],
+                  key=lambda row: names.index(row["op"]))
 
 
 def main() -> int:
@@ -277,7 +304,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for peers-<card>-triton-<version>.json")
     parser.add_argument("--jobs", type=int, default=8, help="processes at once (default 8)")
     parser.add_argument("--seconds", type=float, default=240, help="time limit of a process (default 240)")
-    parser.add_argument("--op", action="append", default=[], help="only this op (repeatable); the record in --out keeps the others")
+    parser.add_argument("--op", action="append", default=[],
+                        help="only this op (repeatable); the record in --out keeps the others")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("aspects", nargs="*", help=argparse.SUPPRESS)
@@ -291,13 +319,16 @@ def main() -> int:
     names = [op for op in OPS if not arguments.op or op.name in arguments.op]
     work = [(side, op.name) for op in names for side in (op.home.partition(".")[0], "flashlin")]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        rows = list(tqdm(pool.map(lambda pair: asked(pair[0], pair[1], arguments.seconds), work), total=len(work)))
-    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "torch": torch.__version__,
-              "date": datetime.date.today().isoformat(), "packages": {package: _package(package) for package in ("fla-core", "mamba_ssm")},
+        rows = list(tqdm(pool.map(lambda pair: asked(pair[0], pair[1], arguments.seconds), work),
+                         total=len(work)))
+    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__,
+              "torch": torch.__version__, "date": datetime.date.today().isoformat(),
+              "packages": {package: _package(package) for package in ("fla-core", "mamba_ssm")},
               "aspects": ASPECTS, "rows": rows}
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        place = arguments.out / f"peers-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json"
+        place = (arguments.out
+                 / f"peers-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json")
         if arguments.op and place.exists():
             record["rows"] = joined(json.loads(place.read_text()), record)
         place.write_text(json.dumps(record, indent=1) + "\n")
@@ -310,7 +341,8 @@ def _package(name: str) -> dict[str, str]:
     from importlib import metadata
     try:
         asks = [line for line in metadata.requires(name) or [] if line.startswith("triton>")]
-        return {"version": metadata.version(name), "triton": asks[0].partition(";")[0].removeprefix("triton>=") + " or newer" if asks else "any"}
+        return {"version": metadata.version(name),
+                "triton": asks[0].partition(";")[0].removeprefix("triton>=") + " or newer" if asks else "any"}
     except metadata.PackageNotFoundError:
         return {"version": "none", "triton": "any"}
 

@@ -1,5 +1,6 @@
-"""What the matrix keeps, as data: ``matrix/results/triton-<version>.json``, one file a cell. It holds what only a compiler or a run can tell; what
-calls a cell has and where they lead is planned anew (matrix/run.py) each time it is asked for."""
+"""What the matrix keeps, as data: ``matrix/results/triton-<version>.json``, one file a cell. It holds what
+only a compiler or a run can tell; what calls a cell has and where they lead is planned anew (matrix/run.py)
+each time it is asked for."""
 from __future__ import annotations
 
 import json
@@ -38,7 +39,8 @@ class Card(Facts):
         return self.sm or self.name
 
     def target(self, triton: str, torch: str = "") -> Target:
-        return parse(f"triton={triton},sm={self.sm}" if self.sm else f"triton={triton},backend=hip,name={self.name}", torch_version=torch)
+        return parse(f"triton={triton},sm={self.sm}" if self.sm
+                     else f"triton={triton},backend=hip,name={self.name}", torch_version=torch)
 
 
 class Cell(Facts):
@@ -105,8 +107,9 @@ class Verdict(Facts):
 
 
 class CellResult(Facts):
-    """All that is known of a cell. layers: seconds that a layer took; kernels: each one's ``source_hash`` when it was compiled; launches: id
-    -> what came of it. An id is the kernel's name and a hash (``matrix.identity``)."""
+    """All that is known of a cell. layers: seconds that a layer took; kernels: each one's ``source_hash``
+    when it was compiled; launches: id -> what came of it. An id is the kernel's name and a hash
+    (``matrix.identity``)."""
     cell: Cell
     date: str = ""
     torch: str = ""
@@ -128,8 +131,10 @@ class CellResult(Facts):
         """Whole or not at all: a run may be killed at any time."""
         folder.mkdir(parents=True, exist_ok=True)
         fresh = folder / f".{self.cell.name}.json"
-        kernels = {name: self.kernels[name] for name in sorted({kernel_of(launch) for launch in self.launches})}
-        lines = sorted((_line(launch, tried) for launch, tried in self.launches.items()), key=lambda line: (line["config"], line["id"]))
+        kernels = {name: self.kernels[name]
+                   for name in sorted({kernel_of(launch) for launch in self.launches})}
+        lines = sorted((_line(launch, tried) for launch, tried in self.launches.items()),
+                       key=lambda line: (line["config"], line["id"]))
         fields = self.model_dump(exclude_defaults=True, exclude={"cell", "kernels", "launches"})
         fresh.write_text(one_a_line({**fields, "kernels": kernels, "launches": lines}), encoding="utf-8")
         os.replace(fresh, folder / f"{self.cell.name}.json")
@@ -141,7 +146,9 @@ def load_result(folder: Path, cell: Cell) -> CellResult:
     fields = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     kernels = {name: source for name, source in fields.pop("kernels", {}).items() if is_current(source, name)}
     tried = dict(_tried(line) for line in fields.pop("launches", ()))
-    return CellResult(cell=cell, kernels=kernels, launches={name: one for name, one in tried.items() if kernel_of(name) in kernels}, **fields)
+    return CellResult(cell=cell, kernels=kernels,
+                      launches={name: one for name, one in tried.items() if kernel_of(name) in kernels},
+                      **fields)
 
 
 def kernel_of(launch: str) -> str:
@@ -149,14 +156,16 @@ def kernel_of(launch: str) -> str:
 
 
 def _line(launch: str, tried: Tried) -> dict[str, Any]:
-    """Cards of which the same is known stand together. ok: cards -> bytes of shared memory; failed: cards -> what happened."""
+    """Cards of which the same is known stand together. ok: cards -> bytes of shared memory; failed: cards ->
+    what happened."""
     alike: dict[str, list[str]] = {}
     for card in sorted(tried.cards, key=_by_number):
         alike.setdefault(tried.cards[card].model_dump_json(exclude_defaults=True), []).append(card)
     verdicts = {" ".join(cards): tried.cards[cards[0]] for cards in alike.values()}
     line = {"config": tried.config, "id": launch.rpartition("-")[2],
             "ok": {cards: one.shared for cards, one in verdicts.items() if one.status == "ok"},
-            "failed": {cards: one.model_dump(exclude_defaults=True) for cards, one in verdicts.items() if one.status != "ok"}}
+            "failed": {cards: one.model_dump(exclude_defaults=True) for cards,
+                       one in verdicts.items() if one.status != "ok"}}
     return {name: value for name, value in line.items() if value}
 
 
@@ -183,4 +192,5 @@ def one_a_line(fields: dict[str, Any]) -> str:
             return json.dumps(value)
         opened, closed = "{}" if isinstance(value, dict) else "[]"
         return f"{opened}\n " + ",\n ".join(entries) + f"\n{closed}" if entries else opened + closed
-    return "{\n" + ",\n".join(f"{json.dumps(name)}: {block(value)}" for name, value in fields.items()) + "\n}\n"
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {block(value)}" for name,
+                              value in fields.items()) + "\n}\n"

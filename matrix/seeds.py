@@ -1,4 +1,5 @@
-"""The five failures that flashlin began with, as rows of SUPPORT.md: what each looks like raw, what happens here, and what shows both."""
+"""The five failures that flashlin began with, as rows of SUPPORT.md: what each looks like raw, what happens
+here, and what shows both."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -7,8 +8,8 @@ from flashlin.compat.known_issues import KNOWN_ISSUES, Range
 
 
 class Seed(NamedTuple):
-    """raw: what users see, where no known issue says it; issues: ids of those that do; here: what happens instead; shown: tests and records that
-    see both."""
+    """raw: what users see, where no known issue says it; issues: ids of those that do; here: what happens
+    instead; shown: tests and records that see both."""
     failure: str
     here: str
     shown: tuple[str, ...]
@@ -17,21 +18,27 @@ class Seed(NamedTuple):
 
 
 SEEDS = (
-    Seed("the autotuner's keys", "keys by name on every release (`flashlin.autotune`, `flashlin.patch`)", ("tests/matrix/test_shield_releases.py",),
+    Seed("the autotuner's keys", "keys by name on every release (`flashlin.autotune`, `flashlin.patch`)",
+         ("tests/matrix/test_shield_releases.py",),
          ("autotune-keys-31", "autotune-unknown-keys-31", "autotune-unknown-keys-39")),
     Seed("8 and 16 warps on Hopper", "planned with 4",
-         ("tests/matrix/test_hopper_warps.py", "tests/matrix/test_known_issues.py", "tests/gpu/test_shield.py"),
+         ("tests/matrix/test_hopper_warps.py", "tests/matrix/test_known_issues.py",
+          "tests/gpu/test_shield.py"),
          ("mma-to-mma-31", "reshape-outs-32", "stmatrix-33")),
     Seed("chunks of 64 in narrow tiles on Hopper", "planned with other tiles",
          ("tests/matrix/test_known_issues.py", "matrix/results/narrow-tiles-NVIDIA-H200-triton-3.6.0.json"),
          ("narrow-state-32", "hopper-narrow-state", "hopper-narrow-scores", "hopper-narrow-grads")),
-    Seed("16-bit products below sm80", "fp32 copies, or the torch path", ("tests/matrix/test_pre_ampere.py", "tests/matrix/test_known_issues.py"),
-         ("bf16-pre-ampere-32", "half-dot-volta-32", "mma-to-mma-volta", "half-dot-33-pre-ampere", "half-dot-34-pre-ampere")),
+    Seed("16-bit products below sm80", "fp32 copies, or the torch path",
+         ("tests/matrix/test_pre_ampere.py", "tests/matrix/test_known_issues.py"),
+         ("bf16-pre-ampere-32", "half-dot-volta-32", "mma-to-mma-volta", "half-dot-33-pre-ampere",
+          "half-dot-34-pre-ampere")),
     Seed("B*H > 65,535", "flat grids; `shield` launches a user's kernel in parts",
-         ("tests/gpu/test_delta.py", "tests/gpu/test_shield.py", "matrix/results/holes-NVIDIA-H200-triton-3.6.0.json"),
+         ("tests/gpu/test_delta.py", "tests/gpu/test_shield.py",
+          "matrix/results/holes-NVIDIA-H200-triton-3.6.0.json"),
          raw="invalid argument: grid axes 1 and 2 end at 65,535, on every release"),
     Seed("a token out of range", "an error that names token, position and call; the context lives",
-         ("tests/test_tokens.py", "tests/gpu/test_tokens.py"), raw="a device-side assert in an innocent kernel, on every release"),
+         ("tests/test_tokens.py", "tests/gpu/test_tokens.py"),
+         raw="a device-side assert in an innocent kernel, on every release"),
 )
 
 
@@ -40,8 +47,10 @@ def table() -> list[str]:
     known = {issue.id: issue for issue in KNOWN_ISSUES}
     lines = ["| failure | raw | here | shown by |", "|---|---|---|---|"]
     for seed in SEEDS:
-        raw = seed.raw or "; ".join(f"{known[name].effect} ({_within(known[name].triton)})" for name in seed.issues)
-        lines.append(f"| {seed.failure} | {raw} | {seed.here} | {', '.join(f'`{path}`' for path in seed.shown)} |")
+        raw = seed.raw or "; ".join(f"{known[name].effect} ({_within(known[name].triton)})"
+                                    for name in seed.issues)
+        lines.append(f"| {seed.failure} | {raw} | {seed.here} | "
+                     f"{', '.join(f'`{path}`' for path in seed.shown)} |")
     return lines
 
 
@@ -49,4 +58,5 @@ def _within(triton: Range) -> str:
     """In words; the release that mends it is not one of those that have it."""
     if triton.fixed_in is None:
         return f"Triton {triton.since} and newer" if triton.since else "every Triton"
-    return f"Triton {triton.since} and newer, before {triton.fixed_in}" if triton.since else f"Triton before {triton.fixed_in}"
+    return (f"Triton {triton.since} and newer, before {triton.fixed_in}" if triton.since
+            else f"Triton before {triton.fixed_in}")

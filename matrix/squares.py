@@ -1,5 +1,5 @@
-"""What a cell comes to: the plans of today beside what is known of their launches, as a status for each op on each card. SUPPORT.md and the page
-are made of it."""
+"""What a cell comes to: the plans of today beside what is known of their launches, as a status for each op on
+each card. SUPPORT.md and the page are made of it."""
 from __future__ import annotations
 
 import json
@@ -13,9 +13,11 @@ from matrix.results import CellResult, Compiled
 
 # Of an op on a card under a release, worst first.
 Status = Literal["FAILED", "refused", "not run", "torch path", "worked around", "compiled", "ran"]
-STATUSES: tuple[Status, ...] = ("FAILED", "refused", "not run", "torch path", "worked around", "compiled", "ran")
+STATUSES: tuple[Status, ...] = ("FAILED", "refused", "not run", "torch path", "worked around", "compiled",
+                                "ran")
 MEANS: dict[Status, str] = {
-    "FAILED": "At least one call raised what was neither planned nor refused, or needs a kernel that does not compile.",
+    "FAILED": "At least one call raised what was neither planned nor refused, or needs a kernel that does "
+              "not compile.",
     "refused": "At least one call is refused before anything is started, with the reason and what to do.",
     "not run": "Nothing is known, or not enough: not every kernel has been tried.",
     "torch path": "At least one call is computed by plain torch: right, but slower than a kernel.",
@@ -26,9 +28,10 @@ MEANS: dict[Status, str] = {
 
 
 class Outcome(NamedTuple):
-    """The plan of one call on one card. path: ``triton``, ``torch`` or ``refused``; remedies: what the plan did, by name; because: a reason for
-    each; launches: ids of the kernels it would start; on AMD, where plans lead to the torch path, those that it would start otherwise.
-    failed: what the call raised, if it was neither planned nor refused."""
+    """The plan of one call on one card. path: ``triton``, ``torch`` or ``refused``; remedies: what the plan
+    did, by name; because: a reason for each; launches: ids of the kernels it would start; on AMD, where plans
+    lead to the torch path, those that it would start otherwise. failed: what the call raised, if it was
+    neither planned nor refused."""
     op: str
     call: str
     card: str
@@ -41,7 +44,8 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """What a cell's calls lead to. launches: by id; shared: (id, card) -> bytes of shared memory that are reckoned with."""
+    """What a cell's calls lead to. launches: by id; shared: (id, card) -> bytes of shared memory that are
+    reckoned with."""
     outcomes: tuple[Outcome, ...] = ()
     launches: dict[str, Recorded] = field(default_factory=dict)
     shared: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -49,17 +53,20 @@ class Planned:
     @property
     def places(self) -> list[tuple[str, str]]:
         """Each launch with each card that it would be compiled for."""
-        return list(dict.fromkeys((launch, outcome.card) for outcome in self.outcomes for launch in outcome.launches))
+        return list(dict.fromkeys((launch, outcome.card) for outcome in self.outcomes
+                                  for launch in outcome.launches))
 
     @property
     def started(self) -> set[tuple[str, str]]:
         """Those without the ones that no plan leads to."""
-        return {(launch, outcome.card) for outcome in self.outcomes if outcome.path == "triton" for launch in outcome.launches}
+        return {(launch, outcome.card) for outcome in self.outcomes if outcome.path == "triton"
+                for launch in outcome.launches}
 
 
 @dataclass(frozen=True)
 class Found:
-    """A cell: what is known of it and what is planned there. untried: card -> why some of its launches could not be tried."""
+    """A cell: what is known of it and what is planned there. untried: card -> why some of its launches could
+    not be tried."""
     result: CellResult
     planned: Planned
     untried: dict[str, str] = field(default_factory=dict)
@@ -92,7 +99,8 @@ def squares(every: Iterable[Found], ran: dict[tuple[str, str, str], str]) -> lis
         for outcome in found.planned.outcomes:
             by_place.setdefault((outcome.op, outcome.card), []).append(outcome)
         for (op, card), outcomes in by_place.items():
-            squared.append(_square(op, card, found, outcomes, ran.get((op, card, found.result.cell.triton), "")))
+            squared.append(_square(op, card, found, outcomes,
+                                   ran.get((op, card, found.result.cell.triton), "")))
     return squared
 
 
@@ -103,8 +111,10 @@ def _square(op: str, card: str, found: Found, outcomes: list[Outcome], record: s
     tried = [verdict for launch in kernels if (verdict := found.verdict(launch, card))]
     if record and status == "compiled":
         status = "ran"
-    why = dict.fromkeys(reason for (its, reasons), _ in judged if its == status or status != "FAILED" for reason in reasons)
-    evidence = f"{sum(one.status == 'ok' for one in tried)} of {len(kernels)} kernels compiled" if tried else ""
+    why = dict.fromkeys(reason for (its, reasons),
+                        _ in judged if its == status or status != "FAILED" for reason in reasons)
+    evidence = (f"{sum(one.status == 'ok' for one in tried)} of {len(kernels)} kernels compiled" if tried
+                else "")
     if len(tried) == len(kernels):  # else a kernel or a plan has changed since: what is new was run by nobody
         evidence = record or evidence
     return Square(op, card, found.result.cell.triton, status, tuple(why), evidence, len(outcomes))
@@ -118,7 +128,8 @@ def _status(outcome: Outcome, found: Found) -> tuple[Status, list[str]]:
         return "refused", forced
     if outcome.path == "torch":
         return "torch path", forced
-    broken = [f"{outcome.call}: {found.planned.launches[launch]}: {why}" for launch in outcome.launches if (why := found.why(launch, outcome.card))]
+    broken = [f"{outcome.call}: {found.planned.launches[launch]}: {why}"
+              for launch in outcome.launches if (why := found.why(launch, outcome.card))]
     if broken:
         return "FAILED", broken
     if not all(found.verdict(launch, outcome.card) for launch in outcome.launches):
@@ -135,5 +146,7 @@ def gpu_records(folder: Path) -> dict[tuple[str, str, str], str]:
         for op in sorted({row["op"] for row in record["rows"]}):
             rows = [row for row in record["rows"] if row["op"] == op]
             if all(row["ok"] for row in rows):
-                found[op, card, record["triton"]] = f"{len(rows)} cases right on {record['device']}, {record['date']} ({path.name})"
+                found[op, card,
+                      record[
+                          "triton"]] = f"{len(rows)} cases right on {record['device']}, {record['date']} ({path.name})"
     return found

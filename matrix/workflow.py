@@ -24,7 +24,8 @@ def current(text: str, whole: Matrix) -> str:
 
 
 def python_of(cells: list[Cell]) -> str:
-    """The oldest Python, from flashlin's own 3.10 on, for which all their releases have wheels: one for all jobs.
+    """The oldest Python, from flashlin's own 3.10 on, for which all their releases have wheels: one for all
+    jobs.
 
     Raises ValueError where there is none.
     """

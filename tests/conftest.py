@@ -134,16 +134,18 @@ def gated() -> Callable[..., None]:
     return call_gated
 
 
-def call_gated(op: str = "chunk_simple_gla",
-               dtype: torch.dtype = torch.bfloat16,
-               *,
-               B: int = 2,
-               T: int = 128,
-               H: int = 4,
-               K: int = 64,
-               V: int = 64,
-               others: torch.dtype = torch.float32,
-               edges: list[int] | None = None) -> None:
+def call_gated(
+    op: str = "chunk_simple_gla",
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    B: int = 2,
+    T: int = 128,
+    H: int = 4,
+    K: int = 64,
+    V: int = 64,
+    others: torch.dtype = torch.float32,
+    edges: list[int] | None = None,
+) -> None:
     """An op of the scalar-decay family with all there is, forward and backward: gate, states in and out.
     others: dtype of gate and state."""
     def leaf(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:

@@ -7,7 +7,8 @@ import triton.language as tl
 
 @triton.jit
 def scaled(x, o, T, B, H: tl.constexpr, BT: tl.constexpr):
-    """o = 2 x + b of [B, H, T]; the usual layout of a grid, blocks on axis 0 and batch times heads on axis 1."""
+    """o = 2 x + b of [B, H, T]; the usual layout of a grid, blocks on axis 0 and batch times heads on axis
+    1."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // H
     t = i_t * BT + tl.arange(0, BT)
@@ -17,13 +18,15 @@ def scaled(x, o, T, B, H: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def states(k, v, w, h, g, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr):
-    """The states of a delta rule between chunks of BT, one [K, V] for each: what users meet failure reshapeOuts with."""
+    """The states of a delta rule between chunks of BT, one [K, V] for each: what users meet failure
+    reshapeOuts with."""
     i_bh = tl.program_id(0)
     b_h = tl.zeros([K, V], dtype=tl.float32)
     rows, columns, t = tl.arange(0, K), tl.arange(0, V), tl.arange(0, BT)
     for i_t in range(tl.cdiv(T, BT)):
         at = i_bh * T + i_t * BT + t
-        tl.store(h + (i_bh * tl.cdiv(T, BT) + i_t) * K * V + rows[:, None] * V + columns[None, :], b_h.to(h.dtype.element_ty))
+        tl.store(h + (i_bh * tl.cdiv(T, BT) + i_t) * K * V + rows[:, None] * V + columns[None, :],
+                 b_h.to(h.dtype.element_ty))
         b_w = tl.load(w + at[:, None] * K + rows[None, :])
         b_k = tl.load(k + at[None, :] * K + rows[:, None])
         b_v = tl.load(v + at[:, None] * V + columns[None, :])
@@ -38,7 +41,8 @@ def product(a, b, c, N, BN: tl.constexpr):
     n = tl.arange(0, BN)
     acc = tl.zeros([BN, BN], dtype=tl.float32)
     for s in range(0, N, BN):
-        acc += tl.dot(tl.load(a + (i * BN + n)[:, None] * N + s + n[None, :]), tl.load(b + (s + n)[:, None] * N + j * BN + n[None, :]))
+        acc += tl.dot(tl.load(a + (i * BN + n)[:, None] * N + s + n[None, :]),
+                      tl.load(b + (s + n)[:, None] * N + j * BN + n[None, :]))
     tl.store(c + (i * BN + n)[:, None] * N + j * BN + n[None, :], acc.to(c.dtype.element_ty))
 
 
@@ -62,7 +66,8 @@ def precise(x, o, BN: tl.constexpr):
 
 @triton.jit
 def keyed(x, BK: tl.constexpr, n, o, m):
-    """Its key, n, comes after BK, which only configurations give: what the autotuner of Triton 3.0 and 3.1 cannot count."""
+    """Its key, n, comes after BK, which only configurations give: what the autotuner of Triton 3.0 and 3.1
+    cannot count."""
     at = tl.arange(0, BK)
     tl.store(o + at, tl.load(x + at, mask=at < n, other=0.0) + m, mask=at < n)
 

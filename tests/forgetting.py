@@ -1,4 +1,5 @@
-"""The proof that a document boundary may be written as a gate: -inf at a document's first token is the same as packing the documents."""
+"""The proof that a document boundary may be written as a gate: -inf at a document's first token is the same
+as packing the documents."""
 from __future__ import annotations
 
 import math
@@ -16,7 +17,8 @@ def inputs(op: str, dtype: torch.dtype, gates: torch.dtype) -> dict[str, torch.T
     """What the op wants, two heads of 16 channels; g with a boundary where each document begins."""
     generator = torch.Generator().manual_seed(0)
     T, H, K = EDGES[-1], 2, 16
-    made = {name: F.normalize(torch.randn(1, T, H, K, generator=generator), dim=-1).to(dtype) for name in ("q", "k", "v")}
+    made = {name: F.normalize(torch.randn(1, T, H, K, generator=generator), dim=-1).to(dtype)
+            for name in ("q", "k", "v")}
     shape = (1, T, H, K) if op.endswith(("kda", "gla")) and not op.endswith("simple_gla") else (1, T, H)
     made["g"] = F.logsigmoid(torch.randn(shape, generator=generator)).to(gates)
     made["g"][:, list(EDGES[:-1])] = -math.inf
@@ -30,12 +32,14 @@ def run(op: str, tensors: dict[str, torch.Tensor], **extra: Any) -> dict[str, to
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
     called = {"gk" if op == "fused_recurrent_gla" and name == "g" else name: x for name, x in leaves.items()}
     o = getattr(flashlin, op)(**called, **extra)[0]
-    cotangent = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(o.dtype)
+    cotangent = torch.randn(o.shape, generator=torch.Generator().manual_seed(1),
+                            dtype=torch.float64).to(o.dtype)
     grads = torch.autograd.grad(o, list(leaves.values()), cotangent)
     return {"o": o.detach(), **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
 
 
-def as_gate_and_packed(op: str, dtype: torch.dtype, gates: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def as_gate_and_packed(op: str, dtype: torch.dtype,
+                       gates: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     tensors = inputs(op, dtype, gates)
     return run(op, tensors), run(op, tensors, cu_seqlens=torch.tensor(EDGES))
 
@@ -44,5 +48,6 @@ def assert_same(op: str, dtype: torch.dtype, gates: torch.dtype, tolerance: floa
     """And a gate that forgets everything has a gradient of 0, not only a small one."""
     ours, packed = as_gate_and_packed(op, dtype, gates)
     for name, expected in packed.items():
-        torch.testing.assert_close(ours[name], expected, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours[name], expected, rtol=tolerance, atol=tolerance,
+                                   msg=lambda text, name=name: f"{name}: {text}")
     assert (ours["dg"][:, list(EDGES[:-1])] == 0).all()

@@ -39,26 +39,31 @@ def _over_tokens(op: str) -> bool:
 
 
 OPTIONS: dict[str, Any] = {
-    "scale": 0.5, "output_final_state": True, "layer_idx": 1, "num_layers": 4, "mode": "auto", "chunk_size": 64, "lower_bound": -5.0,
-    "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True, "use_qk_l2norm_in_kernel": True, "state_v_first": False,
-    "transpose_state_layout": None, "reverse": True, "safe_gate": True, "disable_recompute": False, "cp_context": None, "chunk_indices": None,
-    "return_intermediate_states": False, "normalize": True, "output_attentions": False, "use_graph": False, "max_num_seqs": None,
-    "state_indices": None, "inplace_state": False, "cu_seqlens": EDGES, "cu_seqlens_cpu": EDGES, "activation": "silu", "backend": "triton",
-    "eps": 1e-6, "prenorm": True, "residual_in_fp32": True, "is_rms_norm": True, "num_groups": 2, "group_size": 4, "norm_before_gate": True,
-    "output_dtype": torch.float32, "process_group": None}
+    "scale": 0.5, "output_final_state": True, "layer_idx": 1, "num_layers": 4, "mode": "auto",
+    "chunk_size": 64, "lower_bound": -5.0, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+    "allow_neg_eigval": True, "use_qk_l2norm_in_kernel": True, "state_v_first": False,
+    "transpose_state_layout": None, "reverse": True, "safe_gate": True, "disable_recompute": False,
+    "cp_context": None, "chunk_indices": None, "return_intermediate_states": False, "normalize": True,
+    "output_attentions": False, "use_graph": False, "max_num_seqs": None, "state_indices": None,
+    "inplace_state": False, "cu_seqlens": EDGES, "cu_seqlens_cpu": EDGES, "activation": "silu",
+    "backend": "triton", "eps": 1e-6, "prenorm": True, "residual_in_fp32": True, "is_rms_norm": True,
+    "num_groups": 2, "group_size": 4, "norm_before_gate": True, "output_dtype": torch.float32,
+    "process_group": None}
 
 
 def _of_tokens(op: str) -> dict[str, Any]:
     vectors = "kda" in op or op in ("chunk_gla", "gla")
     state = randn(2, H, K, K)
-    return {**{name: randn(VECTORS) for name in ("q", "r", "k", "v", "a", "b", "kk")}, **{name: -rand(VECTORS) for name in ("gk", "gv", "w")},
-            "g": -rand(VECTORS if vectors else HEADS), "g_gamma": None if op == "fused_chunk_simple_gla" else -rand(H), "beta": rand(HEADS),
+    return {**{name: randn(VECTORS) for name in ("q", "r", "k", "v", "a", "b", "kk")},
+            **{name: -rand(VECTORS) for name in ("gk", "gv", "w")}, "g": -rand(VECTORS if vectors else HEADS),
+            "g_gamma": None if op == "fused_chunk_simple_gla" else -rand(H), "beta": rand(HEADS),
             "u": randn(H, K), "A_log": randn(H), "dt_bias": randn(H * K if vectors else H),
             "initial_state": (state, randn(2, 1, H, K)) if "linear_attn" in op else state}
 
 
 def _of_norms(op: str) -> dict[str, Any]:
-    return {**{name: randn(T, D) for name in ("x", "g", "z", "residual")}, "linear_weight": randn(5, D), "linear_bias": randn(5),
+    return {**{name: randn(T, D) for name in ("x", "g", "z", "residual")}, "linear_weight": randn(5, D),
+            "linear_bias": randn(5),
             **{name: randn(D) for name in ("weight", "bias", "norm_weight", "norm_bias")}}
 
 
@@ -68,48 +73,65 @@ def _of_a_case(op: str) -> dict[str, Any]:
 
 
 def _special(op: str) -> dict[str, Any]:
-    scan = {"A": -rand(H), "D": randn(H), "dt_bias": randn(H), "initial_states": randn(B, H, K, N), "dt_limit": (0.0, 1.0),
-            "return_final_states": True, "seq_idx": torch.zeros(B, T, dtype=torch.int32)}
-    loss = {"target": torch.zeros(T, dtype=torch.int64), "label_smoothing": 0.1, "logit_scale": 1.0, "logit_softcapping": 3.0, "ignore_index": -100}
+    scan = {"A": -rand(H), "D": randn(H), "dt_bias": randn(H), "initial_states": randn(B, H, K, N),
+            "dt_limit": (0.0, 1.0), "return_final_states": True,
+            "seq_idx": torch.zeros(B, T, dtype=torch.int32)}
+    loss = {"target": torch.zeros(T, dtype=torch.int64), "label_smoothing": 0.1, "logit_scale": 1.0,
+            "logit_softcapping": 3.0, "ignore_index": -100}
     calls: dict[str, dict[str, Any]] = {
-        "mamba_chunk_scan_combined": {**scan, "x": randn(VECTORS), "dt": randn(HEADS), "B": randn(B, T, 1, N), "C": randn(B, T, 1, N),
-                                      "z": randn(VECTORS), "dt_softplus": True, "return_varlen_states": True},
+        "mamba_chunk_scan_combined": {**scan, "x": randn(VECTORS), "dt": randn(HEADS), "B": randn(B, T, 1, N),
+                                      "C": randn(B, T, 1, N), "z": randn(VECTORS), "dt_softplus": True,
+                                      "return_varlen_states": True},
         "mamba_split_conv1d_scan_combined": {
-            **scan, "zxbcdt": randn(B, T, 2 * H * K + 2 * N + H), "conv1d_weight": randn(H * K + 2 * N, W), "conv1d_bias": randn(H * K + 2 * N),
-            "rmsnorm_weight": randn(H * K), "rmsnorm_eps": 1e-6, "outproj_weight": randn(5, H * K), "outproj_bias": randn(5), "headdim": K,
-            "ngroups": 1},
+            **scan, "zxbcdt": randn(B, T, 2 * H * K + 2 * N + H), "conv1d_weight": randn(H * K + 2 * N, W),
+            "conv1d_bias": randn(H * K + 2 * N), "rmsnorm_weight": randn(H * K), "rmsnorm_eps": 1e-6,
+            "outproj_weight": randn(5, H * K), "outproj_bias": randn(5), "headdim": K, "ngroups": 1},
         "selective_state_update": {
-            "state": randn(2, H, K, N), "x": randn(2, H, K), "dt": randn(2, H, K), "A": -rand(H, K, N), "B": randn(2, 1, N), "C": randn(2, 1, N),
-            "D": randn(H, K), "z": randn(2, H, K), "dt_bias": randn(H, K), "dt_softplus": True, "state_batch_indices": torch.arange(2)},
+            "state": randn(2, H, K, N), "x": randn(2, H, K), "dt": randn(2, H, K), "A": -rand(H, K, N),
+            "B": randn(2, 1, N), "C": randn(2, 1, N), "D": randn(H, K), "z": randn(2, H, K),
+            "dt_bias": randn(H, K), "dt_softplus": True, "state_batch_indices": torch.arange(2)},
         "selective_scan_fn": {
-            "u": randn(2, D, T), "delta": randn(2, D, T), "A": -rand(D, N), "B": randn(2, N, T), "C": randn(2, N, T), "D": randn(D),
-            "z": randn(2, D, T), "delta_bias": randn(D), "delta_softplus": True, "return_last_state": True},
-        "causal_conv1d_fn": {"x": randn(2, D, T), "weight": randn(D, W), "bias": randn(D), "seq_idx": None, "initial_states": randn(2, D, W - 1),
-                             "return_final_states": True, "final_states_out": randn(2, D, W - 1)},
-        "mamba_causal_conv1d_update": {"x": randn(2, D), "conv_state": randn(2, D, W), "weight": randn(D, W), "bias": randn(D),
-                                       "cache_seqlens": torch.zeros(2, dtype=torch.int32), "conv_state_indices": torch.arange(2)},
-        "causal_conv1d": {"x": randn(ROWS), "weight": randn(D, W), "bias": randn(D), "residual": randn(ROWS), "initial_state": randn(2, D, W)},
-        "causal_conv1d_update": {"x": randn(2, D), "cache": randn(2, D, W), "residual": randn(2, D), "weight": randn(D, W), "bias": randn(D)},
+            "u": randn(2, D, T), "delta": randn(2, D, T), "A": -rand(D, N), "B": randn(2, N, T),
+            "C": randn(2, N, T), "D": randn(D), "z": randn(2, D, T), "delta_bias": randn(D),
+            "delta_softplus": True, "return_last_state": True},
+        "causal_conv1d_fn": {"x": randn(2, D, T), "weight": randn(D, W), "bias": randn(D), "seq_idx": None,
+                             "initial_states": randn(2, D, W - 1), "return_final_states": True,
+                             "final_states_out": randn(2, D, W - 1)},
+        "mamba_causal_conv1d_update": {"x": randn(2, D), "conv_state": randn(2, D, W), "weight": randn(D, W),
+                                       "bias": randn(D), "cache_seqlens": torch.zeros(2, dtype=torch.int32),
+                                       "conv_state_indices": torch.arange(2)},
+        "causal_conv1d": {"x": randn(ROWS), "weight": randn(D, W), "bias": randn(D), "residual": randn(ROWS),
+                          "initial_state": randn(2, D, W)},
+        "causal_conv1d_update": {"x": randn(2, D), "cache": randn(2, D, W), "residual": randn(2, D),
+                                 "weight": randn(D, W), "bias": randn(D)},
         "token_shift": {"x": randn(ROWS), "cache": randn(2, D), "output_cache": True},
         "chunk_hgrn": {"x": randn(ROWS), "g": -rand(ROWS), "initial_state": randn(2, D)},
-        "rotary_embedding": {"x": randn(B, T, H, D), "cos": randn(9, D // 2), "sin": randn(9, D // 2), "interleaved": True, "inplace": True,
+        "rotary_embedding": {"x": randn(B, T, H, D), "cos": randn(9, D // 2), "sin": randn(9, D // 2),
+                             "interleaved": True, "inplace": True,
                              "seqlen_offsets": torch.zeros(2, dtype=torch.int32)},
-        "cross_entropy_loss": {**loss, "logits": randn(T, 9), "lse_square_scale": 0.1, "inplace_backward": True},
-        "fused_linear_cross_entropy_loss": {**loss, "x": randn(T, D), "weight": randn(9, D), "bias": randn(9), "num_chunks": 2, "reduction": "mean",
-                                            "use_l2warp": True, "l2_penalty_factor": 1e-4, "accumulate_grad_in_fp32": True},
+        "cross_entropy_loss": {**loss, "logits": randn(T, 9), "lse_square_scale": 0.1,
+                               "inplace_backward": True},
+        "fused_linear_cross_entropy_loss": {**loss, "x": randn(T, D), "weight": randn(9, D), "bias": randn(9),
+                                            "num_chunks": 2, "reduction": "mean", "use_l2warp": True,
+                                            "l2_penalty_factor": 1e-4, "accumulate_grad_in_fp32": True},
         "fused_gdn_gate": {"g": randn(HEADS), "A_log": randn(H), "dt_bias": randn(H)},
         "fused_kda_gate": {"g": randn(VECTORS), "A_log": randn(H), "dt_bias": randn(H * K)},
-        "fused_addcmul_rwkv7": {**{name: randn(ROWS) for name in ("hidden_states", "delta")}, **{"x" + name: randn(D) for name in "rwkvag"}},
+        "fused_addcmul_rwkv7": {**{name: randn(ROWS) for name in ("hidden_states", "delta")},
+                                **{"x" + name: randn(D) for name in "rwkvag"}},
         "fused_k_rwkv7": {"k": randn(ROWS), "a": randn(ROWS), "ka": randn(D)},
-        "gate_output_correction": {**{name: randn(VECTORS) for name in "rkv"}, **{name: randn(B, T, H * K) for name in "og"}, "r_k": randn(H, K)}}
+        "gate_output_correction": {**{name: randn(VECTORS) for name in "rkv"},
+                                   **{name: randn(B, T, H * K) for name in "og"}, "r_k": randn(H, K)}}
     return calls.get("chunk_hgrn" if op.endswith("hgrn") else op, {})
 
 
 # Arguments for compatibility, which nobody reads, and those that only some ops or modes read.
 UNREAD = {"chunk_indices", "disable_recompute", "use_graph", "max_num_seqs"}
-UNREAD_BY = {("chunk_dplr_delta_rule", "safe_gate"), ("chunk_rwkv7", "safe_gate"), ("fused_k_rwkv7", "cu_seqlens"),
-             ("fused_k_rwkv7", "cu_seqlens_cpu"),  # and of those that go token by token here, which read no copy:
-             *((op, "cu_seqlens_cpu") for op in ("delta_rule", "gated_delta_rule", "gla", "kda", "rwkv6", "rwkv7"))}
+UNREAD_BY = {("chunk_dplr_delta_rule", "safe_gate"), ("chunk_rwkv7", "safe_gate"),
+             ("fused_k_rwkv7", "cu_seqlens"),
+             # and of those that go token by token here, which read no copy:
+             ("fused_k_rwkv7", "cu_seqlens_cpu"),
+             *((op, "cu_seqlens_cpu") for op in ("delta_rule", "gated_delta_rule", "gla", "kda", "rwkv6",
+                                                 "rwkv7"))}
 
 
 def impossible(x: Any) -> dict[str, Any]:
@@ -119,12 +141,14 @@ def impossible(x: Any) -> dict[str, Any]:
         warnings.simplefilter("ignore")  # of torch's prototypes
         return {"text": "abc", "sparse": floats.to_sparse(), "complex": floats.to(torch.complex64),
                 "nested": torch.nested.nested_tensor([torch.zeros(2, 2), torch.zeros(3, 2)]),
-                "jagged": torch.nested.nested_tensor([torch.zeros(2, 2), torch.zeros(3, 2)], layout=torch.jagged),
-                "quantized": torch.quantize_per_tensor(floats, 0.1, 0, torch.qint8), "mkldnn": floats.to_mkldnn()}
+                "jagged": torch.nested.nested_tensor([torch.zeros(2, 2), torch.zeros(3, 2)],
+                                                     layout=torch.jagged),
+                "quantized": torch.quantize_per_tensor(floats, 0.1, 0, torch.qint8),
+                "mkldnn": floats.to_mkldnn()}
 
 
 def doubtful(x: Any) -> dict[str, Any]:
     """What some arguments can be, and others not."""
     tensor = x if isinstance(x, Tensor) else torch.zeros(3)
-    return {"None": None, "3.5": 3.5, "-1": -1, "True": True, "NaN": math.nan, "list": [1.0, 2.0], "0-d": torch.tensor(1.0),
-            "two": torch.ones(2), "meta": tensor.to("meta"), "int": tensor.int()}
+    return {"None": None, "3.5": 3.5, "-1": -1, "True": True, "NaN": math.nan, "list": [1.0, 2.0],
+            "0-d": torch.tensor(1.0), "two": torch.ones(2), "meta": tensor.to("meta"), "int": tensor.int()}

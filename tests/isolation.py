@@ -1,7 +1,9 @@
-"""The proof that what is not finite stays where it is, for every op: NaN or inf in one token of one head of one sequence.
+"""The proof that what is not finite stays where it is, for every op: NaN or inf in one token of one head of
+one sequence.
 
-What may change is told by finite numbers: where outputs and gradients are the same to the bit after other finite numbers were put into a part of
-the inputs, they have to be the same after NaN and inf were put there. The part is
+What may change is told by finite numbers: where outputs and gradients are the same to the bit after other
+finite numbers were put into a part of the inputs, they have to be the same after NaN and inf were put there.
+The part is
     for outputs        the chunk of 64 tokens that holds the token, in its head and sequence: a chunk is a product of matrices
     for gradients      all of its head and sequence: dk of an early token is made of what comes later
     for gradients, where the gradients of the outputs are what is not finite, the token's chunk of those
@@ -21,17 +23,20 @@ CHUNK = 64
 SIZES = {"B": 2, "T": 130, "H": 2, "C": 6, "K": 8, "V": 8, "D": 6, "W": 4, "R": 3, "P": 200,
          "E": 12, "O": 1, "Z": 50, "M": 16, "F": 32}
 EDGES = (0, 5, 5, 75, 175, 182)  # two of about the same length, an empty one, and short ones at both ends
-NUMBERS = [n for n, (first, last) in enumerate(pairwise(EDGES)) for _ in range(first, last)]  # of each token's sequence
-SEQUENCE, TOKEN = 2, 66          # of the packed ones: the one, and the token of it, that get what is not finite
+# of each token's sequence
+NUMBERS = [n for n, (first, last) in enumerate(pairwise(EDGES)) for _ in range(first, last)]
+# of the packed ones: the one, and the token of it, that get what is not finite
+SEQUENCE, TOKEN = 2, 66
 GATES = ("g", "gk", "gv", "w", "A")
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Call(NamedTuple):
-    """inputs: "name:LETTERS", a letter for each dimension: B, N (sequences), T, H and C (channels on their own) keep to themselves, all others
-    are free; "*name" gets no gradient. outputs: the letters of what comes back. at_once: tokens that are one part. numbered: several sequences to
-    a row, told apart by seq_idx, so that states are of the first and the last; what is not finite reaches all heads of its own."""
+    """inputs: "name:LETTERS", a letter for each dimension: B, N (sequences), T, H and C (channels on their
+    own) keep to themselves, all others are free; "*name" gets no gradient. outputs: the letters of what comes
+    back. at_once: tokens that are one part. numbered: several sequences to a row, told apart by seq_idx, so
+    that states are of the first and the last; what is not finite reaches all heads of its own."""
     op: str
     inputs: str
     outputs: str
@@ -58,32 +63,38 @@ class Call(NamedTuple):
         generator = torch.Generator().manual_seed(seed)
         made = {}
         for name, letters in self.layouts().items():
-            x = torch.randn(self.shape(letters), generator=generator, device="cpu").to(torch.get_default_device())
+            x = torch.randn(self.shape(letters), generator=generator,
+                            device="cpu").to(torch.get_default_device())
             small = name in ("k", "kk", "a", "b", "B") and letters.endswith("K")
-            made[name] = -0.02 * x.abs() if name in GATES else x.sigmoid() if name in ("beta", "dt") else 0.3 * x if small else x
+            made[name] = -0.02 * x.abs() if name in GATES else x.sigmoid() if name in ("beta",
+                                                                                       "dt") else 0.3 * x if small else x
         return made
 
     def cotangents(self, seed: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(1000 + seed)
-        return [torch.randn(self.shape(letters), generator=generator, device="cpu").to(torch.get_default_device())
+        return [torch.randn(self.shape(letters), generator=generator,
+                            device="cpu").to(torch.get_default_device())
                 for letters in self.outputs.split()]
 
     def place(self, letters: str, tokens: str) -> tuple[Any, ...]:
-        """Where a tensor holds the token, its part (its chunk), or all of its sequence, in one head (numbered: in all)."""
+        """Where a tensor holds the token, its part (its chunk), or all of its sequence, in one head
+        (numbered: in all)."""
         first, last = EDGES[SEQUENCE:SEQUENCE + 2] if self.packed or self.numbered else (0, SIZES["T"])
         begin = TOKEN // self.at_once * self.at_once
         token, part = first + TOKEN, slice(first + begin, min(first + begin + self.at_once, last))
         if self.extra.get("reverse"):  # which counts tokens and chunks from the other end
             token, part = first + last - 1 - token, slice(first + last - part.stop, first + last - part.start)
         rows = {"token": token, "part": part, "all": slice(first, last)}[tokens]
-        index = {"T": rows, "B": 0, "N": SEQUENCE if self.packed else 0, "H": slice(None) if self.numbered and tokens != "token" else 1, "C": 2}
+        index = {"T": rows, "B": 0, "N": SEQUENCE if self.packed else 0,
+                 "H": slice(None) if self.numbered and tokens != "token" else 1, "C": 2}
         return tuple(index.get(letter, slice(None)) for letter in letters)
 
     def run(self, inputs: Tensors, cotangents: list[torch.Tensor]) -> tuple[list[torch.Tensor], Tensors]:
         """Outputs, and gradients by name."""
         constant = [one.split(":")[0][1:] for one in self.inputs.split() if one.startswith("*")]
         leaves = {name: x.clone().requires_grad_(name not in constant) for name, x in inputs.items()}
-        bounds = {"cu_seqlens": torch.tensor(EDGES)} if self.packed else {"seq_idx": torch.tensor(NUMBERS)[None]} if self.numbered else {}
+        bounds = {"cu_seqlens": torch.tensor(EDGES)} if self.packed else {
+            "seq_idx": torch.tensor(NUMBERS)[None]} if self.numbered else {}
         found = (self.function or getattr(flashlin, self.op))(**leaves, **bounds, **self.extra)
         outputs = [found] if isinstance(found, torch.Tensor) else [x for x in found if x is not None]
         assert [tuple(x.shape) for x in outputs] == [tuple(x.shape) for x in cotangents]
@@ -91,8 +102,8 @@ class Call(NamedTuple):
         names = [name for name, x in leaves.items() if x.requires_grad]
         if not chosen:
             return outputs, {}
-        grads = torch.autograd.grad([x for x, _ in chosen], [leaves[name] for name in names], [dx for _, dx in chosen], materialize_grads=True,
-                                    allow_unused=True)
+        grads = torch.autograd.grad([x for x, _ in chosen], [leaves[name] for name in names],
+                                    [dx for _, dx in chosen], materialize_grads=True, allow_unused=True)
         return [x.detach() for x in outputs], dict(zip(names, grads, strict=True))
 
 
@@ -103,12 +114,14 @@ def changed(x: torch.Tensor, place: tuple[Any, ...], value: Any) -> torch.Tensor
 
 
 def kept(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Zeros do not count: what is zero whatever comes may be zero times NaN, as dg of the first token without an initial state is."""
+    """Zeros do not count: what is zero whatever comes may be zero times NaN, as dg of the first token without
+    an initial state is."""
     return (before == after) & (before != 0)
 
 
 def leaks(call: Call, briefly: bool = False) -> Iterator[str]:
-    """What changed although it may not, in words. briefly: NaN in all inputs at once, and no inf, where calls take long."""
+    """What changed although it may not, in words. briefly: NaN in all inputs at once, and no inf, where calls
+    take long."""
     inputs, others, cotangents = call.make(0), call.make(1), call.cotangents(0)
     layouts, out_layouts = call.layouts(), call.outputs.split()
     tokens = [name for name, letters in layouts.items() if "T" in letters or "B" in letters]
@@ -116,31 +129,39 @@ def leaks(call: Call, briefly: bool = False) -> Iterator[str]:
     outputs, grads = call.run(inputs, cotangents)
 
     def with_(names: list[str], where: str, value: Any) -> Tensors:
-        return {name: changed(x, call.place(layouts[name], where), value if not isinstance(value, dict) else value[name]) if name in names else x
+        return {name: changed(x, call.place(layouts[name], where),
+                              value if not isinstance(value, dict) else value[name]) if name in names else x
                 for name, x in inputs.items()}
-    outputs_free = [kept(x, y) for x, y in zip(outputs, call.run(with_(tokens, "part", others), cotangents)[0], strict=True)]
+    outputs_free = [kept(x, y) for x,
+                    y in zip(outputs, call.run(with_(tokens, "part", others), cotangents)[0], strict=True)]
     far_outputs, far_grads = call.run(with_(tokens + states, "all", others), cotangents)
     states_free = [kept(x, y) for x, y in zip(outputs, far_outputs, strict=True)]
     grads_free = {name: kept(grads[name], x) for name, x in far_grads.items()}
-    # a test of the test: outside the token's row, or head, or channel there is something to be kept, and there is none at the token itself
-    assert outputs_free[0].float().mean() > 0.6 and not outputs_free[0][call.place(out_layouts[0], "token")].any()
+    # a test of the test: outside the token's row, or head, or channel there is something to be kept, and
+    # there is none at the token itself
+    assert outputs_free[0].float().mean() > 0.6 and not outputs_free[0][call.place(out_layouts[0],
+                                                                                   "token")].any()
 
     one_by_one = [(torch.nan, [name]) for name in tokens + states]
     for value, names in [(torch.nan, tokens)] if briefly else [*one_by_one, (torch.inf, tokens)]:
         found, found_grads = call.run(with_(names, "token", value), cotangents)
         free = states_free if names[0] in states else outputs_free
-        yield from (f"{value} in {', '.join(names)} reaches output {n}" for n, (x, y, where) in enumerate(zip(outputs, found, free, strict=True))
+        yield from (f"{value} in {', '.join(names)} reaches output {n}" for n,
+                    (x, y, where) in enumerate(zip(outputs, found, free, strict=True))
                     if not x[where].equal(y[where]))
         yield from (f"{value} in {', '.join(names)} reaches d{name}" for name, where in grads_free.items()
                     if not grads[name][where].equal(found_grads[name][where]))
     if grads:
         for n, letters in enumerate(out_layouts):
-            other = [changed(dx, call.place(letters, "part"), call.cotangents(1)[n]) if i == n else dx for i, dx in enumerate(cotangents)]
+            other = [changed(dx, call.place(letters, "part"), call.cotangents(1)[n]) if i == n else dx for i,
+                     dx in enumerate(cotangents)]
             after = call.run(inputs, other)[1]
             for value in (torch.nan,) if briefly else (torch.nan, torch.inf):
-                broken = [changed(dx, call.place(letters, "token"), value) if i == n else dx for i, dx in enumerate(cotangents)]
+                broken = [changed(dx, call.place(letters, "token"), value) if i == n else dx for i,
+                          dx in enumerate(cotangents)]
                 found_grads = call.run(inputs, broken)[1]
-                yield from (f"{value} in the gradient of output {n} reaches d{name}" for name, dx in grads.items()
+                yield from (f"{value} in the gradient of output {n} reaches d{name}" for name,
+                            dx in grads.items()
                             if not dx[where := kept(dx, after[name])].equal(found_grads[name][where]))
 
 
@@ -170,55 +191,78 @@ PLAIN = {**LAST, "normalize": False}
 BOTH = "BTHV NHKV"
 
 
-def _both(op: str, inputs: str, outputs: str = BOTH, extra: dict[str, Any] = LAST, **facts: Any) -> list[Call]:
+def _both(op: str, inputs: str, outputs: str = BOTH, extra: dict[str, Any] = LAST,
+          **facts: Any) -> list[Call]:
     return [Call(op, inputs, outputs, extra, packed, **facts) for packed in (False, True)]
 
 
 CALLS: list[Call] = [
-    *_both("chunk_simple_gla", SCALAR), *_both("chunk_retention", f"{QKV} {STATE}"), *_both("chunk_linear_attn", f"{QKV} {STATE}", extra=PLAIN),
-    *_both("chunk_lightning_attn", f"{QKV} {STATE}", extra=LIGHTNING), *_both("chunk_delta_rule", RULE), *_both("chunk_gated_delta_rule", GATED),
-    *_both("chunk_gla", f"{QKV} g:BTHK {STATE}"), *_both("chunk_kda", f"{QKV} g:BTHK beta:BTH {STATE}"), *_both("chunk_rwkv6", SIX),
+    *_both("chunk_simple_gla", SCALAR), *_both("chunk_retention", f"{QKV} {STATE}"),
+    *_both("chunk_linear_attn", f"{QKV} {STATE}", extra=PLAIN),
+    *_both("chunk_lightning_attn", f"{QKV} {STATE}", extra=LIGHTNING), *_both("chunk_delta_rule", RULE),
+    *_both("chunk_gated_delta_rule", GATED), *_both("chunk_gla", f"{QKV} g:BTHK {STATE}"),
+    *_both("chunk_kda", f"{QKV} g:BTHK beta:BTH {STATE}"), *_both("chunk_rwkv6", SIX),
     *_both("chunk_rwkv7", SEVEN), *_both("chunk_dplr_delta_rule", f"{QKV} {PAIR} gk:BTHK {STATE}"),
     *_both("chunk_iplr_delta_rule", f"{QKV} {PAIR} {STATE}"),
-    *_both("fused_recurrent_simple_gla", SCALAR), *_both("fused_recurrent_simple_gla", SCALAR, extra={**LAST, "reverse": True}),
-    *_both("fused_recurrent_delta_rule", RULE), *_both("fused_recurrent_gated_delta_rule", f"{GATED} gv:BTHV"),
-    *_both("fused_recurrent_gla", f"{QKV} gk:BTHK {STATE}"), *_both("fused_recurrent_kda", f"{QKV} g:BTHK beta:BTH {STATE}"),
-    *_both("fused_recurrent_rwkv6", SIX), *_both("fused_recurrent_rwkv7", SEVEN),
+    *_both("fused_recurrent_simple_gla", SCALAR),
+    *_both("fused_recurrent_simple_gla", SCALAR, extra={**LAST, "reverse": True}),
+    *_both("fused_recurrent_delta_rule", RULE),
+    *_both("fused_recurrent_gated_delta_rule", f"{GATED} gv:BTHV"),
+    *_both("fused_recurrent_gla", f"{QKV} gk:BTHK {STATE}"),
+    *_both("fused_recurrent_kda", f"{QKV} g:BTHK beta:BTH {STATE}"), *_both("fused_recurrent_rwkv6", SIX),
+    *_both("fused_recurrent_rwkv7", SEVEN),
     *_both("fused_mul_recurrent_rwkv7", f"r:BTHK w:BTHK k:BTHK v:BTHV kk:BTHK a:BTHK {STATE}"),
-    *_both("fused_recurrent_dplr_delta_rule", f"{QKV} {PAIR} gk:BTHK {STATE}"), *_both("fused_recurrent_iplr_delta_rule", f"{QKV} {PAIR} {STATE}"),
-    # Other names of the same code, each once. Without a state dg of the first token is rounding, which says nothing.
-    Call("fused_recurrent_retention", f"{QKV} {STATE}", BOTH, LAST), Call("fused_recurrent_linear_attn", f"{QKV} {STATE}", BOTH, PLAIN),
-    Call("fused_recurrent_lightning_attn", f"{QKV} {STATE}", BOTH, LIGHTNING), Call("fused_chunk_simple_gla", SCALAR, BOTH, LAST, True),
-    Call("fused_chunk_retention", f"{QKV} {STATE}", BOTH, LAST, True), Call("fused_chunk_linear_attn", f"{QKV} {STATE}", BOTH, PLAIN, True),
-    Call("parallel_simple_gla", f"{QKV} *g:BTH", "BTHV", {}, True), Call("parallel_retention", QKV, "BTHV", {}, True),
+    *_both("fused_recurrent_dplr_delta_rule", f"{QKV} {PAIR} gk:BTHK {STATE}"),
+    *_both("fused_recurrent_iplr_delta_rule", f"{QKV} {PAIR} {STATE}"),
+    # Other names of the same code, each once. Without a state dg of the first token is rounding, which says
+    # nothing.
+    Call("fused_recurrent_retention", f"{QKV} {STATE}", BOTH, LAST),
+    Call("fused_recurrent_linear_attn", f"{QKV} {STATE}", BOTH, PLAIN),
+    Call("fused_recurrent_lightning_attn", f"{QKV} {STATE}", BOTH, LIGHTNING),
+    Call("fused_chunk_simple_gla", SCALAR, BOTH, LAST, True),
+    Call("fused_chunk_retention", f"{QKV} {STATE}", BOTH, LAST, True),
+    Call("fused_chunk_linear_attn", f"{QKV} {STATE}", BOTH, PLAIN, True),
+    Call("parallel_simple_gla", f"{QKV} *g:BTH", "BTHV", {}, True),
+    Call("parallel_retention", QKV, "BTHV", {}, True),
     Call("parallel_simple_gla", f"{QKV} *g:BTH", "BTHV BHTT", {"output_attentions": True}),
     Call("parallel_retention", QKV, "BTHV BHTT", {"output_attentions": True}),
-    Call("chunk_hgrn", "x:BTC g:BTC initial_state:NC", "BTC NC", LAST), *_both("fused_recurrent_hgrn", "x:BTC g:BTC initial_state:NC", "BTC NC"),
-    *_both("causal_conv1d", "x:BTC weight:CW bias:C residual:BTC initial_state:NCW", "BTC NCW", {**LAST, "activation": "silu"}),
+    Call("chunk_hgrn", "x:BTC g:BTC initial_state:NC", "BTC NC", LAST),
+    *_both("fused_recurrent_hgrn", "x:BTC g:BTC initial_state:NC", "BTC NC"),
+    *_both("causal_conv1d", "x:BTC weight:CW bias:C residual:BTC initial_state:NCW", "BTC NCW",
+           {**LAST, "activation": "silu"}),
     *_both("token_shift", "x:BTC cache:NC", "BTC NC", {"output_cache": True}),
     Call("causal_conv1d_fn", "x:BCT weight:CW bias:C", "BCT", {"activation": "silu"}),
-    Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK D:H z:BTHV initial_states:NHVK", "BTHV NHVK",
-         {"chunk_size": 64, "return_final_states": True}),
+    Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK D:H z:BTHV initial_states:NHVK",
+         "BTHV NHVK", {"chunk_size": 64, "return_final_states": True}),
     # The gradient of the final states marks all of the last sequence, dC too, which does not depend on it.
     Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK *C:BTHK D:H z:BTHV", "BTHV NHVK",
          {"chunk_size": 64, "return_final_states": True}, at_once=EDGES[-1], numbered=True),
-    Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK", "BTHV", {"chunk_size": 64}, at_once=EDGES[-1], numbered=True),
-    Call("mamba_split_conv1d_scan_combined", "zxbcdt:BTZ conv1d_weight:FW conv1d_bias:F dt_bias:H A:H D:HV", "BTM",
-         {"chunk_size": 64}, at_once=EDGES[-1], numbered=True),
-    Call("selective_scan_fn", "u:BCT delta:BCT A:CK B:BKT C:BKT D:C z:BCT", "BCT BCK", {"delta_softplus": True, "return_last_state": True}),
+    Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK", "BTHV", {"chunk_size": 64},
+         at_once=EDGES[-1], numbered=True),
+    Call("mamba_split_conv1d_scan_combined", "zxbcdt:BTZ conv1d_weight:FW conv1d_bias:F dt_bias:H A:H D:HV",
+         "BTM", {"chunk_size": 64}, at_once=EDGES[-1], numbered=True),
+    Call("selective_scan_fn", "u:BCT delta:BCT A:CK B:BKT C:BKT D:C z:BCT", "BCT BCK",
+         {"delta_softplus": True, "return_last_state": True}),
     Call("selective_state_update", "*state:NHVK *x:BHV *dt:BHV *A:HVK *B:BHK *C:BHK", "BHV NHVK",
          function=in_place("selective_state_update", "state")),
-    Call("causal_conv1d_update", "*x:BC *cache:NCW *weight:CW", "BC NCW", function=in_place("causal_conv1d_update", "cache")),
-    Call("mamba_causal_conv1d_update", "*x:BC *conv_state:NCW *weight:CW", "BC NCW", function=in_place("mamba_causal_conv1d_update", "conv_state")),
-    Call("mamba_split_conv1d_scan_combined", "zxbcdt:BTZ conv1d_weight:FW conv1d_bias:F dt_bias:H A:H D:HV", "BTM NHVK",
-         {"chunk_size": 64, "return_final_states": True}),
+    Call("causal_conv1d_update", "*x:BC *cache:NCW *weight:CW", "BC NCW",
+         function=in_place("causal_conv1d_update", "cache")),
+    Call("mamba_causal_conv1d_update", "*x:BC *conv_state:NCW *weight:CW", "BC NCW",
+         function=in_place("mamba_causal_conv1d_update", "conv_state")),
+    Call("mamba_split_conv1d_scan_combined", "zxbcdt:BTZ conv1d_weight:FW conv1d_bias:F dt_bias:H A:H D:HV",
+         "BTM NHVK", {"chunk_size": 64, "return_final_states": True}),
     # rows by themselves
-    *(Call(op, "x:BTD weight:D bias:D", "BTD", at_once=1) for op in ("layer_norm", "rms_norm")), Call("l2norm", "x:BTD", "BTD", at_once=1),
+    *(Call(op, "x:BTD weight:D bias:D", "BTD", at_once=1) for op in ("layer_norm", "rms_norm")),
+    Call("l2norm", "x:BTD", "BTD", at_once=1),
     Call("group_norm", "x:BTD weight:D bias:D", "BTD", {"num_groups": 2}, at_once=1),
-    *(Call(op, "x:BTD g:BTD weight:D bias:D", "BTD", at_once=1) for op in ("layer_norm_gated", "rms_norm_gated")),
+    *(Call(op, "x:BTD g:BTD weight:D bias:D", "BTD", at_once=1)
+      for op in ("layer_norm_gated", "rms_norm_gated")),
     *(Call(op, "x:BTD weight:D bias:D z:BTD", "BTD", at_once=1) for op in ("layernorm_fn", "rmsnorm_fn")),
-    Call("fused_gdn_gate", "g:BTH A_log:H dt_bias:H", "BTH", at_once=1), Call("fused_kda_gate", "g:BTHK A_log:H", "BTHK", at_once=1),
-    Call("fused_addcmul_rwkv7", "hidden_states:BTD delta:BTD " + " ".join(f"x{name}:OOD" for name in "rwkvag"), "BTD " * 6, at_once=1),
+    Call("fused_gdn_gate", "g:BTH A_log:H dt_bias:H", "BTH", at_once=1),
+    Call("fused_kda_gate", "g:BTHK A_log:H", "BTHK", at_once=1),
+    Call("fused_addcmul_rwkv7",
+         "hidden_states:BTD delta:BTD " + " ".join(f"x{name}:OOD" for name in "rwkvag"), "BTD " * 6,
+         at_once=1),
     Call("fused_k_rwkv7", "k:BTD a:BTD ka:D", "BTD", at_once=1),
     Call("gate_output_correction", "o:BTE r:BTHD k:BTHD r_k:HD v:BTHD g:BTE", "BTE", at_once=1),
     *(Call("rotary_embedding", "x:BTHK *cos:PR *sin:PR", "BTHK", {}, packed, 1) for packed in (False, True)),

@@ -24,11 +24,13 @@ H200 = "triton=3.6.0,sm=90"
 
 def run(*arguments: str, before: str = "", path: tuple[Path, ...] = (), cwd: str | Path = ROOT,
         **environment: str) -> subprocess.CompletedProcess[str]:
-    """``flashlin`` with these arguments, after the script ``before``, with folders in front of the search path."""
-    script = f"{textwrap.dedent(before)}\nimport sys\nfrom flashlin.__main__ import main\nsys.exit(main({list(arguments)!r}))"
+    """``flashlin`` with these arguments, after the script ``before``, with folders in front of the search
+    path."""
+    script = (f"{textwrap.dedent(before)}\nimport sys\nfrom flashlin.__main__ import "
+              f"main\nsys.exit(main({list(arguments)!r}))")
     search = os.pathsep.join(map(str, (*path, ROOT)))
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, cwd=cwd,
-                          env={**CLEAN, "PYTHONPATH": search, **environment})
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300,
+                          cwd=cwd, env={**CLEAN, "PYTHONPATH": search, **environment})
 
 
 def read(done: subprocess.CompletedProcess[str]) -> Report:

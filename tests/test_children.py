@@ -1,4 +1,5 @@
-"""Child processes import what their parent would, and nothing that happens to lie in the current directory; all of them are started so."""
+"""Child processes import what their parent would, and nothing that happens to lie in the current directory;
+all of them are started so."""
 from __future__ import annotations
 
 import ast
@@ -27,9 +28,10 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("module, arguments", [
-    ("flashlin.trial.child", ["--help"]), ("flashlin.testing.compile", ["--help"]), ("flashlin.diagnostics.quick", ["--help"]),
-    ("matrix.gpu", ["--help"])])
-def test_what_lies_in_the_current_directory_is_left_alone(module: str, arguments: list[str], trap: Path) -> None:
+    ("flashlin.trial.child", ["--help"]), ("flashlin.testing.compile", ["--help"]),
+    ("flashlin.diagnostics.quick", ["--help"]), ("matrix.gpu", ["--help"])])
+def test_what_lies_in_the_current_directory_is_left_alone(module: str, arguments: list[str],
+                                                          trap: Path) -> None:
     ran = subprocess.run(python(module, *arguments), capture_output=True, text=True, timeout=120, check=False)
     assert (ran.returncode, trap.exists()) == (0, False), ran.stderr
     assert "usage: " in ran.stdout
@@ -39,7 +41,8 @@ def test_the_parent_s_path_is_the_child_s(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "told.py").write_text("import sys; print(__name__, sys.argv, sys.path[:2])")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "one"), *sys.path])
-    said = subprocess.run(python("told", "a b", "c", first="/first"), capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(python("told", "a b", "c", first="/first"), capture_output=True, text=True,
+                          check=True).stdout
     assert said.strip() == f"__main__ ['{tmp_path / 'one' / 'told.py'}', 'a b', 'c'] ['/first', '{tmp_path / 'one'}']"
 
 

@@ -1,4 +1,5 @@
-"""The command line: what it says and how it ends, in pipes, without a GPU, with dependencies that cannot be imported."""
+"""The command line: what it says and how it ends, in pipes, without a GPU, with dependencies that cannot be
+imported."""
 from __future__ import annotations
 
 import json
@@ -18,13 +19,15 @@ from tests.machines import BROKEN, CLEAN, H200, NO_TORCH, ROOT, package, run
 
 # --- pipes ---
 
-@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["explain", "chunk_gla"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["explain", "chunk_gla"]],
+                         ids=" ".join)
 def test_a_pipe_that_nobody_reads_ends_it_quietly(arguments: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        done = subprocess.run([sys.executable, "-m", "flashlin", *arguments, "--target", H200], stdout=writing, stderr=subprocess.PIPE, text=True,
-                              timeout=120, env={**CLEAN, "PYTHONPATH": str(ROOT)}, cwd=ROOT, check=False)
+        done = subprocess.run([sys.executable, "-m", "flashlin", *arguments, "--target", H200],
+                              stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120,
+                              env={**CLEAN, "PYTHONPATH": str(ROOT)}, cwd=ROOT, check=False)
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
@@ -36,7 +39,9 @@ def test_the_version_is_one_line(tmp_path: Path) -> None:
     for name, version in (("torch", "2.99.0+cu999"), ("triton", "3.99.0")):
         package(tmp_path, name, f"print('noise on stdout')\n__version__ = {version!r}")
     done = run("--version", path=(tmp_path,))
-    assert (done.returncode, done.stdout) == (0, f"flashlin {flashlin.__version__}, torch 2.99.0+cu999, triton 3.99.0\n")
+    assert (done.returncode, done.stdout) == (0,
+                                              f"flashlin {flashlin.__version__}, torch 2.99.0+cu999, triton "
+                                              "3.99.0\n")
 
 
 def test_the_version_is_told_however_broken_the_rest_is(tmp_path: Path) -> None:
@@ -44,16 +49,21 @@ def test_the_version_is_told_however_broken_the_rest_is(tmp_path: Path) -> None:
     package(tmp_path, "triton", "raise SystemExit(3)")
     done = run("--version", path=(tmp_path,), before="import sys; sys.modules['pydantic'] = None")
     assert done.returncode == 0 and done.stdout == (
-        f"flashlin {flashlin.__version__}, torch broken (OSError: libcudart.so.12: cannot open shared object file), triton broken (SystemExit: 3)\n")
-    missing = run("--version", before="import sys; sys.path[:] = [folder for folder in sys.path if 'site-packages' not in folder]")
+        f"flashlin {flashlin.__version__}, torch broken (OSError: libcudart.so.12: cannot open shared object "
+        "file), triton broken (SystemExit: 3)\n")
+    missing = run("--version",
+                  before="import sys; sys.path[:] = [folder for folder in sys.path if 'site-packages' not in "
+                         "folder]")
     assert missing.stdout == f"flashlin {flashlin.__version__}, torch not installed, triton not installed\n"
 
 
 # --- what cannot be imported ---
 
 @pytest.mark.parametrize(("missing", "fix", "command"), [
-    ("pydantic", '"pydantic>=2"', "doctor --json"), ("packaging", '"packaging>=22"', "doctor"), ("pydantic_core", '"pydantic>=2"', "doctor"),
-    ("flashlin.kernels.conv.recipe", "--no-deps flashlin", "doctor"), ("flashlin.diagnostics.outlook", "--no-deps flashlin", "explain chunk_gla"),
+    ("pydantic", '"pydantic>=2"', "doctor --json"), ("packaging", '"packaging>=22"', "doctor"),
+    ("pydantic_core", '"pydantic>=2"', "doctor"),
+    ("flashlin.kernels.conv.recipe", "--no-deps flashlin", "doctor"),
+    ("flashlin.diagnostics.outlook", "--no-deps flashlin", "explain chunk_gla"),
     ("flashlin.trial.warmup", "--no-deps flashlin", "warmup")])
 def test_a_flashlin_that_cannot_be_loaded_is_one_line(missing: str, fix: str, command: str) -> None:
     done = run(*command.split(), before=f"import sys; sys.modules[{missing!r}] = None")
@@ -63,7 +73,8 @@ def test_a_flashlin_that_cannot_be_loaded_is_one_line(missing: str, fix: str, co
     assert line.endswith(f"fix: pip install --force-reinstall {fix}")
 
 
-@pytest.mark.parametrize("text", [BROKEN, "raise SystemExit(3)", "__version__ = '1.10'"], ids=["raising", "exiting", "old"])
+@pytest.mark.parametrize("text", [BROKEN, "raise SystemExit(3)", "__version__ = '1.10'"],
+                         ids=["raising", "exiting", "old"])
 def test_a_broken_dependency_is_named(text: str, tmp_path: Path) -> None:
     done = run("doctor", path=(package(tmp_path, "pydantic", text),))
     assert done.returncode == 1 and not done.stdout and "Traceback" not in done.stderr
@@ -83,10 +94,13 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("target", "fail_on", "code"), [
-    ("triton=3.6.0,sm=90", (), 0), ("triton=3.6.0,sm=90", ("--fail-on", "degraded"), 0), ("triton=3.2.0,sm=75", (), 0),
-    ("triton=3.2.0,sm=75", ("--fail-on", "problem"), 0), ("triton=3.2.0,sm=75", ("--fail-on", "degraded"), 1),
-    ("triton=3.7.1,sm=100", ("--fail-on", "degraded"), 0), ("triton=3.6.0,backend=cpu", ("--fail-on", "degraded"), 0)])
-def test_degraded_fails_where_it_is_asked_to(target: str, fail_on: tuple[str, ...], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    ("triton=3.6.0,sm=90", (), 0), ("triton=3.6.0,sm=90", ("--fail-on", "degraded"), 0),
+    ("triton=3.2.0,sm=75", (), 0), ("triton=3.2.0,sm=75", ("--fail-on", "problem"), 0),
+    ("triton=3.2.0,sm=75", ("--fail-on", "degraded"), 1),
+    ("triton=3.7.1,sm=100", ("--fail-on", "degraded"), 0),
+    ("triton=3.6.0,backend=cpu", ("--fail-on", "degraded"), 0)])
+def test_degraded_fails_where_it_is_asked_to(target: str, fail_on: tuple[str, ...], code: int,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--target", target, "--op", "chunk_gla", *fail_on]) == code
     text = capsys.readouterr().out
     found = Report.model_validate_json(text)
@@ -110,12 +124,15 @@ def test_warmup_with_a_torch_that_is_missing_is_one_line() -> None:
     assert done.stderr.endswith('fix: pip install --force-reinstall "torch>=2.4"\n')
 
 
-def test_short_names_of_dtypes_reach_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_names_of_dtypes_reach_every_command(monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "chunk_gla", "--target", H200, "--dtype", "fp16"]) == 0
     assert " float16 " in capsys.readouterr().out
     asked = []
-    monkeypatch.setattr(warmup, "run", lambda todo, *rest, **more: asked.extend(one.dtype for one in todo) or [])
-    assert main(["warmup", "--op", "rms_norm", "--device", "cpu", "--dtype", "bf16", "--dtype", "half"]) == 0 and asked == ["bfloat16", "float16"]
+    monkeypatch.setattr(warmup, "run",
+                        lambda todo, *rest, **more: asked.extend(one.dtype for one in todo) or [])
+    assert main(["warmup", "--op", "rms_norm", "--device", "cpu", "--dtype", "bf16", "--dtype",
+                 "half"]) == 0 and asked == ["bfloat16", "float16"]
     for command in (["explain", "chunk_gla", "--target", H200], ["warmup", "--device", "cpu"]):
         assert main([*command, "--dtype", "banana"]) == 2
         assert "dtype: got 'banana', need one of bfloat16, " in capsys.readouterr().err

@@ -24,18 +24,22 @@ pytestmark = pytest.mark.usefixtures("default_settings")
 # --- degraded ---
 
 @pytest.mark.parametrize(("target", "cost"), [
-    ("triton=3.2.0,sm=75", COPIES), ("triton=3.9.0,sm=70", COPIES), ("triton=3.5.0,sm=103", PLAIN), ("triton=3.6.0,backend=hip", PLAIN)])
-def test_a_gpu_that_is_not_used_or_used_with_copies_is_degraded_and_names_its_cost(target: str, cost: str) -> None:
+    ("triton=3.2.0,sm=75", COPIES), ("triton=3.9.0,sm=70", COPIES), ("triton=3.5.0,sm=103", PLAIN),
+    ("triton=3.6.0,backend=hip", PLAIN)])
+def test_a_gpu_that_is_not_used_or_used_with_copies_is_degraded_and_names_its_cost(target: str,
+                                                                                   cost: str) -> None:
     found = flashlin.doctor(target=target, op="chunk_gla")
     [plan] = found.plans
     assert plan.verdict == "degraded" and cost in plan.cost
     assert f"cost: {plan.cost}" in found.text() and "cost" in found.markdown()
-    assert found.status == "degraded" and found.ok and found.verdict.startswith("Every op runs here, but not all of the GPU is used. 1 of 1 ops")
+    assert found.status == "degraded" and found.ok and found.verdict.startswith(
+        "Every op runs here, but not all of the GPU is used. 1 of 1 ops")
     assert f"Its cost: {plan.cost}." in flashlin.explain("chunk_gla", target=target)
 
 
-@pytest.mark.parametrize("target", ["triton=3.6.0,sm=90", "triton=3.7.1,sm=100", "triton=3.6.0,backend=cpu", "backend=cpu,triton=2.3.1",
-                                    "triton=3.6.0,backend=interpreter"])
+@pytest.mark.parametrize("target",
+                         ["triton=3.6.0,sm=90", "triton=3.7.1,sm=100", "triton=3.6.0,backend=cpu",
+                          "backend=cpu,triton=2.3.1", "triton=3.6.0,backend=interpreter"])
 def test_nothing_else_is(target: str) -> None:
     found = flashlin.doctor(target=target)
     assert found.status != "degraded" and not {plan.verdict for plan in found.plans} & {"degraded", "problem"}
@@ -49,21 +53,25 @@ def test_a_gpu_that_a_setting_leaves_unused_is_degraded(monkeypatch: pytest.Monk
 
 
 def test_a_worse_verdict_goes_before_degraded() -> None:
-    both = Report(version="1", devices=(), plans=(), issues=(), checks=(Check(name="a", status="degraded", detail="slow"),
-                                                                       Check(name="b", status="problem", detail="broken")))
-    assert both.status == "problem" and both.fails() and both.fails("degraded") and both.verdict == "Not everything works here. b: broken."
+    both = Report(version="1", devices=(), plans=(), issues=(),
+                  checks=(Check(name="a", status="degraded", detail="slow"),
+                         Check(name="b", status="problem", detail="broken")))
+    assert both.status == "problem" and both.fails() and both.fails(
+        "degraded") and both.verdict == "Not everything works here. b: broken."
     assert Report.model_validate_json(both.model_dump_json()) == both
     slow = both.model_copy(update={"checks": both.checks[:1]})
-    assert not slow.fails() and slow.fails("degraded") and slow.verdict.endswith("not all of the GPU is used. a: slow.")
+    assert not slow.fails() and slow.fails("degraded") and slow.verdict.endswith(
+        "not all of the GPU is used. a: slow.")
 
 
 SMI = "#!/bin/sh\necho 'NVIDIA H200, 570.86'\n"
 
 
 @pytest.mark.parametrize(("cuda", "visible", "fix"), [
-    (None, None, "pip install --force-reinstall torch"), ("12.8", "", "unset CUDA_VISIBLE_DEVICES"), ("12.8", "-1", "unset CUDA_VISIBLE_DEVICES"),
-    ("12.8", None, "")])
-def test_a_card_that_torch_cannot_use_is_degraded_with_the_repair(cuda: str | None, visible: str | None, fix: str, tmp_path: Path,
+    (None, None, "pip install --force-reinstall torch"), ("12.8", "", "unset CUDA_VISIBLE_DEVICES"),
+    ("12.8", "-1", "unset CUDA_VISIBLE_DEVICES"), ("12.8", None, "")])
+def test_a_card_that_torch_cannot_use_is_degraded_with_the_repair(cuda: str | None, visible: str | None,
+                                                                  fix: str, tmp_path: Path,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -71,7 +79,8 @@ def test_a_card_that_torch_cannot_use_is_degraded_with_the_repair(cuda: str | No
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(diagnosis, "examine", lambda: made(cuda=cuda, targets={"cpu": targets.parse("triton=3.6.0")}))
+    monkeypatch.setattr(diagnosis, "examine",
+                        lambda: made(cuda=cuda, targets={"cpu": targets.parse("triton=3.6.0")}))
     found = flashlin.doctor(op="chunk_gla")
     assert (check(found, "driver").status, check(found, "driver").fix) == ("degraded", fix)
     assert found.status == "degraded" and "driver: 1 x NVIDIA H200" in found.verdict and "plain torch on the CPU" in found.verdict
@@ -81,11 +90,13 @@ def test_a_card_that_torch_cannot_use_is_degraded_with_the_repair(cuda: str | No
 # --- what cannot be imported ---
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("raise RuntimeError('0 active drivers')", "RuntimeError: 0 active drivers"), ("raise SystemExit(3)", "SystemExit: 3"),
-    ("import nothing_like_it", "No module named 'nothing_like_it'"), ("", "No module named 'triton.language'"),
+    ("raise RuntimeError('0 active drivers')", "RuntimeError: 0 active drivers"),
+    ("raise SystemExit(3)", "SystemExit: 3"), ("import nothing_like_it", "No module named 'nothing_like_it'"),
+    ("", "No module named 'triton.language'"),
     ("from . import language", "AttributeError: module 'triton' has no attribute '__version__'")],
     ids=["raises", "exits", "misses a module", "is empty", "has no version"])
-def test_a_triton_whose_import_fails_is_not_ok(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triton_whose_import_fails_is_not_ok(text: str, said: str, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton.language")
     package(tmp_path, "triton", text)
     if "language" in text:
@@ -96,39 +107,49 @@ def test_a_triton_whose_import_fails_is_not_ok(text: str, said: str, tmp_path: P
     version, error = targets.triton_state.__wrapped__()
     assert (version, error) == ("", f"import fails: {said}")
     (one,) = machine.check_triton(made(torch="2.10.0", triton="", triton_error=error))
-    assert (one.status, one.fix) == ("worked around", 'pip install --force-reinstall "triton==3.6.0"') and said in one.detail
+    assert (one.status, one.fix) == ("worked around",
+                                     'pip install --force-reinstall "triton==3.6.0"') and said in one.detail
 
 
 def test_a_triton_that_ends_the_process_does_not_end_a_call(tmp_path: Path) -> None:
-    done = run("doctor", "--json", "--op", "chunk_gla", path=(package(tmp_path, "triton", "raise SystemExit(3)"),))
-    assert done.returncode == 0 and read(done).plans[0].path == "torch" and read(done).status == "worked around"
+    done = run("doctor", "--json", "--op", "chunk_gla",
+               path=(package(tmp_path, "triton", "raise SystemExit(3)"),))
+    assert done.returncode == 0 and read(done).plans[0].path == "torch" and read(
+        done).status == "worked around"
 
 
 @pytest.mark.parametrize(("error", "fix"), [
-    ("not installed", 'pip install "triton==3.6.0"'), ("import fails: OSError: libcuda", 'pip install --force-reinstall "triton==3.6.0"')])
-def test_a_gpu_whose_triton_cannot_be_used_is_degraded(error: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ("not installed", 'pip install "triton==3.6.0"'),
+    ("import fails: OSError: libcuda", 'pip install --force-reinstall "triton==3.6.0"')])
+def test_a_gpu_whose_triton_cannot_be_used_is_degraded(error: str, fix: str,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "examine", lambda: made("sm=90,triton=0", triton="", triton_error=error))
     found = flashlin.doctor(op="chunk_gla")
     assert (check(found, "triton").status, check(found, "triton").fix) == ("degraded", fix)
     assert found.plans[0].verdict == "degraded" and found.status == "degraded"
-    assert {one.fix for one in machine.check_triton(made("sm=90,triton=0", torch="2.99", triton="", triton_error="not installed"))} == {
-        "pip install triton"}
+    assert {one.fix for one in machine.check_triton(made("sm=90,triton=0", torch="2.99", triton="",
+                                                         triton_error="not installed"))} == {
+"pip install triton"}
 
 
 def test_a_machine_of_which_no_device_answers_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "examine", lambda: made(lost={"cuda:0": "RuntimeError: CUDA error: out of memory"}))
+    monkeypatch.setattr(diagnosis, "examine",
+                        lambda: made(lost={"cuda:0": "RuntimeError: CUDA error: out of memory"}))
     found = flashlin.doctor(op="chunk_gla")
     assert {(plan.verdict, plan.path, plan.because) for plan in found.plans} == {
         ("problem", "cannot run", "cuda:0: RuntimeError: CUDA error: out of memory")}
 
 
 @pytest.mark.parametrize(("module", "ops"), [
-    ("flashlin.kernels.rotary.forward", {"rotary_embedding"}), ("flashlin.kernels.hgrn.backward", {"chunk_hgrn", "fused_recurrent_hgrn"})])
-def test_kernels_that_cannot_be_imported_are_a_problem_of_their_ops_on_a_gpu(module: str, ops: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ("flashlin.kernels.rotary.forward", {"rotary_embedding"}),
+    ("flashlin.kernels.hgrn.backward", {"chunk_hgrn", "fused_recurrent_hgrn"})])
+def test_kernels_that_cannot_be_imported_are_a_problem_of_their_ops_on_a_gpu(module: str, ops: set[str],
+                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "examine", lambda: made(H200))
     monkeypatch.setitem(sys.modules, module, None)
     stopped = [plan for plan in flashlin.doctor().plans if plan.verdict == "problem"]
-    assert {plan.op for plan in stopped} == ops and all(module in plan.because and plan.path == "cannot run" for plan in stopped)
+    assert {plan.op for plan in stopped} == ops and all(module in plan.because and plan.path == "cannot run"
+                                                        for plan in stopped)
 
 
 def test_a_public_module_that_cannot_be_imported_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +157,10 @@ def test_a_public_module_that_cannot_be_imported_is_a_problem(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "flashlin.modules.rotary", None)
     monkeypatch.delitem(vars(flashlin), "RotaryEmbedding")
     (one,) = machine.check_modules(made(H200))
-    assert one.status == "problem" and one.detail.startswith("RotaryEmbedding cannot be imported: ModuleNotFoundError")
-    assert one.fix == "pip install --force-reinstall --no-deps flashlin" and one in machine.checkup(made(H200), machine.CHECKS)
+    assert one.status == "problem" and one.detail.startswith(
+        "RotaryEmbedding cannot be imported: ModuleNotFoundError")
+    assert one.fix == "pip install --force-reinstall --no-deps flashlin" and one in machine.checkup(
+        made(H200), machine.CHECKS)
 
 
 def test_without_torch_the_modules_are_not_blamed() -> None:
@@ -151,9 +174,13 @@ def test_the_folders_are_settings_like_any_other(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(f"FLASHLIN_{name}", str(tmp_path / name))
     assert [one.status for one in machine.check_policy(made(H200))] == ["ok"]
     home, cache = machine.check_folders(made(H200))
-    assert (home.name, cache.name, home.status, cache.status) == ("FLASHLIN_HOME", "FLASHLIN_CACHE", "ok", "ok")
-    assert home.detail.startswith(f"{tmp_path / 'HOME'} can be written") and cache.detail.startswith(f"{tmp_path / 'CACHE'} can be written")
-    assert not list(tmp_path.iterdir()) and (verdicts.place()[0], environments.cache_folder()) == (tmp_path / "HOME", tmp_path / "CACHE")
+    assert (home.name, cache.name, home.status, cache.status) == ("FLASHLIN_HOME", "FLASHLIN_CACHE", "ok",
+                                                                  "ok")
+    assert home.detail.startswith(f"{tmp_path / 'HOME'} can be written") and cache.detail.startswith(
+        f"{tmp_path / 'CACHE'} can be written")
+    assert not list(tmp_path.iterdir()) and (verdicts.place()[0],
+                                             environments.cache_folder()) == (tmp_path / "HOME",
+                                                                              tmp_path / "CACHE")
 
 
 def test_folders_that_cannot_be_written_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,26 +190,37 @@ def test_folders_that_cannot_be_written_are_told(monkeypatch: pytest.MonkeyPatch
         assert one.status == "worked around" and f"/dev/null/{name} cannot be written" in one.detail
         assert one.fix == f"export FLASHLIN_{name}=(a folder you can write)"
     monkeypatch.setattr(verdicts, "place", lambda warn: (None, "FLASHLIN_HOME=/x belongs to another user"))
-    assert next(machine.check_folders(made(H200))).detail.startswith("FLASHLIN_HOME=/x belongs to another user: what flashlin warmup")
+    assert next(machine.check_folders(made(H200))).detail.startswith(
+        "FLASHLIN_HOME=/x belongs to another user: what flashlin warmup")
 
 
-@pytest.mark.parametrize(("name", "meant"), [("FLASHLIN_POLICI", "FLASHLIN_POLICY does"), ("FLASHLIN_CHACHE", "FLASHLIN_CACHE does"),
-                                             ("FLASHLIN_XYZZY_PLUGH", "known are FLASHLIN_AUTOTUNE, FLASHLIN_CACHE, ")])
-def test_a_variable_that_means_nothing_is_told_with_the_one_that_was_meant(name: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "meant"),
+                         [("FLASHLIN_POLICI", "FLASHLIN_POLICY does"),
+                          ("FLASHLIN_CHACHE", "FLASHLIN_CACHE does"),
+                          ("FLASHLIN_XYZZY_PLUGH", "known are FLASHLIN_AUTOTUNE, FLASHLIN_CACHE, ")])
+def test_a_variable_that_means_nothing_is_told_with_the_one_that_was_meant(name: str, meant: str,
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
     _, one = machine.check_policy(made(H200))
-    assert (one.status, one.fix) == ("worked around", f"unset {name}") and one.detail.startswith(f"{name} means nothing; {meant}")
+    assert (one.status, one.fix) == ("worked around",
+                                     f"unset {name}") and one.detail.startswith(
+                                         f"{name} means nothing; {meant}")
 
 
 def test_what_was_found_on_this_machine_is_listed_with_dates(home: Path) -> None:
     where, here = "cuda:0", made(H200)
-    assert [one.detail for one in machine.check_tried(here)] == [f"{where}: 0 configurations of kernels ran in trials of this machine's own"]
+    assert [one.detail for one
+            in machine.check_tried(here)] == [
+                f"{where}: 0 configurations of kernels ran in trials of this machine's own"]
     noon = 1_700_000_000.0
     verdicts.keep(verdicts.Table(
-        {"a 4": verdicts.Verdict("ran", noon, "chunk_gla bfloat16 64"), "b 8": verdicts.Verdict("hang", noon, "chunk_kda bfloat16 64", "no answer")},
-        {"chunk_gla float32 64": verdicts.Verdict("not tried", noon, "chunk_gla float32 64", "CUDA out of memory")}), here.targets[where])
+        {"a 4": verdicts.Verdict("ran", noon, "chunk_gla bfloat16 64"),
+         "b 8": verdicts.Verdict("hang", noon, "chunk_kda bfloat16 64", "no answer")},
+        {"chunk_gla float32 64": verdicts.Verdict("not tried", noon, "chunk_gla float32 64",
+                                                  "CUDA out of memory")}), here.targets[where])
     ran, bad, untried = machine.check_tried(here)
-    assert (ran.status, ran.detail) == ("ok", f"{where}: 1 configurations of kernels ran, 2023-11-14 to 2023-11-14")
+    assert (ran.status, ran.detail) == ("ok",
+                                        f"{where}: 1 configurations of kernels ran, 2023-11-14 to 2023-11-14")
     assert (bad.status, bad.fix) == ("worked around", "flashlin warmup --forget --op chunk_kda")
     assert bad.detail == f"{where}: b 8: hang on 2023-11-14 (no answer); it is planned otherwise"
     assert untried.status == "could not check" and "chunk_gla float32 64 could not be tried on 2023-11-14: CUDA out of memory" in untried.detail

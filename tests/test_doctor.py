@@ -33,7 +33,8 @@ pytestmark = pytest.mark.usefixtures("default_settings")
 
 @pytest.mark.parametrize("broken", ["missing", "raising", "exiting", "old", "empty"])
 def test_a_torch_that_cannot_be_used_is_the_verdict(broken: str, tmp_path: Path) -> None:
-    text = {"missing": "", "raising": BROKEN, "exiting": "raise SystemExit(3)", "old": "__version__ = '2.1.0'", "empty": ""}[broken]
+    text = {"missing": "", "raising": BROKEN, "exiting": "raise SystemExit(3)",
+            "old": "__version__ = '2.1.0'", "empty": ""}[broken]
     before, path = (NO_TORCH, ()) if broken == "missing" else ("", (package(tmp_path, "torch", text),))
     done = run("doctor", "--json", before=before, path=path)
     found = read(done)
@@ -45,13 +46,15 @@ def test_a_torch_that_cannot_be_used_is_the_verdict(broken: str, tmp_path: Path)
 
 
 def test_other_machines_are_planned_for_without_torch_and_triton() -> None:
-    done = run("doctor", "--json", "--target", "triton=3.6.0,sm=90", before=NO_TORCH + "; sys.modules['triton'] = None")
+    done = run("doctor", "--json", "--target", "triton=3.6.0,sm=90",
+               before=NO_TORCH + "; sys.modules['triton'] = None")
     assert done.returncode == 0 and {row.path for row in read(done).plans} == {"triton"}
 
 
 def test_help_needs_nothing_but_python() -> None:
     for arguments in (["--help"], ["doctor", "--help"], ["explain", "--help"]):
-        done = run(*arguments, before=NO_TORCH + "\nfor name in ('triton', 'pydantic', 'packaging'): sys.modules[name] = None")
+        done = run(*arguments, before=NO_TORCH
+                   + "\nfor name in ('triton', 'pydantic', 'packaging'): sys.modules[name] = None")
         assert done.returncode == 0 and "examples:" in done.stdout and not done.stderr
 
 
@@ -76,8 +79,11 @@ def happened(done: subprocess.CompletedProcess[str], found: Report) -> None:
     assert (found.plans[0].path, done.returncode) == ("torch", 0)
 
 
-@pytest.mark.parametrize(("text", "said"), [("__version__ = '2.3.1'\nfrom . import language", "2.3.1 is older than 3.0"), (BROKEN, "libcudart")])
-def test_with_a_triton_that_cannot_be_used_doctor_says_what_happens(text: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "said"),
+                         [("__version__ = '2.3.1'\nfrom . import language", "2.3.1 is older than 3.0"),
+                          (BROKEN, "libcudart")])
+def test_with_a_triton_that_cannot_be_used_doctor_says_what_happens(text: str, said: str,
+                                                                    tmp_path: Path) -> None:
     package(tmp_path, "triton", text)
     (tmp_path / "triton" / "language.py").write_text("class dtype: pass")
     done = run("doctor", "--json", "--op", "chunk_simple_gla", before=CALL, path=(tmp_path,))
@@ -89,19 +95,22 @@ def test_with_a_triton_that_cannot_be_used_doctor_says_what_happens(text: str, s
 def test_two_tritons_a_home_and_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     installed(package(tmp_path, "triton", "__version__ = '3.1.0'\nfrom . import language"), "triton", "3.1.0")
     (tmp_path / "triton" / "language.py").write_text("class dtype: pass")
-    done = run("doctor", "--json", "--op", "chunk_simple_gla", before=CALL, path=(tmp_path,), cwd="/proc", HOME="/dev/null/home")
+    done = run("doctor", "--json", "--op", "chunk_simple_gla", before=CALL, path=(tmp_path,), cwd="/proc",
+               HOME="/dev/null/home")
     found = read(done)
     both = check(found, "two Tritons")
     assert both.status == "worked around" and "triton 3.1.0" in both.detail and "first on the path wins, which is 3.1.0" in both.detail
     assert both.fix.startswith("pip uninstall -y triton && pip install")
     assert check(found, "pair").status == "worked around" and "pip install" in check(found, "pair").fix
-    assert check(found, "cache").status == "worked around" and "cannot be written" in check(found, "cache").detail
+    assert check(found, "cache").status == "worked around" and "cannot be written" in check(found,
+                                                                                            "cache").detail
     happened(done, found)
 
 
 def test_this_machine_in_text_and_markdown_and_nothing_written(tmp_path: Path) -> None:
     before = "import os; os.umask(0)"
-    text = run("doctor", before=before, cwd=tmp_path, HOME=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache"), PYTHONDONTWRITEBYTECODE="1")
+    text = run("doctor", before=before, cwd=tmp_path, HOME=str(tmp_path),
+               TRITON_CACHE_DIR=str(tmp_path / "cache"), PYTHONDONTWRITEBYTECODE="1")
     assert text.returncode == 0 and not text.stderr
     first, _, device, *rest = text.stdout.splitlines()
     assert first.startswith(f"flashlin {flashlin.__version__}: Every op runs here.")
@@ -131,7 +140,8 @@ def test_two_tritons_in_one_folder_are_a_problem(tmp_path: Path, monkeypatch: py
     assert both.fix == 'pip uninstall -y pytorch-triton triton && pip install "triton==3.6.0"'
 
 
-def test_a_loaded_triton_that_is_not_the_installed_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loaded_triton_that_is_not_the_installed_one_is_told(tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(installed(tmp_path, "triton", "3.7.1"))])
     (one,) = machine.check_copies(made(H200))
     assert one.status == "worked around" and "loaded is 3.6.0" in one.detail and "installed is 3.7.1" in one.detail
@@ -142,7 +152,8 @@ def test_a_loaded_triton_that_is_not_the_installed_one_is_told(tmp_path: Path, m
     ("2.10.0+cu128", "3.6.0", ""), ("2.8.0", "3.6.0", 'pip install "triton==3.4.0"'), ("2.14.1", "3.8.3", ""),
     ("2.15.0", "3.8.0", 'pip install "triton~=3.9.0"'), ("2.99.0", "3.6.0", None)])
 def test_the_pair_of_torch_and_triton(torch: str, triton: str, fix: str | None) -> None:
-    pairs = [one.fix for one in machine.check_triton(made(f"triton={triton},sm=90", torch=torch)) if one.name == "pair"]
+    pairs = [one.fix for one in machine.check_triton(made(f"triton={triton},sm=90", torch=torch))
+             if one.name == "pair"]
     assert pairs == ([] if fix is None else [fix])
 
 
@@ -152,7 +163,8 @@ def test_a_gpu_without_triton_gets_the_command_that_installs_the_right_one() -> 
 
 
 @pytest.mark.parametrize(("on", "status"), [(H200, "problem"), ("sm=90,backend=cpu", "worked around")])
-def test_a_cache_or_ptxas_that_cannot_be_used(on: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_or_ptxas_that_cannot_be_used(on: str, status: str, tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ptxas").write_text("not executable")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/dev/null/cache")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
@@ -177,10 +189,13 @@ SMI_FAILS = "#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n"
 
 
 @pytest.mark.parametrize(("found", "script", "status", "said"), [
-    (made(H200), SMI, "ok", "2 x NVIDIA H200, driver 570.86"), (made(cuda=None), SMI, "degraded", "is a CPU build"),
-    (made(), SMI, "degraded", "the driver is too old for it"), (made(H200), SMI_FAILS, "could not check", "nvidia-smi: NVIDIA-SMI has failed"),
+    (made(H200), SMI, "ok", "2 x NVIDIA H200, driver 570.86"),
+    (made(cuda=None), SMI, "degraded", "is a CPU build"),
+    (made(), SMI, "degraded", "the driver is too old for it"),
+    (made(H200), SMI_FAILS, "could not check", "nvidia-smi: NVIDIA-SMI has failed"),
     (made(H200), None, "could not check", "not there"), (made(cuda=None), None, "ok", "not there")])
-def test_the_driver(found: Machine, script: str | None, status: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver(found: Machine, script: str | None, status: str, said: str, tmp_path: Path,
+                    monkeypatch: pytest.MonkeyPatch) -> None:
     if script is not None:
         (tmp_path / "nvidia-smi").write_text(script)
         (tmp_path / "nvidia-smi").chmod(0o755)
@@ -197,16 +212,21 @@ def test_a_driver_that_hangs_could_not_be_checked(monkeypatch: pytest.MonkeyPatc
     assert [one.status for one in checkup(made(H200), (machine.check_driver,))] == ["could not check"]
 
 
-def test_a_misspelt_setting_is_told_and_a_wrong_value_stops_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_setting_is_told_and_a_wrong_value_stops_everything(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHLIN_POLCY", "off")
     assert [one.status for one in machine.check_policy(made(H200))] == ["ok", "worked around"]
     monkeypatch.setenv("FLASHLIN_PATH", "cuda")
     found = flashlin.doctor(target=H200)
-    assert found.exit_code == 1 and {row.path for row in found.plans} == {"cannot run"} and "need one of auto, triton, torch" in found.verdict
+    assert found.exit_code == 1 and {row.path
+                                     for row in found.plans} == {
+                                         "cannot run"} and "need one of auto, triton, torch" in found.verdict
 
 
-@pytest.mark.parametrize(("target", "raises"), [(H200, True), ("triton=3.7.1,sm=90", False), ("triton=3.6.0,sm=80", False)])
-def test_what_fla_would_do_is_told_only_where_it_is_installed(target: str, raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("target", "raises"),
+                         [(H200, True), ("triton=3.7.1,sm=90", False), ("triton=3.6.0,sm=80", False)])
+def test_what_fla_would_do_is_told_only_where_it_is_installed(target: str, raises: bool, tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert not list(machine.check_fla(made(target)))
     installed(tmp_path, "fla-core", "0.6.0")
@@ -224,27 +244,33 @@ def row(target: str, op: str = "chunk_simple_gla") -> report.OpPlan:
 @pytest.mark.parametrize(("target", "path", "verdict"), [
     ("triton=3.2.0,sm=75", "bfloat16: triton via fp32; float16, float32: triton", "degraded"),
     ("triton=3.3.1,sm=75", "bfloat16, float16: triton via fp32; float32: triton", "degraded"),
-    ("triton=3.6.0,sm=90", "triton", "ok"), ("triton=3.5.0,sm=103", "torch", "degraded"), ("triton=3.6.0,backend=hip", "torch", "degraded"),
+    ("triton=3.6.0,sm=90", "triton", "ok"), ("triton=3.5.0,sm=103", "torch", "degraded"),
+    ("triton=3.6.0,backend=hip", "torch", "degraded"),
     ("triton=3.7.1,sm=100", "triton with 2 warps", "worked around"), ("triton=3.6.0", "torch", "ok")])
 def test_another_machine_is_planned_for(target: str, path: str, verdict: str) -> None:
     assert (row(target).path, row(target).verdict) == (path, verdict)
 
 
 def test_calls_of_a_dtype_that_go_different_ways_are_told_apart() -> None:
-    assert row("triton=3.7.1,sm=100", "fused_recurrent_simple_gla").path == "triton with 2 warps (with gradients), else triton"
+    assert row("triton=3.7.1,sm=100",
+               "fused_recurrent_simple_gla").path == "triton with 2 warps (with gradients), else triton"
     assert row("triton=3.7.1,sm=100", "simple_gla").path == "triton (decoding), else triton with 2 warps"
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("target", ["triton=3.2.0,sm=75", "triton=3.3.1,sm=75", "triton=3.7.1,sm=100", "triton=3.0.0,sm=90"])
+@pytest.mark.parametrize("target",
+                         ["triton=3.2.0,sm=75", "triton=3.3.1,sm=75", "triton=3.7.1,sm=100",
+                          "triton=3.0.0,sm=90"])
 def test_what_doctor_says_is_what_dispatch_plans(op: str, target: str) -> None:
     planned = outlook.typical(op, parse(target), Policy())
     said = row(target, op)
     grads = {False} if PUBLIC[op].in_place else {True, False}
-    assert {kind.dtype for kind in planned} == {"bfloat16", "float16", "float32"} and {kind.grad for kind in planned} == grads
+    assert {kind.dtype for kind in planned} == {"bfloat16", "float16",
+                                                "float32"} and {kind.grad for kind in planned} == grads
     for plan in planned.values():
         assert plan == dispatch.plan(plan.asked, parse(target), Policy())
-        assert plan.path in said.path and ("via fp32" in said.path or plan.problem.dot == "native" or plan.path == "torch")
+        assert plan.path in said.path and ("via fp32" in said.path or plan.problem.dot == "native"
+                                           or plan.path == "torch")
         assert all(reason.code in said.because for reason, _ in plan.steps if reason.forced)
 
 
@@ -260,42 +286,59 @@ def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatc
     x = torch.rand(1, 4, 2, 16)
     ones = torch.ones
     mamba = {"mamba_chunk_scan_combined": [x, x[..., 0], -ones(2), x, x, 64],
-             "mamba_split_conv1d_scan_combined": [ones(1, 4, 98), ones(64, 4), None, ones(2), -ones(2), ones(2, 16), 64],
+             "mamba_split_conv1d_scan_combined": [ones(1, 4, 98), ones(64, 4), None, ones(2), -ones(2),
+                                                  ones(2, 16), 64],
              "selective_state_update": [ones(4, 2, 16, 16), x[0], x[0], -ones(2, 16, 16), x[0], x[0]],
-             "selective_scan_fn": [ones(1, 16, 4), ones(1, 16, 4), -ones(16, 2), ones(1, 2, 4), ones(1, 2, 4)],
-             "causal_conv1d_fn": [x[0], ones(2, 4)], "mamba_causal_conv1d_update": [x[0], ones(4, 2, 4), ones(2, 4)],
+             "selective_scan_fn": [ones(1, 16, 4), ones(1, 16, 4), -ones(16, 2), ones(1, 2, 4),
+                                   ones(1, 2, 4)],
+             "causal_conv1d_fn": [x[0], ones(2, 4)],
+             "mamba_causal_conv1d_update": [x[0], ones(4, 2, 4), ones(2, 4)],
              "rmsnorm_fn": [x, ones(16), None], "layernorm_fn": [x, ones(16), None]}
     for op in OPS:
         extra = {"layer_idx": 0, "num_layers": 2} if "lightning" in op else {}
         w, target = torch.ones(16), torch.tensor([0, 1])
         if op.startswith("parallel_"):
             extra = {"output_attentions": True}
-        tensors = ([x] if op == "l2norm" else [x, w, w] if op.endswith("_norm") else [x, x, w, w] if op.endswith("_gated") else
-                   [x[0], torch.ones(16, 4)] if op == "causal_conv1d" else [x[0, :, 0], torch.ones(4, 16, 3), None, torch.ones(16, 3)]
-                   if op == "causal_conv1d_update" else [x[0]] if op == "token_shift" else [x[0], -x[0]] if op.endswith("hgrn") else
+        tensors = ([x] if op == "l2norm" else [x, w, w] if op.endswith("_norm") else [x, x, w, w]
+                   if op.endswith("_gated") else
+                   [x[0], torch.ones(16, 4)] if op == "causal_conv1d"
+                   else [x[0, :, 0], torch.ones(4, 16, 3), None, torch.ones(16, 3)]
+                   if op == "causal_conv1d_update" else [x[0]] if op == "token_shift" else [x[0], -x[0]]
+                   if op.endswith("hgrn") else
                    [x, w] if op == "fused_gdn_gate" else [x] if op == "fused_kda_gate" else
-                   [x[0], x[0], w, w, w, w, w] if op == "fused_addcmul_rwkv7" else [x[0], x[0], w] if op == "fused_k_rwkv7" else
+                   [x[0], x[0], w, w, w, w, w] if op == "fused_addcmul_rwkv7" else [x[0], x[0], w]
+                   if op == "fused_k_rwkv7" else
                    [x.flatten(2), x, x, x[0, 0], x, x.flatten(2)] if op == "gate_output_correction" else
                    [x, x[0, :, 0, :8], x[0, :, 0, :8]] if op == "rotary_embedding" else
-                   [x[0, 0], target] if op == "cross_entropy_loss" else [x[0, 0], target, x[0, 1]] if "cross_entropy" in op else [x, x, x])
+                   [x[0, 0], target] if op == "cross_entropy_loss" else [x[0, 0], target, x[0, 1]]
+                   if "cross_entropy" in op else [x, x, x])
         if "delta_rule" in op:
             gates = {"beta": x[..., 0]} | ({"g": -x[..., 0]} if "gated" in op else {})
             extra = {**extra, **gates}
         if op in ("chunk_gla", "gla"):
             extra = {"g": -x}
-        own = {"kda": "q g beta", "rwkv6": "r w u", "fused_mul_recurrent_rwkv7": "r w kk a", "rwkv7": "r w a b", "dplr_delta_rule": "q a b gk",
-               "iplr_delta_rule": "q a b"}
-        if names := own.get(op, own.get(op.removeprefix("fused_").removeprefix("recurrent_").removeprefix("chunk_"))):
-            tensors, extra = [], {name: {"beta": x[..., 0], "u": x[0, 0]}.get(name, x) for name in ("k", "v", *names.split())}
+        own = {"kda": "q g beta", "rwkv6": "r w u", "fused_mul_recurrent_rwkv7": "r w kk a",
+               "rwkv7": "r w a b", "dplr_delta_rule": "q a b gk", "iplr_delta_rule": "q a b"}
+        if names := own.get(op,
+                            own.get(op.removeprefix("fused_").removeprefix("recurrent_").removeprefix(
+                                    "chunk_"))):
+            tensors, extra = [], {name: {"beta": x[..., 0], "u": x[0, 0]}.get(name, x)
+                                  for name in ("k", "v", *names.split())}
         before = len(asked)
         getattr(flashlin, op)(*mamba.get(op, tensors), **extra)
-        # the ops that auto has chosen, and the convolution inside a layer, ask in their own names; the elementwise parts of a scan in its name
-        asked[before:] = [next(problem for problem in asked[before:] if problem.op == op and problem.family == OPS[op][0])]
-    assert [(problem.op, problem.family, problem.mode) for problem in asked] == [(op, *of) for op, of in OPS.items()]
+        # the ops that auto has chosen, and the convolution inside a layer, ask in their own names; the
+        # elementwise parts of a scan in its name
+        asked[before:] = [next(problem
+                               for problem in asked[before:] if problem.op == op
+                               and problem.family == OPS[op][0])]
+    assert [(problem.op, problem.family, problem.mode) for problem in asked] == [(op, *of) for op,
+                                                                                 of in OPS.items()]
 
 
-def test_a_machine_of_different_cards_has_a_line_for_each_only_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "examine", lambda: made("triton=3.3.1,sm=90", "triton=3.3.1,sm=75", "triton=3.3.1,sm=75"))
+def test_a_machine_of_different_cards_has_a_line_for_each_only_where_they_differ(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "examine",
+                        lambda: made("triton=3.3.1,sm=90", "triton=3.3.1,sm=75", "triton=3.3.1,sm=75"))
     found = flashlin.doctor()
     where = [(row.where, row.verdict) for row in found.plans if row.op == "chunk_simple_gla"]
     assert where == [("cuda:0", "ok"), ("cuda:1, cuda:2", "degraded")]
@@ -313,7 +356,9 @@ def test_each_gpu_is_asked_and_one_that_fails_is_only_itself(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="2.10.0", cuda=cuda, device=str))
     monkeypatch.setattr(machine, "probe", probe)
     found = machine.examine()
-    assert list(found.targets) == ["cuda:0", "cuda:2"] and found.lost == {"cuda:1": "RuntimeError: CUDA error: device is busy"}
+    assert list(found.targets) == ["cuda:0",
+                                   "cuda:2"] and found.lost == {
+                                       "cuda:1": "RuntimeError: CUDA error: device is busy"}
 
 
 def test_an_op_that_cannot_be_imported_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,25 +366,31 @@ def test_an_op_that_cannot_be_imported_cannot_run(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "flashlin.ops.norm", None)
     monkeypatch.delitem(vars(flashlin), "rms_norm", raising=False)
     found = {row.op: row for row in flashlin.doctor().plans}
-    assert (found["rms_norm"].path, found["rms_norm"].verdict) == ("cannot run", "problem") and "flashlin.ops.norm" in found["rms_norm"].because
+    assert (found["rms_norm"].path, found["rms_norm"].verdict) == ("cannot run",
+                                                                   "problem") and "flashlin.ops.norm" in found["rms_norm"].because
     assert found["chunk_simple_gla"].verdict == "ok"
 
 
 def test_a_gpu_that_cannot_be_asked_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "examine", lambda: made(H200, lost={"cuda:1": "RuntimeError: CUDA error: out of memory"}))
+    monkeypatch.setattr(diagnosis, "examine",
+                        lambda: made(H200, lost={"cuda:1": "RuntimeError: CUDA error: out of memory"}))
     found = flashlin.doctor(op="chunk_simple_gla")
     assert not found.ok and check(found, "cuda:1").status == "problem"
 
 
 def test_the_upgrade_that_helps_is_named() -> None:
     plans = {op: outlook.typical(op, parse(H200), Policy()).values() for op in OPS}
-    with_dots = sum(any("dot" in launch.traits for plan in plans[op] for launch in plan.launches) for op in OPS)
+    with_dots = sum(any("dot" in launch.traits for plan in plans[op] for launch in plan.launches)
+                    for op in OPS)
     one = check(flashlin.doctor(target="triton=3.3.0,sm=120"), "upgrade")
     assert one.fix == 'pip install "triton==3.3.1"' and f"clears {with_dots} of {with_dots}" in one.detail
     assert "torch 2.7.1 comes with it" in one.detail
-    assert check(flashlin.doctor(target="triton=3.3.0,sm=120,torch=2.10.0"), "upgrade").fix == 'pip install "triton==3.6.0"'
+    assert check(flashlin.doctor(target="triton=3.3.0,sm=120,torch=2.10.0"),
+                 "upgrade").fix == 'pip install "triton==3.6.0"'
     some = check(flashlin.doctor(target="triton=3.5.0,sm=103"), "upgrade")
-    eased = sum(any(reason.forced for plan in outlook.typical(op, parse("triton=3.6.0,sm=103"), Policy()).values() for reason, _ in plan.steps)
+    eased = sum(any(reason.forced
+                    for plan in outlook.typical(op, parse("triton=3.6.0,sm=103"), Policy()).values()
+                    for reason, _ in plan.steps)
                 for op in OPS)  # not the dots of scans that do not pipeline
     assert 0 < eased < with_dots and f"clears {len(OPS) - eased} of {len(OPS)} and eases {eased} of {len(OPS)}" in some.detail
 
@@ -353,64 +404,83 @@ def test_no_upgrade_is_named_where_none_helps(target: str) -> None:
 def test_an_unreleased_build_is_treated_as_its_predecessor() -> None:
     one = check(flashlin.doctor(target="triton=3.4.0+git1234,sm=75"), "unreleased")
     assert one.status == "worked around" and "treated as affected by half-dot-33-pre-ampere" in one.detail
-    assert not [one for one in flashlin.doctor(target="triton=3.4.0,sm=75").checks if one.name == "unreleased"]
+    assert not [one for one in flashlin.doctor(target="triton=3.4.0,sm=75").checks
+                if one.name == "unreleased"]
 
 
 def test_known_issues_of_the_machine_are_listed_with_what_comes_of_them() -> None:
     found = {issue.id: issue.status for issue in flashlin.doctor(target="triton=3.2.0,sm=90").issues}
     assert found["reshape-outs-32"] == "ok" and found["wgmma-register-hazard"] == "could not check"
-    assert {issue.id: issue.status for issue in flashlin.doctor(target="triton=3.2.0,sm=75").issues}["bf16-pre-ampere-32"] == "worked around"
+    assert {issue.id: issue.status
+            for issue
+            in flashlin.doctor(target="triton=3.2.0,sm=75").issues}["bf16-pre-ampere-32"] == "worked around"
 
 
 def test_evidence_is_what_the_shipped_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlook, "trust", lambda launch, target: "ran" if target.triton.startswith("3.6") else "unknown")
-    assert (row(H200).evidence, row("triton=3.5.1,sm=90").evidence, row("triton=3.5.0,sm=103").evidence) == ("ran", "no record", "plain torch")
+    monkeypatch.setattr(outlook, "trust",
+                        lambda launch, target: "ran" if target.triton.startswith("3.6") else "unknown")
+    assert (row(H200).evidence, row("triton=3.5.1,sm=90").evidence,
+            row("triton=3.5.0,sm=103").evidence) == ("ran", "no record", "plain torch")
 
 
 # --- the command line ---
 
 @pytest.mark.parametrize(("arguments", "code", "said"), [
-    (["doctor", "--op", "chunk_nothing"], 2, "need one of chunk_simple_gla, "), (["doctor", "--target", "cuda"], 2, "triton=3.2.0,sm=90"),
-    (["doctor", "--run", "--target", H200], 2, "only this machine"), (["explain", "chunk_nothing"], 2, "need one of chunk_simple_gla, "),
-    (["explain", "chunk_simple_gla", "--mode", "auto"], 2, "need 'chunk'"), (["explain", "chunk_simple_gla", "-K", "0"], 2, "need 1 or more"),
-    (["doctor", "--target", H200], 0, "")])
-def test_exit_codes_and_errors(arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (["doctor", "--op", "chunk_nothing"], 2, "need one of chunk_simple_gla, "),
+    (["doctor", "--target", "cuda"], 2, "triton=3.2.0,sm=90"),
+    (["doctor", "--run", "--target", H200], 2, "only this machine"),
+    (["explain", "chunk_nothing"], 2, "need one of chunk_simple_gla, "),
+    (["explain", "chunk_simple_gla", "--mode", "auto"], 2, "need 'chunk'"),
+    (["explain", "chunk_simple_gla", "-K", "0"], 2, "need 1 or more"), (["doctor", "--target", H200], 0, "")])
+def test_exit_codes_and_errors(arguments: list[str], code: int, said: str,
+                               capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == code
     shown = capsys.readouterr()
     assert said in shown.err and bool(shown.out) == (code == 0)
 
 
 @pytest.mark.parametrize(("name", "value", "target", "path"), [
-    ("FLASHLIN_PATH", "triton", "triton=3.5.0,sm=103", "cannot run"), ("FLASHLIN_IGNORE", "half-dot-33-pre-ampere", "triton=3.3.1,sm=75", "triton"),
-    ("FLASHLIN_POLICY", "off", "triton=3.3.1,sm=75", "triton"), ("FLASHLIN_POLICY", "strict", "triton=3.5.0,sm=103", "cannot run")])
-def test_an_op_that_is_refused_or_may_be_wrong_exits_1(name: str, value: str, target: str, path: str, monkeypatch: pytest.MonkeyPatch,
+    ("FLASHLIN_PATH", "triton", "triton=3.5.0,sm=103", "cannot run"),
+    ("FLASHLIN_IGNORE", "half-dot-33-pre-ampere", "triton=3.3.1,sm=75", "triton"),
+    ("FLASHLIN_POLICY", "off", "triton=3.3.1,sm=75", "triton"),
+    ("FLASHLIN_POLICY", "strict", "triton=3.5.0,sm=103", "cannot run")])
+def test_an_op_that_is_refused_or_may_be_wrong_exits_1(name: str, value: str, target: str, path: str,
+                                                       monkeypatch: pytest.MonkeyPatch,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(name, value)
     assert main(["doctor", "--target", target, "--op", "chunk_simple_gla", "--json"]) == 1
     found = Report.model_validate_json(capsys.readouterr().out)
-    assert (found.plans[0].path, found.plans[0].verdict) == (path, "problem") and found.verdict.startswith("Not everything works here.")
+    assert (found.plans[0].path, found.plans[0].verdict) == (path,
+                                                             "problem") and found.verdict.startswith(
+                                                                 "Not everything works here.")
 
 
 def test_the_report_survives_json_and_reads_as_text_and_markdown(capsys: pytest.CaptureFixture[str]) -> None:
     found = flashlin.doctor(target="triton=3.2.0,sm=75")
     assert Report.model_validate_json(found.model_dump_json()) == found
-    assert json.loads(found.model_dump_json())["ok"] is True and json.loads(found.model_dump_json())["verdict"] == found.verdict
-    assert str(found) == found.text() and found.text().startswith(f"flashlin {flashlin.__version__}: {found.verdict}")
-    tables: list[list[str]] = [table.splitlines() for table in found.markdown().split("\n\n") if table.startswith("|")]
-    assert len(tables) == 3 and all(len({line.replace("\\|", "").count("|") for line in table}) == 1 for table in tables)
+    assert json.loads(found.model_dump_json())["ok"] is True and json.loads(
+        found.model_dump_json())["verdict"] == found.verdict
+    assert str(found) == found.text() and found.text().startswith(
+        f"flashlin {flashlin.__version__}: {found.verdict}")
+    tables: list[list[str]] = [table.splitlines()
+                               for table in found.markdown().split("\n\n") if table.startswith("|")]
+    assert len(tables) == 3 and all(len({line.replace("\\|", "").count("|") for line in table}) == 1
+                                    for table in tables)
     assert main(["doctor", "--target", "triton=3.2.0,sm=75", "--markdown"]) == 0
     assert capsys.readouterr().out == found.markdown() + "\n"
 
 
 def test_markdown_shows_names_as_they_are() -> None:
-    found = Report(version="1", devices=(), plans=(), issues=(), checks=(report.Check(name="a_b|c", status="ok", detail="<x> *y*\nz"),))
+    found = Report(version="1", devices=(), plans=(), issues=(),
+                   checks=(report.Check(name="a_b|c", status="ok", detail="<x> *y*\nz"),))
     assert r"| ok | a\_b\|c | \<x\> \*y\* z |" in found.markdown()
 
 
 def test_what_identifies_a_machine_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/mnt/disk7/ada")
     one = report.Check(name="x", status="ok", detail="/mnt/disk7/ada/lib, /home/grace/env/bin and /root/x of "
-                       "GPU-5f3c8a10-aaaa-bbbb-cccc-0123456789ab, https://ada:pw@host/simple, HF_TOKEN=hf_abc and FLASHLIN_TOKENS: got")
+                       "GPU-5f3c8a10-aaaa-bbbb-cccc-0123456789ab, https://ada:pw@host/simple, "
+                       "HF_TOKEN=hf_abc and FLASHLIN_TOKENS: got")
     assert one.detail == "~/lib, ~/env/bin and ~/x of (uuid), https://host/simple, HF_TOKEN=... and FLASHLIN_TOKENS: got"
 
 
@@ -454,15 +524,20 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Let the children run this script instead."""
     def plant(script: str) -> None:
         (tmp_path / "child.py").write_text(textwrap.dedent(script))
-        monkeypatch.setattr(quick, "CHILD", lambda *arguments, first: [sys.executable, str(tmp_path / "child.py"), *arguments])
+        monkeypatch.setattr(quick, "CHILD",
+                            lambda *arguments, first: [sys.executable, str(tmp_path / "child.py"),
+                                                       *arguments])
     yield plant
 
 
-def test_wrong_raising_and_aborting_kernels_are_rows_and_the_rest_goes_on(planted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_raising_and_aborting_kernels_are_rows_and_the_rest_goes_on(planted: Any,
+                                                                          capsys: pytest.CaptureFixture[
+                                                                                  str]) -> None:
     planted(PLANTED)
     found = [(outcome.case, outcome.dtype, outcome.status) for outcome in quick.watch("cpu", None, Policy())]
     assert found == [(f"op-{case}", dtype, "ok" if case == "noisy" else "problem")
-                     for case in ("wrong", "raising", "aborting", "noisy") for dtype in ("float32", "bfloat16")]
+                     for case in ("wrong", "raising", "aborting", "noisy")
+                     for dtype in ("float32", "bfloat16")]
     shown = capsys.readouterr()
     assert "[8/8] op-noisy bfloat16 on cpu" in shown.err and not shown.out
 
@@ -477,17 +552,21 @@ TALKING = """
             {HOW}
         print(json.dumps({"done": index, "ok": True, "detail": "worst is o", "seconds": 0.1}), flush=True)
     """
-HANG, ABORT = "time.sleep(600)", "print('a line'); print('LLVM ERROR: out of registers', file=sys.stderr, flush=True); os.abort()"
+HANG, ABORT = ("time.sleep(600)",
+               "print('a line'); print('LLVM ERROR: out of registers', file=sys.stderr, flush=True); "
+               "os.abort()")
 
 
-def test_a_hang_is_a_row_and_the_rest_goes_on(planted: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hang_is_a_row_and_the_rest_goes_on(planted: Any, monkeypatch: pytest.MonkeyPatch,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
     planted(TALKING.replace("{BAD}", "{1}").replace("{HOW}", HANG))
     found = list(quick.watch("cpu", None, Policy(), limit=4.0))
     assert [outcome.status for outcome in found] == ["ok", "problem", "ok", "ok"]
     assert found[1].detail == "gave no answer for 4 s and was ended" and found[1].seconds < 15
 
 
-def test_doctor_reports_an_abort_and_exits_1(planted: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_an_abort_and_exits_1(planted: Any, monkeypatch: pytest.MonkeyPatch,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
     planted(TALKING.replace("{BAD}", "{2}").replace("{HOW}", ABORT.replace("print('a line'); ", "")))
     monkeypatch.setattr(diagnosis, "examine", lambda: made("triton=3.6.0,backend=cpu"))
     assert main(["doctor", "--run", "--json"]) == 1
@@ -505,11 +584,14 @@ def test_a_machine_on_which_every_child_ends_early_is_left_alone(planted: Any) -
 
 
 @pytest.mark.parametrize("how", [
-    "print('OutOfMemoryError: CUDA out of memory', file=sys.stderr, flush=True); sys.exit(1)", "os.kill(os.getpid(), 9)",
-    "print(json.dumps({'done': index, 'ok': False, 'detail': 'OSError: [Errno 28] No space left on device', 'seconds': 0.1}), flush=True); continue"])
+    "print('OutOfMemoryError: CUDA out of memory', file=sys.stderr, flush=True); sys.exit(1)",
+    "os.kill(os.getpid(), 9)",
+    "print(json.dumps({'done': index, 'ok': False, 'detail': 'OSError: [Errno 28] No space left on device', "
+    "'seconds': 0.1}), flush=True); continue"])
 def test_a_full_card_or_disk_is_no_op_s_problem(how: str, planted: Any) -> None:
     planted(TALKING.replace("{BAD}", "{1}").replace("{HOW}", how))
-    assert [outcome.status for outcome in quick.watch("cpu", None, Policy())] == ["ok", "could not check", "ok", "ok"]
+    assert [outcome.status for outcome in quick.watch("cpu", None, Policy())] == ["ok", "could not check",
+                                                                                  "ok", "ok"]
 
 
 def test_a_child_that_cannot_start_is_a_row(planted: Any) -> None:
@@ -531,5 +613,6 @@ def test_the_children_obey_the_policy_in_force(planted: Any) -> None:
 
 def test_a_case_of_one_op_really_runs_here() -> None:
     found = list(quick.watch("cpu", "l2norm", Policy()))
-    assert found and {outcome.status for outcome in found} == {"ok"} and {outcome.case.split("-")[0] for outcome in found} == {"l2norm"}
+    assert found and {outcome.status for outcome in found} == {"ok"} and {outcome.case.split("-")[0]
+                                                                          for outcome in found} == {"l2norm"}
     assert {outcome.dtype for outcome in found} >= {"float32", "bfloat16"}

@@ -17,15 +17,19 @@ EXAMPLE = ROOT / "examples" / "train_lm.py"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    return subprocess.run([sys.executable, str(EXAMPLE), *arguments], capture_output=True, text=True, timeout=600, check=False, env=environment)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None,
+                                                                     [str(ROOT),
+                                                                      os.environ.get("PYTHONPATH")]))}
+    return subprocess.run([sys.executable, str(EXAMPLE), *arguments], capture_output=True, text=True,
+                          timeout=600, check=False, env=environment)
 
 
 def test_it_learns_agrees_with_itself_and_writes() -> None:
     done = run("--device", "cpu", "--steps", "12")
     assert done.returncode == 0, done.stderr
     plan, _, rest = done.stdout.partition("held-out loss  ")
-    assert plan.startswith("chunk_gated_delta_rule: torch path") and "because  backend: tensors on the CPU" in plan
+    assert plan.startswith(
+        "chunk_gated_delta_rule: torch path") and "because  backend: tensors on the CPU" in plan
     assert "recurrent and chunked logits differ by" in rest and "MORE" not in rest
     assert "class Reader:\n    def __init__(self, " in rest
     assert done.stderr.count("\n") == 10 and "\r" not in done.stderr, "a log gets ten lines, not a bar"
@@ -38,7 +42,8 @@ def test_json_is_the_only_line_on_stdout() -> None:
     assert done.stdout.count("\n") == 1
     assert found["loss_after"] < 0.9 * found["loss_before"] and found["fell"] and found["agree"]
     assert found["plan"] == "chunk_gated_delta_rule: torch path"
-    assert (found["device"], found["dtype"], found["steps"], len(found["sample"])) == ("cpu", "float32", 12, 300)
+    assert (found["device"], found["dtype"], found["steps"], len(found["sample"])) == ("cpu", "float32", 12,
+                                                                                       300)
 
 
 def test_a_loss_that_does_not_fall_is_an_error() -> None:
@@ -63,7 +68,8 @@ def example() -> ModuleType:
 
 
 @pytest.mark.parametrize("total", [1, 3, 300])
-def test_the_bar_fills_one_line_in_a_terminal(example: ModuleType, monkeypatch: pytest.MonkeyPatch, total: int) -> None:
+def test_the_bar_fills_one_line_in_a_terminal(example: ModuleType, monkeypatch: pytest.MonkeyPatch,
+                                              total: int) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

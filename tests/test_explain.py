@@ -25,17 +25,20 @@ from tests.machines import H200, made
 # says.
 SCAN = dict(B=2, T=128, H=8, K=128, V=64)
 SAID: dict[str, dict[str, int]] = {
-    "rms_norm": dict(B=4, T=64, H=1, K=2048), "l2norm": dict(B=4, T=64, H=1, K=128), "rms_norm_gated": dict(B=4, T=64, H=1, K=128),
-    "layer_norm": dict(B=4, T=64, H=1, K=2048), "layer_norm_gated": dict(B=4, T=64, H=1, K=128), "group_norm": dict(B=4, T=64, H=8, K=256),
+    "rms_norm": dict(B=4, T=64, H=1, K=2048), "l2norm": dict(B=4, T=64, H=1, K=128),
+    "rms_norm_gated": dict(B=4, T=64, H=1, K=128), "layer_norm": dict(B=4, T=64, H=1, K=2048),
+    "layer_norm_gated": dict(B=4, T=64, H=1, K=128), "group_norm": dict(B=4, T=64, H=8, K=256),
     "rmsnorm_fn": dict(B=4, T=64, H=8, K=256), "layernorm_fn": dict(B=4, T=64, K=2048),
-    "causal_conv1d": dict(B=2, T=64, K=1024, V=4), "causal_conv1d_update": dict(B=2, K=1024, V=4), "token_shift": dict(B=2, T=64, K=1024),
-    "causal_conv1d_fn": dict(B=2, T=64, K=1024), "mamba_causal_conv1d_update": dict(B=2, K=1024),
-    "chunk_hgrn": dict(B=2, T=1024, K=1024), "fused_recurrent_hgrn": dict(B=2, T=1, K=1024),
-    "mamba_chunk_scan_combined": SCAN, "mamba_split_conv1d_scan_combined": SCAN, "selective_state_update": dict(B=2),
-    "selective_scan_fn": dict(B=2, T=64, V=1024), "fused_gdn_gate": dict(B=2, T=64, H=32), "fused_kda_gate": dict(B=2, T=64, H=32, K=64),
-    "fused_addcmul_rwkv7": dict(B=2, T=64, H=32, K=64), "fused_k_rwkv7": dict(B=2, T=64, H=32, K=64),
-    "gate_output_correction": dict(B=2, T=64, H=32, K=64), "rotary_embedding": dict(B=2, T=64, H=8, K=128),
-    "cross_entropy_loss": dict(T=8, K=32000), "fused_linear_cross_entropy_loss": dict(T=128, K=32000)}
+    "causal_conv1d": dict(B=2, T=64, K=1024, V=4), "causal_conv1d_update": dict(B=2, K=1024, V=4),
+    "token_shift": dict(B=2, T=64, K=1024), "causal_conv1d_fn": dict(B=2, T=64, K=1024),
+    "mamba_causal_conv1d_update": dict(B=2, K=1024), "chunk_hgrn": dict(B=2, T=1024, K=1024),
+    "fused_recurrent_hgrn": dict(B=2, T=1, K=1024), "mamba_chunk_scan_combined": SCAN,
+    "mamba_split_conv1d_scan_combined": SCAN, "selective_state_update": dict(B=2),
+    "selective_scan_fn": dict(B=2, T=64, V=1024), "fused_gdn_gate": dict(B=2, T=64, H=32),
+    "fused_kda_gate": dict(B=2, T=64, H=32, K=64), "fused_addcmul_rwkv7": dict(B=2, T=64, H=32, K=64),
+    "fused_k_rwkv7": dict(B=2, T=64, H=32, K=64), "gate_output_correction": dict(B=2, T=64, H=32, K=64),
+    "rotary_embedding": dict(B=2, T=64, H=8, K=128), "cross_entropy_loss": dict(T=8, K=32000),
+    "fused_linear_cross_entropy_loss": dict(T=128, K=32000)}
 # In place of a call of the matrix with something special about it.
 PLAIN = {"layernorm_fn": partial(workload.mamba_norm, "layernorm_fn", torch.bfloat16)}
 STATES = {"initial_state", "final_state"}  # which explain does not ask about
@@ -63,7 +66,8 @@ def explained(monkeypatch: pytest.MonkeyPatch, op: str, **sizes: Any) -> Problem
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_explain_plans_what_the_call_does(op: str, matrix_calls: dict[str, workload.Call], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_plans_what_the_call_does(op: str, matrix_calls: dict[str, workload.Call],
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
     call = matrix_calls[op]._replace(run=PLAIN[op]) if op in PLAIN else matrix_calls[op]
     seen = [plan.asked for plan in workload.seen(call, parse(H200)).plans]
     real = next(problem for problem in seen if (problem.op, problem.family) == (op, OPS[op][0]))
@@ -85,11 +89,13 @@ def test_a_causal_conv1d_update_of_mamba_runs_in_its_kernel() -> None:
     said = flashlin.explain("mamba_causal_conv1d_update", target=H200)
     assert "launch   conv_window" in said and "width" not in said
     assert "Sizes: K channels, V taps of a filter." in said
-    assert "one with them is causal_conv1d_fn" in said and "one with them" not in flashlin.explain("rms_norm", target=H200)
+    assert "one with them is causal_conv1d_fn" in said and "one with them" not in flashlin.explain("rms_norm",
+                                                                                                   target=H200)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_sizes_that_are_not_given_are_those_of_typical_calls(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_are_not_given_are_those_of_typical_calls(op: str,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     this, problem = PUBLIC[op], explained(monkeypatch, op)
     usual = problem_of(family_of(op), this, next(iter(typical(op).values())), "bfloat16", True)
     assert problem == usual._replace(B=problem.B, T=problem.T, N=problem.N)
@@ -103,28 +109,32 @@ def test_packed_sequences_are_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("given", "name"), [
-    ("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("fp32", "float32"), ("float", "float32"), ("double", "float64"),
-    ("torch.bfloat16", "bfloat16"), ("BF16", "bfloat16"), (torch.bfloat16, "bfloat16"), (torch.half, "float16"), (torch.float64, "float64")])
+    ("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("fp32", "float32"), ("float", "float32"),
+    ("double", "float64"), ("torch.bfloat16", "bfloat16"), ("BF16", "bfloat16"), (torch.bfloat16, "bfloat16"),
+    (torch.half, "float16"), (torch.float64, "float64")])
 def test_a_dtype_has_many_names(given: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert explained(monkeypatch, "chunk_gla", dtype=given).dtype == name
 
 
 @pytest.mark.parametrize("given", ["banana", "", "bf", "int8", torch.int64, None, 16])
 def test_what_is_no_dtype_of_ours_is_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"dtype: got .*, need one of bfloat16, float16, float32, float64 \(or bf16, fp16, half, fp32"):
+    with pytest.raises(ValueError,
+                       match=r"dtype: got .*, need one of bfloat16, float16, float32, float64 \(or bf16, "
+                             r"fp16, half, fp32"):
         flashlin.explain("chunk_gla", target=H200, dtype=given)
 
 
 @pytest.mark.parametrize(("sizes", "said"), [
-    (dict(varlen=True), "varlen: got True, need False: rms_norm takes no packed sequences"), (dict(N=3), "N: got 3 without varlen"),
-    (dict(T=0), "T: got 0, need 1 or more")])
+    (dict(varlen=True), "varlen: got True, need False: rms_norm takes no packed sequences"),
+    (dict(N=3), "N: got 3 without varlen"), (dict(T=0), "T: got 0, need 1 or more")])
 def test_sizes_that_the_op_cannot_have_are_refused(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         flashlin.explain("rms_norm", target=H200, **sizes)
 
 
 def test_explain_tells_the_trail_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "chunk_simple_gla", "--dtype", "float16", "--target", "triton=3.3.1,sm=75", "-B", "4"]) == 0
+    assert main(["explain", "chunk_simple_gla", "--dtype", "float16", "--target", "triton=3.3.1,sm=75", "-B",
+                 "4"]) == 0
     said = capsys.readouterr().out
     assert "B=4 T=2048 H=16 K=128 V=128 float16 g needs_grad" in said and "launch   simple_gla_scan" in said
     assert "half-dot-33-pre-ampere: needs fp32 operands, or Triton 3.4; so it runs on fp32 copies (other arithmetic" in said
@@ -135,7 +145,8 @@ def test_explain_tells_the_trail_in_words(capsys: pytest.CaptureFixture[str]) ->
     assert "B=1 T=24 H=1 K=512 V=512" in flashlin.explain("rms_norm", target=H200, B=2, T=3, H=4, K=512)
 
 
-def test_explain_says_so_where_this_machine_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_so_where_this_machine_cannot_be_asked(monkeypatch: pytest.MonkeyPatch,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(diagnosis, "examine", lambda: made(torch_error="ImportError: libcudart.so.12"))
     assert main(["explain", "chunk_simple_gla"]) == 2
     assert "libcudart.so.12" in capsys.readouterr().err

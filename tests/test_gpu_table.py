@@ -1,4 +1,5 @@
-"""Which GPUs of a machine share the cases of ``python -m matrix.gpu``, and which a record spares it. What it does there: tests/gpu."""
+"""Which GPUs of a machine share the cases of ``python -m matrix.gpu``, and which a record spares it. What it
+does there: tests/gpu."""
 from __future__ import annotations
 
 import json
@@ -16,7 +17,8 @@ from matrix import gpu
 
 
 @pytest.mark.parametrize(("shown", "names"), [(None, ["0", "2"]), ("4,5,7", ["4", "7"])])
-def test_cards_like_the_first_one_share_the_cases(shown: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cards_like_the_first_one_share_the_cases(shown: str | None, names: list[str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     cards = ("H200", "T4", "H200")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: cards[index])
@@ -35,43 +37,56 @@ def row(case: str, ok: bool, **configs: str) -> dict[str, Any]:
 
 
 def test_later_cases_take_the_place_of_earlier_ones_in_a_record() -> None:
-    first = gpu.merged({}, [row("random", True, scan="1", sums="1"), row("wide", False, wide="1", sums="1"), row("gone", True, gone="1")])
-    assert (first["passed"], first["failed"], first["configs"]) == (1, 1, {"gone": "1", "scan": "1"})  # sums: of a case that was wrong, too
+    first = gpu.merged({}, [row("random", True, scan="1", sums="1"), row("wide", False, wide="1", sums="1"),
+                            row("gone", True, gone="1")])
+    # sums: of a case that was wrong, too
+    assert (first["passed"], first["failed"], first["configs"]) == (1, 1, {"gone": "1", "scan": "1"})
     second = gpu.merged(first, [row("wide", True, wide="2", sums="2")])
-    assert (second["passed"], second["failed"]) == (2, 0) and second["configs"] == {"gone": "1", "scan": "1", "sums": "2", "wide": "2"}
+    assert (second["passed"], second["failed"]) == (2, 0) and second["configs"] == {"gone": "1", "scan": "1",
+                                                                                    "sums": "2", "wide": "2"}
     assert [one["case"] for one in second["rows"]] == ["random", "wide"]
 
 
-def test_what_a_record_knows_to_be_right_is_not_run_again(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_record_knows_to_be_right_is_not_run_again(monkeypatch: pytest.MonkeyPatch,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(target, "probe", lambda device: HERE)
     monkeypatch.setattr(gpu, "DTYPES", ("bfloat16",))
     monkeypatch.setattr(gpu, "rows_of_case", lambda case, dtype: {"ran": case.id})
-    monkeypatch.setattr(cases, "CASES", [case for case in cases.CASES if case.op == "chunk_gla" and case.id in ("random", "wide", "narrow")])
+    monkeypatch.setattr(cases, "CASES",
+                        [case for case in cases.CASES if case.op == "chunk_gla"
+                         and case.id in ("random", "wide", "narrow")])
     would = {case.id: gpu.planned(case, "bfloat16") for case in cases.CASES}
-    assert {config.split()[0] for config in would["random"]} == {"gla_sums", "gla_scores", "gla_scan", "gla_states", "gla_reverse", "gla_grads"}
+    assert {config.split()[0] for config in would["random"]} == {"gla_sums", "gla_scores", "gla_scan",
+                                                                 "gla_states", "gla_reverse", "gla_grads"}
 
     def ran(known: dict[str, Any]) -> list[str]:
         with settings(canary="off"):
             gpu.work(0, 1, [], known)
-        return [line["ran"] for line in map(json.loads, capsys.readouterr().out.splitlines()) if "ran" in line]
-    record = {"rows": [row("random", True), row("wide", True), row("narrow", False)], "configs": would["random"] | would["wide"] | would["narrow"]}
+        return [line["ran"] for line in map(json.loads, capsys.readouterr().out.splitlines())
+                if "ran" in line]
+    record = {"rows": [row("random", True), row("wide", True), row("narrow", False)],
+              "configs": would["random"] | would["wide"] | would["narrow"]}
     assert sorted(ran({})) == ["narrow", "random", "wide"] and ran(record) == ["narrow"]
-    stale = {config: source if "gla_grads" not in config else "elsewhere" for config, source in record["configs"].items()}
+    stale = {config: source if "gla_grads" not in config else "elsewhere" for config,
+             source in record["configs"].items()}
     assert sorted(ran({**record, "configs": stale})) == ["narrow", "random", "wide"]
 
 
-def test_a_full_card_a_killed_worker_and_the_end_of_the_time_are_no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_card_a_killed_worker_and_the_end_of_the_time_are_no_verdicts(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case for case in cases.CASES if case.op == "rms_norm" and case.quick)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    for error, name in ((RuntimeError("CUDA out of memory"), "not tried"), (RuntimeError("CUDA error: an illegal memory access"), "error")):
+    for error, name in ((RuntimeError("CUDA out of memory"), "not tried"),
+                        (RuntimeError("CUDA error: an illegal memory access"), "error")):
         def failing(*args: Any, error: Exception = error) -> Any:
             raise error
         monkeypatch.setattr("flashlin.testing.compare.check", failing)
         assert str(error) in gpu.rows_of_case(case, "float32")[name]
     monkeypatch.setattr(gpu, "gpus", lambda: ["0"])
     begin = "import json, os, time; print(json.dumps({'starting': ['op', 'case', 'float32']}), flush=True); "
-    for how, seconds, name, why in (("time.sleep(60)", 1.0, "not tried", "the time was up"), ("os.kill(os.getpid(), 9)", 60.0, "not tried", "-9"),
+    for how, seconds, name, why in (("time.sleep(60)", 1.0, "not tried", "the time was up"),
+                                    ("os.kill(os.getpid(), 9)", 60.0, "not tried", "-9"),
                                     ("os.abort()", 60.0, "error", "worker ended with -6")):
         monkeypatch.setattr(gpu, "python", lambda *arguments, how=how: [sys.executable, "-c", begin + how])
         [row] = gpu.collect(1, [], seconds)

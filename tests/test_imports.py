@@ -1,4 +1,5 @@
-"""Who may import whom, what must load without torch and Triton, and that importing flashlin changes nothing."""
+"""Who may import whom, what must load without torch and Triton, and that importing flashlin changes
+nothing."""
 from __future__ import annotations
 
 import ast
@@ -17,18 +18,21 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashlin"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Imports go this way only: a room may import itself and the rooms before it. PUBLIC is flashlin itself, whose names are lazy, with what lies
-# beside the rooms; the rooms after it use the ops as a user does.
+# Imports go this way only: a room may import itself and the rooms before it. PUBLIC is flashlin itself, whose
+# names are lazy, with what lies beside the rooms; the rooms after it use the ops as a user does.
 PUBLIC = "(public names)"
-ROOMS = ("compat", "guards", "kernels", "dispatch", "trial", "ops", "modules", PUBLIC, "testing", "shielding", "integrations", "diagnostics",
-         "__main__")
-# What child processes run. The first ones run in children only: they may import every room, and nobody imports them.
+ROOMS = ("compat", "guards", "kernels", "dispatch", "trial", "ops", "modules", PUBLIC, "testing", "shielding",
+         "integrations", "diagnostics", "__main__")
+# What child processes run. The first ones run in children only: they may import every room, and nobody
+# imports them.
 CHILDREN = ("flashlin.trial.child", "flashlin.testing.plugin_child")
 STARTED = (*CHILDREN, "flashlin.testing.compile", "flashlin.diagnostics.quick")
-# Settings belong to no room: everything from the guards on obeys them, and compat, which states facts, does not. They know those facts.
+# Settings belong to no room: everything from the guards on obeys them, and compat, which states facts, does
+# not. They know those facts.
 ANYWHERE_BUT_COMPAT = "flashlin.policy"
 
-# Doctor answers on a machine where torch or Triton is broken, and plans are made for machines that have neither.
+# Doctor answers on a machine where torch or Triton is broken, and plans are made for machines that have
+# neither.
 NO_TORCH = ("guards/problem.py", "guards/family.py", "guards/limits.py", "kernels/*/recipe.py",
             "kernels/families.py", "kernels/shield/source.py", "kernels/variants.py", "kernels/configs.py",
             "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "policy.py",
@@ -38,7 +42,8 @@ NO_TORCH = ("guards/problem.py", "guards/family.py", "guards/limits.py", "kernel
 
 
 def imports(tree: ast.Module, module: str, everywhere: bool) -> Iterator[str]:
-    """The modules a file imports, by full name; those inside functions only if ``everywhere``, those for type checkers never."""
+    """The modules a file imports, by full name; those inside functions only if ``everywhere``, those for type
+    checkers never."""
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()
@@ -48,7 +53,8 @@ def imports(tree: ast.Module, module: str, everywhere: bool) -> Iterator[str]:
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative import; the project writes full names"
-            # "from flashlin.kernels import variants" imports a module too, and "from flashlin import dispatch" is no import of everything
+            # "from flashlin.kernels import variants" imports a module too, and "from flashlin import
+            # dispatch" is no import of everything
             yield from (f"{node.module}.{name.name}" for name in node.names)
         elif everywhere or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             waiting += ast.iter_child_nodes(node)
@@ -82,27 +88,32 @@ def test_imports_go_one_way(path: Path) -> None:
 
 def test_nobody_imports_what_children_run() -> None:
     for path in FILES:
-        assert not {*CHILDREN} & {*imports(ast.parse(path.read_text()), module_of(path), everywhere=True)}, path
+        assert not {*CHILDREN} & {*imports(ast.parse(path.read_text()), module_of(path),
+                                           everywhere=True)}, path
 
 
 def test_what_children_run_is_known() -> None:
     found = set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and any(ast.unparse(part) == "python" for part in (node.func, *node.args[:1])):
-                found |= {part.value for part in node.args[:2] if isinstance(part, ast.Constant) and str(part.value).startswith("flashlin.")}
+            if isinstance(node, ast.Call) and any(ast.unparse(part) == "python"
+                                                  for part in (node.func, *node.args[:1])):
+                found |= {part.value for part in node.args[:2] if isinstance(part, ast.Constant)
+                          and str(part.value).startswith("flashlin.")}
     assert found == set(STARTED)
 
 
 def test_the_package_knows_nothing_of_what_tests_it() -> None:
     for path in FILES:
-        outside = {name.split(".")[0] for name in imports(ast.parse(path.read_text()), module_of(path), everywhere=True)}
+        outside = {name.split(".")[0]
+                   for name in imports(ast.parse(path.read_text()), module_of(path), everywhere=True)}
         assert not outside & {"matrix", "tests", "benchmarks", "tools"}, path
 
 
 def test_the_settings_import_facts_and_only_when_asked_about_them() -> None:
     tree = ast.parse((PACKAGE / "policy.py").read_text())
-    of_ours = [name for name in imports(tree, "flashlin.policy", everywhere=True) if name.startswith("flashlin")]
+    of_ours = [name for name in imports(tree, "flashlin.policy", everywhere=True)
+               if name.startswith("flashlin")]
     assert of_ours == ["flashlin.compat.known_issues.KNOWN_ISSUES"]
     assert not set(of_ours) & set(imports(tree, "flashlin.policy", everywhere=False))
 
@@ -123,7 +134,8 @@ def blocked(names: tuple[str, ...]) -> str:
 
 @pytest.mark.parametrize("path", without_torch(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_loads_without_torch_and_triton(path: Path) -> None:
-    names = {name.split(".")[0] for name in imports(ast.parse(path.read_text()), module_of(path), everywhere=False)}
+    names = {name.split(".")[0]
+             for name in imports(ast.parse(path.read_text()), module_of(path), everywhere=False)}
     assert not names & {"torch", "triton"}
 
 
@@ -162,7 +174,8 @@ def test_importing_flashlin_loads_and_changes_nothing() -> None:
 
 
 def test_importing_the_ops_touches_no_gpu_and_no_environment_and_loads_no_compiler() -> None:
-    # Triton and torch's compiler take seconds to load, and where Triton is broken torch's compiler does not load at all.
+    # Triton and torch's compiler take seconds to load, and where Triton is broken torch's compiler does not
+    # load at all.
     rooms = ("ops", "modules", "trial", "shielding", "integrations")
     modules = [module_of(path) for path in FILES if path.relative_to(PACKAGE).parts[0] in rooms]
     said = run(f"""
@@ -215,12 +228,14 @@ def test_without_triton_what_is_for_kernels_loads() -> None:
 
 
 @pytest.mark.parametrize(("init", "language", "why"), [
-    ("raise ImportError('libtriton.so: undefined symbol')", "", "import fails: ImportError: libtriton.so: undefined symbol"),
+    ("raise ImportError('libtriton.so: undefined symbol')", "",
+     "import fails: ImportError: libtriton.so: undefined symbol"),
     ("raise RuntimeError('0 active drivers')", "", "import fails: RuntimeError: 0 active drivers"),
     ("__version__ = '3.3.0'", "raise ImportError('half a wheel')", "import fails: ImportError: half a wheel"),
     ("__version__ = '2.3.1'", "", "2.3.1 is older than 3.0"),
 ], ids=["broken library", "no driver", "half a wheel", "too old"])
-def test_with_a_broken_triton_the_torch_path_serves(tmp_path: Path, init: str, language: str, why: str) -> None:
+def test_with_a_broken_triton_the_torch_path_serves(tmp_path: Path, init: str, language: str,
+                                                    why: str) -> None:
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(init)
     (tmp_path / "triton" / "language.py").write_text(language)
@@ -248,18 +263,22 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def run(*pieces: str, first_on_path: Path | None = None) -> str:
-    """What a fresh interpreter prints while it runs the pieces, one after the other; the test fails if it does."""
+    """What a fresh interpreter prints while it runs the pieces, one after the other; the test fails if it
+    does."""
     path = os.pathsep.join([*([str(first_on_path)] if first_on_path else []), str(ROOT)])
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("FLASHLIN_", "TRITON_"))} | {"PYTHONPATH": path}
+    environment = {name: value for name,
+                   value in os.environ.items()
+                   if not name.startswith(("FLASHLIN_", "TRITON_"))} | {"PYTHONPATH": path}
     script = "\n".join(textwrap.dedent(piece) for piece in pieces)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT.parent,
-                          check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300,
+                          env=environment, cwd=ROOT.parent, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def test_kernel_files_keep_their_annotations_as_they_are() -> None:
     """The interpreters of Triton 3.0 and 3.1 take ``tl.constexpr`` for no constexpr when it is a text."""
-    files = [file for file in (ROOT / "flashlin" / "kernels").rglob("*.py") if "@triton.jit" in file.read_text()]
+    files = [file for file in (ROOT / "flashlin" / "kernels").rglob("*.py")
+             if "@triton.jit" in file.read_text()]
     assert len(files) > 8
     assert not [file for file in files if "from __future__ import annotations" in file.read_text()]

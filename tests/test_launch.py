@@ -77,4 +77,5 @@ def test_kernels_call_each_other_by_name(path: Path) -> None:
         assert len(call.args) < 10, f"line {call.lineno}: name the arguments of {ast.unparse(call.func)}"
         if len(call.args) > 1 and isinstance(call.func, ast.Name):  # Triton visits keywords before the others
             for keyword in call.keywords:
-                assert plain(keyword.value), f"line {call.lineno}: {keyword.arg} moves before the other arguments"
+                assert plain(
+                    keyword.value), f"line {call.lineno}: {keyword.arg} moves before the other arguments"

@@ -1,5 +1,5 @@
-"""What the matrix keeps of a release: a line per launch, the same for the same code, of which a change touches no more than it must. And that a
-checkout stays small enough to be carried to a GPU."""
+"""What the matrix keeps of a release: a line per launch, the same for the same code, of which a change
+touches no more than it must. And that a checkout stays small enough to be carried to a GPU."""
 from __future__ import annotations
 
 import difflib
@@ -51,9 +51,11 @@ def test_comments_docstrings_and_layout_are_no_part_of_a_source() -> None:
 
 
 @pytest.mark.parametrize("old, new", [
-    ("scan", "scam"), ("BT: tl.constexpr", "BT"), ("NORM=None", "NORM=0"), ("NORM=None", "*, NORM=None"), ("is not", "is"), ("0, T", "T, 0"),
-    ("x += ", "x -= "), ("other=0.0", "other=0"), ("other=0.0", "other=-0.0"), ("1e-5", "1e-6"), ('["T"]', "[]"), ('["T"]', '("T",)'),
-    ("    tl.store", "        tl.store"), ("!r}", "}"), ("x + i", "x + (i + T)"), ("mask=", ""), ("@triton.jit(do_not_specialize=[\"T\"])\n", "")])
+    ("scan", "scam"), ("BT: tl.constexpr", "BT"), ("NORM=None", "NORM=0"), ("NORM=None", "*, NORM=None"),
+    ("is not", "is"), ("0, T", "T, 0"), ("x += ", "x -= "), ("other=0.0", "other=0"),
+    ("other=0.0", "other=-0.0"), ("1e-5", "1e-6"), ('["T"]', "[]"), ('["T"]', '("T",)'),
+    ("    tl.store", "        tl.store"), ("!r}", "}"), ("x + i", "x + (i + T)"), ("mask=", ""),
+    ("@triton.jit(do_not_specialize=[\"T\"])\n", "")])
 def test_everything_else_is(old: str, new: str) -> None:
     assert old in KERNEL and normalised(KERNEL.replace(old, new)) != normalised(KERNEL)
 
@@ -99,12 +101,17 @@ def test_swapped_tensors_are_another_kernel(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_it_is_the_same_on_every_python() -> None:
-    """Newer ones have type parameters and print fewer fields: in words, because hashes made under one are read under all."""
-    assert normalised("@a\ndef f(x: int = -1, *y):\n    'text'\n    return x[1:, None] if y else {**y, 'k': lambda: 2.50}") == (
-        "(Module body [ (FunctionDef name 'f' args (arguments args [ (arg arg 'x' annotation (Name id 'int' ) ) ] vararg (arg arg 'y' ) defaults "
-        "[ (UnaryOp op (USub ) operand 1 ) ] ) body [ (Return value (IfExp test (Name id 'y' ) body (Subscript value (Name id 'x' ) slice "
-        "(Tuple elts [ (Slice lower 1 ) None ] ) ) orelse (Dict keys [ None 'k' ] values [ (Name id 'y' ) (Lambda args (arguments ) body 2.5 ) ] ) "
-        ") ) ] decorator_list [ (Name id 'a' ) ] ) ] )")
+    """Newer ones have type parameters and print fewer fields: in words, because hashes made under one are
+    read under all."""
+    assert normalised("@a\ndef f(x: int = -1, *y):\n    'text'\n    return x[1:, None] if y else {**y, 'k': "
+                      "lambda: 2.50}") == (
+"(Module body [ (FunctionDef name 'f' args (arguments args [ (arg arg 'x' annotation (Name id 'int' ) ) ] "
+"vararg (arg arg 'y' ) defaults "
+"[ (UnaryOp op (USub ) operand 1 ) ] ) body [ (Return value (IfExp test (Name id 'y' ) body (Subscript value "
+"(Name id 'x' ) slice "
+"(Tuple elts [ (Slice lower 1 ) None ] ) ) orelse (Dict keys [ None 'k' ] values [ (Name id 'y' ) (Lambda "
+"args (arguments ) body 2.5 ) ] ) "
+") ) ] decorator_list [ (Name id 'a' ) ] ) ] )")
 
 
 def test_a_comment_in_a_kernel_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +127,8 @@ def test_a_kernel_is_hashed_with_what_it_calls_and_the_constants_it_uses() -> No
 
 
 def launch(kernel: str, BT: int) -> Recorded:
-    module = {"gate_cumsum": "flashlin.kernels.pieces", "conv_backward_x": "flashlin.kernels.conv.backward"}[kernel]
+    module = {"gate_cumsum": "flashlin.kernels.pieces",
+              "conv_backward_x": "flashlin.kernels.conv.backward"}[kernel]
     return Recorded(module, kernel, (), (), 4, 1, 0, (), f"{kernel} BT={BT} warps=4 stages=1")
 
 
@@ -129,7 +137,8 @@ REFUSED = Compiled(status="abort", message="SIGABRT", cause="Assertion `x' faile
 
 def kept(folder: Path, **verdicts: Compiled) -> CellResult:
     """Of two kernels; the verdicts on one launch, by card."""
-    result = CellResult(cell=CELL, date="2026-11-22", layers={"compile": 1.5}, verdicts=(Verdict(layer="import", name="import", ok=True),))
+    result = CellResult(cell=CELL, date="2026-11-22", layers={"compile": 1.5},
+                        verdicts=(Verdict(layer="import", name="import", ok=True),))
     result.enter(launch("gate_cumsum", 64), "gate_cumsum-b", "sm90", Compiled(shared=512))
     for card, verdict in verdicts.items():
         result.enter(launch("conv_backward_x", 16), "conv_backward_x-a", card, verdict)
@@ -143,12 +152,14 @@ def lines(folder: Path) -> list[str]:
 
 
 def test_what_is_kept_comes_back_in_one_order_with_cards_by_verdict(tmp_path: Path) -> None:
-    verdicts = {"sm100": Compiled(shared=2048), "sm75": REFUSED, "gfx90a": Compiled(shared=2048), "sm90": Compiled(shared=2048), "sm80": Compiled()}
+    verdicts = {"sm100": Compiled(shared=2048), "sm75": REFUSED, "gfx90a": Compiled(shared=2048),
+                "sm90": Compiled(shared=2048), "sm80": Compiled()}
     result = kept(tmp_path, **verdicts)
     assert load_result(tmp_path, CELL) == result
     at = lines(tmp_path).index('"launches": [')
     assert [json.loads(line.rstrip(",")) for line in lines(tmp_path)[at + 1:-2]] == [
-        {"config": "conv_backward_x BT=16 warps=4 stages=1", "id": "a", "ok": {"sm80": 0, "sm90 sm100 gfx90a": 2048},
+        {"config": "conv_backward_x BT=16 warps=4 stages=1", "id": "a",
+         "ok": {"sm80": 0, "sm90 sm100 gfx90a": 2048},
          "failed": {"sm75": {"status": "abort", "message": "SIGABRT", "cause": "Assertion `x' failed"}}},
         {"config": "gate_cumsum BT=32 warps=4 stages=1", "id": "c", "ok": {"gfx942": 0}},
         {"config": "gate_cumsum BT=64 warps=4 stages=1", "id": "b", "ok": {"sm90": 512}}]
@@ -168,12 +179,14 @@ def test_a_kernel_that_changes_touches_its_own_lines(tmp_path: Path) -> None:
 def test_verdicts_on_a_kernel_that_has_changed_are_gone_and_no_others(tmp_path: Path) -> None:
     kept(tmp_path, sm80=REFUSED)
     path = tmp_path / "triton-3.6.0.json"
-    path.write_text(path.read_text().replace(source_hash("flashlin.kernels.conv.backward", "conv_backward_x"), "flashlin.kernels.conv.backward:0"))
+    path.write_text(path.read_text().replace(source_hash("flashlin.kernels.conv.backward", "conv_backward_x"),
+                                             "flashlin.kernels.conv.backward:0"))
     assert set(load_result(tmp_path, CELL).launches) == {"gate_cumsum-b", "gate_cumsum-c"}
 
 
 def test_the_results_are_as_they_would_be_written(tmp_path: Path) -> None:
-    """So that the next run changes no line but those of which it has something to say. None is of a kernel as it was."""
+    """So that the next run changes no line but those of which it has something to say. None is of a kernel as
+    it was."""
     for cell in cells.whole().cell:
         result = load_result(ROOT / "matrix" / "results", cell)
         result.save(tmp_path)
@@ -193,10 +206,14 @@ def test_a_row_of_a_gpu_says_what_is_worth_knowing() -> None:
 
 def test_a_checkout_is_small() -> None:
     """8 MB, so that it fits, beside a Triton, into what is carried to a GPU."""
-    if shutil.which("git") and subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True, check=False).returncode == 0:
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    if shutil.which("git") and subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True,
+                                              check=False).returncode == 0:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True,
+                                check=True).stdout
         files = [ROOT / name for name in listed.split("\0") if name]
     else:  # a source distribution
-        files = [path for path in ROOT.rglob("*") if not any(part.startswith((".", "__pycache__")) for part in path.relative_to(ROOT).parts)]
+        files = [path for path in ROOT.rglob("*")
+                 if not any(part.startswith((".", "__pycache__")) for part in path.relative_to(ROOT).parts)]
     sizes = {str(path.relative_to(ROOT)): path.stat().st_size for path in files if path.is_file()}
-    assert len(sizes) > 100 and sum(sizes.values()) <= 8_000_000, sorted(sizes.items(), key=lambda one: -one[1])[:10]
+    assert len(sizes) > 100 and sum(sizes.values()) <= 8_000_000, sorted(sizes.items(),
+                                                                         key=lambda one: -one[1])[:10]

@@ -1,4 +1,5 @@
-"""The matrix runner: what it compiles, what it makes of the answers, and that nothing is lost or left blank. tests/matrix compiles for real."""
+"""The matrix runner: what it compiles, what it makes of the answers, and that nothing is lost or left blank.
+tests/matrix compiles for real."""
 from __future__ import annotations
 
 import json
@@ -38,7 +39,8 @@ def one_call(monkeypatch: pytest.MonkeyPatch) -> list[workload.Call]:
 
 
 def compiler(verdict: Callable[[Job], Result], seen: list[Job], stop_after: int = 10**6) -> Compiler:
-    def compiling(jobs: Sequence[Job], environment: dict[str, str], **options: Any) -> Iterator[tuple[int, Result]]:
+    def compiling(jobs: Sequence[Job], environment: dict[str, str],
+                  **options: Any) -> Iterator[tuple[int, Result]]:
         for number, job in enumerate(jobs):
             if len(seen) == stop_after:
                 raise KeyboardInterrupt
@@ -68,9 +70,11 @@ def test_a_cell_says_which_python_its_release_needs() -> None:
     assert [cell.triton for cell in WHOLE.cell if not cell.runs_on((3, 10))][:1] == ["3.9.0"]
 
 
-def test_a_call_is_seen_forward_and_backward_and_a_refusal_is_a_plan(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_seen_forward_and_backward_and_a_refusal_is_a_plan(one_call: list[workload.Call],
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     found = workload.seen(one_call[0], parse("triton=3.6.0,sm=90"))
-    assert {"simple_gla_scan", "simple_gla_dq", "simple_gla_dk", "simple_gla_dv"} <= {launch.kernel for launch in found.launches}
+    assert {"simple_gla_scan", "simple_gla_dq", "simple_gla_dk",
+            "simple_gla_dv"} <= {launch.kernel for launch in found.launches}
     assert all(plan.path == "triton" for plan in found.plans)
     assert [plan.path for plan in workload.seen(one_call[0], parse("triton=3.0.0,sm=100")).plans] == ["torch"]
     monkeypatch.setenv("FLASHLIN_PATH", "triton")
@@ -92,24 +96,29 @@ def test_identity_is_what_is_compiled(one_call: list[workload.Call], monkeypatch
     assert matrix.identity(first) != known
 
 
-def test_a_run_that_is_killed_goes_on_where_it_was(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_goes_on_where_it_was(one_call: list[workload.Call],
+                                                   monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Job] = []
     monkeypatch.setattr(matrix, "compiling", compiler(fine, seen, stop_after=2))
     with pytest.raises(KeyboardInterrupt):
         matrix.run(CELL, (CARD,), tmp_path)
     kept = load_result(tmp_path, CELL)
-    assert len(kept.launches) == 2 and squares([Found(kept, matrix.plans(CELL, [CARD]))], {})[0].status == "not run"
+    assert len(kept.launches) == 2 and squares([Found(kept, matrix.plans(CELL, [CARD]))],
+                                               {})[0].status == "not run"
     monkeypatch.setattr(matrix, "compiling", compiler(fine, seen))
     found = matrix.run(CELL, (CARD,), tmp_path)
-    assert len(seen) == len(found.result.launches) == len(found.planned.outcomes[0].launches), "nothing was compiled twice"
+    assert len(seen) == len(found.result.launches) == len(
+        found.planned.outcomes[0].launches), "nothing was compiled twice"
     assert squares([found], {})[0].status == "compiled" and load_result(tmp_path, CELL) == found.result
     before = (tmp_path / "triton-3.6.0.json").read_text().partition('"kernels"')[2]
     matrix.run(CELL, (CARD,), tmp_path)
     assert len(seen) == len(found.result.launches), "a run of what is known compiles nothing"
-    assert (tmp_path / "triton-3.6.0.json").read_text().partition('"kernels"')[2] == before, "and changes nothing"
+    assert (tmp_path / "triton-3.6.0.json").read_text().partition(
+        '"kernels"')[2] == before, "and changes nothing"
 
 
-def test_a_kernel_that_took_too_long_is_tried_again(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_kernel_that_took_too_long_is_tried_again(one_call: list[workload.Call],
+                                                    monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Job] = []
     monkeypatch.setattr(matrix, "compiling", compiler(lambda job: Result("timeout"), seen))
     assert support.failures(SMALL, matrix.run(CELL, (CARD,), tmp_path))
@@ -117,22 +126,31 @@ def test_a_kernel_that_took_too_long_is_tried_again(one_call: list[workload.Call
     assert not support.failures(SMALL, matrix.run(CELL, (CARD,), tmp_path)) and len(seen) % 2 == 0
 
 
-@pytest.mark.parametrize("bad, says", [(Result("abort", "SIGABRT", "reshapeOuts"), "abort: SIGABRT reshapeOuts"),
-                                       (Result("ok", shared=10**6), "1000000 bytes of shared memory, planned")], ids=["abort", "shared"])
-def test_a_broken_kernel_is_a_failure_that_names_its_place(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+@pytest.mark.parametrize("bad, says",
+                         [(Result("abort", "SIGABRT", "reshapeOuts"), "abort: SIGABRT reshapeOuts"),
+                          (Result("ok", shared=10**6), "1000000 bytes of shared memory, planned")],
+                         ids=["abort", "shared"])
+def test_a_broken_kernel_is_a_failure_that_names_its_place(one_call: list[workload.Call],
+                                                           monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                            bad: Result, says: str) -> None:
-    monkeypatch.setattr(matrix, "compiling", compiler(lambda job: bad if job.launch.kernel == "simple_gla_dk" else fine(job), []))
+    monkeypatch.setattr(matrix, "compiling",
+                        compiler(lambda job: bad if job.launch.kernel == "simple_gla_dk" else fine(job), []))
     found = matrix.run(CELL, (CARD,), tmp_path)
     [line] = support.failures(SMALL, found)
-    assert line.startswith("chunk_simple_gla sm90 triton 3.6.0: bfloat16 D=128: simple_gla_dk(") and says in line
+    assert line.startswith(
+        "chunk_simple_gla sm90 triton 3.6.0: bfloat16 D=128: simple_gla_dk(") and says in line
     report = Matrix(card=(CARD.model_copy(update={"kind": "report"}),), cell=(CELL,))
     assert support.failures(report, found) == [], "a card that is only reported holds nobody up"
 
 
-def test_what_was_refused_is_remembered_though_it_is_planned_no_more(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch,
+def test_what_was_refused_is_remembered_though_it_is_planned_no_more(one_call: list[workload.Call],
+                                                                     monkeypatch: pytest.MonkeyPatch,
                                                                      tmp_path: Path) -> None:
-    monkeypatch.setattr(matrix, "compiling", compiler(lambda job: Result("abort") if job.launch.kernel == "simple_gla_dk" else fine(job), []))
-    [refused] = [name for name in matrix.run(CELL, (CARD,), tmp_path).result.launches if name.startswith("simple_gla_dk")]
+    monkeypatch.setattr(matrix, "compiling",
+                        compiler(lambda job: Result("abort") if job.launch.kernel == "simple_gla_dk"
+                                 else fine(job), []))
+    [refused] = [name for name in matrix.run(CELL, (CARD,), tmp_path).result.launches
+                 if name.startswith("simple_gla_dk")]
     monkeypatch.setattr(workload, "calls", lambda: iter(()))
     again = matrix.run(CELL, (CARD,), tmp_path)
     assert {name: list(one.cards) for name, one in again.result.launches.items()} == {refused: ["sm90"]}
@@ -143,46 +161,66 @@ def test_what_was_refused_is_remembered_though_it_is_planned_no_more(one_call: l
     assert not matrix.run(CELL, (CARD,), tmp_path).result.launches, "of another source"
 
 
-def test_an_estimate_that_is_too_low_fails_a_square_and_blames_no_configuration(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch,
+def test_an_estimate_that_is_too_low_fails_a_square_and_blames_no_configuration(one_call: list[workload.Call],
+                                                                                monkeypatch: pytest.MonkeyPatch,
                                                                                 tmp_path: Path) -> None:
     monkeypatch.setattr(matrix, "compiling", compiler(lambda job: Result("ok", shared=10**6), []))
     found = matrix.run(CELL, (CARD,), tmp_path)
     assert support.failures(SMALL, found) and support.launch_table([found], tmp_path) == "{\n\n}\n"
 
 
-@pytest.mark.parametrize("kind, told", [("gate", ["sm90 triton 3.6.0: 6 of 6 kernels not tried: no room"]), ("report", [])])
-def test_what_could_not_be_tried_is_told_once_and_not_kept(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+@pytest.mark.parametrize("kind, told",
+                         [("gate", ["sm90 triton 3.6.0: 6 of 6 kernels not tried: no room"]), ("report", [])])
+def test_what_could_not_be_tried_is_told_once_and_not_kept(one_call: list[workload.Call],
+                                                           monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                            kind: Any, told: list[str]) -> None:
-    """The first of a card speaks for the others: no linker for it, no room for any. Another card's are tried."""
+    """The first of a card speaks for the others: no linker for it, no room for any. Another card's are
+    tried."""
     seen: list[Job] = []
-    monkeypatch.setattr(matrix, "compiling", compiler(lambda job: Result(NOT_TRIED, "no room") if job.sm == 90 else fine(job), seen))
+    monkeypatch.setattr(matrix, "compiling",
+                        compiler(lambda job: Result(NOT_TRIED, "no room") if job.sm == 90 else fine(job),
+                                 seen))
     card, other = CARD.model_copy(update={"kind": kind}), Card(name="sm80", example="A100", kind="gate")
     found = matrix.run(CELL, (card, other), tmp_path)
-    assert found.untried == {"sm90": "6 of 6 kernels not tried: no room"} and [job.sm for job in seen].count(90) == 1
+    assert found.untried == {"sm90": "6 of 6 kernels not tried: no room"} and [job.sm
+                                                                               for job in seen].count(90) == 1
     assert {name for one in load_result(tmp_path, CELL).launches.values() for name in one.cards} == {"sm80"}
     both = Matrix(card=(card, other), cell=(CELL,))
-    assert support.failures(both, found) == told and [one.status for one in squares([found], {})] == ["not run", "compiled"]
+    assert support.failures(both,
+                            found) == told and [one.status for one in squares([found], {})] == ["not run",
+                                                                                                "compiled"]
     monkeypatch.setattr(matrix, "compiling", compiler(fine, seen))
-    assert not matrix.run(CELL, (card, other), tmp_path).untried and [job.sm for job in seen].count(90) == 1 + 6, "and tried the next time"
+    assert not matrix.run(CELL, (card, other),
+                          tmp_path).untried and [job.sm
+                                                 for job
+                                                 in seen].count(90) == 1 + 6, "and tried the next time"
     matrix.run(CELL, (other,), tmp_path)
-    assert {name for one in load_result(tmp_path, CELL).launches.values() for name in one.cards} == {"sm80", "sm90"}, "the other's stay"
+    assert {name for one in load_result(tmp_path, CELL).launches.values() for name in one.cards} == {"sm80",
+                                                                                                     "sm90"}, "the other's stay"
 
 
-def test_one_that_could_not_be_tried_holds_no_others_up(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_that_could_not_be_tried_holds_no_others_up(one_call: list[workload.Call],
+                                                        monkeypatch: pytest.MonkeyPatch,
+                                                        tmp_path: Path) -> None:
     seen: list[Job] = []
     monkeypatch.setattr(matrix, "compiling", compiler(
-        lambda job: Result(NOT_TRIED, "SIGKILL") if job.launch.kernel == "simple_gla_dk" else fine(job), seen))
+        lambda job: Result(NOT_TRIED, "SIGKILL") if job.launch.kernel == "simple_gla_dk" else fine(job),
+        seen))
     found = matrix.run(CELL, (CARD,), tmp_path)
-    assert found.untried == {"sm90": "1 of 6 kernels not tried: SIGKILL"} and len(seen) == len(found.result.launches) + 1
+    assert found.untried == {"sm90": "1 of 6 kernels not tried: SIGKILL"} and len(seen) == len(
+        found.result.launches) + 1
 
 
-def test_on_amd_the_torch_path_is_taken_and_the_kernels_are_compiled_nevertheless(one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch,
+def test_on_amd_the_torch_path_is_taken_and_the_kernels_are_compiled_nevertheless(
+        one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch,
                                                                                    tmp_path: Path) -> None:
     seen: list[Job] = []
     monkeypatch.setattr(matrix, "compiling", compiler(fine, seen))
     card = Card(name="gfx942", example="MI300", kind="report")
     found = matrix.run(CELL, (card,), tmp_path)
-    assert {job.sm for job in seen} == {"gfx942"} and {job.launch.kernel for job in seen} >= {"simple_gla_scan", "simple_gla_dk"}
+    assert {job.sm for job in seen} == {"gfx942"} and {job.launch.kernel
+                                                       for job in seen} >= {"simple_gla_scan",
+                                                                            "simple_gla_dk"}
     [square] = squares([found], {})
     assert square.status == "torch path" and square.evidence == f"{len(seen)} of {len(seen)} kernels compiled"
     assert support.launch_table([found], tmp_path) == "{\n\n}\n", "nobody plans with it"
@@ -190,28 +228,36 @@ def test_on_amd_the_torch_path_is_taken_and_the_kernels_are_compiled_nevertheles
 
 def test_another_torch_is_a_cell_without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     [cell] = [cell for cell in WHOLE.cell if cell.torch]
-    assert cell.name == "triton-3.0.0-torch-2.4.1" and cell.kind == "gate" and not {"plan", "compile"} & set(cell.layers)
+    assert cell.name == "triton-3.0.0-torch-2.4.1" and cell.kind == "gate" and not {"plan",
+                                                                                    "compile"} & set(
+                                                                                        cell.layers)
     assert cell not in WHOLE.tritons and len(WHOLE.tritons) == len(WHOLE.cell) - 1
-    monkeypatch.setattr(environments, "installed", lambda requirements, name, *rest, **options: Path(f"/{name}"))
+    monkeypatch.setattr(environments, "installed",
+                        lambda requirements, name, *rest, **options: Path(f"/{name}"))
     assert matrix.environment(cell)["PYTHONPATH"].split(":")[:2] == ["/torch-2.4.1", "/triton-3.0.0"]
 
 
 LAUNCH = Recorded("module", "kernel", (), (), 4, 2, 0, ())
 
 
-def outcome(path: str = "triton", remedies: tuple[str, ...] = (), launches: tuple[str, ...] = ("a",), failed: str = "") -> Outcome:
-    return Outcome(op="op", call="call", card="sm90", path=path, remedies=remedies, because=("issue: got",) if remedies else (), launches=launches,
-                   failed=failed)
+def outcome(path: str = "triton", remedies: tuple[str, ...] = (), launches: tuple[str, ...] = ("a",),
+            failed: str = "") -> Outcome:
+    return Outcome(op="op", call="call", card="sm90", path=path, remedies=remedies,
+                   because=("issue: got",) if remedies else (), launches=launches, failed=failed)
 
 
 @pytest.mark.parametrize("outcomes, record, status", [
-    ([outcome()], "", "compiled"), ([outcome()], "a record", "ran"), ([outcome(remedies=("limit_num_warps",))], "", "worked around"),
-    ([outcome(remedies=("limit_num_warps",))], "a record", "worked around"), ([outcome("torch", ("torch_path",), ())], "a record", "torch path"),
+    ([outcome()], "", "compiled"), ([outcome()], "a record", "ran"),
+    ([outcome(remedies=("limit_num_warps",))], "", "worked around"),
+    ([outcome(remedies=("limit_num_warps",))], "a record", "worked around"),
+    ([outcome("torch", ("torch_path",), ())], "a record", "torch path"),
     ([outcome("refused", (), ())], "", "refused"), ([outcome(launches=("a", "b"))], "", "not run"),
     ([outcome(launches=("a", "b"))], "a record", "not run"), ([outcome(failed="TypeError")], "", "FAILED"),
-    ([outcome(), outcome("torch", ("torch_path",), ())], "", "torch path"), ([outcome(launches=("c",)), outcome()], "", "FAILED")])
+    ([outcome(), outcome("torch", ("torch_path",), ())], "", "torch path"),
+    ([outcome(launches=("c",)), outcome()], "", "FAILED")])
 def test_a_square_is_the_worst_of_its_calls(outcomes: list[Outcome], record: str, status: str) -> None:
-    tried = {"a": Tried(config="", cards={"sm90": Compiled()}), "c": Tried(config="", cards={"sm90": Compiled(status="exception", message="no")})}
+    tried = {"a": Tried(config="", cards={"sm90": Compiled()}),
+             "c": Tried(config="", cards={"sm90": Compiled(status="exception", message="no")})}
     planned = Planned(tuple(outcomes), dict.fromkeys("abc", LAUNCH), {(name, "sm90"): 0 for name in "abc"})
     found = Found(CellResult(cell=CELL, launches=tried), planned)
     [square] = squares([found], {("op", "sm90", "3.6.0"): record} if record else {})
@@ -222,19 +268,24 @@ def test_what_ran_before_its_kernel_changed_says_nothing_of_it_now() -> None:
     """What has changed since has another id, of which nothing is known."""
     result = CellResult(cell=CELL, launches={"a": Tried(config="", cards={"sm90": Compiled()})})
     ran = {("op", "sm90", "3.6.0"): "a record"}
-    then, now = (squares([Found(result, Planned((outcome(launches=(name,)),), {}, {(name, "sm90"): 0}))], ran)[0] for name in "ab")
+    then, now = (squares([Found(result, Planned((outcome(launches=(name,)),), {}, {(name, "sm90"): 0}))],
+                         ran)[0] for name in "ab")
     assert (now.status, now.evidence, then.status, then.evidence) == ("not run", "", "ran", "a record")
 
 
 def test_a_gpu_record_counts_only_where_all_of_an_op_is_right(tmp_path: Path) -> None:
-    (tmp_path / "gpu-x.json").write_text('{"capability": [9, 0], "triton": "3.6.0", "device": "x", "date": "d", "rows": '
-                                         '[{"op": "a", "ok": true}, {"op": "b", "ok": true}, {"op": "b", "ok": false}]}')
+    (tmp_path / "gpu-x.json").write_text(
+        '{"capability": [9, 0], "triton": "3.6.0", "device": "x", "date": "d", "rows": '
+                                         '[{"op": "a", "ok": true}, {"op": "b", "ok": true}, {"op": "b", '
+                                         '"ok": false}]}')
     assert set(gpu_records(tmp_path)) == {("a", "sm90", "3.6.0")}
 
 
 def test_the_table_leaves_nothing_blank() -> None:
-    text = support.support_table(WHOLE, [Found(CellResult(cell=cell), Planned()) for cell in WHOLE.cell], [], Path("nowhere"))
-    rows = [line for line in text.splitlines() if line.startswith(tuple(f"| {cell.triton} |" for cell in WHOLE.cell))]
+    text = support.support_table(WHOLE, [Found(CellResult(cell=cell), Planned()) for cell in WHOLE.cell], [],
+                                 Path("nowhere"))
+    rows = [line for line in text.splitlines()
+            if line.startswith(tuple(f"| {cell.triton} |" for cell in WHOLE.cell))]
     assert rows and all("not run" in row and "|  |" not in row for row in rows)
 
 
@@ -254,23 +305,28 @@ RESULTS, TABLE = ROOT / "matrix" / "results", ROOT / "SUPPORT.md"
 @pytest.fixture(scope="module")
 def some() -> list[Found]:
     """Every release with a card, each another one; with TEST_WHOLE=1 every release with every card."""
-    return [Found(load_result(RESULTS, cell), matrix.plans(cell, share(WHOLE.card, n, len(WHOLE.card)) if "plan" in cell.layers else ()))
+    return [Found(load_result(RESULTS, cell),
+                  matrix.plans(cell, share(WHOLE.card, n, len(WHOLE.card)) if "plan" in cell.layers else ()))
             for n, cell in enumerate(WHOLE.cell)]
 
 
 def test_the_support_table_is_current(some: list[Found], tmp_path: Path) -> None:
     assert support.stale(some, RESULTS, TABLE) == [], "run: python -m matrix report"
     if ALL:
-        assert support.write(WHOLE, some, RESULTS, TABLE, tmp_path / "support.html", check=True) == 0, "run: python -m matrix report"
+        assert support.write(WHOLE, some, RESULTS, TABLE, tmp_path / "support.html",
+                             check=True) == 0, "run: python -m matrix report"
 
 
 @pytest.mark.parametrize("file, old, new, says", [
-    ("SUPPORT.md", "| compiled |", "| ran |", " ran, now compiled"), ("SUPPORT.md", "| 3.9.0 |", "| 3.9.9 |", ": None, now "),
+    ("SUPPORT.md", "| compiled |", "| ran |", " ran, now compiled"),
+    ("SUPPORT.md", "| 3.9.0 |", "| 3.9.9 |", ": None, now "),
     ("SUPPORT.md", "| backend | torch |", "| end | torch |", "reason: backend"),
     ("SUPPORT.md", "## Beside fla", "## Beside", "## Beside fla and mamba_ssm"),
     ("proven.json", '"failed": ["sm70"]', '"failed": ["sm80"]', " 3.0.0 failed sm70"),
-    ("proven.json", '"sm75", ', "", " 3.0.0 compiled sm75"), ("proven.json", '"ran": ["sm90"]', '"ran": []', " 3.6.0 ran sm90")])
-def test_what_is_not_current_is_noticed(file: str, old: str, new: str, says: str, some: list[Found], tmp_path: Path) -> None:
+    ("proven.json", '"sm75", ', "", " 3.0.0 compiled sm75"),
+    ("proven.json", '"ran": ["sm90"]', '"ran": []', " 3.6.0 ran sm90")])
+def test_what_is_not_current_is_noticed(file: str, old: str, new: str, says: str, some: list[Found],
+                                        tmp_path: Path) -> None:
     files = {path.name: tmp_path / path.name for path in (TABLE, support.PROVEN)}
     for path in (TABLE, support.PROVEN):
         text = path.read_text(encoding="utf-8")

@@ -12,17 +12,22 @@ from matrix.page import data, page
 from matrix.results import Card, Cell, Matrix
 from matrix.squares import MEANS, STATUSES, Square
 
-MATRIX = Matrix(card=(Card(name="sm75", example="T4", kind="gate"), Card(name="gfx942", example="MI300", kind="report")),
-                cell=(Cell(triton="3.0.0", kind="report"), Cell(triton="3.2.0", kind="gate"), Cell(triton="3.10.0", kind="gate")))
-SQUARES = [Square(op="gla", card="sm75", triton="3.2.0", status="worked around", why=("bf16: copies", "K=256: 4 warps"), evidence="2 of 2", calls=9),
+MATRIX = Matrix(card=(Card(name="sm75", example="T4", kind="gate"),
+                      Card(name="gfx942", example="MI300", kind="report")),
+                cell=(Cell(triton="3.0.0", kind="report"), Cell(triton="3.2.0", kind="gate"),
+                      Cell(triton="3.10.0", kind="gate")))
+SQUARES = [Square(op="gla", card="sm75", triton="3.2.0", status="worked around",
+                  why=("bf16: copies", "K=256: 4 warps"), evidence="2 of 2", calls=9),
            Square(op="gla", card="gfx942", triton="3.10.0", status="compiled", evidence="2 of 2", calls=9),
            Square(op="conv", card="sm75", triton="3.0.0", status="FAILED", why=("K=256: 4 warps",), calls=1)]
-HOSTILE = ["</script><img src=x onerror=alert(1)>", "<!--<script>", "\"'`&amp;\\", "</SCRIPT >", "{{data}}", "\u2028 é \x00", "$& $1 \\1"]
+HOSTILE = ["</script><img src=x onerror=alert(1)>", "<!--<script>", "\"'`&amp;\\", "</SCRIPT >", "{{data}}",
+           "\u2028 é \x00", "$& $1 \\1"]
 
 
 def embedded(html):
     """What a browser would read: up to the first thing that ends a script element."""
-    text = re.split(r"</script", html.split('<script type="application/json" id="data">', 1)[1], maxsplit=1, flags=re.IGNORECASE)[0]
+    text = re.split(r"</script", html.split('<script type="application/json" id="data">', 1)[1], maxsplit=1,
+                    flags=re.IGNORECASE)[0]
     return json.loads(text)
 
 
@@ -32,31 +37,39 @@ def by_place(found):
     at = {(o, t, c): found["squares"][(i * len(triton) + j) * len(card) + k]
           for i, o in enumerate(op) for j, t in enumerate(triton) for k, c in enumerate(card)}
     assert len(at) == len(found["squares"])
-    return {place: (found["statuses"][status][0], calls, found["texts"][evidence], [found["texts"][number] for number in why])
+    return {place: (found["statuses"][status][0], calls, found["texts"][evidence],
+                    [found["texts"][number] for number in why])
             for place, (status, calls, evidence, why) in at.items()}
 
 
 def test_the_page_holds_the_data():
-    assert embedded(page(MATRIX, SQUARES, "2025-06-14")) == json.loads(json.dumps(data(MATRIX, SQUARES, "2025-06-14")))
+    assert embedded(page(MATRIX, SQUARES,
+                         "2025-06-14")) == json.loads(json.dumps(data(MATRIX, SQUARES, "2025-06-14")))
 
 
 def test_every_square_given_is_there():
     found = by_place(embedded(page(MATRIX, SQUARES, "")))
     for square in SQUARES:
-        assert found[square.op, square.triton, square.card] == (square.status, square.calls, square.evidence, list(square.why))
+        assert found[square.op, square.triton, square.card] == (square.status, square.calls, square.evidence,
+                                                                list(square.why))
 
 
 def test_every_combination_is_there_and_the_missing_are_not_run():
     found = by_place(data(MATRIX, SQUARES, ""))
-    assert set(found) == {(op, cell.triton, card.name) for op in ("gla", "conv") for cell in MATRIX.cell for card in MATRIX.card}
+    assert set(found) == {(op, cell.triton, card.name) for op in ("gla", "conv") for cell in MATRIX.cell
+                          for card in MATRIX.card}
     for place in set(found) - {(square.op, square.triton, square.card) for square in SQUARES}:
         assert found[place] == ("not run", 0, "", [])
 
 
 def test_order_and_kinds_are_the_matrix_own():
     axes = data(MATRIX, SQUARES, "")["axes"]
-    assert [(item["name"], item["kind"]) for item in axes["triton"]] == [("3.0.0", "report"), ("3.2.0", "gate"), ("3.10.0", "gate")]
-    assert [(item["name"], item["note"], item["kind"]) for item in axes["card"]] == [("sm75", "T4", "gate"), ("gfx942", "MI300", "report")]
+    assert [(item["name"], item["kind"]) for item in axes["triton"]] == [("3.0.0", "report"),
+                                                                         ("3.2.0", "gate"), ("3.10.0",
+                                                                                             "gate")]
+    assert [(item["name"], item["note"], item["kind"]) for item in axes["card"]] == [("sm75", "T4", "gate"),
+                                                                                     ("gfx942", "MI300",
+                                                                                      "report")]
     assert [item["name"] for item in axes["op"]] == ["conv", "gla"]
 
 
@@ -78,7 +91,8 @@ def test_hostile_text_stays_text(text):
 def test_the_template_reads_data_as_text_only_and_loads_nothing():
     template = Path(matrix.page.__file__).with_name("page.html").read_text(encoding="utf-8")
     assert template.count("{{data}}") == 1
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|https?:|\bsrc=|url\(|@import", template)
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|https?:|\bsrc=|url\(|@import", template)
 
 
 def test_every_status_is_explained_and_coloured():

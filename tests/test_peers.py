@@ -27,27 +27,33 @@ def peers() -> ModuleType:
 
 
 def test_every_op_over_sequences_is_asked_about(peers: ModuleType) -> None:
-    """fused_chunk_ ops are chunk_ ops under another name, Mamba2's layer is its scan among others, and ops by mode are one of the others."""
+    """fused_chunk_ ops are chunk_ ops under another name, Mamba2's layer is its scan among others, and ops by
+    mode are one of the others."""
     aside = ("fused_chunk_", "mamba_split_")
-    ops = {name for name, (_, mode) in dispatch.OPS.items() if mode in ("chunk", "fused_recurrent") and not name.startswith(aside)}
+    ops = {name for name, (_, mode) in dispatch.OPS.items() if mode in ("chunk", "fused_recurrent")
+           and not name.startswith(aside)}
     assert {*ops, "selective_scan_fn"} <= {op.name for op in peers.OPS}
 
 
-@pytest.mark.parametrize("name", ["chunk_rwkv6", "fused_mul_recurrent_rwkv7", "chunk_kda", "fused_recurrent_hgrn", "mamba_chunk_scan_combined",
-                                  "selective_scan_fn"])
-def test_the_other_reference_agrees_on_the_cpu(peers: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("name",
+                         ["chunk_rwkv6", "fused_mul_recurrent_rwkv7", "chunk_kda", "fused_recurrent_hgrn",
+                          "mamba_chunk_scan_combined", "selective_scan_fn"])
+def test_the_other_reference_agrees_on_the_cpu(peers: ModuleType, monkeypatch: pytest.MonkeyPatch,
+                                               name: str) -> None:
     """Written apart from those the cases use: two derivations of the same recurrence."""
     op = next(op for op in peers.OPS if op.name == name)
     monkeypatch.setitem(peers.SIZES, "CPU", peers.Sizes(T=9, K=8, V=8))
     assert peers.answer("flashlin", op, "CPU") == "right"
     right = getattr(flashlin, name)
-    monkeypatch.setattr(flashlin, name, lambda *args, **options: tuple(1.1 * x for x in right(*args, **options)))
+    monkeypatch.setattr(flashlin, name,
+                        lambda *args, **options: tuple(1.1 * x for x in right(*args, **options)))
     assert peers.answer("flashlin", op, "CPU").startswith("wrong: o 0.1")
 
 
 def test_packed_sequences_are_kept_apart(peers: ModuleType) -> None:
     op = next(op for op in peers.OPS if op.name == "chunk_gla")
-    made = peers.made(op, peers.Sizes(1, 6, 1, 4, 4, (0, 2, 6)), torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0))
+    made = peers.made(op, peers.Sizes(1, 6, 1, 4, 4, (0, 2, 6)), torch.device("cpu"), torch.float32,
+                      torch.Generator().manual_seed(0))
     tensors = {key: x.double() for key, x in made.items() if key != "cu_seqlens"}
     found = peers.reference(op, True, cu_seqlens=made["cu_seqlens"], **tensors)
     tail = {key: x[1:] if key == "initial_state" else x[:, 2:] for key, x in tensors.items()}
@@ -64,7 +70,8 @@ def test_a_process_that_ends_is_an_answer(peers: ModuleType, monkeypatch: pytest
     monkeypatch.setattr(peers.subprocess, "run", run)
     monkeypatch.setattr(peers, "ASPECTS", {"forward": "", "backward": "", "CPU": ""})
     assert peers.asked("fla", "chunk_gla", 1.0) == {"op": "chunk_gla", "side": "fla", "forward": "right",
-                                                    "backward": "error: process ended with -6", "CPU": "error: process ended with 1"}
+                                                    "backward": "error: process ended with -6",
+                                                    "CPU": "error: process ended with 1"}
 
 
 def test_a_record_keeps_the_ops_that_were_not_asked_again(peers: ModuleType) -> None:
@@ -72,14 +79,17 @@ def test_a_record_keeps_the_ops_that_were_not_asked_again(peers: ModuleType) -> 
         return {"device": "NVIDIA H200", "triton": "3.6.0", "torch": torch, "packages": {}, "aspects": {},
                 "rows": [{"op": op, "forward": answer} for op, answer in rows]}
     before = record(("chunk_gla", "right"), ("selective_scan_fn", "wrong"))
-    assert peers.joined(before, record(("selective_scan_fn", "right"))) == record(("chunk_gla", "right"), ("selective_scan_fn", "right"))["rows"]
+    assert peers.joined(before, record(("selective_scan_fn", "right"))) == record(("chunk_gla", "right"),
+                                                                                  ("selective_scan_fn",
+                                                                                   "right"))["rows"]
     assert peers.joined(before, record(("chunk_kda", "right")))[0]["op"] == "chunk_kda", "in the order of OPS"
     assert len(peers.joined(before, record(("chunk_kda", "right"), torch="2.12.0"))) == 1
 
 
 def test_the_table(tmp_path: Path) -> None:
     assert table.table(tmp_path) == []
-    record = {"device": "NVIDIA H200", "triton": "3.6.0", "date": "2026-11-21", "aspects": {"forward": "outputs", "CPU": "CPU tensors"},
+    record = {"device": "NVIDIA H200", "triton": "3.6.0", "date": "2026-11-21",
+              "aspects": {"forward": "outputs", "CPU": "CPU tensors"},
               "packages": {"fla-core": {"version": "0.6.0", "triton": "3.3 or newer"}},
               "rows": [{"op": "chunk_gla", "side": "fla", "forward": "wrong: o 0.3", "CPU": "error: a | b"},
                        {"op": "chunk_gla", "side": "flashlin", "forward": "right", "CPU": "right"}]}

@@ -1,4 +1,5 @@
-"""The launch table: what it says of a launch, what planning and doctor make of it, and that it says no more than the results do."""
+"""The launch table: what it says of a launch, what planning and doctor make of it, and that it says no more
+than the results do."""
 from __future__ import annotations
 
 import json
@@ -20,14 +21,16 @@ from matrix.results import Cell, CellResult, Compiled, load_result
 from matrix.squares import Found, Outcome, Planned
 
 LAUNCH = Launch("scan", (1,), 4, 2, (("BT", 64),), 0, 0, frozenset({"dot", "bf16"}))
-TABLE = {LAUNCH.config: {"3.6.0": {"compiled": ["sm80", "sm90"], "ran": ["sm90"]}, "3.3.0": {"failed": ["sm90"], "compiled": ["sm80"]},
+TABLE = {LAUNCH.config: {"3.6.0": {"compiled": ["sm80", "sm90"], "ran": ["sm90"]},
+                         "3.3.0": {"failed": ["sm90"], "compiled": ["sm80"]},
                          "3.3.1": {"compiled": ["sm90"]}}}
 PROBLEM = Problem("chunk_simple_gla", "simple_gla", "chunk", 2, 128, 4, 64, 64, 2, "bfloat16", options=("g",))
 
 
 @pytest.mark.parametrize("place, level", [
-    ("triton=3.6.0,sm=90", "ran"), ("triton=3.6.0,sm=80", "compiled"), ("triton=3.6.0,sm=75", "unknown"), ("triton=3.6.2,sm=90", "ran"),
-    ("triton=3.7.1,sm=90", "unknown"), ("triton=3.3.1,sm=90", "compiled"), ("triton=3.3.0,sm=90", "failed"), ("triton=3.3.2,sm=90", "failed"),
+    ("triton=3.6.0,sm=90", "ran"), ("triton=3.6.0,sm=80", "compiled"), ("triton=3.6.0,sm=75", "unknown"),
+    ("triton=3.6.2,sm=90", "ran"), ("triton=3.7.1,sm=90", "unknown"), ("triton=3.3.1,sm=90", "compiled"),
+    ("triton=3.3.0,sm=90", "failed"), ("triton=3.3.2,sm=90", "failed"),
     ("triton=3.6.0+git1234,sm=90", "unknown"), ("backend=cpu", "unknown")])
 def test_trust_in_a_launch(place: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proven, "table", lambda: TABLE)
@@ -46,10 +49,15 @@ def test_what_failed_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch, fresh
     monkeypatch.setattr(proven, "table", lambda: bad)
     fresh()
     plan = plan_on("triton=3.6.0,sm=90")
-    assert [reason.code for reason, _ in plan.steps] == ["launch-table"] and first.config not in {launch.config for launch in plan.launches}
+    assert [reason.code for reason,
+            _ in plan.steps] == ["launch-table"] and first.config not in {launch.config
+                                                                          for launch in plan.launches}
     assert first.config in plan.steps[0][0].got
-    assert first.config in {launch.config for launch in plan_on("triton=3.6.0,sm=80").launches}, "other cards are left alone"
-    assert first.config in {launch.config for launch in plan_on("triton=3.6.0,sm=90", Policy(policy="off")).launches}
+    assert first.config in {launch.config
+                            for launch
+                            in plan_on("triton=3.6.0,sm=80").launches}, "other cards are left alone"
+    assert first.config in {launch.config
+                            for launch in plan_on("triton=3.6.0,sm=90", Policy(policy="off")).launches}
     assert outlook.evidence([plan]) == "no record"
 
 
@@ -59,7 +67,8 @@ def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch,
     plan = plan_on("triton=3.6.0,sm=90")
     configs = [launch.config for launch in plan.launches]
     everything = {config: {"3.6.0": {"ran": ["sm90"]}} for config in configs}
-    for table, told in ((everything, "ran"), ({**everything, configs[-1]: {"3.6.0": {"compiled": ["sm90"]}}}, "compiled"),
+    for table, told in ((everything, "ran"),
+                        ({**everything, configs[-1]: {"3.6.0": {"compiled": ["sm90"]}}}, "compiled"),
                         ({**everything, configs[-1]: {}}, "no record")):
         monkeypatch.setattr(proven, "table", lambda table=table: table)
         fresh()
@@ -68,8 +77,10 @@ def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch,
 
 def found(**compiled: Compiled) -> Found:
     """Two launches of one configuration; the verdicts on them: n1, n2."""
-    outcomes = (Outcome(op="op", call="", card="sm90", path="triton", launches=("gate_cumsum-1", "gate_cumsum-2")),)
-    launches = {f"gate_cumsum-{n}": Recorded("flashlin.kernels.pieces", "gate_cumsum", (), (), 4, 1, 0, (), CONFIG) for n in (1, 2)}
+    outcomes = (Outcome(op="op", call="", card="sm90", path="triton",
+                        launches=("gate_cumsum-1", "gate_cumsum-2")),)
+    launches = {f"gate_cumsum-{n}": Recorded("flashlin.kernels.pieces", "gate_cumsum", (), (), 4, 1, 0, (),
+                                             CONFIG) for n in (1, 2)}
     result = CellResult(cell=Cell(triton="3.6.0", kind="gate"))
     for name, one in compiled.items():
         result.enter(launches[f"gate_cumsum-{name[1:]}"], f"gate_cumsum-{name[1:]}", "sm90", one)
@@ -81,25 +92,29 @@ FINE, BAD = Compiled(), Compiled(status="abort")
 
 
 @pytest.mark.parametrize("verdicts, levels", [
-    ({"n1": FINE, "n2": FINE}, {"compiled": ["sm90"]}), ({"n1": FINE, "n2": BAD}, {"failed": ["sm90"]}), ({"n1": FINE}, None),
-    ({"n1": BAD}, {"failed": ["sm90"]})])
-def test_a_configuration_holds_where_every_use_of_it_compiles(verdicts: dict[str, Compiled], levels: dict[str, list[str]] | None,
+    ({"n1": FINE, "n2": FINE}, {"compiled": ["sm90"]}), ({"n1": FINE, "n2": BAD}, {"failed": ["sm90"]}),
+    ({"n1": FINE}, None), ({"n1": BAD}, {"failed": ["sm90"]})])
+def test_a_configuration_holds_where_every_use_of_it_compiles(verdicts: dict[str, Compiled],
+                                                              levels: dict[str, list[str]] | None,
                                                                tmp_path: Path) -> None:
     made = json.loads(support.launch_table([found(**verdicts)], tmp_path))
     assert made.get(CONFIG, {}).get("3.6.0") == levels
 
 
-def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     whole = found(n1=FINE, n2=BAD)
     whole.result.save(tmp_path)
     assert load_result(tmp_path, whole.result.cell).launches == whole.result.launches
     path = tmp_path / "triton-3.6.0.json"
-    path.write_text(path.read_text().replace(whole.result.kernels["gate_cumsum"], "flashlin.kernels.pieces:0123"))
+    path.write_text(path.read_text().replace(whole.result.kernels["gate_cumsum"],
+                                             "flashlin.kernels.pieces:0123"))
     old = load_result(tmp_path, whole.result.cell)
     assert not old.launches and json.loads(support.launch_table([Found(old, whole.planned)], tmp_path)) == {}
     for gone in ("flashlin.kernels.gone:0123", ""):
         assert not record.is_current(gone, "gate_cumsum")
-    gpu = {"triton": "3.6.0", "capability": [9, 0], "configs": {CONFIG: record.source_hash("flashlin.kernels.pieces", "gate_cumsum"),
-                                                                "gate_cumsum BT=32": "flashlin.kernels.pieces:0123"}}
+    gpu = {"triton": "3.6.0", "capability": [9, 0],
+           "configs": {CONFIG: record.source_hash("flashlin.kernels.pieces", "gate_cumsum"),
+                       "gate_cumsum BT=32": "flashlin.kernels.pieces:0123"}}
     (tmp_path / "gpu-x.json").write_text(json.dumps(gpu))
     assert json.loads(support.launch_table([], tmp_path)) == {CONFIG: {"3.6.0": {"ran": ["sm90"]}}}

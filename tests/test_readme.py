@@ -1,6 +1,8 @@
-"""The README tells the truth: its generated parts are what flashlin answers today, its Python runs, its settings exist.
+"""The README tells the truth: its generated parts are what flashlin answers today, its Python runs, its
+settings exist.
 
-After a change of what the planner decides: ``python tests/test_readme.py --write``, and look at the difference.
+After a change of what the planner decides: ``python tests/test_readme.py --write``, and look at the
+difference.
 """
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from flashlin.policy import CHOICES, FOLDERS, Policy
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-TRAINING = Problem("chunk_simple_gla", "simple_gla", "chunk", 8, 2048, 8, 128, 128, 8, "bfloat16", needs_grad=True)
+TRAINING = Problem("chunk_simple_gla", "simple_gla", "chunk", 8, 2048, 8, 128, 128, 8, "bfloat16",
+                   needs_grad=True)
 
 
 def outcome(plan: Plan) -> str:
@@ -34,7 +37,8 @@ def outcome(plan: Plan) -> str:
     if plan.path == "torch":
         return "torch path"
     details = [words for words, on in (("fp32 copies", plan.problem.dot == "fp32"),
-                                       (f"{plan.problem.max_warps} warps", plan.problem.max_warps < plan.asked.max_warps),
+                                       (f"{plan.problem.max_warps} warps",
+                                        plan.problem.max_warps < plan.asked.max_warps),
                                        ("batch in parts", plan.problem.batch_part > 0)) if on]
     return "kernels" + (f" ({', '.join(details)})" if details else "")
 
@@ -43,7 +47,8 @@ def cell(target: Target) -> str:
     """The outcome on one machine; by dtype only where they differ."""
     found: dict[str, list[str]] = {}
     for dtype, short in DTYPES.items():
-        found.setdefault(outcome(flashlin.plan(TRAINING._replace(dtype=dtype), target, Policy())), []).append(short)
+        found.setdefault(outcome(flashlin.plan(TRAINING._replace(dtype=dtype), target, Policy())),
+                         []).append(short)
     if len(found) == 1:
         return next(iter(found))
     return ", ".join(f"{' '.join(dtypes)}: {words}" for words, dtypes in found.items())
@@ -57,7 +62,8 @@ def ranges() -> dict[str, list[str]]:
     columns = {}
     for _, group in groupby((one.version for one in releases.RELEASES), key=column):
         members = list(group)
-        ends = [minor(version) if set(releases_of(minor(version))) <= set(members) else version for version in (members[0], members[-1])]
+        ends = [minor(version) if set(releases_of(minor(version))) <= set(members) else version
+                for version in (members[0], members[-1])]
         columns[" to ".join(dict.fromkeys(ends))] = members
     return columns
 
@@ -74,41 +80,55 @@ def support_table() -> str:
     columns = ranges()
     rows: list[tuple[str, tuple[str, ...]]] = []
     for (major, minor), (card, _) in USUAL_CARD.items():
-        rows.append((f"{card} (sm{major}{minor})", tuple(cell(parse(f"triton={group[0]},sm={major}{minor}")) for group in columns.values())))
-    lines = ["| card | " + " | ".join(f"Triton {name}" for name in columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        rows.append((f"{card} (sm{major}{minor})",
+                     tuple(cell(parse(f"triton={group[0]},sm={major}{minor}"))
+                           for group in columns.values())))
+    lines = ["| card | " + " | ".join(f"Triton {name}" for name in columns) + " |",
+             "|---" * (len(columns) + 1) + "|"]
     for cells, group in groupby(rows, key=lambda row: row[1]):
         lines.append("| " + " | ".join([", ".join(name for name, _ in group), *cells]) + " |")
-    elsewhere = {"An AMD GPU": "triton=3.7.1,backend=hip", "a GPU with Triton missing, broken or older than 3.0": "triton=2.3.1,sm=90",
+    elsewhere = {"An AMD GPU": "triton=3.7.1,backend=hip",
+                 "a GPU with Triton missing, broken or older than 3.0": "triton=2.3.1,sm=90",
                  "a CPU": "triton=3.7.1,backend=cpu"}
-    return "\n".join([*lines, "", "; ".join(f"{name}: {cell(parse(target))}" for name, target in elsewhere.items()) + "."])
+    return "\n".join([*lines, "",
+                      "; ".join(f"{name}: {cell(parse(target))}" for name,
+                                target in elsewhere.items()) + "."])
 
 
 def error_example() -> str:
-    plan = flashlin.plan(TRAINING, parse("triton=3.2.0,sm=75", torch_version="2.6.0"), Policy(policy="strict"))
+    plan = flashlin.plan(TRAINING, parse("triton=3.2.0,sm=75", torch_version="2.6.0"),
+                         Policy(policy="strict"))
     return f"```\nUnsupportedError: {flashlin.UnsupportedError(plan)}\n```"
 
 
 def speed_table() -> str:
     """Out of benchmarks/results/compare-fla-*.json: one row for each op and shape."""
-    lines = ["| op | forward, ms | theirs | ratio | with backward, ms | theirs | ratio | first call, s |", "|---" * 8 + "|"]
+    lines = ["| op | forward, ms | theirs | ratio | with backward, ms | theirs | ratio | first call, s |",
+             "|---" * 8 + "|"]
     said = set()
     for file in sorted((README.parent / "benchmarks" / "results").glob("compare-fla-*.json")):
         record = json.loads(file.read_text())
         for row in record["rows"]:
             peer = "fla" if "fla" in row else "mamba_ssm"
-            said.add(f"{record['device']}, Triton {record['triton']}, torch {record['torch']}, {peer} {record[peer]}, {record['date']}, "
+            said.add(f"{record['device']}, Triton {record['triton']}, torch {record['torch']}, {peer} "
+                     f"{record[peer]}, {record['date']}, "
                      f"B={row['B']} T={row['T']} H={row['H']} D={row['D']}")
             ours, theirs = row["flashlin"], row[peer]
             mark = "*" if row["guard_off"] is True and theirs.get("both_ms") else ""
             layout = ", channels last" if "channels_last" in row.get("arguments", "") else ""
-            lines.append(f"| `{row['op']}`{layout} | {ours['forward_ms']:.3f} | {theirs['forward_ms']:.3f} | {row['ratio_forward']:.2f} "
+            lines.append(f"| `{row['op']}`{layout} | {ours['forward_ms']:.3f} | {theirs['forward_ms']:.3f} | "
+                         f"{row['ratio_forward']:.2f} "
                          f"| {ours['both_ms']:.2f} | {theirs['both_ms']:.2f}{mark} "
                          f"| {row['ratio_both']:.2f} | {record['first_call']['forward_s']:.1f} |")
-    shape = "bfloat16, both in one process: Mamba's scans beside mamba_ssm, all others beside fla; first call: chunk_simple_gla from empty caches."
-    return "\n".join([*lines, "", f"{shape} *: fla refuses this backward here; its refusal was switched off for the timing.", *sorted(said)])
+    shape = ("bfloat16, both in one process: Mamba's scans beside mamba_ssm, all others beside fla; first "
+             "call: chunk_simple_gla from empty caches.")
+    return "\n".join([*lines, "",
+                      f"{shape} *: fla refuses this backward here; its refusal was switched off for the "
+                      "timing.", *sorted(said)])
 
 
-GENERATED: dict[str, Callable[[], str]] = {"support table": support_table, "error": error_example, "speed": speed_table}
+GENERATED: dict[str, Callable[[], str]] = {"support table": support_table, "error": error_example,
+                                           "speed": speed_table}
 
 
 def between_markers(name: str) -> re.Pattern[str]:
@@ -123,7 +143,8 @@ def test_generated_part_is_current(name: str) -> None:
 
 
 def test_every_setting_and_choice_is_described() -> None:
-    rows = {line.split("`")[1]: line for line in README.read_text().splitlines() if line.startswith("| `FLASHLIN_")}
+    rows = {line.split("`")[1]: line
+            for line in README.read_text().splitlines() if line.startswith("| `FLASHLIN_")}
     assert set(rows) == {f"FLASHLIN_{name.upper()}" for name in (*Policy._fields, *FOLDERS)}
     for field, choices in CHOICES.items():
         missing = [choice for choice in choices if f"`{choice}`" not in rows[f"FLASHLIN_{field.upper()}"]]
@@ -136,8 +157,8 @@ def test_python_in_the_readme_runs(tmp_path: Path) -> None:
     script = tmp_path / "readme.py"  # Triton reads a kernel's source from its file
     script.write_text("\n".join(blocks))
     search = os.pathsep.join(filter(None, [str(README.parent), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False,
-                          env={**os.environ, "PYTHONPATH": search})
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300,
+                          check=False, env={**os.environ, "PYTHONPATH": search})
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,5 @@
-"""shield on machines one does not own: what a user's launch becomes, without a GPU. Tensors are small or have no memory behind them."""
+"""shield on machines one does not own: what a user's launch becomes, without a GPU. Tensors are small or have
+no memory behind them."""
 from __future__ import annotations
 
 import copy
@@ -31,7 +32,8 @@ Starts = list[dict[str, Any]]
 
 
 def watched(kernel: Any, target: str, **declared: Any) -> tuple[Any, Starts]:
-    """The shielded kernel, planned for another machine, and what it would start: named arguments, and the grid."""
+    """The shielded kernel, planned for another machine, and what it would start: named arguments, and the
+    grid."""
     starts: Starts = []
     shielded = flashlin.shield(kernel, **declared)
     launcher = shielded
@@ -45,7 +47,8 @@ def watched(kernel: Any, target: str, **declared: Any) -> tuple[Any, Starts]:
     return shielded, starts
 
 
-def tokens(B: int, H: int, T: int = 1, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens(B: int, H: int, T: int = 1,
+           dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(B, H, T, dtype=dtype), torch.zeros(B, H, T, dtype=dtype)
 
 
@@ -64,34 +67,45 @@ def test_a_launch_without_objections_is_handed_on_as_it_is() -> None:
 def test_too_many_programs_are_launched_in_parts_of_the_batch() -> None:
     shielded, starts = watched(foreign.scaled, H100, **BATCH)
     x, o = tokens(10923, 6)
-    shielded[lambda meta: (triton.cdiv(meta["T"], meta["BT"]), meta["B"] * meta["H"])](x, o, 1, 10923, H=6, BT=16)
-    assert [(start["grid"], start["B"], start["x"].shape[0]) for start in starts] == [((1, 32772), 5462, 5462), ((1, 32766), 5461, 5461)]
-    assert starts[1]["x"].data_ptr() == x[5462:].data_ptr() and starts[1]["o"].data_ptr() == o[5462:].data_ptr()
+    shielded[lambda meta: (triton.cdiv(meta["T"], meta["BT"]), meta["B"] * meta["H"])](x, o, 1, 10923, H=6,
+                                                                                       BT=16)
+    assert [(start["grid"], start["B"], start["x"].shape[0])
+            for start in starts] == [((1, 32772), 5462, 5462), ((1, 32766), 5461, 5461)]
+    assert starts[1]["x"].data_ptr() == x[5462:].data_ptr() and starts[1]["o"].data_ptr() == o[
+        5462:].data_ptr()
     assert {start["T"] for start in starts} == {1}
 
 
 @pytest.mark.parametrize(("declared", "says"), [
-    ({}, 'do       shield(..., batch={"tensor": dimension, ...}, batch_axis=1, batch_size="argument") says what the batch is'),
-    (dict(batch={"x": 0, "o": 0}, batch_axis=0), "batch_axis=0 has 1 programs, which is no multiple of the batch of 10923"),
-    (dict(batch={"x": 0}, batch_axis=1), 'o has a dimension of 10923, as the batch, and is not declared: batch={"o": 0}'),
-    (dict(batch={"x": 0, "o": 1}, batch_axis=1, batch_size="B"), "o: dimension 1 has 6 elements, need a multiple of the batch of 10923")])
-def test_a_grid_that_cannot_be_split_is_refused_and_says_how_to_declare_it(declared: dict[str, Any], says: str) -> None:
+    ({}, 'do       shield(..., batch={"tensor": dimension, ...}, batch_axis=1, batch_size="argument") says '
+         'what the batch is'),
+    (dict(batch={"x": 0, "o": 0}, batch_axis=0),
+     "batch_axis=0 has 1 programs, which is no multiple of the batch of 10923"),
+    (dict(batch={"x": 0}, batch_axis=1),
+     'o has a dimension of 10923, as the batch, and is not declared: batch={"o": 0}'),
+    (dict(batch={"x": 0, "o": 1}, batch_axis=1, batch_size="B"),
+     "o: dimension 1 has 6 elements, need a multiple of the batch of 10923")])
+def test_a_grid_that_cannot_be_split_is_refused_and_says_how_to_declare_it(declared: dict[str, Any],
+                                                                           says: str) -> None:
     shielded, starts = watched(foreign.scaled, H100, **declared)
     with pytest.raises(flashlin.UnsupportedError) as refused:
         shielded[(1, 65538)](*tokens(10923, 6), 1, 10923, H=6, BT=16)
-    assert "scaled starts 65538 programs on grid axis 1, need at most 65535" in str(refused.value) and says in str(refused.value)
+    assert "scaled starts 65538 programs on grid axis 1, need at most 65535" in str(
+        refused.value) and says in str(refused.value)
     assert not starts
 
 
 @pytest.mark.parametrize(("batch", "x", "o", "says"), [
-    ({"x": 0}, torch.zeros(100, 2, 1), torch.zeros(200), "o has a dimension of 200, which may hold the batch of 100, and is not declared"),
+    ({"x": 0}, torch.zeros(100, 2, 1), torch.zeros(200),
+     "o has a dimension of 200, which may hold the batch of 100, and is not declared"),
     ({"x": 0}, torch.zeros(100, 2, 1), torch.zeros(2, 101), 'batch={"o": 1} says that it is the batch'),
     ({"x": 0}, None, torch.zeros(2, 102), "none of x is a tensor with the batch in this call"),
     ({"x": 0, "o": None}, None, torch.zeros(200), "none of x, o is a tensor with the batch in this call")])
 def test_what_parts_of_the_batch_would_not_reach_is_not_split(
         axis_limits: Callable[..., None], batch: dict[str, Any], x: Any, o: Any, says: str) -> None:
     axis_limits(2**31 - 1, 80, 80)
-    shielded, starts = watched(foreign.scaled, "triton=3.7.2,sm=90", batch=batch, batch_axis=1, batch_size="B")
+    shielded, starts = watched(foreign.scaled, "triton=3.7.2,sm=90", batch=batch, batch_axis=1,
+                               batch_size="B")
     with pytest.raises(flashlin.UnsupportedError) as refused:
         shielded[(1, 200)](x, o, 1, 100, H=2, BT=16)
     assert says in str(refused.value) and not starts
@@ -99,7 +113,8 @@ def test_what_parts_of_the_batch_would_not_reach_is_not_split(
 
 def test_a_batch_size_that_is_left_out_is_its_default(axis_limits: Callable[..., None]) -> None:
     axis_limits(2, 2, 2)
-    shielded, starts = watched(foreign.usual, "triton=3.7.3,sm=90", batch={"x": 0, "o": 0}, batch_axis=0, batch_size="B")
+    shielded, starts = watched(foreign.usual, "triton=3.7.3,sm=90", batch={"x": 0, "o": 0}, batch_axis=0,
+                               batch_size="B")
     shielded[(4,)](torch.zeros(4), torch.zeros(4))
     assert [(start["grid"], start["B"], start["x"].shape[0]) for start in starts] == [((2,), 2, 2)] * 2
 
@@ -118,7 +133,8 @@ def test_an_axis_that_does_not_count_the_batch_is_refused_in_its_own_words() -> 
 
 def test_boundaries_of_sequences_overlap_by_one() -> None:
     edges = torch.arange(6)
-    assert part_of(edges, 0, 5, 2, 2).tolist() == [2, 3, 4] and part_of(torch.arange(10), 0, 5, 2, 2).tolist() == [4, 5, 6, 7]
+    assert part_of(edges, 0, 5, 2, 2).tolist() == [2, 3, 4] and part_of(torch.arange(10), 0, 5, 2,
+                                                                        2).tolist() == [4, 5, 6, 7]
 
 
 # --- offsets ---
@@ -126,7 +142,8 @@ def test_boundaries_of_sequences_overlap_by_one() -> None:
 def test_a_view_that_reaches_beyond_32_bits_counts_however_few_elements_it_has() -> None:
     x = torch.empty_strided((3, 1, 4), (2**30, 4, 1), device="meta")
     shielded, starts = watched(foreign.scaled, A100)
-    with pytest.raises(flashlin.UnsupportedError, match="reaches element 2147483651 with 32-bit offsets, need at most 2147483647"):
+    with pytest.raises(flashlin.UnsupportedError,
+                       match="reaches element 2147483651 with 32-bit offsets, need at most 2147483647"):
         shielded[(1, 3)](x, x, 4, 3, H=1, BT=16)
     shielded, starts = watched(foreign.scaled, A100, **BATCH)
     shielded[(1, 3)](x, x, 4, 3, H=1, BT=16)
@@ -136,7 +153,8 @@ def test_a_view_that_reaches_beyond_32_bits_counts_however_few_elements_it_has()
 def test_a_long_tensor_is_not_split_where_the_batch_cannot_be() -> None:
     x = torch.empty_strided((3, 1, 4), (2**30, 4, 1), device="meta")
     shielded, starts = watched(foreign.scaled, A100, **BATCH)
-    with pytest.raises(flashlin.UnsupportedError, match="batch_axis=1 has 4 programs, which is no multiple of the batch of 3"):
+    with pytest.raises(flashlin.UnsupportedError,
+                       match="batch_axis=1 has 4 programs, which is no multiple of the batch of 3"):
         shielded[(1, 4)](x, x, 4, 3, H=1, BT=16)
     assert not starts
 
@@ -151,9 +169,11 @@ def test_a_kernel_with_64_bit_offsets_is_trusted_with_them() -> None:
 # --- warps ---
 
 @pytest.mark.parametrize(("target", "asked", "planned"), [
-    ("triton=3.2.0,sm=90", 8, 4), ("triton=3.3.1,sm=90", 8, 4), ("triton=3.2.0,sm=90", 16, 4), ("triton=3.2.0,sm=90", 4, 4),
-    ("triton=3.2.0,sm=80", 8, 8), ("triton=3.6.0,sm=90", 8, 8), ("triton=3.6.0,sm=100", 8, 2)])
-def test_warps_are_limited_where_the_compiler_or_the_card_fails(target: str, asked: int, planned: int) -> None:
+    ("triton=3.2.0,sm=90", 8, 4), ("triton=3.3.1,sm=90", 8, 4), ("triton=3.2.0,sm=90", 16, 4),
+    ("triton=3.2.0,sm=90", 4, 4), ("triton=3.2.0,sm=80", 8, 8), ("triton=3.6.0,sm=90", 8, 8),
+    ("triton=3.6.0,sm=100", 8, 2)])
+def test_warps_are_limited_where_the_compiler_or_the_card_fails(target: str, asked: int,
+                                                                planned: int) -> None:
     shielded, starts = watched(foreign.states, target)
     k = torch.zeros(1, 64, 64, dtype=torch.bfloat16)
     shielded[(1,)](k, k, k, k, torch.zeros(1, 1), 64, K=64, V=64, BT=64, num_warps=asked)
@@ -203,14 +223,17 @@ def test_bf16_below_sm_80_goes_by_way_of_fp32_if_the_outputs_are_declared() -> N
 
 def test_without_declared_outputs_it_is_refused_with_the_remedy() -> None:
     shielded, starts = watched(foreign.scaled, T4)
-    with pytest.raises(flashlin.UnsupportedError, match=r'do       shield\(..., outputs=\["name", ...\]\) names the tensors'):
+    with pytest.raises(flashlin.UnsupportedError,
+                       match=r'do       shield\(..., outputs=\["name", ...\]\) names the tensors'):
         shielded[(1, 6)](*tokens(2, 3, 5, torch.bfloat16), 5, 2, H=3, BT=16)
     assert not starts
 
 
 def test_strict_takes_no_fp32_copies_and_says_who_would() -> None:
     shielded, starts = watched(foreign.scaled, T4, outputs=["o"])
-    with flashlin.settings(policy="strict"), pytest.raises(flashlin.UnsupportedError, match="do       FLASHLIN_POLICY=auto allows fp32 copies"):
+    with flashlin.settings(policy="strict"), pytest.raises(flashlin.UnsupportedError,
+                                                           match="do       FLASHLIN_POLICY=auto allows fp32 "
+                                                                 "copies"):
         shielded[(1, 6)](*tokens(2, 3, 5, torch.bfloat16), 5, 2, H=3, BT=16)
     assert not starts
 
@@ -240,24 +263,29 @@ def test_all_remedies_at_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         shielded[(1, 65538)](*tokens(10923, 6, 1, torch.bfloat16), 1, 10923, H=6, BT=16)
-    assert [(start["grid"], start["x"].dtype) for start in starts] == [((1, 32772), torch.float32), ((1, 32766), torch.float32)]
+    assert [(start["grid"], start["x"].dtype) for start in starts] == [((1, 32772), torch.float32),
+                                                                       ((1, 32766), torch.float32)]
 
 
 # --- the source ---
 
 def test_traits_are_read_from_the_source_and_from_what_it_calls() -> None:
-    helper, scan, product, precise = (source.of(getattr(foreign, name)) for name in ("through_a_helper", "states", "product", "precise"))
+    helper, scan, product, precise = (source.of(getattr(foreign, name))
+                                      for name in ("through_a_helper", "states", "product", "precise"))
     assert helper.dot and not helper.state and scan.dot and scan.state and product.dot and not product.state
     assert precise.wide and not precise.any_precision and not scan.wide and scan.any_precision
     assert not source.of(foreign.scaled).dot
-    assert source.traits(scan, frozenset({"bfloat16"}), 256) >= {"dot", "half_dot", "bf16", "rmw_acc", "tall_state"}
-    assert source.traits(product, frozenset({"float32"}), 64) == {"dot", "fp32_dot", "tf32_dot", "any_precision"}
+    assert source.traits(scan, frozenset({"bfloat16"}), 256) >= {"dot", "half_dot", "bf16", "rmw_acc",
+                                                                 "tall_state"}
+    assert source.traits(product, frozenset({"float32"}), 64) == {"dot", "fp32_dot", "tf32_dot",
+                                                                  "any_precision"}
 
 
 @pytest.mark.parametrize(("loop", "state"), [
     ("h = h * d\n    o = tl.dot(q, h)", True), ("h *= d\n    s = h.to(t)\n    o += tl.dot(q, s)", True),
-    ("x = tl.dot(q, k)\n    x = x * c\n    o = tl.dot(x, v)", False), ("o = o * a\n    o = tl.dot(p, v, o)", False),
-    ("o += tl.dot(q, k)", False), ("h = d * h\n    o = tl.dot(input=h, other=q)", True)])
+    ("x = tl.dot(q, k)\n    x = x * c\n    o = tl.dot(x, v)", False),
+    ("o = o * a\n    o = tl.dot(p, v, o)", False), ("o += tl.dot(q, k)", False),
+    ("h = d * h\n    o = tl.dot(input=h, other=q)", True)])
 def test_a_recurrence_is_a_state_that_is_scaled_and_multiplied_by(loop: str, state: bool) -> None:
     assert source.read(f"def f():\n  for i in range(3):\n    {loop}").state is state
 
@@ -268,12 +296,17 @@ def test_a_recurrence_is_a_state_that_is_scaled_and_multiplied_by(loop: str, sta
     (dict(batch={"y": 0}, batch_axis=1), ValueError, "batch: got 'y', need names of arguments: x, o, T"),
     (dict(batch={"x": 0}), ValueError, "batch_axis: got None, need 0, 1 or 2"),
     (dict(batch={"x": 0}, batch_axis=3), ValueError, "batch_axis: got 3, need 0, 1 or 2"),
-    (dict(outputs=["y"]), ValueError, "outputs: got 'y', need names"), (dict(outputs="o"), TypeError, "outputs: got the string 'o'"),
+    (dict(outputs=["y"]), ValueError, "outputs: got 'y', need names"),
+    (dict(outputs="o"), TypeError, "outputs: got the string 'o'"),
     (dict(batch_size="N"), ValueError, "batch_size: got 'N', need names"),
-    (dict(batch=["x"], batch_axis=1), TypeError, r"batch: got \['x'\], need a dict of dimensions by name of the argument"),
-    (dict(batch={"x": "0"}, batch_axis=1), TypeError, "batch: got '0' for x, need the number of a dimension, or None"),
-    (dict(batch={"x": None, "o": None}, batch_axis=1), ValueError, "batch: got None for x, o, need the dimension of one tensor at least")])
-def test_a_wrong_declaration_is_an_error_that_names_it(declared: dict[str, Any], error: type[Exception], says: str) -> None:
+    (dict(batch=["x"], batch_axis=1), TypeError,
+     r"batch: got \['x'\], need a dict of dimensions by name of the argument"),
+    (dict(batch={"x": "0"}, batch_axis=1), TypeError,
+     "batch: got '0' for x, need the number of a dimension, or None"),
+    (dict(batch={"x": None, "o": None}, batch_axis=1), ValueError,
+     "batch: got None for x, o, need the dimension of one tensor at least")])
+def test_a_wrong_declaration_is_an_error_that_names_it(declared: dict[str, Any], error: type[Exception],
+                                                       says: str) -> None:
     with pytest.raises(error, match=says):
         flashlin.shield(foreign.scaled, **declared)
 
@@ -290,25 +323,31 @@ def test_what_is_no_kernel_is_an_error() -> None:
     (dict(batch={"y": 0}), ValueError, "batch: got 'y', need names of arguments: x, n"),
     (dict(batch={"x": None}, batch_size="n"), ValueError, "batch: got None for x, need the dimension"),
     (dict(batch={"x": 0}, batch_size="m"), ValueError, "batch_size: got 'm', need names of arguments: x, n")])
-def test_a_wrong_declaration_for_a_function_is_the_same_error(declared: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_a_wrong_declaration_for_a_function_is_the_same_error(declared: dict[str, Any],
+                                                              error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         flashlin.shield(lambda x, n: x, **declared)
 
 
 def test_a_function_without_a_signature_is_an_error() -> None:
-    with pytest.raises(TypeError, match=r"kernel: got <built-in method add of type .*, which Python knows no arguments of, need a Triton kernel or"):
+    with pytest.raises(TypeError,
+                       match=r"kernel: got <built-in method add of type .*, which Python knows no arguments "
+                             r"of, need a Triton kernel or"):
         flashlin.shield(torch.add)
 
 
 def test_a_batch_that_the_argument_of_a_call_does_not_have_is_an_error() -> None:
     shielded, starts = watched(foreign.scaled, H100, batch={"x": 7}, batch_axis=1)
-    with pytest.raises(ValueError, match=r"batch: got dimension 7 of x, need one of the 3 of its shape \(2, 3, 1\)"):
+    with pytest.raises(ValueError,
+                       match=r"batch: got dimension 7 of x, need one of the 3 of its shape \(2, 3, 1\)"):
         shielded[(1, 6)](*tokens(2, 3), 1, 2, H=3, BT=16)
     shielded, starts = watched(foreign.scaled, H100, batch={"T": 0}, batch_axis=1)
     with pytest.raises(TypeError, match="batch: got dimension 0 of T, which is of type int, need a tensor"):
         shielded[(1, 6)](*tokens(2, 3), 1, 2, H=3, BT=16)
     for dimension in (7, -2):
-        with pytest.raises(ValueError, match=rf"batch: got dimension {dimension} of x, need one of the 1 of its shape \(4,\)"):
+        with pytest.raises(ValueError,
+                           match=rf"batch: got dimension {dimension} of x, need one of the 1 of its shape "
+                                 r"\(4,\)"):
             flashlin.shield(lambda x: x, batch={"x": dimension})(torch.zeros(4))
     assert not starts
 
@@ -333,7 +372,8 @@ def test_a_function_without_any_tensor_that_has_the_batch_is_called_as_it_is() -
     def count(n: int, x: torch.Tensor | None = None) -> torch.Tensor:
         calls.append(n)
         return torch.arange(n)
-    assert flashlin.shield(count, batch={"x": 0}, batch_size="n")(5).tolist() == [0, 1, 2, 3, 4] and calls == [5]
+    assert flashlin.shield(count, batch={"x": 0}, batch_size="n")(5).tolist() == [0, 1, 2, 3,
+                                                                                  4] and calls == [5]
 
 
 class Nested(torch.autograd.Function):
@@ -367,11 +407,13 @@ class Noting(torch.autograd.Function):
         return do * 1
 
 
-def test_backward_is_inside_while_it_runs_and_after_a_failure_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_is_inside_while_it_runs_and_after_a_failure_no_more(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Nested, "seen", [])
     shielded, x = flashlin.shield(lambda x: Nested.apply(x) * 3), torch.ones(4, requires_grad=True)
     shielded(x).sum().backward()
-    assert x.grad is not None and x.grad.tolist() == [6] * 4 and Nested.seen == [1] and functions._inside.depth == 0
+    assert x.grad is not None and x.grad.tolist() == [6] * 4 and Nested.seen == [
+        1] and functions._inside.depth == 0
     monkeypatch.setattr(Nested, "fails", True)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of luck"):
@@ -447,7 +489,8 @@ def test_cpu_tensors_are_refused_by_the_plan_not_by_the_driver() -> None:
 def test_a_decision_is_made_once_per_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     shielded, starts = watched(foreign.scaled, H100, **BATCH)
     asked = []
-    monkeypatch.setattr(shielding, "planned", lambda *call, plan=shielding.planned: asked.append(call[0]) or plan(*call))
+    monkeypatch.setattr(shielding, "planned",
+                        lambda *call, plan=shielding.planned: asked.append(call[0]) or plan(*call))
     for B in (2, 2, 3, 2):
         shielded[(1, 3 * B)](*tokens(B, 3), 1, B, H=3, BT=16)
     assert [problem.B for problem in asked] == [2, 3] and len(starts) == 4
@@ -462,7 +505,8 @@ def test_a_decision_is_made_once_per_facts(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_launch_in_parts_is_looked_at_each_time() -> None:
     shielded, starts = watched(foreign.scaled, H100, **BATCH)
     shielded[(1, 65538)](*tokens(10923, 6), 1, 10923, H=6, BT=16)
-    with pytest.raises(flashlin.UnsupportedError, match="o: dimension 0 has 10923 elements, need a multiple of the batch of 32769"):
+    with pytest.raises(flashlin.UnsupportedError,
+                       match="o: dimension 0 has 10923 elements, need a multiple of the batch of 32769"):
         shielded[(1, 65538)](tokens(32769, 2)[0], tokens(10923, 6)[0], 1, 32769, H=6, BT=16)
     assert len(starts) == 2
 
@@ -491,7 +535,9 @@ def test_on_every_machine_a_planned_launch_answers_every_check_and_a_refusal_has
     seen = set()
     for triton_version in supported():
         for sm in (60, 70, 75, 80, 89, 90, 100, 103, 120):
-            for problem in (asked, asked._replace(given=asked.given._replace(launch=asked.given.launch._replace(grid=(70000, 1))))):
+            for problem in (asked,
+                            asked._replace(given=asked.given._replace(
+                                    launch=asked.given.launch._replace(grid=(70000, 1))))):
                 plan = flashlin.plan(problem, parse(f"triton={triton_version},sm={sm}"))
                 seen.add(plan.path)
                 for check in limits.CHECKS:

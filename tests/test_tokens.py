@@ -1,5 +1,6 @@
-"""Tokens out of range. The GPU's part, which reads nothing on the host, is held against F.embedding here on CPU tensors; its reports run
-with a paper GPU: CPU tensors that say they are on one, and events that a test lets happen. tests/gpu/test_tokens.py has the real one."""
+"""Tokens out of range. The GPU's part, which reads nothing on the host, is held against F.embedding here on
+CPU tensors; its reports run with a paper GPU: CPU tensors that say they are on one, and events that a test
+lets happen. tests/gpu/test_tokens.py has the real one."""
 from __future__ import annotations
 
 import copy
@@ -50,8 +51,8 @@ class PaperEvent:
 @pytest.fixture
 def paper_gpu(monkeypatch):
     """Turns a tensor into one on the paper GPU. ``paper_gpu.capture(True)`` begins a graph."""
-    for name, value in (("Event", PaperEvent), ("current_stream", lambda device: None), ("synchronize", lambda device: None),
-                        ("is_current_stream_capturing", lambda: False)):
+    for name, value in (("Event", PaperEvent), ("current_stream", lambda device: None),
+                        ("synchronize", lambda device: None), ("is_current_stream_capturing", lambda: False)):
         monkeypatch.setattr(torch.cuda, name, value)
     for name, value in (("_free", {}), ("_flags", {})):
         monkeypatch.setattr(pending, name, value)
@@ -78,8 +79,10 @@ def test_the_error_names_call_position_value_and_vocabulary():
     with pytest.raises(ValueError) as error:
         embedding(torch.tensor([[1, 2], [10, 11]]), torch.zeros(10, 4))
     at = error.traceback[0].lineno + 1
-    assert str(error.value) == (f"embedding called at {HERE}:{at} in test_the_error_names_call_position_value_and_vocabulary: "
-                                "input: got 10 at position 2 = [1, 0], need 0 <= token < 10, the vocabulary size")
+    assert str(error.value) == (
+        f"embedding called at {HERE}:{at} in test_the_error_names_call_position_value_and_vocabulary: "
+                                "input: got 10 at position 2 = [1, 0], need 0 <= token < 10, the vocabulary "
+                                "size")
 
 
 @pytest.mark.parametrize("bad, says", [
@@ -87,7 +90,8 @@ def test_the_error_names_call_position_value_and_vocabulary():
     (torch.tensor(10), "tokens: got 10 at position 0, need 0 <= token < 10, the vocabulary size"),
     (torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32).t() * 3,
      "tokens: got 12 at position 3 = [1, 1], need 0 <= token < 10, the vocabulary size"),
-    (torch.tensor([2 ** 62]), f"tokens: got {2 ** 62} at position 0, need 0 <= token < 10, the vocabulary size"),
+    (torch.tensor([2 ** 62]),
+     f"tokens: got {2 ** 62} at position 0, need 0 <= token < 10, the vocabulary size"),
 ])
 def test_check_tokens_names_the_first_bad_token(bad, says):
     with pytest.raises(ValueError) as error:
@@ -97,7 +101,9 @@ def test_check_tokens_names_the_first_bad_token(bad, says):
 
 def test_ignore_index_is_fine_and_is_named_where_another_token_is_not():
     check_tokens(torch.tensor([-100, 3, -100]), 10, "labels", ignore_index=-100)
-    with pytest.raises(ValueError, match=r"labels: got -1 at position 2, need 0 <= token < 10, the vocabulary size or ignore_index = -100$"):
+    with pytest.raises(ValueError,
+                       match=r"labels: got -1 at position 2, need 0 <= token < 10, the vocabulary size or "
+                             r"ignore_index = -100$"):
         check_tokens(torch.tensor([-100, 3, -1]), 10, "labels", ignore_index=-100)
     with pytest.raises(ValueError, match=r"got -100 at position 0"):
         check_tokens(torch.tensor([-100, 3]), 10)
@@ -116,13 +122,19 @@ def test_a_vocabulary_beyond_int32_accepts_every_int32_token():
 
 
 @pytest.mark.parametrize("call, kind, says", [
-    (lambda: check_tokens(torch.zeros(3), 10, "labels"), TypeError, "labels: got dtype torch.float32, need int32 or int64"),
+    (lambda: check_tokens(torch.zeros(3), 10, "labels"), TypeError,
+     "labels: got dtype torch.float32, need int32 or int64"),
     (lambda: check_tokens([1, 2], 10), TypeError, "tokens: got list, need an int32 or int64 tensor"),
-    (lambda: check_tokens(torch.zeros(3, dtype=torch.int64), 10.0), TypeError, "vocab_size: got float, need an int"),
-    (lambda: check_tokens(torch.zeros(3, dtype=torch.int64), 0), ValueError, "vocab_size: got 0, need at least 1"),
-    (lambda: embedding(torch.zeros(3, dtype=torch.int16), torch.zeros(5, 2)), TypeError, "input: got dtype torch.int16, need int32 or int64"),
-    (lambda: embedding(torch.zeros(3, dtype=torch.int64), [[1.0]]), TypeError, "weight: got list, need a tensor of shape [V, D]"),
-    (lambda: embedding(torch.zeros(3, dtype=torch.int64), torch.zeros(5)), ValueError, "weight: got shape [5], need [V, D]"),
+    (lambda: check_tokens(torch.zeros(3, dtype=torch.int64), 10.0), TypeError,
+     "vocab_size: got float, need an int"),
+    (lambda: check_tokens(torch.zeros(3, dtype=torch.int64), 0), ValueError,
+     "vocab_size: got 0, need at least 1"),
+    (lambda: embedding(torch.zeros(3, dtype=torch.int16), torch.zeros(5, 2)), TypeError,
+     "input: got dtype torch.int16, need int32 or int64"),
+    (lambda: embedding(torch.zeros(3, dtype=torch.int64), [[1.0]]), TypeError,
+     "weight: got list, need a tensor of shape [V, D]"),
+    (lambda: embedding(torch.zeros(3, dtype=torch.int64), torch.zeros(5)), ValueError,
+     "weight: got shape [5], need [V, D]"),
     (lambda: embedding(torch.zeros(3, dtype=torch.int64), torch.zeros(0, 2)), ValueError,
      "weight: got a vocabulary of 0 rows, need at least 1 for 3 tokens"),
     (lambda: embedding(torch.zeros(3, dtype=torch.int64), torch.zeros(5, 2), padding_idx=5), ValueError,
@@ -139,12 +151,14 @@ def test_arguments_that_do_not_fit(call, kind, says):
 
 # The part that reads nothing on the host, against F.embedding
 
-OPTIONS = [{}, {"padding_idx": 2}, {"padding_idx": -3}, {"scale_grad_by_freq": True}, {"scale_grad_by_freq": True, "padding_idx": 1},
-           {"sparse": True}, {"sparse": True, "padding_idx": 0}, {"max_norm": 0.7}, {"max_norm": 0.7, "norm_type": 1.0, "padding_idx": 0},
-           {"max_norm": 0.7, "sparse": True}]
+OPTIONS = [{}, {"padding_idx": 2}, {"padding_idx": -3}, {"scale_grad_by_freq": True},
+           {"scale_grad_by_freq": True, "padding_idx": 1}, {"sparse": True},
+           {"sparse": True, "padding_idx": 0}, {"max_norm": 0.7},
+           {"max_norm": 0.7, "norm_type": 1.0, "padding_idx": 0}, {"max_norm": 0.7, "sparse": True}]
 
 
-def masked(ids: Tensor, weight: Tensor, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False) -> Tensor:
+def masked(ids: Tensor, weight: Tensor, padding_idx=None, max_norm=None, norm_type=2.0,
+           scale_grad_by_freq=False, sparse=False) -> Tensor:
     index, bad = out_of_range(ids, weight.shape[0])
     return masked_embedding(weight, index, bad, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
@@ -162,7 +176,8 @@ def run(op, ids, start, upstream, options):
 def test_valid_tokens_give_what_torch_gives_bit_for_bit(options, dtype):
     ids = torch.randint(0, 7, (5, 4), dtype=dtype).t()
     start, upstream = torch.randn(7, 6), torch.randn(4, 5, 6)
-    for mine, torchs in zip(run(masked, ids, start, upstream, options), run(F.embedding, ids, start, upstream, options), strict=True):
+    for mine, torchs in zip(run(masked, ids, start, upstream, options),
+                            run(F.embedding, ids, start, upstream, options), strict=True):
         assert mine.is_sparse == torchs.is_sparse
         assert torch.equal(mine.to_dense(), torchs.to_dense())
 
@@ -170,7 +185,8 @@ def test_valid_tokens_give_what_torch_gives_bit_for_bit(options, dtype):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("everything_bad", [False, True])
 def test_a_bad_token_gives_a_zero_row_and_touches_no_row(options, everything_bad):
-    ids = torch.full((3, 4), 99) if everything_bad else torch.tensor([[7, 1, 1, -1], [3, 2 ** 40, 5, 1], [-9, 0, 8, 3]])
+    ids = torch.full((3, 4), 99) if everything_bad else torch.tensor([[7, 1, 1, -1], [3, 2 ** 40, 5, 1],
+                                                                      [-9, 0, 8, 3]])
     good = (ids >= 0) & (ids < 7)
     start, upstream = torch.randn(7, 6) * 3, torch.randn(3, 4, 6)
     upstream[~good] = torch.nan     # nothing of it may arrive anywhere
@@ -187,7 +203,8 @@ def test_a_bad_token_gives_a_zero_row_and_touches_no_row(options, everything_bad
 def test_sparse_with_scale_grad_by_freq_fails_as_in_torch():
     for op in (masked, F.embedding):
         with pytest.raises(RuntimeError, match="scale_grad_by_freq not supported with sparse"):
-            run(op, torch.tensor([1, 2]), torch.zeros(3, 2), torch.zeros(2, 2), {"sparse": True, "scale_grad_by_freq": True})
+            run(op, torch.tensor([1, 2]), torch.zeros(3, 2), torch.zeros(2, 2),
+                {"sparse": True, "scale_grad_by_freq": True})
 
 
 def test_gradients_of_gradients():
@@ -205,7 +222,8 @@ def test_every_mixture_of_tokens(data):
     info = torch.iinfo(dtype)
     token = st.one_of(st.integers(-2, vocab + 2), st.integers(info.min, info.max))
     shape = data.draw(st.lists(st.integers(1, 4), max_size=3))
-    ids = torch.tensor(data.draw(st.lists(token, min_size=torch.Size(shape).numel(), max_size=torch.Size(shape).numel())), dtype=dtype)
+    ids = torch.tensor(data.draw(st.lists(token, min_size=torch.Size(shape).numel(),
+                                          max_size=torch.Size(shape).numel())), dtype=dtype)
     ids = ids.reshape(shape)
     if len(shape) > 1 and data.draw(st.booleans()):
         ids = ids.transpose(0, -1)
@@ -264,7 +282,9 @@ def test_synchronize_waits_and_tells_them_in_order(paper_gpu):
     PaperEvent.over = False
     for ids in ([1], [11], [2], [12]):
         check_tokens(paper_gpu(ids), 10)
-    with pytest.raises(ValueError, match=r"(?s)^check_tokens .* got 11 at position 0.*\n  also     check_tokens .* got 12 at position 0"):
+    with pytest.raises(ValueError,
+                       match=r"(?s)^check_tokens .* got 11 at position 0.*\n  also     check_tokens .* got "
+                             r"12 at position 0"):
         synchronize()
     synchronize()
 
@@ -317,7 +337,8 @@ def test_a_captured_call_writes_its_flag_only_and_synchronize_reads_it(paper_gpu
     check_tokens(paper_gpu([1]), 10)    # warm-up
     pending.poll()
     paper_gpu.capture(True)
-    for ids in ([[1, 2], [3, 4]], [[1, 2], [30, 4]], [[9, 20], [1, 1]]):   # one line, one flag: replays look like this
+    # one line, one flag: replays look like this
+    for ids in ([[1, 2], [3, 4]], [[1, 2], [30, 4]], [[9, 20], [1, 1]]):
         out = embedding(paper_gpu(ids), torch.ones(10, 2))
     check_tokens(paper_gpu([5]), 10)
     paper_gpu.capture(False)
@@ -334,13 +355,16 @@ def test_captured_calls_without_a_flag_are_announced(paper_gpu, monkeypatch):
     monkeypatch.setattr(pending, "FLAGS", 1)
     paper_gpu.capture(True)
     check_tokens(paper_gpu([1]), 10)
-    with pytest.warns(UserWarning, match="captured graphs hold more than 1 different checks; check_tokens called at"):
+    with pytest.warns(UserWarning,
+                      match="captured graphs hold more than 1 different checks; check_tokens called at"):
         check_tokens(paper_gpu([1]), 11)
     assert len(pending._flags[torch.device("cpu")].calls) == 1
 
 
 def test_sync_raises_in_the_call_itself(paper_gpu):
-    with policy.settings(tokens="sync"), pytest.raises(ValueError, match=r"got 50 at position 0, need 0 <= token < 10, the vocabulary size$"):
+    with policy.settings(tokens="sync"), pytest.raises(ValueError,
+                                                       match=r"got 50 at position 0, need 0 <= token < 10, "
+                                                             r"the vocabulary size$"):
         embedding(paper_gpu([50]), torch.ones(10, 2))
     assert not pending._owed
 
@@ -397,7 +421,8 @@ def test_importing_loads_no_compiler_and_without_a_gpu_nothing_is_owed():
         tokens.synchronize()
         print(pending._flags, pending._owed)
         """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False,
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True,
+                          timeout=120, check=False,
                           env={**os.environ, "PYTHONPATH": str(Path(HERE).parents[1])})
     assert (done.stdout, done.stderr) == ("set()\n{} deque([])\n", "")
 
@@ -428,7 +453,9 @@ def test_guarded_modules_are_named_and_remove_gives_torch_back():
         assert set(model.state_dict()) == state
         assert [type(m) for m in model.modules()] == [type(m) for m in Model().modules()]
         assert all(torch.equal(a, b) for a, b in zip(model(torch.tensor([1, 4])), before, strict=True))
-        with pytest.raises(ValueError, match=rf"^embedding 'layers\.0' called at {HERE}:\d+ in forward: input: got 5 at position 1"):
+        with pytest.raises(ValueError,
+                           match=rf"^embedding 'layers\.0' called at {HERE}:\d+ in forward: input: got 5 at "
+                                 r"position 1"):
             model(torch.tensor([1, 5]))
     with pytest.raises(IndexError):
         model(torch.tensor([1, 5]))
@@ -511,9 +538,13 @@ def test_compiled_calls_raise_and_name_the_line_that_was_compiled():
     ours, weight.grad = weight.grad, None
     (F.embedding(ids, weight, padding_idx=2) * 2).sum().backward()
     assert torch.equal(ours, weight.grad)
-    with pytest.raises(ValueError, match=rf"^check_tokens called at {HERE}:\d+ in step, compiled: ids: got 12 at position 1, need 0 <= token < 12"):
+    with pytest.raises(ValueError,
+                       match=rf"^check_tokens called at {HERE}:\d+ in step, compiled: ids: got 12 at "
+                             r"position 1, need 0 <= token < 12"):
         step(torch.tensor([1, 12]))
-    with pytest.raises(ValueError, match=rf"^embedding called at {HERE}:\d+ in step, compiled: input: got 11 at position 0, need 0 <= token < 10"):
+    with pytest.raises(ValueError,
+                       match=rf"^embedding called at {HERE}:\d+ in step, compiled: input: got 11 at position "
+                             r"0, need 0 <= token < 10"):
         step(torch.tensor([11, 1]))
 
 

@@ -1,4 +1,5 @@
-"""autotune and patch with the installed Triton, without a GPU: launches are noted, a table says how long each would take."""
+"""autotune and patch with the installed Triton, without a GPU: launches are noted, a table says how long each
+would take."""
 from __future__ import annotations
 
 import multiprocessing
@@ -36,7 +37,8 @@ def everything_is_put_back() -> Iterator[None]:
 
 
 class Kernel:
-    """As much of a kernel as a tuner touches; notes what it is started with. fails: configurations that do not work, by BK."""
+    """As much of a kernel as a tuner touches; notes what it is started with. fails: configurations that do
+    not work, by BK."""
     arg_names = NAMES
 
     def __init__(self, fails: dict[int, Exception] | None = None) -> None:
@@ -69,8 +71,10 @@ def timer(kernel: Kernel, asked: list[int] | None = None) -> Callable[..., list[
     return bench
 
 
-def tuned(kernel: Kernel, sizes: tuple[int, ...] = (64, 32), asked: list[int] | None = None, **options: Any) -> Any:
-    return flashlin.autotune(configs(*sizes), options.pop("key", ["n"]), do_bench=timer(kernel, asked), **options)(kernel)
+def tuned(kernel: Kernel, sizes: tuple[int, ...] = (64, 32), asked: list[int] | None = None,
+          **options: Any) -> Any:
+    return flashlin.autotune(configs(*sizes), options.pop("key", ["n"]), do_bench=timer(kernel, asked),
+                             **options)(kernel)
 
 
 def call(tuner: Any, n: int = 8, m: int = 0, dtype: torch.dtype = torch.float32) -> None:
@@ -116,8 +120,10 @@ def test_unknown_names_of_tensors_are_an_error(what: str) -> None:
 def test_first_measures_nothing_and_takes_the_first_that_works() -> None:
     kernel, asked = Kernel({64: RuntimeError("out of luck")}), list[int]()
     x, o = torch.ones(8), torch.ones(8)
-    tuner = tuned(kernel, (64, 48, 32), asked, deterministic="first", reset_to_zero=["o"], restore_value=["x"])
-    with pytest.warns(UserWarning, match="fn: configuration BK: 64.* fails .RuntimeError: out of luck.; it is left out"):
+    tuner = tuned(kernel, (64, 48, 32), asked, deterministic="first", reset_to_zero=["o"],
+                  restore_value=["x"])
+    with pytest.warns(UserWarning,
+                      match="fn: configuration BK: 64.* fails .RuntimeError: out of luck.; it is left out"):
         tuner.run(x, n=1, o=o, grid=(1,), warmup=False)
     assert [start["BK"] for start in kernel.started] == [48, 48] and not asked and o.sum() == 0
     with flashlin.settings(autotune="first"):
@@ -131,8 +137,10 @@ def test_first_measures_nothing_and_takes_the_first_that_works() -> None:
 def test_first_compiles_one_configuration_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(parse("triton=3.6.0,sm=90"))
     tried: list[int] = []
-    monkeypatch.setattr(tuning, "_compiled", lambda tuner, configs, *args, kept=tuning._compiled: tried.append(len(configs)) or kept(
-        tuner, configs, *args))
+    monkeypatch.setattr(tuning, "_compiled",
+                        lambda tuner, configs, *args, kept=tuning._compiled: tried.append(len(configs))
+                        or kept(
+tuner, configs, *args))
     call(tuned(Kernel(), (64, 32), deterministic="first"))
     assert tried == [1]
 
@@ -144,8 +152,8 @@ def test_an_unknown_way_is_an_error() -> None:
 
 def rank(number: int, rendezvous: str, found: Any) -> None:
     """One of two. Here the smallest configuration is the fastest, there the largest."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=number, world_size=2,
-                                         timeout=timedelta(seconds=60))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=number,
+                                         world_size=2, timeout=timedelta(seconds=60))
 
     def bench(call: Callable[[], None], quantiles: Any = None) -> list[float]:
         call()
@@ -182,7 +190,8 @@ def rank(number: int, rendezvous: str, found: Any) -> None:
 def test_rank_0_chooses_for_all_ranks(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     found = context.Queue()
-    ranks = [context.Process(target=rank, args=(number, str(tmp_path / "rendezvous"), found), daemon=True) for number in range(2)]
+    ranks = [context.Process(target=rank, args=(number, str(tmp_path / "rendezvous"), found), daemon=True)
+             for number in range(2)]
     for process in ranks:
         process.start()
     said = {(number, what): outcome for number, what, outcome in (found.get(timeout=60) for _ in range(16))}
@@ -192,15 +201,19 @@ def test_rank_0_chooses_for_all_ranks(tmp_path: Path) -> None:
     for what, size in (("first", 64), ("rank0", 32), ("rank0 again", 32), ("by setting", 32)):
         assert said[0, what] == said[1, what] == size
     assert said[0, "another call"] == 32
-    assert "rank 0 tunes fn for (9, " in said[1, "another call"] and "rank 1 tunes fn for (10, " in said[1, "another call"]
-    assert said[0, "other pruning"] == 32 and "which prune_configs_by leaves out on rank 1" in said[1, "other pruning"]
-    assert said[0, "none"] == "out of luck" and "rank 0 finds no configuration of fn for (8, " in said[1, "none"]
+    assert "rank 0 tunes fn for (9, " in said[1, "another call"] and "rank 1 tunes fn for (10, " in said[1,
+                                                                                                         "another call"]
+    assert said[0, "other pruning"] == 32 and "which prune_configs_by leaves out on rank 1" in said[1,
+                                                                                                    "other pruning"]
+    assert said[0, "none"] == "out of luck" and "rank 0 finds no configuration of fn for (8, " in said[1,
+                                                                                                       "none"]
 
 
 def test_a_configuration_that_fails_is_left_out_with_a_warning() -> None:
     kernel = Kernel({32: RuntimeError("out of luck")})
     tuner = tuned(kernel)
-    with pytest.warns(UserWarning, match="fn: configuration BK: 32.* fails .RuntimeError: out of luck.; it is left out"):
+    with pytest.warns(UserWarning,
+                      match="fn: configuration BK: 32.* fails .RuntimeError: out of luck.; it is left out"):
         call(tuner)
     assert kernel.started[-1]["BK"] == 64
 
@@ -233,13 +246,15 @@ def test_tensors_are_reset_and_restored() -> None:
 
 def test_hooks_of_the_user_are_called() -> None:
     kernel, said = Kernel(), list[str]()
-    tuner = tuned(kernel, pre_hook=lambda given, reset_only=False: said.append(f"before {reset_only} {given['n']}"),
+    tuner = tuned(kernel,
+                  pre_hook=lambda given, reset_only=False: said.append(f"before {reset_only} {given['n']}"),
                   post_hook=lambda given, exception: said.append("after"))
     call(tuner, 3)
     assert said == ["before False 3", "after"] * 2 + ["before True 3"]
 
 
-def test_results_are_kept_on_disk_where_the_tuner_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_kept_on_disk_where_the_tuner_is_told_to(tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver(90), raising=False)
     x, asked = torch.zeros(64), list[int]()
@@ -249,7 +264,8 @@ def test_results_are_kept_on_disk_where_the_tuner_is_told_to(tmp_path: Path, mon
         asked.append(1)
         return [float(len(asked))]
     for _ in range(2):  # as two processes would
-        tuner = triton.autotune([triton.Config({"BK": 16}), triton.Config({"BK": 32})], ["n"], do_bench=bench, cache_results=True)(foreign.keyed)
+        tuner = triton.autotune([triton.Config({"BK": 16}), triton.Config({"BK": 32})], ["n"], do_bench=bench,
+                                cache_results=True)(foreign.keyed)
         kernel = flashlin.shield(tuner)
         kernel.fn._start = lambda *args, **kwargs: None
         pretend(parse("triton=3.6.0,sm=90"))
@@ -292,7 +308,8 @@ def test_a_configuration_that_ends_the_compiler_ends_a_child_only() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_children_that_hang_leave_a_configuration_out_unless_all_of_them_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_that_hang_leave_a_configuration_out_unless_all_of_them_do(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     class Hanging(Kernel):
         hangs: tuple[int, ...] = (32,)
 
@@ -376,7 +393,8 @@ def test_what_another_package_has_patched_since_stays(monkeypatch: pytest.Monkey
         later.setattr(Autotuner, "run", lambda *args, **kwargs: ours(*args, **kwargs))
         flashlin.unpatch("triton")
         assert triton.autotune is theirs and triton.runtime.autotune is original and Autotuner.run is not runs
-        with pytest.raises(RuntimeError, match="not mine"):  # through theirs to Triton's own, which lets a failing configuration end the call
+        # through theirs to Triton's own, which lets a failing configuration end the call
+        with pytest.raises(RuntimeError, match="not mine"):
             call(original(configs(64, 32), ["n"], do_bench=timer(kernel))(kernel))
         with flashlin.patched("triton"), pytest.warns(UserWarning, match="not mine"):
             call(original(configs(64, 32), ["n"], do_bench=timer(kernel))(kernel))
@@ -394,8 +412,10 @@ def test_an_unknown_package_is_an_error() -> None:
 
 
 def test_shield_keeps_a_tuner_and_tunes_what_is_planned() -> None:
-    shielded = flashlin.shield(triton.autotune([triton.Config({"BK": 16}, num_warps=1), triton.Config({"BK": 32}, num_warps=2)], ["n"],
-                                               do_bench=lambda call, quantiles: (call(), [1.0])[1])(foreign.keyed))
+    shielded = flashlin.shield(triton.autotune([triton.Config({"BK": 16}, num_warps=1),
+                                                triton.Config({"BK": 32}, num_warps=2)], ["n"],
+                                               do_bench=lambda call, quantiles: (call(),
+                                                                                 [1.0])[1])(foreign.keyed))
     starts = []
     shielded.fn._start = lambda *args, **kwargs: starts.append(kwargs["BK"])
     pretend(parse("triton=3.6.0,sm=90"))

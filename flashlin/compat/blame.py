@@ -1,6 +1,8 @@
-"""Whose failure it was: a kernel's, or that of what it needs around it, such as memory, a disk, permissions, a card that is busy or gone.
+"""Whose failure it was: a kernel's, or that of what it needs around it, such as memory, a disk, permissions,
+a card that is busy or gone.
 
-Only a kernel's own failure may be remembered against it. Everything here goes by types and texts of errors, and imports nothing heavy.
+Only a kernel's own failure may be remembered against it. Everything here goes by types and texts of errors,
+and imports nothing heavy.
 """
 from __future__ import annotations
 
@@ -11,19 +13,28 @@ from typing import Literal
 
 Fault = Literal["kernel", "memory", "surroundings"]
 
-MEMORY = re.compile(r"out of memory|cannot allocate memory|bad_alloc|MemoryError|CUBLAS_STATUS_ALLOC_FAILED|failed with error code -9\b", re.I)
+MEMORY = re.compile(r"out of memory|cannot allocate "
+                    r"memory|bad_alloc|MemoryError|CUBLAS_STATUS_ALLOC_FAILED|failed with error code -9\b",
+                    re.I)
 SURROUNDINGS = re.compile(
-    r"no space left on device|disk quota exceeded|read-only file system|permission denied|input/output error|stale file handle|too many open files"
-    r"|resource temporarily unavailable|can't start new thread|busy or unavailable|devices? (?:is|are) busy|device is lost|fallen off the bus"
-    r"|no cuda gpus are available|no cuda-capable device|cuda driver version|found no nvidia driver|driver shutting down"
-    r"|system not (?:yet )?initialized|uncorrectable ecc|0 active drivers|failed to find c compiler|cannot find ptxas"
+    r"no space left on device|disk quota exceeded|read-only file system|permission denied|input/output "
+    r"error|stale file handle|too many open files"
+    r"|resource temporarily unavailable|can't start new thread|busy or unavailable|devices? (?:is|are) "
+    r"busy|device is lost|fallen off the bus"
+    r"|no cuda gpus are available|no cuda-capable device|cuda driver version|found no nvidia driver|driver "
+    r"shutting down"
+    r"|system not (?:yet )?initialized|uncorrectable ecc|0 active drivers|failed to find c compiler|cannot "
+    r"find ptxas"
     r"|linker \S+ not found|failed with error code -15\b|cannot open shared object file", re.I)
 # What a device says of a kernel that broke it. The context is lost with it.
-ILLEGAL = re.compile(r"illegal memory access|illegal address|misaligned address|illegal instruction|unspecified launch failure|launch failure"
+ILLEGAL = re.compile(r"illegal memory access|illegal address|misaligned address|illegal "
+                     r"instruction|unspecified launch failure|launch failure"
                      r"|device-side assert|invalid program counter|hardware stack error|invalid address space", re.I)
 STOPPED = re.compile(r"launch timed out", re.I)  # by the watchdog of a card that also draws a screen
-# Signals that others send: the system when memory or a limit is used up, or a person; and a bus error, which a full disk behind a mapped file makes.
-SENT = {name for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGBUS", "SIGXCPU", "SIGXFSZ", "SIGPIPE") if hasattr(signal, name)}
+# Signals that others send: the system when memory or a limit is used up, or a person; and a bus error, which
+# a full disk behind a mapped file makes.
+SENT = {name for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGBUS", "SIGXCPU", "SIGXFSZ",
+                          "SIGPIPE") if hasattr(signal, name)}
 
 
 def of_error(error: BaseException) -> Fault:
@@ -33,7 +44,8 @@ def of_error(error: BaseException) -> Fault:
         found = "kernel" if quotes_kernel else of_text(f"{type(one).__name__}: {one}")
         if found != "kernel":
             return found
-        if isinstance(one, (OSError, ImportError, subprocess.CalledProcessError)):  # a library that does not load, no compiler of launchers
+        # a library that does not load, no compiler of launchers
+        if isinstance(one, (OSError, ImportError, subprocess.CalledProcessError)):
             return "surroundings"
     return "kernel"
 
@@ -44,7 +56,8 @@ def of_text(text: str) -> Fault:
 
 
 def of_exit(code: int, said: str) -> Fault:
-    """Of a process that ended with ``code``, minus the number of a signal or an exit status, while it compiled or ran a kernel."""
+    """Of a process that ended with ``code``, minus the number of a signal or an exit status, while it
+    compiled or ran a kernel."""
     if code < 0:
         name = signal.Signals(-code).name
         if name == "SIGKILL":

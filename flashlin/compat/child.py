@@ -1,4 +1,5 @@
-"""Child processes of flashlin's own: they import what their parent would import, from where it would, and are ended with all they have started."""
+"""Child processes of flashlin's own: they import what their parent would import, from where it would, and are
+ended with all they have started."""
 from __future__ import annotations
 
 import os
@@ -8,13 +9,15 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-# ``python -m`` would look into the current directory first, where a json.py may lie that has nothing to do with us. (-P is new in Python 3.11.)
+# ``python -m`` would look into the current directory first, where a json.py may lie that has nothing to do
+# with us. (-P is new in Python 3.11.)
 _BEGIN = ("import sys; n = 2 + int(sys.argv[1]); sys.path[:] = sys.argv[2:n]; del sys.argv[1:n]; "
           "from runpy import run_module; run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)")
 
 
 def python(module: str, *arguments: str, first: str = "") -> list[str]:
-    """The command that runs ``module`` as ``python -m`` does, but with this process's import path and nothing else.
+    """The command that runs ``module`` as ``python -m`` does, but with this process's import path and nothing
+    else.
 
     first: folders to look into before, joined as in PYTHONPATH.
     """
@@ -23,7 +26,8 @@ def python(module: str, *arguments: str, first: str = "") -> list[str]:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """End a process that was started with ``start_new_session=True``, and the compilers that it has started."""
+    """End a process that was started with ``start_new_session=True``, and the compilers that it has
+    started."""
     with suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)

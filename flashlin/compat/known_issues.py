@@ -1,8 +1,10 @@
-"""Known issues as data. Adding one is one ``KnownIssue(...)`` literal in KNOWN_ISSUES; dispatch, doctor and the tests read that tuple.
+"""Known issues as data. Adding one is one ``KnownIssue(...)`` literal in KNOWN_ISSUES; dispatch, doctor and
+the tests read that tuple.
 
-Matched on what a launch is (traits, warps, stages), where it runs (capability, Triton, ptxas) and bounds on the problem, never on
-an op's name. ``remedies`` empty means: told by doctor, never acted upon. An issue with a trait of TILE_FACTS
-objects to one tile of several: its first remedy is ``other_tile``, of which nobody has to hear.
+Matched on what a launch is (traits, warps, stages), where it runs (capability, Triton, ptxas) and bounds on
+the problem, never on an op's name. ``remedies`` empty means: told by doctor, never acted upon. An issue with
+a trait of TILE_FACTS objects to one tile of several: its first remedy is ``other_tile``, of which nobody has
+to hear.
 """
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ class Range(BaseModel):
 
 
 class KnownIssue(BaseModel):
-    """One failure of Triton, ptxas or a kernel. effect: what the user sees. traits: all must be on the launch.
-    spared: none of these may be. capabilities: half-open range of (major, minor). proof: the test, record or
-    thread behind it. confidence: how sure that makes us."""
+    """One failure of Triton, ptxas or a kernel. effect: what the user sees. traits: all must be on the
+    launch. spared: none of these may be. capabilities: half-open range of (major, minor). proof: the test,
+    record or thread behind it. confidence: how sure that makes us."""
     model_config = ConfigDict(frozen=True, extra="forbid")
     id: str
     effect: str
@@ -80,64 +82,84 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="before-volta", effect="Triton has no code generator for this card",
         capabilities=(PRE_VOLTA, VOLTA), need="a card of compute capability 7.0 or newer, or the torch path",
-        remedies=("torch_path",), url="https://github.com/triton-lang/triton#compatibility", proof="Triton's readme", confidence="documented"),
+        remedies=("torch_path",), url="https://github.com/triton-lang/triton#compatibility",
+        proof="Triton's readme", confidence="documented"),
     KnownIssue(
-        id="bf16-pre-ampere-32", effect="ptxas: Feature '.bf16' requires .target sm_80 or higher; dots raise IndexError: map::at on sm_75",
+        id="bf16-pre-ampere-32",
+        effect="ptxas: Feature '.bf16' requires .target sm_80 or higher; dots raise IndexError: map::at on "
+               "sm_75",
         triton=Range(fixed_in="3.3.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"bf16"}),
         need="no bf16 tensor in a kernel, or Triton 3.4", remedies=("via_fp32", "torch_path"),
         url="https://github.com/Lightning-AI/pytorch-lightning/issues/18070",
-        proof=_PROVEN + ", which also sees that sm_70 would multiply the bits of bf16 as fp16", confidence="compiled"),
-    KnownIssue(
-        id="half-dot-volta-32", effect="the compiler aborts: Failed to compute parent layout for slice layout",
-        triton=Range(since="3.2.0", fixed_in="3.3.0"), capabilities=(VOLTA, TURING), traits=frozenset({"half_dot"}),
-        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url="",
-        proof=_PROVEN, confidence="compiled"),
-    KnownIssue(
-        id="mma-to-mma-volta", effect="the process aborts: mma -> mma layout conversion is only supported on Ampere", triton=Range(fixed_in="3.2.0"),
-        capabilities=(VOLTA, TURING), traits=frozenset({"half_dot", "mixed_sum"}), need="fp32 operands, or Triton 3.4",
-        remedies=("via_fp32", "torch_path"), url=_TRITON + "4492", proof=_PROVEN, confidence="compiled"),
-    KnownIssue(
-        id="v-first-volta", effect="Unsupported Shared -> DotOperand[MMAv1] conversion, or an abort (3.2): products with a state stored [V, K]",
-        triton=Range(fixed_in="3.3.0"), capabilities=(VOLTA, TURING), traits=frozenset({"half_dot", "v_first"}),
-        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url="", proof=_PROVEN + "; no public thread known",
+        proof=_PROVEN + ", which also sees that sm_70 would multiply the bits of bf16 as fp16",
         confidence="compiled"),
     KnownIssue(
-        id="half-dot-33-pre-ampere", effect="'Unsupported conversion from bf16 to f16', 'Unsupported rounding mode for conversion': every dot "
-        "on 16-bit operands fails to compile",
-        triton=Range(since="3.3.0", fixed_in="3.4.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"half_dot"}),
-        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=_FLA + "458",
-        proof=_PROVEN, confidence="compiled"),
+        id="half-dot-volta-32",
+        effect="the compiler aborts: Failed to compute parent layout for slice layout",
+        triton=Range(since="3.2.0", fixed_in="3.3.0"), capabilities=(VOLTA, TURING),
+        traits=frozenset({"half_dot"}), need="fp32 operands, or Triton 3.4",
+        remedies=("via_fp32", "torch_path"), url="", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
-        id="half-dot-34-pre-ampere", effect="no tensor cores: dots on 16-bit operands become scalar code that spills tens of kilobytes a thread",
+        id="mma-to-mma-volta",
+        effect="the process aborts: mma -> mma layout conversion is only supported on Ampere",
+        triton=Range(fixed_in="3.2.0"), capabilities=(VOLTA, TURING),
+        traits=frozenset({"half_dot", "mixed_sum"}), need="fp32 operands, or Triton 3.4",
+        remedies=("via_fp32", "torch_path"), url=_TRITON + "4492", proof=_PROVEN, confidence="compiled"),
+    KnownIssue(
+        id="v-first-volta",
+        effect="Unsupported Shared -> DotOperand[MMAv1] conversion, or an abort (3.2): products with a state "
+               "stored [V, K]",
+        triton=Range(fixed_in="3.3.0"), capabilities=(VOLTA, TURING),
+        traits=frozenset({"half_dot", "v_first"}), need="fp32 operands, or Triton 3.4",
+        remedies=("via_fp32", "torch_path"), url="", proof=_PROVEN + "; no public thread known",
+        confidence="compiled"),
+    KnownIssue(
+        id="half-dot-33-pre-ampere",
+        effect="'Unsupported conversion from bf16 to f16', 'Unsupported rounding mode for conversion': every "
+               "dot "
+        "on 16-bit operands fails to compile",
+        triton=Range(since="3.3.0", fixed_in="3.4.0"), capabilities=(VOLTA, AMPERE),
+        traits=frozenset({"half_dot"}), need="fp32 operands, or Triton 3.4",
+        remedies=("via_fp32", "torch_path"), url=_FLA + "458", proof=_PROVEN, confidence="compiled"),
+    KnownIssue(
+        id="half-dot-34-pre-ampere",
+        effect="no tensor cores: dots on 16-bit operands become scalar code that spills tens of kilobytes a "
+               "thread",
         triton=Range(since="3.4.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"half_dot"}),
         spared=frozenset({"foreign"}),  # what its own author has asked for runs, if slowly
         need="fp32 operands, which spill a tenth of that", remedies=("via_fp32",), url=_TRITON + "6698",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
-        id="tf32-dot-turing-32", effect="IndexError: map::at while compiling a dot on fp32 operands with tf32 products",
+        id="tf32-dot-turing-32",
+        effect="IndexError: map::at while compiling a dot on fp32 operands with tf32 products",
         triton=Range(fixed_in="3.3.0"), capabilities=(TURING, AMPERE), traits=frozenset({"tf32_dot"}),
-        need="input_precision='ieee', as flashlin's own kernels have it, or Triton 3.4", remedies=("torch_path",), url=_FLA + "75",
-        proof=_PROVEN, confidence="compiled"),
+        need="input_precision='ieee', as flashlin's own kernels have it, or Triton 3.4",
+        remedies=("torch_path",), url=_FLA + "75", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
-        id="mma-to-mma-31", effect="the process aborts: mma -> mma layout conversion is only supported on Ampere",
-        triton=Range(fixed_in="3.2.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"dot"}), min_warps=8,
-        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_TRITON + "4492",
-        proof=_PROVEN, confidence="compiled"),
+        id="mma-to-mma-31",
+        effect="the process aborts: mma -> mma layout conversion is only supported on Ampere",
+        triton=Range(fixed_in="3.2.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"dot"}),
+        min_warps=8, need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"),
+        url=_TRITON + "4492", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="reshape-outs-32", effect="the process aborts: assertion in LinearLayout::reshapeOuts",
-        triton=Range(since="3.2.0", fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"dot"}), min_warps=8,
-        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_FLA + "196",
-        proof=_PROVEN, confidence="compiled"),
+        triton=Range(since="3.2.0", fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL),
+        traits=frozenset({"dot"}), min_warps=8, need="at most 4 warps, or Triton 3.4",
+        remedies=("limit_num_warps", "torch_path"), url=_FLA + "196", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="stmatrix-33", effect="PassManager::run failed: chooseStMatrixLayoutLeadingOffset",
-        triton=Range(since="3.3.0", fixed_in="3.4.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"dot"}), min_warps=8,
-        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_FLA + "196",
-        proof=_PROVEN, confidence="compiled"),
+        triton=Range(since="3.3.0", fixed_in="3.4.0"), capabilities=(HOPPER, BLACKWELL),
+        traits=frozenset({"dot"}), min_warps=8, need="at most 4 warps, or Triton 3.4",
+        remedies=("limit_num_warps", "torch_path"), url=_FLA + "196", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
-        id="tall-state-32", effect="the compiler aborts: 'Failed to emit transfer from register to shared' (3.2), UNREACHABLE (3.0, 3.1)",
-        triton=Range(fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"tall_state", "half_dot"}), min_warps=4,
-        need="at most 2 warps for a state of 64 rows or more beside shorter chunks, or Triton 3.3", remedies=("limit_num_warps", "torch_path"),
-        url="", proof=_PROVEN + ", and an H200; no public thread known", confidence="compiled"),
+        id="tall-state-32",
+        effect="the compiler aborts: 'Failed to emit transfer from register to shared' (3.2), UNREACHABLE "
+               "(3.0, 3.1)",
+        triton=Range(fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL),
+        traits=frozenset({"tall_state", "half_dot"}), min_warps=4,
+        need="at most 2 warps for a state of 64 rows or more beside shorter chunks, or Triton 3.3",
+        remedies=("limit_num_warps", "torch_path"), url="",
+        proof=_PROVEN + ", and an H200; no public thread known", confidence="compiled"),
     KnownIssue(
         id="narrow-state-32", effect="the compiler aborts: chunks of 64 beside a state of fewer than 64 rows "
         "('Failed to emit transfer from register to shared' in 3.2, UNREACHABLE or a segmentation fault in "
@@ -169,159 +191,229 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
     KnownIssue(
         id="blackwell-unknown-32", effect="the compiler aborts: the architecture is unknown to it",
-        triton=Range(fixed_in="3.3.0"), capabilities=(BLACKWELL, END), need="Triton 3.4", remedies=("torch_path",),
-        url=_TRITON + "6120", proof=_PROVEN, confidence="compiled"),
+        triton=Range(fixed_in="3.3.0"), capabilities=(BLACKWELL, END), need="Triton 3.4",
+        remedies=("torch_path",), url=_TRITON + "6120", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
-        id="sm120-dot-330", effect="every dot fails to compile", triton=Range(since="3.3.0", fixed_in="3.3.1"),
-        capabilities=(SM12, END), traits=frozenset({"dot"}), need="Triton 3.3.1", remedies=("torch_path",),
-        url=_TRITON + "6120", proof=_PROVEN, confidence="compiled"),
+        id="sm120-dot-330", effect="every dot fails to compile",
+        triton=Range(since="3.3.0", fixed_in="3.3.1"), capabilities=(SM12, END), traits=frozenset({"dot"}),
+        need="Triton 3.3.1", remedies=("torch_path",), url=_TRITON + "6120", proof=_PROVEN,
+        confidence="compiled"),
     KnownIssue(
-        id="sm103-llvm-33", effect="the compiler aborts: Cannot select", triton=Range(since="3.3.0", fixed_in="3.4.0"),
-        capabilities=(GB300, SM11), traits=frozenset({"dot"}), need="Triton 3.6", remedies=("torch_path",), url=_TRITON + "8473",
-        proof=_PROVEN, confidence="compiled"),
+        id="sm103-llvm-33", effect="the compiler aborts: Cannot select",
+        triton=Range(since="3.3.0", fixed_in="3.4.0"), capabilities=(GB300, SM11), traits=frozenset({"dot"}),
+        need="Triton 3.6", remedies=("torch_path",), url=_TRITON + "8473", proof=_PROVEN,
+        confidence="compiled"),
     KnownIssue(
-        id="sm103-llvm-350", effect="the compiler aborts: Cannot select: tcgen05.wait.st", triton=Range(since="3.5.0", fixed_in="3.5.1"),
-        capabilities=(GB300, SM11), traits=frozenset({"dot"}), need="Triton 3.6", remedies=("torch_path",), url=_TRITON + "8473",
-        proof="the thread; seen once with the product of matrix/proofs, and no test has 3.5.0", confidence="thread"),
+        id="sm103-llvm-350", effect="the compiler aborts: Cannot select: tcgen05.wait.st",
+        triton=Range(since="3.5.0", fixed_in="3.5.1"), capabilities=(GB300, SM11), traits=frozenset({"dot"}),
+        need="Triton 3.6", remedies=("torch_path",), url=_TRITON + "8473",
+        proof="the thread; seen once with the product of matrix/proofs, and no test has 3.5.0",
+        confidence="thread"),
     KnownIssue(
-        id="sm103-ptxas", effect="ptxas does not know sm_103", triton=Range(since="3.3.0"), ptxas=Range(fixed_in="12.9"),
-        capabilities=(GB300, SM11), need="Triton 3.6, or from 3.4 on a ptxas 12.9 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
+        id="sm103-ptxas", effect="ptxas does not know sm_103", triton=Range(since="3.3.0"),
+        ptxas=Range(fixed_in="12.9"), capabilities=(GB300, SM11),
+        need="Triton 3.6, or from 3.4 on a ptxas 12.9 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
         url=_TRITON + "8473", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
-        id="sm110-ptxas", effect="ptxas does not know sm_110", triton=Range(since="3.3.0"), ptxas=Range(fixed_in="13.0"),
-        capabilities=(SM11, SM12), need="Triton 3.7, or from 3.5 on a ptxas 13.0 (TRITON_PTXAS_PATH)", remedies=("torch_path",), url="",
+        id="sm110-ptxas", effect="ptxas does not know sm_110", triton=Range(since="3.3.0"),
+        ptxas=Range(fixed_in="13.0"), capabilities=(SM11, SM12),
+        need="Triton 3.7, or from 3.5 on a ptxas 13.0 (TRITON_PTXAS_PATH)", remedies=("torch_path",), url="",
         proof=_PROVEN + "; no public thread known", confidence="compiled"),
     KnownIssue(
-        id="sm121-ptxas", effect="ptxas does not know sm_121", triton=Range(since="3.3.0"), ptxas=Range(fixed_in="12.9"),
-        capabilities=(SM121, END), need="Triton 3.6, or from 3.4 on a ptxas 12.9 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
+        id="sm121-ptxas", effect="ptxas does not know sm_121", triton=Range(since="3.3.0"),
+        ptxas=Range(fixed_in="12.9"), capabilities=(SM121, END),
+        need="Triton 3.6, or from 3.4 on a ptxas 12.9 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
         url=_TRITON + "10331", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
-        id="ptxas-127-32", effect="Unsupported .version, or Triton only support CUDA 10.0 or higher: it cannot use an assembler newer than 12.6",
+        id="ptxas-127-32",
+        effect="Unsupported .version, or Triton only support CUDA 10.0 or higher: it cannot use an assembler "
+               "newer than 12.6",
         triton=Range(fixed_in="3.3.0"), ptxas=Range(since="12.7"), capabilities=(PRE_VOLTA, END),
         need="TRITON_PTXAS_PATH unset or at a ptxas 12.6, or Triton 3.3", remedies=("torch_path",), url="",
         proof=_PROVEN + "; no public thread known", confidence="compiled"),
     KnownIssue(
-        id="ptxas-13-34", effect="Triton only support CUDA 10.0 or higher: it refuses an assembler of CUDA 13", triton=Range(fixed_in="3.5.0"),
-        ptxas=Range(since="13.0"), capabilities=(PRE_VOLTA, END), need="TRITON_PTXAS_PATH unset or at a ptxas 12, or Triton 3.5",
-        remedies=("torch_path",), url="", proof=_PROVEN + "; no public thread known", confidence="compiled"),
+        id="ptxas-13-34",
+        effect="Triton only support CUDA 10.0 or higher: it refuses an assembler of CUDA 13",
+        triton=Range(fixed_in="3.5.0"), ptxas=Range(since="13.0"), capabilities=(PRE_VOLTA, END),
+        need="TRITON_PTXAS_PATH unset or at a ptxas 12, or Triton 3.5", remedies=("torch_path",), url="",
+        proof=_PROVEN + "; no public thread known", confidence="compiled"),
     KnownIssue(
-        id="hoist-tmem-34", effect="Failed to hoist tmem_store: a state that takes the difference of two products",
-        triton=Range(since="3.4.0", fixed_in="3.5.0"), capabilities=(BLACKWELL, SM11), traits=frozenset({"half_dot", "rmw_acc"}), min_warps=4,
-        need="at most 2 warps, or Triton 3.5", remedies=("limit_num_warps", "torch_path"), url=_FLA + "607",
+        id="hoist-tmem-34",
+        effect="Failed to hoist tmem_store: a state that takes the difference of two products",
+        triton=Range(since="3.4.0", fixed_in="3.5.0"), capabilities=(BLACKWELL, SM11),
+        traits=frozenset({"half_dot", "rmw_acc"}), min_warps=4, need="at most 2 warps, or Triton 3.5",
+        remedies=("limit_num_warps", "torch_path"), url=_FLA + "607",
         proof=_PROVEN + "; the reverse scan of our own delta rule has it, too", confidence="compiled"),
     KnownIssue(
         id="hoist-tmem-34-tf32", effect="Failed to hoist tmem_store: as hoist-tmem-34, with tf32 products",
-        triton=Range(since="3.4.0", fixed_in="3.5.0"), capabilities=(BLACKWELL, SM11), traits=frozenset({"tf32_dot", "rmw_acc"}), min_warps=4,
-        need="at most 2 warps, or Triton 3.5", remedies=("limit_num_warps",), url=_FLA + "607", proof=_PROVEN, confidence="compiled"),
+        triton=Range(since="3.4.0", fixed_in="3.5.0"), capabilities=(BLACKWELL, SM11),
+        traits=frozenset({"tf32_dot", "rmw_acc"}), min_warps=4, need="at most 2 warps, or Triton 3.5",
+        remedies=("limit_num_warps",), url=_FLA + "607", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
-        id="latencies-35-tf32", effect="PassManager::run failed in TritonGPUAssignLatencies: a state in a loop of tf32 products",
-        triton=Range(since="3.5.0", fixed_in="3.6.0"), capabilities=(BLACKWELL, SM11), traits=frozenset({"tf32_dot", "rmw_acc"}), min_warps=4,
-        min_stages=2, need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps",), url="",
+        id="latencies-35-tf32",
+        effect="PassManager::run failed in TritonGPUAssignLatencies: a state in a loop of tf32 products",
+        triton=Range(since="3.5.0", fixed_in="3.6.0"), capabilities=(BLACKWELL, SM11),
+        traits=frozenset({"tf32_dot", "rmw_acc"}), min_warps=4, min_stages=2,
+        need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps",), url="",
         proof=_PROVEN + "; no public thread known", confidence="compiled"),
     KnownIssue(
-        id="dominance-35", effect="operand #2 does not dominate this use: a product is added to what the same turn of a short loop has made",
-        triton=Range(since="3.5.0", fixed_in="3.6.0"), capabilities=(BLACKWELL, SM11), traits=frozenset({"dot", "fresh_acc"}), min_warps=4,
-        min_stages=2, need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps", "torch_path"), url=_FLA + "638",
-        proof=_PROVEN, confidence="compiled"),
+        id="dominance-35",
+        effect="operand #2 does not dominate this use: a product is added to what the same turn of a short "
+               "loop has made",
+        triton=Range(since="3.5.0", fixed_in="3.6.0"), capabilities=(BLACKWELL, SM11),
+        traits=frozenset({"dot", "fresh_acc"}), min_warps=4, min_stages=2,
+        need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps", "torch_path"),
+        url=_FLA + "638", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
-        id="blackwell-chained-acc", effect="silently wrong results: two products a turn into one accumulator, which also take a third buffer",
-        triton=Range(since="3.4.0", fixed_in="3.9.0"), capabilities=(BLACKWELL, SM12), traits=frozenset({"dot", "chained_acc"}), min_warps=4,
-        min_stages=2, need="at most 2 warps, an accumulator for each, or Triton 3.9", remedies=("limit_num_warps",), url=_TRITON + "10821",
-        proof="the thread, for 3.6 to 3.8; " + _PROVEN + " sees the same buffers in 3.4 and 3.5", confidence="thread"),
-    KnownIssue(
-        id="blackwell-tcgen05-state", effect="silently wrong or varying results: a state that is decayed and read by a dot in one loop",
-        triton=Range(since="3.3.0"), capabilities=(BLACKWELL, SM12), traits=frozenset({"dot", "rmw_acc"}), min_warps=4, min_stages=2,
-        need="at most 2 warps, which keeps the loop off tcgen05", remedies=("limit_num_warps",), url=_TRITON + "10993",
-        proof="issue threads (also #9871, #10590, #10821 and fla #607); no hardware at hand", confidence="thread"),
-    KnownIssue(
-        id="wgmma-register-hazard", effect="sporadic wrong values: ptxas before 13.3 may overwrite wgmma operands still being read",
-        triton=Range(fixed_in="3.9.0"), ptxas=Range(fixed_in="13.3"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"dot"}),
-        min_warps=4, min_stages=2, need="ptxas 13.3 (TRITON_PTXAS_PATH) or Triton 3.9 for certainty; our own configurations were run",
-        remedies=(), url=_TRITON + "9433", proof="matrix/results: launches repeated bitwise on an H200", confidence="thread"),
-    KnownIssue(
-        id="blackwell-eight-warps", effect="results vary from run to run: products of products with 8 warps",
-        triton=Range(since="3.3.0", fixed_in="3.8.0"), capabilities=(BLACKWELL, SM11), traits=frozenset({"foreign", "half_dot"}), min_warps=8,
-        min_stages=2, need="at most 4 warps for a kernel that shows it, or Triton 3.8", remedies=(), url=_FLA + "1228",
-        proof="the thread, also #1229, #1327", confidence="thread"),
-    KnownIssue(
-        id="blackwell-backward-913", effect="illegal access, NaN or a hang: backward kernels of other packages with 4 warps and more",
-        triton=Range(since="3.3.0"), capabilities=(BLACKWELL, SM11), traits=frozenset({"foreign", "half_dot"}), min_warps=4,
-        need="2 warps for a kernel that shows it", remedies=(), url=_FLA + "913", proof="threads, also #727 and #1000", confidence="thread"),
-    KnownIssue(
-        id="ptxas-131-bits", effect="now and then results differ in bits from run to run", ptxas=Range(since="13.0", fixed_in="13.3"),
-        capabilities=(BLACKWELL, SM11), traits=frozenset({"dot"}), need="another ptxas (TRITON_PTXAS_BLACKWELL_PATH)", remedies=(),
-        url="https://github.com/pytorch/pytorch/issues/181248", proof="the thread; that 13.3 is free of it is not stated", confidence="thread"),
-    KnownIssue(
-        id="hopper-gated-backward-640", effect="silently wrong gradients of q, k and gate: a gated backward with tiles of 64 columns",
-        triton=Range(since="3.4.0", fixed_in="3.7.1"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"foreign", "half_dot"}), min_warps=4,
-        need="tiles of 32 or 128 columns, or Triton 3.7.1; flashlin's own backward was compared on an H200", remedies=(), url=_FLA + "640",
-        proof="the thread; fla itself refuses this backward there", confidence="thread"),
-    KnownIssue(
-        id="hopper-wy-backward-984", effect="silently wrong gradients or an illegal access: the delta rule's backward with 4 warps, 64 tokens",
-        triton=Range(since="3.4.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"foreign", "half_dot"}), min_warps=4,
-        need="2 warps for that kernel; nobody has tried 3.8 and 3.9", remedies=(), url=_FLA + "984", proof="the thread", confidence="thread"),
-    KnownIssue(
-        id="hopper-32-columns", effect="illegal access: kernels of several products with tiles of 32 columns and 4 warps",
-        triton=Range(since="3.3.0", fixed_in="3.8.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"foreign", "half_dot"}), min_warps=4,
-        need="other tiles, or Triton 3.8", remedies=(), url=_TRITON + "11366", proof="the thread, and fla #807 for 3.3 to 3.5", confidence="thread"),
-    KnownIssue(
-        id="hopper-dot-trans-dot-32", effect="silently wrong values: a product whose operand is a transposed product",
-        triton=Range(since="3.2.0", fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"foreign", "dot"}), min_warps=4,
-        need="at most 2 warps, or another Triton", remedies=(), url=_TRITON + "6124", proof="the thread", confidence="thread"),
-    KnownIssue(
-        id="hopper-odd-columns-1262", effect="illegal access: 16-bit tiles of an odd number of columns",
-        triton=Range(since="3.7.0", fixed_in="3.8.0"), ptxas=Range(fixed_in="13.0"), capabilities=(HOPPER, BLACKWELL),
-        traits=frozenset({"foreign", "half_dot"}), need="an even number of columns, as flashlin pads them, or ptxas 13.0", remedies=(),
-        url=_FLA + "1262", proof="the thread", confidence="thread"),
-    KnownIssue(
-        id="hopper-unit-scale-1262", effect="writes out of range: an integer scale of 1, which Triton makes a constant",
-        triton=Range(since="3.7.0", fixed_in="3.8.0"), ptxas=Range(fixed_in="13.1"), capabilities=(HOPPER, BLACKWELL),
-        traits=frozenset({"foreign", "half_dot"}), need="scale=1.0, or ptxas 13.1", remedies=(), url=_FLA + "1262", proof="the thread",
+        id="blackwell-chained-acc",
+        effect="silently wrong results: two products a turn into one accumulator, which also take a third "
+               "buffer",
+        triton=Range(since="3.4.0", fixed_in="3.9.0"), capabilities=(BLACKWELL, SM12),
+        traits=frozenset({"dot", "chained_acc"}), min_warps=4, min_stages=2,
+        need="at most 2 warps, an accumulator for each, or Triton 3.9", remedies=("limit_num_warps",),
+        url=_TRITON + "10821",
+        proof="the thread, for 3.6 to 3.8; " + _PROVEN + " sees the same buffers in 3.4 and 3.5",
         confidence="thread"),
     KnownIssue(
-        id="ptxas-1296-16-bit-sums", effect="values off by one: ptxas drops a constant from sums of packed 16-bit integers",
-        ptxas=Range(since="12.9.86", fixed_in="13.3"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"foreign"}),
-        need="ptxas 13.3 (3.8.0 carries it as ptxas-blackwell: TRITON_PTXAS_PATH), or Triton 3.9", remedies=(), url=_TRITON + "11581",
-        proof="the thread, which knows 12.9.86 and 13.3.33", confidence="thread"),
+        id="blackwell-tcgen05-state",
+        effect="silently wrong or varying results: a state that is decayed and read by a dot in one loop",
+        triton=Range(since="3.3.0"), capabilities=(BLACKWELL, SM12), traits=frozenset({"dot", "rmw_acc"}),
+        min_warps=4, min_stages=2, need="at most 2 warps, which keeps the loop off tcgen05",
+        remedies=("limit_num_warps",), url=_TRITON + "10993",
+        proof="issue threads (also #9871, #10590, #10821 and fla #607); no hardware at hand",
+        confidence="thread"),
     KnownIssue(
-        id="both-halves-39", effect="ptxas: Feature '.bf16' requires .target sm_80 or higher: fp16 values cast to bf16",
-        triton=Range(since="3.9.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"both_halves"}), need="a cast through fp32, or Triton 3.8",
-        remedies=("via_fp32",), url="", proof=_PROVEN + "; no public thread known", confidence="compiled"),
+        id="wgmma-register-hazard",
+        effect="sporadic wrong values: ptxas before 13.3 may overwrite wgmma operands still being read",
+        triton=Range(fixed_in="3.9.0"), ptxas=Range(fixed_in="13.3"), capabilities=(HOPPER, BLACKWELL),
+        traits=frozenset({"dot"}), min_warps=4, min_stages=2,
+        need="ptxas 13.3 (TRITON_PTXAS_PATH) or Triton 3.9 for certainty; our own configurations were run",
+        remedies=(), url=_TRITON + "9433", proof="matrix/results: launches repeated bitwise on an H200",
+        confidence="thread"),
     KnownIssue(
-        id="block-pointers-39", effect="NotImplementedError: Block pointers have been removed", triton=Range(since="3.9.0"),
-        capabilities=(PRE_VOLTA, END), traits=frozenset({"make_block_ptr"}), need="pointers and masks, or Triton 3.8", remedies=(),
-        url=_TRITON + "10833", proof=_PROVEN + "; builds of main call themselves 3.8.0 and refuse them too", confidence="compiled"),
+        id="blackwell-eight-warps", effect="results vary from run to run: products of products with 8 warps",
+        triton=Range(since="3.3.0", fixed_in="3.8.0"), capabilities=(BLACKWELL, SM11),
+        traits=frozenset({"foreign", "half_dot"}), min_warps=8, min_stages=2,
+        need="at most 4 warps for a kernel that shows it, or Triton 3.8", remedies=(), url=_FLA + "1228",
+        proof="the thread, also #1229, #1327", confidence="thread"),
     KnownIssue(
-        id="gather-32", effect="AttributeError: triton.language has no gather", triton=Range(fixed_in="3.3.0"), capabilities=(PRE_VOLTA, END),
-        traits=frozenset({"gather"}), need="Triton 3.3", remedies=(), url=_FLA + "329", proof=_PROVEN, confidence="compiled"),
+        id="blackwell-backward-913",
+        effect="illegal access, NaN or a hang: backward kernels of other packages with 4 warps and more",
+        triton=Range(since="3.3.0"), capabilities=(BLACKWELL, SM11),
+        traits=frozenset({"foreign", "half_dot"}), min_warps=4, need="2 warps for a kernel that shows it",
+        remedies=(), url=_FLA + "913", proof="threads, also #727 and #1000", confidence="thread"),
     KnownIssue(
-        id="descriptors-33", effect="AttributeError: triton.language has no make_tensor_descriptor", triton=Range(fixed_in="3.4.0"),
-        capabilities=(PRE_VOLTA, END), traits=frozenset({"make_tensor_descriptor"}), need="Triton 3.4", remedies=(), url=_FLA + "550",
+        id="ptxas-131-bits", effect="now and then results differ in bits from run to run",
+        ptxas=Range(since="13.0", fixed_in="13.3"), capabilities=(BLACKWELL, SM11), traits=frozenset({"dot"}),
+        need="another ptxas (TRITON_PTXAS_BLACKWELL_PATH)", remedies=(),
+        url="https://github.com/pytorch/pytorch/issues/181248",
+        proof="the thread; that 13.3 is free of it is not stated", confidence="thread"),
+    KnownIssue(
+        id="hopper-gated-backward-640",
+        effect="silently wrong gradients of q, k and gate: a gated backward with tiles of 64 columns",
+        triton=Range(since="3.4.0", fixed_in="3.7.1"), capabilities=(HOPPER, BLACKWELL),
+        traits=frozenset({"foreign", "half_dot"}), min_warps=4,
+        need="tiles of 32 or 128 columns, or Triton 3.7.1; flashlin's own backward was compared on an H200",
+        remedies=(), url=_FLA + "640", proof="the thread; fla itself refuses this backward there",
+        confidence="thread"),
+    KnownIssue(
+        id="hopper-wy-backward-984",
+        effect="silently wrong gradients or an illegal access: the delta rule's backward with 4 warps, 64 "
+               "tokens",
+        triton=Range(since="3.4.0"), capabilities=(HOPPER, BLACKWELL),
+        traits=frozenset({"foreign", "half_dot"}), min_warps=4,
+        need="2 warps for that kernel; nobody has tried 3.8 and 3.9", remedies=(), url=_FLA + "984",
+        proof="the thread", confidence="thread"),
+    KnownIssue(
+        id="hopper-32-columns",
+        effect="illegal access: kernels of several products with tiles of 32 columns and 4 warps",
+        triton=Range(since="3.3.0", fixed_in="3.8.0"), capabilities=(HOPPER, BLACKWELL),
+        traits=frozenset({"foreign", "half_dot"}), min_warps=4, need="other tiles, or Triton 3.8",
+        remedies=(), url=_TRITON + "11366", proof="the thread, and fla #807 for 3.3 to 3.5",
+        confidence="thread"),
+    KnownIssue(
+        id="hopper-dot-trans-dot-32",
+        effect="silently wrong values: a product whose operand is a transposed product",
+        triton=Range(since="3.2.0", fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL),
+        traits=frozenset({"foreign", "dot"}), min_warps=4, need="at most 2 warps, or another Triton",
+        remedies=(), url=_TRITON + "6124", proof="the thread", confidence="thread"),
+    KnownIssue(
+        id="hopper-odd-columns-1262", effect="illegal access: 16-bit tiles of an odd number of columns",
+        triton=Range(since="3.7.0", fixed_in="3.8.0"), ptxas=Range(fixed_in="13.0"),
+        capabilities=(HOPPER, BLACKWELL), traits=frozenset({"foreign", "half_dot"}),
+        need="an even number of columns, as flashlin pads them, or ptxas 13.0", remedies=(),
+        url=_FLA + "1262", proof="the thread", confidence="thread"),
+    KnownIssue(
+        id="hopper-unit-scale-1262",
+        effect="writes out of range: an integer scale of 1, which Triton makes a constant",
+        triton=Range(since="3.7.0", fixed_in="3.8.0"), ptxas=Range(fixed_in="13.1"),
+        capabilities=(HOPPER, BLACKWELL), traits=frozenset({"foreign", "half_dot"}),
+        need="scale=1.0, or ptxas 13.1", remedies=(), url=_FLA + "1262", proof="the thread",
+        confidence="thread"),
+    KnownIssue(
+        id="ptxas-1296-16-bit-sums",
+        effect="values off by one: ptxas drops a constant from sums of packed 16-bit integers",
+        ptxas=Range(since="12.9.86", fixed_in="13.3"), capabilities=(HOPPER, BLACKWELL),
+        traits=frozenset({"foreign"}),
+        need="ptxas 13.3 (3.8.0 carries it as ptxas-blackwell: TRITON_PTXAS_PATH), or Triton 3.9",
+        remedies=(), url=_TRITON + "11581", proof="the thread, which knows 12.9.86 and 13.3.33",
+        confidence="thread"),
+    KnownIssue(
+        id="both-halves-39",
+        effect="ptxas: Feature '.bf16' requires .target sm_80 or higher: fp16 values cast to bf16",
+        triton=Range(since="3.9.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"both_halves"}),
+        need="a cast through fp32, or Triton 3.8", remedies=("via_fp32",), url="",
+        proof=_PROVEN + "; no public thread known", confidence="compiled"),
+    KnownIssue(
+        id="block-pointers-39", effect="NotImplementedError: Block pointers have been removed",
+        triton=Range(since="3.9.0"), capabilities=(PRE_VOLTA, END), traits=frozenset({"make_block_ptr"}),
+        need="pointers and masks, or Triton 3.8", remedies=(), url=_TRITON + "10833",
+        proof=_PROVEN + "; builds of main call themselves 3.8.0 and refuse them too", confidence="compiled"),
+    KnownIssue(
+        id="gather-32", effect="AttributeError: triton.language has no gather",
+        triton=Range(fixed_in="3.3.0"), capabilities=(PRE_VOLTA, END), traits=frozenset({"gather"}),
+        need="Triton 3.3", remedies=(), url=_FLA + "329", proof=_PROVEN, confidence="compiled"),
+    KnownIssue(
+        id="descriptors-33", effect="AttributeError: triton.language has no make_tensor_descriptor",
+        triton=Range(fixed_in="3.4.0"), capabilities=(PRE_VOLTA, END),
+        traits=frozenset({"make_tensor_descriptor"}), need="Triton 3.4", remedies=(), url=_FLA + "550",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
-        id="descriptors-allocator", effect="Kernel requires a runtime memory allocation, but no allocator was set", triton=Range(since="3.4.0"),
-        capabilities=(HOPPER, END), traits=frozenset({"make_tensor_descriptor"}), need="triton.set_allocator(...) before the first launch",
-        remedies=(), url=_TRITON + "10002", proof="the thread", confidence="thread"),
+        id="descriptors-allocator",
+        effect="Kernel requires a runtime memory allocation, but no allocator was set",
+        triton=Range(since="3.4.0"), capabilities=(HOPPER, END), traits=frozenset({"make_tensor_descriptor"}),
+        need="triton.set_allocator(...) before the first launch", remedies=(), url=_TRITON + "10002",
+        proof="the thread", confidence="thread"),
     KnownIssue(
-        id="bf16-atomics-33", effect="atomic_add does not support bf16", triton=Range(fixed_in="3.4.0"), capabilities=(PRE_VOLTA, END),
-        traits=frozenset({"atomic_add", "bf16"}), need="sums in fp32, or Triton 3.4", remedies=(),
-        url="https://github.com/fla-org/flash-linear-attention/commit/a9dac8b1", proof=_PROVEN, confidence="compiled"),
+        id="bf16-atomics-33", effect="atomic_add does not support bf16", triton=Range(fixed_in="3.4.0"),
+        capabilities=(PRE_VOLTA, END), traits=frozenset({"atomic_add", "bf16"}),
+        need="sums in fp32, or Triton 3.4", remedies=(),
+        url="https://github.com/fla-org/flash-linear-attention/commit/a9dac8b1", proof=_PROVEN,
+        confidence="compiled"),
     KnownIssue(
-        id="autotune-keys-31", effect="IndexError, or silently tuned for the wrong key: a key behind an argument that configurations give",
-        triton=Range(fixed_in="3.2.0"), capabilities=(PRE_VOLTA, END), traits=_TUNED, need=_OUR_TUNER + ", or Triton 3.2", remedies=(),
-        url=_FLA + "354", proof=_TUNING, confidence="ran"),
+        id="autotune-keys-31",
+        effect="IndexError, or silently tuned for the wrong key: a key behind an argument that "
+               "configurations give",
+        triton=Range(fixed_in="3.2.0"), capabilities=(PRE_VOLTA, END), traits=_TUNED,
+        need=_OUR_TUNER + ", or Triton 3.2", remedies=(), url=_FLA + "354", proof=_TUNING, confidence="ran"),
     KnownIssue(
-        id="autotune-unknown-keys-31", effect="ValueError at import: a key is not in list", triton=Range(fixed_in="3.2.0"),
-        capabilities=(PRE_VOLTA, END), traits=_TUNED, need=_OUR_TUNER + ", or Triton 3.2", remedies=(), url="", proof=_TUNING, confidence="ran"),
+        id="autotune-unknown-keys-31", effect="ValueError at import: a key is not in list",
+        triton=Range(fixed_in="3.2.0"), capabilities=(PRE_VOLTA, END), traits=_TUNED,
+        need=_OUR_TUNER + ", or Triton 3.2", remedies=(), url="", proof=_TUNING, confidence="ran"),
     KnownIssue(
-        id="autotune-unknown-keys-39", effect="ValueError at import: key contains names that are not kernel arguments",
-        triton=Range(since="3.9.0"), capabilities=(PRE_VOLTA, END), traits=_TUNED, need=_OUR_TUNER + ", or fla-core 0.6.0", remedies=(),
-        url=_TRITON + "11602", proof=_TUNING, confidence="ran"),
+        id="autotune-unknown-keys-39",
+        effect="ValueError at import: key contains names that are not kernel arguments",
+        triton=Range(since="3.9.0"), capabilities=(PRE_VOLTA, END), traits=_TUNED,
+        need=_OUR_TUNER + ", or fla-core 0.6.0", remedies=(), url=_TRITON + "11602", proof=_TUNING,
+        confidence="ran"),
     KnownIssue(
-        id="autotune-driver-33", effect="RuntimeError: 0 active drivers, where a module with a tuned kernel is imported without a GPU",
-        triton=Range(since="3.2.0", fixed_in="3.4.0"), capabilities=(PRE_VOLTA, END), traits=_TUNED, need=_OUR_TUNER, remedies=(), url="",
+        id="autotune-driver-33",
+        effect="RuntimeError: 0 active drivers, where a module with a tuned kernel is imported without a GPU",
+        triton=Range(since="3.2.0", fixed_in="3.4.0"), capabilities=(PRE_VOLTA, END), traits=_TUNED,
+        need=_OUR_TUNER, remedies=(), url="", proof=_TUNING, confidence="ran"),
+    KnownIssue(
+        id="autotune-one-bad-configuration",
+        effect="one configuration that does not compile ends the call, or the process",
+        capabilities=(PRE_VOLTA, END), traits=_TUNED, need=_OUR_TUNER, remedies=(), url=_FLA + "552",
         proof=_TUNING, confidence="ran"),
-    KnownIssue(
-        id="autotune-one-bad-configuration", effect="one configuration that does not compile ends the call, or the process",
-        capabilities=(PRE_VOLTA, END), traits=_TUNED, need=_OUR_TUNER, remedies=(), url=_FLA + "552", proof=_TUNING, confidence="ran"),
 )

@@ -64,6 +64,7 @@ _starter: Starter = _start
 
 
 def replace_starter(starter: Starter | None) -> None:
-    """Let ``starter`` see every start instead of the GPU (how launches are recorded on machines without one); None puts it back."""
+    """Let ``starter`` see every start instead of the GPU (how launches are recorded on machines without one);
+    None puts it back."""
     global _starter
     _starter = starter or _start

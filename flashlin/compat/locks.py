@@ -15,8 +15,9 @@ except ModuleNotFoundError:  # Windows
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold ``path``, which is made if need be, against other processes. Its content is left alone, and a link is not followed: the folder
-    may be one that others write to. Raises OSError where it cannot be opened, or where the system has no such locks."""
+    """Hold ``path``, which is made if need be, against other processes. Its content is left alone, and a link
+    is not followed: the folder may be one that others write to. Raises OSError where it cannot be opened, or
+    where the system has no such locks."""
     if fcntl is None:
         raise OSError(errno.ENOLCK, "no file locks on this system", str(path))
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)

@@ -1,8 +1,9 @@
 """Release comparisons that mean the same for every release of ``packaging``.
 
-``SpecifierSet`` treats nightlies and release candidates differently from one packaging release to the next, so ranges are
-two plain bounds instead: a version is compared by its release number alone, and an unreleased build (dev, rc, ``+git``)
-of the release that carries a fix counts as affected, because nobody can say whether the fix is in it.
+``SpecifierSet`` treats nightlies and release candidates differently from one packaging release to the next,
+so ranges are two plain bounds instead: a version is compared by its release number alone, and an unreleased
+build (dev, rc, ``+git``) of the release that carries a fix counts as affected, because nobody can say whether
+the fix is in it.
 """
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from packaging.version import InvalidVersion, Version
 
 @lru_cache(maxsize=256)
 def release(version: str) -> tuple[int, ...]:
-    """``"3.7.1+gitabc"`` -> ``(3, 7, 1)``; an unreadable or empty version -> ``()``, which is older than everything."""
+    """``"3.7.1+gitabc"`` -> ``(3, 7, 1)``; an unreadable or empty version -> ``()``, which is older than
+    everything."""
     try:
         return Version(version).release
     except InvalidVersion:
@@ -32,7 +34,8 @@ def is_unreleased(version: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def affected(version: str, since: str | None, fixed_in: str | None) -> bool:
-    """Whether ``version`` lies in ``since .. fixed_in`` (fixed_in itself excluded; None leaves that side open).
+    """Whether ``version`` lies in ``since .. fixed_in`` (fixed_in itself excluded; None leaves that side
+    open).
 
     An empty ``version`` (the part is not installed) is never affected.
     """

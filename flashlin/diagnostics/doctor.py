@@ -1,7 +1,9 @@
-"""doctor: what works on this machine, what is worked around, what does not work, and the command that repairs it. explain: one call's plan.
+"""doctor: what works on this machine, what is worked around, what does not work, and the command that repairs
+it. explain: one call's plan.
 
-What doctor says is what happens: its lines are dispatch's own plans. Works with torch and Triton broken or missing. How it is made:
-``machine`` asks this machine, ``outlook`` plans typical calls, ``testing.quick`` really runs some, ``report`` shows it.
+What doctor says is what happens: its lines are dispatch's own plans. Works with torch and Triton broken or
+missing. How it is made: ``machine`` asks this machine, ``outlook`` plans typical calls, ``testing.quick``
+really runs some, ``report`` shows it.
 """
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def doctor(*, run: bool = False, target: str | Target | None = None, op: str | N
     """Examine this machine and say what every op does on it. Offline and read-only, unless ``run``.
 
     Args:
-        run: also run small cases of every op, forward and backward, against the float64 reference, in a child process.
+        run: also run small cases of every op, forward and backward, against the float64 reference, in a child
+            process.
         target: plan for another machine instead: ``"triton=3.2.0,sm=90"`` or a ``Target``.
         op: only this op.
 
@@ -40,31 +43,40 @@ def doctor(*, run: bool = False, target: str | Target | None = None, op: str | N
     op = op and calls.known(op)
     ops = tuple(OPS) if op is None else (op,)
     if target is not None and run:
-        raise ValueError(f"run: got True with target {target}, need no target: only this machine can run anything")
+        raise ValueError(f"run: got True with target {target}, need no target: only this machine can run "
+                         "anything")
     machine = examine() if target is None else described(parse(target) if isinstance(target, str) else target)
     checks = checkup(machine, CHECKS if target is None else (check_policy,))
-    # Equal cards are one device to the report, and a machine that cannot be asked is planned for as if it had no GPU.
-    alike = {found: [name for name in machine.targets if machine.targets[name] == found] for found in machine.targets.values()}
+    # Equal cards are one device to the report, and a machine that cannot be asked is planned for as if it had
+    # no GPU.
+    alike = {found: [name for name in machine.targets if machine.targets[name] == found]
+             for found in machine.targets.values()}
     devices = {", ".join(names): found for found, names in alike.items()}
     devices = devices or {"this machine": Target(machine.triton, "", "", "cpu", (0, 0), "cpu", 0, 1)}
     kernels = machine.on_gpu and not machine.triton_error
-    stopped = {name: machine.stops_everything or ("" if target is not None else attempt(_load, name, kernels)[1]) for name in ops}
+    stopped = {name: machine.stops_everything
+               or ("" if target is not None else attempt(_load, name, kernels)[1]) for name in ops}
     rows, issues, ran = [], [], []
     for where, found in devices.items():
         planned = {name: outlook.typical(name, found, machine.policy) for name in ops}
         rows += [outlook.summary(name, where, planned[name]) if not stopped[name] else
-                 OpPlan(op=name, where=where, path="cannot run", verdict="problem", because=stopped[name], remedy="see the checks",
-                        evidence="no record") for name in ops]
-        issues += [outlook.issue_row(issue, where, [plan for some in planned.values() for plan in some.values()]) for issue in issues_here(found)]
+                 OpPlan(op=name, where=where, path="cannot run", verdict="problem", because=stopped[name],
+                        remedy="see the checks", evidence="no record") for name in ops]
+        issues += [outlook.issue_row(issue, where,
+                                     [plan for some in planned.values() for plan in some.values()])
+                   for issue in issues_here(found)]
         checks += outlook.unreleased(where, found)
         if not machine.stops_everything:
             checks += outlook.upgrade(where, found, planned, machine.policy)
             if run:
                 device = where.split(", ")[0]
-                ran += [Ran(where=device, **outcome._asdict()) for outcome in quick.watch(device, op, machine.policy)]
-    return Report(version=flashlin.__version__, checks=tuple(checks), plans=_merged(rows), issues=tuple(issues), ran=tuple(ran), devices=tuple(
-        Device(where=where, sm=found.sm, **{name: value for name, value in found._asdict().items() if name != "capability"})
-        for where, found in devices.items()))
+                ran += [Ran(where=device, **outcome._asdict())
+                        for outcome in quick.watch(device, op, machine.policy)]
+    return Report(version=flashlin.__version__, checks=tuple(checks), plans=_merged(rows),
+                  issues=tuple(issues), ran=tuple(ran), devices=tuple(
+Device(where=where, sm=found.sm,
+       **{name: value for name, value in found._asdict().items() if name != "capability"})
+for where, found in devices.items()))
 
 
 def described(target: Target) -> Machine:
@@ -92,31 +104,47 @@ def _merged(rows: list[OpPlan]) -> tuple[OpPlan, ...]:
     return tuple(row.model_copy(update={"where": ", ".join(devices)}) for row, devices in where.items())
 
 
-def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int | None = None, H: int | None = None, K: int | None = None,
-            V: int | None = None, N: int | None = None, dtype: str | torch.dtype = "bfloat16", varlen: bool = False, needs_grad: bool = True,
-            mode: str | None = None, policy: Policy | None = None) -> str:
+def explain(
+    op: str,
+    *,
+    target: str | Target | None = None,
+    B: int = 1,
+    T: int | None = None,
+    H: int | None = None,
+    K: int | None = None,
+    V: int | None = None,
+    N: int | None = None,
+    dtype: str | torch.dtype = "bfloat16",
+    varlen: bool = False,
+    needs_grad: bool = True,
+    mode: str | None = None,
+    policy: Policy | None = None,
+) -> str:
     """How one call would run, and why: the decision trail of dispatch, then in words.
 
     Args:
         op: a public op, such as ``chunk_simple_gla``.
         target: a machine as for ``doctor``; None is this one (its first GPU, or its CPU).
-        B, T, H, K, V: the sizes, as in the ops; None is what the op's typical calls have (2048 tokens, one where it only decodes; 16 heads of
-            128 for most). A norm or a cross entropy has B * T * H rows of K (a norm of groups B * T rows of H groups of K), a convolution K
-            channels and V taps, HGRN K channels, a selective scan V channels of K states in H groups, a state update H heads of V with K states,
-            an elementwise op B * T rows of H heads of K, a rotary embedding V pairs, K // 2 if None.
+        B, T, H, K, V: the sizes, as in the ops; None is what the op's typical calls have (2048 tokens, one
+            where it only decodes; 16 heads of 128 for most). A norm or a cross entropy has B * T * H rows of
+            K (a norm of groups B * T rows of H groups of K), a convolution K channels and V taps, HGRN K
+            channels, a selective scan V channels of K states in H groups, a state update H heads of V with K
+            states, an elementwise op B * T rows of H heads of K, a rotary embedding V pairs, K // 2 if None.
         N: number of packed sequences, B if None, with varlen: then their B * T tokens are one row.
-        dtype: a torch.dtype, its name or a short one, such as ``bf16``. mode: of an op that has the choice (``simple_gla``): ``auto``,
-            ``chunk`` or ``fused_recurrent``.
+        dtype: a torch.dtype, its name or a short one, such as ``bf16``. mode: of an op that has the choice
+            (``simple_gla``): ``auto``, ``chunk`` or ``fused_recurrent``.
         policy: None is the one in force.
 
-    Raises ValueError for an unknown op, dtype, mode or target, or sizes that the op cannot have, RuntimeError where this machine cannot be asked.
+    Raises ValueError for an unknown op, dtype, mode or target, or sizes that the op cannot have, RuntimeError
+    where this machine cannot be asked.
     """
     op = calls.known(op)
     own = OPS[op][1]
     modes = ("auto", "chunk", "fused_recurrent") if own == "auto" else (own,)
     if mode is not None and mode not in modes:
         raise ValueError(f"mode: got {mode!r}, need {' or '.join(map(repr, modes))} for {op}")
-    problem = calls.problem_of(op, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype_name(dtype), varlen=varlen, needs_grad=needs_grad, mode=mode or own)
+    problem = calls.problem_of(op, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype_name(dtype), varlen=varlen,
+                               needs_grad=needs_grad, mode=mode or own)
     policy = in_force() if policy is None else policy
     plan = dispatch.plan(problem, _machine_of(target), policy)
     axes = ", ".join(f"{axis} {what}" for axis, what in family_of(op).axes.items())
@@ -124,17 +152,22 @@ def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int |
     ignored = ", ".join(sorted(policy.ignore)) or "nothing"
     lines.append(f"Policy {policy.policy}, path {policy.path}, ignoring {ignored}.")
     for reason, remedy in plan.steps:
-        how = "the usual way" if not reason.forced else "exact" if VARIANTS[remedy].exact else "other arithmetic: equal up to rounding, another speed"
-        lines.append(f"{reason.code}: {'needs' if reason.forced else 'takes'} {reason.need}; so it {VARIANTS[remedy].means} ({how}).")
+        how = "the usual way" if not reason.forced else "exact" if VARIANTS[
+            remedy].exact else "other arithmetic: equal up to rounding, another speed"
+        lines.append(f"{reason.code}: {'needs' if reason.forced else 'takes'} {reason.need}; so it "
+                     f"{VARIANTS[remedy].means} ({how}).")
     lines += [f"It cannot run. {advice(plan)}." for _ in plan.refused[:1]]
-    lines += [f"It may be wrong: {issue.id}, whose check is switched off." for issue in outlook.unguarded(plan)]
+    lines += [f"It may be wrong: {issue.id}, whose check is switched off."
+              for issue in outlook.unguarded(plan)]
     with_gradients = PUBLIC[op].in_place
     if needs_grad and with_gradients:
         lines.append(
             f"That is a call without gradients; one with them is {with_gradients}, and copies the state.")
     if not plan.refused:
-        starts = f": {len(plan.launches)} launches{', backward included' if problem.needs_grad else ''}" if plan.launches else ""
-        lines.append(f"It runs on the path {outlook.way(plan)}{starts}. Evidence: {outlook.evidence([plan])}.")
+        starts = (f": {len(plan.launches)} launches{', backward included' if problem.needs_grad else ''}"
+                  if plan.launches else "")
+        lines.append(
+            f"It runs on the path {outlook.way(plan)}{starts}. Evidence: {outlook.evidence([plan])}.")
     if outlook.cost(plan):
         lines.append(f"Its cost: {outlook.cost(plan)}.")
     return "\n".join(lines)
@@ -146,5 +179,6 @@ def _machine_of(target: str | Target | None) -> Target:
     machine = examine()
     if not machine.targets:
         why = machine.torch_error or "; ".join(f"{name}: {error}" for name, error in machine.lost.items())
-        raise RuntimeError(f"target: this machine cannot be asked ({why}); name one, for example triton=3.2.0,sm=90")
+        raise RuntimeError(f"target: this machine cannot be asked ({why}); name one, for example "
+                           "triton=3.2.0,sm=90")
     return next(iter(machine.targets.values()))

@@ -1,4 +1,5 @@
-"""This machine as facts, and doctor's checks on it. Each probe is guarded: what it raises is a result and never the end of the report.
+"""This machine as facts, and doctor's checks on it. Each probe is guarded: what it raises is a result and
+never the end of the report.
 
 Offline and read-only: whether a folder can be written is asked of the system, not tried.
 """
@@ -26,12 +27,14 @@ from flashlin.testing import environments
 
 OLDEST_TORCH = release(releases.RELEASES[0].torch[0])[:2]
 # Names under which Triton's files have been published: two of them in one folder overwrite each other.
-TRITON_NAMES = ("triton", "pytorch-triton", "triton-nightly", "triton-windows", "pytorch-triton-rocm", "pytorch-triton-xpu")
+TRITON_NAMES = ("triton", "pytorch-triton", "triton-nightly", "triton-windows", "pytorch-triton-rocm",
+                "pytorch-triton-xpu")
 PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 
 
 class Machine(NamedTuple):
-    """torch: the module, None if unusable (torch_error says why). targets: by device name; lost: devices that could not be asked, and why."""
+    """torch: the module, None if unusable (torch_error says why). targets: by device name; lost: devices that
+    could not be asked, and why."""
     torch: Any
     torch_error: str
     triton: str
@@ -56,7 +59,8 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
     """(value, "") or (None, what was raised)."""
     try:
         return function(*arguments), ""
-    except (Exception, SystemExit) as error:  # a broken torch, Triton or driver may raise anything at all, and that is what to report
+    # a broken torch, Triton or driver may raise anything at all, and that is what to report
+    except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         return None, f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
@@ -79,7 +83,8 @@ def examine() -> Machine:
                 lost[name] = error
             else:
                 targets[name] = target
-    return Machine(torch, torch_error, triton, triton_error, targets, lost, settings or policy.Policy(), policy_error)
+    return Machine(torch, torch_error, triton, triton_error, targets, lost, settings or policy.Policy(),
+                   policy_error)
 
 
 def _torch() -> Any:
@@ -90,7 +95,8 @@ def _torch() -> Any:
 
 
 def _devices(torch: Any) -> list[str]:
-    return [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return [f"cuda:{index}" for index
+            in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 
 
 def triton_for(torch_version: str) -> str:
@@ -107,16 +113,19 @@ def is_that(triton: str, wanted: str) -> bool:
 
 
 def pip_triton(wanted: str) -> str:
-    return f'pip install "triton{"==" if wanted.count(".") > 1 else "~="}{wanted}{"" if wanted.count(".") > 1 else ".0"}"'
+    return ('pip install '
+            f'"triton{"==" if wanted.count(".") > 1 else "~="}{wanted}{"" if wanted.count(".") > 1 else ".0"}"')
 
 
 def check_python(machine: Machine) -> Iterator[Check]:
-    yield Check(name="flashlin", status="ok", detail=f"{flashlin.__version__}, Python {platform.python_version()}, {platform.platform()}")
+    yield Check(name="flashlin", status="ok",
+                detail=f"{flashlin.__version__}, Python {platform.python_version()}, {platform.platform()}")
 
 
 def check_torch(machine: Machine) -> Iterator[Check]:
     if machine.torch is None:
-        yield Check(name="torch", status="problem", detail=f"cannot be used: {machine.torch_error}", fix='pip install --force-reinstall "torch>=2.4"')
+        yield Check(name="torch", status="problem", detail=f"cannot be used: {machine.torch_error}",
+                    fix='pip install --force-reinstall "torch>=2.4"')
         return
     built = machine.torch.version
     kind = f"CUDA {built.cuda}" if built.cuda else f"ROCm {built.hip}" if built.hip else "CPU build"
@@ -130,36 +139,43 @@ def check_triton(machine: Machine) -> Iterator[Check]:
     if machine.triton_error:
         missing = machine.triton_error == "not installed"
         fix = pip_triton(wanted) if wanted else "pip install triton"
-        yield Check(name="triton", status="degraded" if machine.on_gpu else "ok" if missing else "worked around",
-                    fix="" if missing and not machine.on_gpu else fix if missing else fix.replace("install", "install --force-reinstall"),
+        yield Check(name="triton",
+                    status="degraded" if machine.on_gpu else "ok" if missing else "worked around",
+                    fix="" if missing and not machine.on_gpu else fix if missing
+                    else fix.replace("install", "install --force-reinstall"),
                     detail=f"{machine.triton_error}; without it every op runs in plain torch")
         return
     yield Check(name="triton", status="ok", detail=f"{machine.triton} from {_folder_of('triton')}")
     if not wanted:
         return
     fits = is_that(machine.triton, wanted)
-    yield Check(name="pair", status="ok" if fits else "worked around", fix="" if fits else pip_triton(wanted), detail=(
-        f"torch {machine.torch.__version__} was made with triton {wanted}" + ("" if fits else
-        f", loaded is {machine.triton}: flashlin runs on either, torch.compile may not")))
+    yield Check(name="pair", status="ok" if fits else "worked around", fix="" if fits else pip_triton(wanted),
+                detail=(
+f"torch {machine.torch.__version__} was made with triton {wanted}" + ("" if fits else
+f", loaded is {machine.triton}: flashlin runs on either, torch.compile may not")))
 
 
 def check_copies(machine: Machine) -> Iterator[Check]:
     """Two Tritons on the path, and a loaded one that is not the installed one."""
-    found = {(name, dist.version, str(dist.locate_file(""))) for name in TRITON_NAMES for dist in metadata.distributions(name=name)}
+    found = {(name, dist.version, str(dist.locate_file(""))) for name in TRITON_NAMES
+             for dist in metadata.distributions(name=name)}
     listed = ", ".join(f"{name} {version} in {folder}" for name, version, folder in sorted(found))
     folders = [folder for _, _, folder in found]
     mixed = len(folders) > len(set(folders))
     repair = "pip uninstall -y " + " ".join(sorted({name for name, _, _ in found}))
     wanted = triton_for(machine.torch.__version__) if machine.torch is not None else ""
     if len(found) > 1:
-        what = "their files overwrite each other" if mixed else f"the first on the path wins, which is {machine.triton or 'unusable'}"
-        yield Check(name="two Tritons", status="problem" if mixed else "worked around", detail=f"{listed}: {what}",
+        what = ("their files overwrite each other" if mixed
+                else f"the first on the path wins, which is {machine.triton or 'unusable'}")
+        yield Check(name="two Tritons", status="problem" if mixed else "worked around",
+                    detail=f"{listed}: {what}",
                     fix=f"{repair} && {pip_triton(wanted) if wanted else 'pip install triton'}")
     elif found and machine.triton:
         _, version, folder = next(iter(found))
         if release(version) != release(machine.triton):
             yield Check(name="loaded Triton", status="worked around", detail=(
-                f"loaded is {machine.triton} from {_folder_of('triton')}, installed is {version} in {folder}: "
+                f"loaded is {machine.triton} from {_folder_of('triton')}, installed is {version} in "
+                f"{folder}: "
                 "another folder shadows it, or it was replaced while this process ran"))
 
 
@@ -167,57 +183,75 @@ def check_ptxas(machine: Machine) -> Iterator[Check]:
     for variable in PTXAS_VARIABLES:
         path = os.environ.get(variable)
         if path and not (Path(path).is_file() and os.access(path, os.X_OK)):
-            yield Check(name="ptxas", status="problem" if machine.on_gpu else "worked around", fix=f"unset {variable}",
-                        detail=f"{variable}={path} cannot be executed: Triton fails on it or, from 3.4 on, takes its own ptxas instead")
+            yield Check(name="ptxas", status="problem" if machine.on_gpu else "worked around",
+                        fix=f"unset {variable}",
+                        detail=f"{variable}={path} cannot be executed: Triton fails on it or, from 3.4 on, "
+                               "takes its own ptxas instead")
     for where, target in {target: (where, target) for where, target in machine.targets.items()}.values():
         if target.backend == "cuda" and target.triton:
             path = ptxas_path(target.triton, target.capability)
-            source = next((f"by {variable}" for variable in PTXAS_VARIABLES if os.environ.get(variable) == path), "Triton's own")
+            source = next((f"by {variable}"
+                           for variable in PTXAS_VARIABLES if os.environ.get(variable) == path),
+                          "Triton's own")
             yield Check(name="ptxas", status="ok" if target.ptxas else "could not check",
-                        detail=f"{where}: {target.ptxas or 'version unknown'}, {source}, {path or 'not found'}")
+                        detail=f"{where}: {target.ptxas or 'version unknown'}, {source}, "
+                               f"{path or 'not found'}")
 
 
 def check_driver(machine: Machine) -> Iterator[Check]:
     program = shutil.which("nvidia-smi")
     if program is None:
-        yield Check(name="driver", status="could not check" if machine.on_gpu else "ok", detail="nvidia-smi is not there")
+        yield Check(name="driver", status="could not check" if machine.on_gpu else "ok",
+                    detail="nvidia-smi is not there")
         return
     command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    cards = [line.strip() for line in said.stdout.splitlines() if line.strip()] if said.returncode == 0 else []
+    cards = [line.strip() for line in said.stdout.splitlines()
+             if line.strip()] if said.returncode == 0 else []
     if not cards:
-        yield Check(name="driver", status="could not check", detail=f"nvidia-smi: {(said.stdout + said.stderr).strip()[:200] or 'no GPU'}")
+        yield Check(name="driver", status="could not check",
+                    detail=f"nvidia-smi: {(said.stdout + said.stderr).strip()[:200] or 'no GPU'}")
         return
-    shown = "; ".join(f"{cards.count(card)} x {card.replace(', ', ', driver ')}" for card in dict.fromkeys(cards))
-    if machine.on_gpu or machine.lost or machine.torch is None:  # torch knows of a GPU, or says itself what is wrong
+    shown = "; ".join(f"{cards.count(card)} x {card.replace(', ', ', driver ')}"
+                      for card in dict.fromkeys(cards))
+    # torch knows of a GPU, or says itself what is wrong
+    if machine.on_gpu or machine.lost or machine.torch is None:
         yield Check(name="driver", status="ok", detail=shown)
         return
     built, hidden = machine.torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES")
     why, fix = (("is a CPU build", "pip install --force-reinstall torch") if not built else
-                (f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden}", "unset CUDA_VISIBLE_DEVICES") if hidden is not None else
-                (f"(CUDA {built}) finds none: the driver is too old for it, or does not let this user or container in", ""))
+                (f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden}",
+                 "unset CUDA_VISIBLE_DEVICES") if hidden is not None else
+                (f"(CUDA {built}) finds none: the driver is too old for it, or does not let this user or "
+                 "container in", ""))
     yield Check(name="driver", status="degraded", fix=fix,
-                detail=f"{shown}; but torch {machine.torch.__version__} {why}: every op runs in plain torch on the CPU")
+                detail=f"{shown}; but torch {machine.torch.__version__} {why}: every op runs in plain torch "
+                       "on the CPU")
 
 
 def check_policy(machine: Machine) -> Iterator[Check]:
     if machine.policy_error:
-        yield Check(name="policy", status="problem", detail=machine.policy_error, fix="unset the variable it names")
+        yield Check(name="policy", status="problem", detail=machine.policy_error,
+                    fix="unset the variable it names")
         return
     values = {**machine.policy._asdict(), "ignore": ",".join(sorted(machine.policy.ignore)) or "nothing"}
-    yield Check(name="policy", status="ok", detail=", ".join(f"{name} {value}" for name, value in values.items()))
+    yield Check(name="policy", status="ok",
+                detail=", ".join(f"{name} {value}" for name, value in values.items()))
     valid = sorted(name.upper() for name in (*policy.Policy._fields, *policy.FOLDERS))
-    for given in sorted(name.removeprefix("FLASHLIN_") for name in os.environ if name.startswith("FLASHLIN_")):
+    for given in sorted(name.removeprefix("FLASHLIN_")
+                        for name in os.environ if name.startswith("FLASHLIN_")):
         if given not in valid:
             meant = get_close_matches(given, valid, 1)
-            yield Check(name="policy", status="worked around", fix=f"unset FLASHLIN_{given}", detail=f"FLASHLIN_{given} means nothing; " + (
-                f"FLASHLIN_{meant[0]} does" if meant else f"known are {', '.join(f'FLASHLIN_{name}' for name in valid)}"))
+            yield Check(name="policy", status="worked around", fix=f"unset FLASHLIN_{given}",
+                        detail=f"FLASHLIN_{given} means nothing; " + (
+f"FLASHLIN_{meant[0]} does" if meant else f"known are {', '.join(f'FLASHLIN_{name}' for name in valid)}"))
 
 
 def check_interpreter(machine: Machine) -> Iterator[Check]:
     if interpreting():
         yield Check(name="interpreter", status="worked around", fix="unset TRITON_INTERPRET",
-                    detail="TRITON_INTERPRET is set: Triton's kernels run on the CPU, thousands of times slower")
+                    detail="TRITON_INTERPRET is set: Triton's kernels run on the CPU, thousands of times "
+                           "slower")
 
 
 def check_cache(machine: Machine) -> Iterator[Check]:
@@ -227,8 +261,10 @@ def check_cache(machine: Machine) -> Iterator[Check]:
         yield Check(name="cache", status="ok", detail=f"{folder} can be written")
     else:
         needed = machine.on_gpu and bool(machine.triton)
-        yield Check(name="cache", status="problem" if needed else "worked around", fix="export TRITON_CACHE_DIR=(a folder you can write)",
-                    detail=f"{folder} cannot be written, " + ("and Triton compiles into it" if needed else "which matters once Triton compiles"))
+        yield Check(name="cache", status="problem" if needed else "worked around",
+                    fix="export TRITON_CACHE_DIR=(a folder you can write)",
+                    detail=f"{folder} cannot be written, " + ("and Triton compiles into it" if needed
+                                                              else "which matters once Triton compiles"))
 
 
 def check_folders(machine: Machine) -> Iterator[Check]:
@@ -236,30 +272,38 @@ def check_folders(machine: Machine) -> Iterator[Check]:
     home, why = verdicts.place(warn=False)
     cache = environments.cache_folder()
     for variable, folder, no_folder, what, without in (
-            ("FLASHLIN_HOME", home, why, "what flashlin warmup and the first calls find out here", "each process finds it out anew"),
-            ("FLASHLIN_CACHE", cache, "", "releases of Triton for the version matrix", "no other release can be fetched")):
+            ("FLASHLIN_HOME", home, why, "what flashlin warmup and the first calls find out here",
+             "each process finds it out anew"),
+            ("FLASHLIN_CACHE", cache, "", "releases of Triton for the version matrix",
+             "no other release can be fetched")):
         if folder is not None and can_write(folder):
             yield Check(name=variable, status="ok", detail=f"{folder} can be written: {what}")
         else:
-            yield Check(name=variable, status="worked around", fix=f"export {variable}=(a folder you can write)",
+            yield Check(name=variable, status="worked around",
+                        fix=f"export {variable}=(a folder you can write)",
                         detail=f"{f'{folder} cannot be written' if folder else no_folder}: {what}; {without}")
 
 
 def check_tried(machine: Machine) -> Iterator[Check]:
     """What was found out about kernels on this machine, and when."""
-    for where, target in {target: (where, target) for where, target in machine.targets.items() if target.backend == "cuda"}.values():
+    for where, target in {target: (where, target) for where,
+                          target in machine.targets.items() if target.backend == "cuda"}.values():
         here = verdicts.local(target)
         ran = sorted(one.date for one in here.kernels.values() if one.word == "ran")
-        yield Check(name="tried here", status="ok", detail=f"{where}: {len(ran)} configurations of kernels ran" + (
-            f", {ran[0]} to {ran[-1]}" if ran else " in trials of this machine's own"))
+        yield Check(name="tried here", status="ok",
+                    detail=f"{where}: {len(ran)} configurations of kernels ran" + (
+f", {ran[0]} to {ran[-1]}" if ran else " in trials of this machine's own"))
         for config, one in here.kernels.items():
             if one.word in verdicts.BAD:
-                yield Check(name="tried here", status="worked around", fix=f"flashlin warmup --forget --op {one.trial.partition(' ')[0]}",
-                            detail=f"{where}: {config}: {one.word} on {one.date} ({one.said or one.trial}); it is planned otherwise")
+                yield Check(name="tried here", status="worked around",
+                            fix=f"flashlin warmup --forget --op {one.trial.partition(' ')[0]}",
+                            detail=f"{where}: {config}: {one.word} on {one.date} ({one.said or one.trial}); "
+                                   "it is planned otherwise")
         for trial, one in here.trials.items():
             if one.word == "not tried":
                 yield Check(name="tried here", status="could not check",
-                            detail=f"{where}: {trial} could not be tried on {one.date}: {one.said}; it is used as planned")
+                            detail=f"{where}: {trial} could not be tried on {one.date}: {one.said}; it is "
+                                   "used as planned")
 
 
 def can_write(folder: Path) -> bool:
@@ -278,7 +322,8 @@ def check_modules(machine: Machine) -> Iterator[Check]:
         if error:
             errors.setdefault(error, []).append(name)
     for error, names in errors.items():
-        yield Check(name="modules", status="problem", detail=f"{', '.join(names)} cannot be imported: {error}",
+        yield Check(name="modules", status="problem",
+                    detail=f"{', '.join(names)} cannot be imported: {error}",
                     fix="pip install --force-reinstall --no-deps flashlin")
 
 
@@ -287,17 +332,20 @@ def check_fla(machine: Machine) -> Iterator[Check]:
         version, missing = attempt(metadata.version, name)
         if missing:
             continue
-        hit = [where for where, target in machine.targets.items() if target.backend == "cuda" and target.capability[0] == 9
+        hit = [where for where, target in machine.targets.items() if target.backend == "cuda"
+               and target.capability[0] == 9
                and affected(target.triton, "3.4.0", "3.7.1")]
         yield Check(name="fla", status="ok", detail=f"{name} {version}" + (
-            f"; called directly, its gated chunked backward gives wrong gradients on {', '.join(hit)} (Hopper, 3.4.0 <= Triton < 3.7.1), which "
-            "fla 0.6.0 answers with an exception, fla-org/flash-linear-attention#640; flashlin's own kernels are not concerned" if hit else ""))
+            f"; called directly, its gated chunked backward gives wrong gradients on {', '.join(hit)} "
+            "(Hopper, 3.4.0 <= Triton < 3.7.1), which "
+            "fla 0.6.0 answers with an exception, fla-org/flash-linear-attention#640; flashlin's own kernels "
+            "are not concerned" if hit else ""))
         return
 
 
 CHECKS: tuple[Callable[[Machine], Iterator[Check]], ...] = (
-    check_python, check_torch, check_triton, check_copies, check_ptxas, check_driver, check_policy, check_interpreter,
-    check_cache, check_folders, check_tried, check_modules, check_fla)
+    check_python, check_torch, check_triton, check_copies, check_ptxas, check_driver, check_policy,
+    check_interpreter, check_cache, check_folders, check_tried, check_modules, check_fla)
 
 
 def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Check]]]) -> list[Check]:
@@ -306,7 +354,8 @@ def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Chec
     for check in checks:
         lines, error = attempt(lambda check=check: list(check(machine)))
         name = check.__name__.removeprefix("check_")
-        found += lines if lines is not None else [Check(name=name, status="could not check", detail=f"could not check: {error}")]
+        found += lines if lines is not None else [Check(name=name, status="could not check",
+                                                        detail=f"could not check: {error}")]
     return found
 
 

@@ -1,4 +1,5 @@
-"""What dispatch plans for typical calls on a target: a line per op, the known issues met, the upgrade that helps. Pure: asks no machine."""
+"""What dispatch plans for typical calls on a target: a line per op, the known issues met, the upgrade that
+helps. Pure: asks no machine."""
 from __future__ import annotations
 
 import os
@@ -53,15 +54,18 @@ def summary(op: str, where: str, planned: Planned) -> OpPlan:
     for plan in planned.values():
         for reason, remedy in plan.steps:
             if reason.forced or remedy == "torch_path":
-                because[reason.code if reason.code in ISSUES else f"{reason.code}: {reason.got}"] = remedies[VARIANTS[remedy].means] = None
+                because[reason.code if reason.code in ISSUES
+                        else f"{reason.code}: {reason.got}"] = remedies[VARIANTS[remedy].means] = None
         if cost(plan):
             costs[cost(plan)] = None
         for reason in plan.refused:
             because[str(reason)] = remedies[advice(plan)] = None
         for issue in unguarded(plan):
-            because[f"may be wrong: {issue.id}, whose check is switched off"] = remedies["FLASHLIN_POLICY=auto and no FLASHLIN_IGNORE"] = None
-    return OpPlan(op=op, where=where, path=ways(planned), verdict=min(map(judged, planned.values()), key=STATUSES.index),
-                  because="; ".join(because), remedy="; ".join(remedies), cost="; ".join(costs), evidence=evidence(planned.values()))
+            because[f"may be wrong: {issue.id}, whose check is switched off"] = remedies[
+                "FLASHLIN_POLICY=auto and no FLASHLIN_IGNORE"] = None
+    return OpPlan(op=op, where=where, path=ways(planned),
+                  verdict=min(map(judged, planned.values()), key=STATUSES.index), because="; ".join(because),
+                  remedy="; ".join(remedies), cost="; ".join(costs), evidence=evidence(planned.values()))
 
 
 def judged(plan: Plan) -> Status:
@@ -73,7 +77,8 @@ def judged(plan: Plan) -> Status:
 
 
 def cost(plan: Plan) -> str:
-    """What a GPU pays for not running the kernels on the tensors as they are, ``""`` if it does. The last costly remedy has the say."""
+    """What a GPU pays for not running the kernels on the tensors as they are, ``""`` if it does. The last
+    costly remedy has the say."""
     costs = [VARIANTS[remedy].cost for _, remedy in plan.steps if VARIANTS[remedy].cost]
     return costs[-1] if costs and plan.target.backend in ("cuda", "hip") else ""
 
@@ -92,17 +97,23 @@ def way(plan: Plan) -> str:
     if plan.path != "triton":
         return "cannot run" if plan.refused else plan.path
     taken = {remedy for _, remedy in plan.steps}
-    return " ".join(["triton", *(variant.note.format(plan.problem) for name, variant in VARIANTS.items() if name in taken and variant.note)])
+    return " ".join(["triton",
+                     *(variant.note.format(plan.problem) for name,
+                       variant in VARIANTS.items() if name in taken and variant.note)])
 
 
 def ways(planned: Planned) -> str:
-    """How the calls run: ``triton``, or by dtype and kind of call, ``bfloat16: torch (with gradients), else triton; float16: triton``."""
+    """How the calls run: ``triton``, or by dtype and kind of call,
+    ``bfloat16: torch (with gradients), else triton; float16: triton``."""
     by_dtype: dict[str, list[str]] = {}
     for dtype in DTYPES:
         mine = {kind: way(plan) for kind, plan in planned.items() if kind.dtype == dtype}
-        counted = sorted(dict.fromkeys(mine.values()), key=list(mine.values()).count)  # the most common one last, and without conditions
-        parts = [f"{one} ({_condition({kind for kind in mine if mine[kind] == one}, set(mine))})" for one in counted[:-1]]
-        by_dtype.setdefault(", ".join([*parts, f"else {counted[-1]}" if parts else counted[-1]]), []).append(dtype)
+        # the most common one last, and without conditions
+        counted = sorted(dict.fromkeys(mine.values()), key=list(mine.values()).count)
+        parts = [f"{one} ({_condition({kind for kind in mine if mine[kind] == one}, set(mine))})"
+                 for one in counted[:-1]]
+        by_dtype.setdefault(", ".join([*parts, f"else {counted[-1]}" if parts else counted[-1]]),
+                            []).append(dtype)
     if len(by_dtype) == 1:
         return next(iter(by_dtype))
     return "; ".join(f"{', '.join(dtypes)}: {text}" for text, dtypes in by_dtype.items())
@@ -120,19 +131,22 @@ def _condition(some: set[Kind], every: set[Kind]) -> str:
 
 
 def evidence(plans: Iterable[Plan]) -> str:
-    """What is behind the plans that start kernels of ours: for each the least that is known of any launch, see ``guards.proven``."""
+    """What is behind the plans that start kernels of ours: for each the least that is known of any launch,
+    see ``guards.proven``."""
     kernels = [plan for plan in plans if plan.path == "triton"]
     if not kernels:
         return "plain torch"
     if kernels[0].target.backend == "interpreter":
         return "interpreter"
-    known = [max((trust(launch, plan.target) for launch in plan.launches), key=TRUST.index, default="unknown") for plan in kernels]
+    known = [max((trust(launch, plan.target) for launch in plan.launches), key=TRUST.index, default="unknown")
+             for plan in kernels]
     levels = sorted(set(known), key=TRUST.index)
     words = {"unknown": "no record", "failed": "does not hold"}
     told = [words.get(level, level) for level in levels]
     if len(levels) == 1:
         return told[0]
-    return ", ".join(f"{one} ({known.count(level)} of {len(known)} calls)" for one, level in zip(told, levels, strict=True))
+    return ", ".join(f"{one} ({known.count(level)} of {len(known)} calls)" for one,
+                     level in zip(told, levels, strict=True))
 
 
 def issue_row(issue: KnownIssue, where: str, plans: list[Plan]) -> Issue:
@@ -152,15 +166,18 @@ def unreleased(where: str, target: Target) -> list[Check]:
     if not is_unreleased(target.triton):
         return []
     fixed = ".".join(map(str, release(target.triton)))
-    doubtful = [issue.id for issue in issues_here(target) if issue not in issues_here(target._replace(triton=fixed))]
+    doubtful = [issue.id for issue in issues_here(target)
+                if issue not in issues_here(target._replace(triton=fixed))]
     detail = f"{where}: triton {target.triton} is an unreleased build: treated as affected by " + (
         f"{', '.join(doubtful)}, fixed in {fixed}" if doubtful else "no more than a release would be")
     return [Check(name="unreleased", status="worked around" if doubtful else "ok", detail=detail)]
 
 
 def upgrade(where: str, target: Target, planned: dict[str, Planned], policy: Policy) -> list[Check]:
-    """The newer Triton with the fewest ways around: of several such the one made for this torch, else the oldest."""
-    here = {op: burden(found) for op, found in planned.items() if any(judged(plan) != "ok" for plan in found.values())}
+    """The newer Triton with the fewest ways around: of several such the one made for this torch, else the
+    oldest."""
+    here = {op: burden(found) for op,
+            found in planned.items() if any(judged(plan) != "ok" for plan in found.values())}
     if target.backend != "cuda" or not here:
         return []
     best, left = "", here
@@ -168,25 +185,31 @@ def upgrade(where: str, target: Target, planned: dict[str, Planned], policy: Pol
     versions = [one.version for one in releases.RELEASES]
     for candidate in sorted(versions, key=lambda version: not is_that(version, made_for_torch)):
         if release(candidate) > release(target.triton):
-            ptxas = target.ptxas if any(map(os.environ.get, PTXAS_VARIABLES)) else bundled_ptxas(candidate, target.capability)
-            then = {op: burden(typical(op, target._replace(triton=candidate, ptxas=ptxas), policy)) for op in here}
+            ptxas = target.ptxas if any(map(os.environ.get, PTXAS_VARIABLES)) else bundled_ptxas(candidate,
+                                                                                                 target.capability)
+            then = {op: burden(typical(op, target._replace(triton=candidate, ptxas=ptxas), policy))
+                    for op in here}
             if sum(then.values()) < sum(left.values()):
                 best, left = candidate, then
     if not best:
         return []
     cleared, eased = [op for op in here if not left[op]], [op for op in here if 0 < left[op] < here[op]]
-    words = [f"{what} {len(ops)} of {len(here)}" + (f" ({', '.join(ops)})" if len(ops) <= 3 < len(here) else "")
+    words = [f"{what} {len(ops)} of {len(here)}" + (f" ({', '.join(ops)})" if len(ops) <= 3 < len(here)
+                                                    else "")
              for what, ops in (("clears", cleared), ("eases", eased)) if ops]
     torches = [torch for one in releases.RELEASES for torch in one.torch]
     comes = next((f"; torch {one} comes with it" for one in torches if is_that(best, triton_for(one))), "")
     return [Check(name="upgrade", status="worked around", fix=pip_triton(best),
-                  detail=f"{where}: of the ops that are worked around, triton {best} {' and '.join(words)}{comes}")]
+                  detail=f"{where}: of the ops that are worked around, triton {best} "
+                         f"{' and '.join(words)}{comes}")]
 
 
 def burden(planned: Planned) -> int:
-    """How far an op's calls are from the plain way: 0 nothing in the way, then fewer warps, fp32 copies or an issue that nothing avoids, plain
-    torch, not at all."""
+    """How far an op's calls are from the plain way: 0 nothing in the way, then fewer warps, fp32 copies or an
+    issue that nothing avoids, plain torch, not at all."""
     def of(plan: Plan) -> int:
         met = [2 for issue in issues_here(plan.target) if not issue.remedies and meets(issue, plan)]
-        return 4 if plan.refused else max([*met, *(VARIANTS[remedy].burden for reason, remedy in plan.steps if reason.forced)], default=0)
+        return 4 if plan.refused else max([*met,
+                                           *(VARIANTS[remedy].burden for reason,
+                                             remedy in plan.steps if reason.forced)], default=0)
     return sum(map(of, planned.values()))

@@ -1,9 +1,11 @@
-"""doctor --run: every op's quick cases in a child process, so that an abort or a hang is a result like any other.
+"""doctor --run: every op's quick cases in a child process, so that an abort or a hang is a result like any
+other.
 
     python -m flashlin.diagnostics.quick --device cuda:0 [--op chunk_simple_gla] [--first 3]
 
-The child prints one JSON line when it knows its jobs, one before each of them and one after. ``watch`` reads them; a child that ends
-early, or says nothing for too long, costs the job it was at, and another child goes on with the next. Imports torch in the child only.
+The child prints one JSON line when it knows its jobs, one before each of them and one after. ``watch`` reads
+them; a child that ends early, or says nothing for too long, costs the job it was at, and another child goes
+on with the next. Imports torch in the child only.
 """
 from __future__ import annotations
 
@@ -40,15 +42,17 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT, environment: Mapping[str, str] | None = None,
+def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT,
+          environment: Mapping[str, str] | None = None,
           progress: Callable[[int, int, str], None] | None = None) -> Iterator[Outcome]:
-    """Run the cases in children and tell how each went. environment: on top of this process's, its PYTHONPATH in front.
-    progress: told (done, of, what is next); None writes it to stderr."""
+    """Run the cases in children and tell how each went. environment: on top of this process's, its PYTHONPATH
+    in front. progress: told (done, of, what is next); None writes it to stderr."""
     jobs: list[list[str]] | None = None
     first = 0
     for _ in range(CHILDREN):
         at, since = first, time.monotonic()
-        with _Child(["--device", device, "--first", str(first), *(["--op", op] if op else [])], policy, environment or {}) as child:
+        with _Child(["--device", device, "--first", str(first), *(["--op", op] if op else [])], policy,
+                    environment or {}) as child:
             for message in child.messages(limit):
                 if "jobs" in message:
                     jobs = message["jobs"]
@@ -57,13 +61,15 @@ def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT, env
                     if progress:
                         progress(at, len(jobs), " ".join(jobs[at]))
                     else:
-                        print(f"flashlin: [{at + 1}/{len(jobs)}] {' '.join(jobs[at])} on {device}", file=sys.stderr, flush=True)
+                        print(f"flashlin: [{at + 1}/{len(jobs)}] {' '.join(jobs[at])} on {device}",
+                              file=sys.stderr, flush=True)
                 elif jobs is not None:
                     first = message["done"] + 1
                     status = "ok" if message["ok"] else _status(blame.of_text(message["detail"]))
                     yield _outcome(jobs[message["done"]], status, message["detail"], message["seconds"])
         if jobs is None:
-            yield Outcome("start", "", "problem", f"the child process {child.ending}", time.monotonic() - since)
+            yield Outcome("start", "", "problem", f"the child process {child.ending}",
+                          time.monotonic() - since)
             return
         if child.ending and first < len(jobs):
             first = at + 1
@@ -85,13 +91,16 @@ def _outcome(job: list[str], status: Status, detail: str, seconds: float) -> Out
 
 
 class _Child:
-    """A child process that talks JSON lines. ``ending``: how it ended, if not as it should; ``fault``: whose that was."""
+    """A child process that talks JSON lines. ``ending``: how it ended, if not as it should; ``fault``: whose
+    that was."""
 
     def __init__(self, arguments: list[str], policy: Policy, environment: Mapping[str, str]) -> None:
-        settings = {"FLASHLIN_POLICY": policy.policy, "FLASHLIN_PATH": policy.path, "FLASHLIN_IGNORE": ",".join(policy.ignore)}
+        settings = {"FLASHLIN_POLICY": policy.policy, "FLASHLIN_PATH": policy.path,
+                    "FLASHLIN_IGNORE": ",".join(policy.ignore)}
         command = CHILD(*arguments, first=environment.get("PYTHONPATH", ""))
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
-                                         errors="replace", env={**os.environ, **settings, **environment})
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                         stdin=subprocess.DEVNULL, text=True, errors="replace",
+                                         env={**os.environ, **settings, **environment})
         self._said: Queue[str | None] = Queue()
         self._grumbled: deque[str] = deque(maxlen=200)
         self._threads = [Thread(target=self._listen, daemon=True), Thread(target=self._overhear, daemon=True)]
@@ -135,7 +144,9 @@ class _Child:
 def _ending(code: int, grumbled: deque[str]) -> str:
     names = {int(number): number.name for number in signal.Signals}
     how = f"ended by {names.get(-code, f'signal {-code}')}" if code < 0 else f"ended with exit code {code}"
-    telling = [line for line in grumbled if "rror" in line or "ssert" in line] or [line for line in grumbled if line]
+    telling = [line for line in grumbled if "rror" in line or "ssert" in line] or [line
+                                                                                   for line in grumbled
+                                                                                   if line]
     return f"{how}: {telling[-1][:300]}" if telling else how
 
 
@@ -143,12 +154,15 @@ def run(case: Any, device: Any, dtype: Any) -> tuple[bool, str]:
     """One case, forward and backward: whether all tensors are right, and the one nearest to its bound."""
     from flashlin.testing.compare import check
     verdicts = check(case, device, dtype)
-    worst = max(verdicts, key=lambda verdict: (not verdict.ok, verdict.rms != verdict.rms, verdict.rms / verdict.allowed))
-    return worst.ok, f"worst is {worst.tensor}, error {worst.rms:.1e} of {worst.allowed:.1e} allowed" + ("" if worst.ok else f", row {worst.row:.1e}")
+    worst = max(verdicts, key=lambda verdict: (not verdict.ok, verdict.rms != verdict.rms,
+                                               verdict.rms / verdict.allowed))
+    return worst.ok, f"worst is {worst.tensor}, error {worst.rms:.1e} of {worst.allowed:.1e} allowed" + (""
+                                                                                                         if worst.ok else f", row {worst.row:.1e}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m flashlin.diagnostics.quick", description="The child process of flashlin doctor --run.")
+    parser = argparse.ArgumentParser(prog="python -m flashlin.diagnostics.quick",
+                                     description="The child process of flashlin doctor --run.")
     parser.add_argument("--device", required=True)
     parser.add_argument("--op")
     parser.add_argument("--first", type=int, default=0)
@@ -160,10 +174,13 @@ def main(argv: list[str] | None = None) -> None:
     import flashlin
     from flashlin.testing import cases
     flashlin.settings(canary="off")  # this is the trial
-    torch.set_num_threads(1)  # the reference goes token by token: threads only get in each other's way (20 times slower on a busy machine)
+    # the reference goes token by token: threads only get in each other's way (20 times slower on a busy
+    # machine)
+    torch.set_num_threads(1)
     device = torch.device(given.device)
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])
-    jobs = [(case, dtype) for case in cases.CASES if case.quick and given.op in (None, case.op) for dtype in dtypes]
+    jobs = [(case, dtype) for case in cases.CASES if case.quick and given.op in (None, case.op)
+            for dtype in dtypes]
     _say(channel, jobs=[[str(case), str(dtype).removeprefix("torch.")] for case, dtype in jobs])
     for index, (case, dtype) in list(enumerate(jobs))[given.first:]:
         _say(channel, start=index)

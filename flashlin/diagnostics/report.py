@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field, field_validator, model_validator
 
-# worked around: something is in the way and costs nothing worth telling. degraded: a GPU that is not used, or used at a price, which is named.
+# worked around: something is in the way and costs nothing worth telling. degraded: a GPU that is not used, or
+# used at a price, which is named.
 Status = Literal["ok", "worked around", "degraded", "problem", "could not check"]
-STATUSES: tuple[Status, ...] = ("problem", "degraded", "worked around", "could not check", "ok")  # worst first
+# worst first
+STATUSES: tuple[Status, ...] = ("problem", "degraded", "worked around", "could not check", "ok")
 
 # A report is made to be pasted into an issue: whose machine it is, and what identifies it, stays out.
 LEFT_OUT = ((r"(?<![\w.~-])(/home/[^/\s'\":]+|/Users/[^/\s'\":]+|/root\b|[A-Z]:\\Users\\[^\\\s'\"]+)", "~"),
@@ -39,7 +41,8 @@ class Facts(BaseModel):
 
 
 class Device(Facts):
-    """A machine that was planned for. where: torch's name of the device (``cuda:0``), or ``named`` for one described by hand."""
+    """A machine that was planned for. where: torch's name of the device (``cuda:0``), or ``named`` for one
+    described by hand."""
     where: str
     name: str
     backend: str
@@ -51,7 +54,8 @@ class Device(Facts):
     sms: int
 
     def __str__(self) -> str:
-        card = f"{self.name} {self.sm}, " if self.backend in ("cuda", "hip") else "Triton's interpreter, " if self.backend == "interpreter" else ""
+        card = f"{self.name} {self.sm}, " if self.backend in ("cuda",
+                                                              "hip") else "Triton's interpreter, " if self.backend == "interpreter" else ""
         ptxas = f", ptxas {self.ptxas}" if self.ptxas else ""
         return f"{self.where}: {card}triton {self.triton or 'none'}{ptxas}, torch {self.torch or 'unknown'}"
 
@@ -65,8 +69,9 @@ class Check(Facts):
 
 
 class OpPlan(Facts):
-    """What dispatch plans for an op's typical calls. where: the devices it holds for. evidence: ``ran``, ``compiled``, ``no record``, and
-    ``plain torch`` or ``interpreter`` where no kernel of ours is compiled. cost: of a degraded op, what that takes."""
+    """What dispatch plans for an op's typical calls. where: the devices it holds for. evidence: ``ran``,
+    ``compiled``, ``no record``, and ``plain torch`` or ``interpreter`` where no kernel of ours is compiled.
+    cost: of a degraded op, what that takes."""
     op: str
     where: str
     path: str
@@ -78,7 +83,8 @@ class OpPlan(Facts):
 
 
 class Issue(Facts):
-    """A known issue whose versions and cards include this machine. status: whether our launches meet it, and what happens then."""
+    """A known issue whose versions and cards include this machine. status: whether our launches meet it, and
+    what happens then."""
     id: str
     where: str
     status: Status
@@ -98,7 +104,8 @@ class Ran(Facts):
 
 
 class Report(Facts):
-    """The whole answer of ``flashlin.doctor()``. Text by ``str``, ``text()`` or ``markdown()``; JSON by ``model_dump_json()``."""
+    """The whole answer of ``flashlin.doctor()``. Text by ``str``, ``text()`` or ``markdown()``; JSON by
+    ``model_dump_json()``."""
     version: str
     devices: tuple[Device, ...]
     checks: tuple[Check, ...]
@@ -109,7 +116,9 @@ class Report(Facts):
     @model_validator(mode="before")
     @classmethod
     def _computed_anew(cls, values: Any) -> Any:
-        return {name: value for name, value in values.items() if name not in ("ok", "status", "verdict")} if isinstance(values, dict) else values
+        return {name: value for name,
+                value in values.items() if name not in ("ok", "status", "verdict")} if isinstance(values,
+                                                                                                  dict) else values
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -129,22 +138,26 @@ class Report(Facts):
         """One sentence."""
         stopped = [plan for plan in self.plans if plan.verdict == "problem"]
         bad = [f"{check.name}: {check.detail}" for check in self.checks if check.status == "problem"]
-        bad += [f"known issue {issue.id} is not worked around" for issue in self.issues if issue.status == "problem"]
+        bad += [f"known issue {issue.id} is not worked around"
+                for issue in self.issues if issue.status == "problem"]
         bad += [f"{ran.case} {ran.dtype}: {ran.detail}" for ran in self.ran if ran.status == "problem"]
         if stopped:
             why = "" if bad else f" ({stopped[0].because})"
             bad.append(f"{len(stopped)} of {len(self.plans)} ops cannot run, or may be wrong{why}")
         if bad:
-            return "Not everything works here. " + "; ".join(bad[:2] + ([f"and {len(bad) - 2} more"] if len(bad) > 2 else [])) + "."
+            return "Not everything works here. " + "; ".join(bad[:2] + ([f"and {len(bad) - 2} more"]
+                                                                        if len(bad) > 2 else [])) + "."
         idle = [f"{check.name}: {check.detail}" for check in self.checks if check.status == "degraded"]
         slower = [plan for plan in self.plans if plan.verdict == "degraded"]
         if slower:
-            idle.append(f"{len(slower)} of {len(self.plans)} ops do not always run kernels on the tensors as they are (below, at what cost)")
+            idle.append(f"{len(slower)} of {len(self.plans)} ops do not always run kernels on the tensors as "
+                        "they are (below, at what cost)")
         if idle:
             return f"Every op runs here, but not all of the GPU is used. {'; '.join(idle)}."
         around = sum(plan.verdict == "worked around" for plan in self.plans)
         if around:
-            return f"Every op runs here, {around} of {len(self.plans)} by a way around a limit of this machine (below). Nothing needs action."
+            return (f"Every op runs here, {around} of {len(self.plans)} by a way around a limit of this "
+                    "machine (below). Nothing needs action.")
         if "worked around" in self._statuses():
             return "Every op runs here. What is marked below does no harm; nothing needs action."
         return "Every op runs here. If everything works for you, nothing below needs action."
@@ -158,15 +171,18 @@ class Report(Facts):
         return STATUSES.index(self.status) <= STATUSES.index(on)
 
     def _statuses(self) -> set[Status]:
-        return {*(check.status for check in self.checks), *(plan.verdict for plan in self.plans), *(issue.status for issue in self.issues),
-                *(ran.status for ran in self.ran)}
+        return {*(check.status for check in self.checks), *(plan.verdict for plan in self.plans),
+                *(issue.status for issue in self.issues), *(ran.status for ran in self.ran)}
 
     def _tables(self) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
         """(title, columns, rows). The column ``where`` only if there is more than one device."""
         many = len(self.devices) > 1
         yield ("Ops", ("", "op", *["where"] * many, "path", "evidence", "because", "remedy", "cost"),
-               [(p.verdict, p.op, *[p.where] * many, p.path, p.evidence, p.because, p.remedy, p.cost and f"cost: {p.cost}") for p in self.plans])
-        yield "Checks", ("", "check", "found", "fix"), [(c.status, c.name, c.detail, c.fix and f"fix: {c.fix}") for c in self.checks]
+               [(p.verdict, p.op, *[p.where] * many, p.path, p.evidence, p.because, p.remedy,
+                 p.cost and f"cost: {p.cost}") for p in self.plans])
+        yield "Checks", ("", "check", "found",
+                         "fix"), [(c.status, c.name, c.detail, c.fix and f"fix: {c.fix}")
+                                  for c in self.checks]
         yield ("Known issues of this machine", ("", "issue", *["where"] * many, "effect", "here", "source"),
                [(i.status, i.id, *[i.where] * many, i.effect, i.detail, i.url) for i in self.issues])
         yield ("Ran here, against the float64 reference", ("", "case", "where", "dtype", "found", "time"),
@@ -181,10 +197,12 @@ class Report(Facts):
         return "\n".join(lines)
 
     def markdown(self) -> str:
-        lines = [f"**flashlin {self.version}: {_cell(self.verdict)}**", "", *(f"- {_cell(str(device))}" for device in self.devices)]
+        lines = [f"**flashlin {self.version}: {_cell(self.verdict)}**", "",
+                 *(f"- {_cell(str(device))}" for device in self.devices)]
         for title, columns, rows in self._tables():
             if rows:
-                lines += ["", f"### {title}", "", _row(columns), _row("---" for _ in columns), *(_row(map(_cell, row)) for row in rows)]
+                lines += ["", f"### {title}", "", _row(columns), _row("---" for _ in columns),
+                          *(_row(map(_cell, row)) for row in rows)]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -192,9 +210,11 @@ class Report(Facts):
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns as wide as their widest cell, up to a point: long cells push the rest of their line to the right."""
+    """Columns as wide as their widest cell, up to a point: long cells push the rest of their line to the
+    right."""
     widths = [min(max(len(cell) for cell in column), 64) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows]
 
 
 def _row(cells: Iterable[str]) -> str:

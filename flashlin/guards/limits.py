@@ -1,4 +1,5 @@
-"""The checks. Each looks at the launches it is handed and answers with the first Reason against them, or None.
+"""The checks. Each looks at the launches it is handed and answers with the first Reason against them, or
+None.
 
 They know no kernel and no family by name: what a family's kernels cannot take stands in its record.
 Adding one is a function in CHECKS.
@@ -20,15 +21,18 @@ Check = Callable[[Problem, tuple[Launch, ...], Target, Policy, Family], "Reason 
 AXIS_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA's maximum grid, by axis
 OFFSET_LIMIT = 2**31 - 1
 MAX_HEAD_DIM = 512
-# Up to here a token-by-token kernel without gradients beats the chunked one: it is one short launch, and a chunk would be mostly padding.
+# Up to here a token-by-token kernel without gradients beats the chunked one: it is one short launch, and a
+# chunk would be mostly padding.
 FEW_TOKENS = 16
 
 
 def check_path(
     problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
 ) -> Reason | None:
-    if policy.path == "torch" and problem.given is None:  # a user's kernel has no other path: the setting is not about it
-        return Reason("setting", "path=torch", "a path other than torch for kernels", ("torch_path",), forced=False)
+    # a user's kernel has no other path: the setting is not about it
+    if policy.path == "torch" and problem.given is None:
+        return Reason("setting", "path=torch", "a path other than torch for kernels", ("torch_path",),
+                      forced=False)
     return None
 
 
@@ -36,12 +40,16 @@ def check_backend(
     problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
 ) -> Reason | None:
     if target.backend == "cpu":
-        return Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels", ("torch_path",), forced=False)
+        return Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels",
+                      ("torch_path",), forced=False)
     # whether a user's own kernel runs on AMD is for its author to say
     if target.backend == "hip" and problem.given is None and policy.policy != "off":
-        return Reason("backend", "an AMD GPU", "an NVIDIA GPU: nobody has run these kernels on AMD yet (policy=off tries them)", ("torch_path",))
+        return Reason("backend", "an AMD GPU",
+                      "an NVIDIA GPU: nobody has run these kernels on AMD yet (policy=off tries them)",
+                      ("torch_path",))
     if not target.triton or release(target.triton)[:2] < (3, 0):
-        return Reason("triton", f"Triton {target.triton or 'not usable'}", "Triton 3.0 or newer", ("torch_path",))
+        return Reason("triton", f"Triton {target.triton or 'not usable'}", "Triton 3.0 or newer",
+                      ("torch_path",))
     return None
 
 
@@ -51,15 +59,19 @@ def check_mode(
     if problem.mode != "auto":
         return None
     if problem.needs_grad:
-        return Reason("mode", "mode=auto with gradients", "chunk, whose matmuls backward needs anyway", ("chunk_mode",), forced=False)
+        return Reason("mode", "mode=auto with gradients", "chunk, whose matmuls backward needs anyway",
+                      ("chunk_mode",), forced=False)
     if problem.T <= FEW_TOKENS:
-        return Reason("mode", f"mode=auto and T={problem.T}", f"fused_recurrent for T <= {FEW_TOKENS} without gradients",
-                      ("recurrent_mode",), forced=False)
+        return Reason("mode", f"mode=auto and T={problem.T}",
+                      f"fused_recurrent for T <= {FEW_TOKENS} without gradients", ("recurrent_mode",),
+                      forced=False)
     if target.backend == "cuda" and target.capability < (8, 0):
-        return Reason("mode", f"mode=auto on {target.sm}", "fused_recurrent below sm80: Triton has no tensor cores there "
+        return Reason("mode", f"mode=auto on {target.sm}",
+                      "fused_recurrent below sm80: Triton has no tensor cores there "
                       "(users measured 9 s against 22 s chunked on a V100)", ("recurrent_mode",),
                       "https://github.com/fla-org/flash-linear-attention/issues/458", forced=False)
-    return Reason("mode", f"mode=auto and T={problem.T}", f"chunk for T > {FEW_TOKENS}", ("chunk_mode",), forced=False)
+    return Reason("mode", f"mode=auto and T={problem.T}", f"chunk for T > {FEW_TOKENS}", ("chunk_mode",),
+                  forced=False)
 
 
 def check_dtype(
@@ -68,7 +80,8 @@ def check_dtype(
     if problem.dtype not in ("float16", "bfloat16", "float32"):
         return Reason("dtype", problem.dtype, "float16, bfloat16 or float32 for the kernels", ("torch_path",))
     if target.backend == "interpreter" and any("bf16" in launch.traits for launch in launches):
-        return Reason("interpreter-bf16", "bf16 in Triton's interpreter, which multiplies the raw bits", "fp32 operands", ("via_fp32",))
+        return Reason("interpreter-bf16", "bf16 in Triton's interpreter, which multiplies the raw bits",
+                      "fp32 operands", ("via_fp32",))
     return None
 
 
@@ -76,7 +89,8 @@ def check_head_dim(
     problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
 ) -> Reason | None:
     if family.head_dim and max(problem.K, problem.V) > MAX_HEAD_DIM:
-        return Reason("head-dim", f"K={problem.K} V={problem.V}", f"K and V up to {MAX_HEAD_DIM} for the kernels", ("torch_path",))
+        return Reason("head-dim", f"K={problem.K} V={problem.V}",
+                      f"K and V up to {MAX_HEAD_DIM} for the kernels", ("torch_path",))
     return None
 
 
@@ -99,8 +113,8 @@ def check_grid(
     for launch in launches:
         for axis, (size, limit) in enumerate(zip(launch.grid, AXIS_LIMITS, strict=False)):
             if size > limit:
-                return Reason("grid", f"{launch.kernel} starts {size} programs on grid axis {axis}", f"at most {limit}",
-                              ("chunk_batch", "torch_path"))
+                return Reason("grid", f"{launch.kernel} starts {size} programs on grid axis {axis}",
+                              f"at most {limit}", ("chunk_batch", "torch_path"))
     return None
 
 
@@ -110,7 +124,8 @@ def check_offsets(
     for launch in launches:
         if launch.span > OFFSET_LIMIT:
             remedies = ("torch_path",) if problem.given is None else ("chunk_batch",)
-            return Reason("offset", f"{launch.kernel} reaches element {launch.span} with 32-bit offsets", f"at most {OFFSET_LIMIT}", remedies)
+            return Reason("offset", f"{launch.kernel} reaches element {launch.span} with 32-bit offsets",
+                          f"at most {OFFSET_LIMIT}", remedies)
     return None
 
 
@@ -119,8 +134,8 @@ def check_shared(
 ) -> Reason | None:
     for launch in launches:
         if launch.shared > target.shared:
-            return Reason("shared-memory", f"{launch.kernel} needs {launch.shared} bytes per block", f"at most {target.shared} on {target.sm}",
-                          ("torch_path",))
+            return Reason("shared-memory", f"{launch.kernel} needs {launch.shared} bytes per block",
+                          f"at most {target.shared} on {target.sm}", ("torch_path",))
     return None
 
 
@@ -155,7 +170,8 @@ def check_launch_table(
         return None
     for launch in launches:
         if trust(launch, target) == "failed":
-            return Reason("launch-table", failure(launch, target), "a configuration that holds", ("limit_num_warps", "torch_path"))
+            return Reason("launch-table", failure(launch, target), "a configuration that holds",
+                          ("limit_num_warps", "torch_path"))
     return None
 
 

@@ -1,9 +1,10 @@
-"""Checks whose answer a GPU still owes. The device writes it, a copy goes to pinned memory behind an event, and somebody looks later and
-never waits: the next flashlin call (``poll``), or the exit of the process. Only ``flashlin.synchronize()`` waits.
+"""Checks whose answer a GPU still owes. The device writes it, a copy goes to pinned memory behind an event,
+and somebody looks later and never waits: the next flashlin call (``poll``), or the exit of the process. Only
+``flashlin.synchronize()`` waits.
 
-An answer is two int64, a position (-1: nothing is wrong) and the value found there; a verdict turns them into a message. Inside a captured
-graph there is neither event nor copy: each captured call has a flag on the device that keeps the first wrong answer of any replay until
-``synchronize`` reads it.
+An answer is two int64, a position (-1: nothing is wrong) and the value found there; a verdict turns them into
+a message. Inside a captured graph there is neither event nor copy: each captured call has a flag on the
+device that keeps the first wrong answer of any replay until ``synchronize`` reads it.
 """
 from __future__ import annotations
 
@@ -33,14 +34,16 @@ class Verdict(Hashable, Protocol):
 
 
 class Slot(NamedTuple):
-    """Room for one answer: pair [2] int64 on the device, its pinned copy host [2], and the event behind the copy."""
+    """Room for one answer: pair [2] int64 on the device, its pinned copy host [2], and the event behind the
+    copy."""
     pair: Tensor
     host: Tensor
     event: torch.cuda.Event
 
 
 class Flags(NamedTuple):
-    """The captured calls of one device and their answers: row r of table [FLAGS, 2] int64 belongs to the r-th call."""
+    """The captured calls of one device and their answers: row r of table [FLAGS, 2] int64 belongs to the r-th
+    call."""
     table: Tensor
     calls: dict[Verdict, int]
 
@@ -52,7 +55,8 @@ _lock = Lock()
 
 
 def poll() -> None:
-    """Raise ValueError for answers that have arrived and are bad. Waits for nothing; one truth test where nothing is owed."""
+    """Raise ValueError for answers that have arrived and are bad. Waits for nothing; one truth test where
+    nothing is owed."""
     if _owed:
         _raise(_arrived())
 
@@ -60,8 +64,8 @@ def poll() -> None:
 def synchronize() -> None:
     """Wait for every check that flashlin has started on a GPU, those of captured graphs included.
 
-    Raises ValueError for the first one that failed, with a line for each further one; none is raised twice. Costs nothing where nothing is
-    owed. Not for use while a graph is being captured.
+    Raises ValueError for the first one that failed, with a line for each further one; none is raised twice.
+    Costs nothing where nothing is owed. Not for use while a graph is being captured.
     """
     for slot, _ in tuple(_owed):
         slot.event.synchronize()
@@ -77,8 +81,9 @@ def synchronize() -> None:
 
 
 def take(device: torch.device) -> Slot:
-    """A slot of a primed device to write an answer to, for ``send``. One block nearly always does, because CUDA itself holds a host back
-    that runs a thousand launches ahead; where it does not (many streams), another is made, so that nobody waits for a slot."""
+    """A slot of a primed device to write an answer to, for ``send``. One block nearly always does, because
+    CUDA itself holds a host back that runs a thousand launches ahead; where it does not (many streams),
+    another is made, so that nobody waits for a slot."""
     with _lock:
         if not _free[device]:
             apart(lambda: _free[device].extend(_slots(device)))
@@ -86,18 +91,22 @@ def take(device: torch.device) -> Slot:
 
 
 def send(slot: Slot, call: Verdict) -> None:
-    """The answer in ``slot.pair`` is written, or will be by what the current stream still has to do: send it to the host."""
+    """The answer in ``slot.pair`` is written, or will be by what the current stream still has to do: send it
+    to the host."""
     slot.host.copy_(slot.pair, non_blocking=True)
     slot.event.record(torch.cuda.current_stream(slot.pair.device))
     _owed.append((slot, call))
 
 
 def flag(device: torch.device, call: Verdict) -> Tensor | None:
-    """Where a captured call leaves its answer, [2] int64; the same call gets the same one. None, with a warning, where none is left."""
-    if device not in _flags:    # captured without a warm-up: the graph's own pool has to hold the table, and keeps it for as long
+    """Where a captured call leaves its answer, [2] int64; the same call gets the same one. None, with a
+    warning, where none is left."""
+    # captured without a warm-up: the graph's own pool has to hold the table, and keeps it for as long
+    if device not in _flags:
         with torch.inference_mode(False):
             table = torch.empty(FLAGS, 2, dtype=torch.int64, device=device)
-            with torch.cuda.stream(torch.cuda.Stream(device)):  # filled now and outside the graph, or every replay would clear it
+            # filled now and outside the graph, or every replay would clear it
+            with torch.cuda.stream(torch.cuda.Stream(device)):
                 table.fill_(-1)
         _install(device, table)
     table, calls = _flags[device]
@@ -105,12 +114,15 @@ def flag(device: torch.device, call: Verdict) -> Tensor | None:
     if row < FLAGS:
         return table[row]
     del calls[call]
-    warnings.warn(f"flashlin: captured graphs hold more than {FLAGS} different checks; {call} is not reported", stacklevel=4)
+    warnings.warn(
+        f"flashlin: captured graphs hold more than {FLAGS} different checks; {call} is not reported",
+        stacklevel=4)
     return None
 
 
 def prime(device: torch.device) -> bool:
-    """Make what a later capture on this device needs and must not allocate. Whether that was still to be done."""
+    """Make what a later capture on this device needs and must not allocate. Whether that was still to be
+    done."""
     if device in _flags:
         return False
     with _lock:
@@ -137,12 +149,14 @@ def _install(device: torch.device, table: Tensor) -> None:
 def _slots(device: torch.device) -> list[Slot]:
     pairs = torch.empty(SLOTS, 2, dtype=torch.int64, device=device)
     hosts = torch.empty(SLOTS, 2, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())
-    return [Slot(pair, host, torch.cuda.Event()) for pair, host in zip(pairs.unbind(), hosts.unbind(), strict=True)]
+    return [Slot(pair, host, torch.cuda.Event()) for pair,
+            host in zip(pairs.unbind(), hosts.unbind(), strict=True)]
 
 
 def apart(make: Callable[[], None]) -> None:
-    """Make tensors that outlive the call in a thread of their own. Inference mode, fake tensors, func transforms and the memory pool of
-    torch.compile's graphs are all of the caller's thread, and would turn them into tensors that die or cannot be written to."""
+    """Make tensors that outlive the call in a thread of their own. Inference mode, fake tensors, func
+    transforms and the memory pool of torch.compile's graphs are all of the caller's thread, and would turn
+    them into tensors that die or cannot be written to."""
     failed: list[Exception] = []
 
     def run() -> None:
@@ -158,7 +172,8 @@ def apart(make: Callable[[], None]) -> None:
 
 
 def _arrived() -> list[str]:
-    """Messages of the bad answers that are here, oldest first; their slots become free. Stops at the first that is not here yet."""
+    """Messages of the bad answers that are here, oldest first; their slots become free. Stops at the first
+    that is not here yet."""
     messages: list[str] = []
     if not _owed or capturing():    # asking an event would end the capture
         return messages
@@ -180,7 +195,8 @@ def _judge(flags: Flags, table: Tensor) -> list[tuple[int, str]]:
 
 def _raise(messages: list[str]) -> None:
     if messages:
-        raise ValueError(f'{_joined(messages)}\n  note     the GPU was not waited for; flashlin.settings(tokens="sync") raises in the call itself')
+        raise ValueError(f'{_joined(messages)}\n  note     the GPU was not waited for; '
+                         'flashlin.settings(tokens="sync") raises in the call itself')
 
 
 def _joined(messages: list[str]) -> str:
@@ -189,7 +205,8 @@ def _joined(messages: list[str]) -> str:
 
 
 def _at_exit() -> None:
-    """Print what is known or comes within PATIENCE. An exception would help nobody here, and a GPU that hangs must not hang the exit."""
+    """Print what is known or comes within PATIENCE. An exception would help nobody here, and a GPU that hangs
+    must not hang the exit."""
     messages: list[str] = []
     try:
         late = [(flags, *_copied(flags.table)) for flags in _flags.values() if flags.calls]
@@ -209,15 +226,18 @@ def _at_exit() -> None:
 
 
 def _copied(table: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """A copy on its way to the host behind what the current stream still has to do, and the event that says it is there."""
-    host, event = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=torch.cuda.is_available()), torch.cuda.Event()
+    """A copy on its way to the host behind what the current stream still has to do, and the event that says
+    it is there."""
+    host, event = torch.empty(table.shape, dtype=table.dtype, device="cpu",
+                              pin_memory=torch.cuda.is_available()), torch.cuda.Event()
     host.copy_(table, non_blocking=True)
     event.record(torch.cuda.current_stream(table.device))
     return host, event
 
 
 def _in_child() -> None:
-    """A forked child (a DataLoader's worker, say) cannot ask its parent's GPU, nor may it end its parent's events: keep them, unasked."""
+    """A forked child (a DataLoader's worker, say) cannot ask its parent's GPU, nor may it end its parent's
+    events: keep them, unasked."""
     global _lock
     _lock = Lock()      # the parent may have held it
     while _owed:

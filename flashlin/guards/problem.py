@@ -1,4 +1,5 @@
-"""The nouns: Problem (a call), Launch (one kernel start), Reason (what stands against it), Plan (the decision trail)."""
+"""The nouns: Problem (a call), Launch (one kernel start), Reason (what stands against it), Plan (the decision
+trail)."""
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -6,26 +7,30 @@ from typing import Any, NamedTuple
 from flashlin.compat.target import Target
 
 # The dtypes of the ops by torch's names, each with its usual short ones.
-DTYPES = {"bfloat16": ("bf16",), "float16": ("fp16", "half"), "float32": ("fp32", "float"), "float64": ("fp64", "double")}
+DTYPES = {"bfloat16": ("bf16",), "float16": ("fp16", "half"), "float32": ("fp32", "float"),
+          "float64": ("fp64", "double")}
 
 
 def dtype_name(given: object) -> str:
-    """torch's name of a dtype without ``torch.``, out of a ``torch.dtype``, that name or a short one. Raises ValueError that lists them."""
+    """torch's name of a dtype without ``torch.``, out of a ``torch.dtype``, that name or a short one. Raises
+    ValueError that lists them."""
     text = str(given).removeprefix("torch.").lower()
     for name, short in DTYPES.items():
         if text in (name, *short):
             return name
-    raise ValueError(f"dtype: got {given!r}, need one of {', '.join(DTYPES)} (or {', '.join(one for short in DTYPES.values() for one in short)})")
+    raise ValueError(f"dtype: got {given!r}, need one of {', '.join(DTYPES)} (or "
+                     f"{', '.join(one for short in DTYPES.values() for one in short)})")
 
 
 class Problem(NamedTuple):
     """A call as facts: ints, bools and strings out of its tensors, never a tensor.
 
-    op: the public name; family: whose recipe serves it; mode: ``chunk``, ``fused_recurrent``, or ``auto`` until the plan decides
-    (``""`` for ops without modes). N: number of sequences (B unless varlen). dtype: torch's name without ``torch.``.
-    options: names of the optional tensors and flags in use, sorted. The five before the last are what
-    remedies rewrite. avoid: facts of a tile (``TILE_FACTS``): recipes pass over candidates that have one.
-    given: set where the kernel is a user's own (``shield``); then B and N are its batch, and T, H, K, V say nothing.
+    op: the public name; family: whose recipe serves it; mode: ``chunk``, ``fused_recurrent``, or ``auto``
+    until the plan decides (``""`` for ops without modes). N: number of sequences (B unless varlen). dtype:
+    torch's name without ``torch.``. options: names of the optional tensors and flags in use, sorted. The five
+    before the last are what remedies rewrite. avoid: facts of a tile (``TILE_FACTS``): recipes pass over
+    candidates that have one. given: set where the kernel is a user's own (``shield``); then B and N are its
+    batch, and T, H, K, V say nothing.
     """
     op: str
     family: str
@@ -54,13 +59,15 @@ class Problem(NamedTuple):
                 f" batch={self.B} on axis {self.given.axis}" if self.given.axis >= 0 else "")
         flags = [flag for flag, on in (("varlen", self.varlen), ("needs_grad", self.needs_grad)) if on]
         mode = [f"mode={self.mode}"] if self.mode else []
-        sizes = f"B={self.B} T={self.T} H={self.H} K={self.K} V={self.V}" + (f" N={self.N}" if self.N != self.B else "")
+        sizes = f"B={self.B} T={self.T} H={self.H} K={self.K} V={self.V}" + (f" N={self.N}"
+                                                                             if self.N != self.B else "")
         return " ".join([sizes, self.dtype, *self.options, *flags, *mode, f"path={self.path}"])
 
 
 class Launch(NamedTuple):
-    """One kernel start as facts. tile: block sizes by name. shared: bytes, an upper estimate. span: the largest offset that
-    the kernel computes in 32 bits, in elements. traits: what known issues look for (``dot``, ``half_dot``, ``rmw_acc`` ...)."""
+    """One kernel start as facts. tile: block sizes by name. shared: bytes, an upper estimate. span: the
+    largest offset that the kernel computes in 32 bits, in elements. traits: what known issues look for
+    (``dot``, ``half_dot``, ``rmw_acc`` ...)."""
     kernel: str
     grid: tuple[int, ...]
     num_warps: int
@@ -75,17 +82,20 @@ class Launch(NamedTuple):
 
     @property
     def config(self) -> str:
-        """What the launch table knows it by: the kernel, its tile, warps, stages and what its operands are."""
+        """What the launch table knows it by: the kernel, its tile, warps, stages and what its operands
+        are."""
         tile = " ".join(f"{name}={size}" for name, size in self.tile)
-        return f"{self.kernel} {tile} warps={self.num_warps} stages={self.num_stages} {' '.join(sorted(self.traits))}".strip()
+        return (
+            f"{self.kernel} {tile} warps={self.num_warps} stages={self.num_stages} {' '.join(sorted(self.traits))}".strip())
 
 
 class Given(NamedTuple):
     """A user's launch as it was asked for, and what its caller declared about it.
 
-    axis: the grid axis that counts the batch, -1 if undeclared. whole: why the batch cannot be split, ``""`` if it can. outputs: whether
-    the tensors it writes are declared. reach: (base, step) for each long tensor: its last element, in a part of n of the batch, is
-    base + n * step. half: whether the source itself makes 16-bit operands, so that fp32 arguments leave the traits as they are.
+    axis: the grid axis that counts the batch, -1 if undeclared. whole: why the batch cannot be split, ``""``
+    if it can. outputs: whether the tensors it writes are declared. reach: (base, step) for each long tensor:
+    its last element, in a part of n of the batch, is base + n * step. half: whether the source itself makes
+    16-bit operands, so that fp32 arguments leave the traits as they are.
     """
     launch: Launch
     axis: int = -1
@@ -96,10 +106,12 @@ class Given(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """What stands against a launch: what was got, what is needed, and the remedies that take it away, best first.
+    """What stands against a launch: what was got, what is needed, and the remedies that take it away, best
+    first.
 
-    forced: False where a remedy is the normal way (CPU tensors take the torch path), so nothing is announced and strict accepts it.
-    avoid: the facts of a tile that it objects to, where the recipe has tiles without them.
+    forced: False where a remedy is the normal way (CPU tensors take the torch path), so nothing is announced
+    and strict accepts it. avoid: the facts of a tile that it objects to, where the recipe has tiles without
+    them.
     """
     code: str
     got: str
@@ -114,7 +126,8 @@ class Reason(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """asked -> problem by the steps (reason, remedy); the launches of the rewritten problem; or refused, and why."""
+    """asked -> problem by the steps (reason, remedy); the launches of the rewritten problem; or refused, and
+    why."""
     asked: Problem
     problem: Problem
     target: Target
@@ -140,7 +153,8 @@ class Plan(NamedTuple):
 
 def _shown(launch: Launch) -> str:
     tile = " ".join(f"{name}={size}" for name, size in launch.tile)
-    return f"{launch.kernel} grid={launch.grid} {tile} num_warps={launch.num_warps} num_stages={launch.num_stages}"
+    return (f"{launch.kernel} grid={launch.grid} {tile} num_warps={launch.num_warps} "
+            f"num_stages={launch.num_stages}")
 
 
 class UnsupportedError(NotImplementedError):
@@ -149,11 +163,13 @@ class UnsupportedError(NotImplementedError):
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         because = "\n           ".join(str(reason) for reason in plan.refused)
-        super().__init__(f"{plan.asked.op} cannot run here.\n  call     {plan.asked}\n  target   {plan.target}\n"
+        super().__init__(f"{plan.asked.op} cannot run here.\n  call     {plan.asked}\n  target   "
+                         f"{plan.target}\n"
                          f"  because  {because}\n  do       {advice(plan)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without it an exception is made again from its message, which __init__ does not take: a Pool waits forever for such a worker.
+        # Without it an exception is made again from its message, which __init__ does not take: a Pool waits
+        # forever for such a worker.
         return type(self), (self.plan,), self.__dict__
 
 
@@ -165,9 +181,11 @@ def advice(plan: Plan) -> str:
         return given.whole
     if given is not None and "via_fp32" in offered and plan.problem.dot == "native":
         return ("FLASHLIN_POLICY=auto allows fp32 copies" if given.outputs else
-                'shield(..., outputs=["name", ...]) names the tensors that the kernel writes: then it can run on fp32 copies')
+                'shield(..., outputs=["name", ...]) names the tensors that the kernel writes: then it can '
+                'run on fp32 copies')
     if given is not None:
         return "; ".join(f"it needs {reason.need}" for reason in plan.refused)
     if "torch_path" in offered:
-        return "FLASHLIN_PATH=auto and FLASHLIN_POLICY=auto allow the torch path, which runs this call anywhere"
+        return ("FLASHLIN_PATH=auto and FLASHLIN_POLICY=auto allow the torch path, which runs this call "
+                "anywhere")
     return "; ".join(f"{reason.got}: bring it to {reason.need}" for reason in plan.refused)

@@ -1,5 +1,6 @@
-"""Checks of arguments that are no tensors: numbers, counts, choices, flags. A wrong one is a TypeError or ValueError that names it, what it got
-and what it needs. None of them is ever a tensor: asking for its value would wait for a GPU, and more than one element has no value at all."""
+"""Checks of arguments that are no tensors: numbers, counts, choices, flags. A wrong one is a TypeError or
+ValueError that names it, what it got and what it needs. None of them is ever a tensor: asking for its value
+would wait for a GPU, and more than one element has no value at all."""
 from __future__ import annotations
 
 import sys
@@ -13,9 +14,10 @@ LARGEST = sys.float_info.max
 ABOVE_ZERO = sys.float_info.min  # a smaller one may count as 0, where denormal numbers are flushed
 
 
-def number(name: str, value: Any, low: float = -LARGEST, high: float = LARGEST, need: str = "a finite number") -> float:
-    """value as a float in low .. high, which is never NaN and, unless those are, never infinite. numpy's numbers will do, a bool will not:
-    it is a flag in a number's place."""
+def number(name: str, value: Any, low: float = -LARGEST, high: float = LARGEST,
+           need: str = "a finite number") -> float:
+    """value as a float in low .. high, which is never NaN and, unless those are, never infinite. numpy's
+    numbers will do, a bool will not: it is a flag in a number's place."""
     found = value
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, (Real, torch.SymFloat, torch.SymInt)):
@@ -41,11 +43,13 @@ def integer(name: str, value: Any, low: int | None = None, need: str = "an integ
 def choice(name: str, value: Any, choices: Collection[Any], need: str = "") -> None:
     """value is one of them: strings, integers, None. need: other words for which ones."""
     if not (value is None or isinstance(value, (str, Integral))) or value not in choices:
-        raise ValueError(f"{name}: got {_shown(value)}, need {need or 'one of ' + ', '.join(map(str, choices))}")
+        raise ValueError(f"{name}: got {_shown(value)}, need "
+                         f"{need or 'one of ' + ', '.join(map(str, choices))}")
 
 
 def flag(name: str, value: Any) -> bool:
-    """value as a bool. None is False, as layers pass on a use_cache that nobody has set; integers and numpy's bools will do."""
+    """value as a bool. None is False, as layers pass on a use_cache that nobody has set; integers and numpy's
+    bools will do."""
     if type(value) is bool:
         return value
     if value is None or isinstance(value, (int, torch.SymBool)) or type(value).__name__ in ("bool_", "bool"):
@@ -61,4 +65,5 @@ def flags(**given: Any) -> None:
 
 def _shown(value: Any) -> str:
     """Values that fit into a sentence; of others what they are."""
-    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+    return repr(value) if value is None or isinstance(value,
+                                                      (bool, int, float, str)) else type(value).__name__

@@ -1,5 +1,6 @@
-"""Checks of the tensors themselves: shape, dtype, device, cu_seqlens. Wrong arguments are ValueError or TypeError that name the argument,
-what it got and what it needs. Metadata is always checked; values only where no GPU has to be waited for, or in debug mode."""
+"""Checks of the tensors themselves: shape, dtype, device, cu_seqlens. Wrong arguments are ValueError or
+TypeError that name the argument, what it got and what it needs. Metadata is always checked; values only where
+no GPU has to be waited for, or in debug mode."""
 from __future__ import annotations
 
 from typing import Any
@@ -16,7 +17,8 @@ def shown(shape: Any) -> str:
 
 
 def check_dense(name: str, x: Any, need: str) -> None:
-    """``x`` is a tensor whose elements lie in memory by strides: it has a shape, and kernels can read it. need: what an error asks for."""
+    """``x`` is a tensor whose elements lie in memory by strides: it has a shape, and kernels can read it.
+    need: what an error asks for."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, need {need}")
     if x.is_nested or x.layout is not _STRIDED:
@@ -25,7 +27,8 @@ def check_dense(name: str, x: Any, need: str) -> None:
 
 
 def check_floats(name: str, x: Any, meaning: str, dims: int | None = None) -> None:
-    """``x`` is a dense floating-point tensor of so many dimensions (None: any), whose sizes, as ``meaning`` says, have still to be looked at."""
+    """``x`` is a dense floating-point tensor of so many dimensions (None: any), whose sizes, as ``meaning``
+    says, have still to be looked at."""
     check_dense(name, x, f"a tensor of shape {meaning}")
     if dims is not None and x.ndim != dims:
         raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning}")
@@ -37,7 +40,8 @@ def check_dtype(name: str, dtype: Any, prefix: str = "") -> None:
         raise TypeError(f"{name}: got {prefix}{dtype}, need bfloat16, float16, float32 or float64")
 
 
-def check_integers(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, device: torch.device, beside: str) -> None:
+def check_integers(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, device: torch.device,
+                   beside: str) -> None:
     """``x`` is a dense int32 or int64 tensor of that shape (None: any size) on that device."""
     check_dense(name, x, f"an int32 or int64 tensor of shape {meaning}")
     if x.dtype not in INTEGERS:
@@ -46,9 +50,10 @@ def check_integers(name: str, x: Any, shape: tuple[int | None, ...], meaning: st
     check_device(name, x, device, beside)
 
 
-def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, device: torch.device, beside: str = "q") -> None:
-    """``x`` is a dense floating-point tensor of that shape (None: any size) on that device. ``meaning`` spells the shape out in the error;
-    ``beside`` is the argument whose device that is."""
+def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, device: torch.device,
+                beside: str = "q") -> None:
+    """``x`` is a dense floating-point tensor of that shape (None: any size) on that device. ``meaning``
+    spells the shape out in the error; ``beside`` is the argument whose device that is."""
     check_floats(name, x, meaning)
     _check_shape(name, x, shape, meaning)
     check_device(name, x, device, beside)
@@ -57,7 +62,8 @@ def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, 
 def _check_shape(name: str, x: torch.Tensor, shape: tuple[int | None, ...], meaning: str) -> None:
     if x.shape == shape:
         return
-    if x.ndim != len(shape) or any(want is not None and want != got for want, got in zip(shape, x.shape, strict=False)):
+    if x.ndim != len(shape) or any(want is not None and want != got for want,
+                                   got in zip(shape, x.shape, strict=False)):
         sizes = shown("any" if size is None else size for size in shape)
         raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning} = {sizes}")
 
@@ -68,32 +74,35 @@ def check_device(name: str, x: torch.Tensor, device: torch.device, beside: str) 
 
 
 def check_qkv(q: Any, k: Any, v: Any, grouped: bool = False, first: str = "q") -> None:
-    """q, k [B, T, H, K] and v [B, T, H, V] agree; grouped: v may have several heads to each of q's. Heads of size zero are refused; empty
-    batches and sequences are fine. first: q's public name, RWKV's being r."""
+    """q, k [B, T, H, K] and v [B, T, H, V] agree; grouped: v may have several heads to each of q's. Heads of
+    size zero are refused; empty batches and sequences are fine. first: q's public name, RWKV's being r."""
     check_floats(first, q, "[B, T, H, K]")
     _check_shape(first, q, (None, None, None, None), "[B, T, H, K]")
     need_tensor("k", k, tuple(q.shape), "[B, T, H, K]", q.device, first)
     if grouped:
         need_tensor("v", v, (*q.shape[:2], None, None), "[B, T, HV, V]", q.device, first)
         if v.shape[2] % max(q.shape[2], 1) or bool(q.shape[2]) != bool(v.shape[2]):
-            raise ValueError(f"v: got {v.shape[2]} heads, need a multiple of the {q.shape[2]} heads of {first} and k")
+            raise ValueError(f"v: got {v.shape[2]} heads, need a multiple of the {q.shape[2]} heads of "
+                             f"{first} and k")
     else:
         need_tensor("v", v, (*q.shape[:3], None), "[B, T, H, V]", q.device, first)
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise ValueError(f"{first if q.shape[3] == 0 else 'v'}: got a head dimension of 0, need at least 1")
 
 
-def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None, rows: torch.Size, device: torch.device,
-                     debug: bool, packed: str = "q") -> torch.Tensor:
+def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None, rows: torch.Size,
+                     device: torch.device, debug: bool, packed: str = "q") -> torch.Tensor:
     """The bounds that kernels may trust: rising, within 0 .. T.
 
-    Values that can be read without waiting for a GPU (cu_seqlens_cpu, CPU tensors), or that debug mode insists on, must start at 0, never
-    fall and end at T, else ValueError. Other values are brought into order on the device, so that a wrong table cannot reach outside the
-    tensors; rows it does not cover are zeros in outputs and gradients. packed: the name of the tensor whose rows are meant.
+    Values that can be read without waiting for a GPU (cu_seqlens_cpu, CPU tensors), or that debug mode
+    insists on, must start at 0, never fall and end at T, else ValueError. Other values are brought into order
+    on the device, so that a wrong table cannot reach outside the tensors; rows it does not cover are zeros in
+    outputs and gradients. packed: the name of the tensor whose rows are meant.
     """
     B, T = rows[0], rows[1]
     if B != 1:
-        raise ValueError(f"{packed}: The batch size is expected to be 1 rather than {B} when using `cu_seqlens`; pack the sequences along T")
+        raise ValueError(f"{packed}: The batch size is expected to be 1 rather than {B} when using "
+                         "`cu_seqlens`; pack the sequences along T")
     for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
         if x is None:
             continue
@@ -107,7 +116,8 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
         if cu_seqlens_cpu.device.type != "cpu":
             raise ValueError(f"cu_seqlens_cpu: got device {cu_seqlens_cpu.device}, need cpu")
         if cu_seqlens_cpu.shape != cu_seqlens.shape:
-            raise ValueError(f"cu_seqlens_cpu: got shape {shown(cu_seqlens_cpu.shape)}, need {shown(cu_seqlens.shape)}, as cu_seqlens")
+            raise ValueError(f"cu_seqlens_cpu: got shape {shown(cu_seqlens_cpu.shape)}, need "
+                             f"{shown(cu_seqlens.shape)}, as cu_seqlens")
     readable = cu_seqlens if debug or device.type == "cpu" else cu_seqlens_cpu
     if readable is not None and not torch.compiler.is_compiling():
         check_bounds(readable.tolist(), T)
@@ -119,7 +129,8 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
 def check_values(name: str, x: torch.Tensor) -> None:
     """``x`` has values. Of other tensors an op on ``meta`` asks for shapes only."""
     if x.device.type == "meta":
-        raise ValueError(f"{name}: got a tensor on meta, need one with values: how long sequences are decides what is computed")
+        raise ValueError(f"{name}: got a tensor on meta, need one with values: how long sequences are "
+                         "decides what is computed")
 
 
 def check_bounds(edges: list[int], T: int) -> None:
@@ -128,55 +139,85 @@ def check_bounds(edges: list[int], T: int) -> None:
         raise ValueError(f"cu_seqlens: got a first value of {edges[0]}, need 0")
     for n in range(1, len(edges)):
         if edges[n] < edges[n - 1]:
-            raise ValueError(f"cu_seqlens: got {edges[n]} after {edges[n - 1]} at position {n}, need values that never fall")
+            raise ValueError(f"cu_seqlens: got {edges[n]} after {edges[n - 1]} at position {n}, need values "
+                             "that never fall")
     if edges[-1] != T:
-        raise ValueError(f"cu_seqlens: got a last value of {edges[-1]}, need T = {T}: sequences must cover the packed tensor")
+        raise ValueError(f"cu_seqlens: got a last value of {edges[-1]}, need T = {T}: sequences must cover "
+                         "the packed tensor")
 
 
-def check_state(name: str, state: torch.Tensor, N: int, H: int, K: int, V: int, v_first: bool, device: torch.device, packed: bool,
-                first: str = "q") -> None:
+def check_state(
+    name: str,
+    state: torch.Tensor,
+    N: int,
+    H: int,
+    K: int,
+    V: int,
+    v_first: bool,
+    device: torch.device,
+    packed: bool,
+    first: str = "q",
+) -> None:
     meaning = "[N, H, V, K]" if v_first else "[N, H, K, V]"
     if packed:
         check_dense(name, state, f"a tensor of shape {meaning}")
         if state.ndim > 0 and state.shape[0] != N:
-            raise ValueError(f"{name}: The number of initial states is expected to be equal to the number of input sequences, "
+            raise ValueError(f"{name}: The number of initial states is expected to be equal to the number of "
+                             "input sequences, "
                              f"got {state.shape[0]} states, need {N}")
     need_tensor(name, state, (N, H, V, K) if v_first else (N, H, K, V), meaning, device, first)
 
 
-def check_pool(name: str, pool: torch.Tensor | None, N: int | None, H: int, K: int, V: int, v_first: bool, device: torch.device,
-               because: str) -> None:
-    """States that are to be overwritten: [N, H, K, V] (N None: any number), each one contiguous and apart from the others."""
+def check_pool(
+    name: str,
+    pool: torch.Tensor | None,
+    N: int | None,
+    H: int,
+    K: int,
+    V: int,
+    v_first: bool,
+    device: torch.device,
+    because: str,
+) -> None:
+    """States that are to be overwritten: [N, H, K, V] (N None: any number), each one contiguous and apart
+    from the others."""
     if pool is None:
         raise ValueError(f"{name}: got None, need the states that {because} reads and overwrites")
     meaning = ("[N" if N is not None else "[P") + (", H, V, K]" if v_first else ", H, K, V]")
     need_tensor(name, pool, (N, H, V, K) if v_first else (N, H, K, V), meaning, device)
-    if pool.shape[0] and not (pool[0].is_contiguous() and (pool.shape[0] == 1 or pool.stride(0) >= H * K * V)):
-        raise ValueError(f"{name}: got strides {shown(pool.stride())}, need each {meaning[4:-1]} block contiguous and apart from the others, "
+    if pool.shape[0] and not (pool[0].is_contiguous()
+                              and (pool.shape[0] == 1 or pool.stride(0) >= H * K * V)):
+        raise ValueError(f"{name}: got strides {shown(pool.stride())}, need each {meaning[4:-1]} block "
+                         "contiguous and apart from the others, "
                          f"since {because} overwrites it")
 
 
 def check_apart(name: str, x: torch.Tensor, because: str) -> None:
-    """x, which is to be overwritten, has a place of its own for each element: none expanded (stride 0), no overlapping windows."""
+    """x, which is to be overwritten, has a place of its own for each element: none expanded (stride 0), no
+    overlapping windows."""
     if x.is_contiguous() or x.numel() == 0:
         return
     reach = 0  # of the dimensions so far, from the first element to the last
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:
-            raise ValueError(f"{name}: got strides {shown(x.stride())} for shape {shown(x.shape)}, need every element in a place of its own, "
+            raise ValueError(f"{name}: got strides {shown(x.stride())} for shape {shown(x.shape)}, need "
+                             "every element in a place of its own, "
                              f"since {because} overwrites it")
         reach += (size - 1) * stride
 
 
 def check_indices(indices: torch.Tensor, N: int, P: int, device: torch.device, readable: bool) -> None:
-    """state_indices [N]: one row of the pool for each sequence, negative ones for none. Values are only looked at where that is free."""
+    """state_indices [N]: one row of the pool for each sequence, negative ones for none. Values are only
+    looked at where that is free."""
     check_integers("state_indices", indices, (N,), "[N]", device, "q")
     if readable and N and int(indices.max()) >= P:
-        raise ValueError(f"state_indices: got {int(indices.max())}, need less than {P}, the number of states in initial_state")
+        raise ValueError(f"state_indices: got {int(indices.max())}, need less than {P}, the number of states "
+                         "in initial_state")
 
 
 def check_chunk_size(chunk_size: int) -> None:
-    """Of the ops whose fla twins take any power of two. It changes nothing but rounding, so ours only have to accept it."""
+    """Of the ops whose fla twins take any power of two. It changes nothing but rounding, so ours only have to
+    accept it."""
     if not isinstance(chunk_size, int) or chunk_size < 16 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size: got {chunk_size}, need a power of two of at least 16")
 
@@ -184,6 +225,7 @@ def check_chunk_size(chunk_size: int) -> None:
 def no_unknown(op: str, unknown: dict[str, Any]) -> None:
     """fla swallows unknown keywords, so a misspelt gate runs ungated; here they are a TypeError."""
     if "head_first" in unknown:
-        raise TypeError(f"{op}: head_first is gone; pass [B, T, H, D] tensors (x.transpose(1, 2) if yours are [B, H, T, D])")
+        raise TypeError(f"{op}: head_first is gone; pass [B, T, H, D] tensors (x.transpose(1, 2) if yours "
+                        "are [B, H, T, D])")
     if unknown:
         raise TypeError(f"{op}: got unexpected keyword {', '.join(sorted(unknown))}")

@@ -1,5 +1,5 @@
-"""Out-of-range tokens: finding the first one and seeing to it that somebody is told. On a GPU nothing waits (guards/pending.py); on the CPU the
-call itself raises; under torch.compile a library operator does the same.
+"""Out-of-range tokens: finding the first one and seeing to it that somebody is told. On a GPU nothing waits
+(guards/pending.py); on the CPU the call itself raises; under torch.compile a library operator does the same.
 """
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from flashlin.guards.tensors import INTEGERS, check_dense, shown
 
 
 class Call(NamedTuple):
-    """A call under check, so that an error that comes late can name it. where: the caller's code, or a text; spelled out only if needed."""
+    """A call under check, so that an error that comes late can name it. where: the caller's code, or a text;
+    spelled out only if needed."""
     op: str
     argument: str
     where: CodeType | str
@@ -28,11 +29,13 @@ class Call(NamedTuple):
     ignore_index: int | None
 
     def verdict(self, position: int, value: int) -> str:
-        """The error's text, or "" if (position, value) is no out-of-range token. position counts through the tokens in order."""
+        """The error's text, or "" if (position, value) is no out-of-range token. position counts through the
+        tokens in order."""
         if position < 0 or 0 <= value < self.vocab_size or value == self.ignore_index:
             return ""
         or_ignored = "" if self.ignore_index is None else f" or ignore_index = {self.ignore_index}"
-        return (f"{self}: {self.argument}: got {value} at position {position}{_unravelled(position, self.shape)}, "
+        return (f"{self}: {self.argument}: got {value} at position "
+                f"{position}{_unravelled(position, self.shape)}, "
                 f"need 0 <= token < {self.vocab_size}, the vocabulary size{or_ignored}")
 
     def __str__(self) -> str:
@@ -42,26 +45,30 @@ class Call(NamedTuple):
 
 
 def check(op: str, tokens: Tensor, vocab_size: int, name: str, ignore_index: int | None) -> None:
-    """See to it that the user hears of a token that is neither in 0 .. vocab_size - 1 nor ignore_index. tokens: int32 or int64, known to be.
-    op, name: what the error calls the call and the tokens. Raises ValueError, now or at a later flashlin call."""
+    """See to it that the user hears of a token that is neither in 0 .. vocab_size - 1 nor ignore_index.
+    tokens: int32 or int64, known to be. op, name: what the error calls the call and the tokens. Raises
+    ValueError, now or at a later flashlin call."""
     if mode() == "off":
         return
     if torch.compiler.is_compiling():
         _check_op(tokens, _ANCHOR, vocab_size, ignore_index, op, name, traced_place())
     elif readable(tokens) and tokens.numel() and not torch._C._are_functorch_transforms_active():
-        report(tokens, out_of_range(tokens, vocab_size, ignore_index)[1], call_of(op, name, tokens, vocab_size, ignore_index))
+        report(tokens, out_of_range(tokens, vocab_size, ignore_index)[1],
+               call_of(op, name, tokens, vocab_size, ignore_index))
 
 
 def out_of_range(tokens: Tensor, vocab_size: int, ignore_index: int | None = None) -> tuple[Tensor, Tensor]:
-    """Tokens clamped into 0 .. vocab_size - 1, and a bool mask of those that were not and are not ignore_index; in tokens' shape."""
+    """Tokens clamped into 0 .. vocab_size - 1, and a bool mask of those that were not and are not
+    ignore_index; in tokens' shape."""
     index = tokens.clamp(0, min(vocab_size - 1, torch.iinfo(tokens.dtype).max))
     bad = index != tokens
     return index, bad if ignore_index is None else bad & (tokens != ignore_index)
 
 
 def first_bad(tokens: Tensor, bad: Tensor, out: Tensor | None = None) -> Tensor:
-    """[2] int64: the first position of ``bad`` in row-major order and its token, or position 0 and its token where nothing is bad:
-    whether that token is bad is for the reader to see, which saves the device a step. At least one token. Written to out if given."""
+    """[2] int64: the first position of ``bad`` in row-major order and its token, or position 0 and its token
+    where nothing is bad: whether that token is bad is for the reader to see, which saves the device a step.
+    At least one token. Written to out if given."""
     out = torch.empty(2, dtype=torch.int64, device=tokens.device) if out is None else out
     torch.argmax(bad.reshape(-1).view(torch.uint8), 0, keepdim=True, out=out[:1])
     torch.take(tokens.long(), out[:1], out=out[1:])
@@ -81,7 +88,8 @@ def report(tokens: Tensor, bad: Tensor, call: Call) -> bool:
             if flag is not None:
                 keep_first(flag, tokens, bad)
             return False
-        if pending.prime(tokens.device):    # a capture may follow, and its first launch of a kernel must not be the process's first
+        # a capture may follow, and its first launch of a kernel must not be the process's first
+        if pending.prime(tokens.device):
             keep_first(torch.full((2,), -1, device=tokens.device), tokens, bad)
         if mode() == "async":
             slot = pending.take(tokens.device)
@@ -94,8 +102,8 @@ def report(tokens: Tensor, bad: Tensor, call: Call) -> bool:
     return True
 
 
-# torch.compile: one operator per door. The mask's user keeps the first one alive; check_tokens has no result to use, so its operator claims
-# to write to a tensor, or the compiler would drop it.
+# torch.compile: one operator per door. The mask's user keeps the first one alive; check_tokens has no result
+# to use, so its operator claims to write to a tensor, or the compiler would drop it.
 _ANCHOR: Tensor
 
 
@@ -109,8 +117,10 @@ pending.apart(_make_anchor)     # this module may be first imported in inference
 
 @torch.library.custom_op(
     "flashlin::check_tokens", mutates_args=("anchor",),
-    schema="(Tensor tokens, Tensor(a!) anchor, SymInt vocab_size, int? ignore_index, str op, str name, str place) -> ()")
-def _check_op(tokens: Tensor, anchor: Tensor, vocab_size: int, ignore_index: int | None, op: str, name: str, place: str) -> None:
+    schema="(Tensor tokens, Tensor(a!) anchor, SymInt vocab_size, int? ignore_index, str op, str name, str "
+           "place) -> ()")
+def _check_op(tokens: Tensor, anchor: Tensor, vocab_size: int, ignore_index: int | None, op: str, name: str,
+              place: str) -> None:
     pending.poll()
     if tokens.numel() and mode() != "off":
         bad = out_of_range(tokens, vocab_size, ignore_index)[1]
@@ -118,7 +128,8 @@ def _check_op(tokens: Tensor, anchor: Tensor, vocab_size: int, ignore_index: int
 
 
 @_check_op.register_fake
-def _(tokens: Tensor, anchor: Tensor, vocab_size: int, ignore_index: int | None, op: str, name: str, place: str) -> None:
+def _(tokens: Tensor, anchor: Tensor, vocab_size: int, ignore_index: int | None, op: str, name: str,
+      place: str) -> None:
     return None
 
 
@@ -133,14 +144,17 @@ def check_dtype(name: str, tokens: Any) -> None:
 
 
 def readable(*tensors: Tensor) -> bool:
-    """Whether there are values to look at: not on meta, and not in a subclass that computes in its own way (FakeTensor, DTensor)."""
-    return all(x.device.type != "meta" and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__ for x in tensors)
+    """Whether there are values to look at: not on meta, and not in a subclass that computes in its own way
+    (FakeTensor, DTensor)."""
+    return all(x.device.type != "meta" and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+               for x in tensors)
 
 
 def call_of(op: str, argument: str, tokens: Tensor, vocab_size: int, ignore_index: int | None) -> Call:
     """The call as seen by the first caller outside flashlin and torch."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("flashlin", "torch"):
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("flashlin",
+                                                                                                  "torch"):
         frame = frame.f_back
     return Call(op, argument, frame.f_code, frame.f_lineno, tuple(tokens.shape), vocab_size, ignore_index)
 
@@ -153,7 +167,8 @@ def traced_place() -> str:
     return "in compiled code"
 
 
-# torch.compiler.assume_constant_result does just this, after loading the whole compiler, which eager calls do not need.
+# torch.compiler.assume_constant_result does just this, after loading the whole compiler, which eager calls do
+# not need.
 traced_place._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent.parent, Path(torch.__file__).parent))

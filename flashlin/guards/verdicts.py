@@ -1,6 +1,6 @@
-"""What this machine has found out about our kernels, by trying them in child processes (``flashlin.trial``): one JSON file for each Triton, ptxas,
-torch, card and state of our kernels' sources, in a folder of the user's own. No folder, or a file that is not such a table, is no table, and
-never an error: planning reads this."""
+"""What this machine has found out about our kernels, by trying them in child processes (``flashlin.trial``):
+one JSON file for each Triton, ptxas, torch, card and state of our kernels' sources, in a folder of the user's
+own. No folder, or a file that is not such a table, is no table, and never an error: planning reads this."""
 from __future__ import annotations
 
 import hashlib
@@ -20,8 +20,10 @@ from flashlin.compat.locks import locked
 from flashlin.compat.target import Target
 
 KERNELS = Path(__file__).parents[1] / "kernels"
-# All but the last two speak of a kernel. "not tried": something else failed, and nothing is known. "torch path": nothing was started.
-Word = Literal["ran", "wrong numbers", "compiler error", "abort or illegal access", "hang", "not tried", "torch path"]
+# All but the last two speak of a kernel. "not tried": something else failed, and nothing is known. "torch
+# path": nothing was started.
+Word = Literal["ran", "wrong numbers", "compiler error", "abort or illegal access", "hang", "not tried",
+               "torch path"]
 WORDS: tuple[Word, ...] = get_args(Word)
 BAD: tuple[Word, ...] = ("wrong numbers", "compiler error", "abort or illegal access", "hang")
 LARGEST = 2**22  # bytes of a file; a table of all our kernels has some 200,000
@@ -29,7 +31,8 @@ A_DAY = 86400.0
 
 
 class Verdict(NamedTuple):
-    """word: what was found. when: in seconds since 1970. trial: the trial that found it. said: in its own words."""
+    """word: what was found. when: in seconds since 1970. trial: the trial that found it. said: in its own
+    words."""
     word: Word
     when: float
     trial: str
@@ -53,7 +56,8 @@ _unwritten: dict[Target, Table] = {}  # what could not be kept holds in this pro
 def local(target: Target) -> Table:
     """What is known on this machine. A table of its own for whoever asks first, until ``read_again``."""
     found, (folder, _) = Table({}, {}), place()
-    if folder is not None and folder.is_dir():  # else nobody has tried anything here, and our own sources need not be read
+    # else nobody has tried anything here, and our own sources need not be read
+    if folder is not None and folder.is_dir():
         found = _read(_file(folder, target))
     mine = _unwritten.get(target, Table({}, {}))
     return Table({**found.kernels, **mine.kernels}, {**found.trials, **mine.trials})
@@ -65,8 +69,8 @@ def read_again() -> None:
 
 
 def keep(found: Table, target: Target) -> None:
-    """Add to this machine's table. Several processes may do so at once. Where nothing can be written, a warning says so and what was found
-    holds in this process."""
+    """Add to this machine's table. Several processes may do so at once. Where nothing can be written, a
+    warning says so and what was found holds in this process."""
     folder, why = place()
     if folder is not None:
         try:
@@ -83,7 +87,8 @@ def keep(found: Table, target: Target) -> None:
     mine.kernels.update(found.kernels)
     mine.trials.update(found.trials)
     local.cache_clear()
-    warnings.warn(f"flashlin: what was found out about kernels holds in this process only: {why}", stacklevel=3)
+    warnings.warn(f"flashlin: what was found out about kernels holds in this process only: {why}",
+                  stacklevel=3)
 
 
 def unwritten(target: Target) -> str:
@@ -98,8 +103,9 @@ def know(told: str, target: Target) -> None:
 
 
 def forget(ops: Collection[str] = ()) -> int:
-    """Take back what trials of these ops (all by default) have found, in every table of this machine; returns how many verdicts that were.
-    Raises OSError where a table cannot be written, or there is no place for one."""
+    """Take back what trials of these ops (all by default) have found, in every table of this machine; returns
+    how many verdicts that were. Raises OSError where a table cannot be written, or there is no place for
+    one."""
     def kept(some: dict[str, Verdict]) -> dict[str, Verdict]:
         return {name: one for name, one in some.items() if ops and one.trial.partition(" ")[0] not in ops}
     folder, why = place()
@@ -145,15 +151,16 @@ def alone(trial: str) -> Iterator[None]:
 
 
 def place(warn: bool = True) -> tuple[Path | None, str]:
-    """The folder, ``$FLASHLIN_HOME`` or ``flashlin`` in the user's cache, whether or not it is there yet; or None, and why there is none.
-    warn: whether a folder that others could write to is told, once."""
+    """The folder, ``$FLASHLIN_HOME`` or ``flashlin`` in the user's cache, whether or not it is there yet; or
+    None, and why there is none. warn: whether a folder that others could write to is told, once."""
     named = os.environ.get("FLASHLIN_HOME")
     try:
         folder = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flashlin"))
         found = folder.stat()
     except (FileNotFoundError, NotADirectoryError):  # to be made, or a sentence once that fails
         return folder, ""
-    except (OSError, RuntimeError, ValueError) as error:  # no home; not ours to look into; longer than names may be; a zero byte
+    # no home; not ours to look into; longer than names may be; a zero byte
+    except (OSError, RuntimeError, ValueError) as error:
         return None, f"{'FLASHLIN_HOME' if named else 'the cache of this user'} cannot be used: {error}"
     what = f"FLASHLIN_HOME={folder}" if named else str(folder)
     if not stat.S_ISDIR(found.st_mode):
@@ -170,7 +177,8 @@ def place(warn: bool = True) -> tuple[Path | None, str]:
 
 @lru_cache(maxsize=8)
 def _tell(why: str) -> None:
-    warnings.warn(f"flashlin: no verdicts are read or kept: {why}: who can write verdicts decides which kernels run", stacklevel=4)
+    warnings.warn(f"flashlin: no verdicts are read or kept: {why}: who can write verdicts decides which "
+                  "kernels run", stacklevel=4)
 
 
 def _file(folder: Path, target: Target) -> Path:
@@ -186,8 +194,8 @@ def _kernels() -> str:
 
 
 def _read(file: Path) -> Table:
-    """Whatever is not such a file counts as none: not there, not readable, half written by something else, a link or a pipe, too large, nested
-    too deeply, with other words or dates in it."""
+    """Whatever is not such a file counts as none: not there, not readable, half written by something else, a
+    link or a pipe, too large, nested too deeply, with other words or dates in it."""
     try:
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as opened:
@@ -198,13 +206,15 @@ def _read(file: Path) -> Table:
 
 
 def _table(found: dict[str, dict[str, list[object]]]) -> Table:
-    return Table(*({str(name): _verdict(fields) for name, fields in found[part].items()} for part in Table._fields))
+    return Table(*({str(name): _verdict(fields) for name, fields in found[part].items()}
+                   for part in Table._fields))
 
 
 def _verdict(fields: list[object]) -> Verdict:
     word, when, trial, said = fields
     known = next((one for one in WORDS if one == word), None)
-    if known is None or not isinstance(when, (int, float)) or not 0 <= when < 2**33 or not isinstance(trial, str) or not isinstance(said, str):
+    if known is None or not isinstance(when, (int, float)) or not 0 <= when < 2**33 or not isinstance(trial,
+                                                                                                      str) or not isinstance(said, str):
         raise ValueError(f"got {fields}, need a word, a date, a trial and what it said")
     return Verdict(known, float(when), trial, said)
 

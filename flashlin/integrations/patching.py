@@ -1,4 +1,5 @@
-"""patch("triton"): flashlin's repairs put into a package that one cannot edit. Explicit, reversible, and twice is once."""
+"""patch("triton"): flashlin's repairs put into a package that one cannot edit. Explicit, reversible, and
+twice is once."""
 from __future__ import annotations
 
 import threading
@@ -16,8 +17,8 @@ _changing = threading.RLock()
 
 
 def patch(package: str) -> None:
-    """Repair ``package`` for this process. ``triton``: ``triton.autotune`` becomes ``flashlin.autotune``, and kernels that were decorated
-    before are tuned by it too.
+    """Repair ``package`` for this process. ``triton``: ``triton.autotune`` becomes ``flashlin.autotune``, and
+    kernels that were decorated before are tuned by it too.
 
     Raises ValueError for a package nobody has a patch for, ImportError where it is not installed.
     """
@@ -27,8 +28,9 @@ def patch(package: str) -> None:
 
 
 def unpatch(package: str) -> None:
-    """Take ``patch`` back: everything is as it was, once no ``patched`` block is left. What others have put in the place of a repair since
-    then stays. Nothing happens where it is not patched. Raises ValueError as ``patch``."""
+    """Take ``patch`` back: everything is as it was, once no ``patched`` block is left. What others have put
+    in the place of a repair since then stays. Nothing happens where it is not patched. Raises ValueError as
+    ``patch``."""
     _known(package)
     with _changing:
         _for_good.discard(package)
@@ -37,8 +39,8 @@ def unpatch(package: str) -> None:
 
 @contextmanager
 def patched(package: str) -> Iterator[None]:
-    """``patch`` for a while, in all threads of the process. The last of these blocks to end puts everything back, unless there is a ``patch``
-    beside them. Raises as ``patch``."""
+    """``patch`` for a while, in all threads of the process. The last of these blocks to end puts everything
+    back, unless there is a ``patch`` beside them. Raises as ``patch``."""
     with _changing:
         _put_in(package)
         _blocks[package] += 1

@@ -20,8 +20,11 @@ class Config(NamedTuple):
 
 
 BLOCK = 64  # tokens over which decays are summed before the scans; the longest chunk
-FORGOTTEN = -126 * math.log(2)  # the log decay that forgetting everything counts as: a multiple of it beside a sum costs no digits that matter
-STATE_TILE = 8192  # elements of an fp32 state tile: 64 registers a thread with 4 warps, which leaves room for the accumulators
+# the log decay that forgetting everything counts as: a multiple of it beside a sum costs no digits that
+# matter
+FORGOTTEN = -126 * math.log(2)
+# elements of an fp32 state tile: 64 registers a thread with 4 warps, which leaves room for the accumulators
+STATE_TILE = 8192
 
 
 def padded(size: int) -> int:
@@ -30,7 +33,8 @@ def padded(size: int) -> int:
 
 
 def strip(full: int, size: int, bytes_each: int) -> int:
-    """How much of the other side goes beside a ``full`` side in one state tile; half as much where dots need three tf32 products."""
+    """How much of the other side goes beside a ``full`` side in one state tile; half as much where dots need
+    three tf32 products."""
     return max(16, min(64, padded(size), STATE_TILE * 2 // bytes_each // full))
 
 

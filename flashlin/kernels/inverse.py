@@ -1,5 +1,5 @@
-"""The inverse of a unit lower triangular tile: what the chunks of every delta family need. 16x16 blocks are substituted in float32 through
-scratch memory, then merged by products."""
+"""The inverse of a unit lower triangular tile: what the chunks of every delta family need. 16x16 blocks are
+substituted in float32 through scratch memory, then merged by products."""
 
 import triton
 import triton.language as tl
@@ -11,16 +11,17 @@ from flashlin.kernels.scans import operand_bytes
 
 @triton.jit
 def blocks(at, SIDE: tl.constexpr):
-    """Where the 16x16 blocks on the diagonal of a [SIDE, SIDE] tile lie in scratch [SIDE, 16], and which of its elements they are."""
+    """Where the 16x16 blocks on the diagonal of a [SIDE, SIDE] tile lie in scratch [SIDE, 16], and which of
+    its elements they are."""
     rows = tl.arange(0, SIDE)
     return at + rows[:, None] * 16 + (rows % 16)[None, :], (rows // 16)[:, None] == (rows // 16)[None, :]
 
 
 @triton.jit
 def substitute(scratch, ROWS: tl.constexpr):
-    """For scratch [ROWS, 16] holding 16x16 blocks M, strictly lower triangular, put (I + M)^-1 of each in its place: substitution in
-    float32, all blocks at once. Through memory, since only there every column of the inverse reads the same row of M without an exchange
-    between threads at each of the 15 steps."""
+    """For scratch [ROWS, 16] holding 16x16 blocks M, strictly lower triangular, put (I + M)^-1 of each in its
+    place: substitution in float32, all blocks at once. Through memory, since only there every column of the
+    inverse reads the same row of M without an exchange between threads at each of the 15 steps."""
     columns = tl.arange(0, ROWS)  # column c of X is column c % 16 of block c // 16
     j = tl.arange(0, 16)
     top = scratch + (columns // 16 * 256)[None, :]
@@ -34,14 +35,16 @@ def substitute(scratch, ROWS: tl.constexpr):
 
 @triton.jit
 def top_half(x):
-    """float32 cut to the bits that bf16 has. (Rounding to bf16 and back would be converted one number at a time, which is slow.)"""
+    """float32 cut to the bits that bf16 has. (Rounding to bf16 and back would be converted one number at a
+    time, which is slow.)"""
     return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """a b for float32 tiles. "split": each as the sum of two bf16 numbers, which keeps 16 bits at the price of three fast products: tf32's 11
-    are too few here, since in coherent rows their errors add up instead of averaging out."""
+    """a b for float32 tiles. "split": each as the sum of two bf16 numbers, which keeps 16 bits at the price
+    of three fast products: tf32's 11 are too few here, since in coherent rows their errors add up instead of
+    averaging out."""
     if PRECISION == "split":
         a_top = top_half(a)
         b_top = top_half(b)
@@ -57,8 +60,9 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def merged(X, M, SIDE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + M)^-1 of [SIDE, SIDE] out of its diagonal blocks' inverses. Exact algebra whose terms stay as small as the inverse is. (Powers
-    of M do not: for keys that resemble each other they grow like binomials, while the inverse has entries of about 1.)"""
+    """(I + M)^-1 of [SIDE, SIDE] out of its diagonal blocks' inverses. Exact algebra whose terms stay as
+    small as the inverse is. (Powers of M do not: for keys that resemble each other they grow like binomials,
+    while the inverse has entries of about 1.)"""
     if SIDE == 32:
         block = tl.arange(0, SIDE) // 16
         corner = tl.where(block[:, None] != block[None, :], M, 0.0)
@@ -68,7 +72,8 @@ def merged(X, M, SIDE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def inverse(M, scratch, SIDE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + M)^-1 for M [SIDE, SIDE], strictly lower triangular; SIDE 16, 32 or 64. scratch [SIDE, 16], float32."""
+    """(I + M)^-1 for M [SIDE, SIDE], strictly lower triangular; SIDE 16, 32 or 64. scratch [SIDE, 16],
+    float32."""
     at, diagonal = blocks(scratch, SIDE)
     tl.store(at, M, mask=diagonal)
     tl.debug_barrier()

@@ -1,4 +1,5 @@
-"""What the families' kernels share: rows of a sequence, tiles, decays, states; and on the host, the parts of a batch."""
+"""What the families' kernels share: rows of a sequence, tiles, decays, states; and on the host, the parts of
+a batch."""
 
 import torch
 import triton
@@ -38,11 +39,12 @@ def gate_cumsum(
     BH: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """G [H, R]: g / ln 2 summed within blocks of BT tokens of each sequence. S programs share a sequence. Laid out so that the scans load a
-    chunk's decays as one line, straight into the layouts they need, instead of exchanging them between warps in every chunk.
+    """G [H, R]: g / ln 2 summed within blocks of BT tokens of each sequence. S programs share a sequence.
+    Laid out so that the scans load a chunk's decays as one line, straight into the layouts they need, instead
+    of exchanging them between warps in every chunk.
 
-    A token that leaves less than float32's smallest normal number leaves that much (FORGOTTEN): then differences of sums stay precise after
-    one that forgets everything, even by -inf.
+    A token that leaves less than float32's smallest normal number leaves that much (FORGOTTEN): then
+    differences of sums stay precise after one that forgets everything, even by -inf.
     """
     NH = (H + BH - 1) // BH
     program = tl.program_id(0)
@@ -52,9 +54,11 @@ def gate_cumsum(
     rows = tl.arange(0, BT)
     for t0 in range(share * BT, length, S * BT):
         mask = (t0 + rows < length)[:, None] & (heads < H)[None, :]
-        x = tl.load(g + (first + t0 + rows)[:, None] * H + heads[None, :], mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
+        x = tl.load(g + (first + t0 + rows)[:, None] * H + heads[None, :], mask=mask,
+                    other=0.0).to(tl.float32) * 1.4426950408889634
         x = tl.where(x < -126.0, -126.0, x)
-        tl.store(G + heads.to(tl.int64)[None, :] * R + (first + t0 + rows)[:, None], tl.cumsum(x, 0), mask=mask)
+        tl.store(G + heads.to(tl.int64)[None, :] * R + (first + t0 + rows)[:, None], tl.cumsum(x, 0),
+                 mask=mask)
 
 
 @triton.jit
@@ -94,8 +98,9 @@ def decays(
 
 @triton.jit
 def scaled_decay(D_row, D_column, causal, scale):
-    """scale 2^{D_i - D_j}, zero where not causal: masked before exp2, because there the difference is positive and overflows. scale >= 0
-    goes into the exponent, which costs one addition a row instead of a product an element."""
+    """scale 2^{D_i - D_j}, zero where not causal: masked before exp2, because there the difference is
+    positive and overflows. scale >= 0 goes into the exponent, which costs one addition a row instead of a
+    product an element."""
     return tl.exp2(tl.where(causal, (D_row + tl.log2(scale))[:, None] - D_column[None, :], float("-inf")))
 
 
@@ -177,7 +182,8 @@ def zero_gaps(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Rows before the first and after the last sequence belong to nobody: zeros, never what the memory held."""
+    """Rows before the first and after the last sequence belong to nobody: zeros, never what the memory
+    held."""
     if n == 0:
         zero_rows(x, n.to(tl.int64), tl.load(bounds).to(tl.int32), i_h, H, D, d0, BT, BD)
     if n == N - 1:
@@ -187,12 +193,14 @@ def zero_gaps(
 
 @triton.jit
 def first_slot(n, first, BT: tl.constexpr):
-    """Where sequence n's chunks go in a table of chunks. Sequences never overlap, and no host has to count them."""
+    """Where sequence n's chunks go in a table of chunks. Sequences never overlap, and no host has to count
+    them."""
     return first // BT + n
 
 
 @triton.jit
-def state_offsets(nh, k0, v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr):
+def state_offsets(nh, k0, v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                  V_FIRST: tl.constexpr):
     """Offsets and mask of a [BK, BV] tile of state nh, stored [K, V] or, with V_FIRST, [V, K]."""
     k = k0 + tl.arange(0, BK)
     v = v0 + tl.arange(0, BV)
@@ -203,8 +211,10 @@ def state_offsets(nh, k0, v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr
     return nh.to(tl.int64) * (K * V) + offsets, (k < K)[:, None] & (v < V)[None, :]
 
 
-def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: int, G: torch.Tensor | None = None) -> torch.Tensor | None:
-    """[H, rows] float32, or G filled: the decays summed within blocks, as the scans want them. N: sequences in this launch."""
+def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: int,
+           G: torch.Tensor | None = None) -> torch.Tensor | None:
+    """[H, rows] float32, or G filled: the decays summed within blocks, as the scans want them. N: sequences
+    in this launch."""
     if g is None:
         return None
     B, T, H = g.shape
@@ -218,8 +228,8 @@ def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: i
 
 
 def zero_forgotten(dg: torch.Tensor | None, g: torch.Tensor | None) -> None:
-    """In place: 0 where g forgets everything. What cancels in the sums behind dg leaves a rounding error there, and the parameters of a gate
-    e^A f(x) would get that times a decay of any size."""
+    """In place: 0 where g forgets everything. What cancels in the sums behind dg leaves a rounding error
+    there, and the parameters of a gate e^A f(x) would get that times a decay of any size."""
     if dg is not None and g is not None:
         torch.ops.aten.threshold_backward.grad_input(dg, g, FORGOTTEN, grad_input=dg)  # one launch
 
@@ -235,13 +245,14 @@ def parts(plan: Plan, N: int) -> list[slice]:
 
 
 def fills_gaps(split: list[slice], bounds: torch.Tensor | None) -> bool:
-    """Whether the kernels write every row. One launch of packed sequences zeroes the rows outside them itself; a part of several
-    cannot, since to it the other parts' rows are outside."""
+    """Whether the kernels write every row. One launch of packed sequences zeroes the rows outside them
+    itself; a part of several cannot, since to it the other parts' rows are outside."""
     return bounds is None or len(split) == 1
 
 
 def within(x: torch.Tensor | None, part: slice, bounds: torch.Tensor | None) -> torch.Tensor | None:
-    """Rows of a part: a view of the batch; packed sequences keep the whole row, their bounds are what is split."""
+    """Rows of a part: a view of the batch; packed sequences keep the whole row, their bounds are what is
+    split."""
     return x if bounds is not None else sliced(x, part)
 
 
@@ -256,7 +267,8 @@ def sliced(x: torch.Tensor | None, part: slice) -> torch.Tensor | None:
 
 
 def precision(plan: Plan) -> str:
-    """How fp32 operands are multiplied: three tf32 products (1e-5) from sm_80 on, true fp32 before; plain tf32 only if torch allows it."""
+    """How fp32 operands are multiplied: three tf32 products (1e-5) from sm_80 on, true fp32 before; plain
+    tf32 only if torch allows it."""
     if plan.target.backend != "cuda" or plan.target.capability < (8, 0):
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -1,4 +1,5 @@
-"""What the recipes of the chunked families share: from candidates to Launches. Plain Python: no tensor, no torch, no triton."""
+"""What the recipes of the chunked families share: from candidates to Launches. Plain Python: no tensor, no
+torch, no triton."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -28,23 +29,29 @@ def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: in
     rows = problem.T if problem.varlen else n * problem.T
     shares = max(1, -(-rows // (tile["BT"] * max(n, 1))))
     span = tile["BT"] * problem.H * max(problem.K, problem.V)
-    return Launch(kernel, (n * shares * columns,), min(num_warps, problem.max_warps), num_stages, tuple(tile.items()), shared, span, traits)
+    return Launch(kernel, (n * shares * columns,), min(num_warps, problem.max_warps), num_stages,
+                  tuple(tile.items()), shared, span, traits)
 
 
 def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
-    """An upper estimate of a scan's shared memory: its tiles once per stage, the state and the scores as operands of dots."""
+    """An upper estimate of a scan's shared memory: its tiles once per stage, the state and the scores as
+    operands of dots."""
     tiles = config.BT * (2 * max(config.BK, config.BV) + min(config.BK, config.BV))
     moved = config.BT * (min(config.BK, config.BV) + PADDING) if moves(target) else 0
-    return tf32_copies(bytes_each, target) * bytes_each * (config.num_stages * tiles + config.BK * config.BV + config.BT * config.BT + moved)
+    return tf32_copies(bytes_each,
+                       target) * bytes_each * (config.num_stages * tiles + config.BK * config.BV + config.BT
+                                               * config.BT + moved)
 
 
 def moves(target: Target) -> bool:
-    """Before 3.3, and on old tensor cores, tiles that change their layout go through shared memory of their own, in padded rows."""
+    """Before 3.3, and on old tensor cores, tiles that change their layout go through shared memory of their
+    own, in padded rows."""
     return release(target.triton) < (3, 3) or target.capability < (8, 0)
 
 
 def tf32_copies(bytes_each: int, target: Target) -> int:
-    """Before 3.3 the two halves that three tf32 products split an operand into both go through shared memory."""
+    """Before 3.3 the two halves that three tf32 products split an operand into both go through shared
+    memory."""
     return 2 if bytes_each == 4 and target.capability >= (8, 0) and release(target.triton) < (3, 3) else 1
 
 
@@ -65,7 +72,8 @@ def fitting(configs: Iterable[Config], shared: Callable[[Config], int], problem:
     return config
 
 
-def state_launch(kernel: str, config: Config, problem: Problem, shared: int, traits: frozenset[str], tall: bool = True) -> Launch:
+def state_launch(kernel: str, config: Config, problem: Problem, shared: int, traits: frozenset[str],
+                 tall: bool = True) -> Launch:
     """A program per sequence, head and tile of the state. tall: whether a state taller than its chunks
     crashes compilers (tall-state-32)."""
     if tall and config.BT < 64 <= config.BK and "half_dot" in traits:
@@ -74,7 +82,8 @@ def state_launch(kernel: str, config: Config, problem: Problem, shared: int, tra
         traits = traits | narrow_state(config)
     strips = -(-problem.K // config.BK) * -(-problem.V // config.BV)
     span = config.BT * problem.H * max(problem.K, problem.V)
-    return Launch(kernel, ((problem.batch_part or problem.N) * problem.H * strips,), min(config.num_warps, problem.max_warps), config.num_stages,
+    return Launch(kernel, ((problem.batch_part or problem.N) * problem.H * strips,),
+                  min(config.num_warps, problem.max_warps), config.num_stages,
                   (("BT", config.BT), ("BK", config.BK), ("BV", config.BV)), shared, span, traits)
 
 

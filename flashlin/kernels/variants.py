@@ -1,7 +1,8 @@
-"""The remedies. Each makes one field of the Problem smaller, or answers None where it cannot help: that is why planning ends.
+"""The remedies. Each makes one field of the Problem smaller, or answers None where it cannot help: that is
+why planning ends.
 
-Nothing wraps a call: the rewritten Problem is the instruction. Recipes read it (warps, parts of the batch), and ops/_common/planned.py what it says
-of operands. Adding a remedy is a function and its line in VARIANTS.
+Nothing wraps a call: the rewritten Problem is the instruction. Recipes read it (warps, parts of the batch),
+and ops/_common/planned.py what it says of operands. Adding a remedy is a function and its line in VARIANTS.
 """
 from __future__ import annotations
 
@@ -26,14 +27,17 @@ def limit_num_warps(problem: Problem, target: Target, reason: Reason) -> Problem
 
 
 def via_fp32(problem: Problem, target: Target, reason: Reason) -> Problem | None:
-    """16-bit tensors are cast to fp32 in torch before the launch and results back after it (a 16-bit load may not even compile)."""
+    """16-bit tensors are cast to fp32 in torch before the launch and results back after it (a 16-bit load may
+    not even compile)."""
     if problem.given is not None and not problem.given.outputs:  # nobody knows which copies to write back
         return None
-    return problem._replace(dot="fp32") if problem.dot == "native" and problem.dtype in ("float16", "bfloat16") else None
+    return problem._replace(dot="fp32") if problem.dot == "native" and problem.dtype in ("float16",
+                                                                                         "bfloat16") else None
 
 
 def chunk_batch(problem: Problem, target: Target, reason: Reason) -> Problem | None:
-    """Half as many sequences per launch; with cu_seqlens a part is the view ``cu_seqlens[n0:n1 + 1]``, so nothing is read on the host."""
+    """Half as many sequences per launch; with cu_seqlens a part is the view ``cu_seqlens[n0:n1 + 1]``, so
+    nothing is read on the host."""
     if problem.given is not None and problem.given.whole:
         return None
     whole = problem.batch_part or problem.N
@@ -53,9 +57,9 @@ def torch_path(problem: Problem, target: Target, reason: Reason) -> Problem | No
 class Variant(NamedTuple):
     """A remedy: all that anybody has to know about it.
 
-    exact: the same kernels on the same operands, so the same numbers at the same speed class. means: after the op's name, in a sentence. note: the
-    same in a word or two, with the Problem's fields, beside the path. burden: how far from the plain way. cost: what it takes where it is not
-    exact.
+    exact: the same kernels on the same operands, so the same numbers at the same speed class. means: after
+    the op's name, in a sentence. note: the same in a word or two, with the Problem's fields, beside the path.
+    burden: how far from the plain way. cost: what it takes where it is not exact.
     """
     rewrite: Callable[[Problem, Target, Reason], Problem | None]
     exact: bool
@@ -71,9 +75,11 @@ VARIANTS: dict[str, Variant] = {
     "recurrent_mode": Variant(recurrent_mode, True, "runs token by token"),
     "other_tile": Variant(other_tile, True, "runs with another tile"),
     "via_fp32": Variant(via_fp32, False, "runs on fp32 copies", "via fp32", 2,
-                        "a cast there and one back, twice the memory for each 16-bit tensor, no tensor cores in its products"),
+                        "a cast there and one back, twice the memory for each 16-bit tensor, no tensor cores "
+                        "in its products"),
     "chunk_batch": Variant(chunk_batch, True, "runs the batch in parts", "in parts"),
     "limit_num_warps": Variant(limit_num_warps, True, "runs with fewer warps", "with {0.max_warps} warps"),
     "torch_path": Variant(torch_path, False, "runs in plain torch", "", 3,
-                          "torch's own kernels one after the other: each step reads and writes GPU memory, and keeps what backward needs there"),
+                          "torch's own kernels one after the other: each step reads and writes GPU memory, "
+                          "and keeps what backward needs there"),
 }

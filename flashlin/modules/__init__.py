@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from flashlin.compat.lazy import attach
 
 _HOME = {
-    "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated", "FusedLayerNormSwishGate",
-                              "FusedRMSNormSwishGate", "L2Norm"),
-    "flashlin.modules.norm_linear": ("LayerNormLinear", "RMSNormLinear", "GroupNormLinear", "FusedLayerNormGatedLinear", "FusedRMSNormGatedLinear",
+    "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated",
+                              "FusedLayerNormSwishGate", "FusedRMSNormSwishGate", "L2Norm"),
+    "flashlin.modules.norm_linear": ("LayerNormLinear", "RMSNormLinear", "GroupNormLinear",
+                                     "FusedLayerNormGatedLinear", "FusedRMSNormGatedLinear",
                                      "FusedLayerNormSwishGateLinear", "FusedRMSNormSwishGateLinear"),
     "flashlin.modules.norm_gated": ("RMSNormGated",),
     "flashlin.modules.conv": ("ShortConvolution",),

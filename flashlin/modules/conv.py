@@ -1,4 +1,5 @@
-"""The short convolution as a module; parameters are those of ``torch.nn.Conv1d``, as in ``fla.modules``, so checkpoints load either way."""
+"""The short convolution as a module; parameters are those of ``torch.nn.Conv1d``, as in ``fla.modules``, so
+checkpoints load either way."""
 from __future__ import annotations
 
 import warnings
@@ -13,7 +14,8 @@ from flashlin.ops.conv import BACKENDS, causal_conv1d, causal_conv1d_update
 
 
 class ShortConvolution(nn.Conv1d):
-    """``causal_conv1d`` of hidden_size channels with kernel_size taps. Drop-in for ``fla.modules.ShortConvolution``.
+    """``causal_conv1d`` of hidden_size channels with kernel_size taps. Drop-in for
+    ``fla.modules.ShortConvolution``.
 
     Args:
         hidden_size, kernel_size: D and W; weight is [D, 1, W]. bias: have one, [D].
@@ -23,8 +25,17 @@ class ShortConvolution(nn.Conv1d):
     Raises ValueError for another activation or backend, TypeError for an unknown keyword.
     """
 
-    def __init__(self, hidden_size: int, kernel_size: int, bias: bool = False, activation: str | None = "silu", backend: str | None = "triton",
-                 device: torch.device | str | None = None, dtype: torch.dtype | None = None, **unknown: Any) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        bias: bool = False,
+        activation: str | None = "silu",
+        backend: str | None = "triton",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **unknown: Any,
+    ) -> None:
         if activation not in (None, "silu", "swish"):
             raise ValueError(f"activation: got {activation!r}, need None, 'silu' or 'swish'")
         if backend is not None and backend not in BACKENDS:
@@ -33,11 +44,13 @@ class ShortConvolution(nn.Conv1d):
             warnings.warn("ShortConvolution: use_fast_conv1d has no effect", DeprecationWarning, stacklevel=2)
         if unknown:
             raise TypeError(f"ShortConvolution: got unexpected keyword {', '.join(sorted(unknown))}")
-        super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, bias=bias, padding=kernel_size - 1, device=device, dtype=dtype)
+        super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, bias=bias,
+                         padding=kernel_size - 1, device=device, dtype=dtype)
         self.hidden_size, self.activation, self.backend = hidden_size, activation, backend
 
     def extra_repr(self) -> str:
-        return f"{self.hidden_size}, kernel_size={self.kernel_size[0]}, bias={self.bias is not None}, activation={self.activation}"
+        return (f"{self.hidden_size}, kernel_size={self.kernel_size[0]}, bias={self.bias is not None}, "
+                f"activation={self.activation}")
 
     @property
     def state_size(self) -> int:
@@ -45,13 +58,15 @@ class ShortConvolution(nn.Conv1d):
         return self.hidden_size * self.kernel_size[0]
 
     def forward(self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None,  # type: ignore[override]
-                cache: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
-                chunk_indices: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """(y, state): y of x's shape [B, T, D], and with output_final_state the state [N, D, W] after each sequence, else None.
+                cache: Tensor | None = None, output_final_state: bool = False,
+                cu_seqlens: Tensor | None = None, chunk_indices: Tensor | None = None,
+                **options: Any) -> tuple[Tensor, Tensor | None]:
+        """(y, state): y of x's shape [B, T, D], and with output_final_state the state [N, D, W] after each
+        sequence, else None.
 
-        mask: [B, T], multiplies x; not beside cu_seqlens. x itself is never modified (fla multiplies it in place).
-        cache: [N, D, W], the state to begin with. Where gradients are off and every sequence has exactly one token it is updated IN PLACE.
-        options: the other arguments of ``causal_conv1d``.
+        mask: [B, T], multiplies x; not beside cu_seqlens. x itself is never modified (fla multiplies it in
+        place). cache: [N, D, W], the state to begin with. Where gradients are off and every sequence has
+        exactly one token it is updated IN PLACE. options: the other arguments of ``causal_conv1d``.
         """
         check_floats("x", x, "[B, T, D]")
         output_final_state = scalars.flag("output_final_state", output_final_state)
@@ -59,12 +74,14 @@ class ShortConvolution(nn.Conv1d):
             check_dense("cu_seqlens", cu_seqlens, "an int32 or int64 tensor of shape [N + 1]")
         if mask is not None:
             if cu_seqlens is not None:
-                raise ValueError("mask: got one beside cu_seqlens; `mask` and `cu_seqlens` cannot be provided at the same time")
+                raise ValueError("mask: got one beside cu_seqlens; `mask` and `cu_seqlens` cannot be "
+                                 "provided at the same time")
             check_dense("mask", mask, "a tensor of shape [B, T]")
             if mask.shape != x.shape[:2]:
                 raise ValueError(f"mask: got shape {list(mask.shape)}, need [B, T] = {list(x.shape[:2])}")
             if mask.is_complex() or mask.is_quantized:
-                raise TypeError(f"mask: got dtype {mask.dtype}, need bool, an integer or a floating-point one")
+                raise TypeError(
+                    f"mask: got dtype {mask.dtype}, need bool, an integer or a floating-point one")
             check_device("mask", mask, x.device, "x")
             x = x * mask.unsqueeze(-1).to(x.dtype)
         weight = self.weight.squeeze(1)
@@ -73,10 +90,13 @@ class ShortConvolution(nn.Conv1d):
             assert cache is not None  # for the type checker
             y, state = causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation)
             return y, state if output_final_state else None
-        packed_tokens = in_place and cu_seqlens is not None and x.ndim == 3 and x.shape[1] == cu_seqlens.numel() - 1
-        y, ht = causal_conv1d(x, weight, self.bias, residual, cache, output_final_state or packed_tokens, self.activation, self.backend,
-                              cu_seqlens, chunk_indices=chunk_indices, **options)
-        if packed_tokens:  # whether each sequence has one token is decided on the device, so that nobody waits for it
+        packed_tokens = in_place and cu_seqlens is not None and x.ndim == 3 and x.shape[
+            1] == cu_seqlens.numel() - 1
+        y, ht = causal_conv1d(x, weight, self.bias, residual, cache, output_final_state or packed_tokens,
+                              self.activation, self.backend, cu_seqlens, chunk_indices=chunk_indices,
+                              **options)
+        # whether each sequence has one token is decided on the device, so that nobody waits for it
+        if packed_tokens:
             assert cache is not None and ht is not None and cu_seqlens is not None
             cache.copy_(torch.where((cu_seqlens.diff() == 1).all(), ht.to(cache.dtype), cache))
         return y, ht if output_final_state else None

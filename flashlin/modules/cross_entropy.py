@@ -13,62 +13,94 @@ class FusedCrossEntropyLoss(nn.Module):
     """``cross_entropy_loss``, reduced. Drop-in for ``fla.modules.FusedCrossEntropyLoss``.
 
     Args:
-        reduction: ``mean`` over the rows whose target is not ignored, ``sum``, or ``none``; anything else is a NotImplementedError.
+        reduction: ``mean`` over the rows whose target is not ignored, ``sum``, or ``none``; anything else is
+            a NotImplementedError.
         return_z_loss: also return z_loss, reduced alike. The others as in ``cross_entropy_loss``.
 
-    Where every row is ignored the mean is 0, and so is its gradient (fla and torch give NaN, which ends a training for want of a few labels).
+    Where every row is ignored the mean is 0, and so is its gradient (fla and torch give NaN, which ends a
+    training for want of a few labels).
     """
 
-    def __init__(self, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0, logit_scale: float = 1.0,
-                 lse_square_scale: float = 0.0, logit_softcapping: float | None = None, inplace_backward: bool = False,
-                 process_group: Any = None, return_z_loss: bool = False) -> None:
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        lse_square_scale: float = 0.0,
+        logit_softcapping: float | None = None,
+        inplace_backward: bool = False,
+        process_group: Any = None,
+        return_z_loss: bool = False,
+    ) -> None:
         super().__init__()
         if reduction not in ("mean", "sum", "none"):
             raise NotImplementedError(f"reduction: got {reduction!r}, need 'mean', 'sum' or 'none'")
-        self.ignore_index, self.reduction, self.label_smoothing, self.logit_scale = ignore_index, reduction, label_smoothing, logit_scale
-        self.lse_square_scale, self.logit_softcapping, self.inplace_backward = lse_square_scale, logit_softcapping, inplace_backward
+        self.ignore_index, self.reduction, self.label_smoothing, self.logit_scale = (ignore_index, reduction,
+                                                                                     label_smoothing,
+                                                                                     logit_scale)
+        self.lse_square_scale, self.logit_softcapping, self.inplace_backward = (lse_square_scale,
+                                                                                logit_softcapping,
+                                                                                inplace_backward)
         self.process_group, self.return_z_loss = process_group, return_z_loss
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss of logits input [N, V] and target [N] in float32: a scalar, or [N] for ``none``; with return_z_loss (loss, z_loss)."""
-        loss, z_loss = cross_entropy_loss(input, target, self.label_smoothing, self.logit_scale, self.lse_square_scale, self.logit_softcapping,
-                                          self.ignore_index, self.inplace_backward, self.process_group)
+        """The loss of logits input [N, V] and target [N] in float32: a scalar, or [N] for ``none``; with
+        return_z_loss (loss, z_loss)."""
+        loss, z_loss = cross_entropy_loss(input, target, self.label_smoothing, self.logit_scale,
+                                          self.lse_square_scale, self.logit_softcapping, self.ignore_index,
+                                          self.inplace_backward, self.process_group)
         if self.reduction != "none":
             loss, z_loss = loss.sum(), z_loss.sum()
         if self.reduction == "mean":
-            counted = ((target >= 0) & (target < input.shape[1]) & (target != self.ignore_index)).sum().clamp(min=1)
+            counted = ((target >= 0) & (target < input.shape[1])
+                       & (target != self.ignore_index)).sum().clamp(min=1)
             loss, z_loss = loss / counted, z_loss / counted
         return (loss, z_loss) if self.return_z_loss else loss
 
 
 class FusedLinearCrossEntropyLoss(nn.Module):
-    """``fused_linear_cross_entropy_loss``: of a linear layer's output, of which only some rows exist at any time. Drop-in for
-    ``fla.modules.FusedLinearCrossEntropyLoss``; arguments as in that function."""
+    """``fused_linear_cross_entropy_loss``: of a linear layer's output, of which only some rows exist at any
+    time. Drop-in for ``fla.modules.FusedLinearCrossEntropyLoss``; arguments as in that function."""
 
-    def __init__(self, ignore_index: int = -100, label_smoothing: float = 0.0, logit_scale: float = 1.0, logit_softcapping: float | None = None,
-                 num_chunks: int = 8, reduction: str = "mean", use_l2warp: bool = False, l2_penalty_factor: float = 1e-4,
-                 accumulate_grad_in_fp32: bool = True, process_group: Any = None) -> None:
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        logit_softcapping: float | None = None,
+        num_chunks: int = 8,
+        reduction: str = "mean",
+        use_l2warp: bool = False,
+        l2_penalty_factor: float = 1e-4,
+        accumulate_grad_in_fp32: bool = True,
+        process_group: Any = None,
+    ) -> None:
         super().__init__()
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction: got {reduction!r}, need 'mean' or 'sum'")
         self.ignore_index, self.label_smoothing, self.logit_scale, self.logit_softcapping = (
             ignore_index, label_smoothing, logit_scale, logit_softcapping)
-        self.num_chunks, self.reduction, self.use_l2warp, self.l2_penalty_factor = num_chunks, reduction, use_l2warp, l2_penalty_factor
+        self.num_chunks, self.reduction, self.use_l2warp, self.l2_penalty_factor = (num_chunks, reduction,
+                                                                                    use_l2warp,
+                                                                                    l2_penalty_factor)
         self.accumulate_grad_in_fp32, self.process_group = accumulate_grad_in_fp32, process_group
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, num_chunks={self.num_chunks}"
 
     def forward(self, x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The loss of x [..., D] and target [...] (x's shape but for D), with weight [V, D] and bias [V] or None: a float32 scalar."""
+        """The loss of x [..., D] and target [...] (x's shape but for D), with weight [V, D] and bias [V] or
+        None: a float32 scalar."""
         check_floats("x", x, "[..., D]")
         check_dense("target", target, "an int32 or int64 tensor of x's shape without D")
         if x.ndim:
             if target.shape != x.shape[:-1]:
-                raise ValueError(f"target: got shape {list(target.shape)}, need x's without its last dimension, {list(x.shape[:-1])}")
+                raise ValueError(f"target: got shape {list(target.shape)}, need x's without its last "
+                                 f"dimension, {list(x.shape[:-1])}")
             x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
         return fused_linear_cross_entropy_loss(
             x, target, weight, bias,

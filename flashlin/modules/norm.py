@@ -10,12 +10,15 @@ from flashlin.ops.norm import ACTIVATIONS, group_norm, l2norm, layer_norm, layer
 class _Affine(nn.Module):
     """Size, weight and bias of a norm."""
 
-    def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False, eps: float = 1e-5,
-                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False,
+                 eps: float = 1e-5, device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.hidden_size, self.elementwise_affine, self.eps = hidden_size, elementwise_affine, eps
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
-        self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if elementwise_affine and bias else None
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device,
+                                               dtype=dtype)) if elementwise_affine else None
+        self.bias = nn.Parameter(torch.empty(hidden_size, device=device,
+                                             dtype=dtype)) if elementwise_affine and bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -26,7 +29,8 @@ class _Affine(nn.Module):
             nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
-        flags = ("" if self.elementwise_affine else ", elementwise_affine=False") + ("" if self.bias is None else ", bias=True")
+        flags = ("" if self.elementwise_affine else ", elementwise_affine=False") + ("" if self.bias is None
+                                                                                     else ", bias=True")
         return f"{self.hidden_size}{flags}, eps={self.eps}"
 
 
@@ -43,7 +47,8 @@ class LayerNorm(_Affine):
 
 
 class RMSNorm(_Affine):
-    """``rms_norm`` over the last dimension, of size hidden_size. Drop-in for ``fla.modules.RMSNorm``; arguments as ``LayerNorm``."""
+    """``rms_norm`` over the last dimension, of size hidden_size. Drop-in for ``fla.modules.RMSNorm``;
+    arguments as ``LayerNorm``."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False,
                 residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -52,26 +57,38 @@ class RMSNorm(_Affine):
 
 
 class GroupNorm(_Affine):
-    """``group_norm`` of num_groups equal slices of the last dimension, of size hidden_size. Drop-in for ``fla.modules.GroupNorm``.
+    """``group_norm`` of num_groups equal slices of the last dimension, of size hidden_size. Drop-in for
+    ``fla.modules.GroupNorm``.
 
-    is_rms_norm: an RMS norm of each slice. The other arguments as ``LayerNorm``; weight and bias are [hidden_size].
-    Raises ValueError where num_groups does not divide hidden_size.
+    is_rms_norm: an RMS norm of each slice. The other arguments as ``LayerNorm``; weight and bias are
+    [hidden_size]. Raises ValueError where num_groups does not divide hidden_size.
     """
 
-    def __init__(self, num_groups: int, hidden_size: int, elementwise_affine: bool = True, bias: bool = False, eps: float = 1e-5,
-                 is_rms_norm: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        num_groups: int,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        eps: float = 1e-5,
+        is_rms_norm: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         if num_groups < 1 or hidden_size % num_groups:
             raise ValueError(f"num_groups: got {num_groups}, need a divisor of hidden_size = {hidden_size}")
         super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
         self.num_groups, self.is_rms_norm = num_groups, is_rms_norm
 
     def extra_repr(self) -> str:
-        return f"{self.num_groups}, {super().extra_repr()}" + (", is_rms_norm=True" if self.is_rms_norm else "")
+        return f"{self.num_groups}, {super().extra_repr()}" + (", is_rms_norm=True" if self.is_rms_norm
+                                                               else "")
 
     def forward(self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False,
                 residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """y, or with prenorm (y, x + residual)."""
-        return group_norm(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32, self.is_rms_norm, self.num_groups)
+        return group_norm(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32,
+                          self.is_rms_norm, self.num_groups)
 
 
 class _Gated(_Affine):
@@ -87,52 +104,60 @@ class _Gated(_Affine):
 
 
 class FusedLayerNormGated(_Gated):
-    """``layer_norm_gated`` over the last dimension, of size hidden_size. Drop-in for ``fla.modules.FusedLayerNormGated``.
+    """``layer_norm_gated`` over the last dimension, of size hidden_size. Drop-in for
+    ``fla.modules.FusedLayerNormGated``.
 
-    activation: of the gate, ``swish``, ``silu`` or ``sigmoid``; anything else is a ValueError. The other arguments as ``LayerNorm``.
+    activation: of the gate, ``swish``, ``silu`` or ``sigmoid``; anything else is a ValueError. The other
+    arguments as ``LayerNorm``.
     """
 
-    def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False, activation: str = "swish", eps: float = 1e-5,
-                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False,
+                 activation: str = "swish", eps: float = 1e-5, device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None) -> None:
         super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
         self._set(activation)
 
     def forward(self, x: Tensor, g: Tensor, residual: Tensor | None = None, prenorm: bool = False,
                 residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """y, or with prenorm (y, x + residual)."""
-        return layer_norm_gated(x, g, self.weight, self.bias, self.activation, residual, prenorm, residual_in_fp32, self.eps)
+        return layer_norm_gated(x, g, self.weight, self.bias, self.activation, residual, prenorm,
+                                residual_in_fp32, self.eps)
 
 
 class FusedRMSNormGated(_Gated):
-    """``rms_norm_gated`` over the last dimension, of size hidden_size. Drop-in for ``fla.modules.FusedRMSNormGated``.
+    """``rms_norm_gated`` over the last dimension, of size hidden_size. Drop-in for
+    ``fla.modules.FusedRMSNormGated``.
 
     Arguments as ``FusedLayerNormGated``, but there is no bias.
     """
 
-    def __init__(self, hidden_size: int, elementwise_affine: bool = True, eps: float = 1e-5, activation: str = "swish",
-                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, hidden_size: int, elementwise_affine: bool = True, eps: float = 1e-5,
+                 activation: str = "swish", device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None) -> None:
         super().__init__(hidden_size, elementwise_affine, False, eps, device, dtype)
         self._set(activation)
 
     def forward(self, x: Tensor, g: Tensor, residual: Tensor | None = None, prenorm: bool = False,
                 residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """y, or with prenorm (y, x + residual)."""
-        return rms_norm_gated(x, g, self.weight, self.bias, self.activation, residual, prenorm, residual_in_fp32, self.eps)
+        return rms_norm_gated(x, g, self.weight, self.bias, self.activation, residual, prenorm,
+                              residual_in_fp32, self.eps)
 
 
 class FusedLayerNormSwishGate(FusedLayerNormGated):
     """``FusedLayerNormGated`` with swish. Drop-in for ``fla.modules.FusedLayerNormSwishGate``."""
 
-    def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False, eps: float = 1e-5,
-                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False,
+                 eps: float = 1e-5, device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None) -> None:
         super().__init__(hidden_size, elementwise_affine, bias, eps=eps, device=device, dtype=dtype)
 
 
 class FusedRMSNormSwishGate(FusedRMSNormGated):
     """``FusedRMSNormGated`` with swish. Drop-in for ``fla.modules.FusedRMSNormSwishGate``."""
 
-    def __init__(self, hidden_size: int, elementwise_affine: bool = True, eps: float = 1e-5, device: torch.device | str | None = None,
-                 dtype: torch.dtype | None = None) -> None:
+    def __init__(self, hidden_size: int, elementwise_affine: bool = True, eps: float = 1e-5,
+                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__(hidden_size, elementwise_affine, eps, device=device, dtype=dtype)
 
 
@@ -144,7 +169,8 @@ class L2Norm(nn.Module):
         self.eps, self.output_dtype = eps, output_dtype
 
     def extra_repr(self) -> str:
-        return f"eps={self.eps}" + ("" if self.output_dtype is None else f", output_dtype={self.output_dtype}")
+        return f"eps={self.eps}" + ("" if self.output_dtype is None
+                                    else f", output_dtype={self.output_dtype}")
 
     def forward(self, x: Tensor) -> Tensor:
         return l2norm(x, self.eps, self.output_dtype)

@@ -1,4 +1,5 @@
-"""Mamba2's gated norms as modules, under fla's name and under mamba_ssm's; parameters are called as there, so checkpoints load either way."""
+"""Mamba2's gated norms as modules, under fla's name and under mamba_ssm's; parameters are called as there, so
+checkpoints load either way."""
 from __future__ import annotations
 
 import torch
@@ -8,15 +9,18 @@ from flashlin.ops.norm import layernorm_fn, rmsnorm_fn
 
 
 class RMSNormGated(nn.Module):
-    """``rmsnorm_fn`` with a weight [hidden_size]. Drop-in for ``fla.modules.layernorm_gated.RMSNormGated``, which gates before it normalises
-    unless told otherwise; mamba_ssm's class (``flashlin.mamba.RMSNormGated``) gates after.
+    """``rmsnorm_fn`` with a weight [hidden_size]. Drop-in for ``fla.modules.layernorm_gated.RMSNormGated``,
+    which gates before it normalises unless told otherwise; mamba_ssm's class
+    (``flashlin.mamba.RMSNormGated``) gates after.
 
-    eps: added to the mean of the squares. group_size: columns normalised together, all of them if None. norm_before_gate: norm(x) * silu(z), else
-    norm(x * silu(z)). device, dtype: of the weight. Raises ValueError where group_size does not divide hidden_size.
+    eps: added to the mean of the squares. group_size: columns normalised together, all of them if None.
+    norm_before_gate: norm(x) * silu(z), else norm(x * silu(z)). device, dtype: of the weight. Raises
+    ValueError where group_size does not divide hidden_size.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None, norm_before_gate: bool = False,
-                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None,
+                 norm_before_gate: bool = False, device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None) -> None:
         super().__init__()
         if group_size is not None and (group_size < 1 or hidden_size % group_size):
             raise ValueError(f"group_size: got {group_size}, need a divisor of hidden_size = {hidden_size}")
@@ -42,18 +46,22 @@ class RMSNormGated(nn.Module):
 
 
 class RMSNorm(RMSNormGated):
-    """Drop-in for ``mamba_ssm.ops.triton.layernorm_gated.RMSNorm``: ``RMSNormGated`` that gates after it has normalised unless told otherwise."""
+    """Drop-in for ``mamba_ssm.ops.triton.layernorm_gated.RMSNorm``: ``RMSNormGated`` that gates after it has
+    normalised unless told otherwise."""
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None, norm_before_gate: bool = True,
-                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None,
+                 norm_before_gate: bool = True, device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None) -> None:
         super().__init__(hidden_size, eps, group_size, norm_before_gate, device, dtype)
 
 
 class LayerNorm(RMSNorm):
-    """Drop-in for ``mamba_ssm.ops.triton.layernorm_gated.LayerNorm``: the same with a layer norm and a bias [hidden_size]."""
+    """Drop-in for ``mamba_ssm.ops.triton.layernorm_gated.LayerNorm``: the same with a layer norm and a bias
+    [hidden_size]."""
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None, norm_before_gate: bool = True,
-                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None,
+                 norm_before_gate: bool = True, device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None) -> None:
         super().__init__(hidden_size, eps, group_size, norm_before_gate, device, dtype)
         self.bias = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
 

@@ -1,4 +1,5 @@
-"""Rotary embeddings as a module; mirrors ``fla.modules.RotaryEmbedding``. Nothing of it is in a checkpoint, there as here."""
+"""Rotary embeddings as a module; mirrors ``fla.modules.RotaryEmbedding``. Nothing of it is in a checkpoint,
+there as here."""
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -21,35 +22,42 @@ class Tables(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """``rotary_embedding`` of q and k by angles of place / base^(2 i / dim). Drop-in for ``fla.modules.RotaryEmbedding``.
+    """``rotary_embedding`` of q and k by angles of place / base^(2 i / dim). Drop-in for
+    ``fla.modules.RotaryEmbedding``.
 
     Args:
         dim: channels of each head that are rotated, an even number; base: of the frequencies.
-        scale_base: None, or the xPos decay (Sun et al. 2022): q is scaled by s_i^p and k by s_i^-p, s_i = (2 i / dim + 0.4) / 1.4 and
-            p = (place - centre) / scale_base, so that a score depends on the distance only. The centre is half of the first length seen.
+        scale_base: None, or the xPos decay (Sun et al. 2022): q is scaled by s_i^p and k by s_i^-p, s_i = (2
+            i / dim + 0.4) / 1.4 and p = (place - centre) / scale_base, so that a score depends on the
+            distance only. The centre is half of the first length seen.
         interleaved: pairs are channels (2 i, 2 i + 1) instead of (i, dim / 2 + i).
-        pos_idx_in_fp32: places and frequencies are multiplied in float32, whatever the module was converted to. False: in inv_freq's dtype, for
-            models that were trained so.
+        pos_idx_in_fp32: places and frequencies are multiplied in float32, whatever the module was converted
+            to. False: in inv_freq's dtype, for models that were trained so.
         device: of the frequencies.
 
     Raises ValueError for a dim that is no even number of at least 2.
 
-    Tables are kept, grow by doubling, and are made anew for another device or other frequencies. They are float32, where fla rounds them to q's
-    dtype; and fla moves xPos's centre whenever a longer sequence comes, so that keys in a cache no longer fit.
+    Tables are kept, grow by doubling, and are made anew for another device or other frequencies. They are
+    float32, where fla rounds them to q's dtype; and fla moves xPos's centre whenever a longer sequence comes,
+    so that keys in a cache no longer fit.
     """
 
     inv_freq: Tensor
     scale: Tensor | None
 
-    def __init__(self, dim: int, base: float = 10000.0, scale_base: float | None = None, interleaved: bool = False, pos_idx_in_fp32: bool = True,
+    def __init__(self, dim: int, base: float = 10000.0, scale_base: float | None = None,
+                 interleaved: bool = False, pos_idx_in_fp32: bool = True,
                  device: torch.device | str | None = None) -> None:
         super().__init__()
         if dim < 2 or dim % 2:
             raise ValueError(f"dim: got {dim}, need an even number of at least 2")
         self.dim, self.base, self.scale_base = dim, float(base), scale_base
         self.interleaved, self.pos_idx_in_fp32, self.device = interleaved, pos_idx_in_fp32, device
-        self.register_buffer("inv_freq", torch.empty(dim // 2, dtype=torch.float32, device=device), persistent=False)
-        self.register_buffer("scale", None if scale_base is None else torch.empty(dim // 2, dtype=torch.float32, device=device), persistent=False)
+        self.register_buffer("inv_freq", torch.empty(dim // 2, dtype=torch.float32, device=device),
+                             persistent=False)
+        self.register_buffer("scale",
+                             None if scale_base is None
+                             else torch.empty(dim // 2, dtype=torch.float32, device=device), persistent=False)
         self._tables: Tables | None = None
         self._centre: int | None = None
         self.reset_parameters()
@@ -63,50 +71,61 @@ class RotaryEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         scale = "" if self.scale_base is None else f", scale_base={self.scale_base}"
-        return f"dim={self.dim}, base={self.base}, interleaved={self.interleaved}{scale}, pos_idx_in_fp32={self.pos_idx_in_fp32}"
+        return (f"dim={self.dim}, base={self.base}, interleaved={self.interleaved}{scale}, "
+                f"pos_idx_in_fp32={self.pos_idx_in_fp32}")
 
-    def forward(self, q: Tensor, k: Tensor, seqlen_offset: int | Tensor = 0, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-                chunk_indices: Any = None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, seqlen_offset: int | Tensor = 0, cu_seqlens: Tensor | None = None,
+                max_seqlen: int | None = None, chunk_indices: Any = None) -> tuple[Tensor, Tensor]:
         """(q, k) rotated, each [B, T, its heads, D] with D of at least dim.
 
-        seqlen_offset: added to every place, an int or [N] int32 or int64. cu_seqlens: as in ``rotary_embedding``.
-        max_seqlen: how many places may occur. None: T places from an int seqlen_offset on; with a tensor, whose values nobody reads, it has to be
-        given once, or the tables that are there have to do (ValueError where there are none). Further places are what ``rotary_embedding`` says.
+        seqlen_offset: added to every place, an int or [N] int32 or int64. cu_seqlens: as in
+        ``rotary_embedding``. max_seqlen: how many places may occur. None: T places from an int seqlen_offset
+        on; with a tensor, whose values nobody reads, it has to be given once, or the tables that are there
+        have to do (ValueError where there are none). Further places are what ``rotary_embedding`` says.
         """
         for name, x in (("q", q), ("k", k)):
             check_floats(name, x, "[B, T, H, D]")
             if x.ndim != 4 or x.shape[3] < self.dim:
-                raise ValueError(f"{name}: got shape {shown(x.shape)}, need [B, T, H, D] with D of at least dim = {self.dim}")
+                raise ValueError(f"{name}: got shape {shown(x.shape)}, need [B, T, H, D] with D of at least "
+                                 f"dim = {self.dim}")
         if max_seqlen is not None:
             max_seqlen = scalars.integer("max_seqlen", max_seqlen, 0, "an integer of at least 0, or None")
         elif not isinstance(seqlen_offset, Tensor):
-            max_seqlen = q.shape[1] + scalars.integer("seqlen_offset", seqlen_offset, need="an integer, or a tensor of shape [N]")
+            max_seqlen = q.shape[1] + scalars.integer("seqlen_offset", seqlen_offset,
+                                                      need="an integer, or a tensor of shape [N]")
         tables = self._tables_for(max_seqlen, q.device, q.dtype == torch.float64)
-        return tuple(rotary_embedding(x, *table, self.interleaved, False, seqlen_offset, cu_seqlens, chunk_indices)  # type: ignore[return-value]
+        return tuple(rotary_embedding(x, *table, self.interleaved, False, seqlen_offset, cu_seqlens,
+                                      chunk_indices)  # type: ignore[return-value]
                      for x, table in ((q, tables.q), (k, tables.k)))
 
     def _tables_for(self, length: int | None, device: torch.device, wide: bool) -> Tables:
         """Tables of at least that many places; None: those that are there."""
-        if transient() and length is not None:  # compiled, tables that grow would be compiled anew; these are fused with what uses them
+        # compiled, tables that grow would be compiled anew; these are fused with what uses them
+        if transient() and length is not None:
             return Tables(*self._made(length, self._centre_of(length), device, wide), self.inv_freq, 0)
         version = 0 if self.inv_freq.is_inference() else self.inv_freq._version
         kept = self._tables
         if length is None:
             if kept is None:
-                raise ValueError("max_seqlen: got None beside a tensor of seqlen_offset, need the number of places that may occur, the first time")
+                raise ValueError("max_seqlen: got None beside a tensor of seqlen_offset, need the number of "
+                                 "places that may occur, the first time")
             length = len(kept.q[0])
-        if kept is not None and length <= len(kept.q[0]) and kept.source is self.inv_freq and kept.version == version and (
-                kept.q[0].device == device and (kept.q[0].dtype == torch.float64) == wide):
+        if kept is not None and length <= len(
+                kept.q[0]) and kept.source is self.inv_freq and kept.version == version and (
+kept.q[0].device == device and (kept.q[0].dtype == torch.float64) == wide):
             return kept
         self._centre = self._centre_of(length)
-        with torch.inference_mode(False), torch.no_grad():  # tables made in inference mode would be of no use to autograd
-            self._tables = Tables(*self._made(1 << max(length - 1, 0).bit_length(), self._centre, device, wide), self.inv_freq, version)
+        # tables made in inference mode would be of no use to autograd
+        with torch.inference_mode(False), torch.no_grad():
+            self._tables = Tables(*self._made(1 << max(length - 1, 0).bit_length(), self._centre, device,
+                                              wide), self.inv_freq, version)
         return self._tables
 
     def _centre_of(self, length: int) -> int:
         return length // 2 if self._centre is None else self._centre
 
-    def _made(self, length: int, centre: int, device: torch.device, wide: bool) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def _made(self, length: int, centre: int, device: torch.device,
+              wide: bool) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         exact, dtype = self.inv_freq.to(device), torch.float64 if wide else torch.float32
         if self.pos_idx_in_fp32:
             exact = exact if exact.dtype == torch.float32 else self._frequencies(device)
@@ -123,4 +142,5 @@ class RotaryEmbedding(nn.Module):
         return 1 / self.base ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
 
     def _scales(self, device: torch.device) -> Tensor:
-        return (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) + 0.4 * self.dim) / (1.4 * self.dim)
+        return (torch.arange(0, self.dim, 2, device=device,
+                             dtype=torch.float32) + 0.4 * self.dim) / (1.4 * self.dim)

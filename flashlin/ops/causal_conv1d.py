@@ -1,4 +1,5 @@
-"""The short causal convolution as the package ``causal_conv1d`` has it: channels first. The kernels are those of ``flashlin.causal_conv1d``.
+"""The short causal convolution as the package ``causal_conv1d`` has it: channels first. The kernels are those
+of ``flashlin.causal_conv1d``.
 
     y_t = act(bias + sum_w weight[:, w] x_{t - W + 1 + w})
 """
@@ -26,32 +27,39 @@ from flashlin.ops.state_update import put_rows
 OP, CONVOLUTION = "mamba_causal_conv1d_update", "causal_conv1d_fn"
 
 
-def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None, initial_states: Tensor | None = None,
-                     return_final_states: bool = False, final_states_out: Tensor | None = None,
+def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None,
+                     initial_states: Tensor | None = None, return_final_states: bool = False,
+                     final_states_out: Tensor | None = None,
                      activation: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Causal convolution of each channel with its own filter. Drop-in for ``causal_conv1d.causal_conv1d_fn``.
 
     Args:
-        x: [b, D, T], bfloat16, float16 or float32 (float64 runs in plain torch); never modified. Where its channels are contiguous (a transposed
-            [b, T, D], a slice of one) it is read where it is; else it is copied.
-        weight: [D, W], the last column for the token itself; any W, with kernels up to 16. bias: [D]. Each of any float dtype, with a gradient.
-        seq_idx: [b, T] of integers: a token whose number is not that of the token before it begins a new sequence, which does not look back.
-            Tokens of negative numbers are padding: their y is zero.
-        initial_states: [b, D, W - 1] of any float dtype: the tokens before the first, the newest last; seen by each row's first sequence. Gets a
-            gradient.
+        x: [b, D, T], bfloat16, float16 or float32 (float64 runs in plain torch); never modified. Where its
+            channels are contiguous (a transposed [b, T, D], a slice of one) it is read where it is; else it
+            is copied.
+        weight: [D, W], the last column for the token itself; any W, with kernels up to 16. bias: [D]. Each of
+            any float dtype, with a gradient.
+        seq_idx: [b, T] of integers: a token whose number is not that of the token before it begins a new
+            sequence, which does not look back. Tokens of negative numbers are padding: their y is zero.
+        initial_states: [b, D, W - 1] of any float dtype: the tokens before the first, the newest last; seen
+            by each row's first sequence. Gets a gradient.
         return_final_states: also return the last W - 1 tokens of each row; not together with seq_idx.
-        final_states_out: [b, D, W - 1], of any strides: where to put them (without return_final_states it is left alone).
+        final_states_out: [b, D, W - 1], of any strides: where to put them (without return_final_states it is
+            left alone).
         activation: ``silu``, which is also called ``swish``, or None.
 
     Returns:
-        y [b, D, T] in x's dtype, laid out in memory like x; with return_final_states (y, final states [b, D, W - 1] in x's dtype, or
-        final_states_out itself). Gradients, also those of the final states, are computed in fp32 and repeat to the bit.
+        y [b, D, T] in x's dtype, laid out in memory like x; with return_final_states (y, final states [b, D,
+        W - 1] in x's dtype, or final_states_out itself). Gradients, also those of the final states, are
+        computed in fp32 and repeat to the bit.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
-    Differs from causal_conv1d: any D, W and strides; seq_idx and states for any layout; initial_states together with seq_idx, as from 1.7 on; a
-    number of seq_idx may be used again for a later sequence; CPU tensors.
+    Differs from causal_conv1d: any D, W and strides; seq_idx and states for any layout; initial_states
+    together with seq_idx, as from 1.7 on; a number of seq_idx may be used again for a later sequence; CPU
+    tensors.
     """
     check_channels(x)
     return_final_states = scalars.flag("return_final_states", return_final_states)
@@ -62,19 +70,23 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
         if given is not None:
             check_beside(name, given, (b, D, W - 1), "[b, D, W - 1]", "x", x)
     if final_states_out is not None and final_states_out.requires_grad and torch.is_grad_enabled():
-        raise ValueError("final_states_out: got a tensor that requires a gradient, need one that does not: it is written to")
+        raise ValueError("final_states_out: got a tensor that requires a gradient, need one that does not: "
+                         "it is written to")
     if final_states_out is not None:
         check_apart("final_states_out", final_states_out, CONVOLUTION)
     if seq_idx is not None:
         check_seq_idx(seq_idx, b, T, x)
     if seq_idx is not None and return_final_states:
-        raise ValueError("return_final_states: got True with seq_idx, need one of them: a row of several sequences has no one final state")
+        raise ValueError("return_final_states: got True with seq_idx, need one of them: a row of several "
+                         "sequences has no one final state")
     rows = x.transpose(1, 2)
     if seq_idx is not None:
         y, final = separated(rows, weight, bias, seq_idx, initial_states, activation is not None), None
     else:
-        h0 = None if initial_states is None else F.pad(initial_states, (1, 0))  # ours have a slot more, which no token sees
-        y, final = conv.planned_run(CONVOLUTION, rows, weight, bias, None, h0, None, activation is not None, return_final_states)
+        # ours have a slot more, which no token sees
+        h0 = None if initial_states is None else F.pad(initial_states, (1, 0))
+        y, final = conv.planned_run(CONVOLUTION, rows, weight, bias, None, h0, None, activation is not None,
+                                    return_final_states)
     y = y.transpose(1, 2)
     y = y.contiguous() if x.is_contiguous() else y
     if final is None:
@@ -86,37 +98,47 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
     return y, final_states_out
 
 
-def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
-                         cache_seqlens: Tensor | None = None, conv_state_indices: Tensor | None = None) -> Tensor:
-    """The next tokens of each sequence. Drop-in for ``causal_conv1d.causal_conv1d_update``. (``flashlin.causal_conv1d_update`` is fla's.)
+def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
+                         activation: str | None = None, cache_seqlens: Tensor | None = None,
+                         conv_state_indices: Tensor | None = None) -> Tensor:
+    """The next tokens of each sequence. Drop-in for ``causal_conv1d.causal_conv1d_update``.
+    (``flashlin.causal_conv1d_update`` is fla's.)
 
     Args:
         x: [b, D] or [b, D, T], any strides, never modified.
-        conv_state: [b, D, L], L at least W - 1, of any float dtype and any strides: the last L tokens, the newest last. UPDATED IN PLACE, also
-            where it is a view.
+        conv_state: [b, D, L], L at least W - 1, of any float dtype and any strides: the last L tokens, the
+            newest last. UPDATED IN PLACE, also where it is a view.
         weight, bias, activation: as ``causal_conv1d_fn``.
-        cache_seqlens: [b] int32 or int64: how many tokens each sequence has had. Then conv_state is a ring: token t has slot t mod L.
-        conv_state_indices: [b] int32 or int64: the row of conv_state of each sequence; conv_state may then have any number of rows. Sequences whose
-            index is negative or past the end have none: their y is zero.
+        cache_seqlens: [b] int32 or int64: how many tokens each sequence has had. Then conv_state is a ring:
+            token t has slot t mod L.
+        conv_state_indices: [b] int32 or int64: the row of conv_state of each sequence; conv_state may then
+            have any number of rows. Sequences whose index is negative or past the end have none: their y is
+            zero.
 
     Returns:
         y of x's shape and dtype.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name; a conv_state that requires a gradient, which cannot pass through a tensor
-        updated in place (``causal_conv1d_fn`` with initial_states has it). UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name; a conv_state that requires a gradient,
+            which cannot pass through a tensor
+        updated in place (``causal_conv1d_fn`` with initial_states has it). UnsupportedError: this machine
+        cannot run the call.
 
-    Differs from causal_conv1d: x, weight and bias have gradients, where there they are silently none; any D, W and dtypes; CPU tensors.
+    Differs from causal_conv1d: x, weight and bias have gradients, where there they are silently none; any D,
+    W and dtypes; CPU tensors.
     """
     check_channels(x, "[b, D] or [b, D, T]", (2, 3))
     check_filters(x, weight, bias, activation)
     rows = x if x.ndim == 3 else x.unsqueeze(-1)
     b, D, T = rows.shape
-    check_beside("conv_state", conv_state, (None if conv_state_indices is not None else b, D, None), "[b, D, L]", "x", x)
+    check_beside("conv_state", conv_state, (None if conv_state_indices is not None else b, D, None),
+                 "[b, D, L]", "x", x)
     if conv_state.shape[2] < max(weight.shape[1] - 1, 1):
-        raise ValueError(f"conv_state: got {conv_state.shape[2]} slots, need at least W - 1 = {weight.shape[1] - 1}, and one")
+        raise ValueError(f"conv_state: got {conv_state.shape[2]} slots, need at least W - 1 = "
+                         f"{weight.shape[1] - 1}, and one")
     if conv_state.requires_grad and torch.is_grad_enabled():
-        raise ValueError("conv_state: got a tensor that requires a gradient, need one that does not: it is updated in place. "
+        raise ValueError("conv_state: got a tensor that requires a gradient, need one that does not: it is "
+                         "updated in place. "
                          "causal_conv1d_fn with initial_states has the gradient")
     for name, given in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
         if given is not None:
@@ -139,7 +161,8 @@ def check_channels(x: Any, meaning: str = "[b, D, T]", dims: tuple[int, ...] = (
         raise ValueError(f"x: got shape {shown(x.shape)}, need {meaning} with D of at least 1")
 
 
-def check_filters(x: Tensor, weight: Any, bias: Any, activation: str | None, names: tuple[str, str, str] = ("weight", "bias", "x")) -> None:
+def check_filters(x: Tensor, weight: Any, bias: Any, activation: str | None,
+                  names: tuple[str, str, str] = ("weight", "bias", "x")) -> None:
     """weight [D, W] and bias [D] or None, for x of D channels."""
     D = x.shape[1]
     check_beside(names[0], weight, (D, None), "[D, W]", names[2], x)
@@ -152,14 +175,16 @@ def check_filters(x: Tensor, weight: Any, bias: Any, activation: str | None, nam
 
 def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:
     check_dense("seq_idx", seq_idx, "a tensor of integers of shape [b, T]")
-    if seq_idx.is_floating_point() or seq_idx.is_complex() or seq_idx.is_quantized or seq_idx.dtype == torch.bool:
+    if (seq_idx.is_floating_point() or seq_idx.is_complex() or seq_idx.is_quantized
+        or seq_idx.dtype == torch.bool):
         raise TypeError(f"seq_idx: got {seq_idx.dtype}, need a tensor of integers of shape [b, T]")
     if tuple(seq_idx.shape) != (b, T):
         raise ValueError(f"seq_idx: got shape {shown(seq_idx.shape)}, need [b, T] = {shown((b, T))}")
     check_device("seq_idx", seq_idx, x.device, "x")
 
 
-def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, activation: str | None) -> Tensor:
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None,
+              activation: str | None) -> Tensor:
     """y [b, T, D] of x [b, T, D], which have been checked."""
     if seq_idx is not None:
         return separated(x, weight, bias, seq_idx, None, activation is not None)
@@ -167,13 +192,17 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | 
 
 
 def begins(seq_idx: Tensor, first: bool) -> Tensor:
-    """[b, T]: whether a token's number is not that of the token before it; ``first`` is what a row's first one gets."""
-    return torch.cat([torch.full_like(seq_idx[:, :1], first, dtype=torch.bool), seq_idx[:, 1:] != seq_idx[:, :-1]], 1)
+    """[b, T]: whether a token's number is not that of the token before it; ``first`` is what a row's first
+    one gets."""
+    return torch.cat([torch.full_like(seq_idx[:, :1], first, dtype=torch.bool),
+                      seq_idx[:, 1:] != seq_idx[:, :-1]], 1)
 
 
-def separated(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, state: Tensor | None, silu: bool) -> Tensor:
-    """y [b, T, D] of x [b, T, D] whose rows hold several sequences each. The whole batch becomes one packed row; since nobody has counted its
-    sequences, its table of edges has room for one a token, and those that are not needed are empty. state: [b, D, W - 1]."""
+def separated(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, state: Tensor | None,
+              silu: bool) -> Tensor:
+    """y [b, T, D] of x [b, T, D] whose rows hold several sequences each. The whole batch becomes one packed
+    row; since nobody has counted its sequences, its table of edges has room for one a token, and those that
+    are not needed are empty. state: [b, D, W - 1]."""
     b, T, D = x.shape
     before = 0
     if state is not None and T:  # tokens of the first sequence
@@ -187,24 +216,32 @@ def separated(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, s
         bounds = F.pad(place[anew], (0, 1), value=rows)
     else:
         slot = torch.where(anew, anew.cumsum(0) - 1, rows)
-        bounds = torch.full((rows + 1,), rows, device=x.device).scatter(0, slot, torch.where(anew, place, rows))
-    y, _ = conv.planned_run(CONVOLUTION, conv.evenly_spaced(x).reshape(1, rows, D), weight, bias, None, None, bounds, silu, False)
+        bounds = torch.full((rows + 1,), rows, device=x.device).scatter(0, slot,
+                                                                        torch.where(anew, place, rows))
+    y, _ = conv.planned_run(CONVOLUTION, conv.evenly_spaced(x).reshape(1, rows, D), weight, bias, None, None,
+                            bounds, silu, False)
     y = y.reshape(b, before + T, D)[:, before:]
     return torch.where((seq_idx < 0)[:, before:, None], 0, y)
 
 
-def _in_parts(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, seqlens: Tensor | None, indices: Tensor | None) -> Tensor:
-    """The convolution with a state taken out of the pool before, and the pool written to after: for gradients and for plain torch."""
+def _in_parts(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool,
+              seqlens: Tensor | None, indices: Tensor | None) -> Tensor:
+    """The convolution with a state taken out of the pool before, and the pool written to after: for gradients
+    and for plain torch."""
     (b, _, T), L, W = x.shape, state.shape[2], weight.shape[1]
     known = rows = None
     before = state.detach().clone()
     if indices is not None:
-        known, rows = (indices >= 0) & (indices < state.shape[0]), indices.long().clamp(0, max(state.shape[0] - 1, 0))
+        known, rows = (indices >= 0) & (indices < state.shape[0]), indices.long().clamp(0,
+                                                                                        max(state.shape[0]
+                                                                                            - 1, 0))
         before = before[rows] if state.shape[0] else state.new_zeros(b, *state.shape[1:])
-    slots = torch.arange(L, device=x.device).expand(b, L) + (0 if seqlens is None else seqlens.long()[:, None])
+    slots = torch.arange(L, device=x.device).expand(b,
+                                                    L) + (0 if seqlens is None else seqlens.long()[:, None])
     slots = (slots % L)[:, None].expand(before.shape)  # of the tokens, the oldest first
     ordered = before.gather(2, slots)
-    y, _ = conv.planned_run(CONVOLUTION, x.transpose(1, 2), weight, bias, None, F.pad(ordered[..., L - W + 1:], (1, 0)), None, silu, False)
+    y, _ = conv.planned_run(CONVOLUTION, x.transpose(1, 2), weight, bias, None,
+                            F.pad(ordered[..., L - W + 1:], (1, 0)), None, silu, False)
     y = y.transpose(1, 2)
     after = torch.cat([ordered, x.detach().to(state.dtype)], 2)[..., T:]
     if seqlens is not None:
@@ -243,8 +280,10 @@ def _run(given: Tensors, how: Scalars) -> Tensor:
     if plan.problem.path == "torch":
         return _in_parts(x, state, weight, bias, how.silu, seqlens, indices)
     x, window, weight, bias, seqlens, indices = as_planned(given, plan.problem.dot)
-    weight, bias, seqlens, indices = weight.contiguous(), *(None if t is None else t.contiguous() for t in (bias, seqlens, indices))
-    y: Tensor = kernels("mamba", "forward").convolve(plan, x, window, weight, bias, seqlens, indices, how.silu, x.dtype)
+    weight, bias, seqlens, indices = weight.contiguous(), *(None if t is None else t.contiguous()
+                                                            for t in (bias, seqlens, indices))
+    y: Tensor = kernels("mamba", "forward").convolve(plan, x, window, weight, bias, seqlens, indices,
+                                                     how.silu, x.dtype)
     if window is not state:
         state.copy_(window)
     return y.to(dtype)
@@ -258,8 +297,10 @@ def problem_of(x: Tensor, weight: Tensor, dtype: str) -> Problem:
 
 @constant_while_tracing
 def _path(dtype: str, W: int, device: torch.device) -> str:
-    """What torch.compile may know while tracing: no size, which may be symbolic; only whether W is one for the kernels."""
+    """What torch.compile may know while tracing: no size, which may be symbolic; only whether W is one for
+    the kernels."""
     return planned(Problem(OP, WINDOW, "", 1, 1, 1, 1, W, 1, dtype), device).problem.path
 
 
-_library_op = writing_operator("conv_window", Tensors, Scalars, "state", _run, lambda x, how: x.x.new_empty(x.x.shape))
+_library_op = writing_operator("conv_window", Tensors, Scalars, "state", _run,
+                               lambda x, how: x.x.new_empty(x.x.shape))

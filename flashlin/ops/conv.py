@@ -1,7 +1,9 @@
-"""The short causal convolution, one filter per channel, and one step of it; mirrors ``fla.modules.convolution``.
+"""The short causal convolution, one filter per channel, and one step of it; mirrors
+``fla.modules.convolution``.
 
     y_t = act(bias + sum_w weight[:, w] x_{t - W + 1 + w}) + residual_t
-Source: the depthwise convolution in front of linear attention since H3 (Fu et al. 2023) and Mamba (Gu and Dao 2023).
+Source: the depthwise convolution in front of linear attention since H3 (Fu et al. 2023) and Mamba (Gu and Dao
+2023).
 """
 from __future__ import annotations
 
@@ -25,39 +27,58 @@ ACTIVATIONS = (None, "silu", "swish")
 BACKENDS = ("triton", "mix", "cuda")
 
 
-def causal_conv1d(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
-                  initial_state: Tensor | None = None, output_final_state: bool = False, activation: str | None = None,
-                  backend: str | None = "triton", cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-                  chunk_indices: Tensor | None = None, cp_context: Any = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """Causal convolution of each channel with its own filter. Drop-in for ``fla.modules.convolution.causal_conv1d``.
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    backend: str | None = "triton",
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: Any = None,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Causal convolution of each channel with its own filter. Drop-in for
+    ``fla.modules.convolution.causal_conv1d``.
 
     Args:
-        x: [B, T, D], bfloat16, float16 or float32 (float64 runs in plain torch); never modified. Rows that lie evenly spaced, such as a
-            slice of a fused projection, are read where they are. With cu_seqlens B is 1 and the sequences are packed along T.
-        weight: [D, W], the last column for the token itself; any W, with kernels up to 16. bias: [D]. residual: [B, T, D], added after the
-            activation. Each of any float dtype, with a gradient.
-        initial_state: [N, D, W] (N sequences) of any float dtype: slot w holds the token W - w before the first, so slot 0 counts only
-            where a sequence is empty. Gets a gradient.
-        output_final_state: also return the state after each sequence, which may be the next call's initial_state.
+        x: [B, T, D], bfloat16, float16 or float32 (float64 runs in plain torch); never modified. Rows that
+            lie evenly spaced, such as a slice of a fused projection, are read where they are. With cu_seqlens
+            B is 1 and the sequences are packed along T.
+        weight: [D, W], the last column for the token itself; any W, with kernels up to 16. bias: [D].
+            residual: [B, T, D], added after the activation. Each of any float dtype, with a gradient.
+        initial_state: [N, D, W] (N sequences) of any float dtype: slot w holds the token W - w before the
+            first, so slot 0 counts only where a sequence is empty. Gets a gradient.
+        output_final_state: also return the state after each sequence, which may be the next call's
+            initial_state.
         activation: ``silu``, which is also called ``swish``, or None.
-        cu_seqlens: [N + 1] int32 or int64 on x's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        cu_seqlens: [N + 1] int32 or int64 on x's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
+            1]. Empty ones are fine.
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        backend, chunk_indices: accepted for compatibility; the plan chooses, and no table of chunks is needed.
+        backend, chunk_indices: accepted for compatibility; the plan chooses, and no table of chunks is
+            needed.
 
     Returns:
-        y [B, T, D] and the final state [N, D, W] or None, both in x's dtype. Rows that cu_seqlens does not cover hold the residual or zeros,
-        and pass no gradient on to x. Gradients, also those of the final state, are computed in fp32 and repeat to the bit.
+        y [B, T, D] and the final state [N, D, W] or None, both in x's dtype. Rows that cu_seqlens does not
+        cover hold the residual or zeros, and pass no gradient on to x. Gradients, also those of the final
+        state, are computed in fp32 and repeat to the bit.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name; cp_context, which is not supported. UnsupportedError: this machine
+        TypeError, ValueError: an argument that does not fit, by name; cp_context, which is not supported.
+            UnsupportedError: this machine
         cannot run the call.
 
-    Differs from fla where fla fails: checks cu_seqlens, has no limit on B or T from the grid, takes tensors of different dtypes, runs
-    on CPU tensors, and never tunes or compiles anew for another B or T.
+    Differs from fla where fla fails: checks cu_seqlens, has no limit on B or T from the grid, takes tensors
+    of different dtypes, runs on CPU tensors, and never tunes or compiles anew for another B or T.
     """
     no_unknown("causal_conv1d", unknown)
     if cp_context is not None:
-        raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: a sequence split over several GPUs is not supported")
+        raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: a sequence split over "
+                         "several GPUs is not supported")
     if backend is not None:
         scalars.choice("backend", backend, BACKENDS)
     output_final_state = scalars.flag("output_final_state", output_final_state)
@@ -74,44 +95,50 @@ def causal_conv1d(x: Tensor, weight: Tensor | None = None, bias: Tensor | None =
     N = x.shape[0] if bounds is None else bounds.shape[0] - 1
     if initial_state is not None:
         _check_state("initial_state", initial_state, N, x, weight)
-    return planned_run("causal_conv1d", x, weight, bias, residual, initial_state, bounds, silu, output_final_state)
+    return planned_run("causal_conv1d", x, weight, bias, residual, initial_state, bounds, silu,
+                       output_final_state)
 
 
-def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
+def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = None,
+                         weight: Tensor | None = None, bias: Tensor | None = None,
                          activation: str | None = None) -> tuple[Tensor, Tensor]:
     """One token of each sequence. Drop-in for ``fla.modules.convolution.causal_conv1d_update``.
 
     Args:
         x: [N, D], [N, 1, D] or [1, N, D], never modified. residual: of x's shape.
-        cache: [N, D, W], any strides and any float dtype, as the final state of ``causal_conv1d``. It is UPDATED IN PLACE: shifted by one
-            slot, with x in the last.
+        cache: [N, D, W], any strides and any float dtype, as the final state of ``causal_conv1d``. It is
+            UPDATED IN PLACE: shifted by one slot, with x in the last.
         weight, bias, activation: as ``causal_conv1d``.
 
     Returns:
         y of x's shape and dtype, and cache itself.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name; a cache that requires a gradient, which cannot pass through a tensor
-        updated in place (``causal_conv1d`` with an initial_state does that). UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name; a cache that requires a gradient, which
+            cannot pass through a tensor
+        updated in place (``causal_conv1d`` with an initial_state does that). UnsupportedError: this machine
+        cannot run the call.
 
     Differs from fla: there are gradients for x, weight, bias and residual, where fla's are silently none.
     """
     silu = _silu(activation)
     check_floats("x", x, "[N, D], [N, 1, D] or [1, N, D]")
     if x.ndim not in (2, 3) or x.shape[-1] == 0 or (x.ndim == 3 and 1 not in x.shape[:2] and x.numel()):
-        raise ValueError(f"x: got shape {shown(x.shape)}, need [N, D], [N, 1, D] or [1, N, D] with D of at least 1")
+        raise ValueError(f"x: got shape {shown(x.shape)}, need [N, D], [N, 1, D] or [1, N, D] with D of at "
+                         "least 1")
     weight = _check(x, weight, bias, residual)
     D = x.shape[-1]
     N = x.numel() // D
     _check_state("cache", cache, N, x, weight)
     if cache.requires_grad and torch.is_grad_enabled():
-        raise ValueError("cache: got a tensor that requires a gradient, need one that does not: it is updated in place. "
+        raise ValueError("cache: got a tensor that requires a gradient, need one that does not: it is "
+                         "updated in place. "
                          "causal_conv1d with initial_state=cache has the gradient")
     check_apart("cache", cache, "causal_conv1d_update")
     rows, added = x.reshape(N, D), None if residual is None else residual.reshape(N, D)
     if wants_grad(x, weight, bias, residual):
-        y, state = planned_run("causal_conv1d", rows[:, None], weight, bias, None if added is None else added[:, None], cache.clone(), None, silu,
-                               True)
+        y, state = planned_run("causal_conv1d", rows[:, None], weight, bias,
+                               None if added is None else added[:, None], cache.clone(), None, silu, True)
         assert state is not None  # for the type checker
         cache.copy_(state.detach())
     else:
@@ -141,8 +168,17 @@ def _check_state(name: str, state: Any, N: int, x: Tensor, weight: Tensor) -> No
     need_tensor(name, state, (N, x.shape[-1], weight.shape[1]), "[N, D, W]", x.device, "x")
 
 
-def planned_run(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
-                silu: bool, has_ht: bool) -> tuple[Tensor, Tensor | None]:
+def planned_run(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    h0: Tensor | None,
+    bounds: Tensor | None,
+    silu: bool,
+    has_ht: bool,
+) -> tuple[Tensor, Tensor | None]:
     """Every op that is a convolution: plan and run what has been checked."""
     dtype = x.dtype
     call = _call_of(op, silu, has_ht, x=x, weight=weight, bias=bias, residual=residual, initial_state=h0)
@@ -167,7 +203,8 @@ def _update(given: Token, how: Activation) -> Tensor:
     """Of x [N, D] without gradients."""
     x, weight, bias, residual, cache = given
     dtype = x.dtype
-    call = _call_of("causal_conv1d_update", how.silu, False, x=x, weight=weight, bias=bias, residual=residual, cache=cache)
+    call = _call_of("causal_conv1d_update", how.silu, False, x=x, weight=weight, bias=bias, residual=residual,
+                    cache=cache)
     if torch.compiler.is_compiling():
         path, dot = _route(call, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device)
         if path != "torch":
@@ -178,7 +215,8 @@ def _update(given: Token, how: Activation) -> Tensor:
         plan = planned(_problem(call, N, 1, D, weight.shape[1], N, False, False), x.device)
         path, dot = plan.problem.path, plan.problem.dot
     if path == "torch":
-        y, ht = torch_path.run(x[:, None], weight, bias, None if residual is None else residual[:, None], cache, None, how.silu)
+        y, ht = torch_path.run(x[:, None], weight, bias, None if residual is None else residual[:, None],
+                               cache, None, how.silu)
         cache.copy_(ht)
         return y[:, 0].to(dtype)
     x, weight, bias, residual, window = as_planned(given, dot)
@@ -191,7 +229,8 @@ def _update(given: Token, how: Activation) -> Tensor:
 
 
 def evenly_spaced(x: Tensor) -> Tensor:
-    """x [B, T, D], copied unless its channels are contiguous and its rows lie at one distance through the whole batch."""
+    """x [B, T, D], copied unless its channels are contiguous and its rows lie at one distance through the
+    whole batch."""
     if x.is_contiguous():
         return x
     B, T, _ = x.shape
@@ -201,11 +240,13 @@ def evenly_spaced(x: Tensor) -> Tensor:
 
 
 def _call_of(op: str, silu: bool, has_ht: bool, **tensors: Tensor | None) -> str:
-    """Op, dtype and options in one string, because a library operator takes no tuple of strings. The dtype is the strictest of any tensor."""
+    """Op, dtype and options in one string, because a library operator takes no tuple of strings. The dtype is
+    the strictest of any tensor."""
     dtypes = {x.dtype for x in tensors.values() if x is not None}
     dtype = next(dtype for dtype in STRICTEST if dtype in dtypes)
     options = [name for name in ("bias", "residual", "initial_state") if tensors.get(name) is not None]
-    return " ".join([op, name_of(dtype), *options, *["silu"] * silu, *["final_state"] * has_ht, *["fixed"] * (op == "token_shift")])
+    return " ".join([op, name_of(dtype), *options, *["silu"] * silu, *["final_state"] * has_ht,
+                     *["fixed"] * (op == "token_shift")])
 
 
 class Tensors(NamedTuple):
@@ -250,7 +291,8 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
 
 def _problem(call: str, B: int, T: int, D: int, W: int, N: int, varlen: bool, needs_grad: bool) -> Problem:
     op, dtype, options = _parsed(call)
-    return Problem(op, "conv_update" if op == "causal_conv1d_update" else "conv", "", B, T, 1, D, W, N, dtype, varlen, needs_grad, options)
+    return Problem(op, "conv_update" if op == "causal_conv1d_update" else "conv", "", B, T, 1, D, W, N, dtype,
+                   varlen, needs_grad, options)
 
 
 @lru_cache(maxsize=256)
@@ -261,13 +303,15 @@ def _parsed(call: str) -> tuple[str, str, tuple[str, ...]]:
 
 @constant_while_tracing
 def _route(call: str, W: int, device: torch.device) -> tuple[str, str]:
-    """What torch.compile may know while tracing: no size, which may be symbolic; only whether W is one for the kernels."""
+    """What torch.compile may know while tracing: no size, which may be symbolic; only whether W is one for
+    the kernels."""
     problem = planned(_problem(call, 1, 1, 1, W, 1, False, True), device).problem
     return problem.path, problem.dot
 
 
 def _forward(plan: Plan, x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
-    found: tuple[Tensor, Tensor | None] = kernels("conv", "forward").run(plan, evenly_spaced(x.x), *x[1:], how.silu, how.has_ht, x.x.dtype)
+    found: tuple[Tensor, Tensor | None] = kernels("conv", "forward").run(plan, evenly_spaced(x.x), *x[1:],
+                                                                         how.silu, how.has_ht, x.x.dtype)
     return found
 
 
@@ -280,16 +324,21 @@ def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
     return x._replace(residual=None), (None, None)
 
 
-def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
-    dy = torch.zeros(x.x.shape, dtype=x.x.dtype, device=x.x.device) if grads.y is None else grads.y.contiguous()
+def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
+              wanted: frozenset[str]) -> Gradients:
+    dy = torch.zeros(x.x.shape, dtype=x.x.dtype,
+                     device=x.x.device) if grads.y is None else grads.y.contiguous()
     dht = None if grads.ht is None else grads.ht.contiguous()
     dx, dweight, dbias, dh0 = kernels("conv", "backward").run(
         plan, evenly_spaced(x.x), x.weight, x.bias, x.h0, x.bounds, dy, dht, how.silu,
         "x" in wanted, "weight" in wanted, "bias" in wanted, "h0" in wanted)
-    return {"x": dx, "weight": None if dweight is None else dweight.to(x.weight.dtype).contiguous(), "bias": dbias, "h0": dh0}
+    return {"x": dx, "weight": None if dweight is None else dweight.to(x.weight.dtype).contiguous(),
+            "bias": dbias, "h0": dh0}
 
 
 OPERATOR = Operator(
     "conv", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward,
-    traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x, how.silu)), same=lambda how: {"residual": "y"})
-_library_update = writing_operator("conv_update", Token, Activation, "cache", _update, lambda x, how: x.x.new_empty(x.x.shape))
+    traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x, how.silu)),
+    same=lambda how: {"residual": "y"})
+_library_update = writing_operator("conv_update", Token, Activation, "cache", _update,
+                                   lambda x, how: x.x.new_empty(x.x.shape))

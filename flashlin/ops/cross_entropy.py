@@ -1,10 +1,11 @@
-"""Cross entropy over a vocabulary, of logits and of what a linear layer makes them from; mirrors ``fla.modules.fused_cross_entropy`` and
-``fla.modules.fused_linear_cross_entropy``.
+"""Cross entropy over a vocabulary, of logits and of what a linear layer makes them from; mirrors
+``fla.modules.fused_cross_entropy`` and ``fla.modules.fused_linear_cross_entropy``.
 
-With x = c tanh(s logits / c), or s logits without a softcap c, and L = log sum e^x over the V columns of a row:
+With x = c tanh(s logits / c), or s logits without a softcap c, and L = log sum e^x over the V columns of a
+row:
     loss = L - (1 - e) x_target - e mean(x) + a L^2
-Source: label smoothing is of Szegedy et al. 2016, the squares ("z loss") of Chowdhery et al. 2022, the softcap of Gemma 2 (2024). Losses of a
-linear layer in chunks: Wijmans et al. 2024, Hsu et al. 2024 (Liger).
+Source: label smoothing is of Szegedy et al. 2016, the squares ("z loss") of Chowdhery et al. 2022, the
+softcap of Gemma 2 (2024). Losses of a linear layer in chunks: Wijmans et al. 2024, Hsu et al. 2024 (Liger).
 """
 from __future__ import annotations
 
@@ -36,33 +37,48 @@ class Terms(NamedTuple):
     ignore_index: int
 
 
-def cross_entropy_loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, logit_scale: float = 1.0, lse_square_scale: float = 0.0,
-                       logit_softcapping: float | None = None, ignore_index: int = -100, inplace_backward: bool = False,
-                       process_group: Any = None) -> tuple[Tensor, Tensor]:
+def cross_entropy_loss(
+    logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+    logit_softcapping: float | None = None,
+    ignore_index: int = -100,
+    inplace_backward: bool = False,
+    process_group: Any = None,
+) -> tuple[Tensor, Tensor]:
     """Cross entropy of each row. Drop-in for ``fla.modules.fused_cross_entropy.cross_entropy_loss``.
 
     Args:
-        logits: [N, V], bfloat16, float16 or float32 (float64 runs in plain torch), any V. Contiguous rows are read where they are.
+        logits: [N, V], bfloat16, float16 or float32 (float64 runs in plain torch), any V. Contiguous rows are
+            read where they are.
         target: [N] int32 or int64, each the number of a column or ignore_index, which may be any number.
-        label_smoothing: e, in 0 .. 1: so much of the target is spread evenly over all columns. logit_scale: s, of the logits.
-        lse_square_scale: a, of the squares. logit_softcapping: c, above 0, or None for no cap; the scale comes before it.
-        inplace_backward: backward writes the gradient over the logits, so nobody else may want their values by then; a second backward raises.
-            Where they are not contiguous, or on another path than the kernels', it goes into a tensor of its own all the same.
+        label_smoothing: e, in 0 .. 1: so much of the target is spread evenly over all columns. logit_scale:
+            s, of the logits.
+        lse_square_scale: a, of the squares. logit_softcapping: c, above 0, or None for no cap; the scale
+            comes before it.
+        inplace_backward: backward writes the gradient over the logits, so nobody else may want their values
+            by then; a second backward raises. Where they are not contiguous, or on another path than the
+            kernels', it goes into a tensor of its own all the same.
         process_group: None; a vocabulary split over several GPUs is not supported.
 
     Returns:
-        (loss, z_loss): [N] in float32 (float64 for float64 logits). z_loss, a L^2, is part of the loss and has no gradient of its own. Both are
-        0 where target is ignore_index, and the gradient with them, whatever such a row holds.
+        (loss, z_loss): [N] in float32 (float64 for float64 logits). z_loss, a L^2, is part of the loss and
+        has no gradient of its own. Both are 0 where target is ignore_index, and the gradient with them,
+        whatever such a row holds.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name; a target out of range: on a GPU that comes with a later flashlin call and
-        nothing waits for it (``flashlin.check_tokens`` says how, and ``flashlin.settings(tokens=...)``), and meanwhile the row counts as
-        ignored. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name; a target out of range: on a GPU that
+            comes with a later flashlin call and
+        nothing waits for it (``flashlin.check_tokens`` says how, and ``flashlin.settings(tokens=...)``), and
+        meanwhile the row counts as ignored. UnsupportedError: this machine cannot run the call.
 
-    Differs from fla: runs on CPU tensors; targets out of range are reported; rows with gaps between them are not copied; a second backward over
-    logits that the first one has overwritten is an error.
+    Differs from fla: runs on CPU tensors; targets out of range are reported; rows with gaps between them are
+    not copied; a second backward over logits that the first one has overwritten is an error.
     """
-    terms = _terms(label_smoothing, logit_scale, lse_square_scale, logit_softcapping, ignore_index, process_group)
+    terms = _terms(label_smoothing, logit_scale, lse_square_scale, logit_softcapping, ignore_index,
+                   process_group)
     scalars.flags(inplace_backward=inplace_backward)
     _check(logits, target)
     tokens.check("cross_entropy_loss", target, logits.shape[1], "target", ignore_index)
@@ -81,23 +97,40 @@ def cross_entropy_loss(logits: Tensor, target: Tensor, label_smoothing: float = 
     return loss, z_loss.detach()
 
 
-def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-                                    label_smoothing: float = 0.0, logit_scale: float = 1.0, logit_softcapping: float | None = None,
-                                    num_chunks: int = 8, reduction: str = "mean", use_l2warp: bool = False, l2_penalty_factor: float = 1e-4,
-                                    accumulate_grad_in_fp32: bool = True, process_group: Any = None) -> Tensor:
+def fused_linear_cross_entropy_loss(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    logit_softcapping: float | None = None,
+    num_chunks: int = 8,
+    reduction: str = "mean",
+    use_l2warp: bool = False,
+    l2_penalty_factor: float = 1e-4,
+    accumulate_grad_in_fp32: bool = True,
+    process_group: Any = None,
+) -> Tensor:
     """Cross entropy of ``x @ weight.T + bias``, of which only some rows exist at any time. Drop-in for
     ``fla.modules.fused_linear_cross_entropy.fused_linear_cross_entropy_loss``.
 
-    Gradients are made in forward, chunk by chunk, as far as anything wants them; backward multiplies them by the loss's.
+    Gradients are made in forward, chunk by chunk, as far as anything wants them; backward multiplies them by
+    the loss's.
 
     Args:
-        x: [N, D], any float dtype. weight: [V, D]. bias: [V] or None. They are multiplied in the autocast dtype, or without autocast in x's.
-        target, ignore_index, label_smoothing, logit_scale, logit_softcapping, process_group: as in ``cross_entropy_loss``.
-        num_chunks: into how many chunks the N rows are cut, at least 1; fewer where N is small, or where V is not that much larger than D.
+        x: [N, D], any float dtype. weight: [V, D]. bias: [V] or None. They are multiplied in the autocast
+            dtype, or without autocast in x's.
+        target, ignore_index, label_smoothing, logit_scale, logit_softcapping, process_group: as in
+            ``cross_entropy_loss``.
+        num_chunks: into how many chunks the N rows are cut, at least 1; fewer where N is small, or where V is
+            not that much larger than D.
         reduction: ``mean`` over the rows that are not ignored, or ``sum``.
-        use_l2warp: add l2_penalty_factor / N times each row's highest logit to the gradient of that logit (not to the loss), as RWKV does; of
-            all rows. Ties go to one of them.
-        accumulate_grad_in_fp32: add the chunks' gradients of weight and bias up in float32, else in their own dtype.
+        use_l2warp: add l2_penalty_factor / N times each row's highest logit to the gradient of that logit
+            (not to the loss), as RWKV does; of all rows. Ties go to one of them.
+        accumulate_grad_in_fp32: add the chunks' gradients of weight and bias up in float32, else in their own
+            dtype.
 
     Returns:
         A float32 scalar (float64 for float64 x); 0 with gradients of 0 where every row is ignored.
@@ -106,37 +139,43 @@ def fused_linear_cross_entropy_loss(x: Tensor, target: Tensor, weight: Tensor, b
 
     Second-order gradients are an error; ``cross_entropy_loss`` of the logits has them on the torch path.
 
-    Differs from fla: a second backward through the same graph is right; nothing is computed for what wants no gradient; gradients of weight are
-    products of 16-bit matrices added up in float32, so tensor cores do them; it compiles.
+    Differs from fla: a second backward through the same graph is right; nothing is computed for what wants no
+    gradient; gradients of weight are products of 16-bit matrices added up in float32, so tensor cores do
+    them; it compiles.
     """
     terms = _terms(label_smoothing, logit_scale, 0.0, logit_softcapping, ignore_index, process_group)
     _check_linear(x, weight, bias)
     _check_target(target, x.shape[0], x.device, "x")
     scalars.choice("reduction", reduction, ("mean", "sum"), "'mean' or 'sum'")
     num_chunks = scalars.integer("num_chunks", num_chunks, 1, "at least 1")
-    penalty = scalars.number("l2_penalty_factor", l2_penalty_factor) if scalars.flag("use_l2warp", use_l2warp) else 0.0
+    penalty = scalars.number("l2_penalty_factor", l2_penalty_factor) if scalars.flag("use_l2warp",
+                                                                                     use_l2warp) else 0.0
     accumulate_grad_in_fp32 = scalars.flag("accumulate_grad_in_fp32", accumulate_grad_in_fp32)
     tokens.check("fused_linear_cross_entropy_loss", target, weight.shape[0], "target", ignore_index)
     dtype = linear_dtype(x)
     needs_grad, call = wants_grad(x, weight, bias), _call_of("fused_linear_cross_entropy_loss", dtype)
     given = LinearTensors(x, target.contiguous(), weight, bias)
-    how = LinearScalars(*terms, num_chunks, reduction == "mean", penalty, accumulate_grad_in_fp32, dtype, wants_grad(x), wants_grad(weight),
-                        wants_grad(bias), needs_grad, call)
+    how = LinearScalars(*terms, num_chunks, reduction == "mean", penalty, accumulate_grad_in_fp32, dtype,
+                        wants_grad(x), wants_grad(weight), wants_grad(bias), needs_grad, call)
     # The operator plans again, for its chunks; here the whole call hears of what stands against it.
-    plan = None if torch.compiler.is_compiling() else planned(_problem(call, (x.shape[0], weight.shape[0]), needs_grad), x.device)
+    plan = None if torch.compiler.is_compiling() else planned(_problem(call, (x.shape[0], weight.shape[0]),
+                                                                       needs_grad), x.device)
     loss: Tensor = LINEAR(plan, given, how)[0]
     return loss
 
 
-def _terms(label_smoothing: float, logit_scale: float, lse_square_scale: float, logit_softcapping: float | None, ignore_index: int,
-           process_group: Any) -> Terms:
+def _terms(label_smoothing: float, logit_scale: float, lse_square_scale: float,
+           logit_softcapping: float | None, ignore_index: int, process_group: Any) -> Terms:
     if process_group is not None:
-        raise ValueError(f"process_group: got {type(process_group).__name__}, need None: a vocabulary split over several GPUs is not supported")
+        raise ValueError(f"process_group: got {type(process_group).__name__}, need None: a vocabulary split "
+                         "over several GPUs is not supported")
     return Terms(scalars.number("logit_scale", logit_scale),
                  None if logit_softcapping is None else
-                 scalars.number("logit_softcapping", logit_softcapping, scalars.ABOVE_ZERO, need="a number above 0, or None"),
+                 scalars.number("logit_softcapping", logit_softcapping, scalars.ABOVE_ZERO,
+                                need="a number above 0, or None"),
                  scalars.number("label_smoothing", label_smoothing, 0.0, 1.0, "a number in 0 .. 1"),
-                 scalars.number("lse_square_scale", lse_square_scale), scalars.integer("ignore_index", ignore_index))
+                 scalars.number("lse_square_scale", lse_square_scale),
+                 scalars.integer("ignore_index", ignore_index))
 
 
 def _check(logits: Any, target: Any) -> None:
@@ -159,7 +198,8 @@ def _check_linear(x: Any, weight: Any, bias: Any) -> None:
         raise ValueError(f"x: got shape {shown(x.shape)}, need [N, D] with D of at least 1")
     check_floats("weight", weight, "[V, D]")
     if weight.ndim != 2 or weight.shape[0] == 0 or weight.shape[1] != x.shape[1]:
-        raise ValueError(f"weight: got shape {shown(weight.shape)}, need [V, D] with V of at least 1 and D = {x.shape[1]}")
+        raise ValueError(f"weight: got shape {shown(weight.shape)}, need [V, D] with V of at least 1 and D = "
+                         f"{x.shape[1]}")
     check_device("weight", weight, x.device, "x")
     if bias is not None:
         need_tensor("bias", bias, weight.shape[:1], "[V]", x.device, "x")
@@ -167,7 +207,8 @@ def _check_linear(x: Any, weight: Any, bias: Any) -> None:
 
 def _rows(logits: Tensor) -> Tensor:
     """With rows that kernels can read: contiguous, apart from each other, and not too far."""
-    return logits if logits.stride(1) == 1 and logits.shape[1] <= logits.stride(0) <= FAR else logits.contiguous()
+    return logits if logits.stride(1) == 1 and logits.shape[1] <= logits.stride(
+        0) <= FAR else logits.contiguous()
 
 
 def _call_of(op: str, dtype: torch.dtype) -> str:
@@ -182,7 +223,8 @@ def _problem(call: str, shape: tuple[int, ...], needs_grad: bool) -> Problem:
 
 @constant_while_tracing
 def _route(call: str, device: torch.device) -> tuple[str, str]:
-    """What torch.compile may know while tracing: no size, which may be symbolic; there are kernels for all of them."""
+    """What torch.compile may know while tracing: no size, which may be symbolic; there are kernels for all of
+    them."""
     problem = planned(_problem(call, (1, 1), True), device).problem
     return problem.path, problem.dot
 
@@ -226,24 +268,29 @@ def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
     return x, (None, None, y.lse)
 
 
-def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
+              wanted: frozenset[str]) -> Gradients:
     """z_loss has no gradient of its own."""
     if grads.loss is None:
         return {"logits": None}
-    dlogits = kernels("cross_entropy", "backward").run(plan, _rows(x.logits), x.target, y.lse, grads.loss.contiguous(), *how.terms, how.in_place)
+    dlogits = kernels("cross_entropy", "backward").run(plan, _rows(x.logits), x.target, y.lse,
+                                                       grads.loss.contiguous(), *how.terms, how.in_place)
     if how.in_place:
         torch.autograd.graph.increment_version(x.logits)  # whoever else has kept them for backward is told so
     return {"logits": dlogits}
 
 
-def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
-    return {"logits": None if grads.loss is None else torch_path.gradients(x.logits, x.target, y.lse, grads.loss, *how.terms)}
+def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
+                       wanted: frozenset[str]) -> Gradients:
+    return {"logits": None if grads.loss is None
+            else torch_path.gradients(x.logits, x.target, y.lse, grads.loss, *how.terms)}
 
 
 OPERATOR = Operator(
-    "cross_entropy", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward, traced=Traced(
-        lambda x, how: _problem(how.call, x.logits.shape, how.needs_grad), _empty,
-        lambda x, how: torch_path.run(x.logits, x.target, *how.terms), _backward_on_torch))
+    "cross_entropy", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward,
+    traced=Traced(
+lambda x, how: _problem(how.call, x.logits.shape, how.needs_grad), _empty,
+lambda x, how: torch_path.run(x.logits, x.target, *how.terms), _backward_on_torch))
 
 
 class LinearTensors(NamedTuple):
@@ -254,8 +301,8 @@ class LinearTensors(NamedTuple):
 
 
 class LinearScalars(NamedTuple):
-    """mean: over the rows, else their sum. penalty: times a row's highest logit it is added to that logit's gradient. wide: add the chunks'
-    gradients up in float32. dtype: of the products."""
+    """mean: over the rows, else their sum. penalty: times a row's highest logit it is added to that logit's
+    gradient. wide: add the chunks' gradients up in float32. dtype: of the products."""
     scale: float
     cap: float | None
     smoothing: float
@@ -278,9 +325,10 @@ class LinearScalars(NamedTuple):
 
 
 class LinearOutputs(NamedTuple):
-    """The gradients, None where they are not wanted, are outputs because backward reads them (ops/_common/gradients.py). Those of weight and bias are
-    the loss's own, while dx has to be multiplied by share, a scalar: divided by the number of rows now, it would vanish in float16 before it
-    meets a gradient scaler's factor."""
+    """The gradients, None where they are not wanted, are outputs because backward reads them
+    (ops/_common/gradients.py). Those of weight and bias are the loss's own, while dx has to be multiplied by
+    share, a scalar: divided by the number of rows now, it would vanish in float16 before it meets a gradient
+    scaler's factor."""
     loss: Tensor
     dx: Tensor | None
     dweight: Tensor | None
@@ -297,12 +345,14 @@ def _linear_loss(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | Non
         losses = torch.zeros(N, dtype=_loss_dtype(dtype), device=x.device)
         one, share = torch.ones_like(losses), losses.new_ones(())
         if how.mean:
-            share = 1 / ((target >= 0) & (target < V) & (target != terms.ignore_index)).sum().clamp(min=1).to(losses.dtype)
+            share = 1 / ((target >= 0) & (target < V)
+                         & (target != terms.ignore_index)).sum().clamp(min=1).to(losses.dtype)
         sums = torch.promote_types(losses.dtype, weight.dtype) if how.wide else weight.dtype
         dx = torch.zeros_like(x) if how.wants_dx else None
         dweight = torch.zeros_like(weight, dtype=sums) if how.wants_dweight else None
         dbias = None if bias is None or not how.wants_dbias else torch.zeros_like(bias, dtype=sums)
-        chunks = min(how.num_chunks, -(-V // D))    # more would make the logits smaller than x, which is there anyway
+        # more would make the logits smaller than x, which is there anyway
+        chunks = min(how.num_chunks, -(-V // D))
         C = -(-max(N, 1) // chunks // CHUNK) * CHUNK
         for first in range(0, N, C):
             chunk = slice(first, min(first + C, N))
@@ -312,7 +362,8 @@ def _linear_loss(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | Non
             if not how.needs_grad:
                 losses[chunk], _ = _losses(plan, logits, target[chunk], terms)
                 continue
-            losses[chunk], dlogits = _both(plan, logits, target[chunk], one[chunk], terms, how.penalty / N / share if how.penalty else None)
+            losses[chunk], dlogits = _both(plan, logits, target[chunk], one[chunk], terms,
+                                           how.penalty / N / share if how.penalty else None)
             if dx is not None:
                 dx[chunk] = dlogits @ matrix
             if dweight is not None:
@@ -331,7 +382,8 @@ def _room_for(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _empty_linear(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | None, ...]:
     x, _, weight, bias = given
     loss, share = (x.new_empty([], dtype=_loss_dtype(how.dtype)) for _ in range(2))
-    return (loss, torch.empty_like(x) if how.wants_dx else None, torch.empty_like(weight) if how.wants_dweight else None,
+    return (loss, torch.empty_like(x) if how.wants_dx else None,
+            torch.empty_like(weight) if how.wants_dweight else None,
             torch.empty_like(bias) if bias is not None and how.wants_dbias else None, share)
 
 
@@ -340,20 +392,25 @@ def _losses(plan: Plan, logits: Tensor, target: Tensor, terms: Terms) -> tuple[T
     if plan.problem.path == "torch":
         loss, _, lse = torch_path.run(logits, target, *terms)
     else:
-        loss, _, lse = kernels("cross_entropy", "forward").run(plan, as_planned(Tensors(logits, target), plan.problem.dot).logits, target, *terms)
+        loss, _, lse = kernels("cross_entropy", "forward").run(plan,
+                                                               as_planned(Tensors(logits, target),
+                                                                          plan.problem.dot).logits, target,
+                                                               *terms)
     return loss, lse
 
 
-def _both(plan: Plan, logits: Tensor, target: Tensor, one: Tensor, terms: Terms, penalty: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Losses of a chunk and their gradient for a gradient of one, which is written over the logits where it can be. penalty: times each row's
-    highest logit it is added to the gradient of that logit."""
+def _both(plan: Plan, logits: Tensor, target: Tensor, one: Tensor, terms: Terms,
+          penalty: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Losses of a chunk and their gradient for a gradient of one, which is written over the logits where it
+    can be. penalty: times each row's highest logit it is added to the gradient of that logit."""
     highest = None if penalty is None else logits.max(1, keepdim=True)
     loss, lse = _losses(plan, logits, target, terms)
     if plan.problem.path == "torch":
         dlogits = torch_path.gradients(logits, target, lse, one, *terms)
     else:
         readable = as_planned(Tensors(logits, target), plan.problem.dot).logits
-        dlogits = kernels("cross_entropy", "backward").run(plan, readable, target, lse, one, *terms, True).to(logits.dtype)
+        dlogits = kernels("cross_entropy", "backward").run(plan, readable, target, lse, one, *terms,
+                                                           True).to(logits.dtype)
     if highest is not None and penalty is not None:
         pull = highest.values.to(lse.dtype) * penalty
         dlogits.scatter_(1, highest.indices, (dlogits.gather(1, highest.indices) + pull).to(dlogits.dtype))
@@ -361,7 +418,8 @@ def _both(plan: Plan, logits: Tensor, target: Tensor, one: Tensor, terms: Terms,
 
 
 def _times(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """x * factor, a scalar, in out and rounded once: on a GPU, a scalar beside x of 16 bits would be rounded to them first."""
+    """x * factor, a scalar, in out and rounded once: on a GPU, a scalar beside x of 16 bits would be rounded
+    to them first."""
     return torch.mul(x, factor.reshape(1), out=out)
 
 
@@ -369,7 +427,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, in total's dtype."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):    # from torch 2.8 on: products of 16 bits, sums of 32
+    # from torch 2.8 on: products of 16 bits, sums of 32
+    elif a.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
         total += torch.mm(a, b, out_dtype=torch.float32)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
@@ -379,19 +438,21 @@ def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _backward_linear(plan: Plan | None, x: LinearTensors, y: LinearOutputs, grads: LinearOutputs, how: LinearScalars,
-                     wanted: frozenset[str]) -> Gradients:
+def _backward_linear(plan: Plan | None, x: LinearTensors, y: LinearOutputs, grads: LinearOutputs,
+                     how: LinearScalars, wanted: frozenset[str]) -> Gradients:
     dloss = grads.loss
     if dloss is None:
         return dict.fromkeys(wanted)
     factors = {"x": (y.dx, dloss * y.share), "weight": (y.dweight, dloss), "bias": (y.dbias, dloss)}
-    return {name: None if grad is None else _times(grad, factor, torch.empty_like(grad)) for name, (grad, factor) in factors.items()}
+    return {name: None if grad is None else _times(grad, factor, torch.empty_like(grad)) for name,
+            (grad, factor) in factors.items()}
 
 
 LINEAR = Operator(
     "linear_cross_entropy", LinearTensors, LinearScalars, LinearOutputs, len(LinearOutputs._fields),
-    forward=lambda plan, given, how: _linear_loss(given, how), kept=lambda x, y, how: ((None,) * len(x), (None, *y[1:])),
-    backward=_backward_linear,
-    traced=Traced(lambda given, how: _problem(how.call, (given.x.shape[0], given.weight.shape[0]), how.needs_grad), _empty_linear, _linear_loss,
+    forward=lambda plan, given, how: _linear_loss(given, how),
+    kept=lambda x, y, how: ((None,) * len(x), (None, *y[1:])), backward=_backward_linear,
+    traced=Traced(lambda given, how: _problem(how.call, (given.x.shape[0], given.weight.shape[0]),
+                                              how.needs_grad), _empty_linear, _linear_loss,
                   plain_backward=True),
     instead='cross_entropy_loss of the logits has them with flashlin.settings(path="torch")')

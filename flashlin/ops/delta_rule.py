@@ -16,68 +16,113 @@ from flashlin.ops._common import delta, recurrent
 from flashlin.ops._common.planned import wants_grad
 
 
-def chunk_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-                     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
-                     cu_seqlens_cpu: Tensor | None = None, chunk_size: int = 64, **unknown: Any) -> tuple[Tensor, Tensor | None]:
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_size: int = 64,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
     """The delta rule, chunk by chunk. Drop-in for ``fla.ops.delta_rule.chunk_delta_rule``.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H (value head j reads q and k of head j // (HV / H)). bfloat16, float16,
-            float32 (float64 runs in plain torch). Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B
-            is 1 and the sequences are packed along T.
-        beta: [B, T, HV], how much of the old value a key's new one replaces, normally 0 .. 1 (to 2 with negative eigenvalues: near 2 on
-            keys that repeat nothing is forgotten, roundings of 16-bit operands add up over the sequence, and float32 is worth its price).
+        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H (value head j reads q and k of head j // (HV
+            / H)). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
+            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
+        beta: [B, T, HV], how much of the old value a key's new one replaces, normally 0 .. 1 (to 2 with
+            negative eigenvalues: near 2 on keys that repeat nothing is forgotten, roundings of 16-bit
+            operands add up over the sequence, and float32 is worth its price).
         scale: factor on the scores; None means K ** -0.5.
         initial_state: [N, HV, K, V] (N sequences) of any float dtype; gets a gradient.
         output_final_state: also return the state after each sequence.
-        use_qk_l2norm_in_kernel: divide q and k by their lengths first, ``x rsqrt(sum x^2 + 1e-6)``. Keys longer than 1 make the
-            recurrence itself grow without bound, whoever computes it.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        use_qk_l2norm_in_kernel: divide q and k by their lengths first, ``x rsqrt(sum x^2 + 1e-6)``. Keys
+            longer than 1 make the recurrence itself grow without bound, whoever computes it.
+        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
+            1]. Empty ones are fine.
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        chunk_size: 16, 32 or 64, accepted for compatibility; the launch table chooses the chunk, which never changes the result beyond
-            rounding.
+        chunk_size: 16, 32 or 64, accepted for compatibility; the launch table chooses the chunk, which never
+            changes the result beyond rounding.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64 tensors), or None.
-        Rows that cu_seqlens does not cover are zero, as are their gradients.
+        o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64
+        tensors), or None. Rows that cu_seqlens does not cover are zero, as are their gradients.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
-    Differs from fla where fla fails: float32, K above 256, grouped value heads, any B * H, checked cu_seqlens, CPU tensors; the inverse
-    within a chunk is exact for keys that resemble each other; and an unknown keyword is an error.
+    Differs from fla where fla fails: float32, K above 256, grouped value heads, any B * H, checked
+    cu_seqlens, CPU tensors; the inverse within a chunk is exact for keys that resemble each other; and an
+    unknown keyword is an error.
     """
     no_unknown("chunk_delta_rule", unknown)
-    return delta.run("chunk_delta_rule", q, k, v, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, False,
-                     cu_seqlens, cu_seqlens_cpu, chunk_size)
+    return delta.run("chunk_delta_rule", q, k, v, beta, None, scale, initial_state, output_final_state,
+                     use_qk_l2norm_in_kernel, False, cu_seqlens, cu_seqlens_cpu, chunk_size)
 
 
-def fused_recurrent_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, scale: float | None = None,
-                               initial_state: Tensor | None = None, output_final_state: bool = False,
-                               use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, *, state_v_first: bool = False,
-                               state_indices: Tensor | None = None, inplace_state: bool = False,
-                               **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """The delta rule, token by token: for decoding and short inputs. Drop-in for ``fla.ops.delta_rule.fused_recurrent_delta_rule``.
+def fused_recurrent_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    state_v_first: bool = False,
+    state_indices: Tensor | None = None,
+    inplace_state: bool = False,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule, token by token: for decoding and short inputs. Drop-in for
+    ``fla.ops.delta_rule.fused_recurrent_delta_rule``.
 
-    Arguments, returns and errors as ``fused_recurrent_gated_delta_rule``, without its decays, gate and sigmoid. beta: [B, T, HV], or
-    headwise [B, T, HV, V]; None for ones. Everything that is a tensor of floats gets a gradient, through o and through the final state.
+    Arguments, returns and errors as ``fused_recurrent_gated_delta_rule``, without its decays, gate and
+    sigmoid. beta: [B, T, HV], or headwise [B, T, HV, V]; None for ones. Everything that is a tensor of floats
+    gets a gradient, through o and through the final state.
 
-    Differs from fla where fla fails: the gradient of a headwise beta is right for any V, a strided initial_state keeps its gradient.
+    Differs from fla where fla fails: the gradient of a headwise beta is right for any V, a strided
+    initial_state keeps its gradient.
     """
     no_unknown("fused_recurrent_delta_rule", unknown)
     scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first)
-    flags = ("delta", *(["l2norm"] if use_qk_l2norm_in_kernel else []), *(["v_first"] if state_v_first else []))
-    return recurrent.run("fused_recurrent_delta_rule", Inputs(q, k, v, beta, h0=initial_state, bounds=cu_seqlens), flags, scale,
+    flags = ("delta", *(["l2norm"] if use_qk_l2norm_in_kernel else []),
+             *(["v_first"] if state_v_first else []))
+    return recurrent.run("fused_recurrent_delta_rule",
+                         Inputs(q, k, v, beta, h0=initial_state, bounds=cu_seqlens), flags, scale,
                          output_final_state, state_indices, inplace_state)
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-               output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
-               cu_seqlens_cpu: Tensor | None = None, mode: str = "auto") -> tuple[Tensor, Tensor | None]:
-    """The delta rule in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and ``flashlin.explain`` says why.
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    mode: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and
+    ``flashlin.explain`` says why.
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_delta_rule``.
     """
-    if delta.chosen_mode("delta_rule", mode, q, k, v, beta, wants_grad(q, k, v, beta, initial_state)) == "chunk":
-        return chunk_delta_rule(q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu)
-    return fused_recurrent_delta_rule(q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    if delta.chosen_mode("delta_rule", mode, q, k, v, beta,
+                         wants_grad(q, k, v, beta, initial_state)) == "chunk":
+        return chunk_delta_rule(q, k, v, beta, scale, initial_state, output_final_state,
+                                use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu)
+    return fused_recurrent_delta_rule(q, k, v, beta, scale, initial_state, output_final_state,
+                                      use_qk_l2norm_in_kernel, cu_seqlens)

@@ -18,122 +18,180 @@ from flashlin.ops._common.preprocess import beta_of_logits, decay_of_gate
 from flashlin.ops.simple_gla import v_first
 
 
-def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-                           initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-                           use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
-                           cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None,
-                           cp_context: Any = None, *, use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
-                           dt_bias: Tensor | None = None, chunk_size: int = 64, transpose_state_layout: bool | None = None,
-                           **unknown: Any) -> tuple[Tensor, Tensor | None]:
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: Any = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule, chunk by chunk. Drop-in for ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H (value head j reads q and k of head j // (HV / H)). bfloat16, float16,
-            float32 (float64 runs in plain torch). Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B
-            is 1 and the sequences are packed along T.
-        g: [B, T, HV] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything); with use_gate_in_kernel the raw gate
-            instead.
+        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H (value head j reads q and k of head j // (HV
+            / H)). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
+            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
+        g: [B, T, HV] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything); with
+            use_gate_in_kernel the raw gate instead.
         beta: [B, T, HV]; with use_beta_sigmoid_in_kernel its logits.
         scale: factor on the scores; None means K ** -0.5.
-        initial_state: [N, HV, K, V] (N sequences) of any float dtype, [N, HV, V, K] with state_v_first; gets a gradient.
+        initial_state: [N, HV, K, V] (N sequences) of any float dtype, [N, HV, V, K] with state_v_first; gets
+            a gradient.
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: divide q and k by their lengths first, ``x rsqrt(sum x^2 + 1e-6)``.
         use_beta_sigmoid_in_kernel: beta is sigmoid(beta); allow_neg_eigval: twice that.
-        use_gate_in_kernel: g is -exp(A_log) softplus(g + dt_bias); A_log [HV], dt_bias [HV] or None. Both get gradients.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        use_gate_in_kernel: g is -exp(A_log) softplus(g + dt_bias); A_log [HV], dt_bias [HV] or None. Both get
+            gradients.
+        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
+            1]. Empty ones are fine.
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
         chunk_indices: accepted for compatibility; nothing here needs a table of chunks.
         cp_context: must be None: there is no context parallelism.
-        chunk_size: 16, 32 or 64, accepted for compatibility; the launch table chooses the chunk, which never changes the result beyond
-            rounding.
+        chunk_size: 16, 32 or 64, accepted for compatibility; the launch table chooses the chunk, which never
+            changes the result beyond rounding.
         transpose_state_layout: old name of state_v_first.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out like initial_state, or None.
-        Rows that cu_seqlens does not cover are zero, as are their gradients.
+        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
+        like initial_state, or None. Rows that cu_seqlens does not cover are zero, as are their gradients.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
-    Differs from fla where fla fails: trains on Hopper with any Triton (fla-org/flash-linear-attention#640), K above 256, any B * H, checked
-    cu_seqlens, CPU tensors; the inverse within a chunk is exact for keys that resemble each other; and an unknown keyword is an error.
+    Differs from fla where fla fails: trains on Hopper with any Triton (fla-org/flash-linear-attention#640), K
+    above 256, any B * H, checked cu_seqlens, CPU tensors; the inverse within a chunk is exact for keys that
+    resemble each other; and an unknown keyword is an error.
     """
     no_unknown("chunk_gated_delta_rule", unknown)
     if cp_context is not None:
-        raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: flashlin has no context parallelism")
-    g, beta = gates("chunk_gated_delta_rule", g, beta, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    return delta.run("chunk_gated_delta_rule", q, k, v, beta, g, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-                     v_first("chunk_gated_delta_rule", state_v_first, transpose_state_layout), cu_seqlens, cu_seqlens_cpu, chunk_size)
+        raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: flashlin has no context "
+                         "parallelism")
+    g, beta = gates("chunk_gated_delta_rule", g, beta, use_gate_in_kernel, A_log, dt_bias,
+                    use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return delta.run("chunk_gated_delta_rule", q, k, v, beta, g, scale, initial_state, output_final_state,
+                     use_qk_l2norm_in_kernel,
+                     v_first("chunk_gated_delta_rule", state_v_first, transpose_state_layout), cu_seqlens,
+                     cu_seqlens_cpu, chunk_size)
 
 
 chunk_gdn = chunk_gated_delta_rule
 
 
-def fused_recurrent_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None,
-                                     gv: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
-                                     initial_state: Tensor | None = None, output_final_state: bool = False,
-                                     use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
-                                     dt_bias: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-                                     state_v_first: bool = False, cu_seqlens: Tensor | None = None, *,
-                                     transpose_state_layout: bool | None = None, state_indices: Tensor | None = None,
-                                     inplace_state: bool = False, **unknown: Any) -> tuple[Tensor, Tensor | None]:
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+    state_indices: Tensor | None = None,
+    inplace_state: bool = False,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule, token by token: for decoding and short inputs. Drop-in for
     ``fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule``, also called ``fused_recurrent_gdn``.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV / H). bfloat16, float16,
-            float32 (float64 runs in plain torch). Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B is 1
-            and the sequences are packed along T.
-        g: [B, T, HV]; gk: [B, T, HV, K]; gv: [B, T, HV, V]: natural-log decays, normally <= 0, of the state, of its rows, of its columns.
+        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV
+            / H). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
+            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
+        g: [B, T, HV]; gk: [B, T, HV, K]; gv: [B, T, HV, V]: natural-log decays, normally <= 0, of the state,
+            of its rows, of its columns.
         beta: [B, T, HV], or headwise [B, T, HV, V]; None for ones.
         scale: factor on the output; None means K ** -0.5.
         initial_state: [N, HV, K, V] (N sequences) of any float dtype, [N, HV, V, K] with state_v_first.
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
-        use_gate_in_kernel: g is raw, and -exp(A_log) softplus(g + dt_bias) is the decay; A_log, dt_bias [HV], for that only.
+        use_gate_in_kernel: g is raw, and -exp(A_log) softplus(g + dt_bias) is the decay; A_log, dt_bias [HV],
+            for that only.
         use_beta_sigmoid_in_kernel: beta is raw, and sigmoid(beta) is meant; twice that with allow_neg_eigval.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
+            1]. Empty ones are fine.
         transpose_state_layout: old name of state_v_first.
-        inplace_state: write the states back to initial_state (each state contiguous) instead of to a new tensor. Without gradients only.
-        state_indices: [N] int32 or int64 on q's device: initial_state is a pool of P states, [P, HV, K, V] or [P, HV, V, K], and sequence n
-            reads and overwrites the one at state_indices[n]. A negative entry, or one outside the pool where its value is not looked at,
-            skips its sequence: its outputs are zeros and no state changes. No two sequences may share a state. Without gradients only.
+        inplace_state: write the states back to initial_state (each state contiguous) instead of to a new
+            tensor. Without gradients only.
+        state_indices: [N] int32 or int64 on q's device: initial_state is a pool of P states, [P, HV, K, V] or
+            [P, HV, V, K], and sequence n reads and overwrites the one at state_indices[n]. A negative entry,
+            or one outside the pool where its value is not looked at, skips its sequence: its outputs are
+            zeros and no state changes. No two sequences may share a state. Without gradients only.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out like initial_state, or None;
-        with inplace_state or state_indices it is initial_state itself. Rows that cu_seqlens does not cover are zero, as are their gradients.
-        Without gradients all of it is one launch.
+        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
+        like initial_state, or None; with inplace_state or state_indices it is initial_state itself. Rows that
+        cu_seqlens does not cover are zero, as are their gradients. Without gradients all of it is one launch.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
-    Differs from fla where fla fails: has a backward (q, k, v, g, gk, gv, beta, A_log, dt_bias and initial_state get gradients, through o and
-    through the final state), checks its arguments, and an unknown keyword is an error.
+    Differs from fla where fla fails: has a backward (q, k, v, g, gk, gv, beta, A_log, dt_bias and
+    initial_state get gradients, through o and through the final state), checks its arguments, and an unknown
+    keyword is an error.
     """
     op = "fused_recurrent_gated_delta_rule"
     no_unknown(op, unknown)
     scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
                   use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval)
-    for name, x, because in (("g", g, use_gate_in_kernel), ("A_log", A_log, use_gate_in_kernel), ("beta", beta, use_beta_sigmoid_in_kernel)):
+    for name, x, because in (("g", g, use_gate_in_kernel), ("A_log", A_log, use_gate_in_kernel),
+                             ("beta", beta, use_beta_sigmoid_in_kernel)):
         if because and x is None:
-            raise ValueError(f"{op}: {name}: got None, need a tensor with {'use_beta_sigmoid' if name == 'beta' else 'use_gate'}_in_kernel")
+            raise ValueError(f"{op}: {name}: got None, need a tensor with "
+                             f"{'use_beta_sigmoid' if name == 'beta' else 'use_gate'}_in_kernel")
     if not use_gate_in_kernel and (A_log is not None or dt_bias is not None):
-        raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, which alone reads it")
+        raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, "
+                         "which alone reads it")
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise ValueError(f"{op}: got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both (or a beta in 0 .. 2)")
-    asked = {"delta": True, "l2norm": use_qk_l2norm_in_kernel, "sigmoid": use_beta_sigmoid_in_kernel, "neg_eigval": allow_neg_eigval,
-             "v_first": v_first(op, state_v_first, transpose_state_layout)}
-    inputs = Inputs(q, k, v, beta, g, None, gk, gv, A_log=A_log, dt_bias=dt_bias, h0=initial_state, bounds=cu_seqlens)
-    return recurrent.run(op, inputs, tuple(flag for flag, on in asked.items() if on), scale, output_final_state, state_indices, inplace_state)
+        raise ValueError(f"{op}: got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both (or a "
+                         "beta in 0 .. 2)")
+    asked = {"delta": True, "l2norm": use_qk_l2norm_in_kernel, "sigmoid": use_beta_sigmoid_in_kernel,
+             "neg_eigval": allow_neg_eigval, "v_first": v_first(op, state_v_first, transpose_state_layout)}
+    inputs = Inputs(q, k, v, beta, g, None, gk, gv, A_log=A_log, dt_bias=dt_bias, h0=initial_state,
+                    bounds=cu_seqlens)
+    return recurrent.run(op, inputs, tuple(flag for flag, on in asked.items() if on), scale,
+                         output_final_state, state_indices, inplace_state)
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
-def gates(op: str, g: Tensor, beta: Tensor, use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | None, use_sigmoid: bool,
-          allow_neg_eigval: bool) -> tuple[Tensor, Tensor]:
+def gates(op: str, g: Tensor, beta: Tensor, use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | None,
+          use_sigmoid: bool, allow_neg_eigval: bool) -> tuple[Tensor, Tensor]:
     """g and beta as the recurrence wants them."""
-    scalars.flags(use_gate_in_kernel=use_gate, use_beta_sigmoid_in_kernel=use_sigmoid, allow_neg_eigval=allow_neg_eigval)
+    scalars.flags(use_gate_in_kernel=use_gate, use_beta_sigmoid_in_kernel=use_sigmoid,
+                  allow_neg_eigval=allow_neg_eigval)
     if use_gate:
         if A_log is None:
             raise ValueError(f"{op}: A_log: got None, need a tensor [HV] when use_gate_in_kernel is set")
@@ -143,29 +201,51 @@ def gates(op: str, g: Tensor, beta: Tensor, use_gate: bool, A_log: Tensor | None
                 need_tensor(name, x, (g.shape[2],), "[HV]", g.device, "g")
         g = decay_of_gate(g, A_log, dt_bias)
     elif A_log is not None or dt_bias is not None:
-        raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, which alone reads it")
+        raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, "
+                         "which alone reads it")
     if use_sigmoid:
         check_floats("beta", beta, "[B, T, HV]")
         beta = beta_of_logits(beta, allow_neg_eigval)
     elif allow_neg_eigval:
-        raise ValueError(f"{op}: got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both (or a beta in 0 .. 2)")
+        raise ValueError(f"{op}: got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both (or a "
+                         "beta in 0 .. 2)")
     return g, beta
 
 
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-                     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
-                     allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
-                     cu_seqlens_cpu: Tensor | None = None, *, use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
-                     dt_bias: Tensor | None = None, mode: str = "auto") -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and ``flashlin.explain`` says why.
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    mode: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule in the mode that suits the call: ``auto`` decides from T, gradients and the GPU,
+    and ``flashlin.explain`` says why.
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_gated_delta_rule``.
     """
     needs_grad = wants_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
-    gates_here = dict(use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first,
-                      cu_seqlens=cu_seqlens, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias)
+    gates_here = dict(use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+                      allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+                      use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias)
     if delta.chosen_mode("gated_delta_rule", mode, q, k, v, beta, needs_grad) == "chunk":
-        return chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        return chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
+                                      use_qk_l2norm_in_kernel,
                                       cu_seqlens_cpu=cu_seqlens_cpu, **gates_here)  # type: ignore[arg-type]
-    return fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+    return fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, scale=scale, initial_state=initial_state,
+                                            output_final_state=output_final_state,
                                             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **gates_here)  # type: ignore[arg-type]

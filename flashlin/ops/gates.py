@@ -1,7 +1,9 @@
-"""The decay gates of Gated DeltaNet and Kimi Delta Attention on their own; mirrors ``fla.ops.gated_delta_rule.gate`` and ``fla.ops.kda.gate``.
+"""The decay gates of Gated DeltaNet and Kimi Delta Attention on their own; mirrors
+``fla.ops.gated_delta_rule.gate`` and ``fla.ops.kda.gate``.
 
     -e^{A_log} softplus(g + dt_bias)        lower_bound sigmoid(e^{A_log} (g + dt_bias))
-The same mathematics as ``use_gate_in_kernel``. Source: Gu and Dao 2023 (Mamba), Yang et al. 2024 (Gated DeltaNet), Kimi Team 2025 (KDA).
+The same mathematics as ``use_gate_in_kernel``. Source: Gu and Dao 2023 (Mamba), Yang et al. 2024 (Gated
+DeltaNet), Kimi Team 2025 (KDA).
 """
 from __future__ import annotations
 
@@ -13,19 +15,24 @@ from flashlin.guards.tensors import check_dtype
 from flashlin.ops._common.pointwise import check_parameter, check_rows, run
 
 
-def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32) -> Tensor:
-    """The log decay -exp(A_log) softplus(g + dt_bias). Drop-in for ``fla.ops.gated_delta_rule.gate.fused_gdn_gate``.
+def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None,
+                   output_dtype: torch.dtype = torch.float32) -> Tensor:
+    """The log decay -exp(A_log) softplus(g + dt_bias). Drop-in for
+    ``fla.ops.gated_delta_rule.gate.fused_gdn_gate``.
 
     Args:
-        g: [..., HV], bfloat16, float16 or float32 (float64 runs in plain torch), any strides, any number of rows.
+        g: [..., HV], bfloat16, float16 or float32 (float64 runs in plain torch), any strides, any number of
+            rows.
         A_log, dt_bias: HV elements, in any shape and of any float dtype; dt_bias may be None.
         output_dtype: of the result. Arithmetic is float32 throughout.
 
     Returns:
-        [..., HV] in output_dtype. Gradients reach g, A_log and dt_bias, in their dtypes, and repeat to the bit.
+        [..., HV] in output_dtype. Gradients reach g, A_log and dt_bias, in their dtypes, and repeat to the
+        bit.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
     Differs from fla: softplus keeps its relative accuracy far below zero, where fla's is 0 from about -17 on.
     """
@@ -40,12 +47,14 @@ def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, outp
     return y
 
 
-def fused_kda_gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None,
-                   output_dtype: torch.dtype = torch.float32) -> Tensor:
-    """The log decays of channels, -exp(A_log) softplus(g + dt_bias). Drop-in for ``fla.ops.kda.gate.fused_kda_gate``.
+def fused_kda_gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+                   lower_bound: float | None = None, output_dtype: torch.dtype = torch.float32) -> Tensor:
+    """The log decays of channels, -exp(A_log) softplus(g + dt_bias). Drop-in for
+    ``fla.ops.kda.gate.fused_kda_gate``.
 
-    g: [..., H, K]. A_log: H elements, None for a factor of 1. dt_bias: H * K elements or None. lower_bound: below 0; with it the gate is
-    lower_bound sigmoid(exp(A_log) (g + dt_bias)). The rest as ``fused_gdn_gate``.
+    g: [..., H, K]. A_log: H elements, None for a factor of 1. dt_bias: H * K elements or None. lower_bound:
+    below 0; with it the gate is lower_bound sigmoid(exp(A_log) (g + dt_bias)). The rest as
+    ``fused_gdn_gate``.
     """
     check_rows("g", g, "[..., H, K]", columns=2)
     check_dtype("output_dtype", output_dtype)
@@ -57,6 +66,7 @@ def fused_kda_gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | Non
         check_parameter("dt_bias", dt_bias, H * K, "H * K", "g", g)
         dt_bias = dt_bias.reshape(H, K)
     if lower_bound is not None:
-        lower_bound = scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO, need="a number below 0, or None")
+        lower_bound = scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO,
+                                     need="a number below 0, or None")
     y, = run("fused_kda_gate", H, K, output_dtype, g, A_log, dt_bias, bound=lower_bound)
     return y

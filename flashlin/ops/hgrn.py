@@ -24,33 +24,39 @@ Found = tuple[Tensor, "Tensor | None"]
 
 def chunk_hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False,
                cu_seqlens: Tensor | None = None) -> Found:
-    """HGRN's recurrence. Drop-in for ``fla.ops.hgrn.chunk_hgrn``; the kernels are those of ``fused_recurrent_hgrn``.
+    """HGRN's recurrence. Drop-in for ``fla.ops.hgrn.chunk_hgrn``; the kernels are those of
+    ``fused_recurrent_hgrn``.
 
     Args:
-        x, g: [B, T, D], bfloat16, float16 or float32, not necessarily of one dtype (float64 runs in plain torch). Any strides. g are
-            natural-log decays, normally <= 0, as strong as you like (-inf forgets everything). With cu_seqlens B is 1 and the sequences
-            are packed along T.
+        x, g: [B, T, D], bfloat16, float16 or float32, not necessarily of one dtype (float64 runs in plain
+            torch). Any strides. g are natural-log decays, normally <= 0, as strong as you like (-inf forgets
+            everything). With cu_seqlens B is 1 and the sequences are packed along T.
         initial_state: [N, D] (N sequences) of any float dtype and strides.
         output_final_state: also return the state after each sequence.
-        cu_seqlens: [N + 1] int32 or int64 on x's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        cu_seqlens: [N + 1] int32 or int64 on x's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
+            1]. Empty ones are fine.
 
     Returns:
-        o [B, T, D] in x's dtype, and the final state [N, D] in float32 (float64 for float64 tensors), or None. Rows that cu_seqlens does not
-        cover are zero, as are their gradients. x, g and initial_state get gradients, through o and through the final state; they repeat to
-        the bit. In 16 bits g's gradient is computed from o as it was returned.
+        o [B, T, D] in x's dtype, and the final state [N, D] in float32 (float64 for float64 tensors), or
+        None. Rows that cu_seqlens does not cover are zero, as are their gradients. x, g and initial_state get
+        gradients, through o and through the final state; they repeat to the bit. In 16 bits g's gradient is
+        computed from o as it was returned.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
-    Differs from fla where fla fails: there initial_state gets no gradient and that of the final state is dropped, without a word; here both are
-    right, packed sequences are taken, and shapes and cu_seqlens are checked.
+    Differs from fla where fla fails: there initial_state gets no gradient and that of the final state is
+    dropped, without a word; here both are right, packed sequences are taken, and shapes and cu_seqlens are
+    checked.
     """
     return _run("chunk_hgrn", x, g, initial_state, output_final_state, cu_seqlens)
 
 
-def fused_recurrent_hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False,
-                         cu_seqlens: Tensor | None = None) -> Found:
-    """HGRN's recurrence. Drop-in for ``fla.ops.hgrn.fused_recurrent_hgrn``. All as ``chunk_hgrn``: one token is one launch there, too."""
+def fused_recurrent_hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = None,
+                         output_final_state: bool = False, cu_seqlens: Tensor | None = None) -> Found:
+    """HGRN's recurrence. Drop-in for ``fla.ops.hgrn.fused_recurrent_hgrn``. All as ``chunk_hgrn``: one token
+    is one launch there, too."""
     return _run("fused_recurrent_hgrn", x, g, initial_state, output_final_state, cu_seqlens)
 
 
@@ -60,9 +66,11 @@ def _run(op: str, x: Tensor, g: Tensor, h0: Tensor | None, has_ht: bool, cu_seql
     if x.shape[2] == 0:
         raise ValueError(f"x: got shape {shown(x.shape)}, need [B, T, D] with D of at least 1")
     need_tensor("g", g, tuple(x.shape), "[B, T, D]", x.device, "x")
-    bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, None, x.shape, x.device, policy.current().debug, "x")
+    bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, None, x.shape, x.device,
+                                                              policy.current().debug, "x")
     if h0 is not None:
-        need_tensor("initial_state", h0, (x.shape[0] if bounds is None else bounds.shape[0] - 1, x.shape[2]), "[N, D]", x.device, "x")
+        need_tensor("initial_state", h0, (x.shape[0] if bounds is None else bounds.shape[0] - 1, x.shape[2]),
+                    "[N, D]", x.device, "x")
     out_dtype = x.dtype
     given, how = Tensors(x, g, h0, bounds), Scalars(has_ht, wants_grad(x, g, h0), op)
     if torch.compiler.is_compiling():
@@ -102,7 +110,8 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
     """K and V are both the number of channels."""
     B, T, D = x.x.shape
     N = B if x.bounds is None else x.bounds.shape[0] - 1
-    return Problem(how.call, "hgrn", "", B, T, 1, D, D, N, name_of(x.x.dtype), x.bounds is not None, how.needs_grad)
+    return Problem(how.call, "hgrn", "", B, T, 1, D, D, N, name_of(x.x.dtype), x.bounds is not None,
+                   how.needs_grad)
 
 
 @constant_while_tracing
@@ -127,14 +136,18 @@ def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
     return (y.o, x.g, x.h0, x.bounds), (None, None)
 
 
-def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
+              wanted: frozenset[str]) -> Gradients:
     o, g, h0, bounds = x
     do = torch.zeros_like(o) if grads.o is None else grads.o.contiguous()
     dht = None if grads.ht is None else grads.ht.contiguous()
-    return dict(zip(("x", "g", "h0"), kernels("hgrn", "backward").run(plan, g, o, h0, bounds, do, dht, "h0" in wanted), strict=True))
+    return dict(zip(("x", "g", "h0"),
+                    kernels("hgrn", "backward").run(plan, g, o, h0, bounds, do, dht, "h0" in wanted),
+                    strict=True))
 
 
-def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
+                       wanted: frozenset[str]) -> Gradients:
     return pulled_back(lambda x: torch_path.run(*x), x._replace(x=torch_path.inputs_of(*x)), wanted, grads)
 
 

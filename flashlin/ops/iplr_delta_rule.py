@@ -1,7 +1,9 @@
-"""The generalised delta rule whose transition is the identity plus low rank (IPLR); mirrors ``fla.ops.generalized_delta_rule.iplr``.
+"""The generalised delta rule whose transition is the identity plus low rank (IPLR); mirrors
+``fla.ops.generalized_delta_rule.iplr``.
 
     S_t = S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T        o_t = scale S_t^T q_t
-The delta rule is a = -k and b = beta k, beta k being what is stored under k. Source: Yang et al. 2024 (arXiv 2406.06484).
+The delta rule is a = -k and b = beta k, beta k being what is stored under k. Source: Yang et al. 2024 (arXiv
+2406.06484).
 """
 from __future__ import annotations
 
@@ -18,35 +20,60 @@ from flashlin.ops._common import recurrent
 CALLED = {"a": "a", "b": "b"}
 
 
-def chunk_iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None,
-                          initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
-                          cu_seqlens_cpu: Tensor | None = None, *, chunk_size: int | None = None,
-                          **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """The IPLR delta rule, chunk by chunk. Drop-in for ``fla.ops.generalized_delta_rule.chunk_iplr_delta_rule``.
+def chunk_iplr_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    chunk_size: int | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The IPLR delta rule, chunk by chunk. Drop-in for
+    ``fla.ops.generalized_delta_rule.chunk_iplr_delta_rule``.
 
-    Arguments, returns and errors as ``chunk_dplr_delta_rule``, of which it is the case without decays. scale may be any number.
+    Arguments, returns and errors as ``chunk_dplr_delta_rule``, of which it is the case without decays. scale
+    may be any number.
 
-    Differs from fla where fla fails: has a backward (there it raises), any K, checked shapes and cu_seqlens, CPU tensors.
+    Differs from fla where fla fails: has a backward (there it raises), any K, checked shapes and cu_seqlens,
+    CPU tensors.
     """
     op = "chunk_iplr_delta_rule"
     no_unknown(op, unknown)
     check_qkv(q, k, v)
     g = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    return dplr_delta_rule.run(op, q, k, v, g, a, b, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, chunk_size, None, None,
-                               CALLED)
+    return dplr_delta_rule.run(op, q, k, v, g, a, b, scale, initial_state, output_final_state, cu_seqlens,
+                               cu_seqlens_cpu, chunk_size, None, None, CALLED)
 
 
-def fused_recurrent_iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None,
-                                    initial_state: Tensor | None = None, output_final_state: bool = False,
-                                    cu_seqlens: Tensor | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
+def fused_recurrent_iplr_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
     """The IPLR delta rule, token by token: for decoding and short inputs. Drop-in for
     ``fla.ops.generalized_delta_rule.fused_recurrent_iplr_delta_rule``.
 
-    Arguments, returns and errors as ``fused_recurrent_dplr_delta_rule``, which has decays and ``reverse`` besides. scale may be any number.
+    Arguments, returns and errors as ``fused_recurrent_dplr_delta_rule``, which has decays and ``reverse``
+    besides. scale may be any number.
 
-    Differs from fla where fla fails: a strided initial_state keeps its gradient, the gradients of strips are added up in float32, shapes and
-    cu_seqlens are checked, CPU tensors work.
+    Differs from fla where fla fails: a strided initial_state keeps its gradient, the gradients of strips are
+    added up in float32, shapes and cu_seqlens are checked, CPU tensors work.
     """
     op = "fused_recurrent_iplr_delta_rule"
     no_unknown(op, unknown)
-    return recurrent.run(op, Inputs(q, k, v, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale, output_final_state, called=CALLED)
+    return recurrent.run(op, Inputs(q, k, v, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,
+                         output_final_state, called=CALLED)

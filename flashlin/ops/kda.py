@@ -26,57 +26,92 @@ from flashlin.ops.simple_gla import v_first
 CHUNK_SIZES = (32, 64)
 
 
-def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-              output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-              use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, safe_gate: bool = False,
-              lower_bound: float | None = None, disable_recompute: bool = False, return_intermediate_states: bool = False,
-              state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, *,
-              A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = 64, use_graph: bool = False,
-              max_num_seqs: int | None = None, transpose_state_layout: bool | None = None, **unknown: Any) -> Any:
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    transpose_state_layout: bool | None = None,
+    **unknown: Any,
+) -> Any:
     """Kimi Delta Attention, chunk by chunk. Drop-in for ``fla.ops.kda.chunk_kda``.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV / H). bfloat16, float16,
-            float32 (float64 runs in plain torch). Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B is 1
-            and the sequences are packed along T.
-        g: [B, T, HV, K] natural-log decays, normally <= 0, as strong as you like; with use_gate_in_kernel the raw gate instead.
+        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV
+            / H). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
+            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
+        g: [B, T, HV, K] natural-log decays, normally <= 0, as strong as you like; with use_gate_in_kernel the
+            raw gate instead.
         beta: [B, T, HV]; with use_beta_sigmoid_in_kernel its logits.
         scale: factor on the output; None means K ** -0.5.
-        initial_state: [N, HV, K, V] (N sequences) of any float dtype, [N, HV, V, K] with state_v_first; gets a gradient.
+        initial_state: [N, HV, K, V] (N sequences) of any float dtype, [N, HV, V, K] with state_v_first; gets
+            a gradient.
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
-        use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound lower_bound sigmoid(exp(A_log) (g + dt_bias)).
-            A_log: HV elements, None for a factor of 1; dt_bias: HV * K elements or None. Both get gradients.
+        use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound lower_bound
+            sigmoid(exp(A_log) (g + dt_bias)). A_log: HV elements, None for a factor of 1; dt_bias: HV * K
+            elements or None. Both get gradients.
         use_beta_sigmoid_in_kernel: beta is sigmoid(beta); allow_neg_eigval: twice that.
-        lower_bound: below 0. safe_gate: with use_gate_in_kernel it wants a lower_bound of -5 or more, as in fla; nothing here depends on it.
-        return_intermediate_states: also return the states that enter each chunk of chunk_size tokens. Only under torch.inference_mode(); it
-            then goes chunk by chunk on the host, and with cu_seqlens waits for its values.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        lower_bound: below 0. safe_gate: with use_gate_in_kernel it wants a lower_bound of -5 or more, as in
+            fla; nothing here depends on it.
+        return_intermediate_states: also return the states that enter each chunk of chunk_size tokens. Only
+            under torch.inference_mode(); it then goes chunk by chunk on the host, and with cu_seqlens waits
+            for its values.
+        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
+            1]. Empty ones are fine.
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
         cp_context: must be None: there is no context parallelism.
-        chunk_size: 32 or 64, accepted for compatibility but for return_intermediate_states; the launch table chooses the chunk, which never
-            changes the result beyond rounding.
-        disable_recompute, use_graph, max_num_seqs: accepted for compatibility: backward always recomputes, and any call can be captured.
+        chunk_size: 32 or 64, accepted for compatibility but for return_intermediate_states; the launch table
+            chooses the chunk, which never changes the result beyond rounding.
+        disable_recompute, use_graph, max_num_seqs: accepted for compatibility: backward always recomputes,
+            and any call can be captured.
         transpose_state_layout: old name of state_v_first.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out like initial_state, or None;
-        with return_intermediate_states also h [B, chunks, HV, K, V] in k's dtype, laid out like initial_state, the chunks of packed
-        sequences one after the other. Rows that cu_seqlens does not cover are zero, as are their gradients.
+        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
+        like initial_state, or None; with return_intermediate_states also h [B, chunks, HV, K, V] in k's
+        dtype, laid out like initial_state, the chunks of packed sequences one after the other. Rows that
+        cu_seqlens does not cover are zero, as are their gradients.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
-    Differs from fla where fla fails: strong decays are exact without safe_gate, K above 256 (in plain torch where the card has too little
-    shared memory), any B * H, states of any float dtype, checked shapes and cu_seqlens, CPU tensors, and an unknown keyword is an error.
+    Differs from fla where fla fails: strong decays are exact without safe_gate, K above 256 (in plain torch
+    where the card has too little shared memory), any B * H, states of any float dtype, checked shapes and
+    cu_seqlens, CPU tensors, and an unknown keyword is an error.
     """
     op = "chunk_kda"
     no_unknown(op, unknown)
-    scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, safe_gate=safe_gate, return_intermediate_states=return_intermediate_states)
+    scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, safe_gate=safe_gate,
+                  return_intermediate_states=return_intermediate_states)
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     check_options(chunk_size, CHUNK_SIZES, cp_context, lower_bound)
     if safe_gate and use_gate_in_kernel and (lower_bound is None or lower_bound < -5):
-        raise ValueError(f"lower_bound: got {lower_bound}, need -5 <= lower_bound < 0 with safe_gate and use_gate_in_kernel")
+        raise ValueError(f"lower_bound: got {lower_bound}, need -5 <= lower_bound < 0 with safe_gate and "
+                         "use_gate_in_kernel")
     if return_intermediate_states and not torch.is_inference_mode_enabled():
         raise ValueError("return_intermediate_states: got True, need torch.inference_mode() around it")
     turned = v_first(op, state_v_first, transpose_state_layout)
@@ -93,19 +128,26 @@ def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: f
     if beta is None:
         raise TypeError("beta: got NoneType, need a tensor of shape [B, T, HV]")
     if return_intermediate_states:
-        return _with_states(tensors, scale, initial_state, output_final_state, turned, cu_seqlens, cu_seqlens_cpu, chunk_size)
-    return chunked.run(FAMILY, op, tensors, scale, initial_state, output_final_state, turned, cu_seqlens, cu_seqlens_cpu, grouped=True)
+        return _with_states(tensors, scale, initial_state, output_final_state, turned, cu_seqlens,
+                            cu_seqlens_cpu, chunk_size)
+    return chunked.run(FAMILY, op, tensors, scale, initial_state, output_final_state, turned, cu_seqlens,
+                       cu_seqlens_cpu, grouped=True)
 
 
-def _with_states(tensors: tuple[Tensor | None, ...], scale: float | None, h0: Tensor | None, has_ht: bool, state_v_first: bool,
-                 cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, size: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A call for each number of a chunk, packing the sequences that have so many; the state goes from one to the next."""
+def _with_states(tensors: tuple[Tensor | None, ...], scale: float | None, h0: Tensor | None, has_ht: bool,
+                 state_v_first: bool, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None,
+                 size: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """A call for each number of a chunk, packing the sequences that have so many; the state goes from one to
+    the next."""
     q, k, v = tensors[:3]
     assert q is not None and k is not None and v is not None
     (B, T), (HV, V), K = q.shape[:2], v.shape[2:], q.shape[3]
     # what a whole call would refuse, this one refuses too
-    o, _ = chunked.run(FAMILY, "chunk_kda", tensors, scale, h0, False, state_v_first, cu_seqlens, cu_seqlens_cpu, grouped=True)
-    edges = list(range(0, B * T + 1, max(T, 1))) if cu_seqlens is None else (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
+    o, _ = chunked.run(FAMILY, "chunk_kda", tensors, scale, h0, False, state_v_first, cu_seqlens,
+                       cu_seqlens_cpu, grouped=True)
+    edges = list(range(0, B * T + 1, max(T, 1))) if cu_seqlens is None else (cu_seqlens
+                                                                             if cu_seqlens_cpu is None
+                                                                             else cu_seqlens_cpu).tolist()
     N = B if cu_seqlens is None else len(edges) - 1
     rows = [None if x is None else x.flatten(0, 1)[None] for x in tensors]
     shape = (N, HV, V, K) if state_v_first else (N, HV, K, V)
@@ -117,73 +159,109 @@ def _with_states(tensors: tuple[Tensor | None, ...], scale: float | None, h0: Te
         found[[sum(chunks[:n]) + c for n in alive]] = state[alive]
         spans = [(edges[n] + c * size, min(edges[n] + (c + 1) * size, edges[n + 1])) for n in alive]
         at = torch.cat([torch.arange(*span, device=q.device) for span in spans])
-        bounds = torch.tensor([0, *itertools.accumulate(end - first for first, end in spans)], dtype=torch.int32)
+        bounds = torch.tensor([0, *itertools.accumulate(end - first for first, end in spans)],
+                              dtype=torch.int32)
         here = tuple(None if x is None else x[:, at] for x in rows)
-        _, new = chunked.run(FAMILY, "chunk_kda", here, scale, state[alive], True, state_v_first, bounds.to(q.device), bounds, grouped=True)
+        _, new = chunked.run(FAMILY, "chunk_kda", here, scale, state[alive], True, state_v_first,
+                             bounds.to(q.device), bounds, grouped=True)
         assert new is not None
         state[alive] = new
     return o, state if has_ht else None, found.to(k.dtype).unflatten(0, (B, sum(chunks) // max(B, 1)))
 
 
-def check_gates(op: str, use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | None, use_sigmoid: bool, allow_neg_eigval: bool) -> None:
-    scalars.flags(use_gate_in_kernel=use_gate, use_beta_sigmoid_in_kernel=use_sigmoid, allow_neg_eigval=allow_neg_eigval)
+def check_gates(op: str, use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | None, use_sigmoid: bool,
+                allow_neg_eigval: bool) -> None:
+    scalars.flags(use_gate_in_kernel=use_gate, use_beta_sigmoid_in_kernel=use_sigmoid,
+                  allow_neg_eigval=allow_neg_eigval)
     if not use_gate and (A_log is not None or dt_bias is not None):
-        raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, which alone reads it")
+        raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, "
+                         "which alone reads it")
     if allow_neg_eigval and not use_sigmoid:
-        raise ValueError(f"{op}: got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both (or a beta in 0 .. 2)")
+        raise ValueError(f"{op}: got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both (or a "
+                         "beta in 0 .. 2)")
 
 
-def fused_recurrent_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-                        scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
-                        use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
-                        allow_neg_eigval: bool = False, lower_bound: float | None = None, state_v_first: bool = False,
-                        cu_seqlens: Tensor | None = None, *, transpose_state_layout: bool | None = None, state_indices: Tensor | None = None,
-                        inplace_state: bool = False, **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """Kimi Delta Attention, token by token: for decoding and short inputs. Drop-in for ``fla.ops.kda.fused_recurrent_kda``.
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+    state_indices: Tensor | None = None,
+    inplace_state: bool = False,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention, token by token: for decoding and short inputs. Drop-in for
+    ``fla.ops.kda.fused_recurrent_kda``.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV / H). bfloat16, float16,
-            float32 (float64 runs in plain torch). Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B is 1
-            and the sequences are packed along T.
+        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV
+            / H). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
+            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
         g: [B, T, HV, K] natural-log decays, normally <= 0; with use_gate_in_kernel the raw gate instead.
         beta: [B, T, HV], or headwise [B, T, HV, V]; with use_beta_sigmoid_in_kernel its logits.
-        A_log: HV elements, None for a factor of 1; dt_bias: HV * K elements or None. For use_gate_in_kernel only.
+        A_log: HV elements, None for a factor of 1; dt_bias: HV * K elements or None. For use_gate_in_kernel
+            only.
         scale: factor on the output; None means K ** -0.5.
-        initial_state: [N, HV, K, V] (N sequences) of any float dtype and strides, [N, HV, V, K] with state_v_first.
+        initial_state: [N, HV, K, V] (N sequences) of any float dtype and strides, [N, HV, V, K] with
+            state_v_first.
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
-        use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+        use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound lower_bound
+            sigmoid(exp(A_log) (g + dt_bias)).
         use_beta_sigmoid_in_kernel: beta is sigmoid(beta); allow_neg_eigval: twice that.
-        lower_bound: below 0. Without use_gate_in_kernel it promises something about g that nothing here needs.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        lower_bound: below 0. Without use_gate_in_kernel it promises something about g that nothing here
+            needs.
+        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
+            1]. Empty ones are fine.
         transpose_state_layout: old name of state_v_first.
-        inplace_state, state_indices: states that are overwritten and pools of states, as in ``fused_recurrent_gated_delta_rule``.
+        inplace_state, state_indices: states that are overwritten and pools of states, as in
+            ``fused_recurrent_gated_delta_rule``.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out like initial_state, or None;
-        with inplace_state or state_indices it is initial_state itself. Rows that cu_seqlens does not cover are zero, as are their gradients.
-        Without gradients all of it is one launch, the gate included.
+        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
+        like initial_state, or None; with inplace_state or state_indices it is initial_state itself. Rows that
+        cu_seqlens does not cover are zero, as are their gradients. Without gradients all of it is one launch,
+        the gate included.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
-    Differs from fla where fla fails: there nothing gets a gradient, without a word; here q, k, v, g, beta, A_log, dt_bias and initial_state do,
-    through o and through the final state. An unknown keyword is an error, and so is A_log or dt_bias that nothing would read.
+    Differs from fla where fla fails: there nothing gets a gradient, without a word; here q, k, v, g, beta,
+    A_log, dt_bias and initial_state do, through o and through the final state. An unknown keyword is an
+    error, and so is A_log or dt_bias that nothing would read.
     """
     op = "fused_recurrent_kda"
     no_unknown(op, unknown)
     scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if lower_bound is not None:
-        lower_bound = scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO, need="a number below 0, or None")
+        lower_bound = scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO,
+                                     need="a number below 0, or None")
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if use_gate_in_kernel:
         A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
     bounded = use_gate_in_kernel and lower_bound is not None
-    asked = {"delta": True, "l2norm": use_qk_l2norm_in_kernel, f"bound:{lower_bound}": bounded, "sigmoid": use_beta_sigmoid_in_kernel,
-             "neg_eigval": allow_neg_eigval, "v_first": v_first(op, state_v_first, transpose_state_layout)}
+    asked = {"delta": True, "l2norm": use_qk_l2norm_in_kernel, f"bound:{lower_bound}": bounded,
+             "sigmoid": use_beta_sigmoid_in_kernel, "neg_eigval": allow_neg_eigval,
+             "v_first": v_first(op, state_v_first, transpose_state_layout)}
     inputs = Inputs(q, k, v, beta, gk=g, A_log=A_log, dt_bias=dt_bias, h0=initial_state, bounds=cu_seqlens)
-    return recurrent.run(op, inputs, tuple(flag for flag, on in asked.items() if on), scale, output_final_state, state_indices, inplace_state,
-                         {"gk": "g", "beta": "beta"})
+    return recurrent.run(op, inputs, tuple(flag for flag, on in asked.items() if on), scale,
+                         output_final_state, state_indices, inplace_state, {"gk": "g", "beta": "beta"})
 
 
 def gate_parameters(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -193,27 +271,51 @@ def gate_parameters(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> 
     for name, x, count, meaning in (("A_log", A_log, HV, "HV"), ("dt_bias", dt_bias, HV * K, "HV * K")):
         if x is not None:
             check_parameter(name, x, count, meaning, "g", g)
-    return torch.zeros(HV, device=g.device) if A_log is None else A_log.reshape(HV), None if dt_bias is None else dt_bias.reshape(HV, K)
+    return torch.zeros(HV,
+                       device=g.device) if A_log is None else A_log.reshape(
+                           HV), None if dt_bias is None else dt_bias.reshape(HV, K)
 
 
-def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-        use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, lower_bound: float | None = None, state_v_first: bool = False,
-        cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, *, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-        mode: str = "auto") -> tuple[Tensor, Tensor | None]:
-    """Kimi Delta Attention in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and ``flashlin.explain`` says why.
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    mode: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention in the mode that suits the call: ``auto`` decides from T, gradients and the GPU,
+    and ``flashlin.explain`` says why.
 
-    mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_kda``; a beta per value channel, [B, T, HV, V], runs token by token.
+    mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_kda``; a beta per value channel, [B,
+    T, HV, V], runs token by token.
     """
     check_qkv(q, k, v, grouped=True)
     if mode == "auto" and isinstance(beta, Tensor) and beta.ndim == 4:
         mode = "fused_recurrent"
     needs_grad = wants_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
     shared: dict[str, Any] = dict(
-        scale=scale, initial_state=initial_state, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound, state_v_first=state_v_first, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias)
+        scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound, state_v_first=state_v_first, cu_seqlens=cu_seqlens, A_log=A_log,
+        dt_bias=dt_bias)
     if chunked.chosen_mode(FAMILY, "kda", mode, q, v, needs_grad, ("beta",)) == "chunk":
-        found: tuple[Tensor, Tensor | None] = chunk_kda(q, k, v, g, beta, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
+        found: tuple[Tensor, Tensor | None] = chunk_kda(q, k, v, g, beta, cu_seqlens_cpu=cu_seqlens_cpu,
+                                                        **shared)
         return found
     return fused_recurrent_kda(q, k, v, g, beta, **shared)

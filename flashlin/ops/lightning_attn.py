@@ -1,6 +1,8 @@
-"""Lightning attention: simple GLA with a fixed decay per head and layer; mirrors ``fla.ops.lightning_attn``. Source: Qin et al. 2024.
+"""Lightning attention: simple GLA with a fixed decay per head and layer; mirrors ``fla.ops.lightning_attn``.
+Source: Qin et al. 2024.
 
-Head h of H in layer layer_idx of num_layers forgets with gamma_h = -(8 / H) (1 - layer_idx / num_layers) h, natural log.
+Head h of H in layer layer_idx of num_layers forgets with gamma_h = -(8 / H) (1 - layer_idx / num_layers) h,
+natural log.
 """
 from __future__ import annotations
 
@@ -15,26 +17,53 @@ from flashlin.ops import simple_gla as family
 from flashlin.ops._common.slopes import lightning_slopes
 
 
-def chunk_lightning_attn(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, scale: float | None = None,
-                         initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
-                         cu_seqlens_cpu: Tensor | None = None, chunk_size: int = 64, **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """Lightning attention, chunk by chunk. Drop-in for ``fla.ops.lightning_attn.chunk_lightning_attn``; the rest as ``chunk_simple_gla``."""
+def chunk_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_size: int = 64,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Lightning attention, chunk by chunk. Drop-in for ``fla.ops.lightning_attn.chunk_lightning_attn``; the
+    rest as ``chunk_simple_gla``."""
     no_unknown("chunk_lightning_attn", unknown)
-    return family.run("chunk_lightning_attn", "chunk", q, k, v, None, _gamma(q, layer_idx, num_layers), scale, initial_state,
-                      output_final_state, False, cu_seqlens, cu_seqlens_cpu, chunk_size=chunk_size)
+    return family.run("chunk_lightning_attn", "chunk", q, k, v, None, _gamma(q, layer_idx, num_layers), scale,
+                      initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu,
+                      chunk_size=chunk_size)
 
 
-def fused_recurrent_lightning_attn(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, scale: float | None = None,
-                                   initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
-                                   cu_seqlens: Tensor | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """Lightning attention, token by token. Drop-in for ``fla.ops.lightning_attn.fused_recurrent_lightning_attn``."""
+def fused_recurrent_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Lightning attention, token by token. Drop-in for
+    ``fla.ops.lightning_attn.fused_recurrent_lightning_attn``."""
     no_unknown("fused_recurrent_lightning_attn", unknown)
-    return family.run("fused_recurrent_lightning_attn", "fused_recurrent", q, k, v, None, _gamma(q, layer_idx, num_layers), scale,
-                      initial_state, output_final_state, False, cu_seqlens, reverse=reverse)
+    return family.run("fused_recurrent_lightning_attn", "fused_recurrent", q, k, v, None,
+                      _gamma(q, layer_idx, num_layers), scale, initial_state, output_final_state, False,
+                      cu_seqlens, reverse=reverse)
 
 
 def _gamma(q: Tensor, layer_idx: int, num_layers: int) -> Tensor | None:
     layer_idx, num_layers = scalars.integer("layer_idx", layer_idx), scalars.integer("num_layers", num_layers)
     if num_layers < 1 or not 0 <= layer_idx <= num_layers:
-        raise ValueError(f"layer_idx, num_layers: got {layer_idx}, {num_layers}, need 0 <= layer_idx <= num_layers and num_layers >= 1")
-    return lightning_slopes(q.shape[2], layer_idx, num_layers, q.device) if isinstance(q, torch.Tensor) and q.ndim == 4 else None
+        raise ValueError(f"layer_idx, num_layers: got {layer_idx}, {num_layers}, need 0 <= layer_idx <= "
+                         "num_layers and num_layers >= 1")
+    return lightning_slopes(q.shape[2], layer_idx, num_layers, q.device) if isinstance(q,
+                                                                                       torch.Tensor) and q.ndim == 4 else None

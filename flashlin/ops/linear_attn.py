@@ -1,8 +1,9 @@
-"""Linear attention: simple GLA without decay, optionally normalised; mirrors ``fla.ops.linear_attn``. Source: Katharopoulos et al. 2020.
+"""Linear attention: simple GLA without decay, optionally normalised; mirrors ``fla.ops.linear_attn``. Source:
+Katharopoulos et al. 2020.
 
     normalize:   z_t = z_{t-1} + k_t        o_t <- o_t / (scale q_t . z_t + 1e-10)
-The normaliser is what the recurrence makes of one more value channel that is always 1, so it takes the same path, has the same
-gradients, and its state z is that channel's column of the state.
+The normaliser is what the recurrence makes of one more value channel that is always 1, so it takes the same
+path, has the same gradients, and its state z is that channel's column of the state.
 """
 from __future__ import annotations
 
@@ -18,51 +19,99 @@ from flashlin.ops import simple_gla as family
 State = Tensor | tuple[Tensor, Tensor]
 
 
-def chunk_linear_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State | None = None,
-                      output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
-                      **unknown: Any) -> tuple[Tensor, State | None]:
+def chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, State | None]:
     """Linear attention, chunk by chunk. Drop-in for ``fla.ops.linear_attn.chunk_linear_attn``.
 
-    Arguments as ``chunk_simple_gla``, without gates. With normalize (the default here) states are pairs (kv [N, H, K, V] float32,
-    z [N, 1, H, K] in k's dtype), in and out; without it they are kv alone. The final state is None unless asked for.
+    Arguments as ``chunk_simple_gla``, without gates. With normalize (the default here) states are pairs (kv
+    [N, H, K, V] float32, z [N, 1, H, K] in k's dtype), in and out; without it they are kv alone. The final
+    state is None unless asked for.
     """
     no_unknown("chunk_linear_attn", unknown)
-    return _run("chunk_linear_attn", "chunk", q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+    return _run("chunk_linear_attn", "chunk", q, k, v, scale, initial_state, output_final_state, normalize,
+                cu_seqlens)
 
 
-def fused_recurrent_linear_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State | None = None,
-                                output_final_state: bool = False, reverse: bool = False, normalize: bool = False,
-                                cu_seqlens: Tensor | None = None, **unknown: Any) -> tuple[Tensor, State | None]:
+def fused_recurrent_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, State | None]:
     """Linear attention, token by token; normalize is off by default here, as in fla. Drop-in for
     ``fla.ops.linear_attn.fused_recurrent_linear_attn``."""
     no_unknown("fused_recurrent_linear_attn", unknown)
-    return _run("fused_recurrent_linear_attn", "fused_recurrent", q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens,
-                reverse)
+    return _run("fused_recurrent_linear_attn", "fused_recurrent", q, k, v, scale, initial_state,
+                output_final_state, normalize, cu_seqlens, reverse)
 
 
-def fused_chunk_linear_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State | None = None,
-                            output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
-                            **unknown: Any) -> tuple[Tensor, State | None]:
-    """Linear attention by the kernels of ``chunk_linear_attn``, which are fused already: the same arguments, defaults and returns. Drop-in for
-    ``fla.ops.linear_attn.fused_chunk_linear_attn``."""
+def fused_chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, State | None]:
+    """Linear attention by the kernels of ``chunk_linear_attn``, which are fused already: the same arguments,
+    defaults and returns. Drop-in for ``fla.ops.linear_attn.fused_chunk_linear_attn``."""
     no_unknown("fused_chunk_linear_attn", unknown)
-    return _run("fused_chunk_linear_attn", "chunk", q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+    return _run("fused_chunk_linear_attn", "chunk", q, k, v, scale, initial_state, output_final_state,
+                normalize, cu_seqlens)
 
 
-def linear_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State | None = None,
-                output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
-                mode: str = "auto") -> tuple[Tensor, State | None]:
+def linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+    mode: str = "auto",
+) -> tuple[Tensor, State | None]:
     """Linear attention in the mode that suits the call; see ``simple_gla`` and ``chunk_linear_attn``."""
     return _run("linear_attn", mode, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
 
 
-def _run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None, initial_state: State | None, has_ht: bool,
-         normalize: bool, cu_seqlens: Tensor | None, reverse: bool = False) -> tuple[Tensor, State | None]:
+def _run(
+    op: str,
+    mode: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    initial_state: State | None,
+    has_ht: bool,
+    normalize: bool,
+    cu_seqlens: Tensor | None,
+    reverse: bool = False,
+) -> tuple[Tensor, State | None]:
     scalars.flags(normalize=normalize)
     if not normalize:
         if isinstance(initial_state, tuple):
             raise TypeError("initial_state: got a tuple with normalize=False, need a tensor [N, H, K, V]")
-        return family.run(op, mode, q, k, v, None, None, scale, initial_state, has_ht, False, cu_seqlens, reverse=reverse)
+        return family.run(op, mode, q, k, v, None, None, scale, initial_state, has_ht, False, cu_seqlens,
+                          reverse=reverse)
     check_qkv(q, k, v)
     V = v.shape[3]
     compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
@@ -72,10 +121,11 @@ def _run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, scale: float | Non
         need_tensor("initial_state[0]", kv, (z.shape[0], q.shape[2], q.shape[3], V), "[N, H, K, V]", q.device)
         state = torch.cat([kv.to(compute), z.to(compute).transpose(1, 2).transpose(2, 3)], 3)
     elif initial_state is not None:
-        raise TypeError("initial_state: got a tensor with normalize=True, need the pair (kv [N, H, K, V], z [N, 1, H, K])")
+        raise TypeError("initial_state: got a tensor with normalize=True, need the pair (kv [N, H, K, V], z "
+                        "[N, 1, H, K])")
     else:
         state = None
-    both, ht = family.run(op, mode, q, k, torch.cat([v, torch.ones_like(v[..., :1])], 3), None, None, scale, state, has_ht, False,
-                          cu_seqlens, reverse=reverse, out_dtype=compute)
+    both, ht = family.run(op, mode, q, k, torch.cat([v, torch.ones_like(v[..., :1])], 3), None, None, scale,
+                          state, has_ht, False, cu_seqlens, reverse=reverse, out_dtype=compute)
     o = (both[..., :V] / (both[..., V:] + 1e-10)).to(v.dtype)
     return o, None if ht is None else (ht[..., :V], ht[..., V].unsqueeze(1).to(k.dtype))

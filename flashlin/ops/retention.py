@@ -1,4 +1,5 @@
-"""Retention: simple GLA with one fixed decay per head; mirrors ``fla.ops.retention``. Source: Sun et al. 2023 (RetNet).
+"""Retention: simple GLA with one fixed decay per head; mirrors ``fla.ops.retention``. Source: Sun et al. 2023
+(RetNet).
 
 Head h forgets with gamma_h = log(1 - 2^(-5 - h)), natural log.
 """
@@ -14,50 +15,91 @@ from flashlin.ops import simple_gla as family
 from flashlin.ops._common.slopes import retention_slopes
 
 
-def chunk_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-                    output_final_state: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-                    chunk_size: int = 64, **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """Retention, chunk by chunk. Drop-in for ``fla.ops.retention.chunk_retention``; arguments as ``chunk_simple_gla``, without gates."""
+def chunk_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_size: int = 64,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Retention, chunk by chunk. Drop-in for ``fla.ops.retention.chunk_retention``; arguments as
+    ``chunk_simple_gla``, without gates."""
     no_unknown("chunk_retention", unknown)
-    return family.run("chunk_retention", "chunk", q, k, v, None, _gamma(q), scale, initial_state, output_final_state, False, cu_seqlens,
-                      cu_seqlens_cpu, chunk_size=chunk_size)
+    return family.run("chunk_retention", "chunk", q, k, v, None, _gamma(q), scale, initial_state,
+                      output_final_state, False, cu_seqlens, cu_seqlens_cpu, chunk_size=chunk_size)
 
 
-def fused_recurrent_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-                              output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
-                              cu_seqlens: Tensor | None = None, transpose_state_layout: bool | None = None,
-                              **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """Retention, token by token. Drop-in for ``fla.ops.retention.fused_recurrent_retention``; arguments as ``fused_recurrent_simple_gla``."""
+def fused_recurrent_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    transpose_state_layout: bool | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Retention, token by token. Drop-in for ``fla.ops.retention.fused_recurrent_retention``; arguments as
+    ``fused_recurrent_simple_gla``."""
     no_unknown("fused_recurrent_retention", unknown)
     layout = family.v_first("fused_recurrent_retention", state_v_first, transpose_state_layout)
-    return family.run("fused_recurrent_retention", "fused_recurrent", q, k, v, None, _gamma(q), scale, initial_state, output_final_state,
-                      layout, cu_seqlens, reverse=reverse)
+    return family.run("fused_recurrent_retention", "fused_recurrent", q, k, v, None, _gamma(q), scale,
+                      initial_state, output_final_state, layout, cu_seqlens, reverse=reverse)
 
 
-def fused_chunk_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-                          output_final_state: bool = False, cu_seqlens: Tensor | None = None, chunk_size: int = 64,
-                          **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """Retention by the kernels of ``chunk_retention``, which are fused already. Drop-in for ``fla.ops.retention.fused_chunk_retention``."""
+def fused_chunk_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Retention by the kernels of ``chunk_retention``, which are fused already. Drop-in for
+    ``fla.ops.retention.fused_chunk_retention``."""
     no_unknown("fused_chunk_retention", unknown)
-    return family.run("fused_chunk_retention", "chunk", q, k, v, None, _gamma(q), scale, initial_state, output_final_state, False, cu_seqlens,
-                      chunk_size=chunk_size)
+    return family.run("fused_chunk_retention", "chunk", q, k, v, None, _gamma(q), scale, initial_state,
+                      output_final_state, False, cu_seqlens, chunk_size=chunk_size)
 
 
-def parallel_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, output_attentions: bool = False,
-                       cu_seqlens: Tensor | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """Retention without states. Drop-in for ``fla.ops.retention.parallel_retention``; arguments, returns (o, and the scores [B, H, T, T] or
-    None) and the memory that scores take as ``parallel_simple_gla``."""
+def parallel_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
+                       output_attentions: bool = False, cu_seqlens: Tensor | None = None,
+                       **unknown: Any) -> tuple[Tensor, Tensor | None]:
+    """Retention without states. Drop-in for ``fla.ops.retention.parallel_retention``; arguments, returns (o,
+    and the scores [B, H, T, T] or None) and the memory that scores take as ``parallel_simple_gla``."""
     no_unknown("parallel_retention", unknown)
-    return family.run_parallel("parallel_retention", q, k, v, None, _gamma(q), scale, output_attentions, cu_seqlens)
+    return family.run_parallel("parallel_retention", q, k, v, None, _gamma(q), scale, output_attentions,
+                               cu_seqlens)
 
 
-def retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-              output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
-              cu_seqlens_cpu: Tensor | None = None, mode: str = "auto") -> tuple[Tensor, Tensor | None]:
+def retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    mode: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
     """Retention in the mode that suits the call; see ``simple_gla``."""
-    return family.run("retention", mode, q, k, v, None, _gamma(q), scale, initial_state, output_final_state, state_v_first, cu_seqlens,
-                      cu_seqlens_cpu)
+    return family.run("retention", mode, q, k, v, None, _gamma(q), scale, initial_state, output_final_state,
+                      state_v_first, cu_seqlens, cu_seqlens_cpu)
 
 
 def _gamma(q: Tensor) -> Tensor | None:
-    return retention_slopes(q.shape[2], q.device) if isinstance(q, torch.Tensor) and q.ndim == 4 else None  # run says what is wrong with q
+    # run says what is wrong with q
+    return retention_slopes(q.shape[2], q.device) if isinstance(q, torch.Tensor) and q.ndim == 4 else None

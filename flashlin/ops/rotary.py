@@ -1,6 +1,7 @@
 """Rotary position embeddings; mirrors ``fla.modules.rotary``. Source: Su et al. 2021 (RoFormer).
 
-Pair i of a head's channels, as a complex number, is multiplied by cos + i sin of its token's place in the sequence.
+Pair i of a head's channels, as a complex number, is multiplied by cos + i sin of its token's place in the
+sequence.
 """
 from __future__ import annotations
 
@@ -20,36 +21,46 @@ from flashlin.ops._common.planned import as_planned, name_of, planned, wants_gra
 from flashlin.ops.norm import STRICTEST
 
 
-def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False, seqlen_offsets: int | Tensor = 0,
-                     cu_seqlens: Tensor | None = None, chunk_indices: Any = None) -> Tensor:
+def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False,
+                     seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
+                     chunk_indices: Any = None) -> Tensor:
     """Rotate pairs of channels by tables of angles. Drop-in for ``fla.modules.rotary.rotary_embedding``.
 
     Args:
-        x: [B, T, H, D], bfloat16, float16 or float32 (float64 runs in plain torch), any D. Evenly spaced tokens, such as a slice of a fused
-            projection, are read where they are. With cu_seqlens B is 1 and the sequences are packed along T.
+        x: [B, T, H, D], bfloat16, float16 or float32 (float64 runs in plain torch), any D. Evenly spaced
+            tokens, such as a slice of a fused projection, are read where they are. With cu_seqlens B is 1 and
+            the sequences are packed along T.
         cos, sin: [TR, R] of any float dtype: row p is for place p, 2 R <= D. They get no gradient.
-        interleaved: pairs are channels (2 i, 2 i + 1) instead of (i, R + i). The channels from 2 R on are copied.
+        interleaved: pairs are channels (2 i, 2 i + 1) instead of (i, R + i). The channels from 2 R on are
+            copied.
         inplace: write the result into x, and return x. Backward never writes into a gradient.
-        seqlen_offsets: added to every token's place; an int, or [N] int32 or int64 (N sequences). Places below 0 are padding: their pairs are
-            zero, and so are their gradients.
-        cu_seqlens: [N + 1] int32 or int64 on x's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        seqlen_offsets: added to every token's place; an int, or [N] int32 or int64 (N sequences). Places
+            below 0 are padding: their pairs are zero, and so are their gradients.
+        cu_seqlens: [N + 1] int32 or int64 on x's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
+            1]. Empty ones are fine.
         chunk_indices: accepted for compatibility; nothing is looked up in it.
 
     Returns:
-        y of x's shape and dtype, computed in float32. Rows that cu_seqlens does not cover are zero, as are their gradients. Places from TR on: a
-        ValueError where they are known without waiting for a GPU (an int offset of a batch that is not packed, tensors on the CPU, debug
-        mode); elsewhere such tokens' pairs are NaN, and nothing outside of the tables is read.
+        y of x's shape and dtype, computed in float32. Rows that cu_seqlens does not cover are zero, as are
+        their gradients. Places from TR on: a ValueError where they are known without waiting for a GPU (an
+        int offset of a batch that is not packed, tensors on the CPU, debug mode); elsewhere such tokens'
+        pairs are NaN, and nothing outside of the tables is read.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
-    Differs from fla where fla fails: D > 256, B * H > 65535, tables of another dtype than x's, CPU tensors; a place past the tables does not end
-    the CUDA context; inplace tells autograd, and leaves the gradient that it gets alone.
+    Differs from fla where fla fails: D > 256, B * H > 65535, tables of another dtype than x's, CPU tensors; a
+    place past the tables does not end the CUDA context; inplace tells autograd, and leaves the gradient that
+    it gets alone.
     """
     _check(x, cos, sin)
     interleaved, inplace = scalars.flag("interleaved", interleaved), scalars.flag("inplace", inplace)
-    if inplace and x.requires_grad and torch.is_grad_enabled() and (x.is_leaf or (x._base is not None and x._base.is_leaf)):
-        raise ValueError("inplace: got True with an x that requires a gradient and is a leaf, or a view of one; need False, or a copy of x: "
+    if inplace and x.requires_grad and torch.is_grad_enabled() and (x.is_leaf
+                                                                    or (x._base is not None
+                                                                        and x._base.is_leaf)):
+        raise ValueError("inplace: got True with an x that requires a gradient and is a leaf, or a view of "
+                         "one; need False, or a copy of x: "
                          "autograd keeps no history of a leaf that is overwritten")
     if inplace:
         check_apart("x", x, "inplace")
@@ -61,7 +72,8 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
         _check_places(x, cos.shape[0], offset, offsets, bounds)
     cos, sin = cos.detach(), sin.detach()
     needs_grad = wants_grad(x)
-    plan = None if torch.compiler.is_compiling() else planned(problem_of(x, cos, sin, bounds is not None, needs_grad), x.device)
+    plan = None if torch.compiler.is_compiling() else planned(problem_of(x, cos, sin, bounds is not None,
+                                                                         needs_grad), x.device)
     if plan is None or plan.problem.path == "torch":
         y = torch_path.run(x, cos, sin, offset, offsets, bounds, interleaved)
         return x.copy_(y) if inplace else y
@@ -76,10 +88,12 @@ def _check(x: Any, cos: Any, sin: Any) -> None:
     for name, given, meaning in (("x", x, "[B, T, H, D]"), ("cos", cos, "[TR, R]"), ("sin", sin, "[TR, R]")):
         check_floats(name, given, meaning)
         if given.ndim != (4 if name == "x" else 2) or given.shape[-1] == 0:
-            raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning} with {meaning[-2]} of at least 1")
+            raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning} with {meaning[-2]} of "
+                             "at least 1")
         check_device(name, given, x.device, "x")
     if 2 * cos.shape[1] > x.shape[3]:
-        raise ValueError(f"cos: got R = {cos.shape[1]} pairs, need at most {x.shape[3] // 2}, half of x's D = {x.shape[3]}")
+        raise ValueError(f"cos: got R = {cos.shape[1]} pairs, need at most {x.shape[3] // 2}, half of x's D "
+                         f"= {x.shape[3]}")
     if sin.shape != cos.shape:
         raise ValueError(f"sin: got shape {shown(sin.shape)}, need {shown(cos.shape)}, as cos")
 
@@ -88,7 +102,8 @@ def _offsets(given: Any, N: int, device: torch.device) -> tuple[int, Tensor | No
     """seqlen_offsets as an int and, where it is one, a tensor."""
     if not isinstance(given, Tensor):
         if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
-            raise TypeError(f"seqlen_offsets: got {type(given).__name__}, need an int, or an int32 or int64 tensor of shape [N]")
+            raise TypeError(f"seqlen_offsets: got {type(given).__name__}, need an int, or an int32 or int64 "
+                            "tensor of shape [N]")
         return given, None  # type: ignore[return-value]
     check_integers("seqlen_offsets", given, (N,), "[N]", device, "x")
     return 0, given.contiguous()
@@ -105,14 +120,16 @@ def _check_places(x: Tensor, TR: int, offset: int, offsets: Tensor | None, bound
         places, belongs = torch_path.places_of(x, offset, offsets, bounds)
         last = int((places if belongs is None else torch.where(belongs, places, -1)).max())
     if last >= TR:
-        raise ValueError(f"cos: got {TR} rows, need at least {last + 1}, since seqlen_offsets and the length of x lead to place {last}")
+        raise ValueError(f"cos: got {TR} rows, need at least {last + 1}, since seqlen_offsets and the length "
+                         f"of x lead to place {last}")
 
 
 def _evenly(x: Tensor) -> Tensor:
     """With tokens evenly spaced through the batch and channels contiguous, or a copy that is so."""
     B, T, H, D = x.shape
     step = x.stride(0) if T == 1 else x.stride(1)
-    even = x.stride(3) == 1 and (B == 1 or T == 1 or x.stride(0) == T * step) and (H - 1) * x.stride(2) + D <= step <= FAR
+    even = x.stride(3) == 1 and (B == 1 or T == 1
+                                 or x.stride(0) == T * step) and (H - 1) * x.stride(2) + D <= step <= FAR
     return x if even else x.contiguous()
 
 
@@ -120,7 +137,8 @@ def problem_of(x: Tensor, cos: Tensor, sin: Tensor, packed: bool, needs_grad: bo
     """The dtype is the strictest of the three."""
     (B, T, H, D), dtypes = x.shape, {x.dtype, cos.dtype, sin.dtype}
     dtype = next(dtype for dtype in STRICTEST if dtype in dtypes)
-    return Problem("rotary_embedding", "rotary", "", 1, B * T, H, D, cos.shape[1], 1, name_of(dtype), packed, needs_grad)
+    return Problem("rotary_embedding", "rotary", "", 1, B * T, H, D, cos.shape[1], 1, name_of(dtype), packed,
+                   needs_grad)
 
 
 class Tensors(NamedTuple):
@@ -144,18 +162,21 @@ class Outputs(NamedTuple):
 
 
 def _forward(plan: Plan, x: Tensors, how: Scalars) -> tuple[Tensor]:
-    return kernels("rotary", "forward").run(plan, x.x, x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved, False, how.in_place),
+    return kernels("rotary", "forward").run(plan, x.x, x.cos, x.sin, how.offset, x.offsets, x.bounds,
+                                            how.interleaved, False, how.in_place),
 
 
 def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
     return (None, *x[1:]), (None,)
 
 
-def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
+              wanted: frozenset[str]) -> Gradients:
     if grads.y is None:
         return {"x": None}
     return {"x": kernels("rotary", "forward").run(
         plan, _evenly(grads.y), x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved, True, False)}
 
 
-OPERATOR = Operator("rotary", Tensors, Scalars, Outputs, 1, forward=_forward, kept=_kept, backward=_backward, in_place="x")
+OPERATOR = Operator("rotary", Tensors, Scalars, Outputs, 1, forward=_forward, kept=_kept, backward=_backward,
+                    in_place="x")

@@ -1,7 +1,9 @@
-"""RWKV-6: a decay for each key channel, and a bonus for the token that is being read; mirrors ``fla.ops.rwkv6``.
+"""RWKV-6: a decay for each key channel, and a bonus for the token that is being read; mirrors
+``fla.ops.rwkv6``.
 
     o_t = scale (S_{t-1} + Diag(u) k_t v_t^T)^T r_t        S_t = Diag(e^{w_t}) S_{t-1} + k_t v_t^T
-Source: Peng et al. 2024 (arXiv 2404.05892). The chunked kernels are those of gated linear attention (kernels/gla).
+Source: Peng et al. 2024 (arXiv 2404.05892). The chunked kernels are those of gated linear attention
+(kernels/gla).
 """
 from __future__ import annotations
 
@@ -19,88 +21,132 @@ from flashlin.ops.gla import FAMILY
 CALLED = {"q": "r", "gk": "w", "bonus": "u"}
 
 
-def chunk_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-                output_final_state: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-                chunk_size: int = 64, **unknown: Any) -> tuple[Tensor, Tensor | None]:
+def chunk_rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_size: int = 64,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
     """RWKV-6, chunk by chunk. Drop-in for ``fla.ops.rwkv6.chunk_rwkv6``.
 
     Args:
-        r, k: [B, T, H, K]; v: [B, T, H, V]. bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
-            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
-        w: [B, T, H, K] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything); gets a gradient.
+        r, k: [B, T, H, K]; v: [B, T, H, V]. bfloat16, float16, float32 (float64 runs in plain torch).
+            Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B is 1 and the
+            sequences are packed along T.
+        w: [B, T, H, K] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything);
+            gets a gradient.
         u: [H, K], the bonus of the current token, which is read before it is in the state; gets a gradient.
         scale: factor on the output; None means K ** -0.5. (The layer passes 1.)
         initial_state: [N, H, K, V] (N sequences) of any float dtype; gets a gradient.
         output_final_state: also return the state after each sequence.
-        cu_seqlens: [N + 1] int32 or int64 on r's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        cu_seqlens: [N + 1] int32 or int64 on r's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
+            1]. Empty ones are fine.
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        chunk_size: accepted for compatibility (a power of two, 16 or more); the launch table chooses the chunk, which never changes
-            the result beyond rounding.
+        chunk_size: accepted for compatibility (a power of two, 16 or more); the launch table chooses the
+            chunk, which never changes the result beyond rounding.
 
     Returns:
-        o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in float32 (float64 for float64 tensors), or None. Rows that
-        cu_seqlens does not cover are zero, as are their gradients.
+        o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in float32 (float64 for float64
+        tensors), or None. Rows that cu_seqlens does not cover are zero, as are their gradients.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
-    Differs from fla where fla fails: any B * H, cu_seqlens that do not cover the tensor are an error instead of an illegal memory access,
-    k of fewer heads than r is one at the call instead of in backward, CPU tensors work, and an unknown keyword is an error.
+    Differs from fla where fla fails: any B * H, cu_seqlens that do not cover the tensor are an error instead
+    of an illegal memory access, k of fewer heads than r is one at the call instead of in backward, CPU
+    tensors work, and an unknown keyword is an error.
     """
     op = "chunk_rwkv6"
     no_unknown(op, unknown)
     check_chunk_size(chunk_size)
     _check_bonus(r, k, v, u)
-    return chunked.run(FAMILY, op, (r, k, v, w, u), scale, initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu,
-                       called={"q": "r", "g": "w"})
+    return chunked.run(FAMILY, op, (r, k, v, w, u), scale, initial_state, output_final_state, False,
+                       cu_seqlens, cu_seqlens_cpu, called={"q": "r", "g": "w"})
 
 
-def fused_recurrent_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None,
-                          initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
-                          cu_seqlens: Tensor | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """RWKV-6, token by token: for decoding and short inputs. Drop-in for ``fla.ops.rwkv6.fused_recurrent_rwkv6``.
+def fused_recurrent_rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """RWKV-6, token by token: for decoding and short inputs. Drop-in for
+    ``fla.ops.rwkv6.fused_recurrent_rwkv6``.
 
     Args:
-        r, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads r and k of head j // (HV / H). bfloat16, float16,
-            float32 (float64 runs in plain torch). Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B is 1
-            and the sequences are packed along T.
+        r, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads r and k of head j // (HV
+            / H). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
+            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
         w: [B, T, HV, K] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything).
         u: [HV, K], the bonus of the current token, which is read before it is in the state.
         scale: factor on the output; None means K ** -0.5. (The layer passes 1.)
         initial_state: [N, HV, K, V] (N sequences) of any float dtype and strides.
         output_final_state: also return the state after each sequence.
         reverse: run each sequence from its last token to its first.
-        cu_seqlens: [N + 1] int32 or int64 on r's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        cu_seqlens: [N + 1] int32 or int64 on r's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
+            1]. Empty ones are fine.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64 tensors), or None. Rows that
-        cu_seqlens does not cover are zero, as are their gradients. Everything that is a tensor of floats gets a gradient, through o and
-        through the final state.
+        o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64
+        tensors), or None. Rows that cu_seqlens does not cover are zero, as are their gradients. Everything
+        that is a tensor of floats gets a gradient, through o and through the final state.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
-    Differs from fla where fla fails: there the gradient of the final state is dropped without a word, so k, v, w and initial_state get
-    wrong ones wherever the loss depends on it; shapes and cu_seqlens are checked, CPU tensors work.
+    Differs from fla where fla fails: there the gradient of the final state is dropped without a word, so k,
+    v, w and initial_state get wrong ones wherever the loss depends on it; shapes and cu_seqlens are checked,
+    CPU tensors work.
     """
     no_unknown("fused_recurrent_rwkv6", unknown)
     scalars.flags(reverse=reverse)
     flags = ("before", "reverse") if reverse else ("before",)
-    return recurrent.run("fused_recurrent_rwkv6", Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens), flags, scale,
+    return recurrent.run("fused_recurrent_rwkv6",
+                         Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens), flags, scale,
                          output_final_state, called=CALLED)
 
 
-def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-          output_final_state: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-          mode: str = "auto") -> tuple[Tensor, Tensor | None]:
-    """RWKV-6 in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and ``flashlin.explain`` says why.
+def rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    mode: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """RWKV-6 in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and
+    ``flashlin.explain`` says why.
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_rwkv6``.
     """
     _check_bonus(r, k, v, u)
     need_tensor("w", w, tuple(r.shape), "[B, T, H, K]", r.device, "r")
-    if chunked.chosen_mode(FAMILY, "rwkv6", mode, r, v, wants_grad(r, k, v, w, u, initial_state), ("u",)) == "chunk":
-        return chunk_rwkv6(r, k, v, w, u, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    if chunked.chosen_mode(FAMILY, "rwkv6", mode, r, v, wants_grad(r, k, v, w, u, initial_state),
+                           ("u",)) == "chunk":
+        return chunk_rwkv6(r, k, v, w, u, scale, initial_state, output_final_state, cu_seqlens,
+                           cu_seqlens_cpu)
     return fused_recurrent_rwkv6(r, k, v, w, u, scale, initial_state, output_final_state, False, cu_seqlens)
 
 

@@ -1,4 +1,5 @@
-"""The elementwise steps of an RWKV-7 block; mirrors ``fla.ops.rwkv7`` (fused_addcmul, fused_k_update, gate_output_correction).
+"""The elementwise steps of an RWKV-7 block; mirrors ``fla.ops.rwkv7`` (fused_addcmul, fused_k_update,
+gate_output_correction).
 
     xr, xw, xk, xv, xa, xg = hidden + delta mu_r, ...        k (1 + (a - 1) ka)        (o + v sum(r k r_k)) g
 Source: Peng et al. 2025 (RWKV-7).
@@ -12,39 +13,47 @@ from flashlin.ops._common.pointwise import check_beside, check_parameter, check_
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, "Tensor | None"]
 
 
-def fused_addcmul_rwkv7(hidden_states: Tensor, delta: Tensor, xr: Tensor, xw: Tensor, xk: Tensor, xv: Tensor, xa: Tensor,
-                        xg: Tensor | None = None) -> Six:
+def fused_addcmul_rwkv7(hidden_states: Tensor, delta: Tensor, xr: Tensor, xw: Tensor, xk: Tensor, xv: Tensor,
+                        xa: Tensor, xg: Tensor | None = None) -> Six:
     """hidden_states + delta * x, for each x. Drop-in for ``fla.ops.rwkv7.fused_addcmul_rwkv7``.
 
     Args:
-        hidden_states, delta: [B, T, D], bfloat16, float16 or float32 (float64 runs in plain torch), any strides; delta may be of another dtype.
+        hidden_states, delta: [B, T, D], bfloat16, float16 or float32 (float64 runs in plain torch), any
+            strides; delta may be of another dtype.
         xr, xw, xk, xv, xa, xg: D elements each, as [D] or [1, 1, D], of any float dtype; xg may be None.
 
     Returns:
-        Six tensors [B, T, D] in hidden_states' dtype, the last None without xg. Sums and products are in float32, and so are the gradients of
-        all arguments until they are rounded to the argument's dtype; they repeat to the bit.
+        Six tensors [B, T, D] in hidden_states' dtype, the last None without xg. Sums and products are in
+        float32, and so are the gradients of all arguments until they are rounded to the argument's dtype;
+        they repeat to the bit.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
     Differs from fla: no argument is ever written to, and fp16 tensors are computed with in float32, too.
     """
     check_rows("hidden_states", hidden_states, "[B, T, D]", 3)
     D = hidden_states.shape[2]
-    check_beside("delta", delta, tuple(hidden_states.shape), "hidden_states' shape", "hidden_states", hidden_states)
+    check_beside("delta", delta, tuple(hidden_states.shape), "hidden_states' shape", "hidden_states",
+                 hidden_states)
     for name, x in (("xr", xr), ("xw", xw), ("xk", xk), ("xv", xv), ("xa", xa), ("xg", xg)):
         if x is not None or name != "xg":
             check_parameter(name, x, D, "D", "hidden_states", hidden_states)
-    r, w, k, v, a, *g = run("fused_addcmul_rwkv7", 1, D, hidden_states.dtype, hidden_states, delta, *(x.reshape(D) for x in (xr, xw, xk, xv, xa)),
+    r, w, k, v, a, *g = run("fused_addcmul_rwkv7", 1, D, hidden_states.dtype, hidden_states, delta,
+                            *(x.reshape(D) for x in (xr, xw, xk, xv, xa)),
                             None if xg is None else xg.reshape(D))
     return r, w, k, v, a, g[0] if g else None
 
 
-def fused_k_rwkv7(k: Tensor, a: Tensor, ka: Tensor, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None) -> Tensor:
-    """k (1 + (a - 1) ka), the key after the in-context learning rate. Drop-in for ``fla.ops.rwkv7.fused_k_rwkv7``.
+def fused_k_rwkv7(k: Tensor, a: Tensor, ka: Tensor, cu_seqlens: Tensor | None = None,
+                  cu_seqlens_cpu: Tensor | None = None) -> Tensor:
+    """k (1 + (a - 1) ka), the key after the in-context learning rate. Drop-in for
+    ``fla.ops.rwkv7.fused_k_rwkv7``.
 
-    k, a: [B, T, D]. ka: D elements. cu_seqlens, cu_seqlens_cpu: accepted for compatibility; tokens do not see each other here, so they change
-    nothing. Returns [B, T, D] in k's dtype. The rest as ``fused_addcmul_rwkv7``.
+    k, a: [B, T, D]. ka: D elements. cu_seqlens, cu_seqlens_cpu: accepted for compatibility; tokens do not see
+    each other here, so they change nothing. Returns [B, T, D] in k's dtype. The rest as
+    ``fused_addcmul_rwkv7``.
     """
     check_rows("k", k, "[B, T, D]", 3)
     D = k.shape[2]
@@ -55,10 +64,11 @@ def fused_k_rwkv7(k: Tensor, a: Tensor, ka: Tensor, cu_seqlens: Tensor | None = 
 
 
 def gate_output_correction(o: Tensor, r: Tensor, k: Tensor, r_k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    """(o + v * (r * k * r_k).sum(-1)) * g, head by head: the current token's bonus and the output gate. Drop-in for
-    ``fla.ops.rwkv7.gate_output_correction``.
+    """(o + v * (r * k * r_k).sum(-1)) * g, head by head: the current token's bonus and the output gate.
+    Drop-in for ``fla.ops.rwkv7.gate_output_correction``.
 
-    o, g: [B, T, H * D]. r, k, v: [B, T, H, D]. r_k: [H, D]. Returns [B, T, H * D] in o's dtype. The rest as ``fused_addcmul_rwkv7``.
+    o, g: [B, T, H * D]. r, k, v: [B, T, H, D]. r_k: [H, D]. Returns [B, T, H * D] in o's dtype. The rest as
+    ``fused_addcmul_rwkv7``.
     """
     check_rows("r", r, "[B, T, H, D]", 4, columns=2)
     B, T, H, D = r.shape
@@ -67,5 +77,6 @@ def gate_output_correction(o: Tensor, r: Tensor, k: Tensor, r_k: Tensor, v: Tens
     for name, x in (("o", o), ("g", g)):
         check_beside(name, x, (B, T, H * D), "[B, T, H * D]", "r", r)
     check_beside("r_k", r_k, (H, D), "[H, D]", "r", r)
-    y, = run("gate_output_correction", H, D, o.dtype, o.reshape(B, T, H, D), r, k, r_k, v, g.reshape(B, T, H, D))
+    y, = run("gate_output_correction", H, D, o.dtype, o.reshape(B, T, H, D), r, k, r_k, v,
+             g.reshape(B, T, H, D))
     return y.reshape(o.shape)

@@ -1,4 +1,5 @@
-"""Mamba's selective scan, each channel with states of its own; mirrors ``mamba_ssm.ops.selective_scan_interface``.
+"""Mamba's selective scan, each channel with states of its own; mirrors
+``mamba_ssm.ops.selective_scan_interface``.
 
     h_t = e^{dt_t A} h_{t-1} + dt_t u_t B_t        y_t = (h_t . C_t + D u_t) silu(z_t)
 Source: Gu and Dao 2023 (arXiv 2312.00752).
@@ -23,32 +24,46 @@ from flashlin.ops.norm import STRICTEST
 OP = "selective_scan_fn"
 
 
-def selective_scan_fn(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
-                      delta_bias: Tensor | None = None, delta_softplus: bool = False,
-                      return_last_state: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Mamba's scan. Drop-in for ``mamba_ssm.ops.selective_scan_interface.selective_scan_fn``.
 
     Args:
-        u, delta: [b, D, T]; z: the same or None, a gate: y is multiplied by silu(z). bfloat16, float16 or float32 (float64 runs in plain
-            torch), any strides; with channels next to each other, as a projection leaves them, forward takes little more than half
-            the time that it takes with tokens next to each other.
+        u, delta: [b, D, T]; z: the same or None, a gate: y is multiplied by silu(z). bfloat16, float16 or
+            float32 (float64 runs in plain torch), any strides; with channels next to each other, as a
+            projection leaves them, forward takes little more than half the time that it takes with tokens
+            next to each other.
         A: [D, N], real, normally negative; D, delta_bias: [D] or None.
-        B, C: [b, N, T], or [b, G, N, T] where G divides D: channel d reads group d // (D / G); or [D, N] for all tokens (in plain torch).
+        B, C: [b, N, T], or [b, G, N, T] where G divides D: channel d reads group d // (D / G); or [D, N] for
+            all tokens (in plain torch).
         delta_softplus: the step dt is softplus(delta + delta_bias).
         return_last_state: also return the state after the last token.
 
     Each tensor may have a dtype of its own; all arithmetic is in float32.
 
     Returns:
-        y [b, D, T] in u's dtype (of the kernels: lying as u does); or (y, last state [b, D, N] in float32, float64 for float64 tensors).
-        Gradients reach every argument through both, and repeat to the bit. For those of B and C backward takes D / 4 bytes for each state and
+        y [b, D, T] in u's dtype (of the kernels: lying as u does); or (y, last state [b, D, N] in float32,
+        float64 for float64 tensors). Gradients reach every argument through both, and repeat to the bit. For
+        those of B and C backward takes D / 4 bytes for each state and
         token: sums of 32 channels each, in float32.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
-    Differs from mamba_ssm: it needs no CUDA extension and works on CPUs; the last state passes gradients on, where there they are left
-    out; N may be up to 256 in kernels, and larger in plain torch; complex A is an error.
+    Differs from mamba_ssm: it needs no CUDA extension and works on CPUs; the last state passes gradients on,
+    where there they are left out; N may be up to 256 in kernels, and larger in plain torch; complex A is an
+    error.
     """
     scalars.flags(delta_softplus=delta_softplus, return_last_state=return_last_state)
     check_rows("u", u, "[b, D, T]", 3, columns=0)
@@ -78,7 +93,8 @@ def _with_groups(name: str, x: Any, b: int, channels: int, N: int, T: int, u: Te
     check_beside(name, x, shape, "[D, N], [b, N, T] or [b, G, N, T]", "u", u)
     found: Tensor = x.unsqueeze(1) if x.ndim == 3 else x
     if found.ndim == 4 and (not found.shape[1] or channels % found.shape[1]):
-        raise ValueError(f"{name}: got {found.shape[1]} groups, need a divisor of the {channels} channels of u")
+        raise ValueError(
+            f"{name}: got {found.shape[1]} groups, need a divisor of the {channels} channels of u")
     return found
 
 
@@ -129,13 +145,15 @@ def problem_of(x: Tensors, how: Scalars, fixed: bool = False) -> Problem:
     """fixed: whether B or C has no tokens, which kernels do not take."""
     b, channels, T = x.u.shape
     groups = x.B.shape[1] if x.B.ndim == 4 else 1
-    return Problem(OP, FAMILY, "", b, T, groups, x.A.shape[1], channels, b, how.dtype, False, how.needs_grad, ("fixed",) * fixed)
+    return Problem(OP, FAMILY, "", b, T, groups, x.A.shape[1], channels, b, how.dtype, False, how.needs_grad,
+                   ("fixed",) * fixed)
 
 
 @constant_while_tracing
 def _route(dtype: str, N: int, fixed: bool, device: torch.device) -> tuple[str, str]:
     """What torch.compile may know while tracing: no b, D or T, which may be symbolic."""
-    problem = planned(Problem(OP, FAMILY, "", 1, 1, 1, N, 64, 1, dtype, False, True, ("fixed",) * fixed), device).problem
+    problem = planned(Problem(OP, FAMILY, "", 1, 1, 1, N, 64, 1, dtype, False, True, ("fixed",) * fixed),
+                      device).problem
     return problem.path, problem.dot
 
 
@@ -145,16 +163,20 @@ def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
 
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor, Tensor | None]:
     (b, channels, T), N = x.u.shape, x.A.shape[1]
-    return torch.empty_like(x.u), x.A.new_empty(b, channels, N), x.A.new_empty(b, kept(T), N, channels) if how.needs_grad else None
+    return torch.empty_like(x.u), x.A.new_empty(b, channels, N), x.A.new_empty(b, kept(T), N,
+                                                                               channels) if how.needs_grad else None
 
 
-def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Gradients:
+def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
+              wanted: frozenset[str]) -> Gradients:
     dy = torch.zeros_like(x.u) if grads.y is None else grads.y
     dlast = None if grads.last is None else grads.last.contiguous()
-    found = kernels("selective", "backward").run(plan, x.u, x.delta, x.A, x.B, x.C, x.D, x.z, x.bias, y.states, how.softplus, dy, dlast)
+    found = kernels("selective", "backward").run(plan, x.u, x.delta, x.A, x.B, x.C, x.D, x.z, x.bias,
+                                                 y.states, how.softplus, dy, dlast)
     return dict(zip(Tensors._fields, found, strict=True))
 
 
 OPERATOR = Operator(
-    "selective_scan", Tensors, Scalars, Outputs, 2, forward=_forward, kept=lambda x, y, how: (x, (None, None, y.states)),
-    backward=_backward, traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x, how.softplus)))
+    "selective_scan", Tensors, Scalars, Outputs, 2, forward=_forward,
+    kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
+    traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x, how.softplus)))

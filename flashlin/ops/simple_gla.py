@@ -1,7 +1,9 @@
-"""Simple GLA (one decay per token and head) and the plumbing its family shares; mirrors ``fla.ops.simple_gla``.
+"""Simple GLA (one decay per token and head) and the plumbing its family shares; mirrors
+``fla.ops.simple_gla``.
 
     S_t = e^{g_t} S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
-Source: Qin et al. 2023 (Lightning/TransNormer), Dao and Gu 2024 (Mamba2); Yang et al. 2024 for the chunked form.
+Source: Qin et al. 2023 (Lightning/TransNormer), Dao and Gu 2024 (Mamba2); Yang et al. 2024 for the chunked
+form.
 """
 from __future__ import annotations
 
@@ -20,99 +22,169 @@ from flashlin.ops._common import chunked
 from flashlin.ops._common.chunked import QKV, Argument
 
 FAMILY = chunked.family_of("simple_gla", {
-    **QKV, "g": Argument(("B", "T", "HV"), wide=True, optional=True), "gamma": Argument(("HV",), wide=True, optional=True, constant=True)},
+    **QKV, "g": Argument(("B", "T", "HV"), wide=True, optional=True),
+    "gamma": Argument(("HV",), wide=True, optional=True, constant=True)},
     torch_path.run, one_graph=True)
 
 
-def chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
-                     initial_state: Tensor | None = None, output_final_state: bool = False, state_v_first: bool = False,
-                     cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, chunk_size: int = 64,
-                     transpose_state_layout: bool | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
     """Simple GLA, chunk by chunk. Drop-in for ``fla.ops.simple_gla.chunk_simple_gla``.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, H, V]. bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
-            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
-        g: [B, T, H] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything); gets a gradient. g_gamma: [H], constant
-            decays without one. Both: they add up.
+        q, k: [B, T, H, K]; v: [B, T, H, V]. bfloat16, float16, float32 (float64 runs in plain torch).
+            Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B is 1 and the
+            sequences are packed along T.
+        g: [B, T, H] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything); gets
+            a gradient. g_gamma: [H], constant decays without one. Both: they add up.
         scale: factor on the scores; None means K ** -0.5.
-        initial_state: [N, H, K, V] (N sequences) of any float dtype, [N, H, V, K] with state_v_first; gets a gradient.
+        initial_state: [N, H, K, V] (N sequences) of any float dtype, [N, H, V, K] with state_v_first; gets a
+            gradient.
         output_final_state: also return the state after each sequence.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
+        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
+            1]. Empty ones are fine.
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        chunk_size: accepted for compatibility (a power of two, 16 or more); the launch table chooses the chunk, which never changes
-            the result beyond rounding.
+        chunk_size: accepted for compatibility (a power of two, 16 or more); the launch table chooses the
+            chunk, which never changes the result beyond rounding.
         transpose_state_layout: old name of state_v_first.
 
     Returns:
-        o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in float32 (float64 for float64 tensors), laid out like
-        initial_state, or None.
+        o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in float32 (float64 for float64
+        tensors), laid out like initial_state, or None.
         Rows that cu_seqlens does not cover are zero, as are their gradients.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
-    Differs from fla where fla fails: trains on Hopper with any Triton (fla-org/flash-linear-attention#640), checks cu_seqlens, has no
-    limit on B * H, and an unknown keyword is an error.
+    Differs from fla where fla fails: trains on Hopper with any Triton (fla-org/flash-linear-attention#640),
+    checks cu_seqlens, has no limit on B * H, and an unknown keyword is an error.
     """
     no_unknown("chunk_simple_gla", unknown)
-    return run("chunk_simple_gla", "chunk", q, k, v, g, finite(g_gamma), scale, initial_state, output_final_state,
-               v_first("chunk_simple_gla", state_v_first, transpose_state_layout), cu_seqlens, cu_seqlens_cpu, chunk_size=chunk_size)
+    return run("chunk_simple_gla", "chunk", q, k, v, g, finite(g_gamma), scale, initial_state,
+               output_final_state, v_first("chunk_simple_gla", state_v_first, transpose_state_layout),
+               cu_seqlens, cu_seqlens_cpu, chunk_size=chunk_size)
 
 
-def fused_recurrent_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
-                               scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
-                               reverse: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
-                               transpose_state_layout: bool | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """Simple GLA, token by token: for decoding and short inputs. Drop-in for ``fla.ops.simple_gla.fused_recurrent_simple_gla``.
+def fused_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    transpose_state_layout: bool | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Simple GLA, token by token: for decoding and short inputs. Drop-in for
+    ``fla.ops.simple_gla.fused_recurrent_simple_gla``.
 
-    Arguments, returns and errors as ``chunk_simple_gla``. reverse: run each sequence from its last token to its first. Gradients are
-    those of the chunked form, which is the same function.
+    Arguments, returns and errors as ``chunk_simple_gla``. reverse: run each sequence from its last token to
+    its first. Gradients are those of the chunked form, which is the same function.
     """
     no_unknown("fused_recurrent_simple_gla", unknown)
-    return run("fused_recurrent_simple_gla", "fused_recurrent", q, k, v, g, finite(g_gamma), scale, initial_state, output_final_state,
-               v_first("fused_recurrent_simple_gla", state_v_first, transpose_state_layout), cu_seqlens, reverse=reverse)
+    return run("fused_recurrent_simple_gla", "fused_recurrent", q, k, v, g, finite(g_gamma), scale,
+               initial_state, output_final_state,
+               v_first("fused_recurrent_simple_gla", state_v_first, transpose_state_layout), cu_seqlens,
+               reverse=reverse)
 
 
-def fused_chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
-                           initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
-                           **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """Simple GLA by the kernels of ``chunk_simple_gla``, which are fused already. Drop-in for ``fla.ops.simple_gla.fused_chunk_simple_gla``.
+def fused_chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Simple GLA by the kernels of ``chunk_simple_gla``, which are fused already. Drop-in for
+    ``fla.ops.simple_gla.fused_chunk_simple_gla``.
 
-    Arguments, returns and errors as ``chunk_simple_gla``; but, as in fla, g and g_gamma together are a ValueError.
+    Arguments, returns and errors as ``chunk_simple_gla``; but, as in fla, g and g_gamma together are a
+    ValueError.
     """
     no_unknown("fused_chunk_simple_gla", unknown)
     if g is not None and g_gamma is not None:
         raise ValueError("g_gamma: got both g and g_gamma, need one of them (chunk_simple_gla adds them up)")
-    return run("fused_chunk_simple_gla", "chunk", q, k, v, g, finite(g_gamma), scale, initial_state, output_final_state, False, cu_seqlens)
+    return run("fused_chunk_simple_gla", "chunk", q, k, v, g, finite(g_gamma), scale, initial_state,
+               output_final_state, False, cu_seqlens)
 
 
-def parallel_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float | None = None, output_attentions: bool = False,
-                        cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-                        **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """Simple GLA without states. Drop-in for ``fla.ops.simple_gla.parallel_simple_gla``; o comes from the kernels of ``chunk_simple_gla``.
+def parallel_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    output_attentions: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Simple GLA without states. Drop-in for ``fla.ops.simple_gla.parallel_simple_gla``; o comes from the
+    kernels of ``chunk_simple_gla``.
 
-    q, k, v, g, scale, cu_seqlens, cu_seqlens_cpu, o and errors as there. output_attentions: also return the scores; not with cu_seqlens.
+    q, k, v, g, scale, cu_seqlens, cu_seqlens_cpu, o and errors as there. output_attentions: also return the
+    scores; not with cu_seqlens.
 
     Returns:
-        o [B, T, H, V] in v's dtype, and the scores scale q_i . k_j e^{g_{j+1} + ... + g_i} (0 for j > i) as [B, H, T, T] in q's dtype, or
-        None. Both pass gradients on to q, k, v and g, where fla drops those of the scores.
+        o [B, T, H, V] in v's dtype, and the scores scale q_i . k_j e^{g_{j+1} + ... + g_i} (0 for j > i) as
+        [B, H, T, T] in q's dtype, or None. Both pass gradients on to q, k, v and g, where fla drops those of
+        the scores.
 
-    The scores take B * H * T * T elements of memory, and several times that while they are computed in float32 by plain torch and kept for
-    backward: 16 heads of 8,192 tokens are 4 GiB a tensor. Without output_attentions memory grows with T, not with its square.
+    The scores take B * H * T * T elements of memory, and several times that while they are computed in
+    float32 by plain torch and kept for backward: 16 heads of 8,192 tokens are 4 GiB a tensor. Without
+    output_attentions memory grows with T, not with its square.
     """
     no_unknown("parallel_simple_gla", unknown)
-    return run_parallel("parallel_simple_gla", q, k, v, g, None, scale, output_attentions, cu_seqlens, cu_seqlens_cpu)
+    return run_parallel("parallel_simple_gla", q, k, v, g, None, scale, output_attentions, cu_seqlens,
+                        cu_seqlens_cpu)
 
 
-def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
-               initial_state: Tensor | None = None, output_final_state: bool = False, state_v_first: bool = False,
-               cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, mode: str = "auto") -> tuple[Tensor, Tensor | None]:
-    """Simple GLA in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and ``flashlin.explain`` says why.
+def simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    mode: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Simple GLA in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and
+    ``flashlin.explain`` says why.
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_simple_gla``.
     """
-    return run("simple_gla", mode, q, k, v, g, finite(g_gamma), scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
+    return run("simple_gla", mode, q, k, v, g, finite(g_gamma), scale, initial_state, output_final_state,
+               state_v_first, cu_seqlens, cu_seqlens_cpu)
 
 
 def finite(g_gamma: Tensor | None) -> Tensor | None:
@@ -129,14 +201,32 @@ def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -
     if transpose_state_layout is None:
         return state_v_first
     if state_v_first:
-        raise ValueError(f"{op}: got both state_v_first and transpose_state_layout, need one of them (state_v_first)")
-    warnings.warn(f"{op}: transpose_state_layout is now called state_v_first", DeprecationWarning, stacklevel=3)
+        raise ValueError(f"{op}: got both state_v_first and transpose_state_layout, need one of them "
+                         "(state_v_first)")
+    warnings.warn(f"{op}: transpose_state_layout is now called state_v_first", DeprecationWarning,
+                  stacklevel=3)
     return transpose_state_layout
 
 
-def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, scale: float | None,
-        h0: Tensor | None, has_ht: bool, state_v_first: bool, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None = None, *,
-        chunk_size: int = 64, reverse: bool = False, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+def run(
+    op: str,
+    mode: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gamma: Tensor | None,
+    scale: float | None,
+    h0: Tensor | None,
+    has_ht: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    chunk_size: int = 64,
+    reverse: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Every op of the family. out_dtype: of o, where the caller goes on computing with it."""
     check_chunk_size(chunk_size)
     scalars.flags(reverse=reverse)
@@ -152,24 +242,37 @@ def run(op: str, mode: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g
         q, k, v = q.flip(1), k.flip(1), v.flip(1)
         g = None if g is None else g.flip(1)
         if cu_seqlens is not None:
-            cu_seqlens = q.shape[1] - check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape, q.device, policy.current().debug).flip(0)
+            cu_seqlens = q.shape[1] - check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape, q.device,
+                                                       policy.current().debug).flip(0)
             if h0 is not None:
                 check_floats("initial_state", h0, "[N, H, K, V]", 4)
                 h0 = h0.flip(0)
-    o, ht = chunked.run(FAMILY, op, (q, k, v, g, gamma), scale, h0, has_ht, state_v_first, cu_seqlens, cu_seqlens_cpu, mode=mode,
-                        out_dtype=out_dtype, called={"gamma": "g_gamma"})
+    o, ht = chunked.run(FAMILY, op, (q, k, v, g, gamma), scale, h0, has_ht, state_v_first, cu_seqlens,
+                        cu_seqlens_cpu, mode=mode, out_dtype=out_dtype, called={"gamma": "g_gamma"})
     if reverse:
         o, ht = o.flip(1), ht if ht is None or cu_seqlens is None else ht.flip(0)
     return o, ht
 
 
-def run_parallel(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gamma: Tensor | None, scale: float | None, output_attentions: bool,
-                 cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def run_parallel(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gamma: Tensor | None,
+    scale: float | None,
+    output_attentions: bool,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """o of ``run``, and the scores behind it where they are asked for."""
     scalars.flags(output_attentions=output_attentions)
     if output_attentions and cu_seqlens is not None:
-        raise ValueError("output_attentions: got True with cu_seqlens, need one of them: packed sequences have no one matrix of scores")
+        raise ValueError("output_attentions: got True with cu_seqlens, need one of them: packed sequences "
+                         "have no one matrix of scores")
     o, _ = run(op, "chunk", q, k, v, g, gamma, scale, None, False, False, cu_seqlens, cu_seqlens_cpu)
     if not output_attentions:
         return o, None
-    return o, torch_path.scores(q, k, g, gamma, q.shape[3] ** -0.5 if scale is None else float(scale)).to(q.dtype)
+    return o, torch_path.scores(q, k, g, gamma,
+                                q.shape[3] ** -0.5 if scale is None else float(scale)).to(q.dtype)

@@ -1,8 +1,8 @@
 """The state space duality of Mamba2, chunk by chunk; mirrors ``mamba_ssm.ops.triton.ssd_combined``.
 
     h_t = e^{dt_t A} h_{t-1} + dt_t x_t B_t^T        y_t = (h_t C_t + D x_t) silu(z_t)
-Source: Dao and Gu 2024. It is simple GLA with q = C, k = B, v = dt x and g = dt A, so it takes those kernels, and elementwise ones for dt x
-and for what D and z do.
+Source: Dao and Gu 2024. It is simple GLA with q = C, k = B, v = dt x and g = dt A, so it takes those kernels,
+and elementwise ones for dt x and for what D and z do.
 """
 from __future__ import annotations
 
@@ -26,47 +26,73 @@ from flashlin.ops.causal_conv1d import begins, check_filters, check_seq_idx, con
 from flashlin.ops.norm import mamba_norm
 
 
-def mamba_chunk_scan_combined(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
-                              z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
-                              seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None, dt_softplus: bool = False,
-                              dt_limit: Sequence[float] = (0.0, math.inf), return_final_states: bool = False,
-                              return_varlen_states: bool = False) -> Tensor | tuple[Tensor, ...]:
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Mamba2's scan. Drop-in for ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined``.
 
     Args:
-        x: [b, T, H, P], bfloat16, float16 or float32 (float64 runs in plain torch), any strides, never modified.
-        dt: [b, T, H] of any float dtype, the step before bias, softplus and limits. A: [H], normally negative; dt_bias: [H].
-        B, C: [b, T, G, N], where G divides H: head h reads group h // (H / G). Different dtypes of x, B and C are promoted as torch does it.
-        chunk_size: accepted for compatibility (at least 1); the launch table chooses the chunk, which changes nothing beyond rounding.
+        x: [b, T, H, P], bfloat16, float16 or float32 (float64 runs in plain torch), any strides, never
+            modified.
+        dt: [b, T, H] of any float dtype, the step before bias, softplus and limits. A: [H], normally
+            negative; dt_bias: [H].
+        B, C: [b, T, G, N], where G divides H: head h reads group h // (H / G). Different dtypes of x, B and C
+            are promoted as torch does it.
+        chunk_size: accepted for compatibility (at least 1); the launch table chooses the chunk, which changes
+            nothing beyond rounding.
         D: [H] or [H, P], a skip connection. z: [b, T, H, P], a gate: y is multiplied by silu(z).
         initial_states: [b, H, P, N] of any float dtype, for each row's first sequence.
-        seq_idx: [b, T] of integers: a token whose number is not that of the token before it begins a new sequence, with a state of zero. What
-            is not finite stays in its sequence, where it makes NaN of y from its token on, and of all gradients; unless
-            sums of finite numbers overflow float32 in the scan, which only cu_seqlens keeps apart.
-        cu_seqlens: [n + 1] int32 or int64, for b = 1: sequence i is rows cu_seqlens[i] .. cu_seqlens[i + 1]. As in mamba_ssm it only counts with
-            return_varlen_states. The initial state is that of sequence 0.
+        seq_idx: [b, T] of integers: a token whose number is not that of the token before it begins a new
+            sequence, with a state of zero. What is not finite stays in its sequence, where it makes NaN of y
+            from its token on, and of all gradients; unless sums of finite numbers overflow float32 in the
+            scan, which only cu_seqlens keeps apart.
+        cu_seqlens: [n + 1] int32 or int64, for b = 1: sequence i is rows cu_seqlens[i] .. cu_seqlens[i + 1].
+            As in mamba_ssm it only counts with return_varlen_states. The initial state is that of sequence 0.
         dt_softplus: apply softplus to dt + dt_bias. dt_limit: what dt is then clamped to.
-        return_final_states: also return the state after each row. return_varlen_states: also that after each sequence of cu_seqlens.
+        return_final_states: also return the state after each row. return_varlen_states: also that after each
+            sequence of cu_seqlens.
 
     Returns:
-        y [b, T, H, P] in x's dtype; or (y, final states [b, H, P, N] in float32); or (y, states of sequences [n, H, P, N] in C's dtype); or
-        (y, final states, states of sequences). (float64 for float64 tensors.) Gradients reach every floating-point argument through each of them.
+        y [b, T, H, P] in x's dtype; or (y, final states [b, H, P, N] in float32); or (y, states of sequences
+        [n, H, P, N] in C's dtype); or (y, final states, states of sequences). (float64 for float64 tensors.)
+        Gradients reach every floating-point argument through each of them.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
-    Differs from mamba_ssm: no autotuning; gradients repeat to the bit; they pass through return_varlen_states, an error there; with it, cu_seqlens
-    separates sequences even without seq_idx, where there they are mixed, and the first one's state holds the initial state even if it is short;
-    seq_idx may start with any number (there the initial state only counts where it is 0) and use a number again for a later sequence.
+    Differs from mamba_ssm: no autotuning; gradients repeat to the bit; they pass through
+    return_varlen_states, an error there; with it, cu_seqlens separates sequences even without seq_idx, where
+    there they are mixed, and the first one's state holds the initial state even if it is short; seq_idx may
+    start with any number (there the initial state only counts where it is 0) and use a number again for a
+    later sequence.
     """
     op = "mamba_chunk_scan_combined"
-    scalars.flags(dt_softplus=dt_softplus, return_final_states=return_final_states, return_varlen_states=return_varlen_states)
+    scalars.flags(dt_softplus=dt_softplus, return_final_states=return_final_states,
+                  return_varlen_states=return_varlen_states)
     dt_limit = _check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_limit, chunk_size)
     if not return_varlen_states:
-        y, final = _scan(op, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, None, dt_softplus, dt_limit, return_final_states)
+        y, final = _scan(op, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, None, dt_softplus,
+                         dt_limit, return_final_states)
         return y if final is None else (y, final)
     if cu_seqlens is None:
-        raise ValueError("cu_seqlens: got None with return_varlen_states, need the edges of the sequences, [n + 1]")
+        raise ValueError("cu_seqlens: got None with return_varlen_states, need the edges of the sequences, "
+                         "[n + 1]")
     bounds = check_cu_seqlens(cu_seqlens, None, x.shape, x.device, policy.current().debug, "x")
     n = bounds.shape[0] - 1
     if n == 0:
@@ -81,32 +107,54 @@ def mamba_chunk_scan_combined(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Te
     return y, states.index_select(0, last[None]), of_sequences
 
 
-def mamba_split_conv1d_scan_combined(zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, dt_bias: Tensor, A: Tensor, D: Tensor,
-                                     chunk_size: int, initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
-                                     dt_limit: Sequence[float] = (0.0, math.inf), return_final_states: bool = False,
-                                     activation: str | None = "silu", rmsnorm_weight: Tensor | None = None, rmsnorm_eps: float = 1e-6,
-                                     outproj_weight: Tensor | None = None, outproj_bias: Tensor | None = None, headdim: int | None = None,
-                                     ngroups: int = 1, norm_before_gate: bool = True) -> Tensor | tuple[Tensor, Tensor]:
-    """A Mamba2 layer between its input projection and its output: convolution, scan, gated norm, output projection. Drop-in for
-    ``mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined``.
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: Sequence[float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    activation: str | None = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A Mamba2 layer between its input projection and its output: convolution, scan, gated norm, output
+    projection. Drop-in for ``mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined``.
 
     Args:
-        zxbcdt: [b, T, 2 M + 2 H P + 2 G N + H], the input projection: what an MLP beside the scan takes (M is what is left over, usually 0),
-            then z, x, B, C and dt. bfloat16, float16 or float32 (float64 runs in plain torch).
-        conv1d_weight: [H P + 2 G N, W]; conv1d_bias: [H P + 2 G N] or None; activation: ``silu``, ``swish`` or None. The convolution of x, B and C.
+        zxbcdt: [b, T, 2 M + 2 H P + 2 G N + H], the input projection: what an MLP beside the scan takes (M is
+            what is left over, usually 0), then z, x, B, C and dt. bfloat16, float16 or float32 (float64 runs
+            in plain torch).
+        conv1d_weight: [H P + 2 G N, W]; conv1d_bias: [H P + 2 G N] or None; activation: ``silu``, ``swish``
+            or None. The convolution of x, B and C.
         dt_bias, A: [H]. D: [H, P], or [H] with headdim = P. ngroups: G. dt always goes through softplus.
-        seq_idx: [b, T] of integers, as ``mamba_chunk_scan_combined``; the convolution does not look across sequences either, and gives zeros for
-            tokens of negative numbers.
-        rmsnorm_weight: [H P] or None for y = scan * silu(z). With it G slices are normalised one by one: norm(scan) * silu(z) if
-            norm_before_gate, else norm(scan * silu(z)); rmsnorm_eps is added to the mean of the squares.
-        outproj_weight: [out, M + H P] or None; outproj_bias: [out] or None. Under autocast the product is in its dtype.
-        chunk_size, initial_states [b, H, P, N], dt_limit, return_final_states: as ``mamba_chunk_scan_combined``.
+        seq_idx: [b, T] of integers, as ``mamba_chunk_scan_combined``; the convolution does not look across
+            sequences either, and gives zeros for tokens of negative numbers.
+        rmsnorm_weight: [H P] or None for y = scan * silu(z). With it G slices are normalised one by one:
+            norm(scan) * silu(z) if norm_before_gate, else norm(scan * silu(z)); rmsnorm_eps is added to the
+            mean of the squares.
+        outproj_weight: [out, M + H P] or None; outproj_bias: [out] or None. Under autocast the product is in
+            its dtype.
+        chunk_size, initial_states [b, H, P, N], dt_limit, return_final_states: as
+            ``mamba_chunk_scan_combined``.
 
     Returns:
-        [b, T, M + H P], or [b, T, out] with outproj_weight; with return_final_states also the final states [b, H, P, N] in float32. With an
-        MLP its silu(first half) * second half comes before the scan's columns.
+        [b, T, M + H P], or [b, T, out] with outproj_weight; with return_final_states also the final states
+        [b, H, P, N] in float32. With an MLP its silu(first half) * second half comes before the scan's
+        columns.
 
-    Raises, and differs from mamba_ssm, as ``mamba_chunk_scan_combined``; any number of channels will do, and W up to 16 has kernels.
+    Raises, and differs from mamba_ssm, as ``mamba_chunk_scan_combined``; any number of channels will do, and
+    W up to 16 has kernels.
     """
     op = "mamba_split_conv1d_scan_combined"
     scalars.flags(return_final_states=return_final_states, norm_before_gate=norm_before_gate)
@@ -114,7 +162,8 @@ def mamba_split_conv1d_scan_combined(zxbcdt: Tensor, conv1d_weight: Tensor, conv
     H, P, N, M = _layout(zxbcdt, conv1d_weight, D, headdim, ngroups)
     dim = H * P
     mlp, z, xBC, dt = zxbcdt.split([2 * M, dim, dim + 2 * ngroups * N, H], -1)
-    check_filters(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, activation, ("conv1d_weight", "conv1d_bias", "zxbcdt"))
+    check_filters(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, activation,
+                  ("conv1d_weight", "conv1d_bias", "zxbcdt"))
     if seq_idx is not None:
         check_seq_idx(seq_idx, zxbcdt.shape[0], zxbcdt.shape[1], zxbcdt)
     xBC = convolved(xBC, conv1d_weight, conv1d_bias, seq_idx, activation)
@@ -123,13 +172,15 @@ def mamba_split_conv1d_scan_combined(zxbcdt: Tensor, conv1d_weight: Tensor, conv
     B, C = B.unflatten(-1, (ngroups, N)), C.unflatten(-1, (ngroups, N))
     normed = rmsnorm_weight is not None
     dt_limit = _check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_limit, chunk_size)
-    # A norm takes the scan's result as it is in float32: one rounding less, which gradients where a row is small would see enlarged.
-    y, final = _scan(op, x, dt, A, B, C, D, None if normed else z, dt_bias, initial_states, seq_idx, None, True, dt_limit, return_final_states,
-                     rounded=not normed)
+    # A norm takes the scan's result as it is in float32: one rounding less, which gradients where a row is
+    # small would see enlarged.
+    y, final = _scan(op, x, dt, A, B, C, D, None if normed else z, dt_bias, initial_states, seq_idx, None,
+                     True, dt_limit, return_final_states, rounded=not normed)
     y = y.flatten(2)
     if rmsnorm_weight is not None:
         check_beside("rmsnorm_weight", rmsnorm_weight, (dim,), "[H P]", "zxbcdt", zxbcdt)
-        y = mamba_norm("rmsnorm_fn", RMS, y, rmsnorm_weight, None, z.flatten(2), rmsnorm_eps, dim // ngroups, norm_before_gate, x.dtype)
+        y = mamba_norm("rmsnorm_fn", RMS, y, rmsnorm_weight, None, z.flatten(2), rmsnorm_eps, dim // ngroups,
+                       norm_before_gate, x.dtype)
     if M:
         gate, value = (half if half.dtype == torch.float64 else half.float() for half in mlp.chunk(2, -1))
         y = torch.cat([(F.silu(gate) * value).to(y.dtype), y], -1)
@@ -146,19 +197,35 @@ def mamba_split_conv1d_scan_combined(zxbcdt: Tensor, conv1d_weight: Tensor, conv
     return y if final is None else (y, final)
 
 
-def _check(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, h0: Any, seq_idx: Any, limit: Any,
-           chunk_size: int) -> tuple[float, float]:
+def _check(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any,
+    z: Any,
+    dt_bias: Any,
+    h0: Any,
+    seq_idx: Any,
+    limit: Any,
+    chunk_size: int,
+) -> tuple[float, float]:
     """dt_limit."""
     check_rows("x", x, "[b, T, H, P]", 4)
     b, T, H, P = x.shape
     check_beside("B", B, (b, T, None, None), "[b, T, G, N]", "x", x)
     if B.shape[3] == 0 or H % max(B.shape[2], 1) or bool(H) != bool(B.shape[2]):
-        raise ValueError(f"B: got shape {shown(B.shape)}, need [b, T, G, N] with G a divisor of the {H} heads of x and N of at least 1")
-    for name, given, shape, meaning in (("dt", dt, (b, T, H), "[b, T, H]"), ("A", A, (H,), "[H]"), ("C", C, tuple(B.shape), "B's shape")):
+        raise ValueError(f"B: got shape {shown(B.shape)}, need [b, T, G, N] with G a divisor of the {H} "
+                         "heads of x and N of at least 1")
+    for name, given, shape, meaning in (("dt", dt, (b, T, H), "[b, T, H]"), ("A", A, (H,), "[H]"),
+                                        ("C", C, tuple(B.shape), "B's shape")):
         check_beside(name, given, shape, meaning, "x", x)
     wide_D = isinstance(D, Tensor) and D.ndim == 2
-    for name, given, shape, meaning in (("D", D, (H, P) if wide_D else (H,), "[H, P] or [H]"), ("z", z, (b, T, H, P), "x's shape"),
-                                        ("dt_bias", dt_bias, (H,), "[H]"), ("initial_states", h0, (b, H, P, B.shape[3]), "[b, H, P, N]")):
+    for name, given, shape, meaning in (("D", D, (H, P) if wide_D else (H,), "[H, P] or [H]"),
+                                        ("z", z, (b, T, H, P), "x's shape"),
+                                        ("dt_bias", dt_bias, (H,), "[H]"),
+                                        ("initial_states", h0, (b, H, P, B.shape[3]), "[b, H, P, N]")):
         if given is not None:
             check_beside(name, given, shape, meaning, "x", x)
     if seq_idx is not None:
@@ -166,17 +233,33 @@ def _check(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any
     scalars.integer("chunk_size", chunk_size, 1, "an integer of at least 1")
     if not isinstance(limit, Sequence) or isinstance(limit, str) or len(limit) != 2:
         raise ValueError(f"dt_limit: got {type(limit).__name__}, need (lowest, highest)")
-    lowest, highest = (scalars.number("dt_limit", limit[at], -math.inf, math.inf, "(lowest, highest)") for at in (0, 1))
+    lowest, highest = (scalars.number("dt_limit", limit[at], -math.inf, math.inf, "(lowest, highest)")
+                       for at in (0, 1))
     if lowest > highest:
         raise ValueError(f"dt_limit: got {limit}, need (lowest, highest)")
     return lowest, highest
 
 
-def _scan(op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-          h0: Tensor | None, seq_idx: Tensor | None, bounds: Tensor | None, softplus: bool, limit: Sequence[float],
-          has_ht: bool, rounded: bool = True) -> tuple[Tensor, Tensor | None]:
-    """(y in x's dtype or, not rounded, that of the arithmetic; with has_ht the states after each row, or after each sequence of bounds). h0: one
-    for each of those. Arguments are checked already."""
+def _scan(
+    op: str,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    h0: Tensor | None,
+    seq_idx: Tensor | None,
+    bounds: Tensor | None,
+    softplus: bool,
+    limit: Sequence[float],
+    has_ht: bool,
+    rounded: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """(y in x's dtype or, not rounded, that of the arithmetic; with has_ht the states after each row, or
+    after each sequence of bounds). h0: one for each of those. Arguments are checked already."""
     given = [t for t in (x, dt, A, B, C, D, z, dt_bias, h0) if t is not None]
     compute = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
     dtype = torch.promote_types(torch.promote_types(x.dtype, B.dtype), C.dtype)
@@ -204,8 +287,9 @@ def _scan(op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Te
 
 def _contained(B: Tensor, C: Tensor, decay: Tensor, h0: Tensor | None,
                bounds: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """What goes into a scan of sequences that share a state, and marks [b, T]: see kernels/pointwise/marks.py. Of the initial states for sequences
-    of bounds only the first one counts; a sequence without tokens keeps its own."""
+    """What goes into a scan of sequences that share a state, and marks [b, T]: see
+    kernels/pointwise/marks.py. Of the initial states for sequences of bounds only the first one counts; a
+    sequence without tokens keeps its own."""
     (decay, B, C), marks = contained((decay, B, C), endless=True)
     if h0 is not None:
         (state,), of_h0 = contained((h0,), 1)
@@ -215,7 +299,8 @@ def _contained(B: Tensor, C: Tensor, decay: Tensor, h0: Tensor | None,
     return B, C, decay, h0, marks
 
 
-def _released(marks: Tensor, anew: Tensor, ht: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _released(marks: Tensor, anew: Tensor, ht: Tensor | None,
+              bounds: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The marks of what comes out, and the final states with theirs."""
     if bounds is not None:
         anew = F.pad(anew, (0, 1)).index_fill(1, bounds.long(), True)[:, :-1]
@@ -236,15 +321,18 @@ def _layout(zxbcdt: Any, weight: Any, D: Any, headdim: int | None, ngroups: int)
         raise ValueError(f"D: got shape {shown(D.shape)}, need [H, P] or [H]")
     if D.ndim == 1 and headdim is None:
         raise ValueError("headdim: got None with D of shape [H], need P")
-    H, P = D.shape[0], D.shape[1] if D.ndim == 2 else scalars.integer("headdim", headdim, 1, "P, an integer of at least 1")
+    H, P = D.shape[0], D.shape[1] if D.ndim == 2 else scalars.integer("headdim", headdim, 1,
+                                                                      "P, an integer of at least 1")
     ngroups = scalars.integer("ngroups", ngroups, 1, f"a divisor of the {H} heads of D")
     if H < 1 or P < 1 or H % ngroups:
         raise ValueError(f"ngroups: got {ngroups}, need a divisor of the {H} heads of D, of P = {P} each")
     check_beside("conv1d_weight", weight, (None, None), "[H P + 2 G N, W]", "zxbcdt", zxbcdt)
     N, rest = divmod(weight.shape[0] - H * P, 2 * ngroups)
     if N < 1 or rest:
-        raise ValueError(f"conv1d_weight: got {weight.shape[0]} channels, need H P + 2 G N = {H * P} + {2 * ngroups} N")
+        raise ValueError(f"conv1d_weight: got {weight.shape[0]} channels, need H P + 2 G N = {H * P} + "
+                         f"{2 * ngroups} N")
     M, rest = divmod(zxbcdt.shape[2] - 2 * H * P - 2 * ngroups * N - H, 2)
     if M < 0 or rest:
-        raise ValueError(f"zxbcdt: got {zxbcdt.shape[2]} columns, need 2 H P + 2 G N + H = {2 * H * P + 2 * ngroups * N + H}, and 2 M of an MLP")
+        raise ValueError(f"zxbcdt: got {zxbcdt.shape[2]} columns, need 2 H P + 2 G N + H = "
+                         f"{2 * H * P + 2 * ngroups * N + H}, and 2 M of an MLP")
     return H, P, N, M

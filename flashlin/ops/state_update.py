@@ -23,19 +23,32 @@ from flashlin.ops.norm import STRICTEST
 OP = "selective_state_update"
 
 
-def selective_state_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
-                           dt_bias: Tensor | None = None, dt_softplus: bool = False, state_batch_indices: Tensor | None = None) -> Tensor:
-    """One token of each sequence. Drop-in for ``mamba_ssm.ops.triton.selective_state_update.selective_state_update``.
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+) -> Tensor:
+    """One token of each sequence. Drop-in for
+    ``mamba_ssm.ops.triton.selective_state_update.selective_state_update``.
 
     Args:
-        state: [b, H, P, N] or, without heads, [b, P, N], of any float dtype and any strides: UPDATED IN PLACE, also where it is a view.
-        x, dt: [b, H, P] or [b, P]; z: the same or None, a gate. A: [H, P, N] or [P, N], normally negative; D, dt_bias: [H, P] or [P] or None.
-            Expanded tensors (stride 0) are read as they are; where dt, dt_bias and A are expanded along P and N, as in Mamba2, a head has a
-            single exponential.
+        state: [b, H, P, N] or, without heads, [b, P, N], of any float dtype and any strides: UPDATED IN
+            PLACE, also where it is a view.
+        x, dt: [b, H, P] or [b, P]; z: the same or None, a gate. A: [H, P, N] or [P, N], normally negative; D,
+            dt_bias: [H, P] or [P] or None. Expanded tensors (stride 0) are read as they are; where dt,
+            dt_bias and A are expanded along P and N, as in Mamba2, a head has a single exponential.
         B, C: [b, G, N] or [b, N], where G divides H: head h reads group h // (H / G).
         dt_softplus: dt is softplus(dt + dt_bias).
-        state_batch_indices: [b] int32 or int64: the row of state of each sequence; state may then have any number of rows. Sequences whose
-            index is negative or past the end have none: their y is zero.
+        state_batch_indices: [b] int32 or int64: the row of state of each sequence; state may then have any
+            number of rows. Sequences whose index is negative or past the end have none: their y is zero.
 
     Each tensor may have a dtype of its own; all arithmetic is in float32 (float64 runs in plain torch).
 
@@ -43,28 +56,34 @@ def selective_state_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: T
         y of x's shape and dtype.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name; a state that requires a gradient, which cannot pass through a tensor
+        TypeError, ValueError: an argument that does not fit, by name; a state that requires a gradient, which
+            cannot pass through a tensor
         updated in place. UnsupportedError: this machine cannot run the call.
 
-    Differs from mamba_ssm: dt_bias may be None (an error there in 2.2.6 and 2.3), the other tensors have gradients (by plain torch; there they are
-    silently none), indices past the end touch nothing, and CPU tensors work.
+    Differs from mamba_ssm: dt_bias may be None (an error there in 2.2.6 and 2.3), the other tensors have
+    gradients (by plain torch; there they are silently none), indices past the end touch nothing, and CPU
+    tensors work.
     """
     scalars.flags(dt_softplus=dt_softplus)
     heads, pool = _pool(state, x)
     (_, H, P, N), b = pool.shape, x.shape[0]
     check_apart("state", state, OP)
     tensors = [_with_heads(name, given, shape, meaning, at, x) for name, given, shape, meaning, at in (
-        ("x", x, (b, H, P), "[b, H, P]", 1), ("dt", dt, (b, H, P), "[b, H, P]", 1), ("A", A, (H, P, N), "[H, P, N]", 0),
-        ("B", B, (b, None, N), "[b, G, N]", 1), ("C", C, (b, None, N), "[b, G, N]", 1))]
+        ("x", x, (b, H, P), "[b, H, P]", 1), ("dt", dt, (b, H, P), "[b, H, P]", 1),
+        ("A", A, (H, P, N), "[H, P, N]", 0), ("B", B, (b, None, N), "[b, G, N]", 1),
+        ("C", C, (b, None, N), "[b, G, N]", 1))]
     x, dt, A, B, C = tensors
-    D, z, dt_bias = (None if given is None else _with_heads(name, given, shape, meaning, at, x) for name, given, shape, meaning, at in (
-        ("D", D, (H, P), "[H, P]", 0), ("z", z, (b, H, P), "[b, H, P]", 1), ("dt_bias", dt_bias, (H, P), "[H, P]", 0)))
+    D, z, dt_bias = (None if given is None else _with_heads(name, given, shape, meaning, at, x) for name,
+                     given, shape, meaning, at in (
+("D", D, (H, P), "[H, P]", 0), ("z", z, (b, H, P), "[b, H, P]", 1),
+("dt_bias", dt_bias, (H, P), "[H, P]", 0)))
     if H % max(B.shape[1], 1) or (H and not B.shape[1]):
         raise ValueError(f"B: got {B.shape[1]} groups, need a divisor of the {H} heads of state")
     if C.shape != B.shape:
         raise ValueError(f"C: got shape {shown(C.shape)}, need {shown(B.shape)}, as B")
     if state_batch_indices is not None:
-        check_integers("state_batch_indices", state_batch_indices, (b,), "[b]", x.device, "x")  # kernels skip values outside of state
+        # kernels skip values outside of state
+        check_integers("state_batch_indices", state_batch_indices, (b,), "[b]", x.device, "x")
     elif pool.shape[0] != b:
         raise ValueError(f"state: got {pool.shape[0]} rows, need {b}, as x (or state_batch_indices)")
     given, how = Tensors(pool, x, dt, A, B, C, D, z, dt_bias, state_batch_indices), Scalars(dt_softplus)
@@ -74,18 +93,22 @@ def selective_state_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: T
 
 def _pool(state: Any, x: Any) -> tuple[bool, Tensor]:
     """Whether state has heads, and state with heads."""
-    for name, given, dims, meaning in (("state", state, (3, 4), "[b, H, P, N] or [b, P, N]"), ("x", x, (2, 3), "[b, H, P] or [b, P]")):
+    for name, given, dims, meaning in (("state", state, (3, 4), "[b, H, P, N] or [b, P, N]"),
+                                       ("x", x, (2, 3), "[b, H, P] or [b, P]")):
         check_floats(name, given, meaning)
         if given.ndim not in dims or (name == "state" and 0 in given.shape[-2:]):
-            raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning}" + " with P and N of at least 1" * (name == "state"))
+            raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning}"
+                             + " with P and N of at least 1" * (name == "state"))
     check_device("state", state, x.device, "x")
     if state.requires_grad and torch.is_grad_enabled():
-        raise ValueError("state: got a tensor that requires a gradient, need one that does not: it is updated in place. "
+        raise ValueError("state: got a tensor that requires a gradient, need one that does not: it is "
+                         "updated in place. "
                          "mamba_chunk_scan_combined with initial_states has the gradient")
     return state.ndim == 4, state if state.ndim == 4 else state.unsqueeze(1)
 
 
-def _with_heads(name: str, given: Any, shape: tuple[int | None, ...], meaning: str, at: int, x: Tensor) -> Tensor:
+def _with_heads(name: str, given: Any, shape: tuple[int | None, ...], meaning: str, at: int,
+                x: Tensor) -> Tensor:
     if isinstance(given, Tensor) and given.ndim == len(shape) - 1:
         check_floats(name, given, meaning)
         given = given.unsqueeze(at)
@@ -98,7 +121,9 @@ def put_rows(pool: Tensor, rows: Tensor, known: Tensor, values: Tensor) -> None:
     """pool[rows] = values, of those that are known."""
     if not torch.compiler.is_compiling() and pool.device.type != "meta":
         pool[rows[known]] = values[known].to(pool.dtype)
-    else:  # there is no room for a number of rows that nobody knows: those without one go to a row that is cut off again
+    # there is no room for a number of rows that nobody knows: those without one go to a row that is cut off
+    # again
+    else:
         larger = torch.cat([pool, pool.new_zeros(1, *pool.shape[1:])])
         pool.copy_(larger.index_copy(0, torch.where(known, rows, pool.shape[0]), values.to(pool.dtype))[:-1])
 
@@ -150,7 +175,8 @@ def _run(given: Tensors, how: Scalars) -> Tensor:
     x, B, C = (rows_contiguous(t) for t in (x, B, C))
     z = None if z is None else rows_contiguous(z)
     indices = None if indices is None else indices.contiguous()
-    y: Tensor = kernels("mamba", "forward").update(plan, states, x, dt, A, B, C, D, z, dt_bias, indices, how.softplus, x.dtype)
+    y: Tensor = kernels("mamba", "forward").update(plan, states, x, dt, A, B, C, D, z, dt_bias, indices,
+                                                   how.softplus, x.dtype)
     if states is not given.pool:
         given.pool.copy_(states)
     return y.to(dtype)
@@ -173,4 +199,5 @@ def _path(dtype: str, device: torch.device) -> str:
     return planned(Problem(OP, STATE_UPDATE, "", 1, 1, 1, 1, 1, 1, dtype), device).problem.path
 
 
-_library_op = writing_operator("selective_state_update", Tensors, Scalars, "pool", _run, lambda x, how: x.x.new_empty(x.x.shape))
+_library_op = writing_operator("selective_state_update", Tensors, Scalars, "pool", _run,
+                               lambda x, how: x.x.new_empty(x.x.shape))

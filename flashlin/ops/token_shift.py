@@ -1,8 +1,8 @@
 """The difference to the token before; mirrors ``fla.modules.token_shift``. Source: Peng et al. 2023 (RWKV).
 
     y_t = x_{t - 1} - x_t        x_{-1}: the cache, or 0
-That is the short convolution with the filter (1, -1), so it takes the same kernels, states and gradients. Under torch.compile it is plain torch,
-which the compiler fuses with what is around it.
+That is the short convolution with the filter (1, -1), so it takes the same kernels, states and gradients.
+Under torch.compile it is plain torch, which the compiler fuses with what is around it.
 """
 from __future__ import annotations
 
@@ -21,36 +21,42 @@ from flashlin.ops._common.pointwise import check_rows
 from flashlin.ops._common.slopes import shift_filters
 
 
-def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | None = None, output_cache: bool = False,
-                chunk_indices: Any = None) -> Tensor | tuple[Tensor, Tensor]:
+def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | None = None,
+                output_cache: bool = False, chunk_indices: Any = None) -> Tensor | tuple[Tensor, Tensor]:
     """x_{t - 1} - x_t for every token. Drop-in for ``fla.modules.token_shift.token_shift``.
 
     Args:
-        x: [B, T, D], bfloat16, float16 or float32 (float64 runs in plain torch), never modified. Rows that lie evenly spaced are read where
-            they are. With cu_seqlens B is 1 and the sequences are packed along T.
-        cu_seqlens: [N + 1] int32 or int64 on x's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. Empty ones are fine.
-        cache: [N, D] (N sequences) of any float dtype: the token before each sequence's first; gets a gradient. None is zeros.
+        x: [B, T, D], bfloat16, float16 or float32 (float64 runs in plain torch), never modified. Rows that
+            lie evenly spaced are read where they are. With cu_seqlens B is 1 and the sequences are packed
+            along T.
+        cu_seqlens: [N + 1] int32 or int64 on x's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
+            1]. Empty ones are fine.
+        cache: [N, D] (N sequences) of any float dtype: the token before each sequence's first; gets a
+            gradient. None is zeros.
         output_cache: also return each sequence's last token, which may be the next call's cache.
         chunk_indices: accepted for compatibility; nothing is looked up in it.
 
     Returns:
-        y [B, T, D] in x's dtype; with output_cache (y, cache [N, D] in x's dtype). A sequence without tokens hands its cache on. Rows that
-        cu_seqlens does not cover are zero, as are their gradients.
+        y [B, T, D] in x's dtype; with output_cache (y, cache [N, D] in x's dtype). A sequence without tokens
+        hands its cache on. Rows that cu_seqlens does not cover are zero, as are their gradients.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
 
-    Differs from fla where fla fails: checks cu_seqlens, has no limit on T or B from the grid, writes the cache of every sequence, and the cache
-    has a gradient, going in and coming out.
+    Differs from fla where fla fails: checks cu_seqlens, has no limit on T or B from the grid, writes the
+    cache of every sequence, and the cache has a gradient, going in and coming out.
     """
     output_cache = scalars.flag("output_cache", output_cache)
     check_rows("x", x, "[B, T, D]", 3)
-    bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, None, x.shape, x.device, policy.current().debug, "x")
+    bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, None, x.shape, x.device,
+                                                              policy.current().debug, "x")
     N, D = x.shape[0] if bounds is None else bounds.shape[0] - 1, x.shape[2]
     state = None
     if cache is not None:
         need_tensor("cache", cache, (N, D), "[N, D]", x.device, "x")
-        state = F.pad(cache[..., None], (1, 0))  # the convolution's state has two slots, of which a filter of two taps sees the second
+        # the convolution's state has two slots, of which a filter of two taps sees the second
+        state = F.pad(cache[..., None], (1, 0))
     filters = shift_filters(D, x.device)
     if torch.compiler.is_compiling():
         wide_y, wide_last = torch_path.run(x, filters, None, None, state, bounds, False)

@@ -1,7 +1,8 @@
-"""A function that launches Triton kernels, shielded: every launch inside it is planned, and it is called in parts of its batch if need be.
+"""A function that launches Triton kernels, shielded: every launch inside it is planned, and it is called in
+parts of its batch if need be.
 
-Which launches are inside is known to the thread that makes them. Backward runs in threads of torch's own, so the nodes of the function's
-graph say it there, each while it runs.
+Which launches are inside is known to the thread that makes them. Backward runs in threads of torch's own, so
+the nodes of the function's graph say it there, each while it runs.
 """
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ _lock = threading.Lock()
 class ShieldedFunction:
     """What ``shield`` makes of a function. batch: the batch's dimension by name of the argument."""
 
-    def __init__(self, function: Callable[..., Any], batch: dict[str, int | None], batch_size: str | None, shield: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Callable[..., Any], batch: dict[str, int | None], batch_size: str | None,
+                 shield: Callable[[Any], Any]) -> None:
         functools.update_wrapper(self, function)
         self.__name__: str = getattr(function, "__name__", repr(function))
         self._function, self._batch, self._size, self._shield = function, batch, batch_size, shield
@@ -54,7 +56,8 @@ class ShieldedFunction:
         whole = int(bound.arguments[self._size]) if self._size else min(sizes.values())
         for name, size in sizes.items():
             if size != whole:
-                raise ValueError(f"{name}: got {size} elements in dimension {self._batch[name]}, need the batch of {whole}")
+                raise ValueError(f"{name}: got {size} elements in dimension {self._batch[name]}, need the "
+                                 f"batch of {whole}")
         if not whole:
             return self._guarded(args, kwargs)
         key = tuple((name, bound.arguments[name].shape, bound.arguments[name].dtype) for name in sizes)
@@ -62,17 +65,22 @@ class ShieldedFunction:
         while True:
             counts = [min(part, whole - begin) for begin in range(0, whole, part)]
             try:
-                found = [self._guarded(*self._cut(bound, sizes, number * part, count)) for number, count in enumerate(counts)]
-            except UnsupportedError as error:  # planned, and nothing of that launch started: half as many may do
+                found = [self._guarded(*self._cut(bound, sizes, number * part, count)) for number,
+                         count in enumerate(counts)]
+            # planned, and nothing of that launch started: half as many may do
+            except UnsupportedError as error:
                 if part < 2 or not any("chunk_batch" in reason.remedies for reason in error.plan.refused):
                     raise
                 part = self._parts[key] = -(-part // 2)
             else:
                 return _joined(found, counts, self.__name__)
 
-    def _cut(self, bound: inspect.BoundArguments, names: Iterable[str], begin: int, count: int) -> tuple[Any, dict[str, Any]]:
+    def _cut(self, bound: inspect.BoundArguments, names: Iterable[str], begin: int,
+             count: int) -> tuple[Any, dict[str, Any]]:
         views = {name: bound.arguments[name].narrow(self._batch[name], begin, count) for name in names}
-        part = inspect.BoundArguments(self._signature, {**bound.arguments, **views, **({self._size: count} if self._size else {})})
+        part = inspect.BoundArguments(self._signature,
+                                      {**bound.arguments, **views,
+                                       **({self._size: count} if self._size else {})})
         return part.args, part.kwargs
 
     def _guarded(self, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -122,7 +130,8 @@ def _asking(start: Callable[..., Any], shield: Callable[[Any], Any]) -> Callable
 
 
 def _watch(result: Any, given: set[Any]) -> None:
-    """Let the function's own nodes of autograd's graph, between its results and its arguments, count as inside when they run."""
+    """Let the function's own nodes of autograd's graph, between its results and its arguments, count as
+    inside when they run."""
     waiting: list[Any] = [tensor.grad_fn for tensor in _tensors(result)]
     seen = {None, *given}
     while waiting:
@@ -136,7 +145,8 @@ def _watch(result: Any, given: set[Any]) -> None:
 
 
 def _run_inside(node: Any) -> None:
-    """What autograd calls is looked up on the node itself. The node is not to own what owns it, or it would outlive its tensors."""
+    """What autograd calls is looked up on the node itself. The node is not to own what owns it, or it would
+    outlive its tensors."""
     kind, itself = type(node), weakref.ref(node)
 
     def apply(*gradients: Any) -> Any:
@@ -156,14 +166,16 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _joined(found: list[Any], sizes: list[int], name: str) -> Any:
-    """Results of the parts as one result: tensors along their first dimension, tuples and dicts part by part."""
+    """Results of the parts as one result: tensors along their first dimension, tuples and dicts part by
+    part."""
     first = found[0]
     if len(found) == 1:
         return first
     if isinstance(first, torch.Tensor):
         for tensor, size in zip(found, sizes, strict=True):
             if not tensor.dim() or tensor.shape[0] != size:
-                raise ValueError(f"{name}: returns a tensor of shape {tuple(tensor.shape)} for a batch of {size}, need the batch first")
+                raise ValueError(f"{name}: returns a tensor of shape {tuple(tensor.shape)} for a batch of "
+                                 f"{size}, need the batch first")
         return torch.cat(found)
     if isinstance(first, dict):
         return {key: _joined([part[key] for part in found], sizes, name) for key in first}
@@ -171,5 +183,6 @@ def _joined(found: list[Any], sizes: list[int], name: str) -> Any:
         joined = [_joined([part[at] for part in found], sizes, name) for at in range(len(first))]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     if any(part != first for part in found):
-        raise ValueError(f"{name}: returns {first!r} for one part of the batch and another value for the next, need tensors with the batch first")
+        raise ValueError(f"{name}: returns {first!r} for one part of the batch and another value for the "
+                         "next, need tensors with the batch first")
     return first

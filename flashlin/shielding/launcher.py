@@ -1,8 +1,9 @@
 """shield: the care that our own kernels get, for a Triton kernel of the user's.
 
-How it works. The innermost part of a kernel, what ``@triton.jit`` made, is replaced by a Launcher; a tuner and heuristics around it stay.
-When a launch arrives, with every argument and option known, it is turned into facts (``Given``) and planned like any other call; the plan
-says which remedies to apply. The decision is kept per kernel and facts, so a call seen before costs some microseconds.
+How it works. The innermost part of a kernel, what ``@triton.jit`` made, is replaced by a Launcher; a tuner
+and heuristics around it stay. When a launch arrives, with every argument and option known, it is turned into
+facts (``Given``) and planned like any other call; the plan says which remedies to apply. The decision is kept
+per kernel and facts, so a call seen before costs some microseconds.
 """
 from __future__ import annotations
 
@@ -25,48 +26,56 @@ from flashlin.shielding import autotune as tuning
 from flashlin.shielding.function import ShieldedFunction
 
 REMEMBERED = 4096  # decisions per kernel
-NUMBERS = frozenset({int, float, bool, str, type(None)})  # what is no tensor, told apart faster than by isinstance
+# what is no tensor, told apart faster than by isinstance
+NUMBERS = frozenset({int, float, bool, str, type(None)})
 OPTIONS = ("num_warps", "num_stages")
 
 
-def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_axis: int | None = None, batch_size: str | None = None,
-           outputs: Sequence[str] = ()) -> Any:
+def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_axis: int | None = None,
+           batch_size: str | None = None, outputs: Sequence[str] = ()) -> Any:
     """A Triton kernel whose launches are planned: called as before, ``kernel[grid](...)``.
 
-    Too large a grid or too long offsets: launched in parts of the batch, if it is declared. Tensors on another device than the current
-    one: launched there. More warps than the compiler survives: launched with fewer. 16-bit tensors that do not compile: launched on fp32
-    copies, if the outputs are declared.
+    Too large a grid or too long offsets: launched in parts of the batch, if it is declared. Tensors on
+    another device than the current one: launched there. More warps than the compiler survives: launched with
+    fewer. 16-bit tensors that do not compile: launched on fp32 copies, if the outputs are declared.
 
     Args:
-        kernel: what ``@triton.jit``, ``@triton.autotune`` or ``@triton.heuristics`` made; or a function that launches such kernels, which
-            must not write to its arguments: its launches are planned too, those of its backward included, and it is called in parts.
-        batch: the dimension that is the batch, by name of the tensor argument; None for a tensor that has none. A dimension may hold
-            batch times heads, batch first; one of batch + 1 is taken for boundaries of sequences (cu_seqlens). No launch is split beside
-            a tensor that is not named and has such a dimension.
-        batch_axis: the grid axis (0, 1, 2) that counts the batch, or batch times heads, batch first. Not for functions.
+        kernel: what ``@triton.jit``, ``@triton.autotune`` or ``@triton.heuristics`` made; or a function that
+            launches such kernels, which must not write to its arguments: its launches are planned too, those
+            of its backward included, and it is called in parts.
+        batch: the dimension that is the batch, by name of the tensor argument; None for a tensor that has
+            none. A dimension may hold batch times heads, batch first; one of batch + 1 is taken for
+            boundaries of sequences (cu_seqlens). No launch is split beside a tensor that is not named and has
+            such a dimension.
+        batch_axis: the grid axis (0, 1, 2) that counts the batch, or batch times heads, batch first. Not for
+            functions.
         batch_size: the argument that holds the size of the batch, if there is one.
         outputs: the tensor arguments that the kernel writes.
 
-    Raises ValueError or TypeError for a declaration that names what is not there, here or in the call; a call raises UnsupportedError,
-    before anything is launched, where no remedy is left.
+    Raises ValueError or TypeError for a declaration that names what is not there, here or in the call; a call
+    raises UnsupportedError, before anything is launched, where no remedy is left.
     """
     if isinstance(outputs, str):
         raise TypeError(f"outputs: got the string {outputs!r}, need a list of names of arguments")
     if not callable(getattr(kernel, "run", None)) or not hasattr(kernel, "arg_names"):
         if not callable(kernel):
-            raise TypeError(f"kernel: got {type(kernel).__name__}, need a Triton kernel or a function that launches some")
+            raise TypeError(f"kernel: got {type(kernel).__name__}, need a Triton kernel or a function that "
+                            "launches some")
         for name, value in {"batch_axis": batch_axis, "outputs": outputs or None}.items():
             if value is not None:
-                raise ValueError(f"{name}: got {value!r}, need none: {getattr(kernel, '__name__', kernel)} is a function, not a kernel")
+                raise ValueError(f"{name}: got {value!r}, need none: {getattr(kernel, '__name__', kernel)} "
+                                 "is a function, not a kernel")
         try:
             names = list(inspect.signature(kernel).parameters)
         except ValueError:
-            raise TypeError(f"kernel: got {kernel!r}, which Python knows no arguments of, need a Triton kernel or a Python function that "
+            raise TypeError(f"kernel: got {kernel!r}, which Python knows no arguments of, need a Triton "
+                            "kernel or a Python function that "
                             "launches some") from None
         _checked("batch_size", {} if batch_size is None else {batch_size: None}, names)
         return ShieldedFunction(kernel, _batch(batch, names), batch_size, shield)
     names = list(kernel.arg_names)
-    declared = Declared(_batch(batch, names), -1 if batch_axis is None else batch_axis, batch_size, tuple(outputs))
+    declared = Declared(_batch(batch, names), -1 if batch_axis is None else batch_axis, batch_size,
+                        tuple(outputs))
     _checked("outputs", dict.fromkeys(outputs), names)
     _checked("batch_size", {} if batch_size is None else {batch_size: None}, names)
     if declared.batch and declared.axis not in (0, 1, 2):
@@ -75,8 +84,9 @@ def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_
 
 
 class Decision(NamedTuple):
-    """A plan as far as a launch needs it, and what it holds for. card: number of the CUDA device, None without one. warps: None to leave
-    them as they are. part: how much of the batch at a time, 0 for all of it."""
+    """A plan as far as a launch needs it, and what it holds for. card: number of the CUDA device, None
+    without one. warps: None to leave them as they are. part: how much of the batch at a time, 0 for all of
+    it."""
     target: Target
     policy: Policy
     device: torch.device
@@ -87,15 +97,18 @@ class Decision(NamedTuple):
 
 
 class Launcher:
-    """A ``@triton.jit`` kernel whose every launch is planned. Everything but launching is the kernel's own."""
+    """A ``@triton.jit`` kernel whose every launch is planned. Everything but launching is the kernel's
+    own."""
 
     def __init__(self, kernel: Any, declared: Declared, start: Callable[..., Any] | None = None) -> None:
         self.kernel, self.declared, self.fn = kernel, declared, kernel
         self.arg_names: list[str] = list(kernel.arg_names)
         self._start = start or kernel.run
         parameters = inspect.signature(kernel.fn).parameters
-        self._defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
-        self._constants = [name for name, parameter in parameters.items() if "constexpr" in str(parameter.annotation)]
+        self._defaults = {name: parameter.default for name,
+                          parameter in parameters.items() if parameter.default is not parameter.empty}
+        self._constants = [name for name,
+                           parameter in parameters.items() if "constexpr" in str(parameter.annotation)]
         self._kept = (*self._constants, *OPTIONS)
         self._kept_at = [at for at, name in enumerate(self.arg_names) if name in self._constants]
         self._decided: dict[Any, Decision] = {}
@@ -121,8 +134,10 @@ class Launcher:
         grid = tuple(grid)
         key = self._facts(grid, args, kwargs)
         found = self._decided.get(key)
-        # Whether a batch can be split depends on shapes, which are not among the facts: the odd large launch is decided each time.
-        if found is None or found.part or found.policy is not policy.current() or found.target is not probe(found.device):
+        # Whether a batch can be split depends on shapes, which are not among the facts: the odd large launch
+        # is decided each time.
+        if found is None or found.part or found.policy is not policy.current() or found.target is not probe(
+                found.device):
             found = self._decide(self._named(args, kwargs), grid)
             if len(self._decided) >= REMEMBERED:
                 self._decided.clear()
@@ -133,7 +148,8 @@ class Launcher:
         return self._launch(found, args, kwargs, grid, warmup)
 
     def _facts(self, grid: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """All that a decision depends on, as fast as can be: types and devices, options and constants, strides of what is long."""
+        """All that a decision depends on, as fast as can be: types and devices, options and constants,
+        strides of what is long."""
         facts = [grid, *map(kwargs.get, self._kept), *[args[at] for at in self._kept_at if at < len(args)]]
         add = facts.append
         if not NUMBERS.issuperset(map(type, kwargs.values())):
@@ -151,7 +167,8 @@ class Launcher:
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
 
-    def _launch(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], grid: tuple[int, ...], warmup: bool) -> Any:
+    def _launch(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any],
+                grid: tuple[int, ...], warmup: bool) -> Any:
         if decision.warps is None and not decision.part and not decision.fp32:
             return self._start(*args, grid=grid, warmup=warmup, **kwargs)
         named = self._named(args, kwargs)
@@ -159,7 +176,8 @@ class Launcher:
             named = {**named, "num_warps": decision.warps}
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
         if decision.fp32:
-            copies = fp32_copies({name: value for name, value in named.items() if isinstance(value, torch.Tensor)})
+            copies = fp32_copies({name: value for name,
+                                  value in named.items() if isinstance(value, torch.Tensor)})
             written = [(named[name], copies[name]) for name in self.declared.outputs if name in copies]
             named = {**named, **copies}
         result = None
@@ -171,7 +189,8 @@ class Launcher:
                     original.copy_(converted)
         return result
 
-    def _parts(self, named: dict[str, Any], grid: tuple[int, ...], size: int) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
+    def _parts(self, named: dict[str, Any], grid: tuple[int, ...],
+               size: int) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
         if not size:
             yield named, grid
             return
@@ -179,7 +198,8 @@ class Launcher:
         for begin in range(0, whole, size):
             count = min(size, whole - begin)
             views: dict[str, Any] = {
-                name: part_of(named[name], dimension, whole, begin, count) for name, dimension in self.declared.batch.items()
+                name: part_of(named[name], dimension, whole, begin, count) for name,
+                dimension in self.declared.batch.items()
                 if dimension is not None and named.get(name) is not None}
             if self.declared.size is not None:
                 views[self.declared.size] = count
@@ -190,26 +210,31 @@ class Launcher:
         device = self._device(tensors)
         text = self._source = self._source or source.of(self.kernel)
         self._wide = text.wide
-        asked = problem_of(_name(self.kernel), text, self.declared, {**self._defaults, **named}, self._constants, grid)
+        asked = problem_of(_name(self.kernel), text, self.declared, {**self._defaults, **named},
+                           self._constants, grid)
         plan = planned(asked, device)
         launch = plan.launches[0]
         given = asked.given
         assert given is not None
         warps = None if launch.num_warps == given.launch.num_warps else launch.num_warps
         card = device.index if device.type == "cuda" else None
-        return Decision(plan.target, policy.current(), device, card, warps, plan.problem.batch_part, plan.problem.dot == "fp32")
+        return Decision(plan.target, policy.current(), device, card, warps, plan.problem.batch_part,
+                        plan.problem.dot == "fp32")
 
     def _device(self, tensors: dict[str, torch.Tensor]) -> torch.device:
         """The one device of the tensors. Pinned host memory, which a GPU reads too, may stand beside it."""
-        found = {tensor.device: name for name, tensor in reversed(tensors.items()) if tensor.device.type != "cpu" or not tensor.is_pinned()}
+        found = {tensor.device: name for name,
+                 tensor in reversed(tensors.items()) if tensor.device.type != "cpu" or not tensor.is_pinned()}
         if len(found) > 1:
             shown = ", ".join(f"{name} on {device}" for device, name in found.items())
             raise ValueError(f"{_name(self.kernel)}: got {shown}, need all tensors on one device")
-        return next(iter(found), None) or torch.device(*(("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else ("cpu",)))
+        return next(iter(found), None) or torch.device(*(("cuda", torch.cuda.current_device())
+                                                         if torch.cuda.is_available() else ("cpu",)))
 
 
 def _around(kernel: Any, declared: Declared) -> Any:
-    """Only the innermost launch is ours: what tunes and derives arguments stays around it. A shield around a shield replaces it."""
+    """Only the innermost launch is ours: what tunes and derives arguments stays around it. A shield around a
+    shield replaces it."""
     if isinstance(kernel, Launcher):
         return Launcher(kernel.kernel, declared)
     if not hasattr(kernel.fn, "arg_names"):
@@ -230,18 +255,21 @@ def _batch(given: Mapping[str, int | None] | None, names: list[str]) -> dict[str
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise TypeError(f'batch: got {given!r}, need a dict of dimensions by name of the argument, such as {{"q": 0}}')
+        raise TypeError(f'batch: got {given!r}, need a dict of dimensions by name of the argument, such as '
+                        f'{{"q": 0}}')
     _checked("batch", dict(given), names)
     for name, dimension in given.items():
         if dimension is not None and type(dimension) is not int:
             raise TypeError(f"batch: got {dimension!r} for {name}, need the number of a dimension, or None")
     if given and all(dimension is None for dimension in given.values()):
-        raise ValueError(f"batch: got None for {', '.join(given)}, need the dimension of one tensor at least: without it nothing can be split")
+        raise ValueError(f"batch: got None for {', '.join(given)}, need the dimension of one tensor at "
+                         "least: without it nothing can be split")
     return dict(given)
 
 
 def _checked(what: str, given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     unknown = [name for name in given if name not in names]
     if unknown:
-        raise ValueError(f"{what}: got {', '.join(map(repr, unknown))}, need names of arguments: {', '.join(names)}")
+        raise ValueError(f"{what}: got {', '.join(map(repr, unknown))}, need names of arguments: "
+                         f"{', '.join(names)}")
     return given

@@ -1,1 +1,2 @@
-"""What proves the kernels: cases against the float64 reference, recorded launches, compiling without a GPU."""
+"""What proves the kernels: cases against the float64 reference, recorded launches, compiling without a
+GPU."""

@@ -2,9 +2,10 @@
 
     python -m flashlin.testing.compile --sm 90 < launches.jsonl > results.jsonl
 
-Triton's own JIT does the work, as for a call: it is handed arguments of the recorded types and a driver that only knows the target, so
-nothing here depends on how a release spells its compile function. One child process per kernel, forked from a warm parent: an MLIR
-assertion kills only the child, and some releases (3.2, 3.3) generate other code for the second kernel of a process than for the first.
+Triton's own JIT does the work, as for a call: it is handed arguments of the recorded types and a driver that
+only knows the target, so nothing here depends on how a release spells its compile function. One child process
+per kernel, forked from a warm parent: an MLIR assertion kills only the child, and some releases (3.2, 3.3)
+generate other code for the second kernel of a process than for the first.
 """
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ from flashlin.compat.target import SHARED_ON_AMD, shared_per_block
 from flashlin.testing.record import TYPES, Recorded
 
 DTYPES = {name: dtype for dtype, name in TYPES.items()}
-NUMBERS: dict[str, Any] = {"i32": 3, "i32:1": 1, "i32:16": 16, "i64": 2**40 + 3, "i64:16": 2**40, "u64": 2**63 + 3, "u64:16": 2**63,
-                           "fp32": 0.5, "i1": True}
+NUMBERS: dict[str, Any] = {"i32": 3, "i32:1": 1, "i32:16": 16, "i64": 2**40 + 3, "i64:16": 2**40,
+                           "u64": 2**63 + 3, "u64:16": 2**63, "fp32": 0.5, "i1": True}
 TELLING = re.compile(r"Assertion|LLVM ERROR|UNREACHABLE|error:|terminate called|Unsupported")
 MATRIX_INSTRUCTIONS = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 
@@ -44,11 +45,12 @@ NOT_TRIED = "not tried"
 
 
 class Result(NamedTuple):
-    """status: ``ok``, ``exception``, ``abort`` (the compiler killed its process), ``ptxas`` (the assembler refused), ``shared`` (compiles,
-    but one block may not have that much shared memory), ``timeout``, or ``not tried``: the machine failed (no room, no memory, a program that is not
-    there, a child that was killed), which says nothing of the kernel. message: of the exception; cause: the line of stderr that says why.
-    shared, registers, spills: bytes of shared memory, registers a thread, bytes of spill stores and loads. matrix: tensor-core instructions.
-    triton: the release that ran.
+    """status: ``ok``, ``exception``, ``abort`` (the compiler killed its process), ``ptxas`` (the assembler
+    refused), ``shared`` (compiles, but one block may not have that much shared memory), ``timeout``, or
+    ``not tried``: the machine failed (no room, no memory, a program that is not there, a child that was
+    killed), which says nothing of the kernel. message: of the exception; cause: the line of stderr that says
+    why. shared, registers, spills: bytes of shared memory, registers a thread, bytes of spill stores and
+    loads. matrix: tensor-core instructions. triton: the release that ran.
     """
     status: str
     message: str = ""
@@ -71,10 +73,13 @@ class Job(NamedTuple):
     launch: Recorded
 
 
-def compile_launches(jobs: Iterable[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0, timeout: float = 180) -> list[Result]:
-    """Compile each job in a process that sees ``environment`` on top of this one's (see environments.py); results in the jobs' order.
+def compile_launches(jobs: Iterable[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
+                     timeout: float = 180) -> list[Result]:
+    """Compile each job in a process that sees ``environment`` on top of this one's (see environments.py);
+    results in the jobs' order.
 
-    at_once: children at a time, 0 for one per core. timeout: seconds for each. Raises RuntimeError if that process itself cannot run.
+    at_once: children at a time, 0 for one per core. timeout: seconds for each. Raises RuntimeError if that
+    process itself cannot run.
     """
     jobs = list(jobs)
     found = dict(compiling(jobs, environment, at_once=at_once, timeout=timeout))
@@ -85,7 +90,8 @@ def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None,
               timeout: float = 180) -> Iterator[tuple[int, Result]]:
     """compile_launches, but (number, result) as they finish. Closing the iterator ends the children."""
     with tempfile.TemporaryFile("w+") as lines, tempfile.TemporaryFile("w+") as told:
-        lines.writelines(f'{{"sm": {json.dumps(job.sm)}, "launch": {job.launch.to_json()}}}\n' for job in jobs)
+        lines.writelines(f'{{"sm": {json.dumps(job.sm)}, "launch": {job.launch.to_json()}}}\n'
+                         for job in jobs)
         lines.seek(0)
         command = python("flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout),
                          first=(environment or {}).get("PYTHONPATH", ""))
@@ -94,10 +100,12 @@ def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None,
         try:
             for line in process.stdout or ():
                 fields = json.loads(line)
-                yield fields.pop("job"), Result(**{**{name: fields[name] for name in Result._fields}, "matrix": tuple(fields["matrix"])})
+                yield fields.pop("job"), Result(**{**{name: fields[name] for name in Result._fields},
+                                                   "matrix": tuple(fields["matrix"])})
             if process.wait():
                 told.seek(0)
-                raise RuntimeError(f"the compiling process ended with {process.returncode}: {told.read().strip()[-2000:]}")
+                raise RuntimeError(f"the compiling process ended with {process.returncode}: "
+                                   f"{told.read().strip()[-2000:]}")
         finally:
             process.terminate()  # it then ends the compilers it has started
             process.wait()
@@ -128,7 +136,9 @@ class Driver:
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
-        return GPUTarget("cuda", self.sm, 32) if isinstance(self.sm, int) else GPUTarget("hip", self.sm, 64 if self.sm.startswith("gfx9") else 32)
+        return GPUTarget("cuda", self.sm, 32) if isinstance(self.sm, int) else GPUTarget("hip", self.sm,
+                                                                                         64
+                                                                                         if self.sm.startswith("gfx9") else 32)
 
 
 def argument(kind: str | None) -> Any:
@@ -148,8 +158,9 @@ def _compile(job: Job, folder: Path) -> Result:
     launch = job.launch
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
     try:
-        compiled = kernel.warmup(*(argument(kind) for _, kind in launch.arguments), grid=(1,), **dict(launch.constants),
-                                 num_warps=launch.num_warps, num_stages=launch.num_stages)
+        compiled = kernel.warmup(*(argument(kind) for _, kind in launch.arguments), grid=(1,),
+                                 **dict(launch.constants), num_warps=launch.num_warps,
+                                 num_stages=launch.num_stages)
         code = str(compiled.asm["ptx" if isinstance(job.sm, int) else "amdgcn"])
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
@@ -158,7 +169,8 @@ def _compile(job: Job, folder: Path) -> Result:
         if error.__cause__ is not None:
             text += f" <- {type(error.__cause__).__name__}: {error.__cause__}"
         refusal = [line for line in str(error).splitlines() if line.startswith("ptxas ") and "error" in line]
-        return Result("ptxas", refusal[0][:2000]) if refusal else Result("ptxas" if "ptxas" in str(error) else "exception", text[:2000])
+        return Result("ptxas", refusal[0][:2000]) if refusal else Result("ptxas" if "ptxas" in str(error)
+                                                                         else "exception", text[:2000])
     if isinstance(job.sm, int):
         report, limit = "\n".join(log), shared_per_block((job.sm // 10, job.sm % 10))
         registers = re.search(r"Used (\d+) registers", report)
@@ -168,13 +180,15 @@ def _compile(job: Job, folder: Path) -> Result:
         registers = re.search(r"\.vgpr_count:\s+(\d+)", code)
         spills = [4 * int(count) for count in re.findall(r"\.vgpr_spill_count:\s+(\d+)", code)]
     shared = int(compiled.metadata.shared)
-    return Result("ok" if shared <= limit else "shared", "" if shared <= limit else f"{shared} bytes of shared memory, {limit} on {job.sm}",
-                  "", shared, int(registers[1]) if registers else 0, sum(spills),
+    return Result("ok" if shared <= limit else "shared",
+                  "" if shared <= limit else f"{shared} bytes of shared memory, {limit} on {job.sm}", "",
+                  shared, int(registers[1]) if registers else 0, sum(spills),
                   tuple(sorted(set(MATRIX_INSTRUCTIONS.findall(code)))))
 
 
 def _keep_ptxas_report() -> list[str]:
-    """ptxas -v writes registers and spills to a file that Triton deletes; this keeps its text, whichever way a release starts ptxas."""
+    """ptxas -v writes registers and spills to a file that Triton deletes; this keeps its text, whichever way
+    a release starts ptxas."""
     log: list[str] = []
     run = subprocess.run
 
@@ -192,8 +206,9 @@ def _keep_ptxas_report() -> list[str]:
 
 
 def _child(work: Callable[[Path], Result], folder: Path) -> None:
-    """Never returns. Output goes to a file, because from Triton 3.3 on only stderr says which assertion failed. An error that no work has caught
-    (no room for the result, say) is told there, too, and by the exit status."""
+    """Never returns. Output goes to a file, because from Triton 3.3 on only stderr says which assertion
+    failed. An error that no work has caught (no room for the result, say) is told there, too, and by the exit
+    status."""
     import resource  # like fork, not on Windows
     try:
         os.setpgid(0, 0)
@@ -225,12 +240,15 @@ def _verdict(folder: Path, status: int | None) -> Result:
         ended = signal.Signals(os.WTERMSIG(status))
         said = cause or stderr.strip()[-500:]
         if blame.of_exit(-ended, stderr) != "kernel":
-            return Result(NOT_TRIED, ": ".join(filter(None, [f"the compiler was ended by {ended.name}", said]))[:300])
+            return Result(NOT_TRIED, ": ".join(filter(None,
+                                                      [f"the compiler was ended by {ended.name}",
+                                                       said]))[:300])
         return Result("abort", ended.name, said)
     if os.waitstatus_to_exitcode(status) == os.EX_TEMPFAIL:
         return Result(NOT_TRIED, stderr.strip()[-300:])
     if not (folder / "result").exists():
-        return Result("exception", f"the child ended with {os.waitstatus_to_exitcode(status)}", cause or stderr.strip()[-500:])
+        return Result("exception", f"the child ended with {os.waitstatus_to_exitcode(status)}",
+                      cause or stderr.strip()[-500:])
     fields = json.loads((folder / "result").read_text())
     result = Result(*fields)._replace(matrix=tuple(fields[6]))
     return result if result.ok else result._replace(cause=cause)
@@ -242,9 +260,10 @@ def serve(jobs: list[Job], at_once: int, timeout: float) -> Iterator[tuple[int, 
     yield from forked([partial(_compile, job) for job in jobs], at_once, timeout)
 
 
-def forked(works: Sequence[Callable[[Path], Result]], at_once: int, timeout: float) -> Iterator[tuple[int, Result]]:
-    """(number, result) as they finish, each in a child forked from this process, which must not use a GPU: a compiler that aborts ends
-    the child. A work is handed a folder of its own. timeout: seconds for each."""
+def forked(works: Sequence[Callable[[Path], Result]], at_once: int,
+           timeout: float) -> Iterator[tuple[int, Result]]:
+    """(number, result) as they finish, each in a child forked from this process, which must not use a GPU: a
+    compiler that aborts ends the child. A work is handed a folder of its own. timeout: seconds for each."""
     import triton
     room = Path(tempfile.mkdtemp(prefix="flashlin-compile-"))
     waiting = list(enumerate(works))[::-1]
@@ -272,7 +291,8 @@ def forked(works: Sequence[Callable[[Path], Result]], at_once: int, timeout: flo
                     status = None
                 if done:
                     del running[child]
-                    yield number, _verdict(folder, status)._replace(seconds=round(took, 2), triton=triton.__version__)
+                    yield number, _verdict(folder, status)._replace(seconds=round(took, 2),
+                                                                    triton=triton.__version__)
                     shutil.rmtree(folder, ignore_errors=True)
             time.sleep(0.005)
     finally:
@@ -293,9 +313,12 @@ def _warm(jobs: list[Job]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m flashlin.testing.compile", description="launches as JSON lines in, results as JSON lines out")
-    parser.add_argument("--sm", type=int, help="compute capability, 90 for instance, where a line does not say")
-    parser.add_argument("--at-once", type=int, default=0, help="kernels compiled at a time, 0 for one per core")
+    parser = argparse.ArgumentParser(prog="python -m flashlin.testing.compile",
+                                     description="launches as JSON lines in, results as JSON lines out")
+    parser.add_argument("--sm", type=int,
+                        help="compute capability, 90 for instance, where a line does not say")
+    parser.add_argument("--at-once", type=int, default=0,
+                        help="kernels compiled at a time, 0 for one per core")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for each")
     given = parser.parse_args(arguments)
     jobs = []
@@ -308,7 +331,8 @@ def main(arguments: list[str] | None = None) -> None:
         jobs.append(Job(sm, Recorded.from_json(json.dumps(launch))))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the children are ended, too
     for number, result in serve(jobs, given.at_once or os.cpu_count() or 1, given.timeout):
-        print(json.dumps({"job": number, "kernel": jobs[number].launch.kernel, "sm": jobs[number].sm, **result._asdict()}), flush=True)
+        print(json.dumps({"job": number, "kernel": jobs[number].launch.kernel, "sm": jobs[number].sm,
+                          **result._asdict()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Other Triton releases beside the installed one, for child processes: the way every release is tested from one environment.
+"""Other Triton releases beside the installed one, for child processes: the way every release is tested from
+one environment.
 
     subprocess.run([sys.executable, ...], env={**os.environ, **triton_environment("3.2.0")})
 
-A release is installed once, without its dependencies, into ``.cache/tritons`` of the working directory (or ``$FLASHLIN_CACHE``) and put
-in front of the installed packages by PYTHONPATH. 280 to 1,000 MB each; delete the folder to get the space back.
+A release is installed once, without its dependencies, into ``.cache/tritons`` of the working directory (or
+``$FLASHLIN_CACHE``) and put in front of the installed packages by PYTHONPATH. 280 to 1,000 MB each; delete
+the folder to get the space back.
 """
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ class NotInstallable(RuntimeError):
     """pip could not install that release here: no network, or no wheel for this Python."""
 
 
-def triton_environment(version: str, *, interpreter: bool = False, cache: Path | None = None) -> dict[str, str]:
-    """Environment variables under which a child of this Python imports Triton ``version``; installs it at the first call.
+def triton_environment(version: str, *, interpreter: bool = False,
+                       cache: Path | None = None) -> dict[str, str]:
+    """Environment variables under which a child of this Python imports Triton ``version``; installs it at the
+    first call.
 
     interpreter: also the newest numpy that this release's interpreter works with.
     Raises NotInstallable, which quotes pip.
@@ -51,8 +55,10 @@ def torch_environment(torch: str, triton: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(home), triton_environment(triton)["PYTHONPATH"]])}
 
 
-def installed(requirements: list[str], name: str, cache: Path | None = None, *, dependencies: bool = False) -> Path:
-    """The folder ``name`` of the cache, filled by pip if it is not there yet. Safe to call from several processes at once."""
+def installed(requirements: list[str], name: str, cache: Path | None = None, *,
+              dependencies: bool = False) -> Path:
+    """The folder ``name`` of the cache, filled by pip if it is not there yet. Safe to call from several
+    processes at once."""
     home = (cache or cache_folder()).resolve() / name
     if home.exists():
         return home
@@ -62,8 +68,9 @@ def installed(requirements: list[str], name: str, cache: Path | None = None, *, 
             return home
         fresh = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=home.parent))
         try:
-            ran = subprocess.run(python("pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:",
-                                        *([] if dependencies else ["--no-deps"]), "--target", str(fresh), *requirements),
+            ran = subprocess.run(python("pip", "install", "--quiet", "--disable-pip-version-check",
+                                        "--only-binary", ":all:", *([] if dependencies else ["--no-deps"]),
+                                        "--target", str(fresh), *requirements),
                                  capture_output=True, text=True, check=False)
             if ran.returncode:
                 raise NotInstallable(f"pip install {' '.join(requirements)}: {ran.stderr.strip()[-1000:]}")

@@ -1,4 +1,5 @@
-"""A pytest plugin: your own Triton kernels under the releases and for the GPUs that you name, on a machine without a GPU.
+"""A pytest plugin: your own Triton kernels under the releases and for the GPUs that you name, on a machine
+without a GPU.
 
     def example():                           # at module level, on CPU tensors
         x = torch.randn(4, 100)
@@ -7,10 +8,12 @@
     def test_every_triton(triton_matrix):
         triton_matrix(example, triton=["3.2.0", "3.6.0", "3.9.0"], sm=[80, 90])
 
-Three layers, each in child processes that have the release: ``import`` (the module of the function), ``compile`` (every kernel that the
-function launches, and every configuration of an autotuned one, to machine code for each target; nothing is launched, so the function must
-not look at what its kernels wrote) and ``interpret`` (the function in Triton's interpreter, an autotuned kernel with its first
-configuration, its result beside what is right). The children see no GPU. pytest loads this file always: it imports neither torch nor Triton.
+Three layers, each in child processes that have the release: ``import`` (the module of the function),
+``compile`` (every kernel that the function launches, and every configuration of an autotuned one, to machine
+code for each target; nothing is launched, so the function must not look at what its kernels wrote) and
+``interpret`` (the function in Triton's interpreter, an autotuned kernel with its first configuration, its
+result beside what is right). The children see no GPU. pytest loads this file always: it imports neither torch
+nor Triton.
 """
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ LONGEST = 500  # characters of a cause
 
 
 class Order(NamedTuple):
-    """What a child is asked. module, file, function: where the function is; timeout: seconds for running it, and for each kernel."""
+    """What a child is asked. module, file, function: where the function is; timeout: seconds for running it,
+    and for each kernel."""
     module: str
     file: str
     function: str
@@ -55,8 +59,8 @@ class Order(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """status: ``ok``, ``skipped``, ``began`` (the last of a child that died), ``wrong`` (numbers) or a status of ``compile.Result``.
-    sm: 0 where no target matters; what: the launch."""
+    """status: ``ok``, ``skipped``, ``began`` (the last of a child that died), ``wrong`` (numbers) or a status
+    of ``compile.Result``. sm: 0 where no target matters; what: the launch."""
     triton: str
     layer: str
     status: str
@@ -65,9 +69,11 @@ class Outcome(NamedTuple):
     what: str = ""
 
     def __str__(self) -> str:
-        place = f"{self.triton} {self.layer}{f' sm_{self.sm}' if self.sm else ''}{f' {self.what}' if self.what else ''}"
+        place = (f"{self.triton} "
+                 f"{self.layer}{f' sm_{self.sm}' if self.sm else ''}{f' {self.what}' if self.what else ''}")
         cause = " ".join(self.cause.split())
-        cause = cause if len(cause) <= LONGEST else f"{cause[:LONGEST // 3]} ... {cause[-LONGEST * 2 // 3:]}"  # Triton says why at the end
+        # Triton says why at the end
+        cause = cause if len(cause) <= LONGEST else f"{cause[:LONGEST // 3]} ... {cause[-LONGEST * 2 // 3:]}"
         return f"{place}: {self.status}{f': {cause}' if cause else ''}"
 
 
@@ -88,23 +94,28 @@ class TritonMatrix:
         rtol: float | None = None,
         atol: float | None = None,
     ) -> None:
-        """Fail the test unless every kernel that ``function`` launches works under every release for every target.
+        """Fail the test unless every kernel that ``function`` launches works under every release for every
+        target.
 
         Args:
-            function: takes nothing, is at the top level of a module, launches on CPU tensors. For ``interpret`` it returns two things, what
-                came out and what is right: tensors, or tuples, lists or dicts of tensors, compared by ``torch.testing.assert_close``.
-            triton: releases from 3.0.0 on. sm: compute capabilities, 80 or 103. layers: of ``import``, ``compile``, ``interpret``.
+            function: takes nothing, is at the top level of a module, launches on CPU tensors. For
+                ``interpret`` it returns two things, what came out and what is right: tensors, or tuples,
+                lists or dicts of tensors, compared by ``torch.testing.assert_close``.
+            triton: releases from 3.0.0 on. sm: compute capabilities, 80 or 103. layers: of ``import``,
+                ``compile``, ``interpret``.
             timeout: seconds for one kernel, and for one run of the function.
-            rtol, atol: how close the numbers must be, both or neither; by default what assert_close has for their dtype.
+            rtol, atol: how close the numbers must be, both or neither; by default what assert_close has for
+                their dtype.
 
-        A release that cannot be installed skips the test once the others have passed; in CI (``$CI``) it fails it. The interpreter computes
-        bfloat16 wrongly: where a kernel touches it, ``interpret`` is skipped, and the summary says so. Raises TypeError or ValueError for
-        an argument that cannot be.
+        A release that cannot be installed skips the test once the others have passed; in CI (``$CI``) it
+        fails it. The interpreter computes bfloat16 wrongly: where a kernel touches it, ``interpret`` is
+        skipped, and the summary says so. Raises TypeError or ValueError for an argument that cannot be.
         """
         module, file, name = _located(function)
         versions = _several("triton", triton, "a list of releases from 3.0.0 on, such as ['3.2.0', '3.6.0']",
                             lambda one: isinstance(one, str) and release(one)[:2] >= (3, 0))
-        cards = _several("sm", sm, "a list of compute capabilities from 70 on, such as [80, 90, 103]", lambda one: type(one) is int and one >= 70)
+        cards = _several("sm", sm, "a list of compute capabilities from 70 on, such as [80, 90, 103]",
+                         lambda one: type(one) is int and one >= 70)
         wanted = _several("layers", layers, f"a list out of {', '.join(LAYERS)}", LAYERS.__contains__)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
             raise ValueError(f"timeout: got {timeout!r}, need seconds, more than 0")
@@ -117,10 +128,12 @@ class TritonMatrix:
             timeout=timeout, at_once=at_once, rtol=rtol, atol=atol)
         orders = [asked._replace(triton=version) for version in versions]
         with ThreadPoolExecutor(workers) as pool:
-            self._judge(f"{module}.{name}", [outcome for found in pool.map(_visit, orders) for outcome in found])
+            self._judge(f"{module}.{name}",
+                        [outcome for found in pool.map(_visit, orders) for outcome in found])
 
     def _judge(self, name: str, outcomes: list[Outcome]) -> None:
-        counts = Counter(outcome.status if outcome.status in ("ok", "skipped") else "failed" for outcome in outcomes)
+        counts = Counter(outcome.status if outcome.status in ("ok", "skipped") else "failed"
+                         for outcome in outcomes)
         head = f"{name}: {counts['ok']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
         skipped = [f"  {outcome}" for outcome in outcomes if outcome.status == "skipped"]
         failed = [f"  {outcome}" for outcome in outcomes if outcome.status not in ("ok", "skipped")]
@@ -133,13 +146,16 @@ class TritonMatrix:
 
 @pytest.fixture
 def triton_matrix(request: pytest.FixtureRequest) -> TritonMatrix:
-    """``triton_matrix(function, triton=[...], sm=[...])``: the kernels that the function launches, under those releases, for those GPUs."""
+    """``triton_matrix(function, triton=[...], sm=[...])``: the kernels that the function launches, under
+    those releases, for those GPUs."""
     return TritonMatrix(request.node.user_properties)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What passed, and what was not looked at. From the reports, which reach this process from pytest-xdist's workers too."""
-    reports = [report for found in terminalreporter.stats.values() for report in found if getattr(report, "when", "") == "call"]
+    """What passed, and what was not looked at. From the reports, which reach this process from pytest-xdist's
+    workers too."""
+    reports = [report for found in terminalreporter.stats.values()
+               for report in found if getattr(report, "when", "") == "call"]
     told = [value for report in reports for name, value in report.user_properties if name == "triton_matrix"]
     if told:
         terminalreporter.write_sep("-", "Triton matrix")
@@ -149,19 +165,22 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def _located(function: Any) -> tuple[str, str, str]:
     """(module, file, name) by which another process finds it."""
     if hasattr(function, "arg_names") and hasattr(function, "run"):
-        raise TypeError(f"function: got the Triton kernel {getattr(function, '__name__', function)}, need a function that launches it")
+        raise TypeError(f"function: got the Triton kernel {getattr(function, '__name__', function)}, need a "
+                        "function that launches it")
     name, home = getattr(function, "__qualname__", ""), getattr(function, "__module__", None)
     found: Any = sys.modules.get(home or "")
     file = getattr(found, "__file__", None)
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(function) or found is not function or not home or not file or home == "__main__":
-        raise TypeError(f"function: got {name or repr(function)}, need a function at the top level of a module: "
+        raise TypeError(f"function: got {name or repr(function)}, need a function at the top level of a "
+                        "module: "
                         "processes that have other Triton releases import it by module and name")
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        raise TypeError(f"function: got {name}{inspect.signature(function)}, need one that can be called with nothing") from error
+        raise TypeError(f"function: got {name}{inspect.signature(function)}, need one that can be called "
+                        "with nothing") from error
     return home, file, name
 
 
@@ -176,7 +195,8 @@ def _several(what: str, given: Any, need: str, right: Callable[[Any], bool]) -> 
 
 
 def _visit(order: Order) -> list[Outcome]:
-    """One release. Importing and compiling share a child; the interpreter has to be chosen before Triton is imported."""
+    """One release. Importing and compiling share a child; the interpreter has to be chosen before Triton is
+    imported."""
     found: list[Outcome] = []
     for layers in (["import", "compile"], ["interpret"]):
         wanted = [layer for layer in layers if layer in order.layers]
@@ -185,7 +205,8 @@ def _visit(order: Order) -> list[Outcome]:
         try:
             environment = triton_environment(order.triton, interpreter="interpret" in wanted)
         except NotInstallable as error:  # in CI nobody looks at skips
-            return [*found, Outcome(order.triton, "install", "failed" if os.environ.get("CI") else "skipped", str(error))]
+            return [*found, Outcome(order.triton, "install", "failed" if os.environ.get("CI") else "skipped",
+                                    str(error))]
         found += _child(order._replace(layers=wanted), environment)
     return found
 
@@ -195,20 +216,24 @@ def _child(order: Order, environment: dict[str, str]) -> list[Outcome]:
     with tempfile.TemporaryDirectory(prefix="flashlin-plugin-") as folder:
         answers = Path(folder, "answers")
         answers.touch()
-        settings = {"TRITON_INTERPRET": str(int(interpret)), "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        settings = {"TRITON_INTERPRET": str(int(interpret)), "CUDA_VISIBLE_DEVICES": "",
+                    "HIP_VISIBLE_DEVICES": ""}
         # This process's search path after the release: pytest puts the folders of the tests on it.
-        command = python("flashlin.testing.plugin_child", json.dumps(order._asdict()), str(answers), first=environment["PYTHONPATH"])
-        ran = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL,
-                             env={**os.environ, **environment, **settings})
+        command = python("flashlin.testing.plugin_child", json.dumps(order._asdict()), str(answers),
+                         first=environment["PYTHONPATH"])
+        ran = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace",
+                             stdin=subprocess.DEVNULL, env={**os.environ, **environment, **settings})
         told = [Outcome(*json.loads(line)) for line in answers.read_text().splitlines()]
     found = [outcome for outcome in told if outcome.status != "began"]
     if ran.returncode:
-        at = next((outcome.layer for outcome in reversed(told) if outcome.status == "began"), "interpret" if interpret else "import")
+        at = next((outcome.layer for outcome in reversed(told) if outcome.status == "began"),
+                  "interpret" if interpret else "import")
         lines = [line for line in ran.stderr.splitlines() if line.strip()]
         why = next((line for line in reversed(lines) if TELLING.search(line)), lines[-1] if lines else "")
         if ran.returncode == -signal.SIGALRM:
             found.append(Outcome(order.triton, at, "timeout", f"after {order.timeout:g} s"))
         else:
-            ended = signal.Signals(-ran.returncode).name if ran.returncode < 0 else f"exit code {ran.returncode}"
+            ended = signal.Signals(
+                -ran.returncode).name if ran.returncode < 0 else f"exit code {ran.returncode}"
             found.append(Outcome(order.triton, at, "abort", f"{ended}: {why}" if why else ended))
     return found

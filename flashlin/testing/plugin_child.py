@@ -1,7 +1,9 @@
-"""What the pytest plugin runs in a child, under one Triton release: import and compile, or interpret. Outcomes go to a file, line by line.
+"""What the pytest plugin runs in a child, under one Triton release: import and compile, or interpret.
+Outcomes go to a file, line by line.
 
-Launches are compiled with the very arguments they were made with, in children forked from here: nothing about a kernel has to be put into
-words for another process, so kernels made inside functions and constexprs of any type work, and what a module chooses by release is seen.
+Launches are compiled with the very arguments they were made with, in children forked from here: nothing about
+a kernel has to be put into words for another process, so kernels made inside functions and constexprs of any
+type work, and what a module chooses by release is seen.
 """
 from __future__ import annotations
 
@@ -28,12 +30,14 @@ from flashlin.testing.compile import Driver, Job, serve
 from flashlin.testing.plugin import Order, Outcome
 from flashlin.testing.record import Recorded, specialised
 
-NONE_LAUNCHED = "the function launches no Triton kernel when its tensors are on the CPU, so nothing would be tested"
+NONE_LAUNCHED = ("the function launches no Triton kernel when its tensors are on the CPU, so nothing would "
+                 "be tested")
 PLAIN = (bool, int, float, str, type(None))
 
 
 class CpuDriver(Driver):
-    """What modules ask a driver for when they are imported: 3.2 and 3.3 want a timer for every ``triton.autotune``."""
+    """What modules ask a driver for when they are imported: 3.2 and 3.3 want a timer for every
+    ``triton.autotune``."""
 
     def get_benchmarker(self) -> Callable[..., Any]:
         return lambda call, quantiles=(), **options: [0.0] * len(quantiles)
@@ -51,7 +55,8 @@ class Launched(NamedTuple):
     seen: Recorded
 
     def warmup(self, *_: Any, **__: Any) -> Any:
-        """For ``compile.serve``, which knows launches as kernels of a module: the arguments are those of the launch."""
+        """For ``compile.serve``, which knows launches as kernels of a module: the arguments are those of the
+        launch."""
         return self.compile(self.kernel, *self.args, grid=(1,), warmup=True, **self.options)
 
 
@@ -63,7 +68,8 @@ def main() -> None:
         (interpret if "interpret" in order.layers else import_and_compile)(order, answers)
 
 
-def tell(answers: TextIO, order: Order, layer: str, status: str, cause: str = "", sm: int = 0, what: str = "") -> None:
+def tell(answers: TextIO, order: Order, layer: str, status: str, cause: str = "", sm: int = 0,
+         what: str = "") -> None:
     print(json.dumps(Outcome(order.triton, layer, status, cause, sm, what)), file=answers)
 
 
@@ -86,7 +92,8 @@ def import_and_compile(order: Order, answers: TextIO) -> None:
     for sm in order.sm:
         launches.clear()
         set_driver(sm)
-        pretend(parse(f"triton={order.triton},sm={sm}"))  # our own ops and shielded kernels plan for that card
+        # our own ops and shielded kernels plan for that card
+        pretend(parse(f"triton={order.triton},sm={sm}"))
         signal.alarm(math.ceil(order.timeout))
         try:
             function()
@@ -97,12 +104,14 @@ def import_and_compile(order: Order, answers: TextIO) -> None:
         for launch in launches.values():
             name = f"launch_{len(jobs)}"
             globals()[name] = launch
-            jobs.append(Job(sm, Recorded(__name__, name, (), (), launch.seen.num_warps, launch.seen.num_stages, 0, ())))
+            jobs.append(Job(sm, Recorded(__name__, name, (), (), launch.seen.num_warps,
+                                         launch.seen.num_stages, 0, ())))
             seen.append(str(launch.seen))
     signal.alarm(0)  # from here on each kernel has its own
     for number, result in serve(jobs, order.at_once, order.timeout):
         cause = f"after {order.timeout:g} s" if result.status == "timeout" else result.message
-        tell(answers, order, "compile", result.status, ": ".join(filter(None, [cause, result.cause])), int(jobs[number].sm), seen[number])
+        tell(answers, order, "compile", result.status, ": ".join(filter(None, [cause, result.cause])),
+             int(jobs[number].sm), seen[number])
 
 
 def interpret(order: Order, answers: TextIO) -> None:
@@ -112,9 +121,12 @@ def interpret(order: Order, answers: TextIO) -> None:
 
     def counted(executor: Any, *args: Any, **kwargs: Any) -> Any:
         launched.append(executor.fn.__name__)
-        halves.update(str(value.dtype) for value in (*args, *kwargs.values()) if getattr(value, "dtype", None) is torch.bfloat16)
+        halves.update(str(value.dtype)
+                      for value in (*args, *kwargs.values())
+                      if getattr(value, "dtype", None) is torch.bfloat16)
         # 3.2 hands the kernel options of a configuration that it does not know
-        return start(executor, *args, **{name: value for name, value in kwargs.items() if name in executor.arg_names})
+        return start(executor, *args,
+                     **{name: value for name, value in kwargs.items() if name in executor.arg_names})
 
     def watched(dtype: Any) -> Any:
         halves.update({str(dtype)} if "bf16" in str(dtype) else ())
@@ -128,7 +140,8 @@ def interpret(order: Order, answers: TextIO) -> None:
         if not launched:
             raise RuntimeError(NONE_LAUNCHED)
         if not isinstance(answer, tuple) or len(answer) != 2:
-            raise TypeError(f"{order.function} returned {type(answer).__name__}, need two things, what came out and what is right; "
+            raise TypeError(f"{order.function} returned {type(answer).__name__}, need two things, what came "
+                            "out and what is right; "
                             "layers=('import', 'compile') does without")
         status = "wrong"
         torch.testing.assert_close(*answer, rtol=order.rtol, atol=order.atol, check_dtype=False)
@@ -136,7 +149,9 @@ def interpret(order: Order, answers: TextIO) -> None:
     except BaseException as error:
         cause = str(error) if status == "wrong" else told(error)
     if halves:
-        status, cause = "skipped", "Triton's interpreter computes bfloat16 wrongly in every release, so numbers are not compared"
+        status, cause = ("skipped",
+                         "Triton's interpreter computes bfloat16 wrongly in every release, so numbers are "
+                         "not compared")
     tell(answers, order, "interpret", status, cause)
 
 
@@ -146,11 +161,13 @@ def set_driver(sm: int) -> None:
 
 
 def load(order: Order, configurations: int | None) -> Callable[[], Any]:
-    """The function, in a process whose tuners run that many of their configurations (None for all) instead of timing them."""
+    """The function, in a process whose tuners run that many of their configurations (None for all) instead of
+    timing them."""
     import triton
     from triton.runtime.autotuner import Autotuner
     if Version(triton.__version__).base_version != Version(order.triton).base_version:
-        raise RuntimeError(f"Triton {triton.__version__} is imported from {triton.__file__}, need {order.triton}")
+        raise RuntimeError(f"Triton {triton.__version__} is imported from {triton.__file__}, need "
+                           f"{order.triton}")
     set_driver(order.sm[0])
 
     def run(tuner: Any, *args: Any, **kwargs: Any) -> None:
@@ -166,7 +183,8 @@ def load(order: Order, configurations: int | None) -> Callable[[], Any]:
     except ModuleNotFoundError as error:
         if not f"{order.module}.".startswith(f"{error.name}."):
             raise
-        spec = spec_from_file_location(order.module, order.file)  # pytest --import-mode=importlib leaves sys.path alone
+        # pytest --import-mode=importlib leaves sys.path alone
+        spec = spec_from_file_location(order.module, order.file)
         assert spec is not None and spec.loader is not None
         module = sys.modules[order.module] = module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -194,8 +212,10 @@ def snapshot(value: Any) -> Any:
 def in_words(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Recorded:
     named = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
     warps, stages = named.pop("num_warps", None) or 4, named.pop("num_stages", None) or 3
-    run_time = {parameter.name: not getattr(parameter, "do_not_specialize", False) for parameter in kernel.params if not parameter.is_constexpr}
-    arguments = tuple((name, kind(value, run_time[name])) for name, value in named.items() if name in run_time)
+    run_time = {parameter.name: not getattr(parameter, "do_not_specialize", False)
+                for parameter in kernel.params if not parameter.is_constexpr}
+    arguments = tuple((name, kind(value, run_time[name])) for name,
+                      value in named.items() if name in run_time)
     constants = tuple((name, value if isinstance(value, PLAIN) else str(getattr(value, "__name__", value)))
                       for name, value in named.items() if name not in run_time)
     return Recorded(kernel.fn.__module__, kernel.fn.__name__, arguments, constants, warps, stages, 0, ())
@@ -214,12 +234,14 @@ def told(error: BaseException) -> str:
     """An exception, and where in the user's code it comes from."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if theirs(frame.filename)]
     said = str(error) or (frames[-1].line if frames else "")
-    return f"{type(error).__name__}: {said}{f' ({frames[-1].filename}:{frames[-1].lineno})' if frames else ''}"
+    return (f"{type(error).__name__}: "
+            f"{said}{f' ({frames[-1].filename}:{frames[-1].lineno})' if frames else ''}")
 
 
 def theirs(file: str) -> bool:
     """Whether it belongs neither to Python nor to torch, Triton or this file."""
-    ours = [os.path.dirname(str(sys.modules[name].__file__)) + os.sep for name in ("torch", "triton") if name in sys.modules]
+    ours = [os.path.dirname(str(sys.modules[name].__file__)) + os.sep
+            for name in ("torch", "triton") if name in sys.modules]
     standard = file.startswith(os.path.dirname(os.__file__)) and "site-packages" not in file
     return not file.startswith((*ours, __file__, "<")) and not standard
 

@@ -1,8 +1,9 @@
 """Which kernels a call would start on a machine one does not own, as plain data.
 
-Inside ``recording(target)`` every call is planned for that target and nothing is started, so the public entry points, forward and
-backward, run on CPU tensors (their results hold whatever the memory held). What is kept of a launch is what Triton's JIT compiles for:
-two launches that share one compiled kernel are one ``Recorded``.
+Inside ``recording(target)`` every call is planned for that target and nothing is started, so the public entry
+points, forward and backward, run on CPU tensors (their results hold whatever the memory held). What is kept
+of a launch is what Triton's JIT compiles for: two launches that share one compiled kernel are one
+``Recorded``.
 """
 from __future__ import annotations
 
@@ -27,16 +28,18 @@ from flashlin.testing.source_text import normalised
 Constant = bool | int | float | str | None
 
 # What Triton calls torch's dtypes.
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1", torch.uint8: "u8",
-         torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+         torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32",
+         torch.int64: "i64"}
 
 
 class Recorded(NamedTuple):
     """One kernel as the JIT specialises it.
 
-    arguments: the run-time ones in order, each with its type: ``*bf16`` for a pointer, ``i32``, ``fp32``, None for None. ``:16`` after it
-    says divisible by 16, ``:1`` equal to 1: the JIT compiles those apart. constants: the constexprs, tile included.
-    shared: bytes, the plan's upper estimate. traits: the plan's, sorted. config: ``Launch.config``.
+    arguments: the run-time ones in order, each with its type: ``*bf16`` for a pointer, ``i32``, ``fp32``,
+    None for None. ``:16`` after it says divisible by 16, ``:1`` equal to 1: the JIT compiles those apart.
+    constants: the constexprs, tile included. shared: bytes, the plan's upper estimate. traits: the plan's,
+    sorted. config: ``Launch.config``.
     """
     module: str
     kernel: str
@@ -50,22 +53,25 @@ class Recorded(NamedTuple):
 
     def __str__(self) -> str:
         constants = " ".join(f"{name}={value}" for name, value in self.constants)
-        return f"{self.kernel}({', '.join(str(kind) for _, kind in self.arguments)}) {constants} warps={self.num_warps} stages={self.num_stages}"
+        return (f"{self.kernel}({', '.join(str(kind) for _, kind in self.arguments)}) {constants} "
+                f"warps={self.num_warps} stages={self.num_stages}")
 
     def to_json(self) -> str:
         """One line."""
-        return json.dumps({**self._asdict(), "arguments": dict(self.arguments), "constants": dict(self.constants)})
+        return json.dumps({**self._asdict(), "arguments": dict(self.arguments),
+                           "constants": dict(self.constants)})
 
     @classmethod
     def from_json(cls, line: str) -> Recorded:
         fields = json.loads(line)
-        return cls(**{**fields, "arguments": tuple(fields["arguments"].items()), "constants": tuple(fields["constants"].items()),
-                      "traits": tuple(fields["traits"])})
+        return cls(**{**fields, "arguments": tuple(fields["arguments"].items()),
+                      "constants": tuple(fields["constants"].items()), "traits": tuple(fields["traits"])})
 
 
 @contextmanager
 def recording(target: Target) -> Iterator[list[Recorded]]:
-    """Plan every call for ``target`` and collect what it would start, each kernel once, in order of the first launch."""
+    """Plan every call for ``target`` and collect what it would start, each kernel once, in order of the first
+    launch."""
     found: list[Recorded] = []
 
     def keep(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
@@ -83,8 +89,10 @@ def recording(target: Target) -> Iterator[list[Recorded]]:
 
 def recorded(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> Recorded:
     """What is left of a launch once the JIT has looked at it."""
-    # Under TRITON_INTERPRET a kernel is an InterpretedFunction, which keeps the decorator's options in kwargs.
-    left_alone = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()
+    # Under TRITON_INTERPRET a kernel is an InterpretedFunction, which keeps the decorator's options in
+    # kwargs.
+    left_alone = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs",
+                                                                       {}).get("do_not_specialize") or ()
     constexprs = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
     values = zip(kernel.arg_names, door.in_order(launch, kernel, arguments), strict=True)
     kinds = tuple((name, specialised(value, name not in left_alone))
@@ -92,11 +100,13 @@ def recorded(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> Recorded
     given = (*arguments.items(), *launch.tile)
     constants = tuple((name, value) for name, value in given if name in constexprs)
     return Recorded(kernel.fn.__module__, kernel.fn.__name__, kinds, constants,
-                    launch.num_warps, launch.num_stages, launch.shared, tuple(sorted(launch.traits)), launch.config)
+                    launch.num_warps, launch.num_stages, launch.shared, tuple(sorted(launch.traits)),
+                    launch.config)
 
 
 def specialised(value: Any, specialise: bool = True) -> str | None:
-    """The type the JIT gives an argument. specialise: False for those in ``do_not_specialize``, of which only the type counts."""
+    """The type the JIT gives an argument. specialise: False for those in ``do_not_specialize``, of which only
+    the type counts."""
     if value is None:
         return None
     if isinstance(value, torch.Tensor):
@@ -112,7 +122,8 @@ def specialised(value: Any, specialise: bool = True) -> str | None:
 
 
 def source_hash(module: str, kernel: str) -> str:
-    """Of what a kernel does: a record holds for as long as this stays the same. Comments, docstrings and layout may change."""
+    """Of what a kernel does: a record holds for as long as this stays the same. Comments, docstrings and
+    layout may change."""
     return f"{module}:{hashlib.sha256(source_of(module, kernel).encode()).hexdigest()[:12]}"
 
 
@@ -127,7 +138,8 @@ def is_current(source: str, kernel: str) -> bool:
 
 @lru_cache(maxsize=256)
 def source_of(module: str, kernel: str) -> str:
-    """The code of a kernel, of every jitted function it calls and of the constants they use, a line each: see ``normalised``."""
+    """The code of a kernel, of every jitted function it calls and of the constants they use, a line each: see
+    ``normalised``."""
     waiting, known = [getattr(importlib.import_module(module), kernel)], dict[str, str]()
     while waiting:
         function = waiting.pop().fn
@@ -139,5 +151,6 @@ def source_of(module: str, kernel: str) -> str:
             parameters = {name: tuple(inspect.signature(one.fn).parameters) for name, one in jitted.items()}
             source = textwrap.dedent(inspect.getsource(function))
             known[f"{home}.{function.__qualname__}"] = normalised(source, parameters)
-            known |= {f"{home}.{name}": f"{name} = {one.value!r}" for name, one in used.items() if type(one).__name__ == "constexpr"}
+            known |= {f"{home}.{name}": f"{name} = {one.value!r}" for name,
+                      one in used.items() if type(one).__name__ == "constexpr"}
     return "\n".join(sorted(known.values()))

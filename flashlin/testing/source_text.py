@@ -9,8 +9,9 @@ Parameters = Mapping[str, Sequence[str]]
 
 
 def normalised(source: str, parameters: Parameters | None = None) -> str:
-    """The syntax tree of ``source`` in words, without comments, layout, docstrings, spelling of literals. The same on every Python that we support,
-    which ``ast.dump`` is not: newer ones have more fields, and print fewer. Raises SyntaxError.
+    """The syntax tree of ``source`` in words, without comments, layout, docstrings, spelling of literals. The
+    same on every Python that we support, which ``ast.dump`` is not: newer ones have more fields, and print
+    fewer. Raises SyntaxError.
 
     parameters: names of the parameters of functions that ``source`` calls. Their arguments count by
     parameter, so that a call by position and one by keyword, in whatever order, are the same.
@@ -42,7 +43,8 @@ def _write(node: Any, words: list[str]) -> None:
         words.append(f"({type(node).__name__}")
         for name in node._fields:
             value = getattr(node, name, None)
-            if value is None or value == [] or name in ("ctx", "type_comment"):  # ctx follows from where a name stands
+            # ctx follows from where a name stands
+            if value is None or value == [] or name in ("ctx", "type_comment"):
                 continue
             words.append(name)
             _write(value, words)
@@ -59,4 +61,6 @@ def _write(node: Any, words: list[str]) -> None:
 
 def _says_nothing(statement: Any) -> bool:
     """A docstring, or a text that stands alone elsewhere."""
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
+    return isinstance(statement, ast.Expr) and isinstance(statement.value,
+                                                          ast.Constant) and isinstance(statement.value.value,
+                                                                                       str)

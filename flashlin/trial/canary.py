@@ -1,4 +1,5 @@
-"""The first call of an op whose kernels nobody has run on such a card under that Triton: a child process tries them before this one does."""
+"""The first call of an op whose kernels nobody has run on such a card under that Triton: a child process
+tries them before this one does."""
 from __future__ import annotations
 
 import logging
@@ -16,7 +17,8 @@ from flashlin.guards.problem import Plan, UnsupportedError
 from flashlin.kernels.families import family_of
 from flashlin.trial import run
 
-ROUNDS = 3  # what fails is planned otherwise, and that is tried as well: fewer warps, then it is the torch path
+# what fails is planned otherwise, and that is tried as well: fewer warps, then it is the torch path
+ROUNDS = 3
 PLANS = 4096  # kept, so that a call that comes again costs a look into a dict
 _log = logging.getLogger("flashlin")
 _settled: dict[int, Plan] = {}
@@ -29,10 +31,12 @@ def settled(the_plan: Plan) -> bool:
 
 
 def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
-    """The plan once its kernels have run on such a card, here or where flashlin was tested; each op, dtype and head size is tried once on a
-    machine, for each family of its kernels. Ranks that start together wait for the first one's answer. Where nothing could be tried (memory that
-    others hold, a full disk ...) a warning says why and the op is used as planned; it is tried again after a day. A user's own kernel
-    (``shield``) is not tried: no child knows how to call it. Raises UnsupportedError where nothing is left that may run."""
+    """The plan once its kernels have run on such a card, here or where flashlin was tested; each op, dtype
+    and head size is tried once on a machine, for each family of its kernels. Ranks that start together wait
+    for the first one's answer. Where nothing could be tried (memory that others hold, a full disk ...) a
+    warning says why and the op is used as planned; it is tried again after a day. A user's own kernel
+    (``shield``) is not tried: no child knows how to call it. Raises UnsupportedError where nothing is left
+    that may run."""
     asked, target = the_plan.asked, the_plan.target
     key = (asked.op, asked.family, asked.dtype, asked.K, asked.V, asked.needs_grad, target)
     if asked.given is None and key not in _done and _wanted(target):
@@ -62,33 +66,39 @@ def _wanted(target: Target) -> bool:
 
 
 def _trial(the_plan: Plan) -> run.Trial:
-    """The one that says most of a plan: an op that chooses its mode is tried as what was chosen; a norm's rows and a convolution's channels are
-    no heads."""
+    """The one that says most of a plan: an op that chooses its mode is tried as what was chosen; a norm's
+    rows and a convolution's channels are no heads."""
     asked = the_plan.asked
     op = asked.op if dispatch.OPS[asked.op][1] != "auto" else f"{the_plan.problem.mode}_{asked.op}"
     return run.Trial(op, asked.dtype, asked.K if family_of(op).head_dim else 0)
 
 
 def _doubtful(the_plan: Plan, trial: run.Trial) -> bool:
-    """Whether it has to be tried: something would be started that has run neither on such a card nor here, and the last trial was not right (its
-    small case may not start everything, and is not asked again for that), nor prevented less than a day ago."""
+    """Whether it has to be tried: something would be started that has run neither on such a card nor here,
+    and the last trial was not right (its small case may not start everything, and is not asked again for
+    that), nor prevented less than a day ago."""
     here = verdicts.local(the_plan.target)
     last = here.trials.get(str(trial))
-    if last is not None and (last.word in ("ran", "torch path") or (last.word == "not tried" and time.time() - last.when < verdicts.A_DAY)):
+    if last is not None and (last.word in ("ran", "torch path")
+                             or (last.word == "not tried" and time.time() - last.when < verdicts.A_DAY)):
         return False
-    return any(launch.config not in here.kernels and proven.trust(launch, the_plan.target) != "ran" for launch in the_plan.launches)
+    return any(launch.config not in here.kernels and proven.trust(launch, the_plan.target) != "ran"
+               for launch in the_plan.launches)
 
 
 def _try(the_plan: Plan, trial: run.Trial, device: torch.device, stacklevel: int) -> None:
     target = the_plan.target
     why = f"with these sizes has not been run on {target.sm} under Triton {target.triton} yet" if proven.knows(target.triton) else \
         f"is new to Triton {target.triton}, which is not known to flashlin"
-    _log.warning("flashlin: %s %s: it is tried once on this machine, in a child process; flashlin warmup does so beforehand, FLASHLIN_CANARY=off "
+    _log.warning("flashlin: %s %s: it is tried once on this machine, in a child process; flashlin warmup "
+                 "does so beforehand, FLASHLIN_CANARY=off "
                  "leaves it out", trial.op, why)
     [found] = run.run([trial], device, target)
     if found.verdict == "not tried":
-        warnings.warn(f"{trial.op} {why}, and could not be tried: {found.detail}. It is used as planned, and tried again after a day or by "
+        warnings.warn(f"{trial.op} {why}, and could not be tried: {found.detail}. It is used as planned, and "
+                      "tried again after a day or by "
                       "flashlin warmup", stacklevel=stacklevel)
     elif not found.fine:
-        warnings.warn(f"{trial.op} {why}, and was tried: {found.verdict}, {found.detail}. It is planned otherwise on this machine until "
+        warnings.warn(f"{trial.op} {why}, and was tried: {found.verdict}, {found.detail}. It is planned "
+                      "otherwise on this machine until "
                       "flashlin warmup --forget", stacklevel=stacklevel)

@@ -1,5 +1,6 @@
-"""The child process of a trial: runs a small case of one op twice, forward and backward, and compares with float64. What it says are JSON lines:
-a kernel before it is started (``launch``) and once it has run (``landed``), and last the verdict.
+"""The child process of a trial: runs a small case of one op twice, forward and backward, and compares with
+float64. What it says are JSON lines: a kernel before it is started (``launch``) and once it has run
+(``landed``), and last the verdict.
 
     python -m flashlin.trial.child --device cuda:0 --op chunk_simple_gla --dtype bfloat16 --head-dim 128
 """
@@ -15,11 +16,13 @@ from typing import Any
 
 from flashlin.compat import blame
 
-SMALL = {"B": 1, "T": 32}  # at most, of a case for a card that is full; makers without these sizes are small as they are
+# at most, of a case for a card that is full; makers without these sizes are small as they are
+SMALL = {"B": 1, "T": 32}
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m flashlin.trial.child", description="The child process of flashlin warmup.")
+    parser = argparse.ArgumentParser(prog="python -m flashlin.trial.child",
+                                     description="The child process of flashlin warmup.")
     for name in ("device", "op", "dtype"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--head-dim", type=int, default=0)
@@ -39,17 +42,20 @@ def main(argv: list[str] | None = None) -> None:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         fault = blame.of_error(error)
         if not struck or fault != "kernel":  # outside a launch nothing speaks of a kernel
-            first_line = f"{type(error).__name__}: {error}".partition("\n")[0]  # what follows are torch's hints for whoever debugs kernels
+            # what follows are torch's hints for whoever debugs kernels
+            first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
             say(verdict="not tried", detail=first_line, memory=fault == "memory")
         else:
-            word = "abort or illegal access" if blame.ILLEGAL.search(text) else "hang" if blame.STOPPED.search(text) else "compiler error"
+            word = "abort or illegal access" if blame.ILLEGAL.search(
+                text) else "hang" if blame.STOPPED.search(text) else "compiler error"
             say(verdict=word, detail=text, memory=False)
     else:
         say(verdict=verdict, detail=detail, memory=False)
 
 
 def attempt(given: argparse.Namespace, say: Any, struck: list[BaseException]) -> tuple[str, str]:
-    """The verdict of a trial that came to its end, and its detail. What is raised inside a launch is put into ``struck``."""
+    """The verdict of a trial that came to its end, and its detail. What is raised inside a launch is put into
+    ``struck``."""
     import torch
 
     from flashlin import policy
@@ -71,7 +77,8 @@ def attempt(given: argparse.Namespace, say: Any, struck: list[BaseException]) ->
         try:
             door._start(launch, *rest)
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # what goes wrong on the device shows here, and not at whatever comes next
+                # what goes wrong on the device shows here, and not at whatever comes next
+                torch.cuda.synchronize(device)
         except BaseException as error:
             struck.append(error)
             raise

@@ -1,7 +1,9 @@
-"""Trials: a child process runs a small case of an op, and how it ends is a verdict on a kernel, or on nothing but the circumstances.
+"""Trials: a child process runs a small case of an op, and how it ends is a verdict on a kernel, or on nothing
+but the circumstances.
 
-A child says which kernel it is about to start and when that has run, so that an abort or a hang has somebody to blame, and so that whatever goes
-wrong between two launches, such as memory that others have taken, blames nobody.
+A child says which kernel it is about to start and when that has run, so that an abort or a hang has somebody
+to blame, and so that whatever goes wrong between two launches, such as memory that others have taken, blames
+nobody.
 """
 from __future__ import annotations
 
@@ -42,10 +44,11 @@ class Trial(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """How a trial went. verdict: ``ran``, ``wrong numbers``, ``compiler error``, ``abort or illegal access``, ``hang``; ``not tried`` (memory,
-    disk, permissions, a busy or absent device, anything that went wrong outside a launch: nothing is known of any kernel); ``torch path``
-    (nothing to start). configs: what was started, in that order. struck: the launch during which the child ended, if one did.
-    memory: whether memory was what it lacked."""
+    """How a trial went. verdict: ``ran``, ``wrong numbers``, ``compiler error``, ``abort or illegal access``,
+    ``hang``; ``not tried`` (memory, disk, permissions, a busy or absent device, anything that went wrong
+    outside a launch: nothing is known of any kernel); ``torch path`` (nothing to start). configs: what was
+    started, in that order. struck: the launch during which the child ended, if one did. memory: whether
+    memory was what it lacked."""
     trial: Trial
     verdict: Word
     detail: str
@@ -60,13 +63,15 @@ class Tried(NamedTuple):
 
     def __str__(self) -> str:
         D = f" D={self.trial.head_dim}" if self.trial.head_dim else ""
-        return f"{self.verdict:14} {self.trial.op} {self.trial.dtype}{D}  {self.seconds:.0f} s" + (f"  {self.detail}" if self.detail else "")
+        return f"{self.verdict:14} {self.trial.op} {self.trial.dtype}{D}  {self.seconds:.0f} s" + (
+            f"  {self.detail}" if self.detail else "")
 
 
 def run(trials: Sequence[Trial], device: torch.device, target: Target, *, jobs: int = 1, limit: float = LIMIT,
         progress: Callable[[Tried], None] = lambda _: None) -> list[Tried]:
-    """Try them, ``jobs`` at a time, and keep what was found for this machine. What lacked memory is asked again alone, with a smaller case and
-    after this process has given back what it does not use; what seems to hang, alone and with a longer limit."""
+    """Try them, ``jobs`` at a time, and keep what was found for this machine. What lacked memory is asked
+    again alone, with a smaller case and after this process has given back what it does not use; what seems to
+    hang, alone and with a longer limit."""
     def first(trial: Trial) -> Tried:
         found = _child(trial, device, target, limit)
         if not _again(found):
@@ -78,7 +83,8 @@ def run(trials: Sequence[Trial], device: torch.device, target: Target, *, jobs: 
         if _again(one):
             if one.memory:
                 _give_back_memory(device)
-            found[number] = _child(one.trial, device, target, limit if one.memory else limit * LONGER, small=one.memory)
+            found[number] = _child(one.trial, device, target, limit if one.memory else limit * LONGER,
+                                   small=one.memory)
             progress(found[number])
     _keep(found, target)
     return found
@@ -89,15 +95,15 @@ def _again(found: Tried) -> bool:
 
 
 def _give_back_memory(device: torch.device) -> None:
-    """Blocks that torch keeps for later belong to this process, and a child cannot have them. Not while a graph is being captured, which freeing
-    memory would end."""
+    """Blocks that torch keeps for later belong to this process, and a child cannot have them. Not while a
+    graph is being captured, which freeing memory would end."""
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         torch.cuda.empty_cache()
 
 
 def _keep(found: Iterable[Tried], target: Target) -> None:
-    """What ended a child is the fault of the launch that it was in. Wrong numbers may be that of any kernel that was started: of those that have not
-    been right elsewhere, or of all where there is none such."""
+    """What ended a child is the fault of the launch that it was in. Wrong numbers may be that of any kernel
+    that was started: of those that have not been right elsewhere, or of all where there is none such."""
     now = time.time()
     kernels: dict[str, Verdict] = {}
     trials: dict[str, Verdict] = {}
@@ -110,7 +116,8 @@ def _keep(found: Iterable[Tried], target: Target) -> None:
         if one.verdict == "ran":
             kernels.update(dict.fromkeys(one.configs, verdict))
         elif one.verdict == "wrong numbers":
-            doubtful = [config for config in one.configs if config not in ran and proven.level(config, target) != "ran"]
+            doubtful = [config for config in one.configs if config not in ran
+                        and proven.level(config, target) != "ran"]
             bad += [(config, verdict) for config in doubtful or one.configs]
         elif one.verdict in BAD:
             bad.append((one.struck, verdict))
@@ -127,10 +134,12 @@ def _child(trial: Trial, device: torch.device, target: Target, limit: float, sma
                     *(["--known", known] if known else []))
     code: int | None = None
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, text=True, errors="replace",
                                    start_new_session=True, env={**os.environ, "FLASHLIN_CANARY": "off"})
     except OSError as error:
-        return Tried(trial, "not tried", f"no child could be started: {error}", memory=blame.of_error(error) == "memory")
+        return Tried(trial, "not tried", f"no child could be started: {error}",
+                     memory=blame.of_error(error) == "memory")
     try:
         said, grumbled = process.communicate(timeout=limit)
         code = process.returncode
@@ -164,12 +173,13 @@ def _judged(trial: Trial, code: int | None, said: str, grumbled: str, limit: flo
         return Tried(trial, result["verdict"], result["detail"][:SAID], launched, struck, result["memory"])
     at = f"at {struck}" if struck else f"after {configs[-1]}" if configs else "before any kernel"
     if code is None:
-        return Tried(trial, "hang" if struck else "not tried", f"no answer in {limit:g} s, {at}", launched, struck)
+        return Tried(trial, "hang" if struck else "not tried", f"no answer in {limit:g} s, {at}", launched,
+                     struck)
     last = [line.strip() for line in grumbled.splitlines() if line.strip()][-1:]
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     fault = blame.of_exit(code, grumbled)
-    return Tried(trial, "abort or illegal access" if struck and fault == "kernel" else "not tried", ": ".join([f"{how}, {at}", *last])[:SAID],
-                 launched, struck, fault == "memory")
+    return Tried(trial, "abort or illegal access" if struck and fault == "kernel" else "not tried",
+                 ": ".join([f"{how}, {at}", *last])[:SAID], launched, struck, fault == "memory")
 
 
 def _messages(said: str) -> list[dict[str, Any]]:

@@ -1,8 +1,10 @@
-"""flashlin warmup: compile what this machine will need, in parallel, and try it, before the first real call does.
+"""flashlin warmup: compile what this machine will need, in parallel, and try it, before the first real call
+does.
 
-Each op, dtype and head size gets a child process: it runs a small case of the op forward and backward twice on the GPU, both bitwise the same and
-right against float64. What it compiled stays in Triton's cache; what was found of each configuration goes into the table of this machine
-(``guards.verdicts``), which planning and doctor read: what is right here counts as run, what is not is planned otherwise from then on.
+Each op, dtype and head size gets a child process: it runs a small case of the op forward and backward twice
+on the GPU, both bitwise the same and right against float64. What it compiled stays in Triton's cache; what
+was found of each configuration goes into the table of this machine (``guards.verdicts``), which planning and
+doctor read: what is right here counts as run, what is not is planned otherwise from then on.
 """
 from __future__ import annotations
 
@@ -21,14 +23,17 @@ from flashlin.trial.run import LIMIT, Trial, Tried, run
 DTYPES, HEAD_DIMS = ("bfloat16", "float16", "float32"), (64, 128)
 
 
-def warmup(ops: Sequence[str] = (), dtypes: Sequence[str] = ("bfloat16",), head_dims: Sequence[int] = HEAD_DIMS, *, device: str = "cuda:0",
-           jobs: int = 0, limit: float = LIMIT, progress: Callable[[Tried], None] = lambda _: None) -> tuple[Tried, ...]:
-    """Compile and try the kernels of these ops (all by default) on ``device``, and keep the verdicts for this machine.
+def warmup(ops: Sequence[str] = (), dtypes: Sequence[str] = ("bfloat16",),
+           head_dims: Sequence[int] = HEAD_DIMS, *, device: str = "cuda:0", jobs: int = 0,
+           limit: float = LIMIT, progress: Callable[[Tried], None] = lambda _: None) -> tuple[Tried, ...]:
+    """Compile and try the kernels of these ops (all by default) on ``device``, and keep the verdicts for this
+    machine.
 
-    jobs: children at a time, 0 for up to 8. limit: seconds for each; one that seems to hang is asked again, alone, with twice that. progress is
-    told each result as it comes. Verdicts that cannot be kept (a cache that cannot be written) are told with a warning and hold in this process
-    only. Returns a ``flashlin.trial.run.Tried`` for each op, dtype and head size. Raises ValueError for an unknown op, dtype or head size,
-    RuntimeError for a device that torch cannot use.
+    jobs: children at a time, 0 for up to 8. limit: seconds for each; one that seems to hang is asked again,
+    alone, with twice that. progress is told each result as it comes. Verdicts that cannot be kept (a cache
+    that cannot be written) are told with a warning and hold in this process only. Returns a
+    ``flashlin.trial.run.Tried`` for each op, dtype and head size. Raises ValueError for an unknown op, dtype
+    or head size, RuntimeError for a device that torch cannot use.
     """
     _known("op", ops, tuple(OPS))
     dtypes = [dtype_name(one) for one in dtypes]
@@ -40,15 +45,18 @@ def warmup(ops: Sequence[str] = (), dtypes: Sequence[str] = ("bfloat16",), head_
         place = torch.device(device)
         target = probe(place)
     except (RuntimeError, AssertionError) as error:  # the second is torch's word for a build without CUDA
-        raise RuntimeError(f"device: got {device}, need a GPU that torch can use ({error}); flashlin doctor says more") from error
+        raise RuntimeError(f"device: got {device}, need a GPU that torch can use ({error}); flashlin doctor "
+                           "says more") from error
     todo = [Trial(op, dtype, size) for op in ops or OPS if OPS[op][1] != "auto" for dtype in dtypes
             for size in (head_dims if family_of(op).head_dim else (0,))]
-    return tuple(run(todo, place, target, jobs=jobs or min(8, os.cpu_count() or 1), limit=limit, progress=progress))
+    return tuple(run(todo, place, target, jobs=jobs or min(8, os.cpu_count() or 1), limit=limit,
+                     progress=progress))
 
 
 def forget(ops: Sequence[str] = ()) -> int:
-    """Take back what trials of these ops (all by default) have found on this machine, under any Triton; returns how many verdicts that were.
-    Raises ValueError for an unknown op, OSError where the tables cannot be written."""
+    """Take back what trials of these ops (all by default) have found on this machine, under any Triton;
+    returns how many verdicts that were. Raises ValueError for an unknown op, OSError where the tables cannot
+    be written."""
     _known("op", ops, tuple(OPS))
     return verdicts.forget(ops)
 

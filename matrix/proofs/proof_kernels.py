@@ -1,15 +1,17 @@
-"""Kernels that show one failure of Triton each, and nothing else. Which launch shows which known issue: proof_table.py.
+"""Kernels that show one failure of Triton each, and nothing else. Which launch shows which known issue:
+proof_table.py.
 
 Tiles have a power of two of rows; no masks, since nobody runs these.
 """
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False,
+# disallow-untyped-calls=False
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# --- cards and assemblers: blackwell-unknown-32, sm103-ptxas, sm110-ptxas, sm121-ptxas, ptxas-127-32, ptxas-13-34;
-# bf16 below sm_80: bf16-pre-ampere-32, both-halves-39
+# --- cards and assemblers: blackwell-unknown-32, sm103-ptxas, sm110-ptxas, sm121-ptxas, ptxas-127-32,
+# ptxas-13-34; bf16 below sm_80: bf16-pre-ampere-32, both-halves-39
 
 @triton.jit
 def cast(x, o):
@@ -17,7 +19,8 @@ def cast(x, o):
     tl.store(o + n, tl.load(x + n).to(o.dtype.element_ty))
 
 
-# --- any product: half-dot-33-pre-ampere, half-dot-34-pre-ampere, tf32-dot-turing-32, bf16-pre-ampere-32, sm120-dot-330, sm103-llvm-33
+# --- any product: half-dot-33-pre-ampere, half-dot-34-pre-ampere, tf32-dot-turing-32, bf16-pre-ampere-32,
+# sm120-dot-330, sm103-llvm-33
 
 @triton.jit
 def product(a, b, o, N: tl.constexpr):
@@ -90,7 +93,8 @@ def scan(q, k, v, o, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr):
         h = h * 0.5 + tl.dot(tl.trans(b_k), b_v)
 
 
-# --- hoist-tmem-34, hoist-tmem-34-tf32, latencies-35-tf32: a state that takes the difference of two products, one of them made from it
+# --- hoist-tmem-34, hoist-tmem-34-tf32, latencies-35-tf32: a state that takes the difference of two products,
+# one of them made from it
 
 @triton.jit
 def reverse_scan(q, w, k, v, o, T, N: tl.constexpr):

@@ -1,4 +1,5 @@
-"""Which launch of proof_kernels.py fails where a known issue says so. tests/matrix/test_known_issues.py compiles each at the ends of its range.
+"""Which launch of proof_kernels.py fails where a known issue says so. tests/matrix/test_known_issues.py
+compiles each at the ends of its range.
 
 A launch's traits are those that ``shield`` reads from its source, so matching is proven along with failing.
 """
@@ -35,9 +36,10 @@ def with_a_third_buffer(result: Result) -> bool:
 
 
 class Proof(NamedTuple):
-    """launch fails on the card sm under every release that has the issue: ``fails`` says what that looks like, ``says`` what is told then
-    (any of these). cured: the same work as the issue's need has it, which does not fail there; nor does the launch on the card ``spared``.
-    ptxas_of: the release whose ptxas-blackwell is used in place of the bundled assembler.
+    """launch fails on the card sm under every release that has the issue: ``fails`` says what that looks
+    like, ``says`` what is told then (any of these). cured: the same work as the issue's need has it, which
+    does not fail there; nor does the launch on the card ``spared``. ptxas_of: the release whose
+    ptxas-blackwell is used in place of the bundled assembler.
     """
     issue: str
     sm: int
@@ -49,15 +51,18 @@ class Proof(NamedTuple):
     ptxas_of: str = ""
 
 
-def launch(kernel: str, pointers: str | tuple[str, ...], warps: int = 4, stages: int = 2, more: tuple[str, ...] = (), **constants: int) -> Recorded:
-    """pointers: the type of each, or of all. T is the one argument that is none. more: traits that only our recipes know of."""
+def launch(kernel: str, pointers: str | tuple[str, ...], warps: int = 4, stages: int = 2,
+           more: tuple[str, ...] = (), **constants: int) -> Recorded:
+    """pointers: the type of each, or of all. T is the one argument that is none. more: traits that only our
+    recipes know of."""
     jit = getattr(proof_kernels, kernel)
     names = [name for name in jit.arg_names if name not in constants]
     kinds = iter([pointers] * len(names) if isinstance(pointers, str) else pointers)
     arguments = tuple((name, "i32" if name == "T" else next(kinds)) for name in names)
     dtypes = frozenset(NAMES[kind[1:].partition(":")[0]] for _, kind in arguments if kind != "i32")
     traits = source.traits(source.of(jit), dtypes, max(constants.values(), default=0))
-    return Recorded("proof_kernels", kernel, arguments, tuple(constants.items()), warps, stages, 0, tuple(sorted({*traits, *more})))
+    return Recorded("proof_kernels", kernel, arguments, tuple(constants.items()), warps, stages, 0,
+                    tuple(sorted({*traits, *more})))
 
 
 COPY = launch("cast", FP32)
@@ -79,27 +84,36 @@ UNKNOWN = ("is not defined for option 'gpu-name'",)
 
 PROOFS = (
     # below sm_80
-    Proof("bf16-pre-ampere-32", 70, launch("cast", (FP32, BF16)), (NO_BF16, "Feature 'cvt.bf16.f32' requires"), COPY, 80),
+    Proof("bf16-pre-ampere-32", 70, launch("cast", (FP32, BF16)),
+          (NO_BF16, "Feature 'cvt.bf16.f32' requires"), COPY, 80),
     Proof("bf16-pre-ampere-32", 75, BF16_PRODUCT, ("IndexError: map::at",), IEEE_PRODUCT, 80),
     # Volta's tensor cores multiply fp16 only: the bits of bf16 are handed to them as they are
     Proof("bf16-pre-ampere-32", 70, BF16_PRODUCT, cured=IEEE_PRODUCT, fails=with_tensor_cores),
     Proof("mma-to-mma-volta", 70, launch("mixed_sum", (FP16, FP16, FP32), more=("mixed_sum",), N=32),
           ("mma -> mma layout conversion is only supported on Ampere",), IEEE_PRODUCT, 75),
     Proof("v-first-volta", 70, launch("column_state", (FP16, FP32, FP32), more=("v_first",), N=64),
-          ("Unsupported Shared -> DotOperand[MMAv1] conversion", "Failed to emit transfer from register to shared"),
+          ("Unsupported Shared -> DotOperand[MMAv1] conversion",
+           "Failed to emit transfer from register to shared"),
           launch("column_state", FP32, more=("v_first",), N=64), 75),
-    Proof("half-dot-volta-32", 70, ROW_SUMS, ("Failed to compute parent layout for slice layout",), launch("ieee_row_sums", FP32, N=32), 75),
-    Proof("half-dot-33-pre-ampere", 70, HALF_PRODUCT, ("Unsupported rounding mode for conversion", "Unsupported conversion from"), IEEE_PRODUCT, 80),
-    Proof("half-dot-33-pre-ampere", 75, BF16_PRODUCT, ("Unsupported rounding mode for conversion", "Unsupported conversion from"), IEEE_PRODUCT, 80),
+    Proof("half-dot-volta-32", 70, ROW_SUMS, ("Failed to compute parent layout for slice layout",),
+          launch("ieee_row_sums", FP32, N=32), 75),
+    Proof("half-dot-33-pre-ampere", 70, HALF_PRODUCT,
+          ("Unsupported rounding mode for conversion", "Unsupported conversion from"), IEEE_PRODUCT, 80),
+    Proof("half-dot-33-pre-ampere", 75, BF16_PRODUCT,
+          ("Unsupported rounding mode for conversion", "Unsupported conversion from"), IEEE_PRODUCT, 80),
     Proof("half-dot-34-pre-ampere", 75, HALF_PRODUCT, spared=80, fails=without_tensor_cores),
-    Proof("tf32-dot-turing-32", 75, launch("product", FP32, N=32), ("IndexError: map::at",), IEEE_PRODUCT, 80),
+    Proof("tf32-dot-turing-32", 75, launch("product", FP32, N=32), ("IndexError: map::at",), IEEE_PRODUCT,
+          80),
     Proof("both-halves-39", 75, launch("cast", (FP16, BF16)), (NO_BF16,), COPY, 80),
     # Hopper
-    Proof("mma-to-mma-31", 90, SCAN_8, ("mma -> mma layout conversion is only supported on Ampere",), SCAN_4, 80),
+    Proof("mma-to-mma-31", 90, SCAN_8, ("mma -> mma layout conversion is only supported on Ampere",), SCAN_4,
+          80),
     Proof("reshape-outs-32", 90, SCAN_8, ("reshapeOuts",), SCAN_4, 80),
     Proof("stmatrix-33", 90, SCAN_8, ("chooseStMatrixLayoutLeadingOffset",), SCAN_4, 80),
-    Proof("tall-state-32", 90, TALL_4, ("UNREACHABLE executed", "Failed to emit transfer from register to shared"), TALL_2, 80),
-    Proof("tall-state-32", 90, SHORT_4, ("UNREACHABLE executed", "Failed to emit transfer from register to shared"), SHORT_2, 80),
+    Proof("tall-state-32", 90, TALL_4,
+          ("UNREACHABLE executed", "Failed to emit transfer from register to shared"), TALL_2, 80),
+    Proof("tall-state-32", 90, SHORT_4,
+          ("UNREACHABLE executed", "Failed to emit transfer from register to shared"), SHORT_2, 80),
     Proof("narrow-state-32", 90, FLAT_64, ("SIGSEGV", "UNREACHABLE executed",
                                            "Failed to emit transfer from register to shared"), FLAT_32, 80),
     # Blackwell
@@ -109,7 +123,8 @@ PROOFS = (
     Proof("sm103-llvm-33", 103, launch("product", (BF16, BF16, FP32), N=64), ("Cannot select",), spared=100),
     Proof("hoist-tmem-34", 100, REVERSE_4, ("HoistTMEMAlloc",), REVERSE_2, 120),
     Proof("hoist-tmem-34-tf32", 100, TF32_4, ("HoistTMEMAlloc",), TF32_2, 90),
-    Proof("latencies-35-tf32", 100, TF32_4, ("Failures have been detected while processing an MLIR pass pipeline",), TF32_2, 90),
+    Proof("latencies-35-tf32", 100, TF32_4,
+          ("Failures have been detected while processing an MLIR pass pipeline",), TF32_2, 90),
     Proof("dominance-35", 100, ADDED_4, ("operand #2 does not dominate this use",), ADDED_2, 120),
     # its wrong values need a card; that the loop is built otherwise than before and after can be seen
     Proof("blackwell-chained-acc", 100, CHAINED_4, cured=CHAINED_2, spared=120, fails=with_a_third_buffer),
@@ -120,11 +135,15 @@ PROOFS = (
     Proof("sm110-ptxas", 110, COPY, ptxas_of="3.7.1"),
     Proof("sm121-ptxas", 121, COPY, UNKNOWN, spared=120),
     Proof("sm121-ptxas", 121, COPY, ptxas_of="3.6.0"),
-    Proof("ptxas-127-32", 90, COPY, ("Unsupported .version", "Triton only support CUDA 10.0 or higher",), ptxas_of="3.6.0"),
+    Proof("ptxas-127-32", 90, COPY, ("Unsupported .version", "Triton only support CUDA 10.0 or higher",),
+          ptxas_of="3.6.0"),
     Proof("ptxas-13-34", 90, COPY, ("Triton only support CUDA 10.0 or higher",), ptxas_of="3.7.1"),
     # names of triton.language
-    Proof("block-pointers-39", 90, launch("block_pointer", FP32), ("Block pointers have been removed",), COPY),
+    Proof("block-pointers-39", 90, launch("block_pointer", FP32), ("Block pointers have been removed",),
+          COPY),
     Proof("gather-32", 90, launch("gathered", FP32), ("has no attribute 'gather'",), COPY),
-    Proof("descriptors-33", 90, launch("described", FP32), ("has no attribute 'make_tensor_descriptor'",), COPY),
-    Proof("bf16-atomics-33", 90, launch("added", BF16), ("atomic_add does not support bf16",), launch("added", FP32)),
+    Proof("descriptors-33", 90, launch("described", FP32), ("has no attribute 'make_tensor_descriptor'",),
+          COPY),
+    Proof("bf16-atomics-33", 90, launch("added", BF16), ("atomic_add does not support bf16",),
+          launch("added", FP32)),
 )

@@ -1,4 +1,5 @@
-"""The delta families on a real GPU in the shapes of real models: kernels in bf16 beside the torch path in float32 on the same tensors."""
+"""The delta families on a real GPU in the shapes of real models: kernels in bf16 beside the torch path in
+float32 on the same tensors."""
 from __future__ import annotations
 
 from typing import Any
@@ -21,26 +22,32 @@ def leaves(B: int, T: int, H: int, HV: int, K: int, V: int, most: float = 1.0) -
     torch.manual_seed(0)
     q, k = (F.normalize(torch.randn(B, T, H, K, device="cuda"), dim=-1).bfloat16() for _ in range(2))
     v = torch.randn(B, T, HV, V, device="cuda").bfloat16()
-    g, beta = F.logsigmoid(torch.randn(B, T, HV, device="cuda") + 3), most * torch.rand(B, T, HV, device="cuda")
+    g, beta = F.logsigmoid(torch.randn(B, T, HV, device="cuda") + 3), most * torch.rand(B, T, HV,
+                                                                                        device="cuda")
     return [x.requires_grad_() for x in (q, k, v, g, beta, torch.randn(B, HV, K, V, device="cuda"))]
 
 
 def results(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     q, k, v, g, beta, h0 = tensors
-    o, ht = flashlin.chunk_gated_delta_rule(q.to(dtype), k.to(dtype), v.to(dtype), g, beta, initial_state=h0, output_final_state=True)
+    o, ht = flashlin.chunk_gated_delta_rule(q.to(dtype), k.to(dtype), v.to(dtype), g, beta, initial_state=h0,
+                                            output_final_state=True)
     torch.manual_seed(1)
     do, dht = torch.randn(o.shape, device="cuda").bfloat16().to(o.dtype), torch.randn_like(ht)
     return [o, ht, *torch.autograd.grad([o, ht], tensors, [do, dht])]
 
 
-@pytest.mark.parametrize("facts", [dict(B=2, T=300, H=16, HV=32, K=128, V=128), dict(B=1, T=300, H=16, HV=48, K=128, V=128),
-                                   dict(B=2, T=300, H=30, HV=30, K=96, V=192, most=2.0), dict(B=1, T=300, H=6, HV=6, K=256, V=512)], ids=str)
+@pytest.mark.parametrize("facts",
+                         [dict(B=2, T=300, H=16, HV=32, K=128, V=128),
+                          dict(B=1, T=300, H=16, HV=48, K=128, V=128),
+                          dict(B=2, T=300, H=30, HV=30, K=96, V=192, most=2.0),
+                          dict(B=1, T=300, H=6, HV=6, K=256, V=512)], ids=str)
 def test_shapes_of_real_models(facts: dict[str, Any]) -> None:
     tensors = leaves(**facts)
     got = results(tensors, torch.bfloat16)
     with flashlin.settings(path="torch"):
         wanted = results(tensors, torch.float32)
-    verdicts = [judge(name, a, b, ALLOWED.get(name, 0.01)) for name, a, b in zip(NAMES, got, wanted, strict=True)]
+    verdicts = [judge(name, a, b, ALLOWED.get(name, 0.01)) for name, a,
+                b in zip(NAMES, got, wanted, strict=True)]
     assert all(verdict.ok for verdict in verdicts), verdicts
 
 
@@ -69,11 +76,14 @@ def test_torch_compile_shares_a_graph_between_lengths(dtype: torch.dtype) -> Non
     from torch._dynamo.testing import CompileCounterWithBackend
     graphs = CompileCounterWithBackend("inductor")
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, h0: torch.Tensor) -> Any:
-        return flashlin.chunk_gated_delta_rule(q, k, v, g, beta, initial_state=h0, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+             h0: torch.Tensor) -> Any:
+        return flashlin.chunk_gated_delta_rule(q, k, v, g, beta, initial_state=h0, output_final_state=True,
+                                               use_qk_l2norm_in_kernel=True)
     compiled = torch.compile(call, fullgraph=True, backend=graphs)
     for T in (70, 100, 65, 128, 129, 200, 500, 1000):
-        tensors = [x.detach().to(dtype if x.ndim == 4 and x.shape[1] == T else x.dtype).requires_grad_() for x in leaves(2, T, 2, 4, 64, 64)]
+        tensors = [x.detach().to(dtype if x.ndim == 4 and x.shape[1] == T else x.dtype).requires_grad_()
+                   for x in leaves(2, T, 2, 4, 64, 64)]
         found = []
         for function in (compiled, call):
             o, ht = function(*tensors)

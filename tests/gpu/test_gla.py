@@ -1,4 +1,5 @@
-"""Gated linear attention on a real GPU in the shapes of real models: kernels in bf16 beside the torch path in float32 on the same tensors."""
+"""Gated linear attention on a real GPU in the shapes of real models: kernels in bf16 beside the torch path in
+float32 on the same tensors."""
 from __future__ import annotations
 
 from typing import Any
@@ -21,7 +22,9 @@ def leaves(B: int, T: int, H: int, K: int, V: int, strong: bool = False) -> list
     """strong: decays uniform in -20 .. 0, one channel always -20 beside one that is always 0."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, T, H, D, device=DEVICE).bfloat16() for D in (K, K, V))
-    g = -20 * torch.rand(B, T, H, K, device=DEVICE) if strong else F.logsigmoid(torch.randn(B, T, H, K, device=DEVICE) + 3)
+    g = -20 * torch.rand(B, T, H, K,
+                         device=DEVICE) if strong else F.logsigmoid(torch.randn(B, T, H, K,
+                                                                                device=DEVICE) + 3)
     if strong:
         g[..., 0], g[..., 1] = -20, 0
     return [x.requires_grad_() for x in (q, k, v, g, torch.randn(B, H, K, V, device=DEVICE))]
@@ -29,21 +32,25 @@ def leaves(B: int, T: int, H: int, K: int, V: int, strong: bool = False) -> list
 
 def results(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     q, k, v, g, h0 = tensors
-    o, ht = flashlin.chunk_gla(q.to(dtype), k.to(dtype), v.to(dtype), g, initial_state=h0, output_final_state=True)
+    o, ht = flashlin.chunk_gla(q.to(dtype), k.to(dtype), v.to(dtype), g, initial_state=h0,
+                               output_final_state=True)
     torch.manual_seed(1)
     do, dht = torch.randn(o.shape, device=DEVICE).bfloat16().to(o.dtype), torch.randn_like(ht)
     return [o, ht, *torch.autograd.grad([o, ht], tensors, [do, dht])]
 
 
-@pytest.mark.parametrize("facts", [dict(B=2, T=300, H=16, K=128, V=128), dict(B=2, T=1000, H=4, K=128, V=256), dict(B=1, T=300, H=4, K=256, V=512),
-                                   dict(B=2, T=300, H=8, K=64, V=64, strong=True), dict(B=1, T=300, H=4, K=128, V=256, strong=True)], ids=str)
+@pytest.mark.parametrize("facts",
+                         [dict(B=2, T=300, H=16, K=128, V=128), dict(B=2, T=1000, H=4, K=128, V=256),
+                          dict(B=1, T=300, H=4, K=256, V=512), dict(B=2, T=300, H=8, K=64, V=64, strong=True),
+                          dict(B=1, T=300, H=4, K=128, V=256, strong=True)], ids=str)
 def test_shapes_of_real_models(facts: dict[str, Any]) -> None:
     tensors = leaves(**facts)
     got, again = (results(tensors, torch.bfloat16) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
     with flashlin.settings(path="torch"):
         wanted = results(tensors, torch.float32)
-    verdicts = [judge(name, a, b, 0.02 if name == "dg" else 0.01) for name, a, b in zip(NAMES, got, wanted, strict=True)]
+    verdicts = [judge(name, a, b, 0.02 if name == "dg" else 0.01) for name, a,
+                b in zip(NAMES, got, wanted, strict=True)]
     assert all(verdict.ok for verdict in verdicts), verdicts
 
 

@@ -1,4 +1,5 @@
-"""Mamba on a real GPU in the shapes of real models: kernels beside the torch path, rows past 32 bits, no host syncs, torch.compile."""
+"""Mamba on a real GPU in the shapes of real models: kernels beside the torch path, rows past 32 bits, no host
+syncs, torch.compile."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,11 +22,13 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def channels(b: int, D: int, T: int) -> dict[str, torch.Tensor]:
-    """Of Mamba's scan, as its layers have them: u and z are halves of a projection, dt has its tokens together."""
+    """Of Mamba's scan, as its layers have them: u and z are halves of a projection, dt has its tokens
+    together."""
     torch.manual_seed(0)
     u, z = randn(b, T, 2 * D).mT.chunk(2, 1)
     B, C = randn(b, T, 32).mT.chunk(2, 1)
-    return {"u": u, "delta": randn(b, D, T), "A": -torch.arange(1, 17, device=GPU).float().expand(D, 16).contiguous(), "B": B, "C": C / 4,
+    return {"u": u, "delta": randn(b, D, T),
+            "A": -torch.arange(1, 17, device=GPU).float().expand(D, 16).contiguous(), "B": B, "C": C / 4,
             "D": randn(D, dtype=torch.float32), "z": z, "delta_bias": randn(D, dtype=torch.float32) - 4}
 
 
@@ -33,9 +36,10 @@ def heads(b: int, T: int, H: int, norm: bool) -> dict[str, torch.Tensor]:
     """Of Mamba2's layer, with heads of 64 and states of 128."""
     torch.manual_seed(0)
     D, C = 64 * H, 64 * H + 256
-    own = {"dt_bias": randn(H, dtype=torch.float32) - 4, "A": -1 - 15 * torch.rand(H, device=GPU), "D": randn(H, dtype=torch.float32)}
-    return {"zxbcdt": randn(b, T, D + C + H), "conv1d_weight": randn(C, 4) / 2, "conv1d_bias": randn(C), **own,
-            **({"rmsnorm_weight": randn(D)} if norm else {})}
+    own = {"dt_bias": randn(H, dtype=torch.float32) - 4, "A": -1 - 15 * torch.rand(H, device=GPU),
+           "D": randn(H, dtype=torch.float32)}
+    return {"zxbcdt": randn(b, T, D + C + H), "conv1d_weight": randn(C, 4) / 2, "conv1d_bias": randn(C),
+            **own, **({"rmsnorm_weight": randn(D)} if norm else {})}
 
 
 def selective(tensors: dict[str, torch.Tensor]) -> Any:
@@ -43,7 +47,8 @@ def selective(tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def layer(tensors: dict[str, Any]) -> Any:
-    return flashlin.mamba_split_conv1d_scan_combined(**tensors, chunk_size=256, headdim=64, return_final_states=True, rmsnorm_eps=1e-5)
+    return flashlin.mamba_split_conv1d_scan_combined(**tensors, chunk_size=256, headdim=64,
+                                                     return_final_states=True, rmsnorm_eps=1e-5)
 
 
 def results(function: Callable[..., Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -51,7 +56,9 @@ def results(function: Callable[..., Any], tensors: dict[str, torch.Tensor]) -> d
     y, last = function(leaves)
     torch.manual_seed(1)
     dy, dlast = (torch.randn(x.shape, device=GPU).bfloat16().to(x.dtype) for x in (y, last))
-    return {"y": y, "last": last, **dict(zip(leaves, torch.autograd.grad([y, last], list(leaves.values()), [dy, dlast]), strict=True))}
+    return {"y": y, "last": last,
+            **dict(zip(leaves, torch.autograd.grad([y, last], list(leaves.values()), [dy, dlast]),
+                       strict=True))}
 
 
 def named(value: Any) -> str:
@@ -59,11 +66,13 @@ def named(value: Any) -> str:
 
 
 CALLS = [(selective, channels, dict(b=2, D=5120, T=700)), (selective, channels, dict(b=1, D=8192, T=300)),
-         (layer, heads, dict(b=1, T=700, H=80, norm=True)), (layer, heads, dict(b=2, T=300, H=24, norm=False))]
+         (layer, heads, dict(b=1, T=700, H=80, norm=True)),
+         (layer, heads, dict(b=2, T=300, H=24, norm=False))]
 
 
 @pytest.mark.parametrize(("function", "made", "facts"), CALLS, ids=named)
-def test_shapes_of_real_models(function: Callable[..., Any], made: Callable[..., dict[str, torch.Tensor]], facts: dict[str, Any]) -> None:
+def test_shapes_of_real_models(function: Callable[..., Any], made: Callable[..., dict[str, torch.Tensor]],
+                               facts: dict[str, Any]) -> None:
     tensors = made(**facts)
     got, again = (results(function, tensors) for _ in range(2))
     assert all(torch.equal(x, again[name]) for name, x in got.items())
@@ -80,27 +89,35 @@ def test_more_than_32_bits_count(together: str) -> None:
     torch.manual_seed(0)
 
     def new(C: int) -> torch.Tensor:
-        x = torch.empty(1, C, T, device=GPU, dtype=torch.bfloat16) if together == "tokens" else torch.empty(1, T, C, device=GPU,
+        x = torch.empty(1, C, T, device=GPU, dtype=torch.bfloat16) if together == "tokens" else torch.empty(1,
+                                                                                                            T,
+                                                                                                            C,
+                                                                                                            device=GPU,
                                                                                                           dtype=torch.bfloat16).mT
         return x.normal_()
 
     def scanned(u: torch.Tensor, B: torch.Tensor) -> list[torch.Tensor]:
         leaves = [u.detach().requires_grad_(), u.detach().requires_grad_(), B.detach().requires_grad_()]
-        y = flashlin.selective_scan_fn(leaves[0], leaves[1], -torch.ones(D, 16, device=GPU), leaves[2], leaves[2], z=u, delta_softplus=True)
+        y = flashlin.selective_scan_fn(leaves[0], leaves[1], -torch.ones(D, 16, device=GPU), leaves[2],
+                                       leaves[2], z=u, delta_softplus=True)
         assert isinstance(y, torch.Tensor)
         return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
     u, B = new(D), new(16)
     assert u.numel() > 2**31
     whole = scanned(u, B)
-    for name, got, alone in zip(("y", "du", "ddelta", "dB"), whole, scanned(u[..., T - tail:].clone(), B[..., T - tail:].clone()), strict=True):
+    for name, got, alone in zip(("y", "du", "ddelta", "dB"), whole,
+                                scanned(u[..., T - tail:].clone(), B[..., T - tail:].clone()), strict=True):
         assert judge(name, got[..., T - 100:].float(), alone[..., tail - 100:].float(), 1e-4).ok
-        assert name == "du" or not torch.equal(got[..., T - tail:], alone)  # the first of them do see what was before; du what comes after
+        # the first of them do see what was before; du what comes after
+        assert name == "du" or not torch.equal(got[..., T - tail:], alone)
     del whole
 
 
 @pytest.mark.parametrize(("function", "made", "facts"), [(selective, channels, dict(b=70_000, D=3, T=5)),
-                                                         (layer, heads, dict(b=33_000, T=5, H=2, norm=False))], ids=named)
-def test_more_rows_than_an_axis_of_a_grid_holds(function: Callable[..., Any], made: Callable[..., dict[str, torch.Tensor]],
+                                                         (layer, heads, dict(b=33_000, T=5, H=2,
+                                                                             norm=False))], ids=named)
+def test_more_rows_than_an_axis_of_a_grid_holds(function: Callable[..., Any],
+                                                made: Callable[..., dict[str, torch.Tensor]],
                                                 facts: dict[str, Any]) -> None:
     tensors = made(**facts)
     of_rows = {name for name, x in tensors.items() if x.shape[0] == facts["b"]}
@@ -112,7 +129,8 @@ def test_more_rows_than_an_axis_of_a_grid_holds(function: Callable[..., Any], ma
 
 
 @pytest.mark.parametrize(("function", "made", "facts"), CALLS[1:3], ids=named)
-def test_nothing_waits_for_the_host(function: Callable[..., Any], made: Callable[..., dict[str, torch.Tensor]], facts: dict[str, Any],
+def test_nothing_waits_for_the_host(function: Callable[..., Any],
+                                    made: Callable[..., dict[str, torch.Tensor]], facts: dict[str, Any],
                                     no_host_sync: Callable[[], None]) -> None:
     tensors = made(**facts)
     results(function, tensors)
@@ -120,9 +138,12 @@ def test_nothing_waits_for_the_host(function: Callable[..., Any], made: Callable
     results(function, tensors)
 
 
-@pytest.mark.parametrize(("function", "made", "facts"), [(selective, channels, dict(b=2, D=96)), (layer, heads, dict(b=2, H=4, norm=True))],
+@pytest.mark.parametrize(("function", "made", "facts"),
+                         [(selective, channels, dict(b=2, D=96)), (layer, heads, dict(b=2, H=4, norm=True))],
                          ids=named)
-def test_compiled_calls_are_eager_ones(function: Callable[..., Any], made: Callable[..., dict[str, torch.Tensor]], facts: dict[str, Any]) -> None:
+def test_compiled_calls_are_eager_ones(function: Callable[..., Any],
+                                       made: Callable[..., dict[str, torch.Tensor]],
+                                       facts: dict[str, Any]) -> None:
     compiled = torch.compile(function, fullgraph=True)
     for T in (50, 77, 300):
         tensors = made(T=T, **facts)

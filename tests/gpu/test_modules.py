@@ -1,4 +1,5 @@
-"""Rotary embeddings and cross entropies on a real GPU: sizes of real models and past 32 bits, targets out of range, no host syncs, graphs."""
+"""Rotary embeddings and cross entropies on a real GPU: sizes of real models and past 32 bits, targets out of
+range, no host syncs, graphs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -38,7 +39,8 @@ def test_shapes_of_real_models(N: int, V: int, in_place: bool) -> None:
     expected = F.cross_entropy(wide, target, label_smoothing=0.1)
     got = flashlin.FusedCrossEntropyLoss(label_smoothing=0.1, inplace_backward=in_place)(logits, target)
     assert judge("loss", got, expected, 1e-4).ok
-    assert judge("dlogits", *(torch.autograd.grad(loss, x)[0] for loss, x in ((got, logits), (expected, wide))), 0.005).ok
+    assert judge("dlogits", *(torch.autograd.grad(loss, x)[0] for loss,
+                              x in ((got, logits), (expected, wide))), 0.005).ok
 
 
 def test_more_logits_than_32_bits_count() -> None:
@@ -50,10 +52,12 @@ def test_more_logits_than_32_bits_count() -> None:
     wanted, = torch.autograd.grad(expected.sum(), last)
     loss, _ = flashlin.cross_entropy_loss(logits, target, inplace_backward=True)
     grad, = torch.autograd.grad(loss.sum(), logits)
-    assert judge("loss", loss[-5:], expected, 1e-4).ok and judge("dlogits", grad[-5:], wanted, 0.005).ok and grad.data_ptr() == logits.data_ptr()
+    assert judge("loss", loss[-5:], expected, 1e-4).ok and judge("dlogits", grad[-5:], wanted,
+                                                                 0.005).ok and grad.data_ptr() == logits.data_ptr()
 
 
-def test_a_target_out_of_range_is_reported_later_and_the_context_lives_on(no_host_sync: Callable[[], None]) -> None:
+def test_a_target_out_of_range_is_reported_later_and_the_context_lives_on(
+        no_host_sync: Callable[[], None]) -> None:
     logits, target = randn(64, 1000), torch.randint(0, 1000, (64,), device=GPU)
     target[7] = 1000
     flashlin.FusedCrossEntropyLoss()(logits, target % 1000)  # kernels and slots are there
@@ -63,7 +67,9 @@ def test_a_target_out_of_range_is_reported_later_and_the_context_lives_on(no_hos
     loss, _ = flashlin.cross_entropy_loss(logits, target)
     grad, = torch.autograd.grad(loss.sum(), logits)
     torch.cuda.set_sync_debug_mode("default")
-    with pytest.raises(ValueError, match=r"cross_entropy_loss called at .*: target: got 1000 at position 7, need 0 <= token < 1000"):
+    with pytest.raises(ValueError,
+                       match=r"cross_entropy_loss called at .*: target: got 1000 at position 7, need 0 <= "
+                             r"token < 1000"):
         flashlin.synchronize()
     assert loss[7] == 0 and not grad[7].any() and bool(loss[:7].ne(0).all())
 
@@ -88,7 +94,9 @@ def test_nothing_waits_for_the_host(no_host_sync: Callable[[], None]) -> None:
 @pytest.mark.parametrize("wide", [False, True])
 def test_the_linear_layers_logits_are_never_all_there(wide: bool) -> None:
     N, D, V = 8192, 1024, 64000
-    x, weight, target = randn(N, D), (randn(V, D, grad=False) * D**-0.5).requires_grad_(), torch.randint(0, V, (N,), device=GPU)
+    x, weight, target = randn(N, D), (randn(V, D, grad=False) * D**-0.5).requires_grad_(), torch.randint(0, V,
+                                                                                                         (N,),
+                                                                                                         device=GPU)
     loss = flashlin.FusedLinearCrossEntropyLoss(accumulate_grad_in_fp32=wide)
     torch.autograd.grad(loss(x, target, weight), (x, weight))  # warm
     torch.cuda.reset_peak_memory_stats()
@@ -109,11 +117,15 @@ def test_a_factor_of_the_loss_is_not_rounded_to_16_bits() -> None:
     got = flashlin.fused_linear_cross_entropy_loss(x, target, weight)
     wide = [t.detach().float().requires_grad_() for t in (x, weight)]
     expected = F.cross_entropy(F.linear(*wide), target)
-    for one, two in zip(torch.autograd.grad(got * 1.34, (x, weight)), torch.autograd.grad(expected * 1.34, wide), strict=True):
-        assert abs(float((one * two).sum() / two.square().sum()) - 1) < 1e-3  # bfloat16 has no 1.34, but 1.3438
+    for one, two in zip(torch.autograd.grad(got * 1.34, (x, weight)),
+                        torch.autograd.grad(expected * 1.34, wide), strict=True):
+        # bfloat16 has no 1.34, but 1.3438
+        assert abs(float((one * two).sum() / two.square().sum()) - 1) < 1e-3
 
 
-@pytest.mark.parametrize(("shape", "R"), [((5000, 2, 16, 64), 32), ((1, 4096, 32, 128), 64), ((2, 1000, 3, 300), 150), ((2, 1000, 8, 160), 64)])
+@pytest.mark.parametrize(("shape", "R"),
+                         [((5000, 2, 16, 64), 32), ((1, 4096, 32, 128), 64), ((2, 1000, 3, 300), 150),
+                          ((2, 1000, 8, 160), 64)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_beside_the_torch_path(shape: tuple[int, int, int, int], R: int, interleaved: bool) -> None:
     x, angles = randn(*shape), torch.rand(shape[1], R, device=GPU) * 6
@@ -125,11 +137,13 @@ def test_rotary_beside_the_torch_path(shape: tuple[int, int, int, int], R: int, 
     for one, two in zip(*found, strict=True):
         assert judge("", one, two, 0.003).ok
     copy = x.detach().clone()
-    assert flashlin.rotary_embedding(copy, angles.cos(), angles.sin(), interleaved, inplace=True) is copy and torch.equal(copy, found[0][0])
+    assert flashlin.rotary_embedding(copy, angles.cos(), angles.sin(), interleaved,
+                                     inplace=True) is copy and torch.equal(copy, found[0][0])
 
 
 def test_compiled_steps_are_those_of_eager_calls() -> None:
-    rotary, whole, loss = flashlin.RotaryEmbedding(64), flashlin.FusedCrossEntropyLoss(), flashlin.FusedLinearCrossEntropyLoss()
+    rotary, whole, loss = flashlin.RotaryEmbedding(
+        64), flashlin.FusedCrossEntropyLoss(), flashlin.FusedLinearCrossEntropyLoss()
     rotary.to(GPU)
 
     def step(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -138,10 +152,12 @@ def test_compiled_steps_are_those_of_eager_calls() -> None:
         plain = whole((hidden @ weight.t()).flatten(0, 1), target.flatten())
         return plain + loss(hidden, target, weight)  # type: ignore[no-any-return]
     # Scores of about 1: of far larger ones softmax takes one, and which one is up to rounding.
-    compiled, weight = torch.compile(step, fullgraph=True), (randn(1000, 256, grad=False) / 16).requires_grad_()
+    compiled, weight = torch.compile(step,
+                                     fullgraph=True), (randn(1000, 256, grad=False) / 16).requires_grad_()
     for T in (50, 77, 300):
         x, target = randn(2, T, 256), torch.randint(0, 1000, (2, T), device=GPU)
-        found = [(value, *torch.autograd.grad(value, (x, weight))) for value in (function(x, weight, target) for function in (compiled, step))]
+        found = [(value, *torch.autograd.grad(value, (x, weight)))
+                 for value in (function(x, weight, target) for function in (compiled, step))]
         for one, two in zip(*found, strict=True):
             assert judge("", one, two, 0.02).ok
 

@@ -1,4 +1,5 @@
-"""A user's kernels through shield on a real GPU: what fails raw is right shielded, and a configuration that fails is left out."""
+"""A user's kernels through shield on a real GPU: what fails raw is right shielded, and a configuration that
+fails is left out."""
 from __future__ import annotations
 
 import signal
@@ -75,7 +76,8 @@ def test_eight_warps_are_planned_as_the_release_allows_and_run() -> None:
     torch.manual_seed(0)
     T, K = 256, 64
     k, v, w = (torch.randn(4, T, K, device="cuda", dtype=torch.bfloat16) * 0.1 for _ in range(3))
-    g, h = -torch.rand(4, T // 64, device="cuda").repeat_interleave(64, 1), torch.zeros(4, T // 64, K, K, device="cuda")
+    g, h = -torch.rand(4, T // 64, device="cuda").repeat_interleave(64, 1), torch.zeros(4, T // 64, K, K,
+                                                                                        device="cuda")
     shielded = flashlin.shield(foreign.states)
     started = seen_by(shielded)
     shielded[(4,)](k, v, w, h, g, T, K=K, V=K, BT=64, num_warps=8, num_stages=2)
@@ -103,18 +105,22 @@ torch.cuda.synchronize()
 
 
 def test_eight_warps_raw_end_the_process_where_the_plan_says_so() -> None:
-    ran = subprocess.run([sys.executable, "-c", RAW], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    ran = subprocess.run([sys.executable, "-c", RAW], capture_output=True, text=True, check=False,
+                         cwd=Path(__file__).parents[2])
     release, hopper = triton.__version__.split(".")[:2], torch.cuda.get_device_capability() == (9, 0)
     if hopper and release == ["3", "2"]:
-        assert ran.returncode == -signal.SIGABRT and "reshapeOuts" in ran.stderr, (ran.returncode, ran.stderr[-500:])
+        assert ran.returncode == -signal.SIGABRT and "reshapeOuts" in ran.stderr, (ran.returncode,
+                                                                                   ran.stderr[-500:])
     elif hopper and release == ["3", "3"]:
-        assert ran.returncode == 1 and "chooseStMatrixLayoutLeadingOffset" in ran.stderr, (ran.returncode, ran.stderr[-500:])
+        assert ran.returncode == 1 and "chooseStMatrixLayoutLeadingOffset" in ran.stderr, (ran.returncode,
+                                                                                           ran.stderr[-500:])
     elif hopper and release >= ["3", "4"]:
         assert ran.returncode == 0, ran.stderr[-500:]
 
 
 def test_a_configuration_that_does_not_compile_is_left_out_and_the_children_fill_the_cache() -> None:
-    tuned = flashlin.autotune([triton.Config({"BT": 24}), triton.Config({"BT": 16}), triton.Config({"BT": 32})], ["T"])(foreign.scaled)
+    tuned = flashlin.autotune([triton.Config({"BT": 24}), triton.Config({"BT": 16}),
+                               triton.Config({"BT": 32})], ["T"])(foreign.scaled)
     x = torch.randn(8, 6, 100, device="cuda")
     o = torch.zeros_like(x)
     with pytest.warns(UserWarning, match="configuration BT: 24.* fails"):  # tl.arange wants a power of two

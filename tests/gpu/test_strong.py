@@ -1,4 +1,5 @@
-"""Decays as strong as they come, over 8,192 tokens, on a real GPU: kernels in bf16 beside the recurrence in float64."""
+"""Decays as strong as they come, over 8,192 tokens, on a real GPU: kernels in bf16 beside the recurrence in
+float64."""
 from __future__ import annotations
 
 import pytest

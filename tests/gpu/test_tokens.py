@@ -1,4 +1,5 @@
-"""Tokens out of range on a real GPU: what raw torch does there (in a child process, for its CUDA context dies), and what flashlin does."""
+"""Tokens out of range on a real GPU: what raw torch does there (in a child process, for its CUDA context
+dies), and what flashlin does."""
 from __future__ import annotations
 
 import os
@@ -52,8 +53,10 @@ def alive() -> bool:
 
 
 def child(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300, check=False,
-                          env={**os.environ, "PYTHONPATH": str(Path(HERE).parents[2]), "PYTHONUNBUFFERED": "1", **environment})
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True,
+                          timeout=300, check=False,
+                          env={**os.environ, "PYTHONPATH": str(Path(HERE).parents[2]),
+                               "PYTHONUNBUFFERED": "1", **environment})
 
 
 RAW = """
@@ -80,7 +83,8 @@ def test_raw_torch_kills_the_context_and_names_neither_token_nor_place():
 
 
 def test_off_is_raw_torch():
-    said = child(RAW.format(imports="from flashlin.tokens import embedding", call="embedding"), FLASHLIN_TOKENS="off").stdout
+    said = child(RAW.format(imports="from flashlin.tokens import embedding", call="embedding"),
+                 FLASHLIN_TOKENS="off").stdout
     assert "after: " in said and "alive" not in said
 
 
@@ -104,7 +108,8 @@ def test_ours_raises_at_the_next_flashlin_op_once_the_answer_is_there():
     check_tokens(on_gpu([1, 11]), 10)
     torch.cuda.synchronize()
     q = torch.randn(1, 16, 1, 16, device=GPU, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"^check_tokens called at .* got 11 at position 1, need 0 <= token < 10"):
+    with pytest.raises(ValueError,
+                       match=r"^check_tokens called at .* got 11 at position 1, need 0 <= token < 10"):
         chunk_simple_gla(q, q, q, torch.zeros(1, 16, 1, device=GPU))
     o, _ = chunk_simple_gla(q, q, q, torch.zeros(1, 16, 1, device=GPU))
     assert o.isfinite().all().item()
@@ -139,7 +144,8 @@ def test_no_host_sync_even_in_the_first_call(unchecked, no_host_sync):
 def test_sync_raises_in_the_call_itself():
     with policy.settings(tokens="sync"):
         embedding(on_gpu([1, 9]), torch.ones(10, 4, device=GPU))
-        with pytest.raises(ValueError, match=r"got 10 at position 1, need 0 <= token < 10, the vocabulary size$"):
+        with pytest.raises(ValueError,
+                           match=r"got 10 at position 1, need 0 <= token < 10, the vocabulary size$"):
             embedding(on_gpu([1, 10]), torch.ones(10, 4, device=GPU))
     assert alive()
 
@@ -170,8 +176,10 @@ def test_the_first_bad_position_of_many(dtype):
 
 
 # Sums of whole numbers are exact in any order, so that rows can be compared bit for bit.
-OPTIONS = [{}, {"padding_idx": 2}, {"padding_idx": -3}, {"scale_grad_by_freq": True}, {"scale_grad_by_freq": True, "padding_idx": 1},
-           {"sparse": True}, {"sparse": True, "padding_idx": 0}, {"max_norm": 0.7}, {"max_norm": 0.7, "norm_type": 1.0, "padding_idx": 0}]
+OPTIONS = [{}, {"padding_idx": 2}, {"padding_idx": -3}, {"scale_grad_by_freq": True},
+           {"scale_grad_by_freq": True, "padding_idx": 1}, {"sparse": True},
+           {"sparse": True, "padding_idx": 0}, {"max_norm": 0.7},
+           {"max_norm": 0.7, "norm_type": 1.0, "padding_idx": 0}]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -190,7 +198,8 @@ def test_rows_and_gradients_are_those_of_torch_on_the_good_tokens(options, count
     if wrong != "none":
         with pytest.raises(ValueError, match=f"got 50 at position 0, need 0 <= token < {len(start)}"):
             synchronize()
-    out.backward(torch.where(good[:, None], upstream, torch.nan))   # what comes for a bad token may not arrive anywhere
+    # what comes for a bad token may not arrive anywhere
+    out.backward(torch.where(good[:, None], upstream, torch.nan))
     assert out[~good].abs().sum().item() == 0
     if wrong == "all":
         assert torch.equal(mine.detach(), start)
@@ -220,7 +229,8 @@ def captured(call):
 
 @pytest.mark.parametrize("warm", [True, False], ids=["after a warm-up", "without a warm-up"])
 def test_a_captured_graph_flags_the_first_bad_replay(unchecked, monkeypatch, warm):
-    weight, ids, out = torch.ones(10, 4, device=GPU), on_gpu([[1, 2], [3, 4]]), torch.empty(2, 2, 4, device=GPU)
+    weight, ids, out = torch.ones(10, 4, device=GPU), on_gpu([[1, 2], [3, 4]]), torch.empty(2, 2, 4,
+                                                                                            device=GPU)
     embedding(ids, weight)
     synchronize()
     if not warm:    # the kernels are loaded, but flashlin has made nothing for this device
@@ -234,7 +244,9 @@ def test_a_captured_graph_flags_the_first_bad_replay(unchecked, monkeypatch, war
         graph.replay()
     assert out.sum().item() == 16
     pending.poll()      # nothing but synchronize reads a flag
-    with pytest.raises(ValueError, match=rf"^embedding called at {HERE}:\d+ in <lambda>: input: got 30 at position 2 = \[1, 0\]"):
+    with pytest.raises(ValueError,
+                       match=rf"^embedding called at {HERE}:\d+ in <lambda>: input: got 30 at position 2 = "
+                             r"\[1, 0\]"):
         synchronize()
     graph.replay()
     synchronize()
@@ -270,7 +282,9 @@ def test_compiled(unchecked, mode):
         assert bool(pending._flags[GPU].calls) == (mode == "reduce-overhead"), "captured or not"
         synchronize()
         out = step(on_gpu([1, 99, 3])).clone()
-    with pytest.raises(ValueError, match=rf"^embedding 'Embedding' called at {HERE}:\d+ in step, compiled: input: got 99 at position 1"):
+    with pytest.raises(ValueError,
+                       match=rf"^embedding 'Embedding' called at {HERE}:\d+ in step, compiled: input: got 99 "
+                             r"at position 1"):
         synchronize()
     assert out[1].tolist() == [0, 0, 0, 0]
     assert alive()
@@ -293,7 +307,8 @@ def test_guarded_modules_are_named():
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4)).to(GPU)
     with guard_embeddings(model):
         model(on_gpu([10]))
-        with pytest.raises(ValueError, match=rf"^embedding '0' called at {HERE}:\d+ in test_guarded_modules_are_named"):
+        with pytest.raises(ValueError,
+                           match=rf"^embedding '0' called at {HERE}:\d+ in test_guarded_modules_are_named"):
             synchronize()
 
 
@@ -353,7 +368,8 @@ def test_a_dataloader_worker_checks_its_own_tokens_while_its_parent_is_owed_answ
         return ids
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")     # Python warns of any fork of a process with threads
-        loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4, num_workers=1, collate_fn=collate, multiprocessing_context="fork")
+        loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4, num_workers=1, collate_fn=collate,
+                                             multiprocessing_context="fork")
         assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(ValueError, match="got 10 at position 0"):
         synchronize()

@@ -1,6 +1,8 @@
-"""Every case through the Triton kernels, run by Triton's interpreter; and what only the kernels' plumbing can get wrong.
+"""Every case through the Triton kernels, run by Triton's interpreter; and what only the kernels' plumbing can
+get wrong.
 
-``TRITON_INTERPRET=1 pytest tests/interpret``. The interpreter has to be chosen before Triton is imported, so without it everything fails.
+``TRITON_INTERPRET=1 pytest tests/interpret``. The interpreter has to be chosen before Triton is imported, so
+without it everything fails.
 """
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ Plans = list[Plan]
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
-    """The plans that calls make; after every test it is checked that each of them ran kernels in the interpreter."""
+    """The plans that calls make; after every test it is checked that each of them ran kernels in the
+    interpreter."""
     made: Plans = []
 
     def noting(*arguments: Any) -> Plan:
@@ -38,11 +41,14 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
         return made[-1]
     for name in flashlin.__all__:  # all ops are loaded
         getattr(flashlin, name)
-    for module in [x for name, x in sys.modules.items() if name.startswith("flashlin.ops.") and vars(x).get("planned") is planned]:
+    for module in [x for name,
+                   x in sys.modules.items() if name.startswith("flashlin.ops.")
+                   and vars(x).get("planned") is planned]:
         monkeypatch.setattr(module, "planned", noting)
     yield made
     assert made, "no op was called"
-    assert {plan.path for plan in made} == {"triton"} and {plan.target.backend for plan in made} == {"interpreter"}
+    assert {plan.path for plan in made} == {"triton"} and {plan.target.backend
+                                                           for plan in made} == {"interpreter"}
 
 
 def failed(case: Case, dtype: torch.dtype) -> list[Any]:
@@ -50,28 +56,34 @@ def failed(case: Case, dtype: torch.dtype) -> list[Any]:
 
 
 # float16 changes loads, stores and the operands of dots: one case each of some kernels that have these.
-HALF = {f"{op}-random" for op in ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "fused_recurrent_gated_delta_rule",
-                                  "rms_norm", "causal_conv1d")}
+HALF = {f"{op}-random" for op in ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda",
+                                  "fused_recurrent_gated_delta_rule", "rms_norm", "causal_conv1d")}
 # Of ops whose cases take many seconds here: these.
 ONLY = {
-    "chunk_delta_rule": "random packed one-key", "fused_recurrent_delta_rule": "random packed headwise",  # the gated ops' kernels
+    # the gated ops' kernels
+    "chunk_delta_rule": "random packed one-key", "fused_recurrent_delta_rule": "random packed headwise",
     "chunk_gated_delta_rule": "random packed grouped one-key-2 zero-keys every-other gates-resets",
-    "chunk_gla": "random packed resets strong-packed odd v-first one-token", "chunk_rwkv6": "random strong-packed one-token",
-    "chunk_kda": "random strong-packed gates-resets grouped v-first one-token", "chunk_dplr_delta_rule": "random strong-packed",
-    "chunk_rwkv7": "random", "chunk_iplr_delta_rule": "random", "fused_recurrent_kda": "random resets layer bounded inference pool",
+    "chunk_gla": "random packed resets strong-packed odd v-first one-token",
+    "chunk_rwkv6": "random strong-packed one-token",
+    "chunk_kda": "random strong-packed gates-resets grouped v-first one-token",
+    "chunk_dplr_delta_rule": "random strong-packed", "chunk_rwkv7": "random",
+    "chunk_iplr_delta_rule": "random", "fused_recurrent_kda": "random resets layer bounded inference pool",
     "fused_recurrent_simple_gla": "random packed reverse odd one-token",
-    "fused_recurrent_retention": "random", "fused_recurrent_lightning_attn": "", "chunk_lightning_attn": "random",  # simple GLA's kernels
-    "fused_recurrent_linear_attn": "reverse normalized", "selective_scan_fn": "odd-states bare",
-    "mamba_chunk_scan_combined": "forgetting packed", "mamba_split_conv1d_scan_combined": "random"}
-# Others that take many seconds: sizes of real models, more rows than a card has programs for (test_conv.py has a card of one multiprocessor),
-# segments of the usual length (test_hgrn.py has short ones).
-SLOW = ("causal_conv1d-many-blocks", "group_norm-many-rows", "chunk_simple_gla-K=256,V=256", "chunk_simple_gla-wide", "chunk_retention-wide",
-        "chunk_linear_attn-wide", "chunk_hgrn-segments", "chunk_hgrn-segments-packed", "selective_state_update-real",
-        "selective_state_update-real-one-group")
+    # simple GLA's kernels
+    "fused_recurrent_retention": "random", "fused_recurrent_lightning_attn": "",
+    "chunk_lightning_attn": "random", "fused_recurrent_linear_attn": "reverse normalized",
+    "selective_scan_fn": "odd-states bare", "mamba_chunk_scan_combined": "forgetting packed",
+    "mamba_split_conv1d_scan_combined": "random"}
+# Others that take many seconds: sizes of real models, more rows than a card has programs for (test_conv.py
+# has a card of one multiprocessor), segments of the usual length (test_hgrn.py has short ones).
+SLOW = ("causal_conv1d-many-blocks", "group_norm-many-rows", "chunk_simple_gla-K=256,V=256",
+        "chunk_simple_gla-wide", "chunk_retention-wide", "chunk_linear_attn-wide", "chunk_hgrn-segments",
+        "chunk_hgrn-segments-packed", "selective_state_update-real", "selective_state_update-real-one-group")
 
 
 def worth_it(case: Case, dtype: torch.dtype) -> bool:
-    """What every push has time for. tests/ops runs every case in torch, matrix.gpu on a GPU, TEST_WHOLE=1 here."""
+    """What every push has time for. tests/ops runs every case in torch, matrix.gpu on a GPU, TEST_WHOLE=1
+    here."""
     if WHOLE:
         return True
     if dtype == torch.float16:
@@ -80,7 +92,8 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize(("case", "dtype"), [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES
-                                             for dtype in (torch.float32, torch.float16) if worth_it(case, dtype)])
+                                             for dtype in (torch.float32, torch.float16)
+                                             if worth_it(case, dtype)])
 def test_case(case: Case, dtype: torch.dtype) -> None:
     assert not failed(case, dtype)
 
@@ -91,14 +104,16 @@ def test_the_chosen_cases_exist(plans: Plans) -> None:
     flashlin.l2norm(torch.ones(2, 8))  # every test here calls an op
 
 
-# bfloat16 is cast to fp32 by the plan, so these only have to show that the cast is there and that results come back in bfloat16: of the ops over
-# sequences, which share the pieces that cast, one each.
+# bfloat16 is cast to fp32 by the plan, so these only have to show that the cast is there and that results
+# come back in bfloat16: of the ops over sequences, which share the pieces that cast, one each.
 CASTING = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_hgrn", "fused_recurrent_retention")
 SEQUENCES = ("chunk_", "fused_chunk_", "fused_recurrent_", "fused_mul_", "parallel_", "mamba_")
 
 
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
-@pytest.mark.parametrize("case", [case for case in CASES if case.quick and (WHOLE or case.op in CASTING or not case.op.startswith(SEQUENCES))],
+@pytest.mark.parametrize("case",
+                         [case for case in CASES if case.quick
+                          and (WHOLE or case.op in CASTING or not case.op.startswith(SEQUENCES))],
                          ids=str)
 def test_bfloat16_runs_on_fp32_copies(case: Case, plans: Plans) -> None:
     assert not failed(case, torch.bfloat16)
@@ -109,34 +124,51 @@ def test_bfloat16_runs_on_fp32_copies(case: Case, plans: Plans) -> None:
 class Call:
     """One call with everything there is: gate, states in and out, gradients of all of it."""
 
-    def __init__(self, *, B: int = 1, T: int = 40, H: int = 2, K: int = 16, V: int = 24, N: int | None = None, seed: int = 0,
-                 dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        *,
+        B: int = 1,
+        T: int = 40,
+        H: int = 2,
+        K: int = 16,
+        V: int = 24,
+        N: int | None = None,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def randn(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator).to(dtype)
         states = B if N is None else N
-        self.inputs = {"q": randn(B, T, H, K), "k": randn(B, T, H, K), "v": randn(B, T, H, V), "g": F.logsigmoid(randn(B, T, H)),
-                       "initial_state": randn(states, H, K, V)}
+        self.inputs = {"q": randn(B, T, H, K), "k": randn(B, T, H, K), "v": randn(B, T, H, V),
+                       "g": F.logsigmoid(randn(B, T, H)), "initial_state": randn(states, H, K, V)}
         self.cotangents = [randn(B, T, H, V), randn(states, H, K, V)]
 
-    def run(self, op: str = "chunk_simple_gla", cu_seqlens: torch.Tensor | None = None, **extra: Any) -> dict[str, torch.Tensor]:
+    def run(self, op: str = "chunk_simple_gla", cu_seqlens: torch.Tensor | None = None,
+            **extra: Any) -> dict[str, torch.Tensor]:
         leaves = {name: x.clone().requires_grad_() for name, x in self.inputs.items()}
         with poisoned():
             o, ht = getattr(flashlin, op)(**leaves, output_final_state=True, cu_seqlens=cu_seqlens, **extra)
             grads = torch.autograd.grad([o, ht], list(leaves.values()), self.cotangents)
-        return {"o": o.detach(), "ht": ht.detach(), **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
+        return {"o": o.detach(), "ht": ht.detach(),
+                **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
 
     def expected(self, cu_seqlens: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         leaves = {name: x.double().requires_grad_() for name, x in self.inputs.items()}
-        o, ht = recurrence(*(leaves[name] for name in "qkvg"), None, leaves["initial_state"], cu_seqlens, leaves["q"].shape[3] ** -0.5)
-        nothing = sum((x.sum() * 0 for x in leaves.values()), torch.zeros(()))  # the reference of no rows hangs on no tensor
-        grads = torch.autograd.grad([o + nothing, ht + nothing], list(leaves.values()), [x.double() for x in self.cotangents])
-        return {"o": o.detach(), "ht": ht.detach(), **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
+        o, ht = recurrence(*(leaves[name] for name in "qkvg"), None, leaves["initial_state"], cu_seqlens,
+                           leaves["q"].shape[3] ** -0.5)
+        # the reference of no rows hangs on no tensor
+        nothing = sum((x.sum() * 0 for x in leaves.values()), torch.zeros(()))
+        grads = torch.autograd.grad([o + nothing, ht + nothing], list(leaves.values()),
+                                    [x.double() for x in self.cotangents])
+        return {"o": o.detach(), "ht": ht.detach(),
+                **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
 
 
 def assert_right(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert [verdict for name in expected if not (verdict := judge(name, got[name], expected[name], 1e-4)).ok] == []
+    assert [verdict for name in expected
+            if not (verdict := judge(name, got[name], expected[name], 1e-4)).ok] == []
 
 
 MODES = pytest.mark.parametrize("op", ["chunk_simple_gla", "fused_recurrent_simple_gla"])
@@ -147,7 +179,8 @@ MODES = pytest.mark.parametrize("op", ["chunk_simple_gla", "fused_recurrent_simp
 @pytest.mark.parametrize("programs", [4, 8])
 def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None, programs: int, plans: Plans,
                                            axis_limits: Callable[..., None]) -> None:
-    """5 sequences of 2 heads are at least 10 programs: with room for 8 they go 3 + 2 or smaller, with room for 4 as 2 + 2 + 1 or smaller."""
+    """5 sequences of 2 heads are at least 10 programs: with room for 8 they go 3 + 2 or smaller, with room
+    for 4 as 2 + 2 + 1 or smaller."""
     call = Call(B=5, T=9) if edges is None else Call(T=64, N=5)
     bounds = None if edges is None else torch.tensor(edges, dtype=torch.int32)
     whole = call.run(op, bounds)
@@ -176,7 +209,8 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """cu_seqlens as it is treated on a GPU: not read, so brought into order on the device."""
     check_cu_seqlens = tensors.check_cu_seqlens
 
-    def without_reading(cu_seqlens: torch.Tensor, on_host: torch.Tensor | None, rows: torch.Size, device: torch.device, *rest: Any) -> torch.Tensor:
+    def without_reading(cu_seqlens: torch.Tensor, on_host: torch.Tensor | None, rows: torch.Size,
+                        device: torch.device, *rest: Any) -> torch.Tensor:
         return check_cu_seqlens(cu_seqlens, on_host, rows, AsOnAGpu(), *rest)  # type: ignore[arg-type]
     for module in (chunked, simple_gla):
         monkeypatch.setattr(module, "check_cu_seqlens", without_reading)
@@ -184,11 +218,12 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @MODES
 @pytest.mark.parametrize(("edges", "effective"), [
-    ([5, 12, 30], [5, 12, 30]), ([0, 12, 30], [0, 12, 30]), ([3, 12, 40], [3, 12, 40]), ([0, 30, 12, 35], [0, 30, 30, 35]),
-    ([-7, 12, 99], [0, 12, 40]), ([20, 20, 20], [20, 20, 20]), ([50, 60], [40, 40]), ([0, 0], [0, 0]), ([40, 0], [40, 40]), ([9], [9]),
-    ([0, 100, 400], [0, 40, 40]),
+    ([5, 12, 30], [5, 12, 30]), ([0, 12, 30], [0, 12, 30]), ([3, 12, 40], [3, 12, 40]),
+    ([0, 30, 12, 35], [0, 30, 30, 35]), ([-7, 12, 99], [0, 12, 40]), ([20, 20, 20], [20, 20, 20]),
+    ([50, 60], [40, 40]), ([0, 0], [0, 0]), ([40, 0], [40, 40]), ([9], [9]), ([0, 100, 400], [0, 40, 40]),
 ], ids=str)
-def test_rows_of_no_sequence_are_exact_zeros(op: str, edges: list[int], effective: list[int], unread: None) -> None:
+def test_rows_of_no_sequence_are_exact_zeros(op: str, edges: list[int], effective: list[int],
+                                             unread: None) -> None:
     call = Call(N=len(edges) - 1)
     got, expected = call.run(op, torch.tensor(edges)), call.expected(torch.tensor(effective))
     assert_right(got, expected)
@@ -239,7 +274,8 @@ def test_nothing_to_do_packed(op: str, edges: list[int]) -> None:
 @MODES
 @pytest.mark.parametrize("edges", [None, [0, 0, 1, 64, 65, 129, 130, 130]], ids=["dense", "packed"])
 @pytest.mark.parametrize("state_v_first", [False, True], ids=["kv", "vk"])
-def test_state_layouts_and_sequences_around_the_chunk(op: str, edges: list[int] | None, state_v_first: bool) -> None:
+def test_state_layouts_and_sequences_around_the_chunk(op: str, edges: list[int] | None,
+                                                      state_v_first: bool) -> None:
     call = Call(B=2, T=65, K=10, V=20) if edges is None else Call(T=130, N=7, K=10, V=20)
     bounds = None if edges is None else torch.tensor(edges, dtype=torch.int64)
     expected = call.expected(bounds)
@@ -279,14 +315,16 @@ def test_gradients_of_the_final_state_alone_and_of_the_output_alone(op: str) -> 
         leaves = {name: x.clone().requires_grad_() for name, x in call.inputs.items()}
         with poisoned():
             outputs = getattr(flashlin, op)(**leaves, output_final_state=True)
-            grads = torch.autograd.grad(outputs[which], list(leaves.values()), call.cotangents[which], allow_unused=True)
+            grads = torch.autograd.grad(outputs[which], list(leaves.values()), call.cotangents[which],
+                                        allow_unused=True)
         for name, grad in zip(leaves, grads, strict=True):
             both["d" + name] += 0 if grad is None else grad
     assert_right(both, {name: x for name, x in expected.items() if name not in ("o", "ht")})
 
 
 def test_slopes_made_for_inference_serve_training() -> None:
-    for call in (flashlin.chunk_retention, partial(flashlin.chunk_lightning_attn, layer_idx=5, num_layers=77)):
+    for call in (flashlin.chunk_retention,
+                 partial(flashlin.chunk_lightning_attn, layer_idx=5, num_layers=77)):
         q = torch.randn(1, 4, 37, 16)  # a head count that no other test has used
         with torch.inference_mode():
             call(q, q, q)

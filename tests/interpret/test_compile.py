@@ -1,4 +1,5 @@
-"""torch.compile of the kernels: the library operators, their fake kernels and their gradients. TRITON_INTERPRET=1, as test_cases.py."""
+"""torch.compile of the kernels: the library operators, their fake kernels and their gradients.
+TRITON_INTERPRET=1, as test_cases.py."""
 from __future__ import annotations
 
 from typing import Any
@@ -11,16 +12,18 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import flashlin
 
 
-def leaves(B: int = 2, T: int = 20, H: int = 2, K: int = 16, V: int = 8, N: int | None = None, v_first: bool = False,
-           dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def leaves(B: int = 2, T: int = 20, H: int = 2, K: int = 16, V: int = 8, N: int | None = None,
+           v_first: bool = False, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(T)
     state = (B if N is None else N, H, V, K) if v_first else (B if N is None else N, H, K, V)
-    made = [torch.randn(*shape, generator=generator).to(dtype) for shape in ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H), state)]
+    made = [torch.randn(*shape, generator=generator).to(dtype)
+            for shape in ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H), state)]
     made[3] = F.logsigmoid(made[3])
     return [x.requires_grad_() for x in made]
 
 
-def gated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor, **extra: Any) -> Any:
+def gated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor,
+          **extra: Any) -> Any:
     return flashlin.chunk_simple_gla(q, k, v, g, initial_state=h0, output_final_state=True, **extra)
 
 
@@ -54,7 +57,8 @@ def test_every_size_symbolic(starts: list[str]) -> None:
     for sizes in ((2, 20, 3, 16, 8), (3, 33, 2, 16, 16)):
         assert_same(compiled, gated, leaves(*sizes))
     assert graphs.frame_count == 1 and "simple_gla_scan" in starts
-    assert_same(compiled, gated, leaves(3, 33, 2, 8, 16))  # K decides the scale, which is a constant of the operator's call
+    # K decides the scale, which is a constant of the operator's call
+    assert_same(compiled, gated, leaves(3, 33, 2, 8, 16))
     assert graphs.frame_count == 2
     assert_same(compiled, gated, leaves(2, 20, 3, 10, 5))  # sizes that are padded
 
@@ -75,13 +79,16 @@ def test_packed_sequences(starts: list[str]) -> None:
 
         def with_bounds(function: Any, bounds: torch.Tensor = bounds) -> Any:
             return lambda *tensors: function(*tensors, bounds=bounds)
-        assert_same(with_bounds(compiled), with_bounds(call), leaves(B=1, T=edges[-1], N=len(edges) - 1, v_first=True))
-    assert graphs.frame_count <= 3 and "simple_gla_scan" in starts  # the number of rows, then the number of sequences
+        assert_same(with_bounds(compiled), with_bounds(call),
+                    leaves(B=1, T=edges[-1], N=len(edges) - 1, v_first=True))
+    # the number of rows, then the number of sequences
+    assert graphs.frame_count <= 3 and "simple_gla_scan" in starts
 
 
 def test_a_compiled_table_that_is_out_of_order_cannot_reach_outside() -> None:
     """While compiling, values are not read: uncovered rows are zeros, as on a GPU."""
-    compiled = torch.compile(lambda *tensors: gated(*tensors, cu_seqlens=torch.tensor([3, 12, 99])), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda *tensors: gated(*tensors, cu_seqlens=torch.tensor([3, 12, 99])),
+                             fullgraph=True, backend="aot_eager")
     tensors = leaves(B=1, T=20, N=2)
     o, ht = compiled(*tensors)
     grads = torch.autograd.grad(o.sum() + ht.sum(), tensors)
@@ -108,17 +115,20 @@ def test_the_rest_of_the_family(name: str, starts: list[str]) -> None:
     assert starts
 
 
-@pytest.mark.parametrize("facts", [{}, {"g": False}, {"h0": False}, {"v_first": True}, {"has_ht": False}, {"bounds": True},
-                                   {"mode": "fused_recurrent"}, {"needs_grad": False}], ids=str)
+@pytest.mark.parametrize("facts",
+                         [{}, {"g": False}, {"h0": False}, {"v_first": True}, {"has_ht": False},
+                          {"bounds": True}, {"mode": "fused_recurrent"}, {"needs_grad": False}], ids=str)
 def test_the_library_operator(facts: dict[str, Any]) -> None:
-    v_first, packed, needs_grad = facts.get("v_first", False), facts.get("bounds", False), facts.get("needs_grad", True)
+    v_first, packed, needs_grad = facts.get("v_first", False), facts.get("bounds",
+                                                                         False), facts.get("needs_grad", True)
     q, k, v, g, h0 = leaves(1 if packed else 2, 9, 2, 16, 8, 3 if packed else None, v_first)
     if not needs_grad:
         q, k, v, g, h0 = (x.detach() for x in (q, k, v, g, h0))
     bounds = torch.tensor([0, 4, 4, 9]) if packed else None
     mode = facts.get("mode", "chunk")
-    arguments = (q, k, v, g if facts.get("g", True) else None, None, h0 if facts.get("h0", True) else None, bounds, 0.25,
-                 facts.get("has_ht", True), v_first, torch.float32, mode, needs_grad, f"{mode}_simple_gla")
+    arguments = (q, k, v, g if facts.get("g", True) else None, None, h0 if facts.get("h0", True) else None,
+                 bounds, 0.25, facts.get("has_ht", True), v_first, torch.float32, mode, needs_grad,
+                 f"{mode}_simple_gla")
     torch.library.opcheck(torch.ops.flashlin.simple_gla.default, arguments)
 
 
@@ -127,5 +137,5 @@ def test_the_library_operator_of_the_gradients() -> None:
     for gate, state in ((g, h0), (None, None)):
         for wanted in ("q k v" + " g h0" * (gate is not None), "k"):
             torch.library.opcheck(torch.ops.flashlin.simple_gla_backward.default, (
-                q, k, v, gate, None, state, None, None, None, torch.ones_like(v), h0 * 2, 0.25, True, False, torch.float32, "chunk", True,
-                "chunk_simple_gla", wanted))
+                q, k, v, gate, None, state, None, None, None, torch.ones_like(v), h0 * 2, 0.25, True, False,
+                torch.float32, "chunk", True, "chunk_simple_gla", wanted))

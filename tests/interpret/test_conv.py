@@ -1,4 +1,5 @@
-"""What only the kernels of the short convolution and of the group norms can get wrong. TRITON_INTERPRET=1, as test_cases.py."""
+"""What only the kernels of the short convolution and of the group norms can get wrong. TRITON_INTERPRET=1, as
+test_cases.py."""
 from __future__ import annotations
 
 from typing import Any
@@ -29,8 +30,9 @@ def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_multiprocessor")
-@pytest.mark.parametrize("name", ["causal_conv1d-long", "causal_conv1d-D=300", "causal_conv1d-packed", "group_norm-odd-groups",
-                                  "rms_norm_gated-heads", "group_norm-only-bias"])
+@pytest.mark.parametrize("name",
+                         ["causal_conv1d-long", "causal_conv1d-D=300", "causal_conv1d-packed",
+                          "group_norm-odd-groups", "rms_norm_gated-heads", "group_norm-only-bias"])
 def test_programs_that_share_out_many_rows(name: str) -> None:
     case = next(case for case in CASES if str(case) == name)
     assert [verdict for verdict in check(case, CPU, torch.float32) if not verdict.ok] == []
@@ -46,7 +48,8 @@ def test_each_programs_rows_are_many_on_one_multiprocessor(one_multiprocessor: N
 
 def leaves(edges: list[int], T: int, D: int = 10, W: int = 5) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(T)
-    shapes = {"x": (1, T, D), "weight": (D, W), "bias": (D,), "residual": (1, T, D), "initial_state": (len(edges) - 1, D, W)}
+    shapes = {"x": (1, T, D), "weight": (D, W), "bias": (D,), "residual": (1, T, D),
+              "initial_state": (len(edges) - 1, D, W)}
     return {name: torch.randn(*shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
 
 
@@ -56,7 +59,8 @@ def test_rows_outside_the_sequences_hold_the_residual_and_pass_no_gradient() -> 
     tensors = leaves(edges, T)
 
     def call(**given: torch.Tensor) -> Any:
-        return flashlin.causal_conv1d(**given, output_final_state=True, activation="silu", cu_seqlens=torch.tensor(edges))
+        return flashlin.causal_conv1d(**given, output_final_state=True, activation="silu",
+                                      cu_seqlens=torch.tensor(edges))
     y, ht = torch.compile(call, fullgraph=True, backend="aot_eager")(**tensors)
     inside = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
     rows = {**inside, **{name: inside[name][:, 3:18] for name in ("x", "residual")}}
@@ -78,14 +82,17 @@ def test_gradients_of_one_output_alone(which: str) -> None:
     exact = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
     bounds = torch.tensor(edges)
     with poisoned():
-        y, ht = flashlin.causal_conv1d(**tensors, output_final_state=True, activation="silu", cu_seqlens=bounds)
+        y, ht = flashlin.causal_conv1d(**tensors, output_final_state=True, activation="silu",
+                                       cu_seqlens=bounds)
         assert ht is not None
-        got = torch.autograd.grad((y if which == "y" else ht).sin().sum(), list(tensors.values()), allow_unused=True)
+        got = torch.autograd.grad((y if which == "y" else ht).sin().sum(), list(tensors.values()),
+                                  allow_unused=True)
     expected = dict(zip(("y", "ht"), convolve(**exact, silu=True, cu_seqlens=bounds), strict=True))
     wanted = torch.autograd.grad(expected[which].sin().sum(), list(exact.values()), allow_unused=True)
     for name, one, other in zip(tensors, got, wanted, strict=True):
         other = torch.zeros_like(exact[name]) if other is None else other
-        assert judge("d" + name, torch.zeros_like(tensors[name]) if one is None else one, other, 1e-4).ok, name
+        assert judge("d" + name, torch.zeros_like(tensors[name]) if one is None else one, other,
+                     1e-4).ok, name
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8)], ids=str)
@@ -97,15 +104,19 @@ def test_no_rows(shape: tuple[int, ...]) -> None:
         assert ht is not None and y.shape == shape
         (y.sum() + ht.sum()).backward()
     torch.testing.assert_close(ht, state)
-    assert state.grad is not None and (state.grad == 1).all() and weight.grad is not None and (weight.grad == 0).all()
+    assert state.grad is not None and (state.grad == 1).all() and weight.grad is not None and (weight.grad
+                                                                                               == 0).all()
 
 
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_update_through_any_strides(dtype: torch.dtype) -> None:
-    x, cache, weight = torch.randn(3, 8).to(dtype), torch.randn(4, 3, 8).to(dtype).permute(1, 2, 0), torch.randn(8, 4)
+    x, cache, weight = torch.randn(3, 8).to(dtype), torch.randn(4, 3, 8).to(dtype).permute(1, 2,
+                                                                                           0), torch.randn(8,
+                                                                                                           4)
     before = cache.clone()
-    for call in (flashlin.causal_conv1d_update, torch.compile(flashlin.causal_conv1d_update, fullgraph=True, backend="aot_eager")):
+    for call in (flashlin.causal_conv1d_update,
+                 torch.compile(flashlin.causal_conv1d_update, fullgraph=True, backend="aot_eager")):
         cache.copy_(before)
         y, returned = call(x, cache, None, weight)
         assert returned.data_ptr() == cache.data_ptr()
@@ -120,7 +131,8 @@ def test_the_library_operators_of_the_convolution(packed: bool, bare: bool) -> N
     x, weight, bias, residual, h0 = given
     bounds = torch.tensor([0, 2, 2, 9]) if packed else None
     options: tuple[Any, ...] = (None, None, None) if bare else (bias, residual, h0)
-    call = "causal_conv1d float32 silu" + (" final_state" if bare else " bias residual initial_state final_state")
+    call = "causal_conv1d float32 silu" + (" final_state" if bare
+                                           else " bias residual initial_state final_state")
     how = (True, not bare, True, call)
     torch.library.opcheck(torch.ops.flashlin.conv.default, (x, weight, *options, bounds, *how))
     optional = [None if t is None else t.detach() for t in (options[0], options[2])]
@@ -140,14 +152,17 @@ def test_the_library_operators_of_gated_and_grouped_norms(groups: int) -> None:
     x, residual = (torch.randn(5, 3, 8, requires_grad=True) for _ in range(2))
     weight, bias = (torch.randn(8 * groups, requires_grad=True) for _ in range(2))
     gate = torch.randn(5, 3, 8, requires_grad=True) if groups == 1 else None
-    opening, call = (norm.SWISH, "layer_norm_gated float32 gate") if groups == 1 else (norm.NO_GATE, "group_norm float32")
+    opening, call = (norm.SWISH, "layer_norm_gated float32 gate") if groups == 1 else (norm.NO_GATE,
+                                                                                       "group_norm float32")
     call += " bias residual weight"
     how = (1e-5, norm.LAYER, opening, groups, *[torch.float32] * 4, True, call)
     torch.library.opcheck(torch.ops.flashlin.norm.default, (x, residual, weight, bias, gate, *how))
-    kept = [None if t is None else t.detach() for t in (x, None, weight, None if gate is None else bias, gate, None, None)]
+    kept = [None if t is None else t.detach()
+            for t in (x, None, weight, None if gate is None else bias, gate, None, None)]
     stats, dy = torch.rand(5, 3), torch.rand(5, 3, 8)
     for wanted in ("x weight bias", "weight"):
-        torch.library.opcheck(torch.ops.flashlin.norm_backward.default, (*kept, stats, stats, dy, None, *how, wanted))
+        torch.library.opcheck(torch.ops.flashlin.norm_backward.default,
+                              (*kept, stats, stats, dy, None, *how, wanted))
 
 
 def test_norms_compile_to_the_kernels_they_run_eagerly() -> None:
@@ -155,7 +170,9 @@ def test_norms_compile_to_the_kernels_they_run_eagerly() -> None:
         return flashlin.rms_norm_gated(flashlin.group_norm(x, w, w, num_groups=4), g, w, None, "sigmoid")
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for rows in (3, 7):
-        tensors = [torch.randn(rows, 16, requires_grad=True), torch.randn(rows, 16, requires_grad=True), torch.randn(16, requires_grad=True)]
-        found = [[y := function(*tensors), *torch.autograd.grad(y.sin().sum(), tensors)] for function in (compiled, call)]
+        tensors = [torch.randn(rows, 16, requires_grad=True), torch.randn(rows, 16, requires_grad=True),
+                   torch.randn(16, requires_grad=True)]
+        found = [[y := function(*tensors), *torch.autograd.grad(y.sin().sum(), tensors)]
+                 for function in (compiled, call)]
         for got, wanted in zip(*found, strict=True):
             torch.testing.assert_close(got, wanted)

@@ -1,4 +1,5 @@
-"""The chunked delta kernels in Triton's interpreter, beyond their cases: batches in parts, rows of no sequence, the library operator."""
+"""The chunked delta kernels in Triton's interpreter, beyond their cases: batches in parts, rows of no
+sequence, the library operator."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,14 +16,17 @@ from flashlin.testing.compare import poisoned
 def leaves(B: int, T: int, N: int, H: int = 1, HV: int = 2, K: int = 16, V: int = 16) -> list[torch.Tensor]:
     torch.manual_seed(0)
     q, k = (F.normalize(torch.randn(B, T, H, K), dim=-1) for _ in range(2))
-    made = [q, k, torch.randn(B, T, HV, V), F.logsigmoid(torch.randn(B, T, HV)), torch.rand(B, T, HV), torch.randn(N, HV, K, V)]
+    made = [q, k, torch.randn(B, T, HV, V), F.logsigmoid(torch.randn(B, T, HV)), torch.rand(B, T, HV),
+            torch.randn(N, HV, K, V)]
     return [x.requires_grad_() for x in made]
 
 
-def results(tensors: list[torch.Tensor], bounds: torch.Tensor | None = None, call: Any = None) -> list[torch.Tensor]:
+def results(tensors: list[torch.Tensor], bounds: torch.Tensor | None = None,
+            call: Any = None) -> list[torch.Tensor]:
     q, k, v, g, beta, h0 = tensors
     with poisoned():
-        o, ht = (call or flashlin.chunk_gated_delta_rule)(q, k, v, g, beta, initial_state=h0, output_final_state=True, cu_seqlens=bounds)
+        o, ht = (call or flashlin.chunk_gated_delta_rule)(q, k, v, g, beta, initial_state=h0,
+                                                          output_final_state=True, cu_seqlens=bounds)
         return [o, ht, *torch.autograd.grad(o.sin().sum() + ht.sin().sum(), tensors)]
 
 
@@ -37,7 +41,8 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, axis_limits:
 
 
 def test_rows_of_no_sequence_are_exact_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)  # as on a GPU, where nobody reads them
+    # as on a GPU, where nobody reads them
+    monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)
     tensors = leaves(1, 40, 2)
     o, ht, *grads = results(tensors, torch.tensor([3, 20, 33]))
     for x in (o, *grads[:5]):
@@ -58,7 +63,9 @@ def test_lengths_share_a_graph() -> None:
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_library_operator(gated: bool) -> None:
     q, k, v, g, beta, h0 = leaves(1, 9, 1)
-    arguments = (q, k, v, beta, g if gated else None, h0 if gated else None, None, 0.25, gated, False, torch.float32,
-                 "chunk", True, "chunk_gated_delta_rule" if gated else "chunk_delta_rule")
-    # Not the comparison of runs: of what it keeps for backward some columns are nobody's. The test above compares what comes of it.
-    torch.library.opcheck(torch.ops.flashlin.delta.default, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    arguments = (q, k, v, beta, g if gated else None, h0 if gated else None, None, 0.25, gated, False,
+                 torch.float32, "chunk", True, "chunk_gated_delta_rule" if gated else "chunk_delta_rule")
+    # Not the comparison of runs: of what it keeps for backward some columns are nobody's. The test above
+    # compares what comes of it.
+    torch.library.opcheck(torch.ops.flashlin.delta.default, arguments,
+                          test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))

@@ -1,5 +1,5 @@
-"""The kernels of the delta rules with a decay for each key channel in Triton's interpreter, beyond their cases: batches in parts, rows of no
-sequence, decays that end everything, the library operator."""
+"""The kernels of the delta rules with a decay for each key channel in Triton's interpreter, beyond their
+cases: batches in parts, rows of no sequence, decays that end everything, the library operator."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,19 +19,24 @@ OPS = pytest.mark.parametrize("op", ["chunk_kda", "chunk_dplr_delta_rule"])
 def leaves(op: str, B: int, T: int, N: int, H: int = 1, K: int = 16, V: int = 16) -> list[torch.Tensor]:
     torch.manual_seed(0)
     q, k, v, read, g = (torch.randn(B, T, H, D) for D in (K, K, V, K, K))
-    k, read, g, rate = F.normalize(k, dim=-1), F.normalize(read, dim=-1), F.logsigmoid(g), torch.randn(B, T, H, 1).sigmoid()
+    k, read, g, rate = F.normalize(k, dim=-1), F.normalize(read, dim=-1), F.logsigmoid(g), torch.randn(B, T,
+                                                                                                       H,
+                                                                                                       1).sigmoid()
     own = [g, rate[..., 0]] if op == "chunk_kda" else [-read, read * rate, g]
     return [x.contiguous().requires_grad_() for x in (q, k, v, *own, torch.randn(N, H, K, V))]
 
 
-def results(op: str, tensors: list[torch.Tensor], bounds: torch.Tensor | None = None, call: Any = None, **extra: Any) -> list[torch.Tensor]:
+def results(op: str, tensors: list[torch.Tensor], bounds: torch.Tensor | None = None, call: Any = None,
+            **extra: Any) -> list[torch.Tensor]:
     *given, h0 = tensors
     with poisoned():
-        o, ht = (call or getattr(flashlin, op))(*given, initial_state=h0, output_final_state=True, cu_seqlens=bounds, **extra)
+        o, ht = (call or getattr(flashlin, op))(*given, initial_state=h0, output_final_state=True,
+                                                cu_seqlens=bounds, **extra)
         return [o, ht, *torch.autograd.grad(o.sin().sum() + ht.sin().sum(), tensors)]
 
 
-def expected(op: str, tensors: list[torch.Tensor], bounds: torch.Tensor | None = None, scale: float = 0.25) -> list[torch.Tensor]:
+def expected(op: str, tensors: list[torch.Tensor], bounds: torch.Tensor | None = None,
+             scale: float = 0.25) -> list[torch.Tensor]:
     doubles = [x.detach().double().requires_grad_() for x in tensors]
     if op == "chunk_kda":
         q, k, v, g, beta, h0 = doubles
@@ -43,7 +48,8 @@ def expected(op: str, tensors: list[torch.Tensor], bounds: torch.Tensor | None =
 
 
 def assert_right(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert [verdict for n, (x, y) in enumerate(zip(got, wanted, strict=True)) if not (verdict := judge(str(n), x, y, 2e-5)).ok] == []
+    assert [verdict for n, (x, y) in enumerate(zip(got, wanted, strict=True))
+            if not (verdict := judge(str(n), x, y, 2e-5)).ok] == []
 
 
 @OPS
@@ -61,7 +67,8 @@ def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None,
 
 @OPS
 def test_rows_of_no_sequence_are_exact_zeros(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)  # as on a GPU, where nobody reads them
+    # as on a GPU, where nobody reads them
+    monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)
     tensors, bounds = leaves(op, 1, 40, 2), torch.tensor([3, 20, 33])
     o, ht, *grads = results(op, tensors, bounds)
     for x in (o, *grads[:-1]):
@@ -79,7 +86,9 @@ def test_a_row_beside_a_sequence_is_not_its_own(op: str) -> None:
     whole = results(op, tensors, torch.tensor([0, 40, 80]))
     alone = results(op, [x[:, 40:] for x in tensors[:-1]] + [tensors[-1][1:]])
     for n in (0, *range(2, len(whole) - 1)):
-        torch.testing.assert_close(whole[n][:, 40:], alone[n][:, 40:] if alone[n].shape[1] == 80 else alone[n], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(whole[n][:, 40:],
+                                   alone[n][:, 40:] if alone[n].shape[1] == 80 else alone[n], rtol=1e-5,
+                                   atol=1e-5)
 
 
 @OPS
@@ -115,7 +124,9 @@ def test_nothing_to_do(op: str) -> None:
     for facts in ({"B": 0, "T": 5, "N": 0}, {"B": 2, "T": 0, "N": 2}, {"B": 2, "T": 5, "N": 2, "H": 0}):
         tensors = leaves(op, **facts)
         o, ht, *grads = results(op, tensors)
-        assert o.shape == tensors[2].shape and torch.equal(ht, tensors[-1]) and not any(grad.any() for grad in grads[:-1])
+        assert o.shape == tensors[2].shape and torch.equal(ht,
+                                                           tensors[-1]) and not any(grad.any()
+                                                                                    for grad in grads[:-1])
         assert torch.equal(grads[-1], tensors[-1].cos())
 
 
@@ -141,9 +152,12 @@ def test_lengths_share_a_graph(op: str) -> None:
 def test_the_library_operators() -> None:
     q, k, v, g, beta, h0 = leaves("chunk_kda", 1, 9, 1)
     how = (torch.float32, "chunk", True, "chunk_kda")
-    torch.library.opcheck(torch.ops.flashlin.dplr, (q, k, v, g, None, None, beta, h0, None, 0.25, True, False, *how))
+    torch.library.opcheck(torch.ops.flashlin.dplr,
+                          (q, k, v, g, None, None, beta, h0, None, 0.25, True, False, *how))
     q, k, v, a, b, g, _ = leaves("chunk_rwkv7", 1, 9, 1)
-    torch.library.opcheck(torch.ops.flashlin.dplr, (q, k, v, g, a, b, None, None, None, 0.25, False, False, *how))
+    torch.library.opcheck(torch.ops.flashlin.dplr,
+                          (q, k, v, g, a, b, None, None, None, 0.25, False, False, *how))
     with torch.no_grad():
         torch.library.opcheck(torch.ops.flashlin.dplr_backward, (
-            q, k, v, g, a, b, None, None, None, None, None, torch.ones_like(v), None, 0.25, False, False, *how, "q k v g a b"))
+            q, k, v, g, a, b, None, None, None, None, None, torch.ones_like(v), None, 0.25, False, False,
+            *how, "q k v g a b"))

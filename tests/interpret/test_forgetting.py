@@ -1,4 +1,5 @@
-"""Heads that forget everything, through the kernels, run by Triton's interpreter. Tokens that do are among the cases of test_cases.py."""
+"""Heads that forget everything, through the kernels, run by Triton's interpreter. Tokens that do are among
+the cases of test_cases.py."""
 from __future__ import annotations
 
 import math
@@ -9,7 +10,8 @@ from tests import forgetting
 
 
 def test_heads_may_forget_everything() -> None:
-    made = {name: x for name, x in forgetting.inputs("chunk_simple_gla", torch.float32, torch.float32).items() if name != "g"}
+    made = {name: x for name,
+            x in forgetting.inputs("chunk_simple_gla", torch.float32, torch.float32).items() if name != "g"}
     found = forgetting.run("chunk_simple_gla", made, g_gamma=torch.tensor([-math.inf, -1e9]), scale=1.0)
     q, k, v = made.values()
     torch.testing.assert_close(found["o"], (q * k).sum(-1, keepdim=True) * v)

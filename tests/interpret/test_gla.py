@@ -1,4 +1,5 @@
-"""The kernels of gated linear attention in Triton's interpreter, beyond their cases: batches in parts, rows of no sequence, the library operator."""
+"""The kernels of gated linear attention in Triton's interpreter, beyond their cases: batches in parts, rows
+of no sequence, the library operator."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,17 +17,21 @@ from flashlin.testing.compare import judge, poisoned
 def leaves(B: int, T: int, N: int, H: int = 2, K: int = 16, V: int = 16) -> list[torch.Tensor]:
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, T, H, D) for D in (K, K, V))
-    return [x.requires_grad_() for x in (q, k, v, F.logsigmoid(torch.randn(B, T, H, K)), torch.randn(N, H, K, V))]
+    return [x.requires_grad_()
+            for x in (q, k, v, F.logsigmoid(torch.randn(B, T, H, K)), torch.randn(N, H, K, V))]
 
 
-def results(tensors: list[torch.Tensor], bounds: torch.Tensor | None = None, call: Any = None, **extra: Any) -> list[torch.Tensor]:
+def results(tensors: list[torch.Tensor], bounds: torch.Tensor | None = None, call: Any = None,
+            **extra: Any) -> list[torch.Tensor]:
     q, k, v, g, h0 = tensors
     with poisoned():
-        o, ht = (call or flashlin.chunk_gla)(q, k, v, g, initial_state=h0, output_final_state=True, cu_seqlens=bounds, **extra)
+        o, ht = (call or flashlin.chunk_gla)(q, k, v, g, initial_state=h0, output_final_state=True,
+                                             cu_seqlens=bounds, **extra)
         return [o, ht, *torch.autograd.grad(o.sin().sum() + ht.sin().sum(), tensors)]
 
 
-def expected(tensors: list[torch.Tensor], bounds: torch.Tensor | None = None, scale: float | None = None) -> list[torch.Tensor]:
+def expected(tensors: list[torch.Tensor], bounds: torch.Tensor | None = None,
+             scale: float | None = None) -> list[torch.Tensor]:
     doubles = [x.detach().double().requires_grad_() for x in tensors]
     q, k, v, g, h0 = doubles
     o, ht = recurrence(q, k, v, g, h0, bounds, q.shape[3] ** -0.5 if scale is None else scale)
@@ -37,7 +42,8 @@ NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dh0")
 
 
 def assert_right(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert [verdict for name, x, y in zip(NAMES, got, wanted, strict=True) if not (verdict := judge(name, x, y, 2e-5)).ok] == []
+    assert [verdict for name, x,
+            y in zip(NAMES, got, wanted, strict=True) if not (verdict := judge(name, x, y, 2e-5)).ok] == []
 
 
 @pytest.mark.parametrize("edges", [None, [0, 20, 20, 37, 70]], ids=["dense", "packed"])
@@ -52,7 +58,8 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, axis_limits:
 
 
 def test_rows_of_no_sequence_are_exact_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)  # as on a GPU, where nobody reads them
+    # as on a GPU, where nobody reads them
+    monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)
     tensors, bounds = leaves(1, 40, 2), torch.tensor([3, 20, 33])
     o, ht, *grads = results(tensors, bounds)
     for x in (o, *grads[:4]):
@@ -61,7 +68,8 @@ def test_rows_of_no_sequence_are_exact_zeros(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_row_before_a_sequence_is_not_its_own() -> None:
-    """A sequence's first row sums nothing of the row above, which is another's, in the gate's gradient too."""
+    """A sequence's first row sums nothing of the row above, which is another's, in the gate's gradient
+    too."""
     tensors = leaves(1, 41, 2)
     with torch.no_grad():
         tensors[1][:, 19] *= 1e6
@@ -101,14 +109,18 @@ def test_gradients_of_one_of_both(which: int) -> None:
     doubles = [x.detach().double().requires_grad_() for x in tensors]
     reference = recurrence(*doubles, None, 0.25)[which]
     wanted = torch.autograd.grad(reference.sin().sum(), doubles, allow_unused=True, materialize_grads=True)
-    assert [verdict for name, x, y in zip(NAMES[2:], grads, wanted, strict=True) if not (verdict := judge(name, x, y, 2e-5)).ok] == []
+    assert [verdict for name, x,
+            y in zip(NAMES[2:], grads, wanted, strict=True)
+            if not (verdict := judge(name, x, y, 2e-5)).ok] == []
 
 
 def test_nothing_to_do() -> None:
     for facts in ({"B": 0, "T": 5, "N": 0}, {"B": 2, "T": 0, "N": 2}, {"B": 2, "T": 5, "N": 2, "H": 0}):
         tensors = leaves(**facts)
         o, ht, *grads = results(tensors)
-        assert o.shape == tensors[2].shape and torch.equal(ht, tensors[4]) and not any(grad.any() for grad in grads[:4])
+        assert o.shape == tensors[2].shape and torch.equal(ht,
+                                                           tensors[4]) and not any(grad.any()
+                                                                                   for grad in grads[:4])
         assert torch.equal(grads[4], tensors[4].cos())
 
 
@@ -127,8 +139,9 @@ def test_lengths_share_a_graph() -> None:
 def test_the_library_operators(state: bool) -> None:
     q, k, v, g, h0 = leaves(1, 9, 1)
     how = (0.25, state, False, torch.float32, "chunk", True, "chunk_gla")
-    torch.library.opcheck(torch.ops.flashlin.gla.default, (q, k, v, g, None, h0 if state else None, None, *how))
+    torch.library.opcheck(torch.ops.flashlin.gla.default,
+                          (q, k, v, g, None, h0 if state else None, None, *how))
     with torch.no_grad():
         torch.library.opcheck(torch.ops.flashlin.gla_backward.default, (
-            q, k, v, g, None, h0 if state else None, None, None, None, torch.ones_like(v), h0 * 2 if state else None, *how,
-            "q k v g h0" if state else "q k v g"))
+            q, k, v, g, None, h0 if state else None, None, None, None, torch.ones_like(v),
+            h0 * 2 if state else None, *how, "q k v g h0" if state else "q k v g"))

@@ -6,10 +6,11 @@ import pytest
 from tests import isolation
 from tests.share import WHOLE
 
-# The cheap ones, by kind: states in chunks, spans that are joined, taps, states in place, sequences that share a state. The others' programs own
-# a sequence in the same way.
-CHOSEN = ("chunk_simple_gla-packed", "fused_recurrent_hgrn-packed", "causal_conv1d-packed-activation", "selective_state_update-dense",
-          "causal_conv1d_update-dense", "mamba_causal_conv1d_update-dense", "mamba_chunk_scan_combined-numbered-chunk_size-return_final_states")
+# The cheap ones, by kind: states in chunks, spans that are joined, taps, states in place, sequences that
+# share a state. The others' programs own a sequence in the same way.
+CHOSEN = ("chunk_simple_gla-packed", "fused_recurrent_hgrn-packed", "causal_conv1d-packed-activation",
+          "selective_state_update-dense", "causal_conv1d_update-dense", "mamba_causal_conv1d_update-dense",
+          "mamba_chunk_scan_combined-numbered-chunk_size-return_final_states")
 
 
 @pytest.mark.parametrize("call", [call for call in isolation.CALLS if WHOLE or str(call) in CHOSEN], ids=str)

@@ -1,4 +1,5 @@
-"""Mamba's and Mamba2's kernels in Triton's interpreter, beyond their cases: batches in parts, groups, any strides, the library operators."""
+"""Mamba's and Mamba2's kernels in Triton's interpreter, beyond their cases: batches in parts, groups, any
+strides, the library operators."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,7 +25,8 @@ def generator() -> torch.Generator:
 def results(given: Tensors) -> list[torch.Tensor]:
     leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in given.items()}
     with poisoned():
-        found = flashlin.mamba_chunk_scan_combined(**leaves, chunk_size=64, dt_softplus=True, return_final_states=True,
+        found = flashlin.mamba_chunk_scan_combined(**leaves, chunk_size=64, dt_softplus=True,
+                                                   return_final_states=True,
                                                    return_varlen_states="cu_seqlens" in given)
         loss = torch.stack([x.sin().sum() for x in found]).sum()
         return [*found, *torch.autograd.grad(loss, [x for x in leaves.values() if x.requires_grad])]
@@ -41,7 +43,8 @@ def test_a_batch_in_parts_equals_the_whole(edges: tuple[int, ...], axis_limits: 
 
 @pytest.mark.parametrize("nothing", [{"b": 0}, {"T": 0}, {"H": 0, "G": 0}], ids=str)
 def test_nothing_to_do(nothing: dict[str, int]) -> None:
-    given = make_scan(CPU, torch.float32, generator(), **{"b": 2, "T": 5, "H": 4, "G": 2, "V": 16, "K": 16, **nothing})
+    given = make_scan(CPU, torch.float32, generator(),
+                      **{"b": 2, "T": 5, "H": 4, "G": 2, "V": 16, "K": 16, **nothing})
     assert all(not x.isnan().any() for x in results(given))
 
 
@@ -54,8 +57,10 @@ def test_public_simple_gla_refuses_groups() -> None:
 def test_a_state_of_any_strides_is_updated_where_it_lies() -> None:
     given = make_step(CPU, torch.float32, generator(), tied=False)
     given.pop("state")
-    for behind in (torch.randn(3, 4, 24, 20).mT, torch.randn(20, 3, 24, 4).permute(1, 3, 0, 2), torch.randn(3, 8, 20, 48)[:, ::2, :, ::2]):
-        wanted, after = reference.step(behind.double(), **{name: x.double() for name, x in given.items()}, softplus=True)
+    for behind in (torch.randn(3, 4, 24, 20).mT, torch.randn(20, 3, 24, 4).permute(1, 3, 0, 2),
+                   torch.randn(3, 8, 20, 48)[:, ::2, :, ::2]):
+        wanted, after = reference.step(behind.double(), **{name: x.double() for name, x in given.items()},
+                                       softplus=True)
         y = flashlin.selective_state_update(behind, **given, dt_softplus=True)
         torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(behind.double(), after, rtol=1e-5, atol=1e-5)
@@ -67,7 +72,8 @@ def test_strided_inputs_of_a_step() -> None:
     rows = torch.randn(3, H * P + 2 * N + H)
     x, B, C, dt = rows.split([H * P, N, N, H], 1)
     A, state = -torch.rand(H), torch.randn(3, H, P, N)
-    args = (x.view(3, H, P), dt[..., None].expand(3, H, P), A[:, None, None].expand(H, P, N), B[:, None], C[:, None])
+    args = (x.view(3, H, P), dt[..., None].expand(3, H, P), A[:, None, None].expand(H, P, N), B[:, None],
+            C[:, None])
     wanted, after = reference.step(state.double(), *(t.double() for t in args), softplus=True)
     y = flashlin.selective_state_update(state, *args, dt_softplus=True)
     torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
@@ -80,7 +86,9 @@ def test_an_index_past_the_end_touches_nothing() -> None:
     given["state_batch_indices"] = torch.tensor([6, 7, 2**40])
     before = state.clone()
     y = flashlin.selective_state_update(state, **given)
-    assert y[0].any() and not y[1:].any() and torch.equal(state[:6], before[:6]) and not torch.equal(state[6], before[6])
+    assert y[0].any() and not y[1:].any() and torch.equal(state[:6], before[:6]) and not torch.equal(state[6],
+                                                                                                     before[
+                                                                                                         6])
 
 
 @torch.no_grad()
@@ -95,11 +103,13 @@ def test_the_library_operators_write_in_place() -> None:
 
 @pytest.mark.parametrize("nothing", [{"b": 0}, {"T": 0}], ids=str)
 def test_a_selective_scan_of_nothing(nothing: dict[str, int]) -> None:
-    leaves = {name: x.requires_grad_() for name, x in make_selective(CPU, torch.float32, generator(), **{"b": 2, "T": 5, **nothing}).items()}
+    leaves = {name: x.requires_grad_() for name,
+              x in make_selective(CPU, torch.float32, generator(), **{"b": 2, "T": 5, **nothing}).items()}
     with poisoned():
         y, last = flashlin.selective_scan_fn(**leaves, return_last_state=True)
         assert y.shape == leaves["u"].shape and not last.any()
-        assert not any(grad.any() for grad in torch.autograd.grad(y.sum() + last.sum(), list(leaves.values())))
+        assert not any(grad.any()
+                       for grad in torch.autograd.grad(y.sum() + last.sum(), list(leaves.values())))
 
 
 @pytest.mark.parametrize("given", [("D", "z", "delta_bias"), ()], ids=["all", "bare"])
@@ -108,13 +118,15 @@ def test_a_compiled_selective_scan(given: tuple[str, ...]) -> None:
     leaves = {name: x.requires_grad_() for name, x in tensors.items()}
     arguments = [leaves.get(name) for name in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")]
     arguments[3:5] = [x.unsqueeze(1) for x in arguments[3:5] if x is not None]
-    torch.library.opcheck(torch.ops.flashlin.selective_scan.default, (*arguments, True, "float32", True, selective_scan.OP))
+    torch.library.opcheck(torch.ops.flashlin.selective_scan.default,
+                          (*arguments, True, "float32", True, selective_scan.OP))
 
     def scan() -> list[torch.Tensor]:
         y, last = flashlin.selective_scan_fn(**leaves, delta_softplus=True, return_last_state=True)
         return [y, last, *torch.autograd.grad(y.sin().sum() + last.sum(), list(leaves.values()))]
 
-    compiled = torch.compile(lambda **x: flashlin.selective_scan_fn(**x, delta_softplus=True, return_last_state=True), fullgraph=True,
+    compiled = torch.compile(lambda **x: flashlin.selective_scan_fn(**x, delta_softplus=True,
+                                                                    return_last_state=True), fullgraph=True,
                              backend="aot_eager")
     y, last = compiled(**leaves)
     found = [y, last, *torch.autograd.grad(y.sin().sum() + last.sum(), list(leaves.values()))]
@@ -131,8 +143,10 @@ def test_more_states_than_kernels_take_are_left_to_torch_when_compiled_too() -> 
 def test_a_selective_scan_reads_what_lies_anywhere() -> None:
     """Slices of a projection, tokens or channels together, a gradient that is one number for all."""
     tensors = make_selective(CPU, torch.float32, generator(), T=37, D=6, N=5, G=2)
-    apart = {**tensors, "u": torch.cat([tensors["u"].mT, tensors["z"].mT], 2).mT[:, :6], "z": tensors["z"].mT.contiguous().mT,
-             "B": tensors["B"].permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1), "A": tensors["A"].mT.contiguous().mT}
+    apart = {**tensors, "u": torch.cat([tensors["u"].mT, tensors["z"].mT], 2).mT[:, :6],
+             "z": tensors["z"].mT.contiguous().mT,
+             "B": tensors["B"].permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),
+             "A": tensors["A"].mT.contiguous().mT}
     found = []
     for given in (tensors, apart):
         leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
@@ -149,12 +163,16 @@ def test_a_selective_scan_reads_what_lies_anywhere() -> None:
 def test_a_compiled_step_of_a_layer() -> None:
     H, P, N = 2, 16, 16
 
-    def layer(rows: torch.Tensor, window: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-        x, B, C, dt = flashlin.mamba_causal_conv1d_update(rows, window, weight, None, "silu").split([H * P, N, N, H], 1)
-        return flashlin.selective_state_update(state, x.view(-1, H, P), dt[..., None].expand(-1, H, P), A[:, None, None].expand(H, P, N),
-                                               B[:, None], C[:, None], dt_softplus=True)
+    def layer(rows: torch.Tensor, window: torch.Tensor, state: torch.Tensor, weight: torch.Tensor,
+              A: torch.Tensor) -> torch.Tensor:
+        x, B, C, dt = flashlin.mamba_causal_conv1d_update(rows, window, weight, None,
+                                                          "silu").split([H * P, N, N, H], 1)
+        return flashlin.selective_state_update(state, x.view(-1, H, P), dt[..., None].expand(-1, H, P),
+                                               A[:, None, None].expand(H, P, N), B[:, None], C[:, None],
+                                               dt_softplus=True)
     columns = H * P + 2 * N + H
-    given: list[Any] = [torch.randn(3, columns), torch.randn(3, columns, 4), torch.randn(3, H, P, N), torch.randn(columns, 4), -torch.rand(H)]
+    given: list[Any] = [torch.randn(3, columns), torch.randn(3, columns, 4), torch.randn(3, H, P, N),
+                        torch.randn(columns, 4), -torch.rand(H)]
     theirs = [x.clone() for x in given]
     y = torch.compile(layer, fullgraph=True, backend="aot_eager")(*given)
     torch.testing.assert_close(y, layer(*theirs))

@@ -1,4 +1,5 @@
-"""What only the kernels of the rotary embedding and of the cross entropy, and their plumbing, can get wrong. TRITON_INTERPRET=1, as test_cases.py."""
+"""What only the kernels of the rotary embedding and of the cross entropy, and their plumbing, can get wrong.
+TRITON_INTERPRET=1, as test_cases.py."""
 from __future__ import annotations
 
 from typing import Any
@@ -20,7 +21,8 @@ CPU = torch.device("cpu")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype).requires_grad_(grad)
+    return torch.randn(*shape,
+                       generator=torch.Generator().manual_seed(sum(shape))).to(dtype).requires_grad_(grad)
 
 
 # Cross entropy
@@ -35,11 +37,14 @@ def test_targets_out_of_range_reach_nothing_and_count_as_ignored() -> None:
     logits, before = around[1:8, :8], around.clone()
     leaf = logits.detach().clone().requires_grad_()
     with flashlin.settings(tokens="off"), poisoned():
-        got = flashlin.cross_entropy_loss(logits.requires_grad_(), BAD, lse_square_scale=0.1, inplace_backward=True)
+        got = flashlin.cross_entropy_loss(logits.requires_grad_(), BAD, lse_square_scale=0.1,
+                                          inplace_backward=True)
         grad, = torch.autograd.grad(got[0].sum(), logits)
     expected = of_logits(leaf, torch.where((BAD >= 0) & (BAD < 8), BAD, -100), lse_square_scale=0.1)
     wanted, = torch.autograd.grad(expected[0].sum(), leaf)
-    assert judge("loss", got[0], expected[0], 1e-5).ok and judge("z", got[1], expected[1], 1e-5).ok and judge("d", grad, wanted, 1e-5).ok
+    assert judge("loss", got[0], expected[0], 1e-5).ok and judge("z", got[1], expected[1],
+                                                                 1e-5).ok and judge("d", grad, wanted,
+                                                                                    1e-5).ok
     assert not grad[1:6].any() and got[0][1:6].eq(0).all()
     assert grad.data_ptr() == logits.data_ptr()
     around[1:8, :8] = before[1:8, :8] = 0
@@ -69,7 +74,9 @@ def test_backward_leaves_the_logits_alone_unless_asked() -> None:
     assert torch.equal(leaf.detach(), before) and torch.equal(first, again)
 
 
-@pytest.mark.parametrize("view", [lambda x: x[:, 10:], lambda x: x[::2], lambda x: x.t().contiguous().t(), lambda x: x[:1].expand(6, -1)],
+@pytest.mark.parametrize("view",
+                         [lambda x: x[:, 10:], lambda x: x[::2], lambda x: x.t().contiguous().t(),
+                          lambda x: x[:1].expand(6, -1)],
                          ids=["columns", "rows", "transposed", "expanded"])
 def test_logits_of_any_strides(view: Any) -> None:
     x = randn(6, 40, grad=True)
@@ -100,14 +107,16 @@ def test_losses_share_a_graph_that_starts_kernels(starts: list[str]) -> None:
     graphs = CompileCounterWithBackend("aot_eager")
 
     def both(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        plain = flashlin.FusedCrossEntropyLoss(label_smoothing=0.1, lse_square_scale=0.1)(x @ weight.t(), target)
+        plain = flashlin.FusedCrossEntropyLoss(label_smoothing=0.1, lse_square_scale=0.1)(x @ weight.t(),
+                                                                                          target)
         return plain + flashlin.FusedLinearCrossEntropyLoss()(x, target, weight)  # type: ignore[no-any-return]
     compiled = torch.compile(both, fullgraph=True, backend=graphs)
     weight = randn(9, 8, grad=True)
     for N in (3, 5, 9, 130):
         x, target = randn(N, 8, grad=True), torch.arange(N) % 9
         del starts[:]
-        found = [(total, *torch.autograd.grad(total, (x, weight))) for total in (f(x, weight, target) for f in (compiled, both))]
+        found = [(total, *torch.autograd.grad(total, (x, weight)))
+                 for total in (f(x, weight, target) for f in (compiled, both))]
         assert starts.count("cross_entropy_backward") >= 4
         for got, wanted in zip(*found, strict=True):
             torch.testing.assert_close(got, wanted)
@@ -123,8 +132,8 @@ def test_the_library_operators() -> None:
         logits.detach(), target, None, None, lse, lse, None, *how, "logits"))
     for bias, grads in ((randn(6, grad=True), [True, True, True]), (None, [True, True, False])):
         torch.library.opcheck(torch.ops.flashlin.linear_cross_entropy.default, (
-            randn(4, 8, grad=True), target, randn(6, 8, grad=True), bias, *terms, 8, True, 0.1, True, torch.float32, *grads, True,
-            "fused_linear_cross_entropy_loss float32"))
+            randn(4, 8, grad=True), target, randn(6, 8, grad=True), bias, *terms, 8, True, 0.1, True,
+            torch.float32, *grads, True, "fused_linear_cross_entropy_loss float32"))
 
 
 # Rotary embedding
@@ -151,7 +160,8 @@ def test_places_past_the_tables_are_nan_and_read_nothing(packed: bool) -> None:
     x = randn(1 if packed else 2, 8, 2, 6)
     huge, (cos, sin) = torch.tensor([2, 2**40]), tables(7, 2)
     bounds = torch.tensor([0, 4, 8]) if packed else None
-    y = forward.run(planned(rotary.problem_of(x, cos, sin, packed, False), CPU), x, cos, sin, 0, huge, bounds, False, False, False)
+    y = forward.run(planned(rotary.problem_of(x, cos, sin, packed, False), CPU), x, cos, sin, 0, huge, bounds,
+                    False, False, False)
     lost = y[:, 4:, :, :4] if packed else torch.cat([y[:1, 5:, :, :4].flatten(), y[1:, ..., :4].flatten()])
     assert lost.isnan().all()
     fine = y[0, :4] if packed else y[0, :5]
@@ -163,8 +173,11 @@ def fused(x: torch.Tensor) -> torch.Tensor:
     return x[..., 8:20].unflatten(2, (2, 6))
 
 
-@pytest.mark.parametrize("view", [fused, lambda x: x.unflatten(2, (5, 4)).transpose(1, 2), lambda x: x.unflatten(2, (2, 10))[..., 4:],
-                                  lambda x: x[:, ::3].unflatten(2, (5, 4)), lambda x: x[:1, :1].expand(2, 7, 20).unflatten(2, (5, 4))],
+@pytest.mark.parametrize("view",
+                         [fused, lambda x: x.unflatten(2, (5, 4)).transpose(1, 2),
+                          lambda x: x.unflatten(2, (2, 10))[..., 4:],
+                          lambda x: x[:, ::3].unflatten(2, (5, 4)),
+                          lambda x: x[:1, :1].expand(2, 7, 20).unflatten(2, (5, 4))],
                          ids=["slice", "heads-first", "channels", "every-third", "expanded"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_tensors_of_any_strides(view: Any, interleaved: bool) -> None:
@@ -180,9 +193,12 @@ def test_tensors_of_any_strides(view: Any, interleaved: bool) -> None:
 
 def test_evenly_spaced_tokens_are_not_copied() -> None:
     x = randn(2, 7, 20)
-    assert all(rotary._evenly(view) is view for view in (fused(x), x.unflatten(2, (2, 10)), x.unflatten(2, (2, 10))[..., 4:], fused(x)[:, :1]))
+    assert all(rotary._evenly(view) is view
+               for view in (fused(x), x.unflatten(2, (2, 10)), x.unflatten(2, (2, 10))[..., 4:],
+                            fused(x)[:, :1]))
     flat = x.unflatten(2, (5, 4))
-    assert rotary._evenly(flat.transpose(1, 2)).is_contiguous() and rotary._evenly(flat[:, ::3]).is_contiguous()
+    assert rotary._evenly(flat.transpose(1,
+                                         2)).is_contiguous() and rotary._evenly(flat[:, ::3]).is_contiguous()
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -204,7 +220,8 @@ def test_in_place_is_in_place_and_autograd_knows(interleaved: bool, whole: bool)
 def test_in_place_through_fp32_copies() -> None:
     x = randn(2, 5, 3, 8, dtype=torch.bfloat16)
     expected = rotate(x, *tables(9, 4))
-    assert flashlin.rotary_embedding(x, *tables(9, 4), inplace=True) is x and judge("y", x, expected, 0.005).ok
+    assert flashlin.rotary_embedding(x, *tables(9, 4), inplace=True) is x and judge("y", x, expected,
+                                                                                    0.005).ok
 
 
 def test_tables_get_no_gradient_and_heads_may_be_none() -> None:

@@ -30,9 +30,10 @@ def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_multiprocessor")
-@pytest.mark.parametrize("name", ["fused_gdn_gate-many-rows", "fused_kda_gate-wide", "fused_kda_gate-bounded", "fused_addcmul_rwkv7-random",
-                                  "fused_addcmul_rwkv7-five", "fused_k_rwkv7-many-rows", "gate_output_correction-many-rows",
-                                  "gate_output_correction-D=300"])
+@pytest.mark.parametrize("name",
+                         ["fused_gdn_gate-many-rows", "fused_kda_gate-wide", "fused_kda_gate-bounded",
+                          "fused_addcmul_rwkv7-random", "fused_addcmul_rwkv7-five", "fused_k_rwkv7-many-rows",
+                          "gate_output_correction-many-rows", "gate_output_correction-D=300"])
 def test_programs_that_share_out_many_rows(name: str) -> None:
     case = next(case for case in CASES if str(case) == name)
     assert [verdict for verdict in check(case, CPU, torch.float32) if not verdict.ok] == []
@@ -41,7 +42,8 @@ def test_programs_that_share_out_many_rows(name: str) -> None:
 def test_each_programs_rows_are_many_on_one_multiprocessor(one_multiprocessor: None) -> None:
     """The tests above are about something."""
     x = torch.zeros(3000, 32)
-    launch = pointwise.planned(pointwise.problem_of("fused_gdn_gate", GATE, 3000, 32, 1, x.dtype, (x,), True), CPU).launches[-1]
+    launch = pointwise.planned(pointwise.problem_of("fused_gdn_gate", GATE, 3000, 32, 1, x.dtype, (x,), True),
+                               CPU).launches[-1]
     assert launch.grid[0] * launch.block("BT") < 3000
 
 
@@ -52,7 +54,8 @@ def test_a_gate_keeps_its_digits_far_from_zero(at: float) -> None:
     y = flashlin.fused_gdn_gate(g, A_log)
     expected = reference.gate(g[..., None], A_log)[..., 0]
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=0)
-    for got, wanted in zip(torch.autograd.grad(y.sum(), (g, A_log)), torch.autograd.grad(expected.sum(), (g, A_log)), strict=True):
+    for got, wanted in zip(torch.autograd.grad(y.sum(), (g, A_log)),
+                           torch.autograd.grad(expected.sum(), (g, A_log)), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=0)
 
 
@@ -66,20 +69,23 @@ def test_gradients_of_some_outputs_and_for_some_tensors() -> None:
         with poisoned():
             found = flashlin.fused_addcmul_rwkv7(*leaves)
             loss = found[0].square().sum() + found[5].sin().sum()  # type: ignore[union-attr]
-            got = torch.autograd.grad(loss, [leaves[at] for at in wanted], allow_unused=True, materialize_grads=True)
+            got = torch.autograd.grad(loss, [leaves[at] for at in wanted], allow_unused=True,
+                                      materialize_grads=True)
         doubles = [x.detach().double().requires_grad_() for x in leaves]
         y = reference.mix(*doubles)
-        expected = torch.autograd.grad(y[0].square().sum() + y[5].sin().sum(), [doubles[at] for at in wanted], allow_unused=True,
-                                       materialize_grads=True)
+        expected = torch.autograd.grad(y[0].square().sum() + y[5].sin().sum(), [doubles[at] for at in wanted],
+                                       allow_unused=True, materialize_grads=True)
         assert all(judge(str(at), a, b, 1e-5).ok for at, a, b in zip(wanted, got, expected, strict=True))
 
 
 @pytest.mark.parametrize("rows", [(0, 4), (3, 0)], ids=str)
 def test_rows_may_be_none_at_all(rows: tuple[int, int]) -> None:
-    x, mu, heads, u = (torch.randn(*shape, requires_grad=True) for shape in ((*rows, 6), (6,), (*rows, 2, 3), (2, 3)))
+    x, mu, heads, u = (torch.randn(*shape, requires_grad=True)
+                       for shape in ((*rows, 6), (6,), (*rows, 2, 3), (2, 3)))
     with poisoned():
-        found = [flashlin.fused_gdn_gate(x, mu), flashlin.fused_kda_gate(heads, mu[:2], mu), *flashlin.fused_addcmul_rwkv7(x, x, mu, mu, mu, mu, mu),
-                 flashlin.fused_k_rwkv7(x, x, mu), flashlin.gate_output_correction(x, heads, heads, u, heads, x)]
+        found = [flashlin.fused_gdn_gate(x, mu), flashlin.fused_kda_gate(heads, mu[:2], mu),
+                 *flashlin.fused_addcmul_rwkv7(x, x, mu, mu, mu, mu, mu), flashlin.fused_k_rwkv7(x, x, mu),
+                 flashlin.gate_output_correction(x, heads, heads, u, heads, x)]
         sum(y.sum() for y in found if y is not None).backward()
     for leaf in (x, mu, heads, u):
         assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
@@ -103,25 +109,30 @@ def test_output_dtypes_of_gates() -> None:
         assert y.dtype == dtype and judge("y", y, reference.gate(g.half()[..., None])[..., 0], 1e-3).ok
 
 
-SLICES = {"whole": lambda x: x[..., :12].contiguous(), "slice": lambda x: x[..., 3:15], "every other": lambda x: x[..., ::2],
-          "tokens first": lambda x: x[..., :12].transpose(0, 1).contiguous().transpose(0, 1), "one for all": lambda x: x[:, :1, :12].expand(2, 7, 12)}
+SLICES = {"whole": lambda x: x[..., :12].contiguous(), "slice": lambda x: x[..., 3:15],
+          "every other": lambda x: x[..., ::2],
+          "tokens first": lambda x: x[..., :12].transpose(0, 1).contiguous().transpose(0, 1),
+          "one for all": lambda x: x[:, :1, :12].expand(2, 7, 12)}
 
 
 @pytest.mark.parametrize("lies", SLICES)
 @pytest.mark.parametrize("given", ["D", "D of columns", "z", "D z", "D z marks"])
 def test_parts_of_a_scan_take_rows_as_they_lie(lies: str, given: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, z = (SLICES[lies](torch.randn(2, 7, 24, generator=generator)).unflatten(2, (3, 4)).requires_grad_() for _ in range(2))
+    x, z = (SLICES[lies](torch.randn(2, 7, 24, generator=generator)).unflatten(2, (3, 4)).requires_grad_()
+            for _ in range(2))
     step, o = (torch.randn(2, 7, 3, *size, generator=generator).requires_grad_() for size in ((), (4,)))
     D = torch.randn(3, *[4] * ("columns" in given), generator=generator).requires_grad_()
     marks = torch.zeros(2, 7) if "marks" in given else None
     with poisoned():
         y, marks = pointwise.scaled("mamba_chunk_scan_combined", x, step, torch.float32, marks)
-        out = pointwise.skipped("mamba_chunk_scan_combined", o, x, D if "D" in given else None, z if "z" in given else None, torch.float32, marks)
+        out = pointwise.skipped("mamba_chunk_scan_combined", o, x, D if "D" in given else None,
+                                z if "z" in given else None, torch.float32, marks)
         dy, dout = (torch.randn(2, 7, 3, 4, generator=generator) for _ in range(2))
         leaves = [x, step, o, *[D] * ("D" in given), *[z] * ("z" in given)]
         got = torch.autograd.grad((y * dy + out * dout).sum(), leaves)
-    wide_x, wide_step, wide_o, wide_D, wide_z = doubles = [t.detach().double().requires_grad_() for t in (x, step, o, D, z)]
+    wide_x, wide_step, wide_o, wide_D, wide_z = doubles = [t.detach().double().requires_grad_()
+                                                           for t in (x, step, o, D, z)]
     wanted_y = torch.einsum("bthp,bth->bthp", wide_x, wide_step)
     wanted = wide_o + ((wide_D if "columns" in given else wide_D[:, None]) * wide_x if "D" in given else 0)
     wanted = wanted * (wide_z / (1 + (-wide_z).exp()) if "z" in given else 1)
@@ -138,15 +149,19 @@ def test_parts_of_a_scan_mark_what_is_not_finite(given: str, columns: int) -> No
     """As the torch path does, with heads on both sides of a strip's edge."""
     generator = torch.Generator().manual_seed(0)
     x, z, o, dy, dout = (torch.randn(2, 7, 3, columns, generator=generator) for _ in range(5))
-    step, D, marks = torch.randn(2, 7, 3, generator=generator), torch.randn(3, generator=generator), torch.zeros(2, 7)
+    step, D, marks = torch.randn(2, 7, 3, generator=generator), torch.randn(3,
+                                                                            generator=generator), torch.zeros(
+                                                                                2, 7)
     x[0, 1, 2, 3], step[1, 3, 0], marks[0, 5], dout[1, 6, 1, -1] = torch.inf, torch.nan, torch.nan, -torch.inf
 
     def run() -> list[torch.Tensor]:
-        leaves = [t.clone().requires_grad_() for t in (x, step, o, *[D] * ("D" in given), *[z] * ("z" in given))]
+        leaves = [t.clone().requires_grad_()
+                  for t in (x, step, o, *[D] * ("D" in given), *[z] * ("z" in given))]
         wide, gate = leaves[3] if "D" in given else None, leaves[-1] if "z" in given else None
         y, marked = pointwise.scaled("mamba_chunk_scan_combined", leaves[0], leaves[1], torch.float32, marks)
         assert marked is not None
-        out = pointwise.skipped("mamba_chunk_scan_combined", leaves[2], leaves[0], wide, gate, torch.float32, marked)
+        out = pointwise.skipped("mamba_chunk_scan_combined", leaves[2], leaves[0], wide, gate, torch.float32,
+                                marked)
         return [y, marked, out, *torch.autograd.grad([y, out], leaves, [dy, dout])]
     with poisoned():
         found = run()

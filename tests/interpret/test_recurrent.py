@@ -1,4 +1,5 @@
-"""What only the token-by-token kernels' plumbing can get wrong; the cases are in test_cases.py. TRITON_INTERPRET=1, as there."""
+"""What only the token-by-token kernels' plumbing can get wrong; the cases are in test_cases.py.
+TRITON_INTERPRET=1, as there."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -37,34 +38,43 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 class Call:
     """A gated delta rule with states in and out, and gradients of all of it."""
 
-    def __init__(self, *, B: int = 1, T: int = 6, H: int = 1, HV: int = 2, K: int = 16, V: int = 24, N: int | None = None) -> None:
+    def __init__(self, *, B: int = 1, T: int = 6, H: int = 1, HV: int = 2, K: int = 16, V: int = 24,
+                 N: int | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def randn(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
         states = B if N is None else N
-        self.inputs = {"q": randn(B, T, H, K), "k": F.normalize(randn(B, T, H, K), dim=-1), "v": randn(B, T, HV, V),
-                       "g": F.logsigmoid(randn(B, T, HV)), "beta": randn(B, T, HV).sigmoid(), "initial_state": randn(states, HV, K, V)}
+        self.inputs = {"q": randn(B, T, H, K), "k": F.normalize(randn(B, T, H, K), dim=-1),
+                       "v": randn(B, T, HV, V), "g": F.logsigmoid(randn(B, T, HV)),
+                       "beta": randn(B, T, HV).sigmoid(), "initial_state": randn(states, HV, K, V)}
         self.cotangents = [randn(B, T, HV, V), randn(states, HV, K, V)]
 
     def run(self, cu_seqlens: torch.Tensor | None = None) -> Tensors:
         leaves = {name: x.clone().requires_grad_() for name, x in self.inputs.items()}
         with poisoned():
-            o, ht = flashlin.fused_recurrent_gated_delta_rule(**leaves, output_final_state=True, cu_seqlens=cu_seqlens)
+            o, ht = flashlin.fused_recurrent_gated_delta_rule(**leaves, output_final_state=True,
+                                                              cu_seqlens=cu_seqlens)
             assert ht is not None
             grads = torch.autograd.grad([o, ht], list(leaves.values()), self.cotangents)
-        return {"o": o.detach(), "ht": ht.detach(), **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
+        return {"o": o.detach(), "ht": ht.detach(),
+                **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
 
     def expected(self, bounds: torch.Tensor | None = None) -> Tensors:
         leaves = {name: x.double().requires_grad_() for name, x in self.inputs.items()}
-        o, ht = recurrence(*(leaves[name] for name in ("q", "k", "v", "beta", "g", "initial_state")), bounds, leaves["q"].shape[3] ** -0.5)
-        nothing = sum((x.sum() * 0 for x in leaves.values()), torch.zeros(()))  # the reference of no rows hangs on no tensor
-        grads = torch.autograd.grad([o + nothing, ht + nothing], list(leaves.values()), [x.double() for x in self.cotangents])
-        return {"o": o.detach(), "ht": ht.detach(), **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
+        o, ht = recurrence(*(leaves[name] for name in ("q", "k", "v", "beta", "g", "initial_state")), bounds,
+                           leaves["q"].shape[3] ** -0.5)
+        # the reference of no rows hangs on no tensor
+        nothing = sum((x.sum() * 0 for x in leaves.values()), torch.zeros(()))
+        grads = torch.autograd.grad([o + nothing, ht + nothing], list(leaves.values()),
+                                    [x.double() for x in self.cotangents])
+        return {"o": o.detach(), "ht": ht.detach(),
+                **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
 
 
 def assert_right(got: Tensors, expected: Tensors) -> None:
-    assert [verdict for name in expected if not (verdict := judge(name, got[name], expected[name], 1e-4)).ok] == []
+    assert [verdict for name in expected
+            if not (verdict := judge(name, got[name], expected[name], 1e-4)).ok] == []
 
 
 def assert_equal(got: Tensors, wanted: Tensors) -> None:
@@ -73,7 +83,8 @@ def assert_equal(got: Tensors, wanted: Tensors) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if str(case) in (
-    "fused_recurrent_gated_delta_rule-packed", "fused_recurrent_rwkv6-reverse", "fused_recurrent_dplr_delta_rule-reverse-packed")], ids=str)
+    "fused_recurrent_gated_delta_rule-packed", "fused_recurrent_rwkv6-reverse",
+    "fused_recurrent_dplr_delta_rule-reverse-packed")], ids=str)
 def test_segments_of_two_tokens(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """What segments of 64 do in long sequences."""
     for module in (recipe, forward, backward):
@@ -93,7 +104,8 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list
     whole = call.run(bounds)
     assert_right(whole, call.expected(bounds))
     assert len(starts) == 2
-    monkeypatch.setattr(backward, "SCRATCH", 2 * 4 * 2 * 2 * 16 * 32)  # of two sequences: fp32, heads, tokens, K, the padded V
+    # of two sequences: fp32, heads, tokens, K, the padded V
+    monkeypatch.setattr(backward, "SCRATCH", 2 * 4 * 2 * 2 * 16 * 32)
     assert_equal(call.run(bounds), whole)
     assert len(starts) == 2 + 1 + 3
     axis_limits(4, 1, 1)
@@ -111,12 +123,17 @@ class AsOnAGpu:
     __hash__ = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(("edges", "effective"), [([2, 4, 5], [2, 4, 5]), ([-7, 3, 99], [0, 3, 6]), ([0, 5, 3, 6], [0, 5, 5, 6]), ([9, 9], [6, 6])],
+@pytest.mark.parametrize(("edges", "effective"),
+                         [([2, 4, 5], [2, 4, 5]), ([-7, 3, 99], [0, 3, 6]), ([0, 5, 3, 6], [0, 5, 5, 6]),
+                          ([9, 9], [6, 6])],
                          ids=str)
-def test_rows_of_no_sequence_are_exact_zeros(edges: list[int], effective: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_no_sequence_are_exact_zeros(edges: list[int], effective: list[int],
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
     check_cu_seqlens = tensors.check_cu_seqlens
     monkeypatch.setattr(recurrent, "check_cu_seqlens",
-                        lambda bounds, on_host, rows, device, debug, name: check_cu_seqlens(bounds, on_host, rows, AsOnAGpu(), debug))  # type: ignore[arg-type]
+                        lambda bounds, on_host, rows, device, debug, name: check_cu_seqlens(bounds, on_host,
+                                                                                            rows, AsOnAGpu(),
+                                                                                            debug))  # type: ignore[arg-type]
     call = Call(N=len(edges) - 1)
     got = call.run(torch.tensor(edges))
     assert_right(got, call.expected(torch.tensor(effective)))
@@ -126,8 +143,9 @@ def test_rows_of_no_sequence_are_exact_zeros(edges: list[int], effective: list[i
         assert (got[name][:, ~covered] == 0).all(), name
 
 
-@pytest.mark.parametrize(("facts", "edges"), [({"B": 2, "T": 0}, None), ({"B": 0}, None), ({"T": 0, "N": 0}, [0]),
-                                              ({"T": 0, "N": 3}, [0, 0, 0, 0])], ids=str)
+@pytest.mark.parametrize(("facts", "edges"),
+                         [({"B": 2, "T": 0}, None), ({"B": 0}, None), ({"T": 0, "N": 0}, [0]),
+                          ({"T": 0, "N": 3}, [0, 0, 0, 0])], ids=str)
 def test_nothing_to_do(facts: dict[str, int], edges: list[int] | None) -> None:
     call, bounds = Call(**facts), None if edges is None else torch.tensor(edges)
     got = call.run(bounds)
@@ -144,7 +162,8 @@ def test_gradients_of_the_final_state_alone_and_of_the_output_alone() -> None:
         leaves = {name: x.clone().requires_grad_() for name, x in call.inputs.items()}
         with poisoned():
             outputs = flashlin.fused_recurrent_gdn(**leaves, output_final_state=True)
-            grads = torch.autograd.grad(outputs[which], list(leaves.values()), call.cotangents[which], allow_unused=True)
+            grads = torch.autograd.grad(outputs[which], list(leaves.values()), call.cotangents[which],
+                                        allow_unused=True)
         for name, grad in zip(leaves, grads, strict=True):
             both["d" + name] += 0 if grad is None else grad
     assert_right(both, {name: x for name, x in expected.items() if name not in ("o", "ht")})
@@ -156,7 +175,8 @@ def test_only_the_gradients_asked_for(starts: list[Any]) -> None:
     o, _ = flashlin.fused_recurrent_gdn(**{**call.inputs, "v": v})
     grad, = torch.autograd.grad(o, v, call.cotangents[0])
     arguments = starts[-1][3]
-    assert grad.any() and arguments["dg"] is None and arguments["dbeta"] is None and arguments["dh0"] is None and arguments["dq"] is not None
+    assert grad.any() and arguments["dg"] is None and arguments["dbeta"] is None and arguments[
+        "dh0"] is None and arguments["dq"] is not None
 
 
 @pytest.mark.parametrize("T", [1, 3])
@@ -165,21 +185,27 @@ def test_slices_of_a_projection_are_read_where_they_lie(T: int, starts: list[Any
     call = Call(B=2, T=T)
     q, k, v = (call.inputs[name] for name in "qkv")
     fused = torch.cat([x.flatten(2) for x in (q, k, v)], 2)
-    parts = [x.unflatten(2, y.shape[2:]) for x, y in zip(fused.split([16, 16, 48], 2), (q, k, v), strict=True)]
+    parts = [x.unflatten(2, y.shape[2:]) for x,
+             y in zip(fused.split([16, 16, 48], 2), (q, k, v), strict=True)]
     assert not parts[0].is_contiguous()
     plain = flashlin.fused_recurrent_gdn(**call.inputs, output_final_state=True)
-    found = flashlin.fused_recurrent_gdn(**{**call.inputs, **dict(zip("qkv", parts, strict=True))}, output_final_state=True)
+    found = flashlin.fused_recurrent_gdn(**{**call.inputs, **dict(zip("qkv", parts, strict=True))},
+                                         output_final_state=True)
     assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])
     started = starts[1][3]
     assert [started[name].data_ptr() for name in "qkv"] == [x.data_ptr() for x in parts] and len(starts) == 2
 
 
-@pytest.mark.parametrize("strides", ["transposed heads", "every second head", "every second channel", "some of the time"])
+@pytest.mark.parametrize("strides",
+                         ["transposed heads", "every second head", "every second channel",
+                          "some of the time"])
 def test_strides_that_no_kernel_knows_are_copied(strides: str) -> None:
     call = Call(H=2, B=2)
     k = call.inputs["k"]
-    given = {"transposed heads": k.transpose(1, 2).contiguous().transpose(1, 2), "every second head": k.repeat_interleave(2, 2)[:, :, ::2],
-             "every second channel": k.repeat_interleave(2, 3)[..., ::2], "some of the time": F.pad(k, (0, 0, 0, 0, 1, 2))[:, 1:-2]}[strides]
+    given = {"transposed heads": k.transpose(1, 2).contiguous().transpose(1, 2),
+             "every second head": k.repeat_interleave(2, 2)[:, :, ::2],
+             "every second channel": k.repeat_interleave(2, 3)[..., ::2],
+             "some of the time": F.pad(k, (0, 0, 0, 0, 1, 2))[:, 1:-2]}[strides]
     assert not given.is_contiguous()
     plain = flashlin.fused_recurrent_gdn(**call.inputs)
     assert torch.equal(flashlin.fused_recurrent_gdn(**{**call.inputs, "k": given})[0], plain[0])
@@ -187,25 +213,32 @@ def test_strides_that_no_kernel_knows_are_copied(strides: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("v_first", [False, True], ids=["kv", "vk"])
-def test_a_pool_of_pages(dtype: torch.dtype, v_first: bool, starts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages further apart than a state, in 16 bits too; indices of nothing and of no page leave everything alone."""
-    monkeypatch.setattr(recurrent, "check_indices", lambda *arguments: None)  # as on a GPU, where values are not read
+def test_a_pool_of_pages(dtype: torch.dtype, v_first: bool, starts: list[Any],
+                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages further apart than a state, in 16 bits too; indices of nothing and of no page leave everything
+    alone."""
+    # as on a GPU, where values are not read
+    monkeypatch.setattr(recurrent, "check_indices", lambda *arguments: None)
     call = Call(B=4, T=2)
-    given = {name: x.to(dtype) if name in "qkv" else x for name, x in call.inputs.items() if name != "initial_state"}
+    given = {name: x.to(dtype) if name in "qkv" else x for name,
+             x in call.inputs.items() if name != "initial_state"}
     room = torch.full((5, 1000), 7.0, dtype=dtype)
     pool = room[:, 100:868].unflatten(1, (2, 24, 16) if v_first else (2, 16, 24))
     pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(1)))
     before = room.clone()
     where = torch.tensor([3, -1, 5, 0], dtype=torch.int32)
-    o, same = flashlin.fused_recurrent_gdn(**given, initial_state=pool, state_indices=where, output_final_state=True, state_v_first=v_first)
+    o, same = flashlin.fused_recurrent_gdn(**given, initial_state=pool, state_indices=where,
+                                           output_final_state=True, state_v_first=v_first)
     assert same is pool and len(starts) == 1
     for n, at in ((0, 3), (3, 0)):
         alone = {name: x[n:n + 1] for name, x in given.items()}
         page = before[at:at + 1, 100:868].unflatten(1, pool.shape[1:])
-        wanted, state = flashlin.fused_recurrent_gdn(**alone, initial_state=page, output_final_state=True, state_v_first=v_first)
+        wanted, state = flashlin.fused_recurrent_gdn(**alone, initial_state=page, output_final_state=True,
+                                                     state_v_first=v_first)
         assert torch.equal(o[n:n + 1], wanted) and torch.equal(pool[at:at + 1], state.to(dtype))
     assert (o[1:3] == 0).all()
-    assert torch.equal(room[[1, 2, 4]], before[[1, 2, 4]]) and (room[:, :100] == 7).all() and (room[:, 868:] == 7).all()
+    assert torch.equal(room[[1, 2, 4]],
+                       before[[1, 2, 4]]) and (room[:, :100] == 7).all() and (room[:, 868:] == 7).all()
 
 
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
@@ -216,7 +249,8 @@ def test_a_pool_that_no_kernel_can_have() -> None:
     pool = call.inputs["initial_state"].bfloat16()
     before = pool.clone()
     o, _ = flashlin.fused_recurrent_gdn(**given, initial_state=pool, state_indices=torch.tensor([2, -1, 0]))
-    wanted, states = flashlin.fused_recurrent_gdn(**given, initial_state=before[[2, 1, 0]], output_final_state=True)
+    wanted, states = flashlin.fused_recurrent_gdn(**given, initial_state=before[[2, 1, 0]],
+                                                  output_final_state=True)
     assert torch.equal(o[[0, 2]], wanted[[0, 2]]) and not o[1].any()
     assert torch.equal(pool[[2, 0]], states[[0, 2]].bfloat16()) and torch.equal(pool[1], before[1])
 
@@ -227,18 +261,22 @@ def test_no_heads() -> None:
 
 
 def test_gates_far_below_zero_keep_their_digits() -> None:
-    """With an A_log that makes up for a small softplus: log(1 + e^x), as it stands, would be 0 below -16 and have few digits below -5."""
+    """With an A_log that makes up for a small softplus: log(1 + e^x), as it stands, would be 0 below -16 and
+    have few digits below -5."""
     x = torch.tensor([-80.0, -40, -17, -9, -5, -4.17, -4.15, -1, 0, 1, 20, 80])
     nothing = torch.zeros(1, 1, len(x), 16)
-    _, ht = flashlin.fused_recurrent_gdn(nothing, nothing, nothing, x.reshape(1, 1, -1), initial_state=torch.ones(1, len(x), 16, 16),
-                                         output_final_state=True, use_gate_in_kernel=True, A_log=-F.softplus(x.double()).log().float())
-    torch.testing.assert_close(ht, torch.full_like(ht, -1).exp(), rtol=2e-5, atol=0)  # A_log itself has 7 digits of up to 80
+    _, ht = flashlin.fused_recurrent_gdn(nothing, nothing, nothing, x.reshape(1, 1, -1),
+                                         initial_state=torch.ones(1, len(x), 16, 16), output_final_state=True,
+                                         use_gate_in_kernel=True, A_log=-F.softplus(x.double()).log().float())
+    # A_log itself has 7 digits of up to 80
+    torch.testing.assert_close(ht, torch.full_like(ht, -1).exp(), rtol=2e-5, atol=0)
 
 
 def test_everything_else_is_float32_or_of_the_plans_dtype() -> None:
     """What a card may not load is decided from one dtype, so a stray one must not reach a kernel."""
     call = Call(T=2)
-    x = Inputs(*(call.inputs[name].half() for name in "qkv"), beta=call.inputs["beta"].bfloat16(), g=call.inputs["g"].double())
+    x = Inputs(*(call.inputs[name].half() for name in "qkv"), beta=call.inputs["beta"].bfloat16(),
+               g=call.inputs["g"].double())
     found = recurrent._loadable(x, "native", False)
     assert [y.dtype for y in found if y is not None] == [torch.float16] * 3 + [torch.float32] * 2
     assert {y.dtype for y in recurrent._loadable(x, "fp32", False) if y is not None} == {torch.float32}
@@ -251,8 +289,10 @@ def leaves(**facts: int) -> list[torch.Tensor]:
     return [call.inputs[name].requires_grad_() for name in ("q", "k", "v", "g", "beta", "initial_state")]
 
 
-def gated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, h0: torch.Tensor, **extra: Any) -> Any:
-    return flashlin.fused_recurrent_gdn(q, k, v, g, beta=beta, initial_state=h0, output_final_state=True, use_qk_l2norm_in_kernel=True, **extra)
+def gated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+          h0: torch.Tensor, **extra: Any) -> Any:
+    return flashlin.fused_recurrent_gdn(q, k, v, g, beta=beta, initial_state=h0, output_final_state=True,
+                                        use_qk_l2norm_in_kernel=True, **extra)
 
 
 def assert_same(compiled: Any, eager: Any, tensors: list[torch.Tensor]) -> None:
@@ -282,7 +322,8 @@ def test_packed_sequences_in_a_graph() -> None:
 @pytest.mark.parametrize("T", [1, 0])
 def test_decoding_from_a_pool_in_a_graph(T: int, starts: list[Any]) -> None:
     def step(pool: torch.Tensor, where: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        o: torch.Tensor = flashlin.fused_recurrent_gdn(*tensors[:4], beta=tensors[4], initial_state=pool, state_indices=where)[0]
+        o: torch.Tensor = flashlin.fused_recurrent_gdn(*tensors[:4], beta=tensors[4], initial_state=pool,
+                                                       state_indices=where)[0]
         return o * 2
     *tensors, pool = (x.detach() for x in leaves(B=2, T=T, V=8, N=4))
     other, where = pool.clone(), torch.tensor([2, -1])
@@ -291,7 +332,8 @@ def test_decoding_from_a_pool_in_a_graph(T: int, starts: list[Any]) -> None:
 
 
 DECODING = [case for case in CASES if str(case) in (
-    "fused_recurrent_kda-inference", "fused_recurrent_kda-pool", "fused_mul_recurrent_rwkv7-inference", "fused_recurrent_rwkv6-decoding")]
+    "fused_recurrent_kda-inference", "fused_recurrent_kda-pool", "fused_mul_recurrent_rwkv7-inference",
+    "fused_recurrent_rwkv6-decoding")]
 
 
 @pytest.mark.parametrize("case", DECODING, ids=str)
@@ -306,7 +348,9 @@ def test_gates_and_rates_are_inside_the_one_launch(case: Case, starts: list[Any]
     assert_equal(compiled, eager)
 
 
-@pytest.mark.parametrize("facts", [{"flags": "delta v_first"}, {"needs_grad": False, "has_ht": False, "packed": True}], ids=str)
+@pytest.mark.parametrize("facts",
+                         [{"flags": "delta v_first"}, {"needs_grad": False, "has_ht": False, "packed": True}],
+                         ids=str)
 def test_the_library_operators(facts: dict[str, Any]) -> None:
     needs_grad, packed = facts.get("needs_grad", True), facts.get("packed", False)
     q, k, v, g, beta, h0 = (x if needs_grad else x.detach() for x in leaves(T=3, V=8, N=2 if packed else 1))
@@ -320,7 +364,9 @@ def test_the_library_operators(facts: dict[str, Any]) -> None:
     kept = (*plain, None, None, torch.zeros(0, 2, 16, 8))
     if needs_grad:
         for wanted in ("q k v beta g h0", "v"):
-            torch.library.opcheck(torch.ops.flashlin.recurrent_backward.default, (*kept, torch.ones(1, 3, 2, 8), None, *how, wanted))
+            torch.library.opcheck(torch.ops.flashlin.recurrent_backward.default,
+                                  (*kept, torch.ones(1, 3, 2, 8), None, *how, wanted))
     if not packed:
         pool = (plain.h0, torch.tensor([0]))
-        torch.library.opcheck(recurrent._library_in_place, (*plain._replace(h0=None), *pool, 0.25, torch.float32, flags, op))
+        torch.library.opcheck(recurrent._library_in_place,
+                              (*plain._replace(h0=None), *pool, 0.25, torch.float32, flags, op))

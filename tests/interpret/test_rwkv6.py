@@ -1,5 +1,6 @@
-"""RWKV-6 on the kernels of gated linear attention, in Triton's interpreter, beyond its cases: the strongest decays, batches in parts, rows of
-no sequence, the library operator. What it shares with gated linear attention test_gla.py has."""
+"""RWKV-6 on the kernels of gated linear attention, in Triton's interpreter, beyond its cases: the strongest
+decays, batches in parts, rows of no sequence, the library operator. What it shares with gated linear
+attention test_gla.py has."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from tests import strong
 def leaves(B: int, T: int, N: int, H: int = 2, K: int = 16, V: int = 16) -> list[torch.Tensor]:
     torch.manual_seed(0)
     r, k, v = (torch.randn(B, T, H, D) for D in (K, K, V))
-    return [x.requires_grad_() for x in (r, k, v, F.logsigmoid(torch.randn(B, T, H, K)), torch.randn(H, K), torch.randn(N, H, K, V))]
+    return [x.requires_grad_()
+            for x in (r, k, v, F.logsigmoid(torch.randn(B, T, H, K)), torch.randn(H, K),
+                      torch.randn(N, H, K, V))]
 
 
 def results(tensors: list[torch.Tensor], bounds: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -36,7 +39,8 @@ NAMES = ("o", "ht", "dr", "dk", "dv", "dw", "du", "dh0")
 
 
 def assert_right(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert [verdict for name, x, y in zip(NAMES, got, wanted, strict=True) if not (verdict := judge(name, x, y, 2e-5)).ok] == []
+    assert [verdict for name, x,
+            y in zip(NAMES, got, wanted, strict=True) if not (verdict := judge(name, x, y, 2e-5)).ok] == []
 
 
 @pytest.mark.parametrize("op", strong.OPS)
@@ -57,7 +61,8 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, axis_limits:
 
 
 def test_rows_of_no_sequence_are_exact_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)  # as on a GPU, where nobody reads them
+    # as on a GPU, where nobody reads them
+    monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)
     tensors, bounds = leaves(1, 40, 2), torch.tensor([3, 20, 33])
     found = results(tensors, bounds)
     for x in (found[0], *found[2:6]):
@@ -91,7 +96,9 @@ def test_nothing_to_do() -> None:
     for facts in ({"B": 0, "T": 5, "N": 0}, {"B": 2, "T": 0, "N": 2}, {"B": 2, "T": 5, "N": 2, "H": 0}):
         tensors = leaves(**facts)
         o, ht, *grads = results(tensors)
-        assert o.shape == tensors[2].shape and torch.equal(ht, tensors[5]) and not any(grad.any() for grad in grads[:5])
+        assert o.shape == tensors[2].shape and torch.equal(ht,
+                                                           tensors[5]) and not any(grad.any()
+                                                                                   for grad in grads[:5])
         assert torch.equal(grads[5], tensors[5].cos())
 
 

@@ -56,13 +56,15 @@ def test_a_grid_in_parts_gives_the_whole_result(small_grids: None, starts: list[
     assert starts == [(2, 4), (2, 4), (2, 2)]
 
 
-def test_without_a_declaration_it_is_refused_and_nothing_starts(small_grids: None, starts: list[tuple[int, ...]]) -> None:
+def test_without_a_declaration_it_is_refused_and_nothing_starts(small_grids: None,
+                                                                starts: list[tuple[int, ...]]) -> None:
     with pytest.raises(flashlin.UnsupportedError, match="10 programs on grid axis 1, need at most 4"):
         twice(torch.randn(B, H, T), flashlin.shield(foreign.scaled))
     assert not starts
 
 
-def test_a_tuner_and_heuristics_keep_working_around_the_parts(small_grids: None, starts: list[tuple[int, ...]]) -> None:
+def test_a_tuner_and_heuristics_keep_working_around_the_parts(small_grids: None,
+                                                              starts: list[tuple[int, ...]]) -> None:
     asked = []
 
     def timer(call: Any, quantiles: Any) -> list[float]:
@@ -102,7 +104,8 @@ def layer(x: torch.Tensor, other: torch.Tensor | None = None) -> tuple[torch.Ten
     return Twice.apply(x * 3) * 1, {"sum": x.sum((1, 2)), "other": other}
 
 
-def test_launches_inside_a_function_are_planned_and_it_runs_in_parts(small_grids: None, starts: list[tuple[int, ...]]) -> None:
+def test_launches_inside_a_function_are_planned_and_it_runs_in_parts(small_grids: None,
+                                                                     starts: list[tuple[int, ...]]) -> None:
     x = torch.randn(B, H, T, requires_grad=True)
     calls: list[int] = []
 
@@ -120,12 +123,15 @@ def test_launches_inside_a_function_are_planned_and_it_runs_in_parts(small_grids
         assert rest["other"] is None
         grad, = torch.autograd.grad(o.sum(), x)
         torch.testing.assert_close(grad, torch.full_like(x, 6))
-    assert shielded.__name__ == "counted" and twice(x.detach()).isnan().sum() == 0, "outside of it nothing has changed"
+    assert shielded.__name__ == "counted" and twice(
+        x.detach()).isnan().sum() == 0, "outside of it nothing has changed"
 
 
 def test_backward_inside_a_function_is_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[str] = []
-    monkeypatch.setattr(shielding, "planned", lambda problem, device, plan=shielding.planned: planned.append(str(problem.given.launch.grid))
+    monkeypatch.setattr(shielding, "planned",
+                        lambda problem, device, plan=shielding.planned: planned.append(
+                            str(problem.given.launch.grid))
                         or plan(problem, device))
     functions._launchers.clear()
     x = torch.randn(1, 1, T, requires_grad=True)
@@ -147,7 +153,9 @@ def test_a_function_whose_batch_is_undeclared_is_refused(small_grids: None) -> N
 
 
 def test_a_function_must_return_the_batch_first(small_grids: None) -> None:
-    with pytest.raises(ValueError, match=r"<lambda>: returns a tensor of shape \(20, 2, 2\) for a batch of 2, need the batch first"):
+    with pytest.raises(ValueError,
+                       match=r"<lambda>: returns a tensor of shape \(20, 2, 2\) for a batch of 2, need the "
+                             r"batch first"):
         flashlin.shield(lambda x: twice(x).transpose(0, 2), batch={"x": 0})(torch.randn(B, H, T))
     with pytest.raises(ValueError, match="y: got 4 elements in dimension 0, need the batch of 3"):
         flashlin.shield(lambda x, y: x, batch={"x": 0, "y": 0})(torch.zeros(3), torch.zeros(4))

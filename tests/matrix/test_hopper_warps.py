@@ -1,4 +1,5 @@
-"""Our own scan on Hopper up to Triton 3.3: eight warps lose the compiler, four where the state is tall, and what is planned compiles.
+"""Our own scan on Hopper up to Triton 3.3: eight warps lose the compiler, four where the state is tall, and
+what is planned compiles.
 
 Where these failures begin and end: test_known_issues.py.
 """
@@ -18,9 +19,11 @@ Compile = Callable[[str, list[Job]], list[Result]]
 
 
 @pytest.mark.parametrize(("version", "issue", "says"), [
-    ("3.0.0", "mma-to-mma-31", "mma -> mma layout conversion is only supported on Ampere"), ("3.2.0", "reshape-outs-32", "reshapeOuts"),
+    ("3.0.0", "mma-to-mma-31", "mma -> mma layout conversion is only supported on Ampere"),
+    ("3.2.0", "reshape-outs-32", "reshapeOuts"),
     ("3.3.1", "stmatrix-33", "chooseStMatrixLayoutLeadingOffset")])
-def test_eight_warps_fail_on_hopper_up_to_33_and_are_not_planned(version: str, issue: str, says: str, compiled: Compile,
+def test_eight_warps_fail_on_hopper_up_to_33_and_are_not_planned(version: str, issue: str, says: str,
+                                                                 compiled: Compile,
                                                                 gated: Callable[..., None]) -> None:
     hopper = parse(f"triton={version},sm=90")
     with recording(hopper) as launches:
@@ -34,9 +37,12 @@ def test_eight_warps_fail_on_hopper_up_to_33_and_are_not_planned(version: str, i
 
 @pytest.mark.parametrize(("K", "V"), [(256, 64), (64, 32)])
 @pytest.mark.parametrize(("version", "says"), [
-    ("3.0.0", "UNREACHABLE executed"), ("3.2.0", "Failed to emit transfer from register to shared"), ("3.3.1", "")])
-def test_a_state_taller_than_its_chunks_wants_two_warps_on_hopper_up_to_32(version: str, says: str, K: int, V: int, compiled: Compile,
-                                                                           gated: Callable[..., None]) -> None:
+    ("3.0.0", "UNREACHABLE executed"), ("3.2.0", "Failed to emit transfer from register to shared"),
+    ("3.3.1", "")])
+def test_a_state_taller_than_its_chunks_wants_two_warps_on_hopper_up_to_32(version: str, says: str, K: int,
+                                                                           V: int, compiled: Compile,
+                                                                           gated: Callable[...,
+                                                                                           None]) -> None:
     """Issue tall-state-32."""
     scans = []
     for policy in ("off", "auto"):

@@ -1,5 +1,6 @@
-"""Every known issue that a compiler can decide, proven both ways: its launch in matrix/proofs fails at the ends of the issue's range, and next
-to it, on the card beside it and as the issue's need has it, it does not. A launch that another issue hits may fail there in that one's words.
+"""Every known issue that a compiler can decide, proven both ways: its launch in matrix/proofs fails at the
+ends of the issue's range, and next to it, on the card beside it and as the issue's need has it, it does not.
+A launch that another issue hits may fail there in that one's words.
 """
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ Measure = Callable[[Cell], Result]
 
 
 def assembler(version: str) -> str:
-    return str(Path(triton_environment(version)["PYTHONPATH"].split(os.pathsep)[0]) / "triton" / "backends" / "nvidia" / "bin" / "ptxas-blackwell")
+    return str(Path(triton_environment(version)["PYTHONPATH"].split(os.pathsep)[0]) / "triton" / "backends"
+               / "nvidia" / "bin" / "ptxas-blackwell")
 
 
 def target(cell: Cell) -> Target:
@@ -50,17 +52,23 @@ def target(cell: Cell) -> Target:
 
 def hits(issue: KnownIssue, cell: Cell) -> bool:
     launch = cell.launch
-    return issue.here(target(cell)) and issue.hits(frozenset(launch.traits), launch.num_warps, launch.num_stages)
+    return issue.here(target(cell)) and issue.hits(frozenset(launch.traits), launch.num_warps,
+                                                   launch.num_stages)
 
 
 def cells(proof: Any) -> Iterator[Cell]:
     """The ends of the range, the releases next to them, and at the last end what does not fail."""
     def inside(ptxas_of: str) -> list[str]:
-        return [version for version in RELEASES if hits(ISSUES[proof.issue], Cell(version, proof.sm, proof.launch, ptxas_of))]
-    found = inside(proof.ptxas_of) or inside("")[-1:]  # where another assembler is the cure: once, where it cures
+        return [version for version in RELEASES
+                if hits(ISSUES[proof.issue], Cell(version, proof.sm, proof.launch, ptxas_of))]
+    # where another assembler is the cure: once, where it cures
+    found = inside(proof.ptxas_of) or inside("")[-1:]
     assert found, f"{proof.issue}: no release has it"
     first, last = RELEASES.index(found[0]), RELEASES.index(found[-1])
-    ends = {first, last} if proof.ptxas_of and not inside(proof.ptxas_of) else {max(first - 1, 0), first, last, min(last + 1, len(RELEASES) - 1)}
+    ends = {first, last} if proof.ptxas_of and not inside(proof.ptxas_of) else {max(first - 1, 0), first,
+                                                                                last,
+                                                                                min(last + 1, len(RELEASES)
+                                                                                    - 1)}
     yield from (Cell(RELEASES[at], proof.sm, proof.launch, proof.ptxas_of) for at in sorted(ends))
     if proof.cured:
         yield Cell(RELEASES[last], proof.sm, proof.cured, proof.ptxas_of)
@@ -70,7 +78,8 @@ def cells(proof: Any) -> Iterator[Cell]:
 
 @pytest.fixture(scope="session")
 def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
-    """What comes of a cell. A release compiles all of its cells at once, and once for all workers of a run, who meet in a folder."""
+    """What comes of a cell. A release compiles all of its cells at once, and once for all workers of a run,
+    who meet in a folder."""
     base = tmp_path_factory.getbasetemp()
     room = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "proofs"
     room.mkdir(exist_ok=True)
@@ -85,7 +94,8 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not file.exists():
                     file.write_text(json.dumps(compiled(batch)))
-            known.update(zip(batch, (Result(*fields) for fields in json.loads(file.read_text())), strict=True))
+            known.update(zip(batch, (Result(*fields) for fields in json.loads(file.read_text())),
+                             strict=True))
         return known[cell]
     return measured
 
@@ -95,7 +105,8 @@ def compiled(batch: list[Cell]) -> list[Result]:
     try:
         environment = triton_environment(version)
         if ptxas_of:
-            environment |= {"TRITON_PTXAS_PATH": assembler(ptxas_of), "TRITON_PTXAS_BLACKWELL_PATH": assembler(ptxas_of)}
+            environment |= {"TRITON_PTXAS_PATH": assembler(ptxas_of),
+                            "TRITON_PTXAS_BLACKWELL_PATH": assembler(ptxas_of)}
     except NotInstallable as error:
         if os.environ.get("CI"):
             raise
@@ -121,19 +132,22 @@ PROVEN = [issue for issue in KNOWN_ISSUES if issue.id in {proof.issue for proof 
 
 
 @pytest.mark.parametrize("issue", PROVEN, ids=lambda issue: issue.id)
-def test_an_issue_is_there_where_it_is_said_to_be_and_nowhere_else(issue: KnownIssue, measure: Measure) -> None:
+def test_an_issue_is_there_where_it_is_said_to_be_and_nowhere_else(issue: KnownIssue,
+                                                                   measure: Measure) -> None:
     wrong = []
     for proof in table.PROOFS:
         if proof.issue == issue.id:
             for cell in cells(proof):
                 why = what_is_wrong(proof, cell, measure(cell))
-                wrong += [f"triton {cell.triton} {cell.ptxas_of} sm_{cell.sm} {cell.launch}: {why}, got {measure(cell)}"] if why else []
+                wrong += [f"triton {cell.triton} {cell.ptxas_of} sm_{cell.sm} {cell.launch}: {why}, got "
+                          f"{measure(cell)}"] if why else []
     assert not wrong, "\n".join(wrong)
 
 
 def test_what_is_said_to_be_compiled_has_a_proof_that_fails_somewhere() -> None:
     for issue in KNOWN_ISSUES:
-        inside = [cell for proof in table.PROOFS if proof.issue == issue.id for cell in cells(proof) if hits(issue, cell)]
+        inside = [cell for proof in table.PROOFS if proof.issue == issue.id
+                  for cell in cells(proof) if hits(issue, cell)]
         assert inside or issue.confidence != "compiled", issue.id
     assert {proof.issue for proof in table.PROOFS} <= set(ISSUES)
 
@@ -150,5 +164,6 @@ def test_a_cure_and_a_card_beside_it_are_outside_the_issue() -> None:
         first, *_, = cells(proof)
         for version in RELEASES:
             for launch, sm in ((proof.cured, proof.sm), (proof.spared and proof.launch, proof.spared)):
-                assert not launch or not hits(ISSUES[proof.issue], Cell(version, sm, launch)), (proof.issue, launch, sm)
+                assert not launch or not hits(ISSUES[proof.issue], Cell(version, sm, launch)), (proof.issue,
+                                                                                                launch, sm)
         assert first.launch is proof.launch

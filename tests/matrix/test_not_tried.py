@@ -1,4 +1,5 @@
-"""What a machine lacks is no verdict on a kernel: no room, no memory, no linker, a child that somebody else has ended."""
+"""What a machine lacks is no verdict on a kernel: no room, no memory, no linker, a child that somebody else
+has ended."""
 from __future__ import annotations
 
 import errno
@@ -37,12 +38,15 @@ def leaves(folder: Path) -> Result:
 
 @pytest.mark.parametrize("work, status, says", [
     (ends(signal.SIGKILL), NOT_TRIED, "SIGKILL"), (ends(signal.SIGTERM), NOT_TRIED, "SIGTERM"),
-    (fails(OSError(errno.ENOSPC, "No space left on device")), NOT_TRIED, "No space left on device"), (fails(MemoryError()), NOT_TRIED, "MemoryError"),
+    (fails(OSError(errno.ENOSPC, "No space left on device")), NOT_TRIED, "No space left on device"),
+    (fails(MemoryError()), NOT_TRIED, "MemoryError"),
     (ends(signal.SIGABRT, "LLVM ERROR: out of memory\n"), NOT_TRIED, "out of memory"),
-    (ends(signal.SIGABRT, "terminate called after throwing an instance of 'std::bad_alloc'"), NOT_TRIED, "bad_alloc"),
-    (ends(signal.SIGABRT, "Assertion `x' failed.\n"), "abort", "SIGABRT"), (ends(signal.SIGSEGV), "abort", "SIGSEGV"),
-    (leaves, "exception", "the child ended with 1")],
-    ids=["killed", "terminated", "no room", "no memory", "LLVM's memory", "C++'s memory", "assertion", "crash", "exit"])
+    (ends(signal.SIGABRT, "terminate called after throwing an instance of 'std::bad_alloc'"), NOT_TRIED,
+     "bad_alloc"),
+    (ends(signal.SIGABRT, "Assertion `x' failed.\n"), "abort", "SIGABRT"),
+    (ends(signal.SIGSEGV), "abort", "SIGSEGV"), (leaves, "exception", "the child ended with 1")],
+    ids=["killed", "terminated", "no room", "no memory", "LLVM's memory", "C++'s memory", "assertion",
+         "crash", "exit"])
 def test_how_a_child_ends(work: Callable[[Path], Result], status: str, says: str) -> None:
     pytest.importorskip("triton")
     [(_, result)] = forked([work], 1, 60)
@@ -59,17 +63,22 @@ def caused(error: Exception, cause: Exception) -> Exception:
 
 
 ERRORS = {
-    NOT_TRIED: [PermissionError(errno.EACCES, "Permission denied", "/cache"), FileNotFoundError(errno.ENOENT, "No such file", "ptxas"), MemoryError(),
+    NOT_TRIED: [PermissionError(errno.EACCES, "Permission denied", "/cache"),
+                FileNotFoundError(errno.ENOENT, "No such file", "ptxas"), MemoryError(),
                 ModuleNotFoundError("No module named 'setuptools'"), RuntimeError("Cannot find ptxas"),
                 RuntimeError("`ptxas` failed with error code -9"),
-                Exception("ROCm linker /opt/rocm/llvm/bin/ld.lld not found. Set 'TRITON_HIP_LLD_PATH' to its path."),
+                Exception("ROCm linker /opt/rocm/llvm/bin/ld.lld not found. Set 'TRITON_HIP_LLD_PATH' to its "
+                          "path."),
                 caused(RuntimeError("compile failed"), OSError(errno.ENOSPC, "No space left on device"))],
-    "exception": [RuntimeError("PassManager::run failed"), CompilationError("x = 1  # or it runs out of memory\n^ expected a tensor"),
+    "exception": [RuntimeError("PassManager::run failed"),
+                  CompilationError("x = 1  # or it runs out of memory\n^ expected a tensor"),
                   caused(CompilationError("at 3:4"), TypeError("no such operand"))],
     "ptxas": [RuntimeError("`ptxas` failed with error code 255: ptxas fatal: Unexpected instruction")]}
 
 
-@pytest.mark.parametrize("status, error", [pytest.param(status, error, id=str(error)[:40]) for status, errors in ERRORS.items() for error in errors])
+@pytest.mark.parametrize("status, error",
+                         [pytest.param(status, error, id=str(error)[:40]) for status,
+                          errors in ERRORS.items() for error in errors])
 def test_what_the_compiler_raises(status: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     kernel = SimpleNamespace(warmup=fails(error))

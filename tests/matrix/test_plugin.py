@@ -108,17 +108,22 @@ NEWER = """
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """report(test) -> (outcome, what the plugin says of it). One session for all, with workers: the summary must come through them."""
+    """report(test) -> (outcome, what the plugin says of it). One session for all, with workers: the summary
+    must come through them."""
     folder = tmp_path_factory.mktemp("user")
     (tests := folder / "checks").mkdir()  # only pytest puts it on the path
     for name, text in {"my_package": PACKAGE, "test_kernels": TESTS, "newer": NEWER}.items():
         (tests / f"{name}.py").write_text("\n".join(line.removeprefix("    ") for line in text.splitlines()))
     (tests / "foreign_kernels.py").write_text(Path(foreign.__file__).read_text())
-    environment = {**os.environ, "FLASHLIN_CACHE": os.environ.get("FLASHLIN_CACHE") or str(ROOT / ".cache" / "tritons")}
-    command = [sys.executable, "-m", "pytest", "-p", "no:flashlin", "-p", "flashlin.testing.plugin", "-n", "2", "--junitxml=found.xml", "."]
-    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    environment = {**os.environ,
+                   "FLASHLIN_CACHE": os.environ.get("FLASHLIN_CACHE") or str(ROOT / ".cache" / "tritons")}
+    command = [sys.executable, "-m", "pytest", "-p", "no:flashlin", "-p", "flashlin.testing.plugin", "-n",
+               "2", "--junitxml=found.xml", "."]
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600,
+                         check=False)
     assert (folder / "found.xml").exists(), ran.stdout + ran.stderr
-    cases = {case.get("name"): case for case in ElementTree.parse(folder / "found.xml").getroot().iter("testcase")}
+    cases = {case.get("name"): case
+             for case in ElementTree.parse(folder / "found.xml").getroot().iter("testcase")}
 
     def of(test: str) -> tuple[str, str]:
         case = cases[test]
@@ -129,7 +134,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
             return "skipped", str(skipped.get("message"))
         if failed is not None:
             return "failed", str(failed.text)
-        properties = [str(one.get("value")) for one in case.iter("property") if one.get("name") == "triton_matrix"]
+        properties = [str(one.get("value"))
+                      for one in case.iter("property") if one.get("name") == "triton_matrix"]
         assert properties[0] in ran.stdout, "the terminal's summary lacks it"
         return "passed", properties[0]
     return of
@@ -161,7 +167,8 @@ def test_a_compiler_that_aborts_is_told_with_its_cause(report: Report) -> None:
     outcome, said = report("test_eight_warps")
     assert outcome == "failed" and "1 passed, 1 failed" in said
     line = next(line for line in said.splitlines() if "abort" in line)
-    assert line.strip().startswith("3.2.0 compile sm_90 states(") and "warps=8" in line and "SIGABRT" in line and "reshapeOuts" in line
+    assert line.strip().startswith(
+        "3.2.0 compile sm_90 states(") and "warps=8" in line and "SIGABRT" in line and "reshapeOuts" in line
 
 
 def test_a_function_that_launches_nothing_fails(report: Report) -> None:
@@ -186,8 +193,10 @@ def with_an_argument(x: int) -> None:
 
 
 @pytest.mark.parametrize(("function", "says"), [
-    (lambda: None, "need a function at the top level of a module"), (with_an_argument, "can be called with nothing"),
-    (foreign.states, "Triton kernel .*, need a function that launches it"), (3, "need a function at the top level")],
+    (lambda: None, "need a function at the top level of a module"),
+    (with_an_argument, "can be called with nothing"),
+    (foreign.states, "Triton kernel .*, need a function that launches it"),
+    (3, "need a function at the top level")],
     ids=["lambda", "argument", "kernel", "number"])
 def test_a_function_that_children_cannot_run_is_refused(function: Any, says: str) -> None:
     with pytest.raises(TypeError, match=f"^function: got .*{says}"):
@@ -195,23 +204,27 @@ def test_a_function_that_children_cannot_run_is_refused(function: Any, says: str
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"triton": "3.2.0"}, "triton: got '3.2.0', need a list"), ({"triton": ["3.6.0", "2.3.1"]}, "triton: got '2.3.1', need"),
-    ({"triton": []}, "triton: got an empty list"), ({"sm": 90}, "sm: got 90, need a list"), ({"sm": ["90"]}, "sm: got '90', need"),
-    ({"layers": ["compiling"]}, "layers: got 'compiling', need a list out of import, compile, interpret"), ({"timeout": 0}, "timeout: got 0"),
-    ({"rtol": 0.1}, "rtol, atol: got 0.1, None, need both")], ids=str)
+    ({"triton": "3.2.0"}, "triton: got '3.2.0', need a list"),
+    ({"triton": ["3.6.0", "2.3.1"]}, "triton: got '2.3.1', need"),
+    ({"triton": []}, "triton: got an empty list"), ({"sm": 90}, "sm: got 90, need a list"),
+    ({"sm": ["90"]}, "sm: got '90', need"),
+    ({"layers": ["compiling"]}, "layers: got 'compiling', need a list out of import, compile, interpret"),
+    ({"timeout": 0}, "timeout: got 0"), ({"rtol": 0.1}, "rtol, atol: got 0.1, None, need both")], ids=str)
 def test_an_option_that_cannot_be_is_named(options: dict[str, Any], says: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{says}"):
         TritonMatrix([])(top_level, **options)
 
 
 @pytest.mark.parametrize("ci", [False, True])
-def test_a_release_that_cannot_be_installed_skips_and_fails_in_ci(ci: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_cannot_be_installed_skips_and_fails_in_ci(ci: bool,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> dict[str, str]:
         raise NotInstallable("no network")
     monkeypatch.setattr(plugin, "triton_environment", refused)
     monkeypatch.setenv("CI", "1" if ci else "")
     properties: list[tuple[str, object]] = []
-    with pytest.raises((pytest.fail.Exception, pytest.skip.Exception), match=r"3\.2\.0 install: .*no network") as raised:
+    with pytest.raises((pytest.fail.Exception, pytest.skip.Exception),
+                       match=r"3\.2\.0 install: .*no network") as raised:
         TritonMatrix(properties)(top_level, triton=["3.2.0"])
     assert raised.type is (pytest.fail.Exception if ci else pytest.skip.Exception)
     assert properties[0][0] == "triton_matrix"

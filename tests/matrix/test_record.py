@@ -43,7 +43,9 @@ def test_a_launch_holds_what_the_jit_looks_at(record: Record) -> None:
     assert kinds["gamma"] is None and kinds["bounds"] is None
     assert kinds["T"] == "i32" and kinds["N"] == "i32" and kinds["scale"] == "fp32"  # do_not_specialize
     assert kinds["H"] == "i32"
-    assert constants["K"] == constants["V"] == 64 and constants["VARLEN"] is False and {"BT", "BK", "BV"} <= set(constants)
+    assert constants["K"] == constants["V"] == 64 and constants["VARLEN"] is False and {"BT", "BK",
+                                                                                        "BV"} <= set(
+                                                                                            constants)
     assert launch.num_warps in (1, 2, 4, 8) and launch.shared > 0 and {"dot", "bf16"} <= set(launch.traits)
 
 
@@ -53,15 +55,18 @@ def test_heads_are_specialised_like_any_integer(heads: int, kind: str, record: R
 
 
 @pytest.mark.parametrize(("value", "kind", "left_alone"), [
-    (None, None, None), (1, "i32:1", "i32"), (32, "i32:16", "i32"), (0, "i32:16", "i32"), (7, "i32", "i32"), (-3, "i32", "i32"),
-    (2**31, "i64:16", "i64"), (2**31 + 1, "i64", "i64"), (2**63 + 1, "u64", "u64"), (1.0, "fp32", "fp32"), (True, "i1", "i1"),
-    (torch.zeros(8, dtype=torch.float16), "*fp16:16", "*fp16"), (torch.zeros(8)[1:], "*fp32", "*fp32")])
+    (None, None, None), (1, "i32:1", "i32"), (32, "i32:16", "i32"), (0, "i32:16", "i32"), (7, "i32", "i32"),
+    (-3, "i32", "i32"), (2**31, "i64:16", "i64"), (2**31 + 1, "i64", "i64"), (2**63 + 1, "u64", "u64"),
+    (1.0, "fp32", "fp32"), (True, "i1", "i1"), (torch.zeros(8, dtype=torch.float16), "*fp16:16", "*fp16"),
+    (torch.zeros(8)[1:], "*fp32", "*fp32")])
 def test_types_as_triton_names_them(value: object, kind: str | None, left_alone: str | None) -> None:
     assert specialised(value) == kind
     assert specialised(value, specialise=False) == left_alone
 
 
-@pytest.mark.parametrize("value", [None, 1, 32, 0, 7, -3, 2**31, 2**31 + 1, 1.0, torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8)[1:]])
+@pytest.mark.parametrize("value",
+                         [None, 1, 32, 0, 7, -3, 2**31, 2**31 + 1, 1.0, torch.zeros(8, dtype=torch.bfloat16),
+                          torch.zeros(8)[1:]])
 @pytest.mark.parametrize("specialise", [True, False])
 def test_the_installed_jit_sees_a_stand_in_as_it_sees_the_value(value: object, specialise: bool) -> None:
     """A kernel is compiled with a stand-in for each argument: Triton must not be able to tell them apart."""
@@ -87,7 +92,8 @@ def test_a_kernel_started_twice_is_recorded_once(gated: Callable[..., None]) -> 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("op", ["chunk_simple_gla", "fused_recurrent_simple_gla"])
-def test_no_batch_and_no_length_compiles_anything_anew(op: str, packed: bool, gated: Callable[..., None]) -> None:
+def test_no_batch_and_no_length_compiles_anything_anew(op: str, packed: bool,
+                                                       gated: Callable[..., None]) -> None:
     counts = []
     with recording(HOPPER) as launches:
         for T in (64, 1, 16, 100, 4096):
@@ -120,7 +126,8 @@ def test_the_torch_path_starts_nothing(record: Record) -> None:
 
 
 def test_a_stand_in_driver_is_enough_to_compile(record: Record) -> None:
-    """The whole way with the installed Triton: record, compile for Hopper, read back what one wants to know."""
+    """The whole way with the installed Triton: record, compile for Hopper, read back what one wants to
+    know."""
     pytest.importorskip("triton")
     launch = scan(record(K=16, V=16))
     result = compile_launches([Job(90, launch)])[0]
@@ -139,7 +146,8 @@ def test_it_compiles_for_amd_too(gated: Callable[..., None]) -> None:
 def test_a_kernel_that_does_not_compile_says_why(record: Record) -> None:
     pytest.importorskip("triton")
     launch = scan(record(K=16, V=16))
-    broken = launch._replace(constants=tuple((name, 24 if name == "BT" else value) for name, value in launch.constants))
+    broken = launch._replace(constants=tuple((name, 24 if name == "BT" else value) for name,
+                                             value in launch.constants))
     results = compile_launches([Job(90, broken), Job(90, launch)], timeout=600)
     assert results[0].status == "exception" and "power of 2" in results[0].message
     assert results[1].ok, "one failure leaves the others alone"

@@ -1,4 +1,5 @@
-"""The token-by-token kernels compile under every Triton, for every dtype a state may be beside, and hold their tiles in registers."""
+"""The token-by-token kernels compile under every Triton, for every dtype a state may be beside, and hold
+their tiles in registers."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -26,10 +27,13 @@ def launches(triton: str, sm: int) -> list[Recorded]:
         o, ht = flashlin.fused_recurrent_gdn(q, q, v, g, beta=g, initial_state=state, output_final_state=True)
         assert ht is not None
         torch.autograd.backward([o, ht], [torch.zeros_like(o), torch.zeros_like(ht)])
-        flashlin.fused_recurrent_gdn(q.detach()[:1], q.detach()[:1], v.detach()[:1], g.detach()[:1].bfloat16(), beta=g.detach()[:1].bfloat16(),
-                                     initial_state=state.detach(), state_indices=torch.tensor([1, -1]), cu_seqlens=torch.tensor([0, 1, 3]),
-                                     use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=tensor(4), dt_bias=tensor(4),
-                                     use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, state_v_first=True)
+        flashlin.fused_recurrent_gdn(q.detach()[:1], q.detach()[:1], v.detach()[:1],
+                                     g.detach()[:1].bfloat16(), beta=g.detach()[:1].bfloat16(),
+                                     initial_state=state.detach(), state_indices=torch.tensor([1, -1]),
+                                     cu_seqlens=torch.tensor([0, 1, 3]), use_qk_l2norm_in_kernel=True,
+                                     use_gate_in_kernel=True, A_log=tensor(4), dt_bias=tensor(4),
+                                     use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True,
+                                     state_v_first=True)
     assert len(found) == 3
     return found
 
@@ -37,7 +41,8 @@ def launches(triton: str, sm: int) -> list[Recorded]:
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
 @pytest.mark.parametrize(("version", "cards"), [
     ("3.0.0", (75, 90)), ("3.6.0", (90,)), (supported()[-1], (90,))])
-def test_training_and_decoding_compile_and_spill_nothing_on_hopper(version: str, cards: tuple[int, ...], compiled: Compile) -> None:
+def test_training_and_decoding_compile_and_spill_nothing_on_hopper(version: str, cards: tuple[int, ...],
+                                                                   compiled: Compile) -> None:
     jobs = [Job(sm, launch) for sm in cards for launch in launches(version, sm)]
     for job, result in zip(jobs, compiled(version, jobs), strict=True):
         assert result.ok and result.shared <= job.launch.shared, (job, result)

@@ -1,6 +1,8 @@
-"""The two failures that users meet with their own kernels, under the releases that have them: raw they fail, through flashlin they do not.
+"""The two failures that users meet with their own kernels, under the releases that have them: raw they fail,
+through flashlin they do not.
 
-1. The autotuner: keys counted wrongly (Triton 3.0, 3.1), unknown keys refused (3.0, 3.1, 3.9). Pure Python, run by a child of each release.
+1. The autotuner: keys counted wrongly (Triton 3.0, 3.1), unknown keys refused (3.0, 3.1, 3.9). Pure Python,
+  run by a child of each release.
 2. Eight and sixteen warps on Hopper (3.2, 3.3): compiled to machine code, no card needed.
 """
 from __future__ import annotations
@@ -67,7 +69,8 @@ BEGIN = """
 
 
 def child(version: str, script: str, before: str = BEGIN, interpret: bool = False) -> str:
-    """What a script prints under that release, or in its interpreter. Raises AssertionError, with its traceback, where it fails."""
+    """What a script prints under that release, or in its interpreter. Raises AssertionError, with its
+    traceback, where it fails."""
     try:
         environment = triton_environment(version, interpreter=interpret)
     except NotInstallable as error:
@@ -76,8 +79,10 @@ def child(version: str, script: str, before: str = BEGIN, interpret: bool = Fals
         pytest.skip(str(error))
     text = textwrap.dedent(before) + f"\nassert triton.__version__ == {version!r}\n" + textwrap.dedent(script)
     paths = os.pathsep.join([environment["PYTHONPATH"], str(ROOT)])
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300, check=False, cwd=ROOT,
-                          env={**os.environ, **environment, "PYTHONPATH": paths, "TRITON_INTERPRET": str(int(interpret))})
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300,
+                          check=False, cwd=ROOT,
+                          env={**os.environ, **environment, "PYTHONPATH": paths,
+                               "TRITON_INTERPRET": str(int(interpret))})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -86,7 +91,8 @@ def child(version: str, script: str, before: str = BEGIN, interpret: bool = Fals
 
 @pytest.mark.parametrize("version", ["3.0.0", "3.1.0"])
 def test_keys_after_a_tuned_argument_are_counted_wrongly_before_32_and_rightly_here(version: str) -> None:
-    """keyed(x, BK, n, o, m): BK is not among what a call gives, so position 2 is o and position 4 does not exist."""
+    """keyed(x, BK, n, o, m): BK is not among what a call gives, so position 2 is o and position 4 does not
+    exist."""
     child(version, """
         try:
             call(decorated(triton.autotune, ["m"]), 8, 0)
@@ -112,8 +118,9 @@ def test_keys_after_a_tuned_argument_are_counted_wrongly_before_32_and_rightly_h
         """)
 
 
-@pytest.mark.parametrize(("version", "says"), [("3.0.0", "'STAGE' is not in list"), ("3.1.0", "'STAGE' is not in list"),
-                                               ("3.9.0", "key contains names that are not kernel arguments: STAGE")])
+@pytest.mark.parametrize(("version", "says"),
+                         [("3.0.0", "'STAGE' is not in list"), ("3.1.0", "'STAGE' is not in list"),
+                          ("3.9.0", "key contains names that are not kernel arguments: STAGE")])
 def test_unknown_keys_are_refused_raw_and_dropped_here(version: str, says: str) -> None:
     child(version, f"""
         try:
@@ -135,7 +142,8 @@ def test_unknown_keys_are_refused_raw_and_dropped_here(version: str, says: str) 
 
 @pytest.mark.parametrize("version", ["3.0.0", "3.2.0", "3.3.1", supported()[-1]])
 def test_decorating_needs_no_driver(version: str) -> None:
-    """Triton 3.2 and 3.3 ask the driver for its benchmark when they decorate, which fails where a module is merely imported."""
+    """Triton 3.2 and 3.3 ask the driver for its benchmark when they decorate, which fails where a module is
+    merely imported."""
     child(version, f"""
         try:
             triton.autotune(configs, ["n"])(foreign.keyed)
@@ -148,7 +156,8 @@ def test_decorating_needs_no_driver(version: str) -> None:
 
 
 def test_a_configuration_that_aborts_the_compiler_is_left_out_under_32() -> None:
-    """The real compiler in real children: eight warps abort on Hopper, four do not. With the plan off for warps, so that the abort is met."""
+    """The real compiler in real children: eight warps abort on Hopper, four do not. With the plan off for
+    warps, so that the abort is met."""
     child("3.2.0", """
         from flashlin.compat.target import parse, pretend
         compile_as_it_is = foreign.states.run
@@ -177,7 +186,8 @@ def launched(target: str, warps: int, shielded: bool) -> Recorded:
 
     def keep(*args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         named = {**dict(zip(foreign.states.arg_names, args, strict=False)), **options}
-        launch = Launch("states", grid, named.pop("num_warps"), named.pop("num_stages"), (), 0, 0, frozenset())
+        launch = Launch("states", grid, named.pop("num_warps"), named.pop("num_stages"), (), 0, 0,
+                        frozenset())
         found.append(recorded(launch, foreign.states, named))
     kernel = flashlin.shield(foreign.states)
     kernel._start = keep
@@ -189,14 +199,20 @@ def launched(target: str, warps: int, shielded: bool) -> Recorded:
 
 
 @pytest.mark.parametrize(("version", "status", "says"), [
-    ("3.2.0", "abort", "reshapeOuts"), ("3.3.1", "exception", "chooseStMatrixLayoutLeadingOffset"), ("3.4.0", "ok", "")])
-def test_a_users_kernel_with_8_and_16_warps_fails_on_hopper_and_is_planned_with_4(version: str, status: str, says: str,
+    ("3.2.0", "abort", "reshapeOuts"), ("3.3.1", "exception", "chooseStMatrixLayoutLeadingOffset"),
+    ("3.4.0", "ok", "")])
+def test_a_users_kernel_with_8_and_16_warps_fails_on_hopper_and_is_planned_with_4(version: str, status: str,
+                                                                                  says: str,
                                                                                  compiled: Compile) -> None:
     hopper = f"triton={version},sm=90"
     raw = [launched(hopper, warps, False) for warps in (8, 16)]
     planned = [launched(hopper, warps, True) for warps in (8, 16)]
     assert [launch.num_warps for launch in raw] == [8, 16]
     assert [launch.num_warps for launch in planned] == ([4, 4] if says else [8, 16])
-    eight, sixteen, as_planned, on_ampere = compiled(version, [Job(90, raw[0]), Job(90, raw[1]), Job(90, planned[0]), Job(80, raw[0])])
-    assert (eight.status, sixteen.status, as_planned.status, on_ampere.status) == (status, status, "ok", "ok"), (eight, sixteen, as_planned)
+    eight, sixteen, as_planned, on_ampere = compiled(version,
+                                                     [Job(90, raw[0]), Job(90, raw[1]), Job(90, planned[0]),
+                                                      Job(80, raw[0])])
+    assert (eight.status, sixteen.status, as_planned.status, on_ampere.status) == (status, status, "ok",
+                                                                                   "ok"), (eight, sixteen,
+                                                                                           as_planned)
     assert says in eight.cause and says in sixteen.cause

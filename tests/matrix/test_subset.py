@@ -1,5 +1,5 @@
-"""A slice of the matrix small enough for every push: five releases from one end to the other, two generations of cards, a fifth of the launches
-under each. And that a kernel which somebody breaks does not get through."""
+"""A slice of the matrix small enough for every push: five releases from one end to the other, two generations
+of cards, a fifth of the launches under each. And that a kernel which somebody breaks does not get through."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,46 +21,59 @@ from tests.share import share
 
 RELEASES = ("3.0.0", "3.2.0", "3.3.1", "3.6.0", supported()[-1])
 CALLS = {80: ("chunk_simple_gla bfloat16 D=128", "rms_norm bfloat16 D=2048"),
-         90: ("chunk_simple_gla bfloat16 D=128", "chunk_gated_delta_rule bfloat16 D=128", "fused_recurrent_gated_delta_rule bfloat16 D=128 decoding",
-              "rms_norm bfloat16 D=2048", "rms_norm_gated bfloat16 D=128", "causal_conv1d bfloat16 W=4", "causal_conv1d_update bfloat16 W=4",
-              "fused_gdn_gate bfloat16 H=32 K=64", "fused_kda_gate bfloat16 K=128, lower bound", "fused_addcmul_rwkv7 bfloat16 H=32 K=64",
-              "fused_k_rwkv7 bfloat16 H=32 K=64", "gate_output_correction bfloat16 H=32 K=64", "chunk_gla bfloat16 D=128",
-              "chunk_rwkv6 bfloat16 D=128",
-              "rotary_embedding bfloat16 D=128 of 160, packed, interleaved", "cross_entropy_loss bfloat16 V=50257, all terms")}
+         90: ("chunk_simple_gla bfloat16 D=128", "chunk_gated_delta_rule bfloat16 D=128",
+              "fused_recurrent_gated_delta_rule bfloat16 D=128 decoding", "rms_norm bfloat16 D=2048",
+              "rms_norm_gated bfloat16 D=128", "causal_conv1d bfloat16 W=4",
+              "causal_conv1d_update bfloat16 W=4", "fused_gdn_gate bfloat16 H=32 K=64",
+              "fused_kda_gate bfloat16 K=128, lower bound", "fused_addcmul_rwkv7 bfloat16 H=32 K=64",
+              "fused_k_rwkv7 bfloat16 H=32 K=64", "gate_output_correction bfloat16 H=32 K=64",
+              "chunk_gla bfloat16 D=128", "chunk_rwkv6 bfloat16 D=128",
+              "rotary_embedding bfloat16 D=128 of 160, packed, interleaved",
+              "cross_entropy_loss bfloat16 V=50257, all terms")}
 
 BREAKS = "chunk_simple_gla bfloat16 D=64"
 
 
 @pytest.mark.parametrize("version", RELEASES)
 def test_planned_launches_compile(version: str, compiled: Callable[[str, list[Job]], list[Result]]) -> None:
-    jobs = share([Job(sm, launch) for sm in CALLS for launch in _launches(version, sm)], RELEASES.index(version), len(RELEASES))
+    jobs = share([Job(sm, launch) for sm in CALLS for launch in _launches(version, sm)],
+                 RELEASES.index(version), len(RELEASES))
     results = compiled(version, jobs)
-    failed = [f"sm_{job.sm} {job.launch}: {result}" for job, result in zip(jobs, results, strict=True) if not result.ok]
+    failed = [f"sm_{job.sm} {job.launch}: {result}" for job,
+              result in zip(jobs, results, strict=True) if not result.ok]
     assert not failed, "\n".join(failed)
     greedy = [f"sm_{job.sm} {job.launch}: {result.shared} bytes of shared memory, planned {job.launch.shared}"
               for job, result in zip(jobs, results, strict=True) if result.shared > job.launch.shared]
     assert not greedy, "\n".join(greedy)
-    assert all(result.matrix for job, result in zip(jobs, results, strict=True) if "dot" in job.launch.traits), "a dot without tensor cores"
+    assert all(result.matrix for job,
+               result in zip(jobs, results, strict=True)
+               if "dot" in job.launch.traits), "a dot without tensor cores"
 
 
 def _launches(version: str, sm: int) -> list[Recorded]:
     by_name = {str(call): call for call in workload.calls()}
-    found = [launch for name in CALLS[sm] for launch in workload.seen(by_name[name], parse(f"triton={version},sm={sm}")).launches]
-    assert {"simple_gla_scan", "simple_gla_dq", "simple_gla_dk", "simple_gla_dv", "norm_forward"} <= {launch.kernel for launch in found}
+    found = [launch for name in CALLS[sm]
+             for launch in workload.seen(by_name[name], parse(f"triton={version},sm={sm}")).launches]
+    assert {"simple_gla_scan", "simple_gla_dq", "simple_gla_dk", "simple_gla_dv",
+            "norm_forward"} <= {launch.kernel for launch in found}
     return list(dict.fromkeys(found))
 
 
 def test_a_kernel_broken_on_purpose_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Eight warps on sm_90 under 3.2.0, heads of 64, with the check that would prevent it switched off."""
     chosen = configs._chunks
-    monkeypatch.setattr(configs, "_chunks", lambda *args: (config._replace(num_warps=8) for config in chosen(*args)))
+    monkeypatch.setattr(configs, "_chunks",
+                        lambda *args: (config._replace(num_warps=8) for config in chosen(*args)))
     monkeypatch.setattr(policy, "_current", policy.Policy(policy="off"))
-    monkeypatch.setattr(workload, "calls", lambda only=[call for call in workload.calls() if str(call) == BREAKS]: iter(only))
-    cell, card = Cell(triton="3.2.0", kind="gate", layers=("compile",)), Card(name="sm90", example="H100", kind="gate")
+    monkeypatch.setattr(workload, "calls",
+                        lambda only=[call for call in workload.calls() if str(call) == BREAKS]: iter(only))
+    cell, card = Cell(triton="3.2.0", kind="gate", layers=("compile",)), Card(name="sm90", example="H100",
+                                                                              kind="gate")
     try:
         result = matrix.run(cell, (card,), tmp_path)
     except NotInstallable as error:
         pytest.skip(str(error))
     told = support.failures(Matrix(card=(card,), cell=(cell,)), result)
-    assert told and all(line.startswith("chunk_simple_gla sm90 triton 3.2.0: bfloat16 D=64: simple_gla_") for line in told)
+    assert told and all(line.startswith("chunk_simple_gla sm90 triton 3.2.0: bfloat16 D=64: simple_gla_")
+                        for line in told)
     assert any("warps=8" in line and "reshapeOuts" in line for line in told), told

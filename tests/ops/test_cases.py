@@ -1,4 +1,5 @@
-"""Every case against the float64 reference on the CPU's torch path; and the harness itself, which has to notice what is wrong."""
+"""Every case against the float64 reference on the CPU's torch path; and the harness itself, which has to
+notice what is wrong."""
 from __future__ import annotations
 
 import sys
@@ -29,14 +30,19 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         return made[-1]
     for name in flashlin.__all__:  # all ops are loaded
         getattr(flashlin, name)
-    for module in [x for name, x in sys.modules.items() if name.startswith("flashlin.ops.") and vars(x).get("planned") is planned]:
+    for module in [x for name,
+                   x in sys.modules.items() if name.startswith("flashlin.ops.")
+                   and vars(x).get("planned") is planned]:
         monkeypatch.setattr(module, "planned", noting)
     return made
 
 
-# Torch computes in fp32 whatever 16 bits it is given: beside bf16, fp16 would show nothing new of any but a few.
-@pytest.mark.parametrize(("case", "dtype"), [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES for dtype in DTYPES
-                                             if case.quick or dtype != torch.float16])
+# Torch computes in fp32 whatever 16 bits it is given: beside bf16, fp16 would show nothing new of any but a
+# few.
+@pytest.mark.parametrize(("case", "dtype"),
+                         [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES
+                          for dtype in DTYPES
+                          if case.quick or dtype != torch.float16])
 def test_case(case: Case, dtype: torch.dtype, plans: list[Plan]) -> None:
     failed = [verdict for verdict in check(case, CPU, dtype) if not verdict.ok]
     assert not failed
@@ -46,8 +52,11 @@ def test_case(case: Case, dtype: torch.dtype, plans: list[Plan]) -> None:
 def test_cases_have_names_of_their_own_and_cover_every_op() -> None:
     names = [str(case) for case in CASES]
     assert len(set(names)) == len(names)
-    assert {case.op for case in CASES if case.quick} == {name for name in flashlin.dispatch.OPS if name not in (
-        "simple_gla", "retention", "linear_attn", "delta_rule", "gated_delta_rule", "gla", "rwkv6", "kda", "rwkv7")}  # the others with a mode chosen
+    assert {case.op for case in CASES if case.quick} == {name
+                                                         for name in flashlin.dispatch.OPS if name not in (
+   # the others with a mode chosen
+   "simple_gla", "retention", "linear_attn", "delta_rule", "gated_delta_rule", "gla", "rwkv6", "kda",
+   "rwkv7")}
 
 
 # What follows breaks a right op in one way each.
@@ -111,7 +120,8 @@ def test_the_right_op_passes() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_error_confined_to_one_row_fails(dtype: torch.dtype) -> None:
-    verdicts = {verdict.tensor: verdict for verdict in check(broken(changed("o", lambda o: with_row(o, 2.0))), CPU, dtype)}
+    verdicts = {verdict.tensor: verdict
+                for verdict in check(broken(changed("o", lambda o: with_row(o, 2.0))), CPU, dtype)}
     assert not verdicts["o"].ok and verdicts["ht"].ok
     if dtype == torch.bfloat16:
         assert verdicts["o"].rms < verdicts["o"].allowed  # the field's metric alone would have let it through
@@ -123,7 +133,8 @@ def test_a_row_of_nan_fails() -> None:
 
 
 def test_a_wrong_final_state_fails() -> None:
-    for wrong in (lambda ht: ht + (ht * 0.001).detach(), lambda ht: ht + (ht.flip(1) - ht).detach(), torch.zeros_like):
+    for wrong in (lambda ht: ht + (ht * 0.001).detach(), lambda ht: ht + (ht.flip(1) - ht).detach(),
+                  torch.zeros_like):
         assert "ht" in failing(broken(changed("ht", wrong)))
     assert failing(broken(changed("ht", lambda ht: ht.detach()))) == ["dk", "dv", "dinitial_state"]
 
@@ -152,7 +163,9 @@ def test_a_missing_output_fails() -> None:
         check(broken(call), CPU, torch.float32)
 
 
-@pytest.mark.parametrize("new", [lambda x: torch.empty(x.shape, dtype=x.dtype), lambda x: torch.empty_like(x)], ids=["empty", "empty_like"])
+@pytest.mark.parametrize("new",
+                         [lambda x: torch.empty(x.shape, dtype=x.dtype), lambda x: torch.empty_like(x)],
+                         ids=["empty", "empty_like"])
 def test_an_unwritten_element_fails(new: Callable[[torch.Tensor], torch.Tensor]) -> None:
     class Forgetful(torch.autograd.Function):
         @staticmethod
@@ -178,7 +191,8 @@ def test_an_unwritten_element_fails(new: Callable[[torch.Tensor], torch.Tensor])
             out[0, ..., 1:] = dv[0, ..., 1:]
             return out
     assert failing(broken(changed("o", Forgetful.apply))) == ["o"]
-    assert failing(broken(lambda **tensors: right(**{**tensors, "v": ForgetfulBackward.apply(tensors["v"])}))) == ["dv"]
+    assert failing(broken(lambda **tensors: right(**{**tensors,
+                                                     "v": ForgetfulBackward.apply(tensors["v"])}))) == ["dv"]
 
 
 def test_poison_ends_with_its_block_and_leaves_integers_alone() -> None:
@@ -190,5 +204,6 @@ def test_poison_ends_with_its_block_and_leaves_integers_alone() -> None:
 
 
 def test_a_case_without_gradients_for_a_tensor_says_so() -> None:
-    named = {verdict.tensor for verdict in check(broken(right, constant=("initial_state",)), CPU, torch.float32)}
+    named = {verdict.tensor for verdict in check(broken(right, constant=("initial_state",)), CPU,
+                                                 torch.float32)}
     assert named == {"o", "ht", "dq", "dk", "dv"}

@@ -1,4 +1,5 @@
-"""torch.compile and torch.export on the torch path: one graph, few compilations, the same numbers. tests/interpret has the kernels."""
+"""torch.compile and torch.export on the torch path: one graph, few compilations, the same numbers.
+tests/interpret has the kernels."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -18,7 +19,8 @@ LENGTHS = (70, 100, 128, 129, 1000)
 
 def leaves(B: int, T: int, H: int, K: int, V: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(T)
-    made = [torch.randn(*shape, generator=generator) for shape in ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H), (B, H, K, V))]
+    made = [torch.randn(*shape, generator=generator)
+            for shape in ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H), (B, H, K, V))]
     made[3] = F.logsigmoid(made[3])
     return [x.requires_grad_() for x in made]
 
@@ -32,7 +34,8 @@ def assert_same(compiled: Callable[..., Any], eager: Callable[..., Any], tensors
     for call in (compiled, eager):
         outputs = [x for x in call(*tensors) if x is not None]
         loss = sum(x.sin().sum() for x in outputs)
-        found.append([*outputs, *torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True)])
+        found.append([*outputs, *torch.autograd.grad(loss, tensors, allow_unused=True,
+                                                     materialize_grads=True)])
     for got, wanted in zip(*found, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
@@ -68,9 +71,12 @@ def test_the_default_backend() -> None:
     assert_same(torch.compile(gated, fullgraph=True), gated, leaves(2, 70, 2, 16, 8))
 
 
-@pytest.mark.parametrize("name", ["retention", "fused_recurrent_linear_attn", "chunk_lightning_attn", "simple_gla"])  # by mode, step and chunk
+# by mode, step and chunk
+@pytest.mark.parametrize("name",
+                         ["retention", "fused_recurrent_linear_attn", "chunk_lightning_attn", "simple_gla"])
 def test_others_of_the_family(name: str) -> None:
-    extra = {"layer_idx": 1, "num_layers": 4} if "lightning" in name else {"normalize": False} if "linear" in name else {}
+    extra = {"layer_idx": 1,
+             "num_layers": 4} if "lightning" in name else {"normalize": False} if "linear" in name else {}
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         return getattr(flashlin, name)(q, k, v, output_final_state=True, **extra)
@@ -83,7 +89,8 @@ def test_others_of_the_family(name: str) -> None:
 
 def test_normalised_linear_attention_and_reverse() -> None:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        o, states = flashlin.fused_recurrent_linear_attn(q.exp(), k.exp(), v, output_final_state=True, reverse=True, normalize=True)
+        o, states = flashlin.fused_recurrent_linear_attn(q.exp(), k.exp(), v, output_final_state=True,
+                                                         reverse=True, normalize=True)
         return o, *states
     assert_same(torch.compile(call, fullgraph=True, backend="aot_eager"), call, leaves(2, 40, 2, 16, 8)[:3])
 
@@ -97,7 +104,8 @@ def test_errors_are_the_same() -> None:
 
 def test_settings_are_read_where_they_are_traced() -> None:
     graphs = CompileCounterWithBackend("eager")
-    compiled = torch.compile(lambda x: x + 1 if policy.current().debug else x - 1, fullgraph=True, backend=graphs)
+    compiled = torch.compile(lambda x: x + 1 if policy.current().debug else x - 1, fullgraph=True,
+                             backend=graphs)
     x = torch.zeros(3)
     assert compiled(x)[0] == -1
     with flashlin.settings(debug=True):
@@ -110,26 +118,31 @@ def test_settings_are_read_where_they_are_traced() -> None:
 
 
 def kda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor) -> Any:
-    return flashlin.fused_recurrent_kda(q, F.normalize(k, dim=-1), v, -q.abs(), g.exp(), initial_state=h0, output_final_state=True)
+    return flashlin.fused_recurrent_kda(q, F.normalize(k, dim=-1), v, -q.abs(), g.exp(), initial_state=h0,
+                                        output_final_state=True)
 
 
 def rwkv7(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor) -> Any:
     k = F.normalize(k, dim=-1)
-    return flashlin.fused_recurrent_rwkv7(q, -q.abs(), k, v, -k, k * g.exp()[..., None], initial_state=h0, output_final_state=True)
+    return flashlin.fused_recurrent_rwkv7(q, -q.abs(), k, v, -k, k * g.exp()[..., None], initial_state=h0,
+                                          output_final_state=True)
 
 
 def chunk_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor) -> Any:
-    return flashlin.chunk_gated_delta_rule(q, F.normalize(k, dim=-1), v, g, g.exp(), initial_state=h0, output_final_state=True)
+    return flashlin.chunk_gated_delta_rule(q, F.normalize(k, dim=-1), v, g, g.exp(), initial_state=h0,
+                                           output_final_state=True)
 
 
 @pytest.mark.parametrize("call", [kda, rwkv7, chunk_delta])
 def test_no_loop_is_unrolled(call: Callable[..., Any]) -> None:
-    """Over tokens or chunks: a graph of a loop would grow with the length, and so would the time that it takes to compile."""
+    """Over tokens or chunks: a graph of a loop would grow with the length, and so would the time that it
+    takes to compile."""
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, fullgraph=True, backend=graphs)
     for T in (40, 100, 7):
         assert_same(compiled, call, leaves(1, T, 2, 16, 8))
-    assert graphs.frame_count <= 3 and graphs.op_count < 60  # the first length, all, and those that backward needs nothing kept for
+    # the first length, all, and those that backward needs nothing kept for
+    assert graphs.frame_count <= 3 and graphs.op_count < 60
 
 
 def test_packed_sequences_in_one_graph() -> None:
@@ -149,7 +162,8 @@ def test_an_exported_length_has_a_name(call: Callable[..., Any]) -> None:
             return call(*tensors)
     T = torch.export.Dim("T", min=2, max=4096)
     shapes = {"tensors": (*({1: T} for _ in range(4)), None)}
-    exported = torch.export.export(Model(), tuple(x.detach() for x in leaves(1, 70, 2, 16, 8)), dynamic_shapes=shapes, strict=False).module()
+    exported = torch.export.export(Model(), tuple(x.detach() for x in leaves(1, 70, 2, 16, 8)),
+                                   dynamic_shapes=shapes, strict=False).module()
     for length in (70, 300, 5):
         tensors = [x.detach() for x in leaves(1, length, 2, 16, 8)]
         torch.testing.assert_close(exported(*tensors), call(*tensors), rtol=1e-4, atol=1e-4)

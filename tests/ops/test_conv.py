@@ -1,5 +1,5 @@
-"""The short convolution: drop-in rules, errors to the letter, the module, states that continue, torch.compile. tests/ops/test_cases.py has
-the numbers."""
+"""The short convolution: drop-in rules, errors to the letter, the module, states that continue,
+torch.compile. tests/ops/test_cases.py has the numbers."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -70,17 +70,23 @@ def test_no_rows(shape: tuple[int, ...]) -> None:
 
 
 def test_dtypes() -> None:
-    x, weight = torch.randn(2, 5, 8, dtype=torch.bfloat16, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    x, weight = torch.randn(2, 5, 8, dtype=torch.bfloat16, requires_grad=True), torch.randn(8, 4,
+                                                                                            requires_grad=True)
     y, ht = flashlin.causal_conv1d(x, weight, initial_state=torch.randn(2, 8, 4), output_final_state=True)
     assert ht is not None and (y.dtype, ht.dtype) == (torch.bfloat16, torch.bfloat16)
     y.float().sum().backward()
-    assert x.grad is not None and weight.grad is not None and (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+    assert x.grad is not None and weight.grad is not None and (x.grad.dtype,
+                                                               weight.grad.dtype) == (torch.bfloat16,
+                                                                                      torch.float32)
 
 
 def test_gradcheck() -> None:
-    x, r, w, b, h = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((1, 7, 2), (1, 7, 2), (2, 3), (2,), (3, 2, 3)))
+    x, r, w, b, h = (torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+                     for shape in ((1, 7, 2), (1, 7, 2), (2, 3), (2,), (3, 2, 3)))
     bounds = torch.tensor([0, 1, 1, 7])
-    assert torch.autograd.gradcheck(lambda x, w, b, r, h: flashlin.causal_conv1d(x, w, b, r, h, True, "silu", cu_seqlens=bounds), (x, w, b, r, h))
+    assert torch.autograd.gradcheck(lambda x, w, b, r, h: flashlin.causal_conv1d(x, w, b, r, h, True, "silu",
+                                                                                 cu_seqlens=bounds), (x, w, b,
+                                                                                                      r, h))
 
 
 def test_rows_that_belong_to_nobody_hold_the_residual() -> None:
@@ -95,41 +101,59 @@ def test_rows_that_belong_to_nobody_hold_the_residual() -> None:
 
 @pytest.mark.parametrize(("call", "error", "text"), [
     (lambda: flashlin.causal_conv1d([1.0], W), TypeError, "x: got list, need a tensor of shape [B, T, D]"),
-    (lambda: flashlin.causal_conv1d(X[0], W), ValueError, "x: got shape [5, 8], need [B, T, D] with D of at least 1"),
-    (lambda: flashlin.causal_conv1d(X.long(), W), TypeError, "x: got dtype torch.int64, need bfloat16, float16, float32 or float64"),
+    (lambda: flashlin.causal_conv1d(X[0], W), ValueError,
+     "x: got shape [5, 8], need [B, T, D] with D of at least 1"),
+    (lambda: flashlin.causal_conv1d(X.long(), W), TypeError,
+     "x: got dtype torch.int64, need bfloat16, float16, float32 or float64"),
     (lambda: flashlin.causal_conv1d(X), TypeError, "weight: got NoneType, need a tensor of shape [D, W]"),
-    (lambda: flashlin.causal_conv1d(X, W[:7]), ValueError, "weight: got shape [7, 4], need [D, W] = [8, any]"),
-    (lambda: flashlin.causal_conv1d(X, W[:, None]), ValueError, "weight: got shape [8, 1, 4], need [D, W] = [8, any]"),
-    (lambda: flashlin.causal_conv1d(X, W[:, :0]), ValueError, "weight: got shape [8, 0], need [D, W] with W of at least 1"),
+    (lambda: flashlin.causal_conv1d(X, W[:7]), ValueError,
+     "weight: got shape [7, 4], need [D, W] = [8, any]"),
+    (lambda: flashlin.causal_conv1d(X, W[:, None]), ValueError,
+     "weight: got shape [8, 1, 4], need [D, W] = [8, any]"),
+    (lambda: flashlin.causal_conv1d(X, W[:, :0]), ValueError,
+     "weight: got shape [8, 0], need [D, W] with W of at least 1"),
     (lambda: flashlin.causal_conv1d(X, W, X), ValueError, "bias: got shape [2, 5, 8], need [D] = [8]"),
-    (lambda: flashlin.causal_conv1d(X, W, None, X[:, 1:]), ValueError, "residual: got shape [2, 4, 8], need x's shape = [2, 5, 8]"),
-    (lambda: flashlin.causal_conv1d(X, W.to("meta")), ValueError, "weight: got device meta, need cpu, where x is"),
+    (lambda: flashlin.causal_conv1d(X, W, None, X[:, 1:]), ValueError,
+     "residual: got shape [2, 4, 8], need x's shape = [2, 5, 8]"),
+    (lambda: flashlin.causal_conv1d(X, W.to("meta")), ValueError,
+     "weight: got device meta, need cpu, where x is"),
     (lambda: flashlin.causal_conv1d(X, W, initial_state=torch.zeros(2, 4, 8)), ValueError,
      "initial_state: got shape [2, 4, 8], need [N, D, W] = [2, 8, 4]"),
-    (lambda: flashlin.causal_conv1d(X, W, activation="gelu"), ValueError, "activation: got 'gelu', need None, 'silu' or 'swish'"),
-    (lambda: flashlin.causal_conv1d(X, W, backend="cudnn"), ValueError, "backend: got 'cudnn', need one of triton, mix, cuda"),
+    (lambda: flashlin.causal_conv1d(X, W, activation="gelu"), ValueError,
+     "activation: got 'gelu', need None, 'silu' or 'swish'"),
+    (lambda: flashlin.causal_conv1d(X, W, backend="cudnn"), ValueError,
+     "backend: got 'cudnn', need one of triton, mix, cuda"),
     (lambda: flashlin.causal_conv1d(X, W, cp_context=1), ValueError,
      "cp_context: got int, need None: a sequence split over several GPUs is not supported"),
-    (lambda: flashlin.causal_conv1d(X, W, seq_idx=1), TypeError, "causal_conv1d: got unexpected keyword seq_idx"),
+    (lambda: flashlin.causal_conv1d(X, W, seq_idx=1), TypeError,
+     "causal_conv1d: got unexpected keyword seq_idx"),
     (lambda: flashlin.causal_conv1d(X, W, cu_seqlens=EDGES), ValueError,
      "x: The batch size is expected to be 1 rather than 2 when using `cu_seqlens`; pack the sequences along T"),
-    (lambda: flashlin.causal_conv1d(X[:1], W, cu_seqlens=EDGES + 1), ValueError, "cu_seqlens: got a first value of 1, need 0"),
-    (lambda: flashlin.causal_conv1d(X[:1], W, cu_seqlens=EDGES.to("meta")), ValueError, "cu_seqlens: got device meta, need cpu, where x is"),
-    (lambda: flashlin.causal_conv1d(X[:1], W, cu_seqlens=EDGES, initial_state=torch.zeros(1, 8, 4)), ValueError,
-     "initial_state: got shape [1, 8, 4], need [N, D, W] = [2, 8, 4]"),
-    (lambda: flashlin.causal_conv1d(X[:1], W, cu_seqlens_cpu=EDGES), ValueError, "cu_seqlens_cpu: got a tensor without cu_seqlens, need both"),
+    (lambda: flashlin.causal_conv1d(X[:1], W, cu_seqlens=EDGES + 1), ValueError,
+     "cu_seqlens: got a first value of 1, need 0"),
+    (lambda: flashlin.causal_conv1d(X[:1], W, cu_seqlens=EDGES.to("meta")), ValueError,
+     "cu_seqlens: got device meta, need cpu, where x is"),
+    (lambda: flashlin.causal_conv1d(X[:1], W, cu_seqlens=EDGES, initial_state=torch.zeros(1, 8, 4)),
+     ValueError, "initial_state: got shape [1, 8, 4], need [N, D, W] = [2, 8, 4]"),
+    (lambda: flashlin.causal_conv1d(X[:1], W, cu_seqlens_cpu=EDGES), ValueError,
+     "cu_seqlens_cpu: got a tensor without cu_seqlens, need both"),
     (lambda: flashlin.causal_conv1d_update(X, torch.zeros(2, 8, 4), None, W), ValueError,
      "x: got shape [2, 5, 8], need [N, D], [N, 1, D] or [1, N, D] with D of at least 1"),
     (lambda: flashlin.causal_conv1d_update(X[:, 0], torch.zeros(2, 8, 3), None, W), ValueError,
      "cache: got shape [2, 8, 3], need [N, D, W] = [2, 8, 4]"),
-    (lambda: flashlin.causal_conv1d_update(X[:, 0], None, None, W), TypeError, "cache: got NoneType, need a tensor of shape [N, D, W]"),
-    (lambda: flashlin.causal_conv1d_update(X[:, 0], torch.zeros(2, 8, 4), W), TypeError, "weight: got NoneType, need a tensor of shape [D, W]"),
-    (lambda: flashlin.causal_conv1d_update(X[:, 0], torch.zeros(2, 8, 4, requires_grad=True), None, W), ValueError,
+    (lambda: flashlin.causal_conv1d_update(X[:, 0], None, None, W), TypeError,
+     "cache: got NoneType, need a tensor of shape [N, D, W]"),
+    (lambda: flashlin.causal_conv1d_update(X[:, 0], torch.zeros(2, 8, 4), W), TypeError,
+     "weight: got NoneType, need a tensor of shape [D, W]"),
+    (lambda: flashlin.causal_conv1d_update(X[:, 0], torch.zeros(2, 8, 4, requires_grad=True), None, W),
+     ValueError,
      "cache: got a tensor that requires a gradient, need one that does not: it is updated in place. "
      "causal_conv1d with initial_state=cache has the gradient"),
-    (lambda: ShortConvolution(8, 4, activation="gelu"), ValueError, "activation: got 'gelu', need None, 'silu' or 'swish'"),
+    (lambda: ShortConvolution(8, 4, activation="gelu"), ValueError,
+     "activation: got 'gelu', need None, 'silu' or 'swish'"),
     (lambda: ShortConvolution(8, 4, kernel=3), TypeError, "ShortConvolution: got unexpected keyword kernel"),
-    (lambda: ShortConvolution(8, 4)(X, mask=torch.ones(2, 4)), ValueError, "mask: got shape [2, 4], need [B, T] = [2, 5]"),
+    (lambda: ShortConvolution(8, 4)(X, mask=torch.ones(2, 4)), ValueError,
+     "mask: got shape [2, 4], need [B, T] = [2, 5]"),
     (lambda: ShortConvolution(8, 4)(X[:1], mask=torch.ones(1, 5), cu_seqlens=EDGES), ValueError,
      "mask: got one beside cu_seqlens; `mask` and `cu_seqlens` cannot be provided at the same time"),
 ])
@@ -141,7 +165,8 @@ def test_wrong_arguments_are_named(call: Callable[[], Any], error: type[Exceptio
 
 @pytest.mark.parametrize("shape", [(3, 8), (3, 1, 8), (1, 3, 8)], ids=str)
 def test_an_update_is_in_place_and_leaves_x_alone(shape: tuple[int, ...]) -> None:
-    x, cache, weight, residual = torch.randn(shape), torch.randn(4, 3, 8).permute(1, 2, 0), torch.randn(8, 4), torch.randn(shape)
+    x, cache, weight, residual = torch.randn(shape), torch.randn(4, 3, 8).permute(1, 2, 0), torch.randn(8,
+                                                                                                        4), torch.randn(shape)
     x_before, before = x.clone(), cache.clone()
     y, returned = flashlin.causal_conv1d_update(x, cache, residual, weight, activation="silu")
     assert returned is cache and y.shape == x.shape and (x == x_before).all()
@@ -150,7 +175,10 @@ def test_an_update_is_in_place_and_leaves_x_alone(shape: tuple[int, ...]) -> Non
 
 
 def test_an_update_has_gradients_and_its_cache_none() -> None:
-    x, weight, cache = torch.randn(3, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True), torch.randn(3, 8, 4)
+    x, weight, cache = torch.randn(3, 8, requires_grad=True), torch.randn(8, 4,
+                                                                          requires_grad=True), torch.randn(3,
+                                                                                                           8,
+                                                                                                           4)
     before = cache.clone()
     y, _ = flashlin.causal_conv1d_update(x, cache, None, weight)
     y.sum().backward()
@@ -161,7 +189,8 @@ def test_an_update_has_gradients_and_its_cache_none() -> None:
 
 def test_the_module_is_torchs_conv1d_with_its_state_dict() -> None:
     made = ShortConvolution(6, 4, bias=True)
-    assert list(made.state_dict()) == ["weight", "bias"] and made.weight.shape == (6, 1, 4) and made.state_size == 24
+    assert list(made.state_dict()) == ["weight", "bias"] and made.weight.shape == (6, 1,
+                                                                                   4) and made.state_size == 24
     assert repr(made) == "ShortConvolution(6, kernel_size=4, bias=True, activation=silu)"
     plain = torch.nn.Conv1d(6, 6, 4, groups=6, padding=3)
     made.load_state_dict(plain.state_dict())

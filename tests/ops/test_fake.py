@@ -1,4 +1,5 @@
-"""FakeTensorMode and make_fx leave nothing behind in what flashlin keeps, and get nothing out of it that does not mix with theirs."""
+"""FakeTensorMode and make_fx leave nothing behind in what flashlin keeps, and get nothing out of it that does
+not mix with theirs."""
 from __future__ import annotations
 
 import subprocess

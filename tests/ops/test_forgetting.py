@@ -1,4 +1,5 @@
-"""Tokens that forget everything, on the torch path: boundaries as gates in every mode and dtype of the gates, fixed decays of heads."""
+"""Tokens that forget everything, on the torch path: boundaries as gates in every mode and dtype of the gates,
+fixed decays of heads."""
 from __future__ import annotations
 
 import math
@@ -9,8 +10,9 @@ import torch
 import flashlin
 from tests import forgetting
 
-OPS = ("chunk_simple_gla", "fused_recurrent_simple_gla", "fused_chunk_simple_gla", "parallel_simple_gla", "simple_gla", "chunk_gated_delta_rule",
-       "fused_recurrent_gated_delta_rule", "gated_delta_rule", "chunk_gla", "fused_recurrent_gla", "gla", "chunk_kda", "fused_recurrent_kda", "kda")
+OPS = ("chunk_simple_gla", "fused_recurrent_simple_gla", "fused_chunk_simple_gla", "parallel_simple_gla",
+       "simple_gla", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "gated_delta_rule",
+       "chunk_gla", "fused_recurrent_gla", "gla", "chunk_kda", "fused_recurrent_kda", "kda")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -25,10 +27,14 @@ def test_a_boundary_may_be_a_gate_of_any_dtype(op: str) -> None:
     forgetting.assert_same(op, torch.float32, torch.bfloat16, 1e-2)
 
 
-@pytest.mark.parametrize("op", ["chunk_simple_gla", "fused_recurrent_simple_gla", "fused_chunk_simple_gla", "simple_gla"])
+@pytest.mark.parametrize("op",
+                         ["chunk_simple_gla", "fused_recurrent_simple_gla", "fused_chunk_simple_gla",
+                          "simple_gla"])
 def test_heads_may_forget_everything(op: str) -> None:
-    """By g_gamma, of which the kernels take differences of multiples: then a token reads nothing but itself."""
-    made = {name: x for name, x in forgetting.inputs("chunk_simple_gla", torch.float32, torch.float32).items() if name != "g"}
+    """By g_gamma, of which the kernels take differences of multiples: then a token reads nothing but
+    itself."""
+    made = {name: x for name,
+            x in forgetting.inputs("chunk_simple_gla", torch.float32, torch.float32).items() if name != "g"}
     found = forgetting.run(op, made, g_gamma=torch.tensor([-math.inf, -1e9]), scale=1.0)
     q, k, v = made.values()
     torch.testing.assert_close(found["o"], (q * k).sum(-1, keepdim=True) * v)

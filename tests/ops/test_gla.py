@@ -1,4 +1,5 @@
-"""Gated linear attention beyond its cases, on the torch path: errors by name, strong decays, gradients by differences, modes, torch.compile."""
+"""Gated linear attention beyond its cases, on the torch path: errors by name, strong decays, gradients by
+differences, modes, torch.compile."""
 from __future__ import annotations
 
 from typing import Any
@@ -19,7 +20,8 @@ from flashlin.testing.compare import Tensors, judge
 META = torch.device("meta")
 
 
-def inputs(B: int = 2, T: int = 12, H: int = 3, K: int = 8, V: int = 5, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensors:
+def inputs(B: int = 2, T: int = 12, H: int = 3, K: int = 8, V: int = 5, dtype: torch.dtype = torch.float64,
+           seed: int = 0) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     q, k, v, g = (torch.randn(B, T, H, D, generator=generator, dtype=torch.float64) for D in (K, K, V, K))
     return {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype), "g": F.logsigmoid(g).to(dtype)}
@@ -37,10 +39,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"g": None}, TypeError, "g: got NoneType, need a tensor of shape [B, T, H, K]"),
     ({"g": t(2, 12, 3, 8, dtype=torch.int32)}, TypeError, "g: got dtype torch.int32, need bfloat16"),
     ({"g": t(2, 12, 3, 8, device=META)}, ValueError, "g: got device meta, need cpu, where q is"),
-    ({"initial_state": t(2, 3, 5, 8)}, ValueError, "initial_state: got shape [2, 3, 5, 8], need [N, H, K, V] = [2, 3, 8, 5]"),
+    ({"initial_state": t(2, 3, 5, 8)}, ValueError,
+     "initial_state: got shape [2, 3, 5, 8], need [N, H, K, V] = [2, 3, 8, 5]"),
     ({"initial_state": t(2, 3, 8, 5), "state_v_first": True}, ValueError,
      "initial_state: got shape [2, 3, 8, 5], need [N, H, V, K] = [2, 3, 5, 8]"),
-    ({"cu_seqlens": torch.tensor([0, 12])}, ValueError, "q: The batch size is expected to be 1 rather than 2 when using `cu_seqlens`")]
+    ({"cu_seqlens": torch.tensor([0, 12])}, ValueError,
+     "q: The batch size is expected to be 1 rather than 2 when using `cu_seqlens`")]
 
 
 @pytest.mark.parametrize("op", ["chunk_gla", "gla"])
@@ -54,11 +58,14 @@ def test_wrong_arguments(op: str, changes: dict[str, Any], error: type[Exception
 def test_what_one_of_the_ops_refuses() -> None:
     given = inputs()
     g = given.pop("g")
-    with pytest.raises(TypeError, match=r"fused_recurrent_gla: got unexpected keyword g$"):  # fla runs this ungated
+    # fla runs this ungated
+    with pytest.raises(TypeError, match=r"fused_recurrent_gla: got unexpected keyword g$"):
         flashlin.fused_recurrent_gla(**given, g=g)
-    with pytest.raises(ValueError, match=r"gk: got shape \[2, 12, 3\], need \[B, T, HV, K\] = \[2, 12, 3, 8\]"):
+    with pytest.raises(ValueError,
+                       match=r"gk: got shape \[2, 12, 3\], need \[B, T, HV, K\] = \[2, 12, 3, 8\]"):
         flashlin.fused_recurrent_gla(**given, gk=g[..., 0])
-    with pytest.raises(ValueError, match=r"gv: got shape \[2, 12, 3, 8\], need \[B, T, HV, V\] = \[2, 12, 3, 5\]"):
+    with pytest.raises(ValueError,
+                       match=r"gv: got shape \[2, 12, 3, 8\], need \[B, T, HV, V\] = \[2, 12, 3, 5\]"):
         flashlin.fused_recurrent_gla(**given, gv=g)
     with pytest.raises(ValueError, match="cu_seqlens_cpu: got a tensor without cu_seqlens, need both"):
         flashlin.chunk_gla(**given, g=g, cu_seqlens_cpu=torch.tensor([0, 12]))
@@ -69,14 +76,18 @@ def test_what_one_of_the_ops_refuses() -> None:
             getattr(flashlin, op)(**given, **gate, state_v_first=True, transpose_state_layout=True)
 
 
-def run_both(given: Tensors, h0: torch.Tensor, scale: float, bounds: torch.Tensor | None = None) -> tuple[list[Any], list[Any]]:
+def run_both(given: Tensors, h0: torch.Tensor, scale: float,
+             bounds: torch.Tensor | None = None) -> tuple[list[Any], list[Any]]:
     """Outputs, final states and all gradients: ours, and the float64 reference's."""
     found = []
     for call, dtype in ((flashlin.chunk_gla, given["q"].dtype), (None, torch.float64)):
         leaves = [x.to(dtype).requires_grad_() for x in (*given.values(), h0)]
         q, k, v, g, state = leaves
-        o, ht = recurrence(q, k, v, g, state, bounds, scale) if call is None else call(q, k, v, g, scale, state, True, False, bounds)
-        weights = (torch.sin(torch.arange(x.numel(), dtype=torch.float64)).view(x.shape).to(x.dtype) for x in (o, ht))
+        o, ht = recurrence(q, k, v, g, state, bounds, scale) if call is None else call(q, k, v, g, scale,
+                                                                                       state, True, False,
+                                                                                       bounds)
+        weights = (torch.sin(torch.arange(x.numel(), dtype=torch.float64)).view(x.shape).to(x.dtype)
+                   for x in (o, ht))
         found.append([o, ht, *torch.autograd.grad([o, ht], leaves, list(weights))])
     return found[0], found[1]
 
@@ -94,7 +105,8 @@ def test_random_shapes_and_strong_decays(seed: int) -> None:
     g = -20 * torch.rand(B, T, H, K, generator=generator)
     g[..., 0], g[..., 1] = -20, 0
     ours, theirs = run_both({**given, "g": g}, torch.randn(B, H, K, V, generator=generator), 0.3)
-    assert [verdict for name, x, y in zip(NAMES, ours, theirs, strict=True) if not (verdict := judge(name, x, y, 2e-6)).ok] == []
+    assert [verdict for name, x,
+            y in zip(NAMES, ours, theirs, strict=True) if not (verdict := judge(name, x, y, 2e-6)).ok] == []
 
 
 def test_a_channel_with_strong_decays_has_a_right_gradient_of_its_own() -> None:
@@ -137,7 +149,8 @@ def test_gradients_by_differences(packed: bool) -> None:
 
     def call(q: Any, k: Any, v: Any, g: Any, h0: Any) -> Any:
         return flashlin.chunk_gla(q, k, v, g, initial_state=h0, output_final_state=True, cu_seqlens=bounds)
-    assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in (*given.values(), state)], fast_mode=True)
+    assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in (*given.values(), state)],
+                                    fast_mode=True)
 
 
 @pytest.mark.parametrize("T", [5, 80])
@@ -149,8 +162,8 @@ def test_both_modes_and_both_layouts_of_states(T: int, edges: tuple[int, ...] | 
     wanted = recurrence(**given, h0=h0, bounds=bounds, scale=8 ** -0.5)
     for mode in ("auto", "chunk", "fused_recurrent"):
         for v_first in (False, True):
-            o, ht = flashlin.gla(**given, initial_state=h0.mT if v_first else h0, output_final_state=True, state_v_first=v_first,
-                                 cu_seqlens=bounds, mode=mode)
+            o, ht = flashlin.gla(**given, initial_state=h0.mT if v_first else h0, output_final_state=True,
+                                 state_v_first=v_first, cu_seqlens=bounds, mode=mode)
             for x, y in zip((o, ht.mT if v_first else ht), wanted, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
 
@@ -158,7 +171,8 @@ def test_both_modes_and_both_layouts_of_states(T: int, edges: tuple[int, ...] | 
 def test_auto_takes_few_tokens_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     for mode in ("chunk", "fused_recurrent"):
-        def noting(*arguments: Any, _mode: str = mode, _real: Any = getattr(gla, f"{mode}_gla"), **named: Any) -> Any:
+        def noting(*arguments: Any, _mode: str = mode, _real: Any = getattr(gla, f"{mode}_gla"),
+                   **named: Any) -> Any:
             seen.append(_mode)
             return _real(*arguments, **named)
         monkeypatch.setattr(gla, f"{mode}_gla", noting)
@@ -167,7 +181,8 @@ def test_auto_takes_few_tokens_one_by_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen == ["fused_recurrent", "chunk", "chunk"]
 
 
-def test_long_inputs_go_chunk_by_chunk_only_where_that_is_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_inputs_go_chunk_by_chunk_only_where_that_is_the_same_function(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     real = torch_path.run
 
@@ -178,8 +193,10 @@ def test_long_inputs_go_chunk_by_chunk_only_where_that_is_the_same_function(monk
     given = inputs(T=recurrent.LONG + 9)
     q, k, v, g = given.values()
     h0, gv = torch.randn(2, 3, 8, 5, dtype=torch.float64), F.logsigmoid(v)
-    for gates, reverse, chunked in (({"gk": g}, False, True), ({"gk": g, "gv": gv}, False, False), ({"gk": g}, True, False), ({}, False, False)):
-        o, ht = flashlin.fused_recurrent_gla(q, k, v, **gates, initial_state=h0, output_final_state=True, reverse=reverse)
+    for gates, reverse, chunked in (({"gk": g}, False, True), ({"gk": g, "gv": gv}, False, False),
+                                    ({"gk": g}, True, False), ({}, False, False)):
+        o, ht = flashlin.fused_recurrent_gla(q, k, v, **gates, initial_state=h0, output_final_state=True,
+                                             reverse=reverse)
         wanted = recurrence_of_others(q, k, v, **gates, h0=h0, scale=8 ** -0.5, reverse=reverse)
         for x, y in zip((o, ht), wanted, strict=True):
             torch.testing.assert_close(x, y)
@@ -194,7 +211,8 @@ def test_nothing_to_do() -> None:
         h0 = torch.randn(B, H, 8, V, dtype=torch.float64).requires_grad_()
         o, ht = flashlin.chunk_gla(**given, initial_state=h0, output_final_state=True)
         assert o.shape == (B, T, H, V) and torch.equal(ht, h0)
-        grads = torch.autograd.grad(o.sum() + ht.sum(), [*given.values(), h0], allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(o.sum() + ht.sum(), [*given.values(), h0], allow_unused=True,
+                                    materialize_grads=True)
         assert torch.equal(grads[-1], torch.ones_like(h0)) and not any(grad.any() for grad in grads[:-1])
 
 
@@ -202,11 +220,13 @@ def test_dtypes_in_and_out() -> None:
     given = inputs(dtype=torch.bfloat16)
     h0 = torch.randn(2, 3, 8, 5).half().requires_grad_()
     g = given["g"].float().requires_grad_()
-    o, ht = flashlin.chunk_gla(given["q"].float(), given["k"], given["v"], g, initial_state=h0, output_final_state=True)
+    o, ht = flashlin.chunk_gla(given["q"].float(), given["k"], given["v"], g, initial_state=h0,
+                               output_final_state=True)
     assert (o.dtype, ht.dtype) == (torch.bfloat16, torch.float32)
     dg, dh0 = torch.autograd.grad(o.float().sum() + ht.sum(), [g, h0])
     assert (dg.dtype, dh0.dtype) == (torch.float32, torch.float16)
-    assert flashlin.chunk_gla(**inputs())[0].dtype == torch.float64 and flashlin.chunk_gla(**inputs())[1] is None
+    assert flashlin.chunk_gla(**inputs())[0].dtype == torch.float64 and flashlin.chunk_gla(
+        **inputs())[1] is None
 
 
 def test_the_torch_path_compiles() -> None:

@@ -1,4 +1,5 @@
-"""Gradients of gradients: kernels have none and say so, for every op; the torch path has them. tests/interpret has the kernels' numbers."""
+"""Gradients of gradients: kernels have none and say so, for every op; the torch path has them.
+tests/interpret has the kernels' numbers."""
 from __future__ import annotations
 
 from threading import Thread
@@ -16,8 +17,10 @@ from flashlin.testing.compare import Case, Tensors
 
 CPU = torch.device("cpu")
 FIRST = {case.op: case for case in reversed(CASES)}     # one case of each op
-OPERATORS = ("chunk_simple_gla", "chunk_kda", "fused_recurrent_kda", "chunk_hgrn", "layer_norm", "causal_conv1d", "selective_scan_fn",
-             "cross_entropy_loss", "fused_linear_cross_entropy_loss")   # whose gradients, when traced, are library operators
+OPERATORS = ("chunk_simple_gla", "chunk_kda", "fused_recurrent_kda", "chunk_hgrn", "layer_norm",
+             "causal_conv1d", "selective_scan_fn",
+             # whose gradients, when traced, are library operators
+             "cross_entropy_loss", "fused_linear_cross_entropy_loss")
 
 
 @pytest.fixture
@@ -32,31 +35,38 @@ def starts() -> list[str]:
 def tensors_of(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
     """All tensors of a case, and those that get a gradient."""
     made = case.make(CPU, dtype, torch.Generator().manual_seed(0))
-    return made, {name: x.requires_grad_() for name, x in made.items() if x.is_floating_point() and name not in case.constant}
+    return made, {name: x.requires_grad_() for name,
+                  x in made.items() if x.is_floating_point() and name not in case.constant}
 
 
 def first_order(case: Case, made: Tensors, leaves: Tensors) -> list[torch.Tensor]:
-    """Gradients of a sum that is linear in the outputs: what backward gets is a constant, and only what forward saved can be differentiated."""
+    """Gradients of a sum that is linear in the outputs: what backward gets is a constant, and only what
+    forward saved can be differentiated."""
     outputs = [o for o in case.call(**made).values() if o.requires_grad]
-    grads = torch.autograd.grad(sum((o * torch.linspace(-1, 1, o.numel()).reshape(o.shape)).sum() for o in outputs), list(leaves.values()),
+    grads = torch.autograd.grad(sum((o * torch.linspace(-1, 1, o.numel()).reshape(o.shape)).sum()
+                                    for o in outputs), list(leaves.values()),
                                 create_graph=True, allow_unused=True)
     return [x for x in grads if x is not None and x.requires_grad]
 
 
 def seconds(grads: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor | None:
-    return torch.autograd.grad(sum(grad.sum() for grad in grads), x, retain_graph=True, allow_unused=True)[0] if grads else None
+    return torch.autograd.grad(sum(grad.sum() for grad in grads), x, retain_graph=True,
+                               allow_unused=True)[0] if grads else None
 
 
 @pytest.mark.parametrize("op, traced", [*((op, False) for op in FIRST), *((op, True) for op in OPERATORS)])
 @pytest.mark.filterwarnings("ignore:.*torch path")
-def test_what_the_torch_path_has_the_kernels_refuse(op: str, traced: bool, starts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_torch_path_has_the_kernels_refuse(op: str, traced: bool, starts: list[str],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """By every tensor that there is a second derivative by. traced: by way of the library operators."""
     case = FIRST[op]
     with flashlin.settings(path="torch"):
         made, leaves = tensors_of(case)
         grads = first_order(case, made, leaves)
         nowhere = op == "fused_linear_cross_entropy_loss"   # has them on no path, and says so
-        wanted = leaves if nowhere else [name for name, x in leaves.items() if (found := seconds(grads, x)) is not None and found.any()]
+        wanted = leaves if nowhere else [name for name,
+                                         x in leaves.items() if (found := seconds(grads, x)) is not None
+                                         and found.any()]
     assert not starts and (wanted or op in ("token_shift", "rotary_embedding")), "linear, the only ones"
     made, leaves = tensors_of(case)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: traced)
@@ -76,11 +86,16 @@ def test_the_torch_path_s_are_right(op: str) -> None:
         return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
     generator = torch.Generator().manual_seed(0)
     call, tensors = {
-        "kda": (lambda q, k, v, g, beta, h0: flashlin.chunk_kda(q, k, v, -g.exp(), beta.sigmoid(), 0.5, h0, True),
-                (leaf(1, 3, 1, 2), leaf(1, 3, 1, 2), leaf(1, 3, 1, 2), leaf(1, 3, 1, 2), leaf(1, 3, 1), leaf(1, 1, 2, 2))),
-        "gated_norm": (lambda x, g, weight, bias, residual: flashlin.layer_norm_gated(x, g, weight, bias, residual=residual, prenorm=True),
+        "kda": (lambda q, k, v, g, beta, h0: flashlin.chunk_kda(q, k, v, -g.exp(), beta.sigmoid(), 0.5, h0,
+                                                                True),
+                (leaf(1, 3, 1, 2), leaf(1, 3, 1, 2), leaf(1, 3, 1, 2), leaf(1, 3, 1, 2), leaf(1, 3, 1),
+                 leaf(1, 1, 2, 2))),
+        "gated_norm": (lambda x, g, weight, bias, residual: flashlin.layer_norm_gated(x, g, weight, bias,
+                                                                                      residual=residual,
+                                                                                      prenorm=True),
                        (leaf(2, 4), leaf(2, 4), leaf(4), leaf(4), leaf(2, 4))),
-        "cross_entropy": (lambda x: flashlin.cross_entropy_loss(x, torch.tensor([1, -100, 2]), 0.1, 1.5, 0.2, 3.0)[0], (leaf(3, 4),)),
+        "cross_entropy": (lambda x: flashlin.cross_entropy_loss(x, torch.tensor([1, -100, 2]), 0.1, 1.5, 0.2,
+                                                                3.0)[0], (leaf(3, 4),)),
     }[op]
     with flashlin.settings(path="torch"):
         assert torch.autograd.gradgradcheck(call, tensors)
@@ -88,14 +103,16 @@ def test_the_torch_path_s_are_right(op: str) -> None:
 
 @pytest.mark.parametrize("op", FIRST)
 @pytest.mark.filterwarnings("ignore:.*torch path")
-def test_backward_keeps_the_policy_of_its_forward(op: str, starts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_keeps_the_policy_of_its_forward(op: str, starts: list[str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """In another thread and with other settings in force: it asks for no plan, or for one by that policy."""
     case, asked = FIRST[op], set[Policy]()
     made, leaves = tensors_of(case)
     with flashlin.settings(ignore={"sm121-ptxas"}) as of_forward:
         loss = sum(o.sum() for o in case.call(**made).values() if o.requires_grad)
     plan = dispatch.plan
-    monkeypatch.setattr(dispatch, "plan", lambda problem, target, policy: asked.add(policy) or plan(problem, target, policy))
+    monkeypatch.setattr(dispatch, "plan",
+                        lambda problem, target, policy: asked.add(policy) or plan(problem, target, policy))
     failed: list[Exception] = []
 
     def backward() -> None:

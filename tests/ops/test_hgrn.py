@@ -1,4 +1,5 @@
-"""HGRN's recurrence beyond its cases, on the torch path: errors by name, gradients by differences, strong decays, torch.compile."""
+"""HGRN's recurrence beyond its cases, on the torch path: errors by name, gradients by differences, strong
+decays, torch.compile."""
 from __future__ import annotations
 
 from typing import Any
@@ -16,13 +17,15 @@ from flashlin.ops import hgrn
 from flashlin.testing.compare import Tensors
 
 META = torch.device("meta")
-BOTH = pytest.mark.parametrize("op", [flashlin.chunk_hgrn, flashlin.fused_recurrent_hgrn], ids=lambda op: op.__name__)
+BOTH = pytest.mark.parametrize("op", [flashlin.chunk_hgrn, flashlin.fused_recurrent_hgrn],
+                               ids=lambda op: op.__name__)
 
 
 def inputs(B: int = 2, T: int = 11, D: int = 5, N: int | None = None) -> Tensors:
     generator = torch.Generator().manual_seed(0)
     x, g = (torch.randn(B, T, D, generator=generator, dtype=torch.float64) for _ in range(2))
-    return {"x": x, "g": F.logsigmoid(g), "initial_state": torch.randn(B if N is None else N, D, generator=generator, dtype=torch.float64)}
+    return {"x": x, "g": F.logsigmoid(g),
+            "initial_state": torch.randn(B if N is None else N, D, generator=generator, dtype=torch.float64)}
 
 
 def t(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> torch.Tensor:
@@ -38,8 +41,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"g": t(2, 11, 1)}, ValueError, "g: got shape [2, 11, 1], need [B, T, D] = [2, 11, 5]"),
     ({"g": t(2, 11, 5, device=META)}, ValueError, "g: got device meta, need cpu, where x is"),
     ({"initial_state": t(1, 5)}, ValueError, "initial_state: got shape [1, 5], need [N, D] = [2, 5]"),
-    ({"initial_state": t(2, 5, device=META)}, ValueError, "initial_state: got device meta, need cpu, where x is"),
-    ({"cu_seqlens": torch.tensor([0, 11])}, ValueError, "x: The batch size is expected to be 1 rather than 2 when using `cu_seqlens`"),
+    ({"initial_state": t(2, 5, device=META)}, ValueError,
+     "initial_state: got device meta, need cpu, where x is"),
+    ({"cu_seqlens": torch.tensor([0, 11])}, ValueError,
+     "x: The batch size is expected to be 1 rather than 2 when using `cu_seqlens`"),
     ({"head_first": True}, TypeError, "")]
 
 
@@ -58,7 +63,8 @@ def test_the_function_and_its_gradients_by_differences(op: Any, edges: list[int]
     given = list(inputs(D=2).values()) if edges is None else list(inputs(B=1, D=2, N=5).values())
     for got, wanted in zip(op(*given, True, cu_seqlens=bounds), recurrence(*given, bounds), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
-    assert torch.autograd.gradcheck(lambda *tensors: op(*tensors, True, bounds), [x.requires_grad_() for x in given])
+    assert torch.autograd.gradcheck(lambda *tensors: op(*tensors, True, bounds),
+                                    [x.requires_grad_() for x in given])
 
 
 def test_what_forgets_everything_passes_no_gradient_on() -> None:
@@ -68,7 +74,8 @@ def test_what_forgets_everything_passes_no_gradient_on() -> None:
     o, _ = flashlin.chunk_hgrn(*leaves)
     dx, dg, dh0 = torch.autograd.grad(o[:, 6:].sum(), leaves)
     assert torch.equal(o[:, 6], given["x"][:, 6])
-    assert not dx[:, :6].any() and dx[:, 6:].all() and not dg[:, :7].any() and dg[:, 7:].all() and not dh0.any()
+    assert not dx[:, :6].any() and dx[:, 6:].all() and not dg[:, :7].any() and dg[:,
+                                                                                  7:].all() and not dh0.any()
 
 
 def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,12 +95,14 @@ def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @BOTH
 def test_nothing_to_do(op: Any) -> None:
-    for given, bounds in ((inputs(T=0), None), (inputs(B=0), None), (inputs(B=1, T=0, N=3), torch.tensor([0, 0, 0, 0])),
+    for given, bounds in ((inputs(T=0), None), (inputs(B=0), None),
+                          (inputs(B=1, T=0, N=3), torch.tensor([0, 0, 0, 0])),
                           (inputs(B=1, T=0, N=0), torch.tensor([0]))):
         leaves = [x.requires_grad_() for x in given.values()]
         o, ht = op(*leaves, True, bounds)
         assert o.shape == given["x"].shape and torch.equal(ht, given["initial_state"])
-        dx, dg, dh0 = torch.autograd.grad(o.sum() + ht.sum(), leaves, allow_unused=True, materialize_grads=True)
+        dx, dg, dh0 = torch.autograd.grad(o.sum() + ht.sum(), leaves, allow_unused=True,
+                                          materialize_grads=True)
         assert torch.equal(dh0, torch.ones_like(dh0)) and not dx.any() and not dg.any()
 
 
@@ -123,10 +132,14 @@ def test_torch_compile_makes_one_graph() -> None:
 H200 = parse("triton=3.6.0,sm=90,torch=2.9.0")
 
 
-@pytest.mark.parametrize(("B", "T", "D", "split"), [(64, 4096, 4096, 1), (16, 4096, 2048, 1), (4, 4096, 2048, 9), (1, 4096, 1024, 32),
-                                                    (1, 100, 1024, 1), (1, 1, 64, 1), (0, 0, 64, 1)])
+@pytest.mark.parametrize(("B", "T", "D", "split"),
+                         [(64, 4096, 4096, 1), (16, 4096, 2048, 1), (4, 4096, 2048, 9), (1, 4096, 1024, 32),
+                          (1, 100, 1024, 1), (1, 1, 64, 1), (0, 0, 64, 1)])
 def test_few_sequences_are_split_until_the_card_is_full(B: int, T: int, D: int, split: int) -> None:
     problem = Problem("chunk_hgrn", "hgrn", "", B, T, 1, D, D, B, "bfloat16", False, True)
     card: Target = H200._replace(sms=132)
     assert recipe.segments(problem, card) == split
-    assert [launch.kernel for launch in recipe.launches(problem, card)] == ["hgrn_ends"] * (split > 1) + ["hgrn_forward", "hgrn_backward"]
+    assert [launch.kernel for launch in recipe.launches(problem,
+                                                        card)] == ["hgrn_ends"] * (split
+                                                                                   > 1) + ["hgrn_forward",
+                                                                                           "hgrn_backward"]

@@ -1,4 +1,5 @@
-"""Wrong arguments: whatever is passed, what comes back is a result or a sentence that names the argument, never an error from inside."""
+"""Wrong arguments: whatever is passed, what comes back is a result or a sentence that names the argument,
+never an error from inside."""
 from __future__ import annotations
 
 import inspect
@@ -18,7 +19,8 @@ from flashlin import modules
 from flashlin.ops._common import planned
 from tests.hostile import OPS, UNREAD, UNREAD_BY, arguments, doubtful, impossible
 
-SENTENCE = re.compile(r"^(\w+: )?[\w, \[\]]+: .*\bgot .+ need |^\w+: got .+ without .+, which alone reads it$|^mask: ", re.DOTALL)
+SENTENCE = re.compile(r"^(\w+: )?[\w, \[\]]+: .*\bgot .+ need |^\w+: got .+ without .+, which alone reads "
+                      r"it$|^mask: ", re.DOTALL)
 
 
 def copied(given: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +39,8 @@ def answer(call: Callable[..., Any], given: dict[str, Any]) -> Exception | None:
 
 
 def unexplained(call: Callable[..., Any], given: dict[str, Any], unread: set[str]) -> list[str]:
-    """Replacements of arguments that raise something else than a sentence, or that nobody minds though they make no sense."""
+    """Replacements of arguments that raise something else than a sentence, or that nobody minds though they
+    make no sense."""
     found = []
     for name, x in given.items():
         for kinds, must_fail in ((impossible(x), name not in unread), (doubtful(x), False)):
@@ -47,7 +50,8 @@ def unexplained(call: Callable[..., Any], given: dict[str, Any], unread: set[str
                     isinstance(error, (ValueError, TypeError)) and SENTENCE.match(str(error))
                     and (not must_fail or name in str(error).split("need")[0]))
                 if not fine:
-                    found.append(f"{name} = {kind}: {'accepted' if error is None else f'{type(error).__name__}: {error}'[:150]}")
+                    found.append(f"{name} = {kind}: "
+                                 f"{'accepted' if error is None else f'{type(error).__name__}: {error}'[:150]}")
     return found
 
 
@@ -57,17 +61,24 @@ def test_every_wrong_argument_is_named(op: str) -> None:
     call, given = getattr(flashlin, op), arguments(op)
     error = answer(call, given)
     assert error is None, error
-    assert unexplained(call, given, {name for name in given if name in UNREAD or (op, name) in UNREAD_BY}) == []
+    assert unexplained(call, given,
+                       {name for name in given if name in UNREAD or (op, name) in UNREAD_BY}) == []
 
 
 @pytest.mark.parametrize(("make", "given"), [
-    (lambda: flashlin.ShortConvolution(8, 4), {"x": randn(1, 6, 8), "residual": randn(1, 6, 8), "mask": torch.ones(1, 6), "cache": randn(1, 8, 4),
-                                               "output_final_state": True}),
-    (lambda: flashlin.RotaryEmbedding(8), {"q": randn(1, 6, 2, 8), "k": randn(1, 6, 2, 8), "seqlen_offset": 0, "max_seqlen": 9}),
-    (lambda: flashlin.FusedCrossEntropyLoss(), {"input": randn(6, 9), "target": torch.zeros(6, dtype=torch.int64)}),
-    (lambda: flashlin.FusedLinearCrossEntropyLoss(), {"x": randn(6, 8), "target": torch.zeros(6, dtype=torch.int64), "weight": randn(9, 8),
-                                                      "bias": randn(9)}),
-    (lambda: flashlin.FusedRMSNormGated(8), {"x": randn(6, 8), "g": randn(6, 8), "residual": randn(6, 8), "prenorm": True, "residual_in_fp32": True}),
+    (lambda: flashlin.ShortConvolution(8, 4),
+     {"x": randn(1, 6, 8), "residual": randn(1, 6, 8), "mask": torch.ones(1, 6), "cache": randn(1, 8, 4),
+      "output_final_state": True}),
+    (lambda: flashlin.RotaryEmbedding(8),
+     {"q": randn(1, 6, 2, 8), "k": randn(1, 6, 2, 8), "seqlen_offset": 0, "max_seqlen": 9}),
+    (lambda: flashlin.FusedCrossEntropyLoss(),
+     {"input": randn(6, 9), "target": torch.zeros(6, dtype=torch.int64)}),
+    (lambda: flashlin.FusedLinearCrossEntropyLoss(),
+     {"x": randn(6, 8), "target": torch.zeros(6, dtype=torch.int64), "weight": randn(9, 8),
+      "bias": randn(9)}),
+    (lambda: flashlin.FusedRMSNormGated(8),
+     {"x": randn(6, 8), "g": randn(6, 8), "residual": randn(6, 8), "prenorm": True,
+      "residual_in_fp32": True}),
     (lambda: flashlin.RMSNormGated(8), {"x": randn(6, 8), "z": randn(6, 8)}),
 ])
 @pytest.mark.parametrize("grad", [True, False])
@@ -83,9 +94,12 @@ SCALED = [op for op in OPS if "scale" in inspect.signature(getattr(flashlin, op)
 
 
 @pytest.mark.parametrize(("scale", "error", "text"), [
-    ("abc", TypeError, "scale: got 'abc', need a finite number"), (True, TypeError, "scale: got True, need a finite number"),
-    (torch.ones(1), TypeError, "scale: got Tensor, need a finite number"), (np.ones(1), TypeError, "scale: got ndarray, need a finite number"),
-    (math.nan, ValueError, "scale: got nan, need a finite number"), (-math.inf, ValueError, "scale: got -inf, need a finite number"),
+    ("abc", TypeError, "scale: got 'abc', need a finite number"),
+    (True, TypeError, "scale: got True, need a finite number"),
+    (torch.ones(1), TypeError, "scale: got Tensor, need a finite number"),
+    (np.ones(1), TypeError, "scale: got ndarray, need a finite number"),
+    (math.nan, ValueError, "scale: got nan, need a finite number"),
+    (-math.inf, ValueError, "scale: got -inf, need a finite number"),
 ])
 def test_scale_is_a_finite_number(scale: Any, error: type[Exception], text: str) -> None:
     assert len(SCALED) == 41
@@ -99,10 +113,12 @@ def test_numbers_of_numpy_and_flags_of_none_will_do(op: str) -> None:
     q = randn(1, 3, 1, 8)
     expected, _ = getattr(flashlin, op)(q, q, q, -q.abs(), scale=2.0)
     for number in (np.float32(2), np.float64(2), np.int64(2), 2):
-        o, state = getattr(flashlin, op)(q, q, q, -q.abs(), scale=number, output_final_state=None, state_v_first=np.bool_(False))
+        o, state = getattr(flashlin, op)(q, q, q, -q.abs(), scale=number, output_final_state=None,
+                                         state_v_first=np.bool_(False))
         assert state is None and torch.equal(o, expected)
     for number in (np.float32(0.5), 1):
-        torch.testing.assert_close(flashlin.rms_norm(q, None, None, eps=number), flashlin.rms_norm(q, None, None, eps=float(number)))
+        torch.testing.assert_close(flashlin.rms_norm(q, None, None, eps=number),
+                                   flashlin.rms_norm(q, None, None, eps=float(number)))
 
 
 def test_a_convolution_without_a_wish_for_states_has_none() -> None:
@@ -115,22 +131,32 @@ TARGET = torch.zeros(4, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(("call", "error", "text"), [
-    (lambda: flashlin.rms_norm(X, LINE, None, eps=None), TypeError, "eps: got None, need a number of at least 0"),
+    (lambda: flashlin.rms_norm(X, LINE, None, eps=None), TypeError,
+     "eps: got None, need a number of at least 0"),
     (lambda: flashlin.l2norm(X, eps="small"), TypeError, "eps: got 'small', need a number of at least 0"),
-    (lambda: flashlin.layer_norm(X, LINE, None, eps=math.nan), ValueError, "eps: got nan, need a number of at least 0"),
-    (lambda: flashlin.rmsnorm_fn(None, LINE, None), TypeError, "x: got NoneType, need a tensor of shape [..., D]"),
-    (lambda: flashlin.layernorm_fn(None, LINE, None), TypeError, "x: got NoneType, need a tensor of shape [..., D]"),
-    (lambda: flashlin.rms_norm(X.to_sparse(), LINE, None), TypeError, "x: got a sparse_coo tensor, need a dense tensor of shape [..., D]"),
-    (lambda: flashlin.rms_norm(X, LINE.to_sparse(), None), TypeError, "weight: got a sparse_coo tensor, need a dense tensor of shape [D]"),
+    (lambda: flashlin.layer_norm(X, LINE, None, eps=math.nan), ValueError,
+     "eps: got nan, need a number of at least 0"),
+    (lambda: flashlin.rmsnorm_fn(None, LINE, None), TypeError,
+     "x: got NoneType, need a tensor of shape [..., D]"),
+    (lambda: flashlin.layernorm_fn(None, LINE, None), TypeError,
+     "x: got NoneType, need a tensor of shape [..., D]"),
+    (lambda: flashlin.rms_norm(X.to_sparse(), LINE, None), TypeError,
+     "x: got a sparse_coo tensor, need a dense tensor of shape [..., D]"),
+    (lambda: flashlin.rms_norm(X, LINE.to_sparse(), None), TypeError,
+     "weight: got a sparse_coo tensor, need a dense tensor of shape [D]"),
     (lambda: flashlin.fused_linear_cross_entropy_loss(torch.tensor(1.0), TARGET, LINES), ValueError,
      "x: got shape [], need [N, D] with D of at least 1"),
     (lambda: flashlin.fused_linear_cross_entropy_loss(X, TARGET, torch.tensor(1.0)), ValueError,
      "weight: got shape [], need [V, D] with V of at least 1 and D = 8"),
-    (lambda: flashlin.fused_linear_cross_entropy_loss(X, TARGET, LINES, torch.tensor(1.0)), ValueError, "bias: got shape [], need [V] = [5]"),
-    (lambda: flashlin.fused_linear_cross_entropy_loss(X.to("meta"), TARGET, LINES), ValueError, "weight: got device cpu, need meta, where x is"),
-    (lambda: flashlin.mamba_split_conv1d_scan_combined(**{**arguments("mamba_split_conv1d_scan_combined"), "outproj_bias": randn(5).bfloat16()}),
+    (lambda: flashlin.fused_linear_cross_entropy_loss(X, TARGET, LINES, torch.tensor(1.0)), ValueError,
+     "bias: got shape [], need [V] = [5]"),
+    (lambda: flashlin.fused_linear_cross_entropy_loss(X.to("meta"), TARGET, LINES), ValueError,
+     "weight: got device cpu, need meta, where x is"),
+    (lambda: flashlin.mamba_split_conv1d_scan_combined(**{**arguments("mamba_split_conv1d_scan_combined"),
+                                                          "outproj_bias": randn(5).bfloat16()}),
      TypeError, "outproj_bias: got dtype torch.bfloat16, need torch.float32, as zxbcdt (or autocast)"),
-    (lambda: flashlin.chunk_gla(*[randn(1, 6, 2, 8).to("meta")] * 4, cu_seqlens=torch.tensor([0, 6]).to("meta")), ValueError,
+    (lambda: flashlin.chunk_gla(*[randn(1, 6, 2, 8).to("meta")] * 4,
+                                cu_seqlens=torch.tensor([0, 6]).to("meta")), ValueError,
      "cu_seqlens: got a tensor on meta, need one with values: how long sequences are decides what is computed"),
 ])
 def test_what_used_to_be_raw_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
@@ -141,48 +167,63 @@ def test_what_used_to_be_raw_errors(call: Callable[[], Any], error: type[Excepti
 
 @pytest.mark.parametrize("op", OPS)
 def test_meta_tensors_have_shapes(op: str) -> None:
-    given = {name: x for name, x in arguments(op).items() if not name.startswith("cu_seqlens") and name != "return_varlen_states"}
+    given = {name: x for name,
+             x in arguments(op).items() if not name.startswith("cu_seqlens")
+             and name != "return_varlen_states"}
     batch = next(x.shape[0] for x in given.values() if isinstance(x, Tensor))
-    for name in ("initial_state", "cache"):  # of as many sequences as the batch has rows, now that nothing is packed
+    # of as many sequences as the batch has rows, now that nothing is packed
+    for name in ("initial_state", "cache"):
         if batch == 1 and isinstance(given.get(name), Tensor):
             given[name] = given[name][:1]
-    given = {name: [part[:1] for part in x] if isinstance(x, tuple) and isinstance(x[0], Tensor) else x for name, x in given.items()}
+    given = {name: [part[:1] for part in x] if isinstance(x, tuple) and isinstance(x[0], Tensor) else x
+             for name, x in given.items()}
     given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
     if op == "rotary_embedding":
         given["seqlen_offsets"] = given["seqlen_offsets"][:1]
 
     def on(device: str) -> Any:
         def moved(x: Any) -> Any:
-            return x.to(device) if isinstance(x, Tensor) else tuple(map(moved, x)) if isinstance(x, tuple) else x
+            return x.to(device) if isinstance(x, Tensor) else tuple(map(moved, x)) if isinstance(x,
+                                                                                                 tuple) else x
         return getattr(flashlin, op)(**{name: moved(x) for name, x in copied(given).items()})
     found, expected = (y if isinstance(y, tuple) else (y,) for y in (on("meta"), on("cpu")))
     for y, z in zip(found, expected, strict=True):
         for part, like in zip(y, z, strict=True) if isinstance(z, tuple) else [(y, z)]:
-            assert (part is None and like is None) or (part.shape == like.shape and part.dtype == like.dtype and part.device.type == "meta")
+            assert (part is None and like is None) or (part.shape == like.shape and part.dtype == like.dtype
+                                                       and part.device.type == "meta")
 
 
 AFFINE = "hidden_size elementwise_affine bias eps device dtype"
 GATED = "hidden_size elementwise_affine eps device dtype"
-LOSS = ("ignore_index label_smoothing logit_scale logit_softcapping num_chunks reduction use_l2warp l2_penalty_factor accumulate_grad_in_fp32 "
+LOSS = ("ignore_index label_smoothing logit_scale logit_softcapping num_chunks reduction use_l2warp "
+        "l2_penalty_factor accumulate_grad_in_fp32 "
         "process_group")
 ORDERS = {  # of positional arguments, as in fla 0.6.0: of the class, and of a call
-    "LayerNorm": (AFFINE, "x residual prenorm residual_in_fp32"), "RMSNorm": (AFFINE, "x residual prenorm residual_in_fp32"),
-    "GroupNorm": ("num_groups hidden_size elementwise_affine bias eps is_rms_norm device dtype", "x residual prenorm residual_in_fp32"),
+    "LayerNorm": (AFFINE, "x residual prenorm residual_in_fp32"),
+    "RMSNorm": (AFFINE, "x residual prenorm residual_in_fp32"),
+    "GroupNorm": ("num_groups hidden_size elementwise_affine bias eps is_rms_norm device dtype",
+                  "x residual prenorm residual_in_fp32"),
     "LayerNormLinear": (AFFINE, "x weight bias residual prenorm residual_in_fp32"),
     "RMSNormLinear": (AFFINE, "x weight bias residual prenorm residual_in_fp32"),
     "GroupNormLinear": ("num_groups hidden_size elementwise_affine bias eps is_rms_norm device dtype",
                         "x weight bias residual prenorm residual_in_fp32"),
-    "FusedLayerNormGated": ("hidden_size elementwise_affine bias activation eps device dtype", "x g residual prenorm residual_in_fp32"),
-    "FusedRMSNormGated": ("hidden_size elementwise_affine eps activation device dtype", "x g residual prenorm residual_in_fp32"),
+    "FusedLayerNormGated": ("hidden_size elementwise_affine bias activation eps device dtype",
+                            "x g residual prenorm residual_in_fp32"),
+    "FusedRMSNormGated": ("hidden_size elementwise_affine eps activation device dtype",
+                          "x g residual prenorm residual_in_fp32"),
     "FusedLayerNormSwishGate": (AFFINE, "x g residual prenorm residual_in_fp32"),
     "FusedRMSNormSwishGate": (GATED, "x g residual prenorm residual_in_fp32"),
-    **dict.fromkeys(("FusedLayerNormGatedLinear", "FusedRMSNormGatedLinear", "FusedLayerNormSwishGateLinear", "FusedRMSNormSwishGateLinear"),
+    **dict.fromkeys(("FusedLayerNormGatedLinear", "FusedRMSNormGatedLinear", "FusedLayerNormSwishGateLinear",
+                     "FusedRMSNormSwishGateLinear"),
                     (GATED, "x g weight bias residual prenorm residual_in_fp32")),
-    "RMSNormGated": ("hidden_size eps group_size norm_before_gate device dtype", "x z"), "L2Norm": ("eps output_dtype", "x"),
-    "RotaryEmbedding": ("dim base scale_base interleaved pos_idx_in_fp32 device", "q k seqlen_offset cu_seqlens max_seqlen chunk_indices"),
+    "RMSNormGated": ("hidden_size eps group_size norm_before_gate device dtype", "x z"),
+    "L2Norm": ("eps output_dtype", "x"),
+    "RotaryEmbedding": ("dim base scale_base interleaved pos_idx_in_fp32 device",
+                        "q k seqlen_offset cu_seqlens max_seqlen chunk_indices"),
     "ShortConvolution": ("hidden_size kernel_size bias activation backend device dtype",
                          "x residual mask cache output_final_state cu_seqlens chunk_indices"),
-    "FusedCrossEntropyLoss": ("ignore_index reduction label_smoothing logit_scale lse_square_scale logit_softcapping inplace_backward process_group "
+    "FusedCrossEntropyLoss": ("ignore_index reduction label_smoothing logit_scale lse_square_scale "
+                              "logit_softcapping inplace_backward process_group "
                               "return_z_loss", "input target"),
     "FusedLinearCrossEntropyLoss": (LOSS, "x target weight bias")}
 
@@ -210,7 +251,9 @@ def test_fewer_tokens_than_heads_are_told_once(op: str, monkeypatch: pytest.Monk
         warnings.simplefilter("error")
         for T, H in ((0, 4), (1, 4), (4, 4), (5, 4)):  # nothing, decoding, no fewer, more
             call(T, H)
-    with pytest.warns(UserWarning, match=f"{op}: got 3 tokens of 4 heads, from tensors that are .* if yours are .* pass x.transpose") as told:
+    with pytest.warns(UserWarning,
+                      match=f"{op}: got 3 tokens of 4 heads, from tensors that are .* if yours are .* pass "
+                            "x.transpose") as told:
         call(3, 4)
     assert [warning.filename for warning in told] == [__file__]
     with warnings.catch_warnings():

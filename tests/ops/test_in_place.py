@@ -1,4 +1,5 @@
-"""What is overwritten has a place for each of its elements: expanded and overlapping states are refused by name."""
+"""What is overwritten has a place for each of its elements: expanded and overlapping states are refused by
+name."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,12 +15,14 @@ ones = torch.ones
 
 
 def state_update(state: torch.Tensor) -> Any:
-    return flashlin.selective_state_update(state, ones(N, H, P), ones(N, H, P), -ones(H, P, D), ones(N, H, D), ones(N, H, D))
+    return flashlin.selective_state_update(state, ones(N, H, P), ones(N, H, P), -ones(H, P, D), ones(N, H, D),
+                                           ones(N, H, D))
 
 
 def recurrent(state: torch.Tensor) -> Any:
     q = ones(N, 1, H, P)
-    return flashlin.fused_recurrent_delta_rule(q, q, ones(N, 1, H, D), initial_state=state, inplace_state=True)
+    return flashlin.fused_recurrent_delta_rule(q, q, ones(N, 1, H, D), initial_state=state,
+                                               inplace_state=True)
 
 
 def rotary(x: torch.Tensor) -> Any:
@@ -28,9 +31,14 @@ def rotary(x: torch.Tensor) -> Any:
 
 WINDOW, STATE = (N, D, W), (N, H, P, D)
 CALLS: dict[str, tuple[str, tuple[int, ...], Callable[[torch.Tensor], Any]]] = {
-    "selective_state_update": ("state", STATE, state_update), "fused_recurrent_delta_rule": ("initial_state", STATE, recurrent),
-    "causal_conv1d_update": ("cache", WINDOW, lambda cache: flashlin.causal_conv1d_update(ones(N, D), cache, weight=ones(D, W))),
-    "mamba_causal_conv1d_update": ("conv_state", WINDOW, lambda state: flashlin.mamba_causal_conv1d_update(ones(N, D), state, ones(D, W))),
+    "selective_state_update": ("state", STATE, state_update),
+    "fused_recurrent_delta_rule": ("initial_state", STATE, recurrent),
+    "causal_conv1d_update": ("cache", WINDOW,
+                             lambda cache: flashlin.causal_conv1d_update(ones(N, D), cache,
+                                                                         weight=ones(D, W))),
+    "mamba_causal_conv1d_update": ("conv_state", WINDOW,
+                                   lambda state: flashlin.mamba_causal_conv1d_update(ones(N, D), state,
+                                                                                     ones(D, W))),
     "causal_conv1d_fn": ("final_states_out", WINDOW, lambda out: flashlin.causal_conv1d_fn(
         ones(N, D, 5), ones(D, W + 1), return_final_states=True, final_states_out=out)),
     "rotary_embedding": ("x", (N, P, H, D), rotary)}
@@ -49,7 +57,8 @@ def test_what_lies_on_itself_is_refused_by_name(op: str) -> None:
     call(torch.zeros(shape))
 
 
-@pytest.mark.parametrize("op", [op for op in CALLS if op != "fused_recurrent_delta_rule"])  # whose pools have to be contiguous
+# whose pools have to be contiguous
+@pytest.mark.parametrize("op", [op for op in CALLS if op != "fused_recurrent_delta_rule"])
 def test_what_only_lies_far_apart_or_turned_round_is_written_through(op: str) -> None:
     _, shape, call = CALLS[op]
     whole = torch.full([2 * size for size in reversed(shape)], 0.5)

@@ -14,4 +14,5 @@ def test_what_is_not_finite_stays_in_its_chunk_head_and_sequence(call: isolation
 
 def test_every_op_is_there() -> None:
     modes = {op for op, (_, mode) in OPS.items() if mode == "auto"} | {"rwkv7"}
-    assert {call.op for call in isolation.CALLS} == set(OPS) - modes - {"fused_linear_cross_entropy_loss"}  # which is one number for all rows
+    # which is one number for all rows
+    assert {call.op for call in isolation.CALLS} == set(OPS) - modes - {"fused_linear_cross_entropy_loss"}

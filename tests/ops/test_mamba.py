@@ -1,4 +1,5 @@
-"""Mamba2 on the torch path: gradients in float64, states through views, errors by name, modules, torch.compile. The kernels: tests/interpret."""
+"""Mamba2 on the torch path: gradients in float64, states through views, errors by name, modules,
+torch.compile. The kernels: tests/interpret."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -26,12 +27,16 @@ def made(maker: Callable[..., Tensors], dtype: torch.dtype = torch.float32, **fa
 scan_inputs = partial(made, make_scan, T=12, V=8, K=16)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.id.startswith("real") and (case.quick or case.id in (
-    "sequences", "packed", "everything", "groups", "tokens-together", "gate-first", "sequences-state", "tokens-ring", "pool", "no-heads",
-    "groups-gate-first"))], ids=str)
+@pytest.mark.parametrize("case",
+                         [case for case in CASES if not case.id.startswith("real")
+                          and (case.quick or case.id in (
+"sequences", "packed", "everything", "groups", "tokens-together", "gate-first", "sequences-state",
+"tokens-ring", "pool", "no-heads", "groups-gate-first"))], ids=str)
 def test_float64_is_exact(case: Any) -> None:
-    """Also the gradients: what torch differentiates here are the formulas, so they must agree with the recurrence's to the last digits."""
-    exact = case._replace(make=lambda *args: {name: x.double() if x.is_floating_point() else x for name, x in case.make(*args).items()})
+    """Also the gradients: what torch differentiates here are the formulas, so they must agree with the
+    recurrence's to the last digits."""
+    exact = case._replace(make=lambda *args: {name: x.double() if x.is_floating_point() else x for name,
+                                              x in case.make(*args).items()})
     assert [verdict for verdict in check(exact, CPU, torch.float64) if not verdict.rms < 1e-11] == []
 
 
@@ -42,8 +47,11 @@ def test_a_head_of_a_larger_state_is_written_through() -> None:
     given = made(make_step, tied=False, H=0)
     whole = torch.randn(3, 2, 20, 24)
     state, before = whole[:, 1], whole.clone()
-    y = mamba.selective_state_update(state, *(given[name] for name in ("x", "dt", "A", "B", "C")), dt_softplus=True)
-    wanted, after = reference.step(before[:, 1:], *(given[name].unsqueeze(at) for name, at in (("x", 1), ("dt", 1), ("A", 0), ("B", 1), ("C", 1))),
+    y = mamba.selective_state_update(state, *(given[name] for name in ("x", "dt", "A", "B", "C")),
+                                     dt_softplus=True)
+    wanted, after = reference.step(before[:, 1:],
+                                   *(given[name].unsqueeze(at) for name,
+                                     at in (("x", 1), ("dt", 1), ("A", 0), ("B", 1), ("C", 1))),
                                    softplus=True)
     torch.testing.assert_close(y, wanted[:, 0])
     torch.testing.assert_close(whole[:, 1], after[:, 0])
@@ -64,18 +72,24 @@ def test_a_sequence_without_a_state_touches_nothing(index: int) -> None:
     given = made(make_window)
     state = given.pop("conv_state")
     before, indices = state.clone(), torch.tensor([2, index, 0, 1, 4])
-    y = mamba.causal_conv1d_update(given["x"], state, given["weight"], given["bias"], conv_state_indices=indices)
-    assert not y[1].any() and y[0].any() and torch.equal(state[3], before[3]) and not torch.equal(state[0], before[0])
+    y = mamba.causal_conv1d_update(given["x"], state, given["weight"], given["bias"],
+                                   conv_state_indices=indices)
+    assert not y[1].any() and y[0].any() and torch.equal(state[3], before[3]) and not torch.equal(state[0],
+                                                                                                  before[0])
 
 
 def test_decoding_continues_what_the_scan_began() -> None:
     given = scan_inputs(given=("D", "z", "dt_bias"), b=2)
-    y, ht = mamba.mamba_chunk_scan_combined(**given, chunk_size=16, dt_softplus=True, return_final_states=True)
+    y, ht = mamba.mamba_chunk_scan_combined(**given, chunk_size=16, dt_softplus=True,
+                                            return_final_states=True)
     state = torch.zeros_like(ht)
     H, P, N = state.shape[1:]
-    A, D, bias = given["A"][:, None, None].expand(H, P, N), given["D"][:, None].expand(H, P), given["dt_bias"][:, None].expand(H, P)
-    rows = [mamba.selective_state_update(state, given["x"][:, t], given["dt"][:, t, :, None].expand(-1, H, P), A, given["B"][:, t], given["C"][:, t],
-                                         D, given["z"][:, t], bias, True) for t in range(12)]
+    A, D, bias = given["A"][:, None, None].expand(H, P, N), given["D"][:, None].expand(H,
+                                                                                       P), given["dt_bias"][:,
+                                                                                                            None].expand(H, P)
+    rows = [mamba.selective_state_update(state, given["x"][:, t], given["dt"][:, t, :, None].expand(-1, H, P),
+                                         A, given["B"][:, t], given["C"][:, t], D, given["z"][:, t], bias,
+                                         True) for t in range(12)]
     torch.testing.assert_close(torch.stack(rows, 1), y)
     torch.testing.assert_close(state, ht)
 
@@ -118,9 +132,11 @@ def test_nothing_to_do() -> None:
         assert y.shape == given["x"].shape and torch.equal(ht, given["initial_states"])
         (y.sum() + ht.sum()).backward()
         assert mamba.causal_conv1d_fn(torch.zeros(facts.get("b", 2), 6, facts.get("T", 3)), torch.zeros(6, 4),
-                                      seq_idx=torch.zeros(facts.get("b", 2), facts.get("T", 3), dtype=torch.int32)).numel() == 0
+                                      seq_idx=torch.zeros(facts.get("b", 2), facts.get("T", 3),
+                                                          dtype=torch.int32)).numel() == 0
     x, groups = torch.zeros(0, 2, 3), torch.zeros(0, 1, 4)
-    assert mamba.selective_state_update(torch.zeros(0, 2, 3, 4), x, x, torch.zeros(2, 3, 4), groups, groups).shape == (0, 2, 3)
+    assert mamba.selective_state_update(torch.zeros(0, 2, 3, 4), x, x, torch.zeros(2, 3, 4), groups,
+                                        groups).shape == (0, 2, 3)
 
 
 def test_no_heads_are_no_error() -> None:
@@ -145,16 +161,21 @@ WRONG_SCANS = [
     ({"x": torch.zeros(2, 12, 4)}, ValueError, "x: got shape [2, 12, 4], need [b, T, H, P]"),
     ({"dt": torch.zeros(2, 12, 3)}, ValueError, "dt: got shape [2, 12, 3], need [b, T, H] = [2, 12, 4]"),
     ({"A": torch.zeros(3)}, ValueError, "A: got shape [3], need [H] = [4]"),
-    ({"B": torch.zeros(2, 12, 3, 16)}, ValueError, "B: got shape [2, 12, 3, 16], need [b, T, G, N] with G a divisor of the 4 heads"),
+    ({"B": torch.zeros(2, 12, 3, 16)}, ValueError,
+     "B: got shape [2, 12, 3, 16], need [b, T, G, N] with G a divisor of the 4 heads"),
     ({"C": torch.zeros(2, 12, 1, 16)}, ValueError, "C: got shape [2, 12, 1, 16], need B's shape"),
     ({"D": torch.zeros(5)}, ValueError, "D: got shape [5], need [H, P] or [H] = [4]"),
-    ({"z": torch.zeros(2, 12, 4, 9)}, ValueError, "z: got shape"), ({"dt_bias": 1.0}, TypeError, "dt_bias: got float"),
-    ({"initial_states": torch.zeros(2, 4, 16, 8)}, ValueError, "initial_states: got shape [2, 4, 16, 8], need [b, H, P, N] = [2, 4, 8, 16]"),
+    ({"z": torch.zeros(2, 12, 4, 9)}, ValueError, "z: got shape"),
+    ({"dt_bias": 1.0}, TypeError, "dt_bias: got float"),
+    ({"initial_states": torch.zeros(2, 4, 16, 8)}, ValueError,
+     "initial_states: got shape [2, 4, 16, 8], need [b, H, P, N] = [2, 4, 8, 16]"),
     ({"seq_idx": torch.zeros(2, 11).int()}, ValueError, "seq_idx: got shape [2, 11], need [b, T] = [2, 12]"),
     ({"seq_idx": torch.zeros(2, 12)}, TypeError, "seq_idx: got torch.float32, need a tensor of integers"),
-    ({"chunk_size": 0}, ValueError, "chunk_size: got 0, need an integer"), ({"dt_limit": (1.0, 0.5)}, ValueError, "dt_limit: got (1.0, 0.5)"),
+    ({"chunk_size": 0}, ValueError, "chunk_size: got 0, need an integer"),
+    ({"dt_limit": (1.0, 0.5)}, ValueError, "dt_limit: got (1.0, 0.5)"),
     ({"return_varlen_states": True}, ValueError, "cu_seqlens: got None with return_varlen_states"),
-    ({"return_varlen_states": True, "cu_seqlens": torch.tensor([0, 12])}, ValueError, "x: The batch size is expected to be 1 rather than 2")]
+    ({"return_varlen_states": True, "cu_seqlens": torch.tensor([0, 12])}, ValueError,
+     "x: The batch size is expected to be 1 rather than 2")]
 
 
 @pytest.mark.parametrize(("change", "error", "text"), WRONG_SCANS, ids=[text for *_, text in WRONG_SCANS])
@@ -165,19 +186,24 @@ def test_wrong_scans(change: dict[str, Any], error: type[Exception], text: str) 
 
 
 WRONG_LAYERS = [
-    ({"headdim": None}, "headdim: got None with D of shape [H], need P"), ({"ngroups": 3}, "ngroups: got 3, need a divisor of the 4 heads"),
+    ({"headdim": None}, "headdim: got None with D of shape [H], need P"),
+    ({"ngroups": 3}, "ngroups: got 3, need a divisor of the 4 heads"),
     ({"zxbcdt": torch.zeros(2, 5, 197)}, "zxbcdt: got 197 columns, need 2 H P + 2 G N + H = 196"),
     ({"conv1d_weight": torch.zeros(67, 4)}, "conv1d_weight: got 67 channels, need H P + 2 G N = 64 + 4 N"),
     ({"rmsnorm_weight": torch.zeros(5)}, "rmsnorm_weight: got shape [5], need [H P] = [64]"),
-    ({"outproj_weight": None, "outproj_bias": torch.zeros(24)}, "outproj_bias: got a tensor without outproj_weight"),
-    ({"outproj_weight": torch.zeros(24, 65)}, "outproj_weight: got shape [24, 65], need [out, M + H P] = [any, 64]"),
-    ({"activation": "gelu"}, "activation: got 'gelu'"), ({"conv1d_bias": torch.zeros(5)}, "conv1d_bias: got shape [5]")]
+    ({"outproj_weight": None, "outproj_bias": torch.zeros(24)},
+     "outproj_bias: got a tensor without outproj_weight"),
+    ({"outproj_weight": torch.zeros(24, 65)},
+     "outproj_weight: got shape [24, 65], need [out, M + H P] = [any, 64]"),
+    ({"activation": "gelu"}, "activation: got 'gelu'"),
+    ({"conv1d_bias": torch.zeros(5)}, "conv1d_bias: got shape [5]")]
 
 
 @pytest.mark.parametrize(("change", "text"), WRONG_LAYERS, ids=[text for _, text in WRONG_LAYERS])
 def test_wrong_layers(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as raised:
-        mamba.mamba_split_conv1d_scan_combined(**{**made(make_layer, T=5), "chunk_size": 16, "headdim": 16, "ngroups": 2, **change})  # type: ignore[arg-type]
+        mamba.mamba_split_conv1d_scan_combined(**{**made(make_layer, T=5), "chunk_size": 16, "headdim": 16,
+                                                  "ngroups": 2, **change})  # type: ignore[arg-type]
     assert str(raised.value).startswith(text)
 
 
@@ -188,14 +214,17 @@ def step_inputs() -> dict[str, Any]:
 WRONG_STEPS = [
     ({"state": torch.zeros(3, 4)}, ValueError, "state: got shape [3, 4], need [b, H, P, N] or [b, P, N]"),
     ({"state": None}, TypeError, "state: got NoneType"),
-    ({"state": torch.zeros(2, 4, 20, 24)}, ValueError, "state: got 2 rows, need 3, as x (or state_batch_indices)"),
-    ({"state": torch.zeros(3, 4, 20, 24, requires_grad=True)}, ValueError, "state: got a tensor that requires a gradient"),
+    ({"state": torch.zeros(2, 4, 20, 24)}, ValueError,
+     "state: got 2 rows, need 3, as x (or state_batch_indices)"),
+    ({"state": torch.zeros(3, 4, 20, 24, requires_grad=True)}, ValueError,
+     "state: got a tensor that requires a gradient"),
     ({"x": torch.zeros(3, 4, 19)}, ValueError, "x: got shape [3, 4, 19], need [b, H, P] = [3, 4, 20]"),
     ({"A": torch.zeros(4, 20, 23)}, ValueError, "A: got shape [4, 20, 23], need [H, P, N] = [4, 20, 24]"),
     ({"B": torch.zeros(3, 3, 24)}, ValueError, "B: got 3 groups, need a divisor of the 4 heads"),
     ({"C": torch.zeros(3, 1, 24)}, ValueError, "C: got shape [3, 1, 24], need [3, 2, 24], as B"),
     ({"state_batch_indices": torch.zeros(3)}, TypeError, "state_batch_indices: got torch.float32"),
-    ({"state_batch_indices": torch.zeros(2).int()}, ValueError, "state_batch_indices: got shape [2], need [b] = [3]")]
+    ({"state_batch_indices": torch.zeros(2).int()}, ValueError,
+     "state_batch_indices: got shape [2], need [b] = [3]")]
 
 
 @pytest.mark.parametrize(("change", "error", "text"), WRONG_STEPS, ids=[text for *_, text in WRONG_STEPS])
@@ -207,19 +236,26 @@ def test_wrong_steps(change: dict[str, Any], error: type[Exception], text: str) 
 
 X, W = torch.zeros(2, 6, 9), torch.zeros(6, 4)
 WRONG_CONVOLUTIONS = [
-    ("fn", {"x": X[0]}, "x: got shape [6, 9], need [b, D, T]"), ("fn", {"weight": W[:5]}, "weight: got shape [5, 4], need [D, W]"),
-    ("fn", {"initial_states": torch.zeros(2, 6, 4)}, "initial_states: got shape [2, 6, 4], need [b, D, W - 1] = [2, 6, 3]"),
-    ("fn", {"seq_idx": torch.zeros(2, 9).int(), "return_final_states": True}, "return_final_states: got True with seq_idx"),
+    ("fn", {"x": X[0]}, "x: got shape [6, 9], need [b, D, T]"),
+    ("fn", {"weight": W[:5]}, "weight: got shape [5, 4], need [D, W]"),
+    ("fn", {"initial_states": torch.zeros(2, 6, 4)},
+     "initial_states: got shape [2, 6, 4], need [b, D, W - 1] = [2, 6, 3]"),
+    ("fn", {"seq_idx": torch.zeros(2, 9).int(), "return_final_states": True},
+     "return_final_states: got True with seq_idx"),
     ("fn", {"activation": "relu"}, "activation: got 'relu'"),
     ("update", {"conv_state": torch.zeros(2, 6, 2)}, "conv_state: got 2 slots, need at least W - 1 = 3"),
-    ("update", {"conv_state": torch.zeros(3, 6, 4)}, "conv_state: got shape [3, 6, 4], need [b, D, L] = [2, 6, any]"),
-    ("update", {"conv_state": torch.zeros(2, 6, 4, requires_grad=True)}, "conv_state: got a tensor that requires a gradient"),
+    ("update", {"conv_state": torch.zeros(3, 6, 4)},
+     "conv_state: got shape [3, 6, 4], need [b, D, L] = [2, 6, any]"),
+    ("update", {"conv_state": torch.zeros(2, 6, 4, requires_grad=True)},
+     "conv_state: got a tensor that requires a gradient"),
     ("update", {"cache_seqlens": torch.zeros(3).int()}, "cache_seqlens: got shape [3], need [b] = [2]")]
 
 
-@pytest.mark.parametrize(("name", "change", "text"), WRONG_CONVOLUTIONS, ids=[text for *_, text in WRONG_CONVOLUTIONS])
+@pytest.mark.parametrize(("name", "change", "text"), WRONG_CONVOLUTIONS,
+                         ids=[text for *_, text in WRONG_CONVOLUTIONS])
 def test_wrong_convolutions(name: str, change: dict[str, Any], text: str) -> None:
-    given: dict[str, Any] = {"x": X, "weight": W, **({"conv_state": torch.zeros(2, 6, 4)} if name == "update" else {}), **change}
+    given: dict[str, Any] = {"x": X, "weight": W,
+                             **({"conv_state": torch.zeros(2, 6, 4)} if name == "update" else {}), **change}
     with pytest.raises(ValueError) as raised:
         getattr(mamba, f"causal_conv1d_{name}")(**given)
     assert str(raised.value).startswith(text)
@@ -274,7 +310,8 @@ def test_lengths_share_a_graph() -> None:
     for T in (70, 100):
         given = {name: x.requires_grad_() for name, x in made(make_layer, T=T).items()}
         given["seq_idx"] = (torch.arange(T) > 30).int().expand(2, T)
-        found = [[y, *torch.autograd.grad(y.sin().sum(), list(given.values())[:-1])] for y in (compiled(given), layer(given))]
+        found = [[y, *torch.autograd.grad(y.sin().sum(), list(given.values())[:-1])]
+                 for y in (compiled(given), layer(given))]
         for got, wanted in zip(*found, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     assert graphs.frame_count <= 2
@@ -287,8 +324,9 @@ def test_a_compiled_step_in_a_pool() -> None:
     def layer(state: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
         inputs = (given[name] for name in ("x", "dt", "A", "B", "C"))
         y = mamba.selective_state_update(state, *inputs, state_batch_indices=given["state_batch_indices"])
-        return y.sum() + mamba.causal_conv1d_update(columns["x"], window, columns["weight"], None, None, columns["cache_seqlens"],
-                                                    columns["conv_state_indices"])
+        return y.sum() + mamba.causal_conv1d_update(columns["x"], window, columns["weight"], None, None,
+                                                    columns["cache_seqlens"], columns["conv_state_indices"])
     ours, theirs = ([x.clone() for x in (given["state"], columns["conv_state"])] for _ in range(2))
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(*ours), layer(*theirs))
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(*ours),
+                               layer(*theirs))
     torch.testing.assert_close(ours, theirs)

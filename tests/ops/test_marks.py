@@ -1,4 +1,5 @@
-"""Sequences told apart by seq_idx share a state; what is not finite stays in its own, and is seen there (kernels/pointwise/marks.py)."""
+"""Sequences told apart by seq_idx share a state; what is not finite stays in its own, and is seen there
+(kernels/pointwise/marks.py)."""
 from __future__ import annotations
 
 import math
@@ -20,20 +21,25 @@ def made(dtype: torch.dtype = torch.float32, rows: int = 2) -> Tensors:
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
-    made = {"x": randn(rows, T, H, P), "dt": randn(rows, T, H).sigmoid(), "A": -0.02 * randn(H).abs(), "B": randn(rows, T, G, N),
-            "C": randn(rows, T, G, N), "D": randn(H), "z": randn(rows, T, H, P), "initial_states": randn(rows, H, P, N)}
+    made = {"x": randn(rows, T, H, P), "dt": randn(rows, T, H).sigmoid(), "A": -0.02 * randn(H).abs(),
+            "B": randn(rows, T, G, N), "C": randn(rows, T, G, N), "D": randn(H), "z": randn(rows, T, H, P),
+            "initial_states": randn(rows, H, P, N)}
     return {name: x.to(dtype) if name in ("x", "B", "C", "z") else x for name, x in made.items()}
 
 
 def numbers(rows: int = 2) -> torch.Tensor:
-    return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in LENGTHS])[:rows]
+    return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row))
+                        for row in LENGTHS])[:rows]
 
 
-def run(inputs: Tensors, cotangents: Tensors | None = None, **extra: Any) -> tuple[list[torch.Tensor], Tensors]:
+def run(inputs: Tensors, cotangents: Tensors | None = None,
+        **extra: Any) -> tuple[list[torch.Tensor], Tensors]:
     rows = len(inputs["x"])
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    found = flashlin.mamba_chunk_scan_combined(**leaves, chunk_size=64, seq_idx=numbers(rows), return_final_states=True, **extra)
-    dys = [(cotangents or {}).get(name, torch.ones_like(y)) for name, y in zip(("y", "ht"), found, strict=False)]
+    found = flashlin.mamba_chunk_scan_combined(**leaves, chunk_size=64, seq_idx=numbers(rows),
+                                               return_final_states=True, **extra)
+    dys = [(cotangents or {}).get(name, torch.ones_like(y)) for name,
+           y in zip(("y", "ht"), found, strict=False)]
     grads = torch.autograd.grad(found[:2], list(leaves.values()), dys)
     return [y.detach() for y in found], dict(zip(leaves, grads, strict=True))
 
@@ -80,7 +86,8 @@ def test_an_initial_state_marks_the_first_sequence() -> None:
     assert broken[1, :34].isnan().all() and broken_ht.equal(ht)
     broken[1, :34] = y[1, :34]
     assert broken.equal(y)
-    assert broken_grads["initial_states"][1].isnan().all() and broken_grads["initial_states"][0].equal(grads["initial_states"][0])
+    assert broken_grads["initial_states"][1].isnan().all() and broken_grads["initial_states"][0].equal(
+        grads["initial_states"][0])
 
 
 def test_gradients_of_outputs_mark_what_they_depend_on() -> None:
@@ -103,8 +110,9 @@ def test_edges_and_numbers_together(first: int) -> None:
     inputs = made(rows=1)
 
     def states() -> tuple[torch.Tensor, torch.Tensor]:
-        y, _, of_sequences = flashlin.mamba_chunk_scan_combined(**inputs, chunk_size=64, seq_idx=numbers(1), cu_seqlens=edges,
-                                                                return_varlen_states=True, return_final_states=True)
+        y, _, of_sequences = flashlin.mamba_chunk_scan_combined(**inputs, chunk_size=64, seq_idx=numbers(1),
+                                                                cu_seqlens=edges, return_varlen_states=True,
+                                                                return_final_states=True)
         return y, of_sequences
     y, of_sequences = states()
     inputs["initial_states"][0, 1] = torch.nan
@@ -125,7 +133,8 @@ def test_what_float16_cannot_hold_counts_as_well() -> None:
     (y, _), _ = run(inputs)
     inputs["x"][0, 20, 1, 0] = 60000.0
     (broken, _), _ = run(inputs)
-    assert broken[0, 20:35].isnan().all() and broken[0, 35:].equal(y[0, 35:]) and broken[0, :20].equal(y[0, :20])
+    assert broken[0, 20:35].isnan().all() and broken[0, 35:].equal(y[0, 35:]) and broken[0,
+                                                                                         :20].equal(y[0, :20])
 
 
 def test_a_decay_of_minus_infinity_is_finite_enough() -> None:

@@ -1,4 +1,5 @@
-"""The norms with a linear layer behind them: what they keep for backward, autocast, modules, errors to the letter, torch.compile."""
+"""The norms with a linear layer behind them: what they keep for backward, autocast, modules, errors to the
+letter, torch.compile."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("torch_path")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype).requires_grad_(grad)
+    return torch.randn(*shape,
+                       generator=torch.Generator().manual_seed(sum(shape))).to(dtype).requires_grad_(grad)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -29,14 +31,19 @@ def test_torch_path_is_the_reference_in_float64(case: Case) -> None:
 
 
 def test_gradients_are_those_of_differences() -> None:
-    tensors = [randn(*shape, dtype=torch.float64, grad=True) for shape in ((3, 6), (6,), (6,), (4, 6), (4,), (3, 6))]
-    assert torch.autograd.gradcheck(lambda *all: flashlin.group_norm_linear(*all, prenorm=True, num_groups=2), tensors)
+    tensors = [randn(*shape, dtype=torch.float64, grad=True)
+               for shape in ((3, 6), (6,), (6,), (4, 6), (4,), (3, 6))]
+    assert torch.autograd.gradcheck(lambda *all: flashlin.group_norm_linear(*all, prenorm=True, num_groups=2),
+                                    tensors)
     x, *rest = tensors
-    assert torch.autograd.gradcheck(lambda g, *all: flashlin.layer_norm_swish_gate_linear(x, g, *all, prenorm=True), (tensors[-1], *rest))
+    assert torch.autograd.gradcheck(lambda g, *all: flashlin.layer_norm_swish_gate_linear(x, g, *all,
+                                                                                          prenorm=True),
+                                    (tensors[-1], *rest))
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_normalised_rows_are_not_kept_and_the_product_is_not_made_again(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_normalised_rows_are_not_kept_and_the_product_is_not_made_again(gated: bool,
+                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     from flashlin.ops import norm_linear
     x, w, weight = randn(50, 16, grad=True), randn(16, grad=True), randn(8, 16, grad=True)
     given, kept = {t.data_ptr() for t in (x, w, weight)}, []
@@ -46,7 +53,9 @@ def test_the_normalised_rows_are_not_kept_and_the_product_is_not_made_again(gate
             kept.append(t)
         return t
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = flashlin.rms_norm_swish_gate_linear(x, x, w, None, weight, None) if gated else flashlin.rms_norm_linear(x, w, None, weight, None)
+        out = flashlin.rms_norm_swish_gate_linear(x, x, w, None, weight,
+                                                  None) if gated else flashlin.rms_norm_linear(x, w, None,
+                                                                                               weight, None)
     assert not [t for t in kept if t.numel() >= x.numel()]
     made = []
 
@@ -70,15 +79,18 @@ def test_nothing_is_set_aside_where_nothing_wants_a_gradient(monkeypatch: pytest
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_autocast_dtype_is_the_linear_layers_in_backward_too(gated: bool) -> None:
-    x, w, weight, bias = randn(50, 16, grad=True), randn(16, grad=True), randn(8, 16, grad=True), randn(8, grad=True)
+    x, w, weight, bias = randn(50, 16, grad=True), randn(16, grad=True), randn(8, 16, grad=True), randn(8,
+                                                                                                        grad=True)
     extra = (x,) if gated else ()
     with torch.autocast("cpu", torch.bfloat16):
-        out = (flashlin.rms_norm_swish_gate_linear if gated else flashlin.rms_norm_linear)(x, *extra, w, None, weight, bias)
+        out = (flashlin.rms_norm_swish_gate_linear if gated else flashlin.rms_norm_linear)(x, *extra, w, None,
+                                                                                           weight, bias)
     y = flashlin.rms_norm_gated(x, x, w, None) if gated else flashlin.rms_norm(x, w, None)
     expected = F.linear(y.bfloat16(), weight.bfloat16(), bias.bfloat16())
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, expected)
-    for got, wanted in zip(*(torch.autograd.grad(o.float().sin().sum(), (x, w, weight, bias)) for o in (out, expected)), strict=True):
+    for got, wanted in zip(*(torch.autograd.grad(o.float().sin().sum(), (x, w, weight, bias))
+                             for o in (out, expected)), strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, wanted)
 
@@ -92,8 +104,10 @@ def test_weights_of_another_dtype_are_used_in_that_of_x() -> None:
 
 # Modules
 
-LINEAR = {"LayerNormLinear": "layer_norm_linear", "RMSNormLinear": "rms_norm_linear", "FusedLayerNormGatedLinear": "layer_norm_swish_gate_linear",
-          "FusedRMSNormGatedLinear": "rms_norm_swish_gate_linear", "FusedLayerNormSwishGateLinear": "layer_norm_swish_gate_linear",
+LINEAR = {"LayerNormLinear": "layer_norm_linear", "RMSNormLinear": "rms_norm_linear",
+          "FusedLayerNormGatedLinear": "layer_norm_swish_gate_linear",
+          "FusedRMSNormGatedLinear": "rms_norm_swish_gate_linear",
+          "FusedLayerNormSwishGateLinear": "layer_norm_swish_gate_linear",
           "FusedRMSNormSwishGateLinear": "rms_norm_swish_gate_linear"}
 
 
@@ -105,7 +119,8 @@ def test_modules_call_their_function(name: str) -> None:
     x, g, weight, bias = randn(5, 16), randn(6, 16)[:5], randn(8, 16), randn(8)
     gate = (g,) if "Gate" in name else ()
     got = module(x, *gate, weight, bias, residual=g, prenorm=True)
-    expected = getattr(flashlin, LINEAR[name])(x, *gate, module.weight, None, weight, bias, residual=g, prenorm=True, eps=0.1)
+    expected = getattr(flashlin, LINEAR[name])(x, *gate, module.weight, None, weight, bias, residual=g,
+                                               prenorm=True, eps=0.1)
     for one, two in zip(got, expected, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=0)
     assert getattr(flashlin.modules, name)(16, elementwise_affine=False).weight is None
@@ -115,18 +130,22 @@ def test_group_norm_linear_module() -> None:
     module = flashlin.GroupNormLinear(4, 16, bias=True, is_rms_norm=True)
     x, weight = randn(5, 16), randn(8, 16)
     assert list(module.state_dict()) == ["weight", "bias"]
-    expected = F.linear(flashlin.group_norm(x, module.weight, module.bias, is_rms_norm=True, num_groups=4), weight)
+    expected = F.linear(flashlin.group_norm(x, module.weight, module.bias, is_rms_norm=True, num_groups=4),
+                        weight)
     torch.testing.assert_close(module(x, weight, None), expected)
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("FusedLayerNormSwishGate", ["weight", "bias"]), ("FusedRMSNormSwishGate", ["weight"])])
+@pytest.mark.parametrize(("name", "parameters"),
+                         [("FusedLayerNormSwishGate", ["weight", "bias"]),
+                          ("FusedRMSNormSwishGate", ["weight"])])
 def test_swish_gates_are_the_gated_norms(name: str, parameters: list[str]) -> None:
     bias = {"bias": True} if len(parameters) == 2 else {}
     module = getattr(flashlin, name)(16, **bias)
     plain = getattr(flashlin, name.replace("SwishGate", "Gated"))(16, **bias)
     assert list(module.state_dict()) == parameters
     plain.load_state_dict(module.state_dict())
-    torch.testing.assert_close(module(randn(5, 16), randn(6, 16)[:5]), plain(randn(5, 16), randn(6, 16)[:5]), rtol=0, atol=0)
+    torch.testing.assert_close(module(randn(5, 16), randn(6, 16)[:5]), plain(randn(5, 16), randn(6, 16)[:5]),
+                               rtol=0, atol=0)
 
 
 X, W, LINES = torch.zeros(3, 8), torch.zeros(8), torch.zeros(4, 8)
@@ -137,16 +156,23 @@ plain, gated = flashlin.layer_norm_linear, flashlin.rms_norm_swish_gate_linear
     (lambda: plain([1.0], W, W, LINES, None), TypeError, "x: got list, need a tensor of shape [..., D]"),
     (lambda: plain(X, W[:7], W, LINES, None), ValueError, "norm_weight: got shape [7], need [D] = [8]"),
     (lambda: plain(X, W, X, LINES, None), ValueError, "norm_bias: got shape [3, 8], need [D] = [8]"),
-    (lambda: plain(X, W, W, None, None), TypeError, "linear_weight: got NoneType, need a tensor of shape [E, D]"),
-    (lambda: plain(X, W, W, LINES[:, :7], None), ValueError, "linear_weight: got shape [4, 7], need [E, D] = [any, 8]"),
-    (lambda: plain(X, W, W, LINES.int(), None), TypeError, "linear_weight: got dtype torch.int32, need bfloat16, float16, float32 or float64"),
-    (lambda: plain(X, W, W, LINES.to("meta"), None), ValueError, "linear_weight: got device meta, need cpu, where x is"),
+    (lambda: plain(X, W, W, None, None), TypeError,
+     "linear_weight: got NoneType, need a tensor of shape [E, D]"),
+    (lambda: plain(X, W, W, LINES[:, :7], None), ValueError,
+     "linear_weight: got shape [4, 7], need [E, D] = [any, 8]"),
+    (lambda: plain(X, W, W, LINES.int(), None), TypeError,
+     "linear_weight: got dtype torch.int32, need bfloat16, float16, float32 or float64"),
+    (lambda: plain(X, W, W, LINES.to("meta"), None), ValueError,
+     "linear_weight: got device meta, need cpu, where x is"),
     (lambda: plain(X, W, W, LINES, W), ValueError, "linear_bias: got shape [8], need [E] = [4]"),
-    (lambda: plain(X, W, W, LINES, None, X[:2]), ValueError, "residual: got shape [2, 8], need x's shape = [3, 8]"),
-    (lambda: plain(X, W, W, LINES, None, num_groups=3), ValueError, "num_groups: got 3, need a divisor of D = 8"),
+    (lambda: plain(X, W, W, LINES, None, X[:2]), ValueError,
+     "residual: got shape [2, 8], need x's shape = [3, 8]"),
+    (lambda: plain(X, W, W, LINES, None, num_groups=3), ValueError,
+     "num_groups: got 3, need a divisor of D = 8"),
     (lambda: plain(X, W, W, LINES, None, eps=-1), ValueError, "eps: got -1, need a number of at least 0"),
     (lambda: gated(X, X[0], W, None, LINES, None), ValueError, "g: got shape [8], need x's shape = [3, 8]"),
-    (lambda: gated(X, None, W, None, LINES, None), TypeError, "g: got NoneType, need a tensor of shape x's shape"),
+    (lambda: gated(X, None, W, None, LINES, None), TypeError,
+     "g: got NoneType, need a tensor of shape x's shape"),
 ])
 def test_wrong_arguments_are_named(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
@@ -162,7 +188,8 @@ def test_compiles_to_one_graph_for_all_numbers_of_rows() -> None:
     compiled = torch.compile(module, fullgraph=True, backend=graphs)
     for N in (3, 5, 9, 40):
         x = randn(N, 8, grad=True)
-        found = [(out, *torch.autograd.grad(out.sin().sum(), (x, weight))) for out in (f(x, x, weight) for f in (compiled, module))]
+        found = [(out, *torch.autograd.grad(out.sin().sum(), (x, weight)))
+                 for out in (f(x, x, weight) for f in (compiled, module))]
         for got, wanted in zip(*found, strict=True):
             torch.testing.assert_close(got, wanted)
     assert graphs.frame_count <= 2

@@ -1,4 +1,5 @@
-"""What users of the token-by-token delta ops run into, on the torch path: errors by name, layouts, empty inputs, dtypes, groups, pools of states."""
+"""What users of the token-by-token delta ops run into, on the torch path: errors by name, layouts, empty
+inputs, dtypes, groups, pools of states."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,15 +17,20 @@ from flashlin.testing.compare import Tensors, judge
 
 META = torch.device("meta")
 Op = Callable[..., Any]
-BOTH = pytest.mark.parametrize("op", [flashlin.fused_recurrent_delta_rule, flashlin.fused_recurrent_gated_delta_rule], ids=lambda op: op.__name__)
+BOTH = pytest.mark.parametrize("op",
+                               [flashlin.fused_recurrent_delta_rule,
+                                flashlin.fused_recurrent_gated_delta_rule], ids=lambda op: op.__name__)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)),
+                       dtype=torch.float64).to(dtype)
 
 
-def inputs(B: int = 2, T: int = 7, H: int = 2, HV: int = 4, K: int = 8, V: int = 5, dtype: torch.dtype = torch.float64) -> Tensors:
-    return {"q": randn(B, T, H, K, seed=1, dtype=dtype), "k": F.normalize(randn(B, T, H, K, seed=2), dim=-1).to(dtype),
+def inputs(B: int = 2, T: int = 7, H: int = 2, HV: int = 4, K: int = 8, V: int = 5,
+           dtype: torch.dtype = torch.float64) -> Tensors:
+    return {"q": randn(B, T, H, K, seed=1, dtype=dtype),
+            "k": F.normalize(randn(B, T, H, K, seed=2), dim=-1).to(dtype),
             "v": randn(B, T, HV, V, seed=3, dtype=dtype), "beta": randn(B, T, HV, seed=4).sigmoid().to(dtype)}
 
 
@@ -33,9 +39,10 @@ def gated(**facts: Any) -> Tensors:
     return {**given, "g": F.logsigmoid(randn(*given["beta"].shape, seed=5)).to(given["q"].dtype)}
 
 
-def expected(given: Tensors, h0: torch.Tensor | None = None, bounds: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    return recurrence(given["q"], given["k"], given["v"], given.get("beta"), given.get("g"), h0, bounds, given["q"].shape[3] ** -0.5,
-                      given.get("gk"), given.get("gv"))
+def expected(given: Tensors, h0: torch.Tensor | None = None,
+             bounds: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    return recurrence(given["q"], given["k"], given["v"], given.get("beta"), given.get("g"), h0, bounds,
+                      given["q"].shape[3] ** -0.5, given.get("gk"), given.get("gv"))
 
 
 def assert_close(got: Any, wanted: Any) -> None:
@@ -58,7 +65,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"v": t(2, 7, 3, 5)}, ValueError, "v: got 3 heads, need a multiple of the 2 heads of q and k"),
     ({"v": t(2, 7, 0, 5)}, ValueError, "v: got 0 heads, need a multiple of the 2 heads of q and k"),
     ({"v": t(2, 9, 4, 5)}, ValueError, "v: got shape [2, 9, 4, 5], need [B, T, HV, V] = [2, 7, any, any]"),
-    ({"beta": t(2, 7, 2)}, ValueError, "beta: got shape [2, 7, 2], need [B, T, HV] or [B, T, HV, V] = [2, 7, 4]"),
+    ({"beta": t(2, 7, 2)}, ValueError,
+     "beta: got shape [2, 7, 2], need [B, T, HV] or [B, T, HV, V] = [2, 7, 4]"),
     ({"beta": t(2, 7, 4, 1)}, ValueError, "beta: got shape [2, 7, 4, 1], need [B, T, HV, V] = [2, 7, 4, 5]"),
     ({"beta": 0.5}, TypeError, "beta: got float, need a tensor of shape [B, T, HV] or [B, T, HV, V]"),
     ({"g": t(2, 7, 4, 8)}, ValueError, "g: got shape [2, 7, 4, 8], need [B, T, HV] = [2, 7, 4]"),
@@ -66,37 +74,53 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"gv": t(2, 7, 4, 8)}, ValueError, "gv: got shape [2, 7, 4, 8], need [B, T, HV, V] = [2, 7, 4, 5]"),
     ({"gv": t(2, 7, 4, 5, dtype=torch.int32)}, TypeError, "gv: got dtype torch.int32, need bfloat16"),
     ({"g": t(2, 7, 4, device=META)}, ValueError, "g: got device meta, need cpu, where q is"),
-    ({"g": None, **RAW, "A_log": t(4)}, ValueError, OP + "g: got None, need a tensor with use_gate_in_kernel"),
+    ({"g": None, **RAW, "A_log": t(4)}, ValueError,
+     OP + "g: got None, need a tensor with use_gate_in_kernel"),
     (RAW, ValueError, OP + "A_log: got None, need a tensor with use_gate_in_kernel"),
     ({**RAW, "A_log": t(2)}, ValueError, "A_log: got shape [2], need [HV] = [4]"),
     ({**RAW, "A_log": t(4), "dt_bias": t(4, 8)}, ValueError, "dt_bias: got shape [4, 8], need [HV] = [4]"),
     ({"A_log": t(4)}, ValueError, OP + "got A_log without use_gate_in_kernel, which alone reads it"),
     ({"dt_bias": t(4)}, ValueError, OP + "got dt_bias without use_gate_in_kernel, which alone reads it"),
-    ({"allow_neg_eigval": True}, ValueError, OP + "got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both"),
-    ({"beta": None, "use_beta_sigmoid_in_kernel": True}, ValueError, OP + "beta: got None, need a tensor with use_beta_sigmoid_in_kernel"),
-    ({"initial_state": t(2, 4, 5, 8)}, ValueError, "initial_state: got shape [2, 4, 5, 8], need [N, H, K, V] = [2, 4, 8, 5]"),
-    ({"initial_state": t(2, 2, 8, 5)}, ValueError, "initial_state: got shape [2, 2, 8, 5], need [N, H, K, V] = [2, 4, 8, 5]"),
+    ({"allow_neg_eigval": True}, ValueError,
+     OP + "got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both"),
+    ({"beta": None, "use_beta_sigmoid_in_kernel": True}, ValueError,
+     OP + "beta: got None, need a tensor with use_beta_sigmoid_in_kernel"),
+    ({"initial_state": t(2, 4, 5, 8)}, ValueError,
+     "initial_state: got shape [2, 4, 5, 8], need [N, H, K, V] = [2, 4, 8, 5]"),
+    ({"initial_state": t(2, 2, 8, 5)}, ValueError,
+     "initial_state: got shape [2, 2, 8, 5], need [N, H, K, V] = [2, 4, 8, 5]"),
     ({"initial_state": t(2, 4, 8, 5), "state_v_first": True}, ValueError,
      "initial_state: got shape [2, 4, 8, 5], need [N, H, V, K] = [2, 4, 5, 8]"),
-    ({"cu_seqlens": ints(0, 7)}, ValueError, "q: The batch size is expected to be 1 rather than 2 when using `cu_seqlens`"),
-    ({"state_v_first": True, "transpose_state_layout": True}, ValueError, OP + "got both state_v_first and transpose_state_layout"),
-    ({"inplace_state": True}, ValueError, "initial_state: got None, need the states that inplace_state reads and overwrites"),
-    ({"state_indices": ints(0, 1)}, ValueError, "initial_state: got None, need the states that state_indices reads and overwrites"),
+    ({"cu_seqlens": ints(0, 7)}, ValueError,
+     "q: The batch size is expected to be 1 rather than 2 when using `cu_seqlens`"),
+    ({"state_v_first": True, "transpose_state_layout": True}, ValueError,
+     OP + "got both state_v_first and transpose_state_layout"),
+    ({"inplace_state": True}, ValueError,
+     "initial_state: got None, need the states that inplace_state reads and overwrites"),
+    ({"state_indices": ints(0, 1)}, ValueError,
+     "initial_state: got None, need the states that state_indices reads and overwrites"),
     ({"inplace_state": True, "initial_state": t(3, 4, 8, 5)}, ValueError,
      "initial_state: got shape [3, 4, 8, 5], need [N, H, K, V] = [2, 4, 8, 5]"),
     ({"inplace_state": True, "initial_state": t(2, 4, 5, 8).mT}, ValueError,
-     "initial_state: got strides [160, 40, 1, 8], need each H, K, V block contiguous and apart from the others, since inplace_state"),
-    ({"inplace_state": True, "initial_state": t(1, 4, 8, 5).expand(2, -1, -1, -1)}, ValueError, "initial_state: got strides [0, 40, 5, 1]"),
+     "initial_state: got strides [160, 40, 1, 8], need each H, K, V block contiguous and apart from the "
+     "others, since inplace_state"),
+    ({"inplace_state": True, "initial_state": t(1, 4, 8, 5).expand(2, -1, -1, -1)}, ValueError,
+     "initial_state: got strides [0, 40, 5, 1]"),
     ({"state_indices": ints(0, 1), "initial_state": t(9, 4, 5, 8)}, ValueError,
      "initial_state: got shape [9, 4, 5, 8], need [P, H, K, V] = [any, 4, 8, 5]"),
-    ({"state_indices": [0, 1], "initial_state": t(9, 4, 8, 5)}, TypeError, "state_indices: got list, need an int32 or int64 tensor of shape [N]"),
-    ({"state_indices": t(2), "initial_state": t(9, 4, 8, 5)}, TypeError, "state_indices: got torch.float32, need an int32 or int64 tensor"),
-    ({"state_indices": ints(0), "initial_state": t(9, 4, 8, 5)}, ValueError, "state_indices: got shape [1], need [N] = [2]"),
-    ({"state_indices": ints(0, 9), "initial_state": t(9, 4, 8, 5)}, ValueError, "state_indices: got 9, need less than 9, the number of states"),
+    ({"state_indices": [0, 1], "initial_state": t(9, 4, 8, 5)}, TypeError,
+     "state_indices: got list, need an int32 or int64 tensor of shape [N]"),
+    ({"state_indices": t(2), "initial_state": t(9, 4, 8, 5)}, TypeError,
+     "state_indices: got torch.float32, need an int32 or int64 tensor"),
+    ({"state_indices": ints(0), "initial_state": t(9, 4, 8, 5)}, ValueError,
+     "state_indices: got shape [1], need [N] = [2]"),
+    ({"state_indices": ints(0, 9), "initial_state": t(9, 4, 8, 5)}, ValueError,
+     "state_indices: got 9, need less than 9, the number of states"),
     ({"state_indices": t(2, dtype=torch.int32, device=META), "initial_state": t(9, 4, 8, 5)}, ValueError,
      "state_indices: got device meta, need cpu, where q is"),
     ({"v": t(2, 7, 4, 5).requires_grad_(), "inplace_state": True, "initial_state": t(2, 4, 8, 5)}, ValueError,
-     OP + "got tensors that require gradients, need torch.no_grad() or inference_mode() with inplace_state, which overwrites states"),
+     OP
+     + "got tensors that require gradients, need torch.no_grad() or inference_mode() with inplace_state, which overwrites states"),
     ({"state_indices": ints(0, 1), "initial_state": t(9, 4, 8, 5).requires_grad_()}, ValueError,
      OP + "got tensors that require gradients, need torch.no_grad() or inference_mode() with state_indices"),
 ]
@@ -120,7 +144,8 @@ def test_both_layouts_of_states(op: Op, edges: tuple[int, ...] | None) -> None:
     h0 = randn(2 if edges is None else 3, 4, 8, 5)
     o, ht = op(**given, initial_state=h0, output_final_state=True, cu_seqlens=bounds)
     assert_close((o, ht), expected(given, h0, bounds))
-    flipped, state = op(**given, initial_state=h0.mT, output_final_state=True, cu_seqlens=bounds, state_v_first=True)
+    flipped, state = op(**given, initial_state=h0.mT, output_final_state=True, cu_seqlens=bounds,
+                        state_v_first=True)
     assert_close((flipped, state.mT), (o, ht))
 
 
@@ -138,7 +163,8 @@ def test_nothing_to_do(op: Op) -> None:
         h0 = randn(B, HV, 8, V).requires_grad_()
         o, ht = op(**given, initial_state=h0, output_final_state=True)
         assert o.shape == (B, T, HV, V) and torch.equal(ht, h0)
-        grads = torch.autograd.grad(o.sum() + ht.sum(), [*given.values(), h0], allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(o.sum() + ht.sum(), [*given.values(), h0], allow_unused=True,
+                                    materialize_grads=True)
         assert torch.equal(grads[-1], torch.ones_like(h0)) and not any(grad.any() for grad in grads[:-1])
     o, ht = op(**inputs(B=1, T=0), cu_seqlens=ints(0, 0, 0), output_final_state=True)
     assert o.shape == (1, 0, 4, 5) and not ht.any()
@@ -156,12 +182,15 @@ def test_dtypes_in_and_out(op: Op) -> None:
 
 
 def test_chunks_on_the_cpu_are_the_same_function() -> None:
-    """From a certain length on the torch path goes chunk by chunk; gates on the state's sides keep it from doing so."""
+    """From a certain length on the torch path goes chunk by chunk; gates on the state's sides keep it from
+    doing so."""
     given = gated(T=recurrent.LONG + 5)
     h0 = randn(2, 4, 8, 5)
-    assert_close(flashlin.fused_recurrent_gdn(**given, initial_state=h0, output_final_state=True), expected(given, h0))
+    assert_close(flashlin.fused_recurrent_gdn(**given, initial_state=h0, output_final_state=True),
+                 expected(given, h0))
     given["gk"] = F.logsigmoid(randn(2, recurrent.LONG + 5, 4, 8))
-    assert_close(flashlin.fused_recurrent_gdn(**given, initial_state=h0, output_final_state=True), expected(given, h0))
+    assert_close(flashlin.fused_recurrent_gdn(**given, initial_state=h0, output_final_state=True),
+                 expected(given, h0))
 
 
 def test_gradients_by_differences() -> None:
@@ -169,10 +198,11 @@ def test_gradients_by_differences() -> None:
     given["beta"] = randn(1, 4, 2, 2)
     tensors = [x.requires_grad_() for x in (*given.values(), randn(2), randn(2), randn(1, 2, 3, 2))]
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor,
-             h0: torch.Tensor) -> Any:
-        return flashlin.fused_recurrent_gdn(q, k, v, g, beta=beta, initial_state=h0, output_final_state=True, use_qk_l2norm_in_kernel=True,
-                                            use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True)
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor,
+             A_log: torch.Tensor, dt_bias: torch.Tensor, h0: torch.Tensor) -> Any:
+        return flashlin.fused_recurrent_gdn(q, k, v, g, beta=beta, initial_state=h0, output_final_state=True,
+                                            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+                                            A_log=A_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True)
     assert torch.autograd.gradcheck(call, tensors)
 
 
@@ -186,10 +216,12 @@ def test_a_strided_state_keeps_its_gradient() -> None:
 def test_token_by_token_decoding_is_one_long_call() -> None:
     given, pool = gated(B=2, T=6), randn(3, 4, 8, 5).float()
     kept, where = pool.clone(), ints(2, 0)
-    o, _ = flashlin.fused_recurrent_gdn(**{name: x.float() for name, x in given.items()}, initial_state=pool[[2, 0]])
+    o, _ = flashlin.fused_recurrent_gdn(**{name: x.float() for name, x in given.items()},
+                                        initial_state=pool[[2, 0]])
     for i in range(6):
-        row, same = flashlin.fused_recurrent_gdn(**{name: x[:, i:i + 1].float() for name, x in given.items()}, initial_state=pool,
-                                                 state_indices=where, output_final_state=True)
+        row, same = flashlin.fused_recurrent_gdn(**{name: x[:, i:i + 1].float() for name, x in given.items()},
+                                                 initial_state=pool, state_indices=where,
+                                                 output_final_state=True)
         assert same is pool
         torch.testing.assert_close(row, o[:, i:i + 1], rtol=1e-4, atol=1e-5)
     assert torch.equal(pool[1], kept[1]) and not torch.equal(pool[0], kept[0])
@@ -200,13 +232,15 @@ def test_a_negative_index_skips_its_sequence_even_if_it_holds_nan(edges: tuple[i
     given = gated(B=3 if edges is None else 1, dtype=torch.float32)
     given["v"][0, :3] = float("nan")
     pool = randn(2, 4, 8, 5).float()
-    o, _ = flashlin.fused_recurrent_gdn(**given, initial_state=pool, state_indices=ints(-1, 1, 0), cu_seqlens=None if edges is None else ints(*edges))
+    o, _ = flashlin.fused_recurrent_gdn(**given, initial_state=pool, state_indices=ints(-1, 1, 0),
+                                        cu_seqlens=None if edges is None else ints(*edges))
     assert (o[0, :3] == 0).all() and torch.isfinite(o).all() and torch.isfinite(pool).all()
 
 
 def test_states_in_place_of_any_dtype() -> None:
     given, h0 = inputs(dtype=torch.float32), randn(2, 4, 8, 5).half()
-    pool = torch.zeros(2, 200, dtype=torch.float16)[:, :160].unflatten(1, (4, 8, 5))  # with room between the states
+    # with room between the states
+    pool = torch.zeros(2, 200, dtype=torch.float16)[:, :160].unflatten(1, (4, 8, 5))
     pool.copy_(h0)
     wanted, state = flashlin.fused_recurrent_delta_rule(**given, initial_state=h0, output_final_state=True)
     o, none = flashlin.fused_recurrent_delta_rule(**given, initial_state=pool, inplace_state=True)
@@ -232,8 +266,10 @@ def test_torch_compile_makes_one_graph(T: int) -> None:
     """Of a length, that is: the loop over tokens is unrolled, and so is the one over chunks."""
     tensors = [x.float().requires_grad_() for x in (*gated(T=T).values(), randn(2, 4, 8, 5))]
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor, h0: torch.Tensor) -> Any:
-        return flashlin.fused_recurrent_gdn(q, k, v, g, beta=beta, initial_state=h0, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor,
+             h0: torch.Tensor) -> Any:
+        return flashlin.fused_recurrent_gdn(q, k, v, g, beta=beta, initial_state=h0, output_final_state=True,
+                                            use_qk_l2norm_in_kernel=True)
     found = []
     for function in (torch.compile(call, fullgraph=True, backend="aot_eager"), call):
         outputs = function(*tensors)

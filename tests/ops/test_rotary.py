@@ -1,4 +1,5 @@
-"""Rotary embeddings: gradients, views and in-place calls, the module's tables, errors to the letter, torch.compile, and what the recipe plans."""
+"""Rotary embeddings: gradients, views and in-place calls, the module's tables, errors to the letter,
+torch.compile, and what the recipe plans."""
 from __future__ import annotations
 
 import copy
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.usefixtures("torch_path")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype).requires_grad_(grad)
+    return torch.randn(*shape,
+                       generator=torch.Generator().manual_seed(sum(shape))).to(dtype).requires_grad_(grad)
 
 
 def tables(TR: int, R: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +43,9 @@ def test_torch_path_is_the_reference_in_float64(case: Case) -> None:
 def test_gradients_are_those_of_differences(interleaved: bool) -> None:
     x = randn(1, 5, 2, 7, dtype=torch.float64, grad=True)
     bounds, offsets = torch.tensor([0, 2, 5]), torch.tensor([3, -1])
-    assert torch.autograd.gradcheck(lambda x: flashlin.rotary_embedding(x, *tables(9, 3, torch.float64), interleaved, False, offsets, bounds), (x,))
+    assert torch.autograd.gradcheck(lambda x: flashlin.rotary_embedding(x, *tables(9, 3, torch.float64),
+                                                                        interleaved, False, offsets, bounds),
+                                    (x,))
 
 
 def test_in_place_is_in_place_and_autograd_knows() -> None:
@@ -56,7 +60,9 @@ def test_in_place_is_in_place_and_autograd_knows() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(z, leaf, dy)[0] for z in (y, expected)))
     assert torch.equal(dy, kept)
     for of_a_leaf in (leaf, leaf[:1], leaf.mT.mT):
-        with pytest.raises(ValueError, match="inplace: got True with an x that requires a gradient and is a leaf, or a view of one; need False"):
+        with pytest.raises(ValueError,
+                           match="inplace: got True with an x that requires a gradient and is a leaf, or a "
+                                 "view of one; need False"):
             flashlin.rotary_embedding(of_a_leaf, *tables(9, 4), inplace=True)
     with torch.no_grad():
         assert flashlin.rotary_embedding(leaf, *tables(9, 4), inplace=True) is leaf
@@ -81,23 +87,30 @@ rotary = flashlin.rotary_embedding
 
 @pytest.mark.parametrize(("call", "error", "text"), [
     (lambda: rotary([1.0], COS, COS), TypeError, "x: got list, need a tensor of shape [B, T, H, D]"),
-    (lambda: rotary(X[0], COS, COS), ValueError, "x: got shape [3, 4, 8], need [B, T, H, D] with D of at least 1"),
+    (lambda: rotary(X[0], COS, COS), ValueError,
+     "x: got shape [3, 4, 8], need [B, T, H, D] with D of at least 1"),
     (lambda: rotary(X, COS[0], COS), ValueError, "cos: got shape [4], need [TR, R] with R of at least 1"),
     (lambda: rotary(X, COS, None), TypeError, "sin: got NoneType, need a tensor of shape [TR, R]"),
     (lambda: rotary(X, COS, COS[1:]), ValueError, "sin: got shape [8, 4], need [9, 4], as cos"),
-    (lambda: rotary(X, COS.int(), COS), TypeError, "cos: got dtype torch.int32, need bfloat16, float16, float32 or float64"),
+    (lambda: rotary(X, COS.int(), COS), TypeError,
+     "cos: got dtype torch.int32, need bfloat16, float16, float32 or float64"),
     (lambda: rotary(X, COS.to("meta"), COS), ValueError, "cos: got device meta, need cpu, where x is"),
-    (lambda: rotary(X[..., :7], COS, COS), ValueError, "cos: got R = 4 pairs, need at most 3, half of x's D = 7"),
-    (lambda: rotary(X, COS, COS, seqlen_offsets=1.0), TypeError, "seqlen_offsets: got float, need an int, or an int32 or int64 tensor of shape [N]"),
+    (lambda: rotary(X[..., :7], COS, COS), ValueError,
+     "cos: got R = 4 pairs, need at most 3, half of x's D = 7"),
+    (lambda: rotary(X, COS, COS, seqlen_offsets=1.0), TypeError,
+     "seqlen_offsets: got float, need an int, or an int32 or int64 tensor of shape [N]"),
     (lambda: rotary(X, COS, COS, seqlen_offsets=COS[0, :2]), TypeError,
      "seqlen_offsets: got torch.float32, need an int32 or int64 tensor of shape [N]"),
-    (lambda: rotary(X, COS, COS, seqlen_offsets=torch.tensor([1, 2, 3])), ValueError, "seqlen_offsets: got shape [3], need [N] = [2]"),
+    (lambda: rotary(X, COS, COS, seqlen_offsets=torch.tensor([1, 2, 3])), ValueError,
+     "seqlen_offsets: got shape [3], need [N] = [2]"),
     (lambda: rotary(X[:1], COS, COS, cu_seqlens=torch.tensor([0, 2])), ValueError,
      "cu_seqlens: got a last value of 2, need T = 3: sequences must cover the packed tensor"),
     (lambda: flashlin.RotaryEmbedding(7), ValueError, "dim: got 7, need an even number of at least 2"),
-    (lambda: flashlin.RotaryEmbedding(8)(X, X[..., :4]), ValueError, "k: got shape [2, 3, 4, 4], need [B, T, H, D] with D of at least dim = 8"),
+    (lambda: flashlin.RotaryEmbedding(8)(X, X[..., :4]), ValueError,
+     "k: got shape [2, 3, 4, 4], need [B, T, H, D] with D of at least dim = 8"),
     (lambda: flashlin.RotaryEmbedding(8)(X, X, torch.tensor([1, 2])), ValueError,
-     "max_seqlen: got None beside a tensor of seqlen_offset, need the number of places that may occur, the first time"),
+     "max_seqlen: got None beside a tensor of seqlen_offset, need the number of places that may occur, the "
+     "first time"),
 ])
 def test_wrong_arguments_are_named(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
@@ -110,7 +123,8 @@ def test_wrong_arguments_are_named(call: Callable[[], Any], error: type[Exceptio
 def by_hand(x: torch.Tensor, dim: int, places: torch.Tensor, base: float = 10000.0) -> torch.Tensor:
     """Every pair as a complex number."""
     turn = places.double()[:, None] / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    pairs = torch.complex(x[..., :dim // 2].double(), x[..., dim // 2:dim].double()) * torch.polar(torch.ones_like(turn), turn)[:, None]
+    pairs = torch.complex(x[..., :dim // 2].double(),
+                          x[..., dim // 2:dim].double()) * torch.polar(torch.ones_like(turn), turn)[:, None]
     return torch.cat([pairs.real, pairs.imag, x[..., dim:].double()], -1)
 
 
@@ -119,9 +133,11 @@ def test_the_module_turns_by_place_and_frequency() -> None:
     q, k = randn(2, 9, 3, 10), randn(2, 9, 1, 8)
     for offset in (0, 3, 1000):
         for got, x in zip(module(q, k, offset), (q, k), strict=True):
-            torch.testing.assert_close(got.double(), by_hand(x, 8, torch.arange(9) + offset, 500.0), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(got.double(), by_hand(x, 8, torch.arange(9) + offset, 500.0),
+                                       rtol=1e-4, atol=1e-4)
     for got, x in zip(module(q, k, torch.tensor([4, 2])), (q, k), strict=True):
-        torch.testing.assert_close(got[1].double(), by_hand(x[1], 8, torch.arange(9) + 2, 500.0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got[1].double(), by_hand(x[1], 8, torch.arange(9) + 2, 500.0), rtol=1e-4,
+                                   atol=1e-4)
     assert list(module.state_dict()) == [] and {name for name, _ in module.named_buffers()} == {"inv_freq"}
     assert repr(module) == "RotaryEmbedding(dim=8, base=500.0, interleaved=False, pos_idx_in_fp32=True)"
 
@@ -131,7 +147,8 @@ def test_packed_sequences_each_begin_at_place_0() -> None:
     q, k = randn(1, 9, 3, 8), randn(1, 9, 1, 8)
     found = module(q, k, cu_seqlens=torch.tensor([0, 4, 9]), max_seqlen=5)
     for got, x in zip(found, (q, k), strict=True):
-        torch.testing.assert_close(got.double(), by_hand(x, 8, torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4])), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.double(), by_hand(x, 8, torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4])),
+                                   rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("length", [7, 8, 700])
@@ -143,9 +160,12 @@ def test_xpos_scores_depend_on_the_distance_only_also_after_the_tables_have_grow
     torch.testing.assert_close((one[0, 4, 0] * two[0, 0, 0]).sum(), near)
     later, _ = module(q[:, :1], k[:, :1], length - 1)  # against a key that a cache holds since
     kept = two[0, 6, 0]
-    fresh_q, fresh_k = flashlin.RotaryEmbedding(8, scale_base=32.0)(q[:, :1].expand(1, length, 1, 8), k[:, :1].expand(1, length, 1, 8))
-    torch.testing.assert_close((later[0, 0, 0] * kept).sum(), (fresh_q[0, -1, 0] * fresh_k[0, 6, 0]).sum(), rtol=1e-4, atol=1e-6)
-    middle, _ = flashlin.RotaryEmbedding(8, scale_base=32.0)(q, k)  # the centre of seven places is 3, where nothing is scaled
+    fresh_q, fresh_k = flashlin.RotaryEmbedding(8, scale_base=32.0)(q[:, :1].expand(1, length, 1, 8),
+                                                                    k[:, :1].expand(1, length, 1, 8))
+    torch.testing.assert_close((later[0, 0, 0] * kept).sum(), (fresh_q[0, -1, 0] * fresh_k[0, 6, 0]).sum(),
+                               rtol=1e-4, atol=1e-6)
+    # the centre of seven places is 3, where nothing is scaled
+    middle, _ = flashlin.RotaryEmbedding(8, scale_base=32.0)(q, k)
     torch.testing.assert_close(middle[0, 3, 0].norm(), q[0, 3, 0].norm())
 
 
@@ -159,7 +179,8 @@ def test_tables_are_kept_and_never_stale() -> None:
     module(q, q, 4)
     assert module._tables is not first and len(module._tables.q[0]) == 16
     assert copy.deepcopy(module)(q, q)[0].equal(module(q, q)[0])
-    for changed in (lambda: module.inv_freq.mul_(0.5), lambda: setattr(module, "inv_freq", module.inv_freq * 0.5)):
+    for changed in (lambda: module.inv_freq.mul_(0.5),
+                    lambda: setattr(module, "inv_freq", module.inv_freq * 0.5)):
         before = module(q, q)[0]
         changed()
         assert not module(q, q)[0].equal(before)
@@ -170,7 +191,8 @@ def test_tables_are_kept_and_never_stale() -> None:
     assert module(q.double(), q.double())[0].dtype == torch.float64
     coarse = flashlin.RotaryEmbedding(8, pos_idx_in_fp32=False).bfloat16()
     one = q[:, :1]
-    assert coarse(one, one, 300)[0].equal(coarse(one, one, 301)[0]), "places that bfloat16 does not tell apart"
+    assert coarse(one, one, 300)[0].equal(coarse(one, one,
+                                                 301)[0]), "places that bfloat16 does not tell apart"
 
 
 def test_tables_made_in_inference_mode_serve_training() -> None:
@@ -198,7 +220,9 @@ def test_compiles_to_one_graph_for_all_lengths(scale_base: float | None) -> None
 # Plans
 
 @pytest.mark.parametrize("T", [0, 1, 100, 10**6])
-@pytest.mark.parametrize(("H", "D", "R"), [(1, 2, 1), (32, 128, 64), (7, 100, 13), (64, 256, 128), (2, 1300, 600), (70000, 64, 32)])
+@pytest.mark.parametrize(("H", "D", "R"),
+                         [(1, 2, 1), (32, 128, 64), (7, 100, 13), (64, 256, 128), (2, 1300, 600),
+                          (70000, 64, 32)])
 def test_no_size_needs_a_remedy_and_programs_cover_it(H: int, D: int, R: int, T: int) -> None:
     planned = plan(Problem("rotary_embedding", "rotary", "", 1, T, H, D, R, 1, "bfloat16", True, True), H200)
     assert planned.path == "triton" and not planned.steps and not planned.refused

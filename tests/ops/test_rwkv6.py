@@ -1,4 +1,5 @@
-"""RWKV-6 beyond its cases, on the torch path: errors by name, gradients by differences, what forgets everything, torch.compile."""
+"""RWKV-6 beyond its cases, on the torch path: errors by name, gradients by differences, what forgets
+everything, torch.compile."""
 from __future__ import annotations
 
 from typing import Any
@@ -19,11 +20,13 @@ from flashlin.testing.compare import Tensors
 META = torch.device("meta")
 
 
-def inputs(B: int = 2, T: int = 12, H: int = 3, K: int = 8, V: int = 5, dtype: torch.dtype = torch.float64) -> Tensors:
+def inputs(B: int = 2, T: int = 12, H: int = 3, K: int = 8, V: int = 5,
+           dtype: torch.dtype = torch.float64) -> Tensors:
     generator = torch.Generator().manual_seed(0)
     r, k, v, w, u = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in (
         (B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H, K), (H, K)))
-    return {"r": r.to(dtype), "k": k.to(dtype), "v": v.to(dtype), "w": F.logsigmoid(w).to(dtype), "u": u.to(dtype)}
+    return {"r": r.to(dtype), "k": k.to(dtype), "v": v.to(dtype), "w": F.logsigmoid(w).to(dtype),
+            "u": u.to(dtype)}
 
 
 def t(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> torch.Tensor:
@@ -33,7 +36,8 @@ def t(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | No
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"r": None}, TypeError, "r: got NoneType, need a tensor of shape [B, T, H, K]"),
     ({"r": t(2, 12, 3)}, ValueError, "r: got shape [2, 12, 3], need [B, T, H, K]"),
-    ({"k": t(2, 12, 1, 8)}, ValueError, "k: got shape [2, 12, 1, 8], need [B, T, H, K] = [2, 12, 3, 8]"),  # fla fails in backward
+    # fla fails in backward
+    ({"k": t(2, 12, 1, 8)}, ValueError, "k: got shape [2, 12, 1, 8], need [B, T, H, K] = [2, 12, 3, 8]"),
     ({"v": t(2, 12, 6, 5)}, ValueError, "v: got shape [2, 12, 6, 5], need [B, T, H, V] = [2, 12, 3, any]"),
     ({"w": t(2, 12, 3)}, ValueError, "w: got shape [2, 12, 3], need [B, T, H, K] = [2, 12, 3, 8]"),
     ({"w": None}, TypeError, "w: got NoneType, need a tensor of shape [B, T, H, K]"),
@@ -41,8 +45,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"u": t(3, 5)}, ValueError, "u: got shape [3, 5], need [H, K] = [3, 8]"),
     ({"u": None}, TypeError, "u: got NoneType, need a tensor of shape [H, K]"),
     ({"u": t(3, 8, dtype=torch.int64)}, TypeError, "u: got dtype torch.int64, need bfloat16"),
-    ({"initial_state": t(2, 3, 5, 8)}, ValueError, "initial_state: got shape [2, 3, 5, 8], need [N, H, K, V] = [2, 3, 8, 5]"),
-    ({"cu_seqlens": torch.tensor([0, 12])}, ValueError, "r: The batch size is expected to be 1 rather than 2 when using `cu_seqlens`")]
+    ({"initial_state": t(2, 3, 5, 8)}, ValueError,
+     "initial_state: got shape [2, 3, 5, 8], need [N, H, K, V] = [2, 3, 8, 5]"),
+    ({"cu_seqlens": torch.tensor([0, 12])}, ValueError,
+     "r: The batch size is expected to be 1 rather than 2 when using `cu_seqlens`")]
 
 
 @pytest.mark.parametrize("op", ["chunk_rwkv6", "rwkv6"])
@@ -57,7 +63,8 @@ def test_what_the_chunked_op_refuses() -> None:
     for size in (0, 8, 48, 32.0):
         with pytest.raises(ValueError, match=f"chunk_size: got {size}, need a power of two of at least 16"):
             flashlin.chunk_rwkv6(**inputs(), chunk_size=size)
-    assert torch.equal(flashlin.chunk_rwkv6(**inputs(), chunk_size=32)[0], flashlin.chunk_rwkv6(**inputs())[0])
+    assert torch.equal(flashlin.chunk_rwkv6(**inputs(), chunk_size=32)[0],
+                       flashlin.chunk_rwkv6(**inputs())[0])
     with pytest.raises(ValueError, match="cu_seqlens_cpu: got a tensor without cu_seqlens, need both"):
         flashlin.chunk_rwkv6(**inputs(), cu_seqlens_cpu=torch.tensor([0, 12]))
 
@@ -80,7 +87,8 @@ def test_modes_agree(T: int, edges: tuple[int, ...] | None) -> None:
     h0 = torch.randn(3 if edges else 2, 3, 8, 5, dtype=torch.float64)
     wanted = recurrence(r, k, v, w, h0, bounds, 8 ** -0.5, u)
     for mode in ("auto", "chunk", "fused_recurrent"):
-        found = flashlin.rwkv6(**given, initial_state=h0, output_final_state=True, cu_seqlens=bounds, mode=mode)
+        found = flashlin.rwkv6(**given, initial_state=h0, output_final_state=True, cu_seqlens=bounds,
+                               mode=mode)
         for x, y in zip(found, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
     with pytest.raises(ValueError, match="mode: got 'fast', need one of auto, chunk, fused_recurrent"):
@@ -90,7 +98,8 @@ def test_modes_agree(T: int, edges: tuple[int, ...] | None) -> None:
 def test_auto_takes_few_tokens_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     for mode in ("chunk", "fused_recurrent"):
-        def noting(*arguments: Any, _mode: str = mode, _real: Any = getattr(rwkv6, f"{mode}_rwkv6"), **named: Any) -> Any:
+        def noting(*arguments: Any, _mode: str = mode, _real: Any = getattr(rwkv6, f"{mode}_rwkv6"),
+                   **named: Any) -> Any:
             seen.append(_mode)
             return _real(*arguments, **named)
         monkeypatch.setattr(rwkv6, f"{mode}_rwkv6", noting)
@@ -99,7 +108,8 @@ def test_auto_takes_few_tokens_one_by_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen == ["fused_recurrent", "chunk", "chunk"]
 
 
-def test_long_inputs_go_chunk_by_chunk_only_where_that_is_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_inputs_go_chunk_by_chunk_only_where_that_is_the_same_function(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     real = torch_path.run
 
@@ -111,7 +121,8 @@ def test_long_inputs_go_chunk_by_chunk_only_where_that_is_the_same_function(monk
     h0 = torch.randn(2, 3, 8, 5, dtype=torch.float64)
     for reverse in (False, True):
         found = flashlin.fused_recurrent_rwkv6(r, k, v, w, u, None, h0, True, reverse)
-        wanted = recurrence_of_others(r, k, v, gk=w, bonus=u, before=True, h0=h0, scale=8 ** -0.5, reverse=reverse)
+        wanted = recurrence_of_others(r, k, v, gk=w, bonus=u, before=True, h0=h0, scale=8 ** -0.5,
+                                      reverse=reverse)
         for x, y in zip(found, wanted, strict=True):
             torch.testing.assert_close(x, y)
     assert len(seen) == 1
@@ -125,11 +136,13 @@ def test_gradients_by_differences(packed: bool) -> None:
 
     def call(r: Any, k: Any, v: Any, w: Any, u: Any, h0: Any) -> Any:
         return flashlin.chunk_rwkv6(r, k, v, w, u, None, h0, True, bounds)
-    assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in (*given.values(), state)], fast_mode=True)
+    assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in (*given.values(), state)],
+                                    fast_mode=True)
 
 
 def test_forgetting_everything() -> None:
-    """w = -inf cuts the sequence: its own token still reads what was before, the next one reads that token alone, and nothing gets NaN."""
+    """w = -inf cuts the sequence: its own token still reads what was before, the next one reads that token
+    alone, and nothing gets NaN."""
     given = inputs(1, 100, 2, 4, 3)
     given["w"][:, 40] = -torch.inf
     leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
@@ -156,7 +169,8 @@ def test_nothing_to_do() -> None:
 
 def test_dtypes_in_and_out() -> None:
     given = inputs(dtype=torch.bfloat16)
-    leaves = {"r": given["r"].float(), "w": given["w"].float(), "u": given["u"].half(), "initial_state": torch.randn(2, 3, 8, 5).half()}
+    leaves = {"r": given["r"].float(), "w": given["w"].float(), "u": given["u"].half(),
+              "initial_state": torch.randn(2, 3, 8, 5).half()}
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
     o, ht = flashlin.chunk_rwkv6(**{**given, **leaves}, output_final_state=True)
     assert (o.dtype, ht.dtype) == (torch.bfloat16, torch.float32)

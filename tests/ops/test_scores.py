@@ -57,4 +57,5 @@ def test_scores_of_nothing(facts: dict[str, int]) -> None:
 
 def test_gradients_of_scores_and_output_pass_gradcheck() -> None:
     leaves = [x.requires_grad_() for x in inputs(B=1, T=6, H=2, K=3, V=2).values()]
-    assert torch.autograd.gradcheck(lambda *x: flashlin.parallel_simple_gla(*x, output_attentions=True), leaves)
+    assert torch.autograd.gradcheck(lambda *x: flashlin.parallel_simple_gla(*x, output_attentions=True),
+                                    leaves)

@@ -1,4 +1,5 @@
-"""The token shift: drop-in rules, caches, errors to the letter, torch.compile. Its kernels are the convolution's."""
+"""The token shift: drop-in rules, caches, errors to the letter, torch.compile. Its kernels are the
+convolution's."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -61,8 +62,11 @@ def test_decoding_packed_sequences_of_one_token_each() -> None:
 
 
 def test_gradients_are_those_of_differences_of_both_outputs() -> None:
-    x, cache = torch.randn(1, 6, 3, dtype=torch.float64, requires_grad=True), torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, cache: flashlin.token_shift(x, torch.tensor([0, 2, 2, 6]), cache, True), (x, cache))
+    x, cache = torch.randn(1, 6, 3, dtype=torch.float64, requires_grad=True), torch.randn(3, 3,
+                                                                                          dtype=torch.float64,
+                                                                                          requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, cache: flashlin.token_shift(x, torch.tensor([0, 2, 2, 6]),
+                                                                          cache, True), (x, cache))
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4)], ids=str)
@@ -79,11 +83,16 @@ X = torch.zeros(1, 6, 4)
 
 @pytest.mark.parametrize(("call", "error", "text"), [
     (lambda: flashlin.token_shift(None), TypeError, "x: got NoneType, need a tensor of shape [B, T, D]"),
-    (lambda: flashlin.token_shift(X[0]), ValueError, "x: got shape [6, 4], need [B, T, D] with at least 1 column"),
-    (lambda: flashlin.token_shift(X.long()), TypeError, "x: got dtype torch.int64, need bfloat16, float16, float32 or float64"),
-    (lambda: flashlin.token_shift(X, cache=X[0]), ValueError, "cache: got shape [6, 4], need [N, D] = [1, 4]"),
-    (lambda: flashlin.token_shift(X, torch.tensor([0, 2, 6]), X[0, :1]), ValueError, "cache: got shape [1, 4], need [N, D] = [2, 4]"),
-    (lambda: flashlin.token_shift(X, cache=torch.zeros(1, 4, device="meta")), ValueError, "cache: got device meta, need cpu, where x is"),
+    (lambda: flashlin.token_shift(X[0]), ValueError,
+     "x: got shape [6, 4], need [B, T, D] with at least 1 column"),
+    (lambda: flashlin.token_shift(X.long()), TypeError,
+     "x: got dtype torch.int64, need bfloat16, float16, float32 or float64"),
+    (lambda: flashlin.token_shift(X, cache=X[0]), ValueError,
+     "cache: got shape [6, 4], need [N, D] = [1, 4]"),
+    (lambda: flashlin.token_shift(X, torch.tensor([0, 2, 6]), X[0, :1]), ValueError,
+     "cache: got shape [1, 4], need [N, D] = [2, 4]"),
+    (lambda: flashlin.token_shift(X, cache=torch.zeros(1, 4, device="meta")), ValueError,
+     "cache: got device meta, need cpu, where x is"),
     (lambda: flashlin.token_shift(X, torch.tensor([0, 2, 5])), ValueError,
      "cu_seqlens: got a last value of 5, need T = 6: sequences must cover the packed tensor"),
     (lambda: flashlin.token_shift(X.expand(2, 6, 4), torch.tensor([0, 6])), ValueError,
@@ -102,13 +111,15 @@ def test_compiles_to_one_graph_for_all_lengths(table: list[int] | None) -> None:
     compiled = torch.compile(flashlin.token_shift, fullgraph=True, backend=graphs)
     for T in (3, 5, 9, 13):
         bounds = None if table is None else torch.tensor([*table[:-1], T])
-        x, cache = torch.randn(1, T, 4, requires_grad=True), torch.randn(1 if table is None else 3, 4, requires_grad=True)
+        x, cache = torch.randn(1, T, 4, requires_grad=True), torch.randn(1 if table is None else 3, 4,
+                                                                         requires_grad=True)
         y, last = compiled(x, bounds, cache, True)
         expected, expected_last = shift(x, cache, bounds)
         torch.testing.assert_close(y.double(), expected)
         torch.testing.assert_close(last.double(), expected_last)
         dy = torch.randn(1, T, 4)
-        for got, wanted in zip(torch.autograd.grad(y, (x, cache), dy), torch.autograd.grad(expected, (x, cache), dy.double()), strict=True):
+        for got, wanted in zip(torch.autograd.grad(y, (x, cache), dy),
+                               torch.autograd.grad(expected, (x, cache), dy.double()), strict=True):
             torch.testing.assert_close(got, wanted)
     assert graphs.frame_count <= 2  # one with the first length, one for all
 
@@ -120,5 +131,6 @@ def test_a_shift_starts_what_it_plans() -> None:
         if call.op == "token_shift":
             seen = workload.seen(call, parse("triton=3.6.0,sm=90"))
             planned = {launch.kernel for plan in seen.plans for launch in plan.launches}
-            assert planned == {launch.kernel for launch in seen.launches} and "conv_backward_weights" not in planned
+            assert planned == {launch.kernel
+                               for launch in seen.launches} and "conv_backward_weights" not in planned
     assert "conv_backward_weights" not in flashlin.explain("token_shift", target="triton=3.6.0,sm=90")

@@ -26,7 +26,8 @@ def refusal(op: str = "chunk_simple_gla") -> UnsupportedError:
     return UnsupportedError(dispatch.plan(asked, parse("triton=3.2.0,sm=75,torch=2.6.0"), Policy("strict")))
 
 
-EXAMPLES: dict[str, Exception] = {"UnsupportedError": refusal(), "NotInstallable": NotInstallable("pip: no wheel"),
+EXAMPLES: dict[str, Exception] = {"UnsupportedError": refusal(),
+                                  "NotInstallable": NotInstallable("pip: no wheel"),
                                   "Unloadable": Unloadable("flashlin cannot be loaded")}
 
 
@@ -36,15 +37,18 @@ def refuse(op: str) -> None:
 
 def test_every_public_exception_of_ours_has_an_example_here() -> None:
     exceptions = {name for path in FOLDER.rglob("*.py")
-                  for name in re.findall(r"^class ([A-Z]\w*)\(.*(?:Error|Exception|Warning)\):", path.read_text(), re.MULTILINE)}
+                  for name in re.findall(r"^class ([A-Z]\w*)\(.*(?:Error|Exception|Warning)\):",
+                                         path.read_text(), re.MULTILINE)}
     assert exceptions == set(EXAMPLES)
 
 
-@pytest.mark.parametrize("again", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"])
+@pytest.mark.parametrize("again", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy],
+                         ids=["pickle", "copy", "deepcopy"])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_exception_can_be_copied(name: str, again: Callable[[Exception], Exception]) -> None:
     error = again(EXAMPLES[name])
-    assert type(error) is type(EXAMPLES[name]) and str(error) == str(EXAMPLES[name]) and vars(error) == vars(EXAMPLES[name])
+    assert type(error) is type(EXAMPLES[name]) and str(error) == str(EXAMPLES[name]) and vars(error) == vars(
+        EXAMPLES[name])
 
 
 def test_what_was_added_to_an_exception_goes_with_it() -> None:

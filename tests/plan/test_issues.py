@@ -1,4 +1,5 @@
-"""Known issues in plans: where each begins and ends, what triggers it, that plans meet those with remedies and only tell of the others."""
+"""Known issues in plans: where each begins and ends, what triggers it, that plans meet those with remedies
+and only tell of the others."""
 from __future__ import annotations
 
 import itertools
@@ -26,13 +27,15 @@ RESULTS = Path(__file__).parents[2] / "matrix" / "results"
 def before(version: str) -> str:
     """A release just older than that one."""
     major, minor, micro = Version(version).release
-    return f"{major}.{minor}.{micro - 1}" if micro else f"{major}.{minor - 1}.99" if minor else f"{major - 1}.99.99"
+    return (f"{major}.{minor}.{micro - 1}" if micro else f"{major}.{minor - 1}.99" if minor
+            else f"{major - 1}.99.99")
 
 
 def afflicted(issue: KnownIssue) -> Target:
     """A machine that has it: the oldest card and Triton of its ranges."""
     major, minor = issue.capabilities[0]
-    return target(issue.triton.since or "3.0.0", 10 * major + minor)._replace(ptxas=(issue.ptxas and issue.ptxas.since) or "12.8.93")
+    return target(issue.triton.since or "3.0.0",
+                  10 * major + minor)._replace(ptxas=(issue.ptxas and issue.ptxas.since) or "12.8.93")
 
 
 def trigger(issue: KnownIssue) -> Launch:
@@ -53,10 +56,13 @@ def test_a_known_issue_begins_at_since_and_ends_at_fixed_in(issue: KnownIssue) -
     assert issue.here(on)
     since, fixed_in = issue.triton.since, issue.triton.fixed_in
     if since:
-        assert issue.here(on._replace(triton=since + "rc1")) and not issue.here(on._replace(triton=before(since)))
+        assert issue.here(on._replace(triton=since
+                                      + "rc1")) and not issue.here(on._replace(triton=before(since)))
     if fixed_in:
-        assert not issue.here(on._replace(triton=fixed_in)) and not issue.here(on._replace(triton=fixed_in + ".post1"))
-        assert all(issue.here(on._replace(triton=fixed_in + build)) for build in (".dev20250401", "rc1", "+git1a2b3c"))
+        assert not issue.here(on._replace(triton=fixed_in)) and not issue.here(on._replace(triton=fixed_in
+                                                                                           + ".post1"))
+        assert all(issue.here(on._replace(triton=fixed_in + build))
+                   for build in (".dev20250401", "rc1", "+git1a2b3c"))
         assert issue.here(on._replace(triton=before(fixed_in)))
     if issue.ptxas and issue.ptxas.fixed_in:
         assert not issue.here(on._replace(ptxas=issue.ptxas.fixed_in))
@@ -77,7 +83,8 @@ def test_a_known_issue_objects_to_what_triggers_it_and_to_nothing_less(issue: Kn
     assert issue.hits(launch.traits, launch.num_warps, launch.num_stages)
     assert not issue.hits(launch.traits, issue.min_warps - 1, launch.num_stages)
     assert not issue.hits(launch.traits, launch.num_warps, issue.min_stages - 1)
-    assert not any(issue.hits(launch.traits - {trait}, launch.num_warps, launch.num_stages) for trait in launch.traits)
+    assert not any(issue.hits(launch.traits - {trait}, launch.num_warps, launch.num_stages)
+                   for trait in launch.traits)
 
 
 def test_a_known_issue_spares_what_it_says() -> None:
@@ -109,7 +116,8 @@ def test_every_tile_that_failed_on_a_card_is_one_that_an_issue_objects_to() -> N
 
 
 def ours(issue: KnownIssue) -> bool:
-    """Whether any launch of our own kernels would trigger it on its machines. If not, it is there for other people's kernels."""
+    """Whether any launch of our own kernels would trigger it on its machines. If not, it is there for other
+    people's kernels."""
     machines = filter(issue.here, itertools.chain.from_iterable(targets(triton) for triton in RELEASES))
     return any(issue.hits(launch.traits, launch.num_warps, launch.num_stages)
                for on in machines for asked in few() for launch in FAMILIES[asked.family].launches(asked, on))
@@ -119,7 +127,8 @@ def ours(issue: KnownIssue) -> bool:
 def met() -> frozenset[str]:
     """Codes of all reasons that some plan meets."""
     plans = (fresh(asked, on) for triton in BUILDS for on in targets(triton) for asked in few())
-    return frozenset(reason.code for plan in plans for reason in (*plan.refused, *(reason for reason, _ in plan.steps)))
+    return frozenset(reason.code for plan in plans
+                     for reason in (*plan.refused, *(reason for reason, _ in plan.steps)))
 
 
 @pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.remedies], ids=by_id)
@@ -150,4 +159,5 @@ def test_ignoring_a_known_issue_removes_its_steps(issue: KnownIssue) -> None:
 def test_policy_off_takes_no_step_for_a_known_issue() -> None:
     issues = {issue.id for issue in KNOWN_ISSUES}
     for number, on in enumerate(on for triton in ENDS for on in targets(triton)):
-        assert not any(issues & {reason.code for reason, _ in fresh(asked, on, Policy("off")).steps} for asked in asked_of(number, few()))
+        assert not any(issues & {reason.code for reason, _ in fresh(asked, on, Policy("off")).steps}
+                       for asked in asked_of(number, few()))

@@ -1,4 +1,5 @@
-"""What plans promise, over every machine and every kind of call, and what they say today (snapshots.json, kept as data).
+"""What plans promise, over every machine and every kind of call, and what they say today (snapshots.json,
+kept as data).
 
     python tests/plan/test_plan.py --write      after a deliberate change: writes the snapshots anew, for the diff to be read
 """
@@ -35,7 +36,8 @@ BUILDS = ("", "2.3.1", *RELEASES, "3.4.0.dev20250401", "3.6.0+git1a2b3c", "3.7.0
 CAPABILITIES = (60, 70, 75, 80, 86, 89, 90, 100, 103, 120, 121)
 # What is asked of every policy is asked of these.
 ENDS = ("", "3.0.0", "3.2.0", "3.3.1", "3.6.0", RELEASES[-1])
-SHARE = 7  # one in so many problems is asked of a machine; a prime, so that every dtype and size gets its turn
+# one in so many problems is asked of a machine; a prime, so that every dtype and size gets its turn
+SHARE = 7
 POLICIES = tuple(Policy(policy=policy, path=path) for policy in CHOICES["policy"] for path in CHOICES["path"])
 AUTO = Policy()
 
@@ -44,14 +46,16 @@ OP_OF = {way: next(op for op, its in dispatch.OPS.items() if its == way) for way
 OTHERS = ("chunk_rwkv7", "rwkv7")  # of a way, too, but with other optional tensors, so with other kernels
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 DIMS = (16, 64, 100, 128, 256, 512, 513, 1024)
-# (B, T, H): usual, decoding, fla's B * H > 65535, none at all, more programs than a grid has, offsets beyond 32 bits
+# (B, T, H): usual, decoding, fla's B * H > 65535, none at all, more programs than a grid has, offsets beyond
+# 32 bits
 SIZES = ((2, 2048, 8), (4, 1, 16), (10923, 64, 6), (0, 128, 4), (2**29, 64, 6), (8, 64, 2**22))
 
 
 def target(triton: str, sm: int, backend: str = "cuda") -> Target:
     """Any machine; unlike ``parse``, also one without Triton."""
     found = parse(f"triton={triton or '3.0.0'},sm={sm},torch=2.9.0,backend={backend}")
-    return found._replace(triton=triton, ptxas=bundled_ptxas(triton, found.capability) if backend == "cuda" else "")
+    return found._replace(triton=triton,
+                          ptxas=bundled_ptxas(triton, found.capability) if backend == "cuda" else "")
 
 
 def targets(triton: str) -> Iterator[Target]:
@@ -78,7 +82,8 @@ def problem(
 
 
 def asked_of(number: int, problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
-    """What machine ``number`` is asked. Machines next to each other, releases or cards, plan nearly alike: seven of them are asked everything."""
+    """What machine ``number`` is asked. Machines next to each other, releases or cards, plan nearly alike:
+    seven of them are asked everything."""
     return tuple(share(problems, number, SHARE))
 
 
@@ -89,7 +94,8 @@ def unique(found: Iterator[Problem]) -> tuple[Problem, ...]:
 @lru_cache(maxsize=1)
 def usual() -> tuple[Problem, ...]:
     """Every pair of head sizes in a usual size, with gradients, which make all launches of a call without."""
-    return unique(problem(op, dtype, K, V) for op, dtype, K, V in itertools.product((*OP_OF.values(), *OTHERS), DTYPES, DIMS, DIMS))
+    return unique(problem(op, dtype, K, V) for op, dtype, K,
+                  V in itertools.product((*OP_OF.values(), *OTHERS), DTYPES, DIMS, DIMS))
 
 
 @lru_cache(maxsize=1)
@@ -113,7 +119,8 @@ def it_is_short(plan: Plan, policy: Policy) -> bool:
 
 
 def no_reason_stands(plan: Plan, policy: Policy) -> bool:
-    """Every check asked again about what the plan would start: nothing is left to say. A plan of no path answers no check."""
+    """Every check asked again about what the plan would start: nothing is left to say. A plan of no path
+    answers no check."""
     family = FAMILIES[plan.problem.family]
     return bool(plan.refused) or plan.path == "torch" or all(
         check(plan.problem, plan.launches, plan.target, policy, family) is None for check in CHECKS)
@@ -125,9 +132,11 @@ def the_launches_are_those_of_the_problem(plan: Plan, policy: Policy) -> bool:
 
 
 def a_refusal_had_no_remedy_left(plan: Plan, policy: Policy) -> bool:
-    """It gives its reason, which names remedies, and each of them is barred by the policy or cannot help this problem any more."""
+    """It gives its reason, which names remedies, and each of them is barred by the policy or cannot help this
+    problem any more."""
     def barred(name: str) -> bool:
-        return (policy.policy == "strict" and not VARIANTS[name].exact) or (policy.path == "triton" and name == "torch_path")
+        return (policy.policy == "strict" and not VARIANTS[name].exact) or (policy.path == "triton"
+                                                                            and name == "torch_path")
     return all(reason.remedies and reason.got and reason.need
                and all(barred(name) or VARIANTS[name].rewrite(plan.problem, plan.target, reason) is None
                        for name in reason.remedies)
@@ -139,18 +148,22 @@ def auto_refuses_nothing(plan: Plan, policy: Policy) -> bool:
 
 
 def strict_stays_exact(plan: Plan, policy: Policy) -> bool:
-    return policy.policy != "strict" or all(VARIANTS[name].exact or not reason.forced for reason, name in plan.steps)
+    return policy.policy != "strict" or all(VARIANTS[name].exact or not reason.forced for reason,
+                                            name in plan.steps)
 
 
 def the_path_is_the_one_asked_for(plan: Plan, policy: Policy) -> bool:
-    return plan.path in {"auto": ("triton", "torch", "refused"), "triton": ("triton", "refused"), "torch": ("torch",)}[policy.path]
+    return plan.path in {"auto": ("triton", "torch", "refused"), "triton": ("triton", "refused"),
+                         "torch": ("torch",)}[policy.path]
 
 
 def launches_fit_the_machine(plan: Plan, policy: Policy) -> bool:
     """Stated without the checks: grid, shared memory, offsets, threads, and tiles that hold something."""
-    return all(launch.shared <= plan.target.shared and launch.span <= OFFSET_LIMIT and 32 * launch.num_warps <= 1024
+    return all(launch.shared <= plan.target.shared and launch.span <= OFFSET_LIMIT
+               and 32 * launch.num_warps <= 1024
                and all(0 <= size <= limit for size, limit in zip(launch.grid, AXIS_LIMITS, strict=False))
-               and all(size > 0 and size & (size - 1) == 0 for _, size in launch.tile) for launch in plan.launches)
+               and all(size > 0 and size & (size - 1) == 0 for _, size in launch.tile)
+               for launch in plan.launches)
 
 
 def nothing_that_matters_was_rewritten(plan: Plan, policy: Policy) -> bool:
@@ -160,8 +173,9 @@ def nothing_that_matters_was_rewritten(plan: Plan, policy: Policy) -> bool:
 
 
 PROMISES: tuple[Callable[[Plan, Policy], bool], ...] = (
-    it_is_short, no_reason_stands, the_launches_are_those_of_the_problem, a_refusal_had_no_remedy_left, auto_refuses_nothing,
-    strict_stays_exact, the_path_is_the_one_asked_for, launches_fit_the_machine, nothing_that_matters_was_rewritten)
+    it_is_short, no_reason_stands, the_launches_are_those_of_the_problem, a_refusal_had_no_remedy_left,
+    auto_refuses_nothing, strict_stays_exact, the_path_is_the_one_asked_for, launches_fit_the_machine,
+    nothing_that_matters_was_rewritten)
 
 
 def broken(plan: Plan, policy: Policy) -> list[str]:
@@ -177,7 +191,9 @@ fresh: Callable[..., Plan] = dispatch.plan.__wrapped__  # past the cache
 
 @pytest.mark.parametrize("triton", BUILDS, ids=lambda triton: triton or "none")
 def test_plans_keep_their_promises(triton: str) -> None:
-    failures = [failure for number, on in enumerate(targets(triton), BUILDS.index(triton)) for asked in asked_of(number, usual() + odd())
+    failures = [failure for number,
+                on in enumerate(targets(triton), BUILDS.index(triton))
+                for asked in asked_of(number, usual() + odd())
                 for failure in broken(fresh(asked, on, AUTO), AUTO)]
     assert not failures, shown(failures)
 
@@ -185,7 +201,8 @@ def test_plans_keep_their_promises(triton: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{policy.policy}-{policy.path}")
 def test_plans_keep_their_promises_under_every_policy(policy: Policy) -> None:
     machines = [on for triton in ENDS for on in targets(triton)]
-    failures = [failure for number, on in enumerate(machines, POLICIES.index(policy)) for asked in asked_of(number, few())
+    failures = [failure for number,
+                on in enumerate(machines, POLICIES.index(policy)) for asked in asked_of(number, few())
                 for failure in broken(fresh(asked, on, policy), policy)]
     assert not failures, shown(failures)
 
@@ -221,7 +238,9 @@ def test_every_remedy_makes_the_problem_smaller_or_answers_none() -> None:
             smaller = variant.rewrite(asked, on, reason)
             if smaller is not None:
                 pairs = list(zip(measure(smaller), measure(asked), strict=True))
-                assert all(new <= old for new, old in pairs) and any(new < old for new, old in pairs), (name, asked, smaller)
+                assert all(new <= old for new, old in pairs) and any(new < old for new, old in pairs), (name,
+                                                                                                        asked,
+                                                                                                        smaller)
                 if smaller not in seen:
                     seen.add(smaller)
                     waiting.append(smaller)
@@ -229,7 +248,8 @@ def test_every_remedy_makes_the_problem_smaller_or_answers_none() -> None:
 
 
 def test_every_remedy_that_a_check_or_issue_names_exists() -> None:
-    found = {name for triton in RELEASES for number, on in enumerate(targets(triton)) for asked in asked_of(number, few())
+    found = {name for triton in RELEASES for number,
+             on in enumerate(targets(triton)) for asked in asked_of(number, few())
              for _, name in fresh(asked, on).steps}
     assert found == set(VARIANTS)  # and each is used by some plan
     assert {name for issue in KNOWN_ISSUES for name in issue.remedies} <= set(VARIANTS)
@@ -249,7 +269,8 @@ def test_no_step_is_taken_in_vain() -> None:
     """A reason that is still there, word for word, after its remedy was applied: the remedy did nothing."""
     for on, asked in itertools.product(targets("3.6.0"), odd()):
         steps = dispatch.plan(asked, on).steps
-        assert not [step for step, following in itertools.pairwise(steps) if step == following], dispatch.plan(asked, on)
+        assert not [step for step,
+                    following in itertools.pairwise(steps) if step == following], dispatch.plan(asked, on)
 
 
 def test_remedies_combine_on_a_t4() -> None:
@@ -260,14 +281,19 @@ def test_remedies_combine_on_a_t4() -> None:
     assert plan.problem.dot == "fp32" and 0 < plan.problem.batch_part < huge.N
 
 
-@pytest.mark.parametrize(("triton", "sm", "dot"), [("3.3.1", 80, "native"), ("3.4.0", 75, "fp32"), ("3.9.0", 70, "fp32"), ("3.9.0", 80, "native"),
-                                                  ("3.2.0", 75, "native"), ("3.1.0", 75, "native")])
+@pytest.mark.parametrize(("triton", "sm", "dot"),
+                         [("3.3.1", 80, "native"), ("3.4.0", 75, "fp32"), ("3.9.0", 70, "fp32"),
+                          ("3.9.0", 80, "native"),
+                         ("3.2.0", 75, "native"), ("3.1.0", 75, "native")])
 def test_without_tensor_cores_16_bit_operands_are_made_32(triton: str, sm: int, dot: str) -> None:
     """Scalar code on 16-bit operands spills ten times as much. Not where there is nothing to multiply."""
     asked = problem("chunk_simple_gla", "float16", 128, 128)
     plan = dispatch.plan(asked, target(triton, sm))
-    assert plan.path == "triton" and plan.problem.dot == dot and len(dispatch.inexact_steps(plan)) == (dot == "fp32")
-    assert bool(dispatch.plan(asked, target(triton, sm), Policy(policy="strict")).refused) == (dot == "fp32"), "other operands are not exact"
+    assert plan.path == "triton" and plan.problem.dot == dot and len(dispatch.inexact_steps(plan)) == (dot
+                                                                                                       == "fp32")
+    assert bool(dispatch.plan(asked, target(triton, sm),
+                              Policy(policy="strict")).refused) == (dot
+                                                                    == "fp32"), "other operands are not exact"
     assert dispatch.plan(asked, target(triton, sm), Policy(policy="off")).problem.dot == "native"
     assert dispatch.plan(problem("rms_norm", "float16", 128, 128), target(triton, sm)).problem.dot == "native"
 
@@ -320,14 +346,16 @@ def test_where_no_tile_is_without_a_fault_plain_torch_is_left() -> None:
 
 
 def test_volta_before_32_cannot_add_products_of_transposed_operands() -> None:
-    for triton, sm, codes in (("3.1.0", 70, ["mma-to-mma-volta"]), ("3.1.0", 75, []), ("3.2.0", 70, ["half-dot-volta-32"])):
+    for triton, sm, codes in (("3.1.0", 70, ["mma-to-mma-volta"]), ("3.1.0", 75, []),
+                              ("3.2.0", 70, ["half-dot-volta-32"])):
         plan = dispatch.plan(problem("chunk_delta_rule", "float16", 128, 128), target(triton, sm))
         assert [reason.code for reason, _ in plan.steps] == codes and plan.path == "triton"
 
 
 def test_amd_takes_the_torch_path_unless_checks_are_off() -> None:
     asked, amd = problem("chunk_simple_gla", "bfloat16", 64, 64), parse("triton=3.6.0,backend=hip")
-    assert dispatch.plan(asked, amd).path == "torch" and "policy=off" in str(dispatch.plan(asked, amd).steps[0][0])
+    assert dispatch.plan(asked,
+                         amd).path == "torch" and "policy=off" in str(dispatch.plan(asked, amd).steps[0][0])
     assert dispatch.plan(asked, amd, Policy(policy="off")).path == "triton"
 
 
@@ -341,7 +369,8 @@ def test_a_batch_of_65538_heads_needs_no_remedy() -> None:
 
 @pytest.mark.parametrize("triton", RELEASES)
 def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> None:
-    """What is announced or refused comes from the machine, from sizes no launch table has, or from a known issue; all else just runs."""
+    """What is announced or refused comes from the machine, from sizes no launch table has, or from a known
+    issue; all else just runs."""
     for number, on in enumerate(targets(triton), RELEASES.index(triton)):
         here = {issue.id for issue in issues_here(on)}
         for asked in asked_of(number, usual()):
@@ -353,8 +382,11 @@ def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> No
                 assert codes & {"head-dim", "before-volta"}, (asked, on)
             elif asked.family == "selective" and asked.K > MAX_STATES and on.backend == "cuda":
                 assert codes & {"width", "before-volta"}, (asked, on)
-            elif on.backend == "cuda" and max(asked.K, asked.V) > 128 and (on.shared < 102400 or release(triton) < (3, 3)):
-                # No room for the widest heads in fp32: on cards of 100 KB and less, and before 3.3, where fp32 operands take twice as much.
+            elif on.backend == "cuda" and max(asked.K,
+                                              asked.V) > 128 and (on.shared < 102400
+                                                                  or release(triton) < (3, 3)):
+                # No room for the widest heads in fp32: on cards of 100 KB and less, and before 3.3, where
+                # fp32 operands take twice as much.
                 assert codes <= here | {"shared-memory"}, (asked, on)
             elif on.backend == "cuda":
                 assert codes <= here, (asked, on)
@@ -363,12 +395,16 @@ def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> No
 @pytest.mark.parametrize("sm", (80, 86, 89, 90))
 @pytest.mark.parametrize("triton", RELEASES)
 def test_ampere_to_hopper_run_everything_as_asked(triton: str, sm: int) -> None:
-    widest = MAX_HEAD_DIM if release(triton) >= (3, 3) else 128  # wider ones may need fewer warps or, in fp32, more room than there is
+    # wider ones may need fewer warps or, in fp32, more room than there is
+    widest = MAX_HEAD_DIM if release(triton) >= (3, 3) else 128
     for asked in usual():
         # 100 KB hold a chunk's inverse and a state of 512 rows in 16 bits, not in fp32.
-        crowded = asked.family in ("delta", "dplr") and asked.dtype == "float32" and asked.K > 256 and sm in (86, 89)
-        # Up to 3.2 two warps for a state taller than its chunks, which are short beside few columns: tall-state-32.
-        tall = (asked.family in ("simple_gla", "delta", "gla") and asked.dtype != "float32" and asked.K >= 64 > asked.V
+        crowded = asked.family in ("delta",
+                                   "dplr") and asked.dtype == "float32" and asked.K > 256 and sm in (86, 89)
+        # Up to 3.2 two warps for a state taller than its chunks, which are short beside few columns:
+        # tall-state-32.
+        tall = (asked.family in ("simple_gla", "delta", "gla") and asked.dtype != "float32"
+                and asked.K >= 64 > asked.V
                 and sm == 90 and release(triton) < (3, 3))
         too_many = asked.family == "selective" and asked.K > MAX_STATES
         narrow = not FAMILIES[asked.family].head_dim or max(asked.K, asked.V) <= widest
@@ -379,8 +415,9 @@ def test_ampere_to_hopper_run_everything_as_asked(triton: str, sm: int) -> None:
 
 
 @pytest.mark.parametrize(("T", "grad", "sm", "mode"), [
-    (1, False, 90, "fused_recurrent"), (limits.FEW_TOKENS, False, 90, "fused_recurrent"), (limits.FEW_TOKENS + 1, False, 90, "chunk"),
-    (1, True, 90, "chunk"), (4096, False, 75, "fused_recurrent"), (4096, True, 75, "chunk")])
+    (1, False, 90, "fused_recurrent"), (limits.FEW_TOKENS, False, 90, "fused_recurrent"),
+    (limits.FEW_TOKENS + 1, False, 90, "chunk"), (1, True, 90, "chunk"), (4096, False, 75, "fused_recurrent"),
+    (4096, True, 75, "chunk")])
 def test_mode_auto_decides_from_tokens_gradients_and_card(T: int, grad: bool, sm: int, mode: str) -> None:
     asked = problem("simple_gla", "float16", 64, 64, (2, T, 4), needs_grad=grad)
     assert dispatch.plan(asked, target("3.6.0", sm)).problem.mode == mode
@@ -397,13 +434,16 @@ def summary(plan: Plan) -> str:
         facts = f"{'/'.join(str(size) for _, size in launch.tile)} w{launch.num_warps} s{launch.num_stages}"
         tiles.setdefault(facts, []).append(launch.kernel.removeprefix(plan.problem.family + "_"))
     via = " via fp32" if plan.problem.dot == "fp32" else ""
-    return f"{plan.path}{via}: " + ", ".join(f"{'+'.join(kernels)} {facts}" for facts, kernels in tiles.items())
+    return f"{plan.path}{via}: " + ", ".join(f"{'+'.join(kernels)} {facts}" for facts,
+                                             kernels in tiles.items())
 
 
 def snapshots() -> dict[str, str]:
-    """A row per op, dtype, head size and card, in that order, for each stretch of Triton releases in which nothing changes."""
+    """A row per op, dtype, head size and card, in that order, for each stretch of Triton releases in which
+    nothing changes."""
     rows: dict[str, str] = {}
-    for way, dtype, D, sm in itertools.product([way for way in WAYS if way[1] != "auto"], DTYPES[:3], (64, 128, 256, 512), CAPABILITIES[1:]):
+    for way, dtype, D, sm in itertools.product([way for way in WAYS if way[1] != "auto"], DTYPES[:3],
+                                               (64, 128, 256, 512), CAPABILITIES[1:]):
         asked = problem(OP_OF[way], dtype, D, D)
         plans = [(summary(dispatch.plan(asked, target(triton, sm))), triton) for triton in RELEASES]
         for text, group in itertools.groupby(plans, key=lambda pair: pair[0]):
@@ -417,8 +457,10 @@ def snapshots() -> dict[str, str]:
 def test_plans_are_those_of_the_snapshots() -> None:
     kept, now = json.loads(SNAPSHOTS.read_text()), snapshots()
     lines = [line for row in dict.fromkeys((*kept, *now)) if kept.get(row) != now.get(row)
-             for line in (f"- {row}: {kept.get(row)}", f"+ {row}: {now.get(row)}") if not line.endswith(": None")]
-    assert not lines, ("plans changed; if that was meant, run: python tests/plan/test_plan.py --write\n" + "\n".join(lines[:60]))
+             for line in (f"- {row}: {kept.get(row)}", f"+ {row}: {now.get(row)}")
+             if not line.endswith(": None")]
+    assert not lines, ("plans changed; if that was meant, run: python tests/plan/test_plan.py --write\n"
+                       + "\n".join(lines[:60]))
 
 
 if __name__ == "__main__":

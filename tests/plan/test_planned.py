@@ -16,7 +16,8 @@ from flashlin.policy import Policy
 CPU = torch.device("cpu")
 T4 = parse("triton=3.3.1,sm=75,torch=2.9.0")
 H100 = parse("triton=3.6.0,sm=90,torch=2.9.0")
-CALL = Problem("chunk_simple_gla", "simple_gla", "chunk", 2, 256, 8, 64, 64, 2, "bfloat16", False, True, ("g",))
+CALL = Problem("chunk_simple_gla", "simple_gla", "chunk", 2, 256, 8, 64, 64, 2, "bfloat16", False, True,
+               ("g",))
 
 
 pytestmark = pytest.mark.usefixtures("default_settings")
@@ -32,9 +33,12 @@ def told(problem: Problem) -> list[str]:
 def test_an_inexact_remedy_is_told_in_one_line() -> None:
     pretend(T4)
     assert told(CALL) == [
-        "chunk_simple_gla runs on fp32 copies here. half-dot-33-pre-ampere: simple_gla_scan with 4 warps, bfloat16 on sm75, triton 3.3.1 "
-        "('Unsupported conversion from bf16 to f16', 'Unsupported rounding mode for conversion': every dot on 16-bit operands fails to "
-        "compile), need fp32 operands, or Triton 3.4   https://github.com/fla-org/flash-linear-attention/issues/458"]
+        "chunk_simple_gla runs on fp32 copies here. half-dot-33-pre-ampere: simple_gla_scan with 4 warps, "
+        "bfloat16 on sm75, triton 3.3.1 "
+        "('Unsupported conversion from bf16 to f16', 'Unsupported rounding mode for conversion': every dot "
+        "on 16-bit operands fails to "
+        "compile), need fp32 operands, or Triton 3.4   "
+        "https://github.com/fla-org/flash-linear-attention/issues/458"]
 
 
 def test_each_op_and_reason_is_told_once() -> None:
@@ -42,7 +46,9 @@ def test_each_op_and_reason_is_told_once() -> None:
     assert len(told(CALL)) == 1
     assert told(CALL) == told(CALL._replace(T=512)) == told(CALL._replace(K=128)) == []
     assert len(told(CALL._replace(op="chunk_retention"))) == 1
-    assert [line.partition(":")[0] for line in told(CALL._replace(K=1024))] == ["chunk_simple_gla runs in plain torch here. head-dim"]
+    assert [line.partition(":")[0]
+            for line in told(CALL._replace(K=1024))] == [
+                "chunk_simple_gla runs in plain torch here. head-dim"]
     assert told(CALL._replace(K=1024)) == []
 
 
@@ -73,7 +79,8 @@ def test_a_refusal_is_raised_with_its_plan_each_time() -> None:
         with pytest.raises(UnsupportedError) as error:
             planned(CALL, CPU)
         assert isinstance(error.value, NotImplementedError)
-        assert error.value.plan == dispatch.plan(CALL, T4, Policy("strict")) and error.value.plan.path == "refused"
+        assert error.value.plan == dispatch.plan(CALL, T4,
+                                                 Policy("strict")) and error.value.plan.path == "refused"
 
 
 def test_an_unsupported_error_says_it_in_four_lines() -> None:
@@ -90,8 +97,10 @@ chunk_simple_gla cannot run here.
 
 
 def test_a_refusal_without_the_torch_path_says_what_to_change() -> None:
-    reason = Reason("grid", "some_kernel starts 70000 programs on grid axis 1", "at most 65535", ("chunk_batch",), "https://example.org")
-    assert str(UnsupportedError(Plan(CALL._replace(N=5, varlen=True), CALL, H100, (), (), (reason, reason._replace(code="other"))))) == """\
+    reason = Reason("grid", "some_kernel starts 70000 programs on grid axis 1", "at most 65535",
+                    ("chunk_batch",), "https://example.org")
+    assert str(UnsupportedError(Plan(CALL._replace(N=5, varlen=True), CALL, H100, (), (),
+                                     (reason, reason._replace(code="other"))))) == """\
 chunk_simple_gla cannot run here.
   call     B=2 T=256 H=8 K=64 V=64 N=5 bfloat16 g varlen needs_grad mode=chunk path=triton
   target   H100 sm90, triton 3.6.0, ptxas 12.8.93, torch 2.9.0
@@ -102,7 +111,8 @@ some_kernel starts 70000 programs on grid axis 1: bring it to at most 65535"""
 
 
 def test_a_plan_is_shown_with_its_trail() -> None:
-    assert str(dispatch.plan(CALL._replace(op="simple_gla", mode="auto", dtype="float32", needs_grad=False, options=(), T=1), H100)) == """\
+    assert str(dispatch.plan(CALL._replace(op="simple_gla", mode="auto", dtype="float32", needs_grad=False,
+                                           options=(), T=1), H100)) == """\
 simple_gla: triton path
   call     B=2 T=1 H=8 K=64 V=64 float32 mode=auto path=triton
   target   H100 sm90, triton 3.6.0, ptxas 12.8.93, torch 2.9.0
@@ -112,7 +122,8 @@ simple_gla: triton path
 
 
 def test_dtypes_have_torchs_names() -> None:
-    assert [name_of(dtype) for dtype in (torch.bfloat16, torch.float64, torch.int8)] == ["bfloat16", "float64", "int8"]
+    assert [name_of(dtype) for dtype in (torch.bfloat16, torch.float64, torch.int8)] == ["bfloat16",
+                                                                                         "float64", "int8"]
 
 
 def test_gradients_are_wanted_where_autograd_would_give_them() -> None:

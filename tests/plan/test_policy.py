@@ -24,23 +24,28 @@ def test_an_empty_environment_is_the_default_policy() -> None:
     assert from_environment({"HOME": "/", "FLASHLINE_PATH": "torch"}) == Policy()
 
 
-@pytest.mark.parametrize(("name", "choice"), [(name, choice) for name, choices in CHOICES.items() for choice in choices])
+@pytest.mark.parametrize(("name", "choice"),
+                         [(name, choice) for name, choices in CHOICES.items() for choice in choices])
 def test_every_choice_can_come_from_the_environment(name: str, choice: str) -> None:
     found = from_environment({f"FLASHLIN_{name.upper()}": choice})
     assert found == Policy()._replace(**{name: choice == "1" if name == "debug" else choice})
 
 
 def test_ignore_is_a_list_with_commas_and_spaces() -> None:
-    assert from_environment({"FLASHLIN_IGNORE": " gather-32, descriptors-33,,"}).ignore == {"gather-32", "descriptors-33"}
+    assert from_environment({"FLASHLIN_IGNORE": " gather-32, descriptors-33,,"}).ignore == {"gather-32",
+                                                                                            "descriptors-33"}
     assert from_environment({"FLASHLIN_IGNORE": ""}).ignore == frozenset()
 
 
-@pytest.mark.parametrize("ignore", [lambda text: from_environment({"FLASHLIN_IGNORE": text}), lambda text: settings(ignore=text)])
+@pytest.mark.parametrize("ignore",
+                         [lambda text: from_environment({"FLASHLIN_IGNORE": text}),
+                          lambda text: settings(ignore=text)])
 def test_an_unknown_id_is_an_error_that_lists_the_known_ones(ignore: Callable[[str], Any]) -> None:
     with pytest.raises(ValueError) as error:
         ignore("gather-32, gather-31")
     text = str(error.value)
-    assert text.lower().removeprefix("flashlin_").startswith("ignore: got 'gather-31', need ids of known issues: before-volta, ")
+    assert text.lower().removeprefix("flashlin_").startswith(
+        "ignore: got 'gather-31', need ids of known issues: before-volta, ")
     assert all(issue.id in text for issue in KNOWN_ISSUES) and current() == Policy()
 
 
@@ -67,8 +72,10 @@ def test_a_wrong_variable_is_an_error_that_lists_the_choices(variable: str, got:
     (dict(path=None), "path: got None, need one of auto, triton, torch"),
     (dict(tokens=1), "tokens: got 1, need one of async, sync, off"),
     (dict(debug="yes"), "debug: got 'yes', need one of 0, 1"),
-    (dict(paths="torch"), "settings: got paths, need some of policy, path, ignore, tokens, canary, debug, autotune"),
-    (dict(zeal=1, amount=2), "settings: got amount, zeal, need some of policy, path, ignore, tokens, canary, debug, autotune")])
+    (dict(paths="torch"), "settings: got paths, need some of policy, path, ignore, tokens, canary, debug, "
+                          "autotune"),
+    (dict(zeal=1, amount=2), "settings: got amount, zeal, need some of policy, path, ignore, tokens, canary, "
+                             "debug, autotune")])
 def test_a_wrong_setting_is_an_error_that_changes_nothing(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         settings(**changes)
@@ -133,13 +140,16 @@ def test_settings_called_alone_are_for_the_whole_process() -> None:
 def test_a_with_block_is_its_threads_alone() -> None:
     with settings(path="torch"):
         assert in_another_thread(current) == Policy() and current().path == "torch"
-        in_another_thread(lambda: settings(policy="strict", path="triton"))  # for the process, and the block keeps what it has set
-        assert current() == Policy(policy="strict", path="torch") and in_another_thread(current).path == "triton"
+        # for the process, and the block keeps what it has set
+        in_another_thread(lambda: settings(policy="strict", path="triton"))
+        assert current() == Policy(policy="strict",
+                                   path="torch") and in_another_thread(current).path == "triton"
     assert current() == Policy(policy="strict", path="triton")
 
 
 def test_no_thread_ever_sees_the_block_of_another() -> None:
-    # Nor between the call of settings and the beginning of the block, where Python may turn to another thread.
+    # Nor between the call of settings and the beginning of the block, where Python may turn to another
+    # thread.
     seen, done, interval = set[str](), threading.Event(), sys.getswitchinterval()
 
     def watch() -> None:
@@ -176,7 +186,8 @@ def test_settings_that_are_kept_hold_in_their_thread_at_once_and_for_the_process
 def test_settings_called_at_once_by_two_threads_are_both_kept() -> None:
     for _ in range(200):
         settings(policy="auto", path="auto")
-        threads = [threading.Thread(target=settings, kwargs=change) for change in (dict(policy="strict"), dict(path="torch"))]
+        threads = [threading.Thread(target=settings, kwargs=change)
+                   for change in (dict(policy="strict"), dict(path="torch"))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -194,7 +205,8 @@ def test_blocks_that_end_in_any_order_end_where_they_began(order: tuple[int, ...
     for number in order:
         blocks[number].close()
         left.remove(number)
-        assert current() == Policy()._replace(**{name: value for at in left for name, value in changes[at].items()})
+        assert current() == Policy()._replace(**{name: value for at in left for name,
+                                                 value in changes[at].items()})
     assert current() == Policy()
 
 

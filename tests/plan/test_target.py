@@ -23,24 +23,29 @@ from flashlin.compat.target import (
 H100 = Target("3.2.0", "12.4.99", "2.9.0", "cuda", (9, 0), "H100", 232448, 132)
 
 
-@pytest.mark.parametrize("text", ("triton=3.2.0,sm=90", "sm=sm90,triton=3.2.0", "triton=3.2.0,sm=sm_90,", "triton=3.2.0,sm=90,backend=cuda"))
+@pytest.mark.parametrize("text",
+                         ("triton=3.2.0,sm=90", "sm=sm90,triton=3.2.0", "triton=3.2.0,sm=sm_90,",
+                          "triton=3.2.0,sm=90,backend=cuda"))
 def test_a_named_target_is_the_usual_card(text: str) -> None:
     assert parse(text, torch_version="2.9.0") == H100
 
 
 def test_every_fact_can_be_given() -> None:
     given = "triton=3.6.0,sm=75,ptxas=13.3,shared=1024,sms=14,name=T4g,torch=2.8.0"
-    assert parse(given, torch_version="2.9.0") == Target("3.6.0", "13.3", "2.8.0", "cuda", (7, 5), "T4g", 1024, 14)
+    assert parse(given, torch_version="2.9.0") == Target("3.6.0", "13.3", "2.8.0", "cuda", (7, 5), "T4g",
+                                                         1024, 14)
 
 
 @pytest.mark.parametrize(("sm", "capability"), [("70", (7, 0)), ("103", (10, 3)), ("121", (12, 1))])
 def test_the_last_digit_of_a_capability_is_the_minor_one(sm: str, capability: tuple[int, int]) -> None:
     found = parse(f"triton=3.6.0,sm={sm}")
-    assert found.capability == capability and found.sm == f"sm{sm}" and found.shared == SHARED_PER_BLOCK[capability]
+    assert found.capability == capability and found.sm == f"sm{sm}" and found.shared == SHARED_PER_BLOCK[
+        capability]
 
 
-@pytest.mark.parametrize(("text", "backend"), [("triton=3.6.0", "cpu"), ("", "cpu"), ("backend=interpreter", "interpreter"),
-                                               ("backend=hip,sm=90", "hip"), ("sm=90", "cuda")])
+@pytest.mark.parametrize(("text", "backend"),
+                         [("triton=3.6.0", "cpu"), ("", "cpu"), ("backend=interpreter", "interpreter"),
+                          ("backend=hip,sm=90", "hip"), ("sm=90", "cuda")])
 def test_a_backend_follows_from_sm_or_is_given(text: str, backend: str) -> None:
     found = parse(text)
     assert found.backend == backend and found.sm == ("sm90" if backend == "cuda" else backend)
@@ -55,7 +60,8 @@ def test_what_cannot_be_parsed_is_an_error_that_lists_the_keys(text: str) -> Non
     with pytest.raises(ValueError) as error:
         parse(text)
     listed = ", ".join(sorted(KEYS.split(", ")))
-    assert str(error.value) == f"target: got {text!r}, need key=value pairs out of {listed}, for example triton=3.2.0,sm=90"
+    assert str(
+        error.value) == f"target: got {text!r}, need key=value pairs out of {listed}, for example triton=3.2.0,sm=90"
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -78,15 +84,18 @@ def test_the_tables_agree_on_which_cards_there_are() -> None:
     assert set(USUAL_CARD) <= set(SHARED_PER_BLOCK)
 
 
-@pytest.mark.parametrize(("capability", "size"), [((7, 5), 65536), ((9, 0), 232448), ((8, 8), 101376), ((12, 2), 101376), ((5, 0), 49152)])
-def test_an_unknown_card_has_the_least_shared_memory_of_its_generation(capability: tuple[int, int], size: int) -> None:
+@pytest.mark.parametrize(("capability", "size"),
+                         [((7, 5), 65536), ((9, 0), 232448), ((8, 8), 101376), ((12, 2), 101376),
+                          ((5, 0), 49152)])
+def test_an_unknown_card_has_the_least_shared_memory_of_its_generation(capability: tuple[int, int],
+                                                                       size: int) -> None:
     assert shared_per_block(capability) == size
 
 
 @pytest.mark.parametrize(("triton", "capability", "version"), [
-    ("3.2.0", (9, 0), "12.4.99"), ("3.3.1", (9, 0), "12.4.99"), ("3.3.1", (10, 0), "12.8.61"), ("3.6.0", (12, 0), "12.9.86"),
-    ("3.8.0", (9, 0), "12.9.86"), ("3.9.0", (9, 0), "13.4.59"), ("3.9.0", (8, 9), "12.9.86"), ("3.9.0.dev1", (9, 0), "13.4.59"),
-    ("9.9.9", (9, 0), ""), ("", (9, 0), "")])
+    ("3.2.0", (9, 0), "12.4.99"), ("3.3.1", (9, 0), "12.4.99"), ("3.3.1", (10, 0), "12.8.61"),
+    ("3.6.0", (12, 0), "12.9.86"), ("3.8.0", (9, 0), "12.9.86"), ("3.9.0", (9, 0), "13.4.59"),
+    ("3.9.0", (8, 9), "12.9.86"), ("3.9.0.dev1", (9, 0), "13.4.59"), ("9.9.9", (9, 0), ""), ("", (9, 0), "")])
 def test_the_wheel_brings_its_ptxas(triton: str, capability: tuple[int, int], version: str) -> None:
     assert bundled_ptxas(triton, capability) == version
 
@@ -128,7 +137,8 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     def properties(device: torch.device) -> SimpleNamespace:
         asked.append(device)
         major, minor, name, shared = ((9, 0, "NVIDIA H100", 232448), (7, 5, "Tesla T4", 0))[device.index]
-        return SimpleNamespace(major=major, minor=minor, name=name, shared_memory_per_block_optin=shared, multi_processor_count=40)
+        return SimpleNamespace(major=major, minor=minor, name=name, shared_memory_per_block_optin=shared,
+                               multi_processor_count=40)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(machine, "ptxas_version", lambda path: "12.8.93")

@@ -1,4 +1,5 @@
-"""Version ranges: plain bounds on the release number; an unreleased build of the fixing release counts as affected."""
+"""Version ranges: plain bounds on the release number; an unreleased build of the fixing release counts as
+affected."""
 from __future__ import annotations
 
 import pytest
@@ -17,22 +18,23 @@ def text(parts: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize(("version", "parts"), [
-    ("3.7.1", (3, 7, 1)), ("3.7.1+gitabc", (3, 7, 1)), ("3.7.1rc1", (3, 7, 1)), ("3.8.0.dev20260101+git9", (3, 8, 0)), ("3.3", (3, 3)),
-    ("v3.4.0", (3, 4, 0)), ("", ()), ("main", ()), ("3.x", ())])
+    ("3.7.1", (3, 7, 1)), ("3.7.1+gitabc", (3, 7, 1)), ("3.7.1rc1", (3, 7, 1)),
+    ("3.8.0.dev20260101+git9", (3, 8, 0)), ("3.3", (3, 3)), ("v3.4.0", (3, 4, 0)), ("", ()), ("main", ()),
+    ("3.x", ())])
 def test_release_is_the_number_alone(version: str, parts: tuple[int, ...]) -> None:
     assert release(version) == parts
 
 
 @pytest.mark.parametrize(("version", "unreleased"), [
-    ("3.4.0", False), ("3.4.0.post1", False), ("3.4.0+cu128", False), ("", False), ("3.4.0rc1", True), ("3.4.0.dev1", True),
-    ("3.4.0+git1a2b3c", True), ("somebody's build", True)])
+    ("3.4.0", False), ("3.4.0.post1", False), ("3.4.0+cu128", False), ("", False), ("3.4.0rc1", True),
+    ("3.4.0.dev1", True), ("3.4.0+git1a2b3c", True), ("somebody's build", True)])
 def test_nightlies_candidates_and_git_builds_are_unreleased(version: str, unreleased: bool) -> None:
     assert is_unreleased(version) is unreleased
 
 
 @pytest.mark.parametrize(("version", "expected"), [
-    ("3.2.9", False), ("3.3.0.dev1", True), ("3.3.0", True), ("3.3.1", True), ("3.4.0rc1", True), ("3.4.0+git1", True), ("3.4.0", False),
-    ("3.4.0.post1", False), ("3.4.1rc1", False), ("3.5.0", False)])
+    ("3.2.9", False), ("3.3.0.dev1", True), ("3.3.0", True), ("3.3.1", True), ("3.4.0rc1", True),
+    ("3.4.0+git1", True), ("3.4.0", False), ("3.4.0.post1", False), ("3.4.1rc1", False), ("3.5.0", False)])
 def test_a_range_holds_since_and_unreleased_builds_of_the_fix(version: str, expected: bool) -> None:
     assert affected(version, "3.3.0", "3.4.0") is expected
 
@@ -43,7 +45,9 @@ def test_what_is_not_installed_is_not_affected_and_what_cannot_be_read_is_older_
 
 
 def test_short_numbers_are_padded() -> None:
-    assert affected("3.3", "3.3.0", "3.3.1") and not affected("3.4", "3.3", "3.4.0") and affected("12.8", None, "12.8.93")
+    assert affected("3.3", "3.3.0", "3.3.1") and not affected("3.4", "3.3", "3.4.0") and affected("12.8",
+                                                                                                  None,
+                                                                                                  "12.8.93")
 
 
 @given(numbers, ends)
@@ -52,8 +56,10 @@ def test_open_bounds_hold_every_version(parts: tuple[int, int, int], end: str) -
 
 
 @given(numbers, ends, numbers)
-def test_before_and_from_a_release_exclude_each_other_but_for_unreleased_builds_of_it(parts: tuple[int, ...], end: str,
-                                                                                      bound: tuple[int, ...]) -> None:
+def test_before_and_from_a_release_exclude_each_other_but_for_unreleased_builds_of_it(parts: tuple[int, ...],
+                                                                                      end: str,
+                                                                                      bound: tuple[int,
+                                                                                                   ...]) -> None:
     version = text(parts) + end
     below, above = affected(version, None, text(bound)), affected(version, text(bound), None)
     assert below or above
@@ -61,13 +67,15 @@ def test_before_and_from_a_release_exclude_each_other_but_for_unreleased_builds_
 
 
 @given(numbers, numbers, numbers, ends)
-def test_a_range_is_both_of_its_bounds(parts: tuple[int, ...], since: tuple[int, ...], fixed_in: tuple[int, ...], end: str) -> None:
+def test_a_range_is_both_of_its_bounds(parts: tuple[int, ...], since: tuple[int, ...],
+                                       fixed_in: tuple[int, ...], end: str) -> None:
     version, first, fix = text(parts) + end, text(since), text(fixed_in)
     assert affected(version, first, fix) == (affected(version, first, None) and affected(version, None, fix))
 
 
 @given(numbers, numbers, numbers)
-def test_releases_are_ordered_as_numbers(older: tuple[int, ...], newer: tuple[int, ...], fixed_in: tuple[int, ...]) -> None:
+def test_releases_are_ordered_as_numbers(older: tuple[int, ...], newer: tuple[int, ...],
+                                         fixed_in: tuple[int, ...]) -> None:
     """Once fixed, fixed for good; and 3.10 comes after 3.9."""
     older, newer = sorted((older, newer))
     assert affected(text(older), None, text(fixed_in)) or not affected(text(newer), None, text(fixed_in))

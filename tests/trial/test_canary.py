@@ -1,5 +1,5 @@
-"""The first call of an op that nobody has run on such a card: a child process goes first, what fails there is planned otherwise, and what could not
-be tried changes nothing."""
+"""The first call of an op that nobody has run on such a card: a child process goes first, what fails there is
+planned otherwise, and what could not be tried changes nothing."""
 from __future__ import annotations
 
 import logging
@@ -35,7 +35,8 @@ BOTH = {"gate_cumsum 4", "simple_gla_scan 4"}
 
 
 class Child:
-    """Instead of a child: what was asked of it, and what it comes to. ``bad`` blames the scan as planned then."""
+    """Instead of a child: what was asked of it, and what it comes to. ``bad`` blames the scan as planned
+    then."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
         self.words, self.asked = list(words), list[Trial]()
@@ -47,14 +48,16 @@ class Child:
         word = self.words.pop(0)
         scan = the_plan(target).launches[-1:] if word in verdicts.BAD else ()
         said = "CUDA out of memory" if word == "not tried" else ""
-        found = Tried(trial, word, said, tuple(launch.config for launch in scan), scan[0].config if scan else "")  # type: ignore[arg-type]
+        found = Tried(trial, word, said, tuple(launch.config for launch in scan),
+                      scan[0].config if scan else "")  # type: ignore[arg-type]
         run._keep([found], target)
         return [found]
 
 
 def the_plan(target: Target) -> Plan:
     x = torch.zeros(1, 64, 2, 64)
-    return dispatch.plan(chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (x, x, x, x, None), None, False), target)
+    return dispatch.plan(chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (x, x, x, x, None), None,
+                                            False), target)
 
 
 def next_process() -> None:
@@ -84,19 +87,22 @@ def silently(target: str) -> set[str]:
     (NIGHTLY, "is new to Triton 3.99.0+git0123abcd, which is not known to flashlin"),
     (NEWER, "is new to Triton 3.99.0, which is not known"),
     (COMPILED, "with these sizes has not been run on sm86 under Triton 3.6.0 yet")])
-def test_an_op_is_tried_once_on_a_machine_and_then_runs(target: str, why: str, monkeypatch: pytest.MonkeyPatch,
+def test_an_op_is_tried_once_on_a_machine_and_then_runs(target: str, why: str,
+                                                        monkeypatch: pytest.MonkeyPatch,
                                                          caplog: pytest.LogCaptureFixture) -> None:
     child = Child(monkeypatch, "ran")
     with caplog.at_level(logging.WARNING, "flashlin"):
         assert silently(target) == BOTH, "that all is well needs no warning"
     assert child.asked == [Trial("chunk_simple_gla", "float32", 64)]
-    assert [line for line in caplog.messages if f"chunk_simple_gla {why}" in line and "it is tried once" in line]
+    assert [line for line in caplog.messages if f"chunk_simple_gla {why}" in line
+            and "it is tried once" in line]
     assert silently(target) == BOTH
     next_process()
     assert silently(target) == BOTH and len(child.asked) == 1
 
 
-def test_what_could_not_be_tried_is_used_as_planned_with_one_warning_and_asked_again_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_tried_is_used_as_planned_with_one_warning_and_asked_again_after_a_day(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     child = Child(monkeypatch, "not tried", "ran")
     with pytest.warns(UserWarning) as told:
         assert call(NEWER) == BOTH
@@ -118,7 +124,8 @@ def test_not_tried_takes_nothing_from_what_has_run_here(monkeypatch: pytest.Monk
     plan = the_plan(parse(NEWER))
     with pytest.warns(UserWarning, match="could not be tried"):
         call(NEWER)
-    verdicts.keep(Table({launch.config: Verdict("ran", 1.0, "flashlin warmup") for launch in plan.launches}, {}), parse(NEWER))
+    verdicts.keep(Table({launch.config: Verdict("ran", 1.0, "flashlin warmup") for launch in plan.launches},
+                        {}), parse(NEWER))
     next_process()
     assert silently(NEWER) == BOTH and len(child.asked) == 1
 
@@ -135,12 +142,17 @@ def test_a_users_own_kernel_is_started_untried(target: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("word", verdicts.BAD)
-def test_what_fails_gets_fewer_warps_and_then_the_torch_path(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_gets_fewer_warps_and_then_the_torch_path(word: str,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     child = Child(monkeypatch, word, "ran")
-    with pytest.warns(UserWarning, match=f"and was tried: {word}, .*planned otherwise on this machine until flashlin warmup --forget"):
+    with pytest.warns(UserWarning,
+                      match=f"and was tried: {word}, .*planned otherwise on this machine until flashlin "
+                            "warmup --forget"):
         assert "simple_gla_scan 2" in call(NEWER)
     assert len(child.asked) == 2
-    assert [one.word for one in verdicts.local(parse(NEWER)).kernels.values()] == [word], "what the child has blamed is all that fails"
+    assert [one.word
+            for one in verdicts.local(parse(NEWER)).kernels.values()] == [
+                word], "what the child has blamed is all that fails"
     verdicts.forget()
     next_process()
     child = Child(monkeypatch, word, word, word)
@@ -166,13 +178,16 @@ def test_as_many_plans_are_kept_as_there_is_room_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(canary, "PLANS", 2)
     for T in (8, 16, 32):
         x = torch.zeros(1, T, 2, 64)
-        plan = dispatch.plan(chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (x, x, x, x, None), None, False), parse(RAN))
+        plan = dispatch.plan(chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (x, x, x, x, None),
+                                                None, False), parse(RAN))
         assert not canary.settled(plan) and canary.tried(plan, CPU, 1) is plan and canary.settled(plan)
     assert len(canary._settled) == 1
 
 
-@pytest.mark.parametrize("target, setting", [(RAN, "auto"), (COMPILED, "off"), (NEWER, "off"), ("backend=cpu", "auto")])
-def test_nothing_is_tried_where_it_has_run_or_nobody_wants_it(target: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("target, setting",
+                         [(RAN, "auto"), (COMPILED, "off"), (NEWER, "off"), ("backend=cpu", "auto")])
+def test_nothing_is_tried_where_it_has_run_or_nobody_wants_it(target: str, setting: str,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     child = Child(monkeypatch)
     with flashlin.settings(canary=setting):
         silently(target)
@@ -182,11 +197,15 @@ def test_nothing_is_tried_where_it_has_run_or_nobody_wants_it(target: str, setti
 def another_rank(word: str) -> None:
     """Writes while this process waits for it, of everything that is planned."""
     one = Verdict(word, time.time(), "chunk_simple_gla float32 64")  # type: ignore[arg-type]
-    verdicts.keep(Table({launch.config: one for launch in the_plan(parse(NEWER)).launches}, {one.trial: one}), parse(NEWER))
+    verdicts.keep(Table({launch.config: one for launch in the_plan(parse(NEWER)).launches}, {one.trial: one}),
+                  parse(NEWER))
 
 
-@pytest.mark.parametrize("word, started, asked", [("ran", BOTH, 0), ("abort or illegal access", {"gate_cumsum 2", "simple_gla_scan 2"}, 1)])
-def test_another_rank_s_answer_is_taken(word: str, started: set[str], asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("word, started, asked",
+                         [("ran", BOTH, 0), ("abort or illegal access",
+                                             {"gate_cumsum 2", "simple_gla_scan 2"}, 1)])
+def test_another_rank_s_answer_is_taken(word: str, started: set[str], asked: int,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
     child = Child(monkeypatch, "ran")
     verdicts.local(parse(NEWER))  # this process has looked before the other one knew
     alone = verdicts.alone

@@ -1,4 +1,5 @@
-"""This machine's table of verdicts: kept, merged, taken back, and no table at all where the place or the file is not what it should be."""
+"""This machine's table of verdicts: kept, merged, taken back, and no table at all where the place or the file
+is not what it should be."""
 from __future__ import annotations
 
 import errno
@@ -38,7 +39,8 @@ def keep(word: Word, config: str = CONFIG, target: Any = HOPPER, op: str = "chun
 
 def planned() -> Plan:
     dispatch.plan.cache_clear()
-    return dispatch.plan(Problem("chunk_simple_gla", "simple_gla", "chunk", 2, 128, 4, 64, 64, 2, "bfloat16", options=("g",)), HOPPER)
+    return dispatch.plan(Problem("chunk_simple_gla", "simple_gla", "chunk", 2, 128, 4, 64, 64, 2, "bfloat16",
+                                 options=("g",)), HOPPER)
 
 
 def configs() -> set[str]:
@@ -59,7 +61,8 @@ def test_what_did_not_hold_on_this_machine_is_planned_otherwise_there(word: Word
 
 
 def test_what_could_not_be_tried_is_kept_and_read_by_no_plan() -> None:
-    verdicts.keep(Table({}, {"chunk_simple_gla bfloat16 64": verdict("not tried", said="CUDA out of memory")}), HOPPER)
+    verdicts.keep(Table({}, {"chunk_simple_gla bfloat16 64": verdict("not tried",
+                                                                     said="CUDA out of memory")}), HOPPER)
     verdicts.read_again()
     assert CONFIG in configs() and not planned().steps
     assert verdicts.local(HOPPER).trials["chunk_simple_gla bfloat16 64"].said == "CUDA out of memory"
@@ -78,9 +81,11 @@ def entry(**changes: object) -> str:
 
 
 @pytest.mark.parametrize("text", [
-    '{"kernels": {"a": ["ra', "[]", "", "\x00\x01", "{}", '{"kernels": [], "trials": []}', '{"kernels": {"a": "hang"}, "trials": {}}', "[" * 100_000,
-    '{"kernels":' * 50_000, " " * (verdicts.LARGEST + 1), entry(word="failed"), entry(when="now"), entry(when=1e300), entry(when=-1), entry(trial=3),
-    '{"kernels": {"a": ["hang", NaN, "op", ""]}, "trials": {}}', entry(said=None), '{"kernels": {"a": ["hang", 1.0]}, "trials": {}}'],
+    '{"kernels": {"a": ["ra', "[]", "", "\x00\x01", "{}", '{"kernels": [], "trials": []}',
+    '{"kernels": {"a": "hang"}, "trials": {}}', "[" * 100_000, '{"kernels":' * 50_000,
+    " " * (verdicts.LARGEST + 1), entry(word="failed"), entry(when="now"), entry(when=1e300), entry(when=-1),
+    entry(trial=3), '{"kernels": {"a": ["hang", NaN, "op", ""]}, "trials": {}}', entry(said=None),
+    '{"kernels": {"a": ["hang", 1.0]}, "trials": {}}'],
     ids=lambda text: str(text[:30]))
 def test_a_file_that_is_no_table_counts_as_none_and_is_replaced(text: str) -> None:
     keep("hang")
@@ -104,8 +109,10 @@ def test_a_link_or_a_pipe_in_its_place_is_no_table(home: Path, tmp_path: Path) -
     assert verdicts._read(file) == NOTHING  # and nobody waits for a writer
 
 
-@pytest.mark.parametrize("named", ["x" * 5000, "with a zero \0", "/dev/null/below", "/proc/1/nothing/here"], ids=lambda name: name[:12])
-def test_a_place_that_cannot_be_is_no_table_and_no_error_in_planning(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("named", ["x" * 5000, "with a zero \0", "/dev/null/below", "/proc/1/nothing/here"],
+                         ids=lambda name: name[:12])
+def test_a_place_that_cannot_be_is_no_table_and_no_error_in_planning(named: str,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "FLASHLIN_HOME": named})  # putenv refuses the zero
     assert CONFIG in configs()
     with verdicts.alone("a trial"), pytest.warns(UserWarning, match="holds in this process only"):
@@ -119,7 +126,9 @@ def test_no_home_at_all_is_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FLASHLIN_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert CONFIG in configs() and verdicts.place() == (None, "the cache of this user cannot be used: Could not determine home directory.")
+    assert CONFIG in configs() and verdicts.place() == (None,
+                                                        "the cache of this user cannot be used: Could not "
+                                                        "determine home directory.")
 
 
 @pytest.mark.parametrize("call", ["stat", "mkdir"])
@@ -141,7 +150,9 @@ def test_a_full_disk_leaves_nothing_half_written(home: Path, monkeypatch: pytest
     monkeypatch.setattr(json, "dump", full)
     with pytest.warns(UserWarning, match="holds in this process only.*No space left"):
         keep("hang")
-    assert CONFIG not in configs() and not [path for path in home.iterdir() if path.suffix not in (".json", ".lock")]
+    assert CONFIG not in configs() and not [path
+                                            for path in home.iterdir()
+                                            if path.suffix not in (".json", ".lock")]
     verdicts._unwritten.clear()
     verdicts.read_again()
     assert verdicts.local(HOPPER).kernels[CONFIG].word == "ran"
@@ -156,13 +167,17 @@ def test_a_system_without_locks_has_no_table(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_planning_imports_is_there_on_windows() -> None:
     code = ("import sys; sys.modules.update(fcntl=None, resource=None)\n"
-            "import flashlin.trial.canary, flashlin.trial.warmup, flashlin.testing.compile, flashlin.testing.environments\n"
+            "import flashlin.trial.canary, flashlin.trial.warmup, flashlin.testing.compile, "
+            "flashlin.testing.environments\n"
             "import torch; x = torch.ones(1, 4, 1, 8); flashlin.chunk_simple_gla(x, x, x)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("why, mode, owner", [("can be written by everyone", 0o777, None), ("belongs to another user", 0o700, 12345)])
-def test_a_folder_of_others_is_refused_with_a_sentence(why: str, mode: int, owner: int | None, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why, mode, owner",
+                         [("can be written by everyone", 0o777, None),
+                          ("belongs to another user", 0o700, 12345)])
+def test_a_folder_of_others_is_refused_with_a_sentence(why: str, mode: int, owner: int | None, home: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     keep("hang")
     home.chmod(mode)
     if owner is not None:
@@ -207,15 +222,20 @@ def test_verdicts_can_be_taken_back(home: Path) -> None:
 
 def test_eight_processes_at_once_lose_nothing(home: Path) -> None:
     code = ("import sys; from flashlin.guards.verdicts import *; from flashlin.compat.target import parse\n"
-            "for n in range(5): keep(Table({f'{sys.argv[1]}-{n}': Verdict('ran', 1.0, 'op')}, {}), parse('triton=3.6.0,sm=90'))")
-    running = [subprocess.Popen([sys.executable, "-c", code, str(rank)], env={**os.environ, "FLASHLIN_HOME": str(home)}) for rank in range(8)]
+            "for n in range(5): keep(Table({f'{sys.argv[1]}-{n}': Verdict('ran', 1.0, 'op')}, {}), "
+            "parse('triton=3.6.0,sm=90'))")
+    running = [subprocess.Popen([sys.executable, "-c", code, str(rank)],
+                                env={**os.environ, "FLASHLIN_HOME": str(home)}) for rank in range(8)]
     assert [child.wait(60) for child in running] == [0] * 8
-    assert set(verdicts.local(parse("triton=3.6.0,sm=90")).kernels) == {f"{rank}-{n}" for rank in range(8) for n in range(5)}
-    assert not [path for path in home.iterdir() if path.suffix not in (".json", ".lock")], "nothing half written stays behind"
+    assert set(verdicts.local(parse("triton=3.6.0,sm=90")).kernels) == {f"{rank}-{n}" for rank in range(8)
+                                                                        for n in range(5)}
+    assert not [path for path in home.iterdir()
+                if path.suffix not in (".json", ".lock")], "nothing half written stays behind"
 
 
 def test_no_table_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "_kernels", lambda: pytest.fail("our sources were read though nobody has tried anything here"))
+    monkeypatch.setattr(verdicts, "_kernels",
+                        lambda: pytest.fail("our sources were read though nobody has tried anything here"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert verdicts.local(HOPPER) == NOTHING

@@ -1,5 +1,5 @@
-"""Trials in child processes: however a child ends the parent lives, a kernel is blamed for what kernels do, and for nothing else. Kernels run in
-Triton's interpreter here."""
+"""Trials in child processes: however a child ends the parent lives, a kernel is blamed for what kernels do,
+and for nothing else. Kernels run in Triton's interpreter here."""
 from __future__ import annotations
 
 import errno
@@ -55,12 +55,14 @@ ABORT, SLEEP = "os.abort()", "time.sleep(60)"
 
 @pytest.mark.parametrize("code, word, detail, blamed", [
     (AFTER + says("ran"), "ran", "", {"first": "ran", CONFIG: "ran"}),
-    (AFTER + says("wrong numbers", "o off by 1"), "wrong numbers", "o off by 1", {"first": "wrong numbers", CONFIG: "wrong numbers"}),
-    (INSIDE + says("compiler error", "IndexError: map::at"), "compiler error", "IndexError: map::at", {CONFIG: "compiler error"}),
-    (INSIDE + dies(ABORT, "x.cpp:3: Assertion failed"), "abort or illegal access", f"SIGABRT, at {CONFIG}: x.cpp:3: Assertion failed",
-     {CONFIG: "abort or illegal access"}),
-    (INSIDE + dies("sys.exit(70)", "LLVM ERROR: cannot select"), "abort or illegal access", f"exit code 70, at {CONFIG}: LLVM ERROR: cannot select",
-     {CONFIG: "abort or illegal access"}),
+    (AFTER + says("wrong numbers", "o off by 1"), "wrong numbers", "o off by 1",
+     {"first": "wrong numbers", CONFIG: "wrong numbers"}),
+    (INSIDE + says("compiler error", "IndexError: map::at"), "compiler error", "IndexError: map::at",
+     {CONFIG: "compiler error"}),
+    (INSIDE + dies(ABORT, "x.cpp:3: Assertion failed"), "abort or illegal access",
+     f"SIGABRT, at {CONFIG}: x.cpp:3: Assertion failed", {CONFIG: "abort or illegal access"}),
+    (INSIDE + dies("sys.exit(70)", "LLVM ERROR: cannot select"), "abort or illegal access",
+     f"exit code 70, at {CONFIG}: LLVM ERROR: cannot select", {CONFIG: "abort or illegal access"}),
     # what says nothing of a kernel
     (AFTER + dies(ABORT), "not tried", f"SIGABRT, after {CONFIG}", {}),
     (dies(ABORT), "not tried", "SIGABRT, before any kernel", {}),
@@ -70,8 +72,8 @@ ABORT, SLEEP = "os.abort()", "time.sleep(60)"
      f"SIGABRT, at {CONFIG}: LLVM ERROR: IO failure on output stream: No space left on device", {}),
     (INSIDE + "raise OSError(28, 'No space left on device')", "not tried",
      f"exit code 1, at {CONFIG}: OSError: [Errno 28] No space left on device", {}),
-    (INSIDE + says("not tried", "RuntimeError: CUDA-capable device(s) is/are busy or unavailable"), "not tried",
-     "RuntimeError: CUDA-capable device(s) is/are busy or unavailable", {}),
+    (INSIDE + says("not tried", "RuntimeError: CUDA-capable device(s) is/are busy or unavailable"),
+     "not tried", "RuntimeError: CUDA-capable device(s) is/are busy or unavailable", {}),
     ("print('{\"launch\": \"ha', end='')", "not tried", "exit code 0, before any kernel", {}),
 ])
 def test_however_a_child_ends_the_parent_lives_and_blames_kernels_for_what_they_do(
@@ -81,14 +83,16 @@ def test_however_a_child_ends_the_parent_lives_and_blames_kernels_for_what_they_
     assert (found.verdict, found.detail) == (word, detail)
     here = verdicts.local(probe(CPU))
     assert {config: one.word for config, one in here.kernels.items()} == blamed
-    assert here.trials["chunk_simple_gla bfloat16 64"].word == word and here.trials["chunk_simple_gla bfloat16 64"].said == detail
+    assert here.trials["chunk_simple_gla bfloat16 64"].word == word and here.trials["chunk_simple_gla "
+                                                                                    "bfloat16 64"].said == detail
 
 
 @pytest.mark.parametrize("first, detail", [
     (INSIDE + says("not tried", "OutOfMemoryError: CUDA out of memory", memory=True), "CUDA out of memory"),
     (INSIDE + dies("os.kill(os.getpid(), signal.SIGKILL)"), "SIGKILL"),
     (INSIDE + dies(ABORT, "terminate called after throwing an instance of 'std::bad_alloc'"), "bad_alloc")])
-def test_what_lacks_memory_is_asked_again_smaller(first: str, detail: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lacks_memory_is_asked_again_smaller(first: str, detail: str,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     asked = plant(monkeypatch, first, AFTER + says("ran"))
     told: list[Any] = []
     [found] = flashlin.warmup(["chunk_simple_gla"], head_dims=[64], device="cpu", progress=told.append)
@@ -97,10 +101,13 @@ def test_what_lacks_memory_is_asked_again_smaller(first: str, detail: str, monke
     asked = plant(monkeypatch, first, first)
     [found] = flashlin.warmup(["chunk_simple_gla"], head_dims=[64], device="cpu")
     assert found.verdict == "not tried" and detail in found.detail
-    assert {one.word for one in verdicts.local(probe(CPU)).kernels.values()} == {"ran"}, "the table says what it said before"
+    assert {one.word
+            for one in verdicts.local(probe(CPU)).kernels.values()} == {
+                "ran"}, "the table says what it said before"
 
 
-def test_a_parent_gives_back_the_memory_it_does_not_use_unless_it_captures_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_gives_back_the_memory_it_does_not_use_unless_it_captures_a_graph(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[bool] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
     for capturing in (True, False):
@@ -121,7 +128,8 @@ def test_what_seems_to_hang_is_asked_again_alone_and_longer(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("where, at", [("", "before any kernel"), (AFTER, f"after {CONFIG}")])
-def test_who_waits_for_something_else_hangs_in_no_kernel(where: str, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_something_else_hangs_in_no_kernel(where: str, at: str,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, where + SLEEP)
     [found] = flashlin.warmup(["chunk_simple_gla"], head_dims=[64], device="cpu", limit=0.5)
     assert (found.verdict, found.detail) == ("not tried", f"no answer in 0.5 s, {at}")
@@ -154,7 +162,8 @@ def test_wrong_numbers_are_not_the_fault_of_what_is_right_elsewhere(monkeypatch:
     started = [f"say(launch='{name}'); " for name in ("first", "shipped", "other")]
     plant(monkeypatch, "".join(started) + says("wrong numbers"), started[0] + says("ran"))
     flashlin.warmup(["chunk_simple_gla", "chunk_gla"], head_dims=[64], device="cpu", jobs=1)
-    assert {config: one.word for config, one in verdicts.local(probe(CPU)).kernels.items()} == {"first": "ran", "other": "wrong numbers"}
+    assert {config: one.word for config,
+            one in verdicts.local(probe(CPU)).kernels.items()} == {"first": "ran", "other": "wrong numbers"}
 
 
 class OutOfMemoryError(RuntimeError):
@@ -169,9 +178,11 @@ class CompilationError(Exception):
     (CompilationError("at 3:4: type mismatch"), True, "compiler error", False),
     (IndexError("map::at"), True, "compiler error", False),
     (RuntimeError("PassManager::run failed"), True, "compiler error", False),
-    (RuntimeError("OutOfResources: out of resource: shared memory, Required: 300000"), True, "compiler error", False),
+    (RuntimeError("OutOfResources: out of resource: shared memory, Required: 300000"), True, "compiler error",
+     False),
     (RuntimeError("`ptxas` failed with error code 139"), True, "compiler error", False),
-    (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True, "abort or illegal access", False),
+    (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True,
+     "abort or illegal access", False),
     (RuntimeError("CUDA error: unspecified launch failure"), True, "abort or illegal access", False),
     (RuntimeError("CUDA error: the launch timed out and was terminated"), True, "hang", False),
     (RuntimeError("Triton Error [CUDA]: out of memory"), True, "not tried", True),
@@ -186,7 +197,8 @@ class CompilationError(Exception):
     (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True, "not tried", False),
     (IndexError("map::at"), False, "not tried", False),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False, "not tried", False)])
-def test_what_a_child_makes_of_an_error(error: Exception, inside: bool, word: str, memory: bool, monkeypatch: pytest.MonkeyPatch,
+def test_what_a_child_makes_of_an_error(error: Exception, inside: bool, word: str, memory: bool,
+                                        monkeypatch: pytest.MonkeyPatch,
                                         capfd: pytest.CaptureFixture[str]) -> None:
     def attempt(given: Any, say: Any, struck: list[BaseException]) -> tuple[str, str]:
         say(launch="kernel")
@@ -196,10 +208,12 @@ def test_what_a_child_makes_of_an_error(error: Exception, inside: bool, word: st
     monkeypatch.setattr(child.os, "dup2", lambda *handles: None)
     child.main(["--device", "cpu", "--op", "chunk_simple_gla", "--dtype", "float32"])
     said = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    assert said[-1] == {"verdict": word, "detail": said[-1]["detail"], "memory": memory} and type(error).__name__ in said[-1]["detail"]
+    assert said[-1] == {"verdict": word, "detail": said[-1]["detail"],
+                        "memory": memory} and type(error).__name__ in said[-1]["detail"]
 
 
-def test_an_error_of_the_real_child_outside_a_launch_blames_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_real_child_outside_a_launch_blames_no_kernel(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that is not there: what a job of another user on a card in exclusive mode looks like, too."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     here = parse("triton=3.6.0,sm=90")
@@ -208,13 +222,15 @@ def test_an_error_of_the_real_child_outside_a_launch_blames_no_kernel(monkeypatc
     assert not verdicts.local(here).kernels
 
 
-def test_the_real_child_compiles_runs_and_remembers(monkeypatch: pytest.MonkeyPatch, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_real_child_compiles_runs_and_remembers(monkeypatch: pytest.MonkeyPatch, home: Path,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     arguments = ["warmup", "--op", "chunk_simple_gla", "--device", "cpu"]
     assert main([*arguments, "--dtype", "float32", "--head-dim", "16", "--json"]) == 0
     shown = capsys.readouterr()
     [found] = json.loads(shown.out)
-    assert found["verdict"] == "ran" and any(config.startswith("simple_gla_dk BT=") for config in found["configs"])
+    assert found["verdict"] == "ran" and any(config.startswith("simple_gla_dk BT=")
+                                             for config in found["configs"])
     assert "flashlin: ran            chunk_simple_gla float32 D=16" in shown.err
     [kept] = home.glob("launches-*.json")
     assert {one[0] for one in json.loads(kept.read_text())["kernels"].values()} == {"ran"}
@@ -227,7 +243,9 @@ def test_the_smaller_case_is_right_and_smaller() -> None:
         if mode != "auto":  # every op has a case to be tried with
             size = 64 if family_of(op).head_dim else 0
             whole, small = (child.small_case(op, size, small) for small in (False, True))
-            sizes = [sum(x.numel() for x in case.make(CPU, torch.float32, torch.Generator().manual_seed(0)).values()) for case in (whole, small)]
+            sizes = [sum(x.numel() for x in case.make(CPU, torch.float32,
+                                                      torch.Generator().manual_seed(0)).values())
+                     for case in (whole, small)]
             assert sizes[1] <= sizes[0], op
 
 
@@ -246,7 +264,8 @@ def test_mistakes_are_told(arguments: list[str], says: str, capsys: pytest.Captu
     assert says in capsys.readouterr().err
 
 
-def test_nowhere_to_forget_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nowhere_to_forget_is_told(monkeypatch: pytest.MonkeyPatch,
+                                   capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FLASHLIN_HOME", "/dev/null")
     assert main(["warmup", "--forget"]) == 2
     assert "FLASHLIN_HOME=/dev/null is no folder" in capsys.readouterr().err

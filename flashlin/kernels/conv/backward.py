@@ -2,9 +2,10 @@
 
 With z the sum before the activation, which is computed again, and dz = dy act'(z):
     dW_w = sum_t dz_t x_{t - W + 1 + w}          db = sum_t dz_t          dx_s = sum_w W_w dz_{s + W - 1 - w}
-and the same for what came from the initial state; the gradient of the final state goes to the tokens that it holds. Two passes over the
-rows, because dx of a row needs dz of the rows after it: the first makes dz, and on the way shares of dW and db, of which every program
-keeps one for all its rows; torch adds the shares up. Without an activation dz is dy.
+and the same for what came from the initial state; the gradient of the final state goes to the tokens that it
+holds. Two passes over the rows, because dx of a row needs dz of the rows after it: the first makes dz, and on
+the way shares of dW and db, of which every program keeps one for all its rows; torch adds the shares up.
+Without an activation dz is dy.
 """
 
 import torch
@@ -67,7 +68,8 @@ def conv_backward_weights(
                 D=D, W=W, BT=BT, BD=BD, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
             sigmoid = tl.sigmoid(z)
             u *= sigmoid * (1 + z * (1 - sigmoid))
-            tl.store(dz + begin * D + offsets, u.to(dz.dtype.element_ty), mask=(begin + ahead < R)[:, None] & channels)
+            tl.store(dz + begin * D + offsets, u.to(dz.dtype.element_ty),
+                     mask=(begin + ahead < R)[:, None] & channels)
         if HAS_DBIAS:
             db += tl.sum(u, 0)
         if HAS_DWEIGHT:
@@ -77,7 +79,8 @@ def conv_backward_weights(
                 dw += tl.where((taps == w)[:, None], of_w[None, :], 0.0)
         begin += step
     if HAS_DWEIGHT:
-        tl.store(dweight + share * (D * W) + (taps[:, None] * D + cols[None, :]), dw, mask=(taps < W)[:, None] & (cols < D)[None, :])
+        tl.store(dweight + share * (D * W) + (taps[:, None] * D + cols[None, :]), dw,
+                 mask=(taps < W)[:, None] & (cols < D)[None, :])
     if HAS_DBIAS:
         tl.store(dbias + share * D + cols, db, mask=cols < D)
 
@@ -110,12 +113,15 @@ def conv_backward_x(
     channels = (cols < D)[None, :]
     total = tl.zeros([BT, BD], dtype=tl.float32)
     for w in tl.static_range(W):
-        seen = tl.load(dz + begin * D + offsets + (W - 1 - w) * D, mask=(left > W - 1 - w)[:, None] & channels, other=0.0)
+        seen = tl.load(dz + begin * D + offsets + (W - 1 - w) * D,
+                       mask=(left > W - 1 - w)[:, None] & channels, other=0.0)
         total += seen.to(tl.float32) * of_channels(weight + w, cols, D, W)
     if HAS_DHT:
         slot = n.to(tl.int64) * W + (W - left)
-        total += tl.load(dht + (slot[:, None] * D + cols[None, :]), mask=((left > 0) & (left <= W))[:, None] & channels, other=0.0).to(tl.float32)
-    tl.store(dx + begin * D + offsets, total.to(dx.dtype.element_ty), mask=(begin + ahead < R)[:, None] & channels)
+        total += tl.load(dht + (slot[:, None] * D + cols[None, :]),
+                         mask=((left > 0) & (left <= W))[:, None] & channels, other=0.0).to(tl.float32)
+    tl.store(dx + begin * D + offsets, total.to(dx.dtype.element_ty),
+             mask=(begin + ahead < R)[:, None] & channels)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -133,7 +139,8 @@ def conv_backward_state(
     HAS_DHT: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """Token t sees slot t + 1 + w of the state through tap w; a sequence shorter than W hands slots on to the final state."""
+    """Token t sees slot t + 1 + w of the state through tap w; a sequence shorter than W hands slots on to the
+    final state."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = tl.program_id(0) // STRIPS
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
@@ -144,10 +151,12 @@ def conv_backward_state(
     total = tl.zeros([BD, BW], dtype=tl.float32)
     for w in tl.static_range(W):
         t = slots - 1 - w
-        seen = tl.load(dz + (first + t) * D + cols[:, None], mask=mask & (t >= 0) & (t < length), other=0.0).to(tl.float32)
+        seen = tl.load(dz + (first + t) * D + cols[:, None], mask=mask & (t >= 0) & (t < length),
+                       other=0.0).to(tl.float32)
         total += seen * tl.load(weight + cols * W + w, mask=cols < D, other=0.0).to(tl.float32)[:, None]
     if HAS_DHT:
-        total += tl.load(dht + state + (cols[:, None] * W + (slots - length)), mask=mask & (slots >= length), other=0.0).to(tl.float32)
+        total += tl.load(dht + state + (cols[:, None] * W + (slots - length)), mask=mask & (slots >= length),
+                         other=0.0).to(tl.float32)
     tl.store(dh0 + state + (cols[:, None] * W + slots), total.to(dh0.dtype.element_ty), mask=mask)
 
 
@@ -166,8 +175,8 @@ def run(
     needs_dbias: bool,
     needs_dh0: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(dx, dweight, dbias, dh0), or None for those that are not needed; dweight and dbias in fp32, the others as their tensors. What
-    forward.run got, and the contiguous gradients of what it gave."""
+    """(dx, dweight, dbias, dh0), or None for those that are not needed; dweight and dbias in fp32, the others
+    as their tensors. What forward.run got, and the contiguous gradients of what it gave."""
     B, T, D = x.shape
     N, W = B if bounds is None else bounds.shape[0] - 1, weight.shape[1]
     rows, packed = B * T, bounds is not None

@@ -1,9 +1,10 @@
 """Forward of the short convolution, its final state, and one step of it. Tensors in, tensors out.
 
     y_t = act(b + sum_w W_w x_{t - W + 1 + w}) + residual_t          act is silu or nothing
-for each channel on its own. Rows are tokens of any sequence, counted through the whole batch. A program owns BT rows and BD channels; the
-W taps are as many loads of that tile, of which all but the first come out of the cache. What lies before a sequence comes from its state
-[D, W], whose slot w holds token w - W. Filters are [D, W] too.
+for each channel on its own. Rows are tokens of any sequence, counted through the whole batch. A program owns
+BT rows and BD channels; the W taps are as many loads of that tile, of which all but the first come out of the
+cache. What lies before a sequence comes from its state [D, W], whose slot w holds token w - W. Filters are
+[D, W] too.
 """
 
 import torch
@@ -17,15 +18,16 @@ from flashlin.kernels.pieces import strides
 
 @triton.jit
 def sequences_of(before, bounds, start, T, N, R, BT: tl.constexpr, VARLEN: tl.constexpr):
-    """Of rows start .. start + BT: the sequence, how many of its rows lie behind, and how many are left with the row itself: 0 for rows that
-    belong to nobody."""
+    """Of rows start .. start + BT: the sequence, how many of its rows lie behind, and how many are left with
+    the row itself: 0 for rows that belong to nobody."""
     ahead = tl.arange(0, BT)
     inside = start + ahead < R
     if VARLEN:
         n = tl.load(before + start + ahead, mask=inside, other=0) - 1
         belongs = (n >= 0) & (n < N)
         behind = (start + ahead - tl.load(bounds + n, mask=belongs, other=0)).to(tl.int32)
-        left = tl.where(belongs, (tl.load(bounds + n + 1, mask=belongs, other=0) - start - ahead).to(tl.int32), 0)
+        left = tl.where(belongs, (tl.load(bounds + n + 1, mask=belongs,
+                                          other=0) - start - ahead).to(tl.int32), 0)
     else:
         skipped = start // T
         local = (start - skipped * T).to(tl.int32) + ahead
@@ -51,24 +53,26 @@ def tap(
     BT: tl.constexpr,
     HAS_H0: tl.constexpr,
 ):
-    """[BT, BD]: what w, one of W taps, sees from each row, in fp32. h0: [N, W, D], so that its channels are contiguous like those of x."""
+    """[BT, BD]: what w, one of W taps, sees from each row, in fp32. h0: [N, W, D], so that its channels are
+    contiguous like those of x."""
     BACK: tl.constexpr = W - 1 - w
     ahead = tl.arange(0, BT) - BACK
     channels = (cols < D)[None, :]
-    seen = tl.load(x + start * stride + (ahead[:, None] * stride + cols[None, :]), mask=((left > 0) & (behind >= BACK))[:, None] & channels,
-                   other=0.0).to(tl.float32)
+    seen = tl.load(x + start * stride + (ahead[:, None] * stride + cols[None, :]),
+                   mask=((left > 0) & (behind >= BACK))[:, None] & channels, other=0.0).to(tl.float32)
     if HAS_H0:
         if BACK > 0:
             slot = n.to(tl.int64) * W + (behind + (W - BACK))
-            seen += tl.load(h0 + (slot[:, None] * D + cols[None, :]), mask=((left > 0) & (behind < BACK))[:, None] & channels,
-                            other=0.0).to(tl.float32)
+            seen += tl.load(h0 + (slot[:, None] * D + cols[None, :]),
+                            mask=((left > 0) & (behind < BACK))[:, None] & channels, other=0.0).to(tl.float32)
     return seen
 
 
 @triton.jit
 def of_channels(x, cols, D: tl.constexpr, STEP: tl.constexpr):
     """[1, BD]: an element of each channel, in fp32."""
-    return tl.load(x + cols * STEP, mask=cols < D, other=0.0, eviction_policy="evict_last").to(tl.float32)[None, :]
+    return tl.load(x + cols * STEP, mask=cols < D, other=0.0,
+                   eviction_policy="evict_last").to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -184,7 +188,8 @@ def conv_state(
     state = n.to(tl.int64) * (D * W)
     kept = tl.load(x + (first + t) * stride + cols, mask=mask & (t >= 0), other=0.0).to(tl.float32)
     if HAS_H0:
-        kept += tl.load(h0 + state + cols * W + (length + slots), mask=mask & (t < 0), other=0.0).to(tl.float32)
+        kept += tl.load(h0 + state + cols * W + (length + slots), mask=mask & (t < 0),
+                        other=0.0).to(tl.float32)
     tl.store(ht + state + (cols * W + slots), kept.to(ht.dtype.element_ty), mask=mask)
 
 
@@ -216,7 +221,8 @@ def conv_update(
     mask = channels[:, None] & (slots < W)
     places = cache + n * along_n + cols.to(tl.int64)[:, None] * along_d + slots * along_w
     window = tl.load(places + along_w, mask=mask & (slots < W - 1), other=0.0).to(tl.float32)
-    window += tl.load(x + n * D + cols[:, None] + slots * 0, mask=mask & (slots == W - 1), other=0.0).to(tl.float32)
+    window += tl.load(x + n * D + cols[:, None] + slots * 0, mask=mask & (slots == W - 1),
+                      other=0.0).to(tl.float32)
     tl.debug_barrier()  # other threads load what this one is about to overwrite
     tl.store(places, window.to(cache.dtype.element_ty), mask=mask)
     z = tl.sum(window * tl.load(weight + (cols[:, None] * W + slots), mask=mask, other=0.0).to(tl.float32), 1)
@@ -243,7 +249,8 @@ def before_each(bounds: torch.Tensor | None, T: int) -> torch.Tensor | None:
     """[T] int32: how many sequences begin up to each row; one more than the number of the row's own."""
     if bounds is None:
         return None
-    return torch.searchsorted(bounds, torch.arange(T, dtype=bounds.dtype, device=bounds.device), right=True, out_int32=True)
+    return torch.searchsorted(bounds, torch.arange(T, dtype=bounds.dtype, device=bounds.device), right=True,
+                              out_int32=True)
 
 
 def run(
@@ -258,8 +265,9 @@ def run(
     has_ht: bool,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(y [B, T, D], final state [N, D, W] or None), both of that dtype. x [B, T, D] with evenly spaced rows of contiguous channels; weight
-    [D, W], bias [D], residual [B, T, D], h0 [N, D, W], contiguous; of any dtypes. bounds: [N + 1] within 0 .. T and rising, or None.
+    """(y [B, T, D], final state [N, D, W] or None), both of that dtype. x [B, T, D] with evenly spaced rows
+    of contiguous channels; weight [D, W], bias [D], residual [B, T, D], h0 [N, D, W], contiguous; of any
+    dtypes. bounds: [N + 1] within 0 .. T and rising, or None.
     """
     B, T, D = x.shape
     N, W = B if bounds is None else bounds.shape[0] - 1, weight.shape[1]
@@ -280,9 +288,11 @@ def run(
     return y, ht
 
 
-def update(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, cache: torch.Tensor,
-           silu: bool, dtype: torch.dtype) -> torch.Tensor:
-    """y [N, D] of that dtype, after putting x [N, D] into cache [N, D, W], which may have any strides; the others contiguous."""
+def update(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+           residual: torch.Tensor | None, cache: torch.Tensor, silu: bool,
+           dtype: torch.dtype) -> torch.Tensor:
+    """y [N, D] of that dtype, after putting x [N, D] into cache [N, D, W], which may have any strides; the
+    others contiguous."""
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
         launch = plan.launch("conv_update")

@@ -1,6 +1,8 @@
-"""Which launches a short convolution makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
+"""Which launches a short convolution makes, and with which tiles. Plain Python: no tensor, no torch, no
+triton.
 
-A Problem's K is the number of channels D, its V the width W of the filters. Rows are tokens of any sequence of the batch.
+A Problem's K is the number of channels D, its V the width W of the filters. Rows are tokens of any sequence
+of the batch.
 """
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ FAR = 2**20  # elements from one row of x to the next; rows that lie farther apa
 
 
 class Config(NamedTuple):
-    """Programs of ``elements`` (tokens times channels, of which at most BD), so many warps, and per multiprocessor if rows are shared out.
+    """Programs of ``elements`` (tokens times channels, of which at most BD), so many warps, and per
+    multiprocessor if rows are shared out.
 
-    elements: of filters with up to 4 taps. All taps' loads are under way at once, so wider filters get smaller tiles for their registers.
+    elements: of filters with up to 4 taps. All taps' loads are under way at once, so wider filters get
+    smaller tiles for their registers.
     """
     elements: int
     BD: int
@@ -33,7 +37,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     if "final_state" in problem.options:
         found.append(_states("conv_state", problem))
     if problem.needs_grad:
-        found += [] if "fixed" in problem.options else [_rows("conv_backward_weights", WEIGHTS, problem, target)]
+        found += [] if "fixed" in problem.options else [_rows("conv_backward_weights", WEIGHTS, problem,
+                                                              target)]
         found.append(_rows("conv_backward_x", ROWS, problem, target))
         if "initial_state" in problem.options:
             found.append(_states("conv_backward_state", problem))
@@ -49,7 +54,8 @@ def _power(size: int) -> int:
 
 
 def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Launch:
-    """Programs of BT tokens and BD channels; the weights' are so few that each takes every so many-th block of tokens."""
+    """Programs of BT tokens and BD channels; the weights' are so few that each takes every so many-th block
+    of tokens."""
     BD = min(max(16, _power(problem.K)), config.BD)
     BT = max(1, config.elements // max(1, _power(problem.V) // 4) // BD)
     strips, blocks = -(-problem.K // BD), -(-problem.B * problem.T // BT)
@@ -62,10 +68,12 @@ def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Laun
 def _states(kernel: str, problem: Problem) -> Launch:
     """Programs of one sequence and BD channels, all W slots of each."""
     BD, BW = min(max(16, _power(problem.K)), UPDATE.BD), _power(problem.V)
-    return _launch(kernel, UPDATE, problem, problem.N * -(-problem.K // BD), (("BD", BD), ("BW", BW)), BD * BW, problem.K * problem.V)
+    return _launch(kernel, UPDATE, problem, problem.N * -(-problem.K // BD), (("BD", BD), ("BW", BW)),
+                   BD * BW, problem.K * problem.V)
 
 
-def _launch(kernel: str, config: Config, problem: Problem, programs: int, tile: tuple[tuple[str, int], ...], elements: int, span: int) -> Launch:
+def _launch(kernel: str, config: Config, problem: Problem, programs: int, tile: tuple[tuple[str, int], ...],
+            elements: int, span: int) -> Launch:
     # shared: what is measured is one exchange of a tile between warps, and the sums of each warp
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     warps = config.num_warps if problem.max_warps >= 8 else min(config.num_warps, problem.max_warps)

@@ -1,6 +1,8 @@
-"""The short convolution in plain, differentiable torch, for CPUs, float64 and cards that no Triton compiles for.
+"""The short convolution in plain, differentiable torch, for CPUs, float64 and cards that no Triton compiles
+for.
 
-Every sequence gets its state's W tokens in front, so a row is a sum of W shifts of one tensor, and the last W rows are the final state.
+Every sequence gets its state's W tokens in front, so a row is a sum of W shifts of one tensor, and the last W
+rows are the final state.
 """
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ import torch.nn.functional as F
 Tensor = torch.Tensor
 
 
-def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
-        silu: bool) -> tuple[Tensor, Tensor]:
-    """(y [B, T, D], final state [N, D, W]), both in fp32, or in float64 if any tensor is. Arguments as forward.run."""
+def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None,
+        bounds: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
+    """(y [B, T, D], final state [N, D, W]), both in fp32, or in float64 if any tensor is. Arguments as
+    forward.run."""
     given = [tensor for tensor in (x, weight, bias, residual, h0) if tensor is not None]
     compute = torch.float64 if any(tensor.dtype == torch.float64 for tensor in given) else torch.float32
     B, T, D = x.shape
@@ -42,13 +45,16 @@ def _taps(rows: Tensor, weight: Tensor, count: int) -> Tensor:
 
 
 def _with_states(x: Tensor, state: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Packed x [T, D] with each sequence's state [N, W, D] in front of it, as a batch of one; where the rows of x went [T]; which of them
-    belong to a sequence [T, 1]; and the places [N, W] of each sequence's last W rows."""
+    """Packed x [T, D] with each sequence's state [N, W, D] in front of it, as a batch of one; where the rows
+    of x went [T]; which of them belong to a sequence [T, 1]; and the places [N, W] of each sequence's last W
+    rows."""
     T, (N, W, D) = x.shape[0], state.shape
     bounds = bounds.long()
-    before = torch.searchsorted(bounds, torch.arange(T, device=x.device), right=True)  # states in front of each row
+    # states in front of each row
+    before = torch.searchsorted(bounds, torch.arange(T, device=x.device), right=True)
     places = torch.arange(T, device=x.device) + before * W
     slots = torch.arange(N, device=x.device)[:, None] * W + torch.arange(W, device=x.device)
     rows = x.new_zeros(T + (N + 1) * W, D)
-    rows = rows.index_copy(0, (bounds[:-1, None] + slots).flatten(), state.reshape(N * W, D)).index_copy(0, places, x)
+    rows = rows.index_copy(0, (bounds[:-1, None] + slots).flatten(), state.reshape(N * W, D)).index_copy(0,
+                                                                                                         places, x)
     return rows[None], places, ((before > 0) & (before <= N))[:, None], bounds[1:, None] + slots

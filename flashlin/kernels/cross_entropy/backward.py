@@ -1,7 +1,8 @@
-"""Backward of the cross entropy, in forward's names, p = e^(x - L) and 1[target] the row with a one at the target:
+"""Backward of the cross entropy, in forward's names, p = e^(x - L) and 1[target] the row with a one at the
+target:
     dlogits = dloss (p (1 + 2 a L) - (1 - e) 1[target] - e / V) (1 - tanh^2(s logits / c)) s
-and zero for rows that do not count. A program owns BT rows and BV columns. It reads before it writes and nobody else reads what it writes, so
-dlogits may be the logits themselves.
+and zero for rows that do not count. A program owns BT rows and BV columns. It reads before it writes and
+nobody else reads what it writes, so dlogits may be the logits themselves.
 """
 
 import torch
@@ -43,7 +44,8 @@ def cross_entropy_backward(
     level = tl.load(lse + first + row, mask=inside, other=0.0)
     factor = tl.load(dloss + first + row, mask=inside, other=0.0) * scale
     there = inside[:, None] & (col < V)[None, :]
-    x = tl.load(logits + first * stride + (row[:, None] * stride + col[None, :]), mask=there, other=0.0).to(tl.float32) * scale
+    x = tl.load(logits + first * stride + (row[:, None] * stride + col[None, :]), mask=there,
+                other=0.0).to(tl.float32) * scale
     if CAPPED:
         th = tanh(x / cap)
         x = cap * th
@@ -52,7 +54,8 @@ def cross_entropy_backward(
     if CAPPED:
         d *= 1 - th * th
     d = tl.where(counts[:, None], d * factor[:, None], 0.0)
-    tl.store(dlogits + first * dstride + (row[:, None] * dstride + col[None, :]), d.to(dlogits.dtype.element_ty), mask=there)
+    tl.store(dlogits + first * dstride + (row[:, None] * dstride + col[None, :]),
+             d.to(dlogits.dtype.element_ty), mask=there)
 
 
 def run(
@@ -68,7 +71,8 @@ def run(
     ignore_index: int,
     in_place: bool,
 ) -> torch.Tensor:
-    """dlogits [N, V] in logits' dtype, which are logits themselves if in_place. lse, dloss: [N] in fp32, contiguous; the rest as forward.run."""
+    """dlogits [N, V] in logits' dtype, which are logits themselves if in_place. lse, dloss: [N] in fp32,
+    contiguous; the rest as forward.run."""
     N, V = logits.shape
     dlogits = logits if in_place else torch.empty((N, V), dtype=logits.dtype, device=logits.device)
     if N:

@@ -1,9 +1,11 @@
 """Forward of the cross entropy. Tensors in, tensors out.
 
-With x = c tanh(s logits / c), or x = s logits without a softcap c, and L = log sum e^x over the V columns of a row:
+With x = c tanh(s logits / c), or x = s logits without a softcap c, and L = log sum e^x over the V columns of
+a row:
     loss = L - (1 - e) x_target - e mean(x) + a L^2        z_loss = a L^2
-s is the scale, e the label smoothing, a the weight of the squares. Rows whose target is ignore_index, or no column at all, have loss 0.
-A program owns BT rows and walks their columns in blocks of BV, with a running maximum and a running sum (Milakov and Gimelshein 2018).
+s is the scale, e the label smoothing, a the weight of the squares. Rows whose target is ignore_index, or no
+column at all, have loss 0. A program owns BT rows and walks their columns in blocks of BV, with a running
+maximum and a running sum (Milakov and Gimelshein 2018).
 """
 
 import torch
@@ -67,7 +69,8 @@ def cross_entropy_forward(
     for v0 in range(0, V, BV):
         col = v0 + tl.arange(0, BV)
         there = inside[:, None] & (col < V)[None, :]
-        x = shaped(tl.load(base + (row[:, None] * stride + col[None, :]), mask=there, other=0.0), scale, cap, CAPPED)
+        x = shaped(tl.load(base + (row[:, None] * stride + col[None, :]), mask=there, other=0.0), scale, cap,
+                   CAPPED)
         if SMOOTHED:
             plain += tl.sum(tl.where(there, x, 0.0), 1)
         x = tl.where(there, x, float("-inf"))
@@ -77,7 +80,8 @@ def cross_entropy_forward(
         highest = higher
     found = tl.where(highest == float("-inf"), 0.0, highest) + tl.log(tl.where(inside, total, 1.0))
     t, counts = targets_of(target, first, rows, ignore_index, V, BT)
-    chosen = shaped(tl.load(base + (row.to(tl.int64) * stride + t), mask=counts, other=0.0), scale, cap, CAPPED)
+    chosen = shaped(tl.load(base + (row.to(tl.int64) * stride + t), mask=counts, other=0.0), scale, cap,
+                    CAPPED)
     z = squares * found * found
     if SMOOTHED:
         chosen += smoothing * (plain / V - chosen)
@@ -86,9 +90,11 @@ def cross_entropy_forward(
     tl.store(lse + first + row, found, mask=inside)
 
 
-def run(plan: Plan, logits: torch.Tensor, target: torch.Tensor, scale: float, cap: float | None, smoothing: float, squares: float,
-        ignore_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss, z_loss, L), each [N] in fp32. logits [N, V] of any dtype with contiguous rows; target [N] int32 or int64, contiguous, of any values."""
+def run(plan: Plan, logits: torch.Tensor, target: torch.Tensor, scale: float, cap: float | None,
+        smoothing: float, squares: float, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor,
+        torch.Tensor]:
+    """(loss, z_loss, L), each [N] in fp32. logits [N, V] of any dtype with contiguous rows; target [N] int32
+    or int64, contiguous, of any values."""
     N, V = logits.shape
     loss, z_loss, lse = (torch.empty(N, dtype=torch.float32, device=logits.device) for _ in range(3))
     if N:

@@ -1,6 +1,7 @@
 """Which launches a cross entropy makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
 
-A Problem has T rows of K logits. Like a norm, this only moves memory: forward reads the logits once, backward reads and writes them once.
+A Problem has T rows of K logits. Like a norm, this only moves memory: forward reads the logits once, backward
+reads and writes them once.
 """
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def _launch(kernel: str, config: Config, problem: Problem) -> Launch:
     # shared: what is measured is an exchange of a tile between warps and the sums of each warp
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     warps = config.num_warps if problem.max_warps >= 8 else min(config.num_warps, problem.max_warps)
-    return Launch(kernel, (-(-problem.T // BT) * strips,), warps, 1, (("BT", BT), ("BV", BV)), 4 * config.elements + 4096, BT * FAR, traits)
+    return Launch(kernel, (-(-problem.T // BT) * strips,), warps, 1, (("BT", BT), ("BV", BV)),
+                  4 * config.elements + 4096, BT * FAR, traits)
 
 
 def counted(sizes: Sizes) -> Sizes:

@@ -1,4 +1,5 @@
-"""The cross entropy in float64, row by row, written from the mathematics. Everything else is checked against it."""
+"""The cross entropy in float64, row by row, written from the mathematics. Everything else is checked against
+it."""
 from __future__ import annotations
 
 import torch
@@ -6,9 +7,11 @@ import torch
 Tensor = torch.Tensor
 
 
-def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, logit_scale: float = 1.0, lse_square_scale: float = 0.0,
-                  logit_softcapping: float | None = None, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """(loss, z_loss), each [N] in float64: what the softmax of the logits says of a target that is smoothed towards all V columns, plus z_loss."""
+def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, logit_scale: float = 1.0,
+                  lse_square_scale: float = 0.0, logit_softcapping: float | None = None,
+                  ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """(loss, z_loss), each [N] in float64: what the softmax of the logits says of a target that is smoothed
+    towards all V columns, plus z_loss."""
     V = logits.shape[1]
     losses, z_losses = [], []
     for x, t in zip(logits.double(), target.tolist(), strict=True):

@@ -1,4 +1,5 @@
-"""The cross entropy in plain torch, for CPUs, float64 and cards that no Triton compiles for. Names and arguments as in forward.py."""
+"""The cross entropy in plain torch, for CPUs, float64 and cards that no Triton compiles for. Names and
+arguments as in forward.py."""
 from __future__ import annotations
 
 import torch
@@ -10,7 +11,8 @@ def run(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothi
         ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, z_loss, L), each [N] in fp32, or in float64 if logits are; differentiable."""
     t, counts = _targets(target, logits.shape[1], ignore_index)
-    x, _ = _shaped(torch.where(counts[:, None], _wide(logits), 0), scale, cap)  # else NaN in a row that does not count reaches its gradient
+    # else NaN in a row that does not count reaches its gradient
+    x, _ = _shaped(torch.where(counts[:, None], _wide(logits), 0), scale, cap)
     lse = x.logsumexp(1)
     z = squares * lse.square()
     chosen = x.gather(1, t[:, None])[:, 0]

@@ -1,15 +1,18 @@
-"""Backward of the delta families: a scan that rebuilds states, a reverse scan for their gradients, then all chunks at once. Deterministic.
+"""Backward of the delta families: a scan that rebuilds states, a reverse scan for their gradients, then all
+chunks at once. Deterministic.
 
-With the notation of forward.py, dh the gradient of the state leaving a chunk and ds_ij = scale e^{G_i - G_j} (do_i . u_j) for j <= i:
+With the notation of forward.py, dh the gradient of the state leaving a chunk and ds_ij = scale e^{G_i - G_j}
+(do_i . u_j) for j <= i:
     du_j = sum_{i >= j} scale e^{G_i - G_j} (q_i . k_j) do_i + e^{G_L - G_j} k_j dh          dy = A^T du          dv = beta dy
     dh' = e^{G_L} dh + scale sum_i e^{G_i} q_i^T do_i - sum_i e^{G_i} k_i^T dv_i
-are the reverse scan's (split over V, like the forward). The rest contracts over V, so a program has a chunk to itself and nothing is a
-partial sum. With z_ij = -e^{G_i - G_j} (dy_i . u_j) for j < i, the gradient of (k_i . k_j) but for beta_i:
+are the reverse scan's (split over V, like the forward). The rest contracts over V, so a program has a chunk
+to itself and nothing is a partial sum. With z_ij = -e^{G_i - G_j} (dy_i . u_j) for j < i, the gradient of
+(k_i . k_j) but for beta_i:
     dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j
-    dk_i = e^{G_L - G_i} u_i dh^T - e^{G_i} dv_i h^T + sum_j ds_ji q_j + beta_i sum_j z_ij k_j + sum_j z_ji beta_j k_j
-    dbeta_i = dy_i . (v_i - e^{G_i} k_i h) + k_i . sum_j z_ij k_j
-The gate's gradient as in simple_gla: whatever passes from before t to t or later, with no difference of large sums: pairs i = j are left
-out, and every chunk starts anew from <h, dh>.
+    dk_i = e^{G_L - G_i} u_i dh^T - e^{G_i} dv_i h^T + sum_j ds_ji q_j + beta_i sum_j z_ij k_j + sum_j z_ji
+    beta_j k_j dbeta_i = dy_i . (v_i - e^{G_i} k_i h) + k_i . sum_j z_ij k_j
+The gate's gradient as in simple_gla: whatever passes from before t to t or later, with no difference of large
+sums: pairs i = j are left out, and every chunk starts anew from <h, dh>.
 """
 
 import torch
@@ -112,7 +115,8 @@ def delta_reverse(
             b_w = (b_do * (tl.exp2(D) * scale)[:, None]).to(b_do.dtype)
             dh *= tl.exp2(total)
         du += tl.dot(s.to(b_do.dtype), b_do, input_precision=PRECISION)
-        # Of keys that resemble each other A^T takes differences, so neither side may lose what rounding it would lose.
+        # Of keys that resemble each other A^T takes differences, so neither side may lose what rounding it
+        # would lose.
         b_du = du.to(b_A.dtype)
         b_dy = tl.dot(tl.trans(b_A), b_du, input_precision=PRECISION)
         if HALF:
@@ -227,7 +231,8 @@ def grads_of_chunk(
         scaled_k = (b_k * b_beta[:, None]).to(b_k.dtype)
         q_rows = tl.dot(b_ds, b_k, input_precision=PRECISION)
         k_rows = tl.dot(b_z, b_k, input_precision=PRECISION)
-        k_columns = tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION) + tl.dot(tl.trans(b_z), scaled_k, input_precision=PRECISION)
+        k_columns = tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION) + tl.dot(tl.trans(b_z), scaled_k,
+                                                                                    input_precision=PRECISION)
         b_dbeta += tl.sum(wide_k * (k_rows - dy_h), 1)
         k_rows = (k_rows - dy_h) * b_beta[:, None]
         if DECAY != 0:
@@ -241,7 +246,8 @@ def grads_of_chunk(
             D=K, d0=k0, BT=BT, BD=BK)
     tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=inside)
     if DECAY != 0:
-        b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0) + across * tl.exp2(total)
+        b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]),
+                      0) + across * tl.exp2(total)
         tl.store(dg + (first + t0 + rows) * HV + i_h, b_dg, mask=inside)
 
 
@@ -329,17 +335,19 @@ def run(
     dht: torch.Tensor | None,
     needs: frozenset[str],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv, dbeta, dg or None, dh0 or None) for forward.run's tensors and what it kept; do [B, T, HV, V], dht like its final
-    state. dbeta, dg and dh0 are fp32."""
+    """(dq, dk, dv, dbeta, dg or None, dh0 or None) for forward.run's tensors and what it kept; do [B, T, HV,
+    V], dht like its final state. dbeta, dg and dh0 are fp32."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     N, rows = (B if bounds is None else bounds.numel() - 1), B * T
-    rebuilding, reversing, finishing = plan.launch("delta_states"), plan.launch("delta_reverse"), plan.launch("delta_grads")
+    rebuilding, reversing, finishing = plan.launch("delta_states"), plan.launch("delta_reverse"), plan.launch(
+        "delta_grads")
     split = parts(plan, N)
     new = torch.empty if fills_gaps(split, bounds) and N and HV else torch.zeros
     dq, dk = (new(B, T, HV, K, dtype=q.dtype, device=q.device) for _ in range(2))
     dv = new(B, T, HV, V, dtype=v.dtype, device=q.device)
-    dbeta, dg = (None if x is None else new(B, T, HV, dtype=torch.float32, device=q.device) for x in (beta, g))
+    dbeta, dg = (None if x is None else new(B, T, HV, dtype=torch.float32, device=q.device)
+                 for x in (beta, g))
     assert dbeta is not None
     dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
     BT = reversing.block("BT")
@@ -373,6 +381,7 @@ def run(
             scale=scale, T=T, N=n, H=H, HV=HV, R=rows, S=shares,
             **constants, GAPS=bounds is not None and len(split) == 1))
     if HV != H:
-        dq, dk = (x.view(B, T, H, HV // max(H, 1), K).sum(3, dtype=torch.float32).to(q.dtype) for x in (dq, dk))
+        dq, dk = (x.view(B, T, H, HV // max(H, 1), K).sum(3, dtype=torch.float32).to(q.dtype)
+                  for x in (dq, dk))
     zero_forgotten(dg, g)
     return dq, dk, dv, dbeta, dg, dh0

@@ -1,11 +1,13 @@
-"""Forward of the delta families: the inverse of each chunk, all chunks at once, then one fused scan. Tensors in, tensors out.
+"""Forward of the delta families: the inverse of each chunk, all chunks at once, then one fused scan. Tensors
+in, tensors out.
 
-With the decay G_i = g_1 + ... + g_i inside a chunk and the state h entering it (row i of a matrix is token i), the recurrence
-u_i = beta_i (v_i - S'^T k_i) is a triangular system:
+With the decay G_i = g_1 + ... + g_i inside a chunk and the state h entering it (row i of a matrix is token
+i), the recurrence u_i = beta_i (v_i - S'^T k_i) is a triangular system:
     u = A y,   y_i = beta_i (v_i - e^{G_i} k_i h),   A = (I + M)^-1,   M_ij = beta_i e^{G_i - G_j} (k_i . k_j) for j < i, else 0
     o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) u_j)          h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T u_j
-The inverse does not depend on h, so a kernel with a program per chunk writes it, and the scan, which owns the state as in simple_gla, is
-left with products. Source: Yang et al. 2024 (arXiv 2406.06484; 2412.06464 with the gate).
+The inverse does not depend on h, so a kernel with a program per chunk writes it, and the scan, which owns the
+state as in simple_gla, is left with products. Source: Yang et al. 2024 (arXiv 2406.06484; 2412.06464 with the
+gate).
 """
 
 import torch
@@ -65,11 +67,13 @@ def beta_rows(
 
 @triton.jit
 def system(products, b_beta, D_row, D_column, keep, DECAY: tl.constexpr):
-    """M of the docstring out of k_i . k_j, zero where not to keep: masked before exp2, because there the difference overflows."""
+    """M of the docstring out of k_i . k_j, zero where not to keep: masked before exp2, because there the
+    difference overflows."""
     if DECAY == 0:
         return tl.where(keep, products * b_beta[:, None], 0.0)
     else:
-        return products * b_beta[:, None] * tl.exp2(tl.where(keep, D_row[:, None] - D_column[None, :], float("-inf")))
+        return products * b_beta[:, None] * tl.exp2(tl.where(keep, D_row[:, None] - D_column[None, :],
+                                                             float("-inf")))
 
 
 @triton.jit
@@ -121,8 +125,9 @@ def inverse_of_chunk(
     PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """In tiles of 32 x 32: of a chunk of 64 the upper half a, the lower half b, and the corner c between them: the tile in b's rows and a's
-    columns. Tiles this small leave a warp a program, which then waits for no other warp."""
+    """In tiles of 32 x 32: of a chunk of 64 the upper half a, the lower half b, and the corner c between
+    them: the tile in b's rows and a's columns. Tiles this small leave a warp a program, which then waits for
+    no other warp."""
     SIDE: tl.constexpr = 32 if BT > 32 else BT
     PAIR: tl.constexpr = BT > SIDE
     t1 = t0 + SIDE
@@ -198,8 +203,8 @@ def delta_inverse(
     PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """A [rows, HV, BT], and for backward what its rounding lost; betas [HV, R]: beta in float32, laid out so that a chunk's are one line.
-    scratch [slots, HV, BT, 16]. S programs share a sequence."""
+    """A [rows, HV, BT], and for backward what its rounding lost; betas [HV, R]: beta in float32, laid out so
+    that a chunk's are one line. scratch [slots, HV, BT, 16]. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
@@ -328,8 +333,8 @@ def delta_states(
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The scan again for backward: u [rows, HV, V], and states [slots, HV, K, V], the state entering each chunk. (The scan's own loop
-    with two more flags would cost it registers that it has not got.)"""
+    """The scan again for backward: u [rows, HV, V], and states [slots, HV, K, V], the state entering each
+    chunk. (The scan's own loop with two more flags would cost it registers that it has not got.)"""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -383,8 +388,8 @@ def run(
     """(o, final state or None), then what backward wants again: A [B, T, HV, 64] and, of 16 bits, what its
     rounding lost, and lines [2, HV, B * T] of beta and summed g.
 
-    q, k [B, T, H, K], v [B, T, HV, V], contiguous, one dtype; beta, g [B, T, HV]; h0 [N, HV, K, V] or, with v_first, [N, HV, V, K];
-    bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros.
+    q, k [B, T, H, K], v [B, T, HV, V], contiguous, one dtype; beta, g [B, T, HV]; h0 [N, HV, K, V] or, with
+    v_first, [N, HV, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -392,18 +397,26 @@ def run(
     split = parts(plan, N)
     inverting, scanning = plan.launch("delta_inverse"), plan.launch("delta_scan")
     BT = scanning.block("BT")
-    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, HV, V, dtype=out_dtype, device=q.device)
-    ht = torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=torch.float32, device=q.device) if has_ht else None
-    A = torch.empty(B, T, HV, BLOCK, dtype=q.dtype, device=q.device)  # rows of BT, packed: a compiler's fake tensors know no BT
+    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, HV, V, dtype=out_dtype,
+                                                                    device=q.device)
+    ht = torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=torch.float32,
+                     device=q.device) if has_ht else None
+    # rows of BT, packed: a compiler's fake tensors know no BT
+    A = torch.empty(B, T, HV, BLOCK, dtype=q.dtype, device=q.device)
     A_low = torch.empty_like(A) if keeps_low(plan, q) else None
     lines = torch.empty(2, HV, rows, dtype=torch.float32, device=q.device)
     if N == 0 or HV == 0:  # no program would run to write them
         return o.zero_(), ht, A, A_low, lines
-    constants = dict(K=K, VARLEN=bounds is not None, PRECISION=precision(plan), DECAY=NO_DECAY if g is None else TOKEN_DECAY)
+    constants = dict(K=K, VARLEN=bounds is not None, PRECISION=precision(plan),
+                     DECAY=NO_DECAY if g is None else TOKEN_DECAY)
     for part in split:
         n = part.stop - part.start
-        q_, k_, v_, beta_, g_, o_, A_, low_ = (within(x, part, bounds) for x in (q, k, v, beta, g, o, A, A_low))
-        h0_, ht_, bounds_, (betas, G) = sliced(h0, part), sliced(ht, part), edges_of(bounds, part), columns(lines, part, T, bounds)
+        q_, k_, v_, beta_, g_, o_, A_, low_ = (within(x, part, bounds)
+                                               for x in (q, k, v, beta, g, o, A, A_low))
+        h0_, ht_, bounds_, (betas, G) = sliced(h0, part), sliced(ht, part), edges_of(bounds,
+                                                                                     part), columns(lines,
+                                                                                                    part, T,
+                                                                                                    bounds)
         own_rows = rows if bounds is not None else n * T
         shares = max(1, -(-own_rows // (BT * n)))
         scratch = torch.empty(own_rows // BT + n + 1, HV, BT, 16, dtype=torch.float32, device=q.device)

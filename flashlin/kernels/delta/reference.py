@@ -1,4 +1,5 @@
-"""The delta recurrences, token by token in float64: what everything else is measured against. Slow on purpose."""
+"""The delta recurrences, token by token in float64: what everything else is measured against. Slow on
+purpose."""
 from __future__ import annotations
 
 import itertools
@@ -18,11 +19,12 @@ def recurrence(
     gk: torch.Tensor | None = None,
     gv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """S' = e^{g_t} Diag(e^{gk_t}) S_{t-1} Diag(e^{gv_t}),  u_t = beta_t (v_t - S'^T k_t),  S_t = S' + k_t u_t^T,  o_t = scale S_t^T q_t.
+    """S' = e^{g_t} Diag(e^{gk_t}) S_{t-1} Diag(e^{gv_t}),  u_t = beta_t (v_t - S'^T k_t),  S_t = S' + k_t
+    u_t^T,  o_t = scale S_t^T q_t.
 
-    q, k [B, T, H, K]; v [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV / H); beta [B, T, HV] or
-    [B, T, HV, V], None for ones; g [B, T, HV]; gk [B, T, HV, K]; gv [B, T, HV, V]; h0 [N, HV, K, V]. Returns (o [B, T, HV, V],
-    states [N, HV, K, V]) in float64. Differentiable.
+    q, k [B, T, H, K]; v [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV / H);
+    beta [B, T, HV] or [B, T, HV, V], None for ones; g [B, T, HV]; gk [B, T, HV, K]; gv [B, T, HV, V]; h0 [N,
+    HV, K, V]. Returns (o [B, T, HV, V], states [N, HV, K, V]) in float64. Differentiable.
     """
     q, k, v = (x.double() for x in (q, k, v))
     beta, g, gk, gv, h0 = (None if x is None else x.double() for x in (beta, g, gk, gv, h0))
@@ -32,7 +34,8 @@ def recurrence(
     beta = torch.ones_like(v[..., :1]) if beta is None else beta if beta.ndim == 4 else beta[..., None]
     edges = None if cu_seqlens is None else cu_seqlens.tolist()
     # Packed sequences share row 0; without cu_seqlens, sequence n is row n.
-    spans = [(n, 0, T) for n in range(B)] if edges is None else [(0, s, e) for s, e in itertools.pairwise(edges)]
+    spans = [(n, 0, T) for n in range(B)] if edges is None else [(0, s, e) for s,
+                                                                 e in itertools.pairwise(edges)]
     outs, states = [torch.zeros_like(v[row]) for row in range(B)], []
     for n, (row, first, end) in enumerate(spans):
         state = q.new_zeros(HV, K, V) if h0 is None else h0[n]
@@ -50,4 +53,5 @@ def recurrence(
         if seen:
             outs[row] = torch.cat([outs[row][:first], torch.stack(seen), outs[row][end:]])
         states.append(state)
-    return torch.stack(outs) if outs else torch.zeros_like(v), torch.stack(states) if states else q.new_zeros(0, HV, K, V)
+    return torch.stack(outs) if outs else torch.zeros_like(v), torch.stack(states) if states else q.new_zeros(
+        0, HV, K, V)

@@ -1,4 +1,5 @@
-"""The family in plain, differentiable torch: chunks of 64 tokens, one triangular solve for all of them, a loop over chunks for the state.
+"""The family in plain, differentiable torch: chunks of 64 tokens, one triangular solve for all of them, a
+loop over chunks for the state.
 
 torch.compile would unroll that loop, so traced it runs inside of a library operator (ops/_common/chunked.py).
 """
@@ -12,9 +13,11 @@ from flashlin.kernels.simple_gla.torch_path import decay_between, decay_to_end, 
 CHUNK = 64
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
-        bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. Arguments as reference.recurrence.
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None,
+        h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor,
+        torch.Tensor]:
+    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. Arguments as
+    reference.recurrence.
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
     """
@@ -29,7 +32,8 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g
     return packed(_rows, (q, k, v, beta, g), h0, bounds)
 
 
-def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(tensors: tuple[torch.Tensor | None, ...],
+          h: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, beta, g = tensors
     assert q is not None and k is not None and v is not None and beta is not None
     B, T, H, K = q.shape
@@ -37,7 +41,9 @@ def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> t
     if T == 0:  # nothing, but with gradients
         return v * (q * k).sum(-1, keepdim=True) * beta[..., None], h.clone()
     short = -T % CHUNK
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2, 4) for x in (q, k, v))  # [B, H, chunks, 64, D]
+    # [B, H, chunks, 64, D]
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2, 4)
+               for x in (q, k, v))
     beta = F.pad(beta, (0, 0, 0, short)).unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2)[..., None]
     below, eye = lower(CHUNK, q).tril(-1), torch.eye(CHUNK, dtype=q.dtype, device=q.device)
     if g is None:
@@ -50,7 +56,8 @@ def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> t
         between, total = decay_between(g), g.sum(-1).exp()[..., None, None]
         into, onwards, read = q * from_start, k * decay_to_end(g)[..., None], k * from_start
     system = (k @ k.mT * between * beta).masked_fill(~below, 0) + eye
-    solved = torch.linalg.solve_triangular(system, torch.cat([v, read], -1) * beta, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(system, torch.cat([v, read], -1) * beta, upper=False,
+                                           unitriangular=True)
     own, pulled = solved.split([v.shape[-1], K], -1)
     scores = q @ k.mT * between
     outputs = []

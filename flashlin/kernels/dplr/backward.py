@@ -1,18 +1,20 @@
-"""Backward of the delta families with a decay for each key channel: a scan that rebuilds states, a reverse scan for their gradients, then all
-chunks at once. No partial sums, no atomics.
+"""Backward of the delta families with a decay for each key channel: a scan that rebuilds states, a reverse
+scan for their gradients, then all chunks at once. No partial sums, no atomics.
 
 With the notation of forward.py, dh the gradient of the state leaving a chunk (q', P and R hold the scale):
     dX = b' dh + P^T do        dY = T^T dX        dV = N^T dY + k' dh + R^T do        dh' = Diag(e^{G_L}) dh + q'^T do + a'^T dY
 are the reverse scan's (split over V, like the forward). T's own gradient needs no product of three: with dY
     da' = dY h^T        dL = dY X^T        dN = dY V^T        db' = X dh^T        dk' = V dh^T        dq' = scale do h^T
     dP = scale do X^T        dR = scale do V^T
-all contract over V, so a program has a chunk to itself. The scores' gradients go level by level to q, k, a and b like the scores came: with
-Z_1 = dR and Z_2 = dL made symmetric, and C = dP below the diagonal and dN^T above it, Y1 = C X2 + Z_1 X1 and Y2 = C^T X1 + Z_2 X2 hold what
-each row gets from the other half. Without a second writer C holds dP and dL^T, and is all.
-The gate as in kernels/gla: what passes from before t to t or later. A pair is counted at its reader and taken off at its writer as the same
-product of the same rounded numbers; a reads the state before its own token's decay, so it counts at the row before. Pairs that do not decay,
-q with its own token's writers and a with those of the token before, stand apart from the levels: in the gate they would cancel on paper only.
-KDA: what is a's here goes on to k and beta, a = -beta k, and dv = beta dY.
+all contract over V, so a program has a chunk to itself. The scores' gradients go level by level to q, k, a
+and b like the scores came: with Z_1 = dR and Z_2 = dL made symmetric, and C = dP below the diagonal and dN^T
+above it, Y1 = C X2 + Z_1 X1 and Y2 = C^T X1 + Z_2 X2 hold what each row gets from the other half. Without a
+second writer C holds dP and dL^T, and is all. The gate as in kernels/gla: what passes from before t to t or
+later. A pair is counted at its reader and taken off at its writer as the same product of the same rounded
+numbers; a reads the state before its own token's decay, so it counts at the row before. Pairs that do not
+decay, q with its own token's writers and a with those of the token before, stand apart from the levels: in
+the gate they would cancel on paper only. KDA: what is a's here goes on to k and beta, a = -beta k, and dv =
+beta dY.
 """
 
 import torch
@@ -135,7 +137,8 @@ def dplr_reverse(
     GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, dh0, and of two writers dv."""
+    """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, dh0, and of
+    two writers dv."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -171,7 +174,8 @@ def dplr_reverse(
         b_q = tile(q_in, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
         dh *= tl.exp2(total)[:, None]
         dh += tl.dot(tl.trans(b_q), b_do, input_precision=PRECISION)
-        # Of keys that resemble each other T^T takes differences, so neither side may lose what rounding it would lose.
+        # Of keys that resemble each other T^T takes differences, so neither side may lose what rounding it
+        # would lose.
         b_T = tile(T_, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_dx = dx.to(b_b.dtype)
         y = tl.dot(tl.trans(b_T), b_dx, input_precision=PRECISION)
@@ -303,7 +307,8 @@ def grads_of_chunk(
                 b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
                 b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
             across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
-        # What the states give, and what of it passes the decays: here at a row or later, there strictly later, left from before a row.
+        # What the states give, and what of it passes the decays: here at a row or later, there strictly
+        # later, left from before a row.
         left = tl.exp2(total[None, :] - b_G)
         b_dq *= tl.exp2(b_G) * scale
         b_da *= tl.exp2(b_B)
@@ -458,8 +463,8 @@ def dplr_grads(
             K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, PRECISION=PRECISION)
 
 
-Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
-              torch.Tensor | None]
+Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None,
+              torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def run(
@@ -479,12 +484,13 @@ def run(
     dht: torch.Tensor | None,
     needs: frozenset[str],
 ) -> Grads:
-    """(dq, dk, dv, dg, da, db, dbeta, dh0), None for what is not there, for forward.run's tensors; do [B, T, HV, V], dht like its final
-    state. dg, dbeta and dh0 are fp32."""
+    """(dq, dk, dv, dg, da, db, dbeta, dh0), None for what is not there, for forward.run's tensors; do [B, T,
+    HV, V], dht like its final state. dg, dbeta and dh0 are fp32."""
     B, T, HV, V = v.shape
     H, K = q.shape[2:]
     N = B if bounds is None else bounds.numel() - 1
-    rebuilding, reversing, finishing = plan.launch("dplr_states"), plan.launch("dplr_reverse"), plan.launch("dplr_grads")
+    rebuilding, reversing, finishing = plan.launch("dplr_states"), plan.launch("dplr_reverse"), plan.launch(
+        "dplr_grads")
     BT, strips = finishing.block("BT"), -(-V // reversing.block("BV"))
     split = parts(plan, N)
     new = torch.empty_like if fills_gaps(split, bounds) and N and HV else torch.zeros_like
@@ -496,15 +502,18 @@ def run(
     gaps = bounds is not None and len(split) == 1
     for part in split if HV else ():
         n = part.stop - part.start
-        q_, k_, v_, g_, a_, b_, beta_, do_ = (within(tensor, part, bounds) for tensor in (q, k, v, g, a, b, beta, do))
-        dq_, dk_, dv_, dg_, da_, db_, dbeta_ = (within(tensor, part, bounds) for tensor in (dq, dk, dv, dg, da, db, dbeta))
+        q_, k_, v_, g_, a_, b_, beta_, do_ = (within(tensor, part, bounds)
+                                              for tensor in (q, k, v, g, a, b, beta, do))
+        dq_, dk_, dv_, dg_, da_, db_, dbeta_ = (within(tensor, part, bounds)
+                                                for tensor in (dq, dk, dv, dg, da, db, dbeta))
         h0_, dh0_, dht_ = (sliced(tensor, part) for tensor in (h0, dh0, dht))
         bounds_ = sliced(bounds, slice(part.start, part.stop + 1))
         x = prepared(
             plan, q=q_, k=k_, g=g_, a=a_, b=b_, beta=beta_, bounds=bounds_,  # type: ignore[arg-type]
             N=n, scale=scale, backward=True)
         rows = B * T if bounds is not None else n * T
-        states, dstates = (torch.empty(rows // BT + n + 1, HV, K, V, dtype=v.dtype, device=v.device) for _ in range(2))
+        states, dstates = (torch.empty(rows // BT + n + 1, HV, K, V, dtype=v.dtype, device=v.device)
+                           for _ in range(2))
         read, dy = (torch.empty(1, rows, HV, V, dtype=v.dtype, device=v.device) for _ in range(2))
         start(rebuilding, dplr_states, n * HV * strips, dict(
             b_out=x.b_out, k_out=x.k_out, W=x.W, M=x.M, v=v_,
@@ -527,7 +536,9 @@ def run(
                 scale=scale, T=T, N=n, H=H, HV=HV, S=shares,
                 **constants, GAPS=gaps))
     if HV != H:
-        dq, dk = (tensor.view(B, T, H, HV // max(H, 1), K).sum(3, dtype=torch.float32).to(q.dtype) for tensor in (dq, dk))
-    if beta is not None:  # KDA, whose gate needs it; a pass over the largest gradient there is, so others do without
+        dq, dk = (tensor.view(B, T, H, HV // max(H, 1), K).sum(3, dtype=torch.float32).to(q.dtype)
+                  for tensor in (dq, dk))
+    # KDA, whose gate needs it; a pass over the largest gradient there is, so others do without
+    if beta is not None:
         zero_forgotten(dg, g)
     return dq, dk, dv, dg, da, db, dbeta, dh0

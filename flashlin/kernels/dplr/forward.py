@@ -1,19 +1,20 @@
-"""Forward of the delta families with a decay for each key channel: what a chunk needs, all chunks at once, then one scan of plain products.
+"""Forward of the delta families with a decay for each key channel: what a chunk needs, all chunks at once,
+then one scan of plain products.
 
-With the decay G_i = g_1 + ... + g_i inside a chunk, a vector over K, and the state h entering it (row i of a matrix is token i), what token
-i reads, x_i = a_i S_{i-1}, solves a triangular system:
+With the decay G_i = g_1 + ... + g_i inside a chunk, a vector over K, and the state h entering it (row i of a
+matrix is token i), what token i reads, x_i = a_i S_{i-1}, solves a triangular system:
     X = T (a' h + N V)        T = (I - L)^-1        a'_i = a_i e^{G_{i-1}}        L_ij = sum_c a_ic b_jc e^{G_{i-1,c} - G_jc} for j < i
     o = scale (q' h + P X + R V)        h' = Diag(e^{G_L}) h + b'^T X + k'^T V        q'_i = q_i e^{G_i}        b'_j = b_j e^{G_L - G_j}
-N is L with k in the place of b; P and R, for j <= i, are the scores of q with b and with k, which decay by e^{G_i - G_j}. KDA is the same
-with a_i = -beta_i k_i, which reads the state after it has decayed (G_i instead of G_{i-1}), b = k, N = Diag(beta), and no second writer:
-no R and no k'. TWO says which of both.
-All scores come by halving, see kernels/gla: in a level a row is either read with (q, a) or written with (k, b), so with rows
-X1 = (q or k) and X2 = (a or b) the products X1 X2^T, X1 X1^T and X2 X2^T hold P below and N^T above the diagonal, R, and L. With b = k the
-first holds P and L^T, and is all.
-T reaches the scan as W = T a' and M = T N, so a step's chain is two products long. Both are made of the float32 inverse: in bf16, rows that
-cancel because keys resemble each other would be lost.
-Source: Yang et al. 2024 (arXiv 2406.06484) for the chunked delta rule, Peng et al. 2025 (arXiv 2503.14456) for DPLR, Kimi 2025 (2510.26692)
-for KDA; halving and W are ours.
+N is L with k in the place of b; P and R, for j <= i, are the scores of q with b and with k, which decay by
+e^{G_i - G_j}. KDA is the same with a_i = -beta_i k_i, which reads the state after it has decayed (G_i instead
+of G_{i-1}), b = k, N = Diag(beta), and no second writer: no R and no k'. TWO says which of both.
+All scores come by halving, see kernels/gla: in a level a row is either read with (q, a) or written with (k,
+b), so with rows X1 = (q or k) and X2 = (a or b) the products X1 X2^T, X1 X1^T and X2 X2^T hold P below and
+N^T above the diagonal, R, and L. With b = k the first holds P and L^T, and is all.
+T reaches the scan as W = T a' and M = T N, so a step's chain is two products long. Both are made of the
+float32 inverse: in bf16, rows that cancel because keys resemble each other would be lost.
+Source: Yang et al. 2024 (arXiv 2406.06484) for the chunked delta rule, Peng et al. 2025 (arXiv 2503.14456)
+for DPLR, Kimi 2025 (2510.26692) for KDA; halving and W are ours.
 """
 
 from typing import NamedTuple
@@ -199,8 +200,9 @@ def dplr_prepare(
     PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """The weighted operands [rows, HV, K] and [rows, HV, BT] of the docstring, T_low = what T's rounding lost; scale is in q_in, P and R.
-    BACKWARD: also those that only the reverse scan reads. scratch [slots, HV, BT, 16]. S programs share a sequence."""
+    """The weighted operands [rows, HV, K] and [rows, HV, BT] of the docstring, T_low = what T's rounding
+    lost; scale is in q_in, P and R. BACKWARD: also those that only the reverse scan reads. scratch [slots,
+    HV, BT, 16]. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
@@ -370,22 +372,27 @@ def run(
     v_first: bool,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final state or None). q, k [B, T, H, K], a, b [B, T, HV, K], v [B, T, HV, V], contiguous, one dtype; g [B, T, HV, K] and beta
-    [B, T, HV] fp32, beta instead of a and b; h0 [N, HV, K, V] or, with v_first, [N, HV, V, K]; bounds [N + 1], rising, within 0 .. T.
-    Rows outside bounds are zeros. Starts the plan's launches."""
+    """(o, final state or None). q, k [B, T, H, K], a, b [B, T, HV, K], v [B, T, HV, V], contiguous, one
+    dtype; g [B, T, HV, K] and beta [B, T, HV] fp32, beta instead of a and b; h0 [N, HV, K, V] or, with
+    v_first, [N, HV, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros. Starts the
+    plan's launches."""
     B, T, HV, V = v.shape
     K, N = q.shape[3], (B if bounds is None else bounds.numel() - 1)
     split, scanning = parts(plan, N), plan.launch("dplr_scan")
-    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, HV, V, dtype=out_dtype, device=q.device)
-    ht = torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=torch.float32, device=q.device) if has_ht else None
+    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, HV, V, dtype=out_dtype,
+                                                                    device=q.device)
+    ht = torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=torch.float32,
+                     device=q.device) if has_ht else None
     if N == 0 or HV == 0:  # no program would run to write them
         return o.zero_(), ht
-    constants = dict(K=K, V=V, TWO=beta is None, HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first, VARLEN=bounds is not None,
-                     GAPS=bounds is not None and len(split) == 1, PRECISION=precision(plan))
+    constants = dict(K=K, V=V, TWO=beta is None, HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first,
+                     VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1,
+                     PRECISION=precision(plan))
     for part in split:
         n = part.stop - part.start
         q_, k_, v_, g_, a_, b_, beta_, o_ = (within(x, part, bounds) for x in (q, k, v, g, a, b, beta, o))
-        h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds, slice(part.start, part.stop + 1))
+        h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds,
+                                                                       slice(part.start, part.stop + 1))
         x = prepared(
             plan, q=q_, k=k_, g=g_, a=a_, b=b_, beta=beta_, bounds=bounds_,  # type: ignore[arg-type]
             N=n, scale=scale)

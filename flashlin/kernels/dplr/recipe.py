@@ -1,5 +1,6 @@
-"""Which launches a chunked delta problem with a decay for each key channel makes. Plain Python: no tensor, no torch, no triton. Problem.H
-counts value heads; with beta there is one writing vector, without it there are two."""
+"""Which launches a chunked delta problem with a decay for each key channel makes. Plain Python: no tensor, no
+torch, no triton. Problem.H counts value heads; with beta there is one writing vector, without it there are
+two."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -36,13 +37,15 @@ class Strip(NamedTuple):
 
 
 # Of the gradients in 16 bits, the fastest on an H200 with Triton 3.6.0 (benchmarks/results/kernels-*). It is
-# a choice, too, that releases before TIMED keep to 4 warps (3.2 cannot compile 8 for Hopper: reshape-outs-32).
+# a choice, too, that releases before TIMED keep to 4 warps (3.2 cannot compile 8 for Hopper:
+# reshape-outs-32).
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 TIMED = (3, 5)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Sums, what chunks need, and the scan; for gradients the scan that rebuilds states, the reverse scan, and the chunk's gradients."""
+    """Sums, what chunks need, and the scan; for gradients the scan that rebuilds states, the reverse scan,
+    and the chunk's gradients."""
     if problem.mode == "auto":  # nothing to say before the mode is chosen
         return ()
     if problem.mode == "fused_recurrent":
@@ -53,11 +56,13 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     two = "beta" not in problem.options
 
     def scanning(config: Config, tall: int = 3, square: int = 2) -> int:
-        """tall, square: how many tiles of a chunk's rows by K and by itself are there at a time; without a second stage not all of them.
-        Besides, v or do, the state, and rows of v between products, once more where warpgroups multiply (3.3 on sm_100, from 3.8 on)."""
+        """tall, square: how many tiles of a chunk's rows by K and by itself are there at a time; without a
+        second stage not all of them. Besides, v or do, the state, and rows of v between products, once more
+        where warpgroups multiply (3.3 on sm_100, from 3.8 on)."""
         moved = 3 if target.capability >= (9, 0) else 2
         tiles = config.BT * (tall * config.BK + square * config.BT + config.BV)
-        return bytes_each * (config.num_stages * tiles + config.BK * config.BV + moved * config.BT * config.BV)
+        return bytes_each * (config.num_stages * tiles + config.BK * config.BV + moved * config.BT
+                             * config.BV)
 
     def reverse(config: Config) -> int:
         return scanning(config._replace(num_stages=1), 2, 3)
@@ -93,7 +98,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     preparing = size * 4 * BT * wide + 12 * BT ** 2
     # tall: the scans multiply what they load, and of that no state is too tall for 4 warps, unless 3.0 and
     # 3.1 pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
-    found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
+    found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
+                         -(-problem.H * problem.K // CHANNELS)),
              over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing,
                          once | narrow_scores(BT, wide)),
              state_launch("dplr_scan", scan, problem, scanning(scan), dots, tall=scan.num_stages > 1)]

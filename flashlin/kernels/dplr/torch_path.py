@@ -1,7 +1,8 @@
-"""The family in plain, differentiable torch: chunks of 64 tokens, their scores by halving (kernels/gla), one triangular solve for all of them,
-a loop over chunks for the state. Exact for any decay.
+"""The family in plain, differentiable torch: chunks of 64 tokens, their scores by halving (kernels/gla), one
+triangular solve for all of them, a loop over chunks for the state. Exact for any decay.
 
-torch.compile would unroll the loop over chunks, so traced it runs inside of a library operator (ops/_common/chunked.py).
+torch.compile would unroll the loop over chunks, so traced it runs inside of a library operator
+(ops/_common/chunked.py).
 """
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def run(
     bounds: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. Arguments as reference.recurrence.
+    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. Arguments as
+    reference.recurrence.
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
     """
@@ -38,7 +40,8 @@ def run(
     return _rows(tensors, h0) if bounds is None else packed(_rows, tensors, h0, bounds)
 
 
-def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(tensors: tuple[torch.Tensor | None, ...],
+          h: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, g, a, b, beta = tensors
     assert q is not None and k is not None and v is not None and g is not None
     B, T, H, K = q.shape
@@ -70,7 +73,8 @@ def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> t
         wanted = beta * v, -beta * k * g.cumsum(-2).exp()
         inside, added = None, None
     eye = torch.eye(chunk, dtype=q.dtype, device=q.device)
-    own, pulled = torch.linalg.solve_triangular(eye - system, torch.cat(wanted, -1), upper=False, unitriangular=True).split([V, K], -1)
+    own, pulled = torch.linalg.solve_triangular(eye - system, torch.cat(wanted, -1), upper=False,
+                                                unitriangular=True).split([V, K], -1)
     weights, onwards = scores(q, x, g), x * onwards
     outputs = []
     for c in range(q.shape[2]):

@@ -1,23 +1,29 @@
-"""Backward of gated linear attention and RWKV-6: a scan that rebuilds states, a reverse scan for their gradients, then all chunks at once. No
-atomics, and no partial sums but those of RWKV-6's bonus.
+"""Backward of gated linear attention and RWKV-6: a scan that rebuilds states, a reverse scan for their
+gradients, then all chunks at once. No atomics, and no partial sums but those of RWKV-6's bonus.
 
-With the notation of forward.py, dh the gradient of the state leaving a chunk and ds_ij = scale (do_i . v_j) for j <= i:
+With the notation of forward.py, dh the gradient of the state leaving a chunk and ds_ij = scale (do_i . v_j)
+for j <= i:
     dv_j = sum_{i >= j} A_ij do_i + (k_j e^{G_L - G_j}) dh          dh' = Diag(e^{G_L}) dh + scale sum_i (q_i e^{G_i})^T do_i
     dq_i = scale e^{G_i} (do_i h^T) + sum_j ds_ij k_j e^{G_i - G_j}          dk_j = e^{G_L - G_j} (v_j dh^T) + sum_i ds_ij q_i e^{G_i - G_j}
-The sums over pairs go level by level like the scores: in a level rows of X are either an i or a j, so with Z the level's pairs of ds, made
-symmetric, Y = Z X holds what each row gets from the other half, dq of the rows that are an i and dk of those that are a j.
-The gate: g_t scales whatever passes from before t to t or later, in each channel by itself. With x_i the row i of X Y (the same number for
-both ends of a pair, where a pair is counted at i and taken off at j), f_i = q_i . (the first term of dq_i) and c_j = k_j . (that of dk_j),
-all per channel:
-    dg_t = sum_{i >= t} (f_i + sum of levels (x_i where i is in a second half, -x_i where it is in a first)) + sum_{j < t} c_j
+The sums over pairs go level by level like the scores: in a level rows of X are either an i or a j, so with Z
+the level's pairs of ds, made symmetric, Y = Z X holds what each row gets from the other half, dq of the rows
+that are an i and dk of those that are a j. The gate: g_t scales whatever passes from before t to t or later,
+in each channel by itself. With x_i the row i of X Y (the same number for both ends of a pair, where a pair is
+counted at i and taken off at j), f_i = q_i . (the first term of dq_i) and c_j = k_j . (that of dk_j), all per
+channel:
+    dg_t = sum_{i >= t} (f_i + sum of levels (x_i where i is in a second half, -x_i where it is in a first)) +
+    sum_{j < t} c_j
            + e^{G_L} <h, dh>
-Pairs i = j do not decay and take no part. Every chunk starts anew from <h, dh>, so rounding does not add up along the sequence.
+Pairs i = j do not decay and take no part. Every chunk starts anew from <h, dh>, so rounding does not add up
+along the sequence.
 
-RWKV-6 (BEFORE): G_{i-1} takes the place of G_i wherever it goes with q_i, and the diagonal adds ds_ii u k_i to dq_i, ds_ii u q_i to dk_i and
-sum_i ds_ii q_i k_i to du. A pair then decays by the tokens between its two, so at i the gate counts from i - 1 on:
-    dg_t = sum_{i > t} (f_i + x_i where i reads) - sum_{j >= t} (x_j where j is read) + sum_{j < t} c_j + e^{G_L} <h, dh>
-Here neighbours are what does not decay, and stand apart from the levels like the diagonal: in them they would cancel on paper only, and where
-every decay is strong drown what is left.
+RWKV-6 (BEFORE): G_{i-1} takes the place of G_i wherever it goes with q_i, and the diagonal adds ds_ii u k_i
+to dq_i, ds_ii u q_i to dk_i and sum_i ds_ii q_i k_i to du. A pair then decays by the tokens between its two,
+so at i the gate counts from i - 1 on:
+    dg_t = sum_{i > t} (f_i + x_i where i reads) - sum_{j >= t} (x_j where j is read) + sum_{j < t} c_j +
+    e^{G_L} <h, dh>
+Here neighbours are what does not decay, and stand apart from the levels like the diagonal: in them they would
+cancel on paper only, and where every decay is strong drown what is left.
 """
 
 import torch
@@ -153,12 +159,14 @@ def rows_beside(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """[BT, BD] of a [rows, H, D] tensor, in each row what belongs to row t + by of the chunk, zeros where the chunk has none."""
+    """[BT, BD] of a [rows, H, D] tensor, in each row what belongs to row t + by of the chunk, zeros where the
+    chunk has none."""
     rows = tl.arange(0, BT)
     columns = d0 + tl.arange(0, BD)
     inside = (rows + by >= 0) & (rows + by < BT) & (t0 + rows + by < length)
     offsets = rows[:, None] * (H * D) + columns[None, :]
-    return tl.load(x + ((first + t0 + by) * H + i_h) * D + offsets, mask=inside[:, None] & (columns < D)[None, :], other=0.0)
+    return tl.load(x + ((first + t0 + by) * H + i_h) * D + offsets,
+                   mask=inside[:, None] & (columns < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -198,7 +206,8 @@ def summed_before(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """[BT, BD]: x_1 + ... + x_{t-1} for each row t. Not the running sum less x_t, which may be far larger than what remains."""
+    """[BT, BD]: x_1 + ... + x_{t-1} for each row t. Not the running sum less x_t, which may be far larger
+    than what remains."""
     return tl.cumsum(moved(x, -1, scratch, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD), 0)
 
 
@@ -364,8 +373,8 @@ def gla_grads(
     GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq, dk and dg [rows, H, K] of a chunk; with BEFORE, too, what it adds to the bonus's gradient: du [slots, H, K]. S programs share a
-    sequence."""
+    """dq, dk and dg [rows, H, K] of a chunk; with BEFORE, too, what it adds to the bonus's gradient: du
+    [slots, H, K]. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % H
     share = program // H % S
@@ -405,10 +414,12 @@ def run(
     dht: torch.Tensor | None,
     needs: frozenset[str],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv, dg, du or None, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg, du, dh0 are fp32."""
+    """(dq, dk, dv, dg, du or None, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its
+    final state. dg, du, dh0 are fp32."""
     B, T, H, K = q.shape
     V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
-    rebuilding, reversing, finishing = plan.launch("gla_states"), plan.launch("gla_reverse"), plan.launch("gla_grads")
+    rebuilding, reversing, finishing = plan.launch("gla_states"), plan.launch("gla_reverse"), plan.launch(
+        "gla_grads")
     BT, strips = finishing.block("BT"), -(-V // reversing.block("BV"))
     split = parts(plan, N)
     new = torch.empty_like if fills_gaps(split, bounds) and N and H else torch.zeros_like
@@ -419,14 +430,16 @@ def run(
     gaps = bounds is not None and len(split) == 1
     for part in split if H else ():
         n = part.stop - part.start
-        q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_ = (within(x, part, bounds) for x in (q, k, v, g, do, dq, dk, dv, dg))
+        q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_ = (within(x, part, bounds)
+                                                   for x in (q, k, v, g, do, dq, dk, dv, dg))
         h0_, dh0_, dht_ = (sliced(x, part) for x in (h0, dh0, dht))
         bounds_ = sliced(bounds, slice(part.start, part.stop + 1))
         x = prepared(plan, q_, k_, g_, u, bounds_, n, scale)  # type: ignore[arg-type]
         rows = B * T if bounds is not None else n * T
         slots = rows // BT + n + 1
         states, dstates = (torch.empty(slots, H, K, V, dtype=v.dtype, device=q.device) for _ in range(2))
-        du_ = None if u is None else torch.zeros(slots, H, K, dtype=torch.float32, device=q.device)  # sequences leave slots between them
+        # sequences leave slots between them
+        du_ = None if u is None else torch.zeros(slots, H, K, dtype=torch.float32, device=q.device)
         start(rebuilding, gla_states, n * H * strips, dict(
             k_out=x.k_out, v=v_, G=x.G, h0=h0_, states=states, bounds=bounds_,
             T=T, N=n, H=H, **constants, HAS_H0=h0 is not None, V_FIRST=v_first))

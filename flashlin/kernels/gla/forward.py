@@ -1,18 +1,22 @@
-"""Forward of gated linear attention and RWKV-6: decays are summed, all chunks at once get their scores, then one scan. Tensors in, tensors out.
+"""Forward of gated linear attention and RWKV-6: decays are summed, all chunks at once get their scores, then
+one scan. Tensors in, tensors out.
 
-With the decay G_i = g_1 + ... + g_i inside a chunk, a vector over K, and the state h entering it (row i of a matrix is token i):
+With the decay G_i = g_1 + ... + g_i inside a chunk, a vector over K, and the state h entering it (row i of a
+matrix is token i):
     o_i = scale (q_i e^{G_i}) h + sum_{j <= i} A_ij v_j          A_ij = scale sum_c q_ic k_jc e^{G_ic - G_jc}
     h' = Diag(e^{G_L}) h + sum_j (k_j e^{G_L - G_j})^T v_j
-A pair's decay is a vector, so A is a product of matrices only where a token between j and i splits it: (q_i e^{G_i - G_m}) . (k_j e^{G_m - G_j}),
-both factors at most 1. No m serves all pairs (e^{-G_j} alone overflows), but halving gives each pair one: where the two halves of a block
-meet that hold i and j. In the level of blocks of 2 s tokens a row of a block's second half is only ever an i, one of its first half only
-ever a j, so one matrix X of rows q_i e^{..} and k_j e^{..} serves both sides, and the level is X X^T masked to the pairs whose highest
-differing bit is s. What is left is the diagonal, which does not decay.
+A pair's decay is a vector, so A is a product of matrices only where a token between j and i splits it: (q_i
+e^{G_i - G_m}) . (k_j e^{G_m - G_j}), both factors at most 1. No m serves all pairs (e^{-G_j} alone
+overflows), but halving gives each pair one: where the two halves of a block meet that hold i and j. In the
+level of blocks of 2 s tokens a row of a block's second half is only ever an i, one of its first half only
+ever a j, so one matrix X of rows q_i e^{..} and k_j e^{..} serves both sides, and the level is X X^T masked
+to the pairs whose highest differing bit is s. What is left is the diagonal, which does not decay.
 
-RWKV-6 (BEFORE) reads the state before token i decays and updates it, and itself with a bonus u: above, q_i goes with the sum G_{i-1} instead of G_i,
-A_ij is of j < i, and A_ii = scale sum_c q_ic u_c k_ic. The halving stays: a row of a second half is at least one past where the halves meet,
-so its sum less that of the meeting is still a sum of decays, and of neighbours that meet there exactly 0.
-Source: Yang et al. 2023 (arXiv 2312.06635) for the chunked form, Peng et al. 2024 (arXiv 2404.05892) for RWKV-6; the halving is ours.
+RWKV-6 (BEFORE) reads the state before token i decays and updates it, and itself with a bonus u: above, q_i
+goes with the sum G_{i-1} instead of G_i, A_ij is of j < i, and A_ii = scale sum_c q_ic u_c k_ic. The halving
+stays: a row of a second half is at least one past where the halves meet, so its sum less that of the meeting
+is still a sum of decays, and of neighbours that meet there exactly 0. Source: Yang et al. 2023 (arXiv
+2312.06635) for the chunked form, Peng et al. 2024 (arXiv 2404.05892) for RWKV-6; the halving is ours.
 """
 
 from typing import NamedTuple
@@ -39,10 +43,11 @@ def gla_sums(
     BC: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """G [rows, C]: g / ln 2 summed within chunks of BT tokens of each sequence; C channels of all heads. S programs share a sequence.
+    """G [rows, C]: g / ln 2 summed within chunks of BT tokens of each sequence; C channels of all heads. S
+    programs share a sequence.
 
-    A token that leaves less than float32's smallest normal number leaves that much: then differences of sums stay precise after one that
-    forgets everything, even by -inf.
+    A token that leaves less than float32's smallest normal number leaves that much: then differences of sums
+    stay precise after one that forgets everything, even by -inf.
     """
     NC = (C + BC - 1) // BC
     program = tl.program_id(0)
@@ -93,7 +98,8 @@ def sums_read(
     BK: tl.constexpr,
     BEFORE: tl.constexpr,
 ):
-    """[BT, BK]: how far the state that enters the chunk has decayed when each row reads it: b_G or, with BEFORE, that of the row above."""
+    """[BT, BK]: how far the state that enters the chunk has decayed when each row reads it: b_G or, with
+    BEFORE, that of the row above."""
     if BEFORE:
         rows = tl.arange(0, BT)
         above = sums_at(G, tl.minimum(tl.maximum(rows - 1, 0), last), first, t0, i_h, H, K, k0, BK)
@@ -148,11 +154,13 @@ def decay_to_meeting(
     BK: tl.constexpr,
     BEFORE: tl.constexpr = False,
 ):
-    """[BT, BK]: what is left between each row and where the halves of its block meet. Rows past the end hold G_L, so all is at most 1.
-    With BEFORE second halves read one row earlier, which is no earlier than the meeting."""
+    """[BT, BK]: what is left between each row and where the halves of its block meet. Rows past the end hold
+    G_L, so all is at most 1. With BEFORE second halves read one row earlier, which is no earlier than the
+    meeting."""
     b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, H, K, k0, BK)
     if BEFORE:
-        b_G = sums_at(G, tl.minimum(tl.arange(0, half.shape[0]) - half % 2, last), first, t0, i_h, H, K, k0, BK)
+        b_G = sums_at(G, tl.minimum(tl.arange(0, half.shape[0]) - half % 2, last), first, t0, i_h, H, K, k0,
+                      BK)
     return tl.exp2(tl.where((half % 2 == 1)[:, None], b_G - b_M, b_M - b_G))
 
 
@@ -230,8 +238,9 @@ def gla_scores(
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A [rows, H, BT]; q_in [rows, H, K] = q e^{G}, what a token reads of the state that enters its chunk; k_out = k e^{G_L - G}, what it
-    leaves to the one that goes on. u [H, K] with BEFORE, else None. S programs share a sequence."""
+    """A [rows, H, BT]; q_in [rows, H, K] = q e^{G}, what a token reads of the state that enters its chunk;
+    k_out = k e^{G_L - G}, what it leaves to the one that goes on. u [H, K] with BEFORE, else None. S programs
+    share a sequence."""
     program = tl.program_id(0)
     i_h = program % H
     share = program // H % S
@@ -317,14 +326,16 @@ class Prepared(NamedTuple):
     k_out: torch.Tensor
 
 
-def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None, bounds: torch.Tensor | None, N: int,
-             scale: float) -> Prepared:
-    """For the N sequences of one launch. Cheap enough to be done again for backward instead of kept for it."""
+def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None,
+             bounds: torch.Tensor | None, N: int, scale: float) -> Prepared:
+    """For the N sequences of one launch. Cheap enough to be done again for backward instead of kept for
+    it."""
     B, T, H, K = q.shape
     summing, scoring = plan.launch("gla_sums"), plan.launch("gla_scores")
     BT = scoring.block("BT")
     shares = -(-B * T // (BT * N))
-    found = Prepared(torch.empty_like(g), torch.empty(B, T, H, BT, dtype=q.dtype, device=q.device), torch.empty_like(q), torch.empty_like(k))
+    found = Prepared(torch.empty_like(g), torch.empty(B, T, H, BT, dtype=q.dtype, device=q.device),
+                     torch.empty_like(q), torch.empty_like(k))
     if shares == 0:  # no row to load, not even a chunk's last one
         return found
     start(summing, gla_sums, N * shares * -(-H * K // summing.block("BC")), dict(
@@ -350,22 +361,26 @@ def run(
     v_first: bool,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final state or None). q, k [B, T, H, K], v [B, T, H, V], contiguous, one dtype; g [B, T, H, K] fp32; u [H, K] fp32 for RWKV-6, else
-    None; h0 [N, H, K, V] or, with v_first, [N, H, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros. Starts the
-    plan's launches."""
+    """(o, final state or None). q, k [B, T, H, K], v [B, T, H, V], contiguous, one dtype; g [B, T, H, K]
+    fp32; u [H, K] fp32 for RWKV-6, else None; h0 [N, H, K, V] or, with v_first, [N, H, V, K]; bounds [N + 1],
+    rising, within 0 .. T. Rows outside bounds are zeros. Starts the plan's launches."""
     B, T, H, K = q.shape
     V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
     split, scanning = parts(plan, N), plan.launch("gla_scan")
-    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, H, V, dtype=out_dtype, device=q.device)
-    ht = torch.empty((N, H, V, K) if v_first else (N, H, K, V), dtype=torch.float32, device=q.device) if has_ht else None
+    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, H, V, dtype=out_dtype,
+                                                                    device=q.device)
+    ht = torch.empty((N, H, V, K) if v_first else (N, H, K, V), dtype=torch.float32,
+                     device=q.device) if has_ht else None
     if N == 0 or H == 0:  # no program would run to write them
         return o.zero_(), ht
-    constants = dict(K=K, V=V, HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first, VARLEN=bounds is not None,
-                     GAPS=bounds is not None and len(split) == 1, PRECISION=precision(plan))
+    constants = dict(K=K, V=V, HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first,
+                     VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1,
+                     PRECISION=precision(plan))
     for part in split:
         n = part.stop - part.start
         q_, k_, v_, g_, o_ = (within(x, part, bounds) for x in (q, k, v, g, o))
-        h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds, slice(part.start, part.stop + 1))
+        h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds,
+                                                                       slice(part.start, part.stop + 1))
         x = prepared(plan, q_, k_, g_, u, bounds_, n, scale)  # type: ignore[arg-type]
         start(scanning, gla_scan, n * H * -(-V // scanning.block("BV")), dict(
             q_in=x.q_in, k_out=x.k_out, v=v_, A=x.A, G=x.G, h0=h0_, o=o_,

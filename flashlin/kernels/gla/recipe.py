@@ -1,4 +1,5 @@
-"""Which launches a problem with a decay for each key channel makes; RWKV-6 has u among its options. Plain Python: no tensor, no torch, no triton."""
+"""Which launches a problem with a decay for each key channel makes; RWKV-6 has u among its options. Plain
+Python: no tensor, no torch, no triton."""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
@@ -9,13 +10,15 @@ from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import PADDING, dot_traits, fitting, moves, operand_bytes, over_tokens, shared_bytes, state_launch, tf32_copies
 
 CHANNELS = 64  # of the sums, a program; they know no heads
-# Where a program has a chunk to itself. Of the scores, channels at a time; of the gradients, which hold half a dozen tiles of a chunk's rows
-# and would spill with more, channels and columns of v at a time. With 8 warps and 64 they are no faster (benchmarks/results/kernels-*).
+# Where a program has a chunk to itself. Of the scores, channels at a time; of the gradients, which hold half
+# a dozen tiles of a chunk's rows and would spill with more, channels and columns of v at a time. With 8 warps
+# and 64 they are no faster (benchmarks/results/kernels-*).
 SCORES, GRADS = 64, 32
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Sums, scores and the scan; for gradients the scan that rebuilds states, the reverse scan, and the chunk's gradients."""
+    """Sums, scores and the scan; for gradients the scan that rebuilds states, the reverse scan, and the
+    chunk's gradients."""
     if problem.mode == "auto":  # nothing to say before the mode is chosen
         return ()
     if problem.mode == "fused_recurrent":
@@ -25,15 +28,22 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     # RWKV-6's read before the update: they are told apart from gated linear attention's in the launch table
     once = dots - {"rmw_acc"} | {"mixed_sum"} | ({"before"} if "u" in problem.options else set())
 
-    def shared(config: Config) -> int:  # in 16 bits the scores, too, and decays on their way from one layout to another; fp32 never has all at once
+    # in 16 bits the scores, too, and decays on their way from one layout to another; fp32 never has all at
+    # once
+    def shared(config: Config) -> int:
         columns = config.BT + (PADDING if moves(target) else 0)
         more = config.num_stages * bytes_each * config.BT * columns + 16 * config.BK if bytes_each == 2 else 0
         return shared_bytes(config, bytes_each, target) + more
     candidates = over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
     scan = fitting(candidates, shared, problem, target)
-    BT, wide, narrow, strip = scan.BT, min(SCORES, padded(problem.K)), min(GRADS, padded(problem.K)), min(GRADS, padded(problem.V))
-    scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2  # both operands, of fp32 two parts of each; the scores
-    found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS)),
+    BT, wide, narrow, strip = scan.BT, min(SCORES, padded(problem.K)), min(GRADS,
+                                                                           padded(problem.K)), min(GRADS,
+                                                                                                   padded(
+                                                                                                       problem.V))
+    # both operands, of fp32 two parts of each; the scores
+    scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2
+    found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
+                         -(-problem.H * problem.K // CHANNELS)),
              over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, once),
              state_launch("gla_scan", scan, problem, shared(scan), dots)]
     if problem.needs_grad:
@@ -41,7 +51,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         finishing = size * (2 * BT * strip + 2 * narrow * strip + BT * narrow + BT ** 2) + 4 * BT ** 2
         found += [state_launch("gla_states", scan, problem, shared(scan), dots),
                   state_launch("gla_reverse", single, problem, shared(single), dots),
-                  over_tokens("gla_grads", problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing, once)]
+                  over_tokens("gla_grads", problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing,
+                              once)]
     return tuple(found)
 
 

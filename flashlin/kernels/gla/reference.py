@@ -1,22 +1,26 @@
-"""The recurrence, token by token in float64, written from the mathematics. Slow on purpose: everything else is checked against it."""
+"""The recurrence, token by token in float64, written from the mathematics. Slow on purpose: everything else
+is checked against it."""
 from __future__ import annotations
 
 import torch
 
 
-def recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None = None,
-               bounds: torch.Tensor | None = None, scale: float = 1.0, u: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, H, V], states [N, H, K, V]), float64 and differentiable, of  S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T  and
+def recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
+               h0: torch.Tensor | None = None, bounds: torch.Tensor | None = None, scale: float = 1.0,
+               u: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o [B, T, H, V], states [N, H, K, V]), float64 and differentiable, of  S_t = Diag(e^{g_t}) S_{t-1} +
+    k_t v_t^T  and
     gla: o_t = scale S_t^T q_t          with u, RWKV-6: o_t = scale (S_{t-1} + Diag(u) k_t v_t^T)^T q_t.
 
-    q, k, g [B, T, H, K], g natural-log decays; v [B, T, H, V], h0 [N, H, K, V], u [H, K]. With bounds [N + 1] the rows
-    bounds[n] .. bounds[n + 1] of the single batch row are sequence n; rows outside are zero.
+    q, k, g [B, T, H, K], g natural-log decays; v [B, T, H, V], h0 [N, H, K, V], u [H, K]. With bounds [N + 1]
+    the rows bounds[n] .. bounds[n + 1] of the single batch row are sequence n; rows outside are zero.
     """
     q, k, v, g = q.double(), k.double(), v.double(), g.double()
     B, T, H, K = q.shape
     V = v.shape[-1]
     edges = None if bounds is None else bounds.tolist()
-    spans = [(b, 0, T) for b in range(B)] if edges is None else [(0, edges[n], edges[n + 1]) for n in range(len(edges) - 1)]
+    spans = [(b, 0, T) for b in range(B)] if edges is None else [(0, edges[n], edges[n + 1])
+                                                                 for n in range(len(edges) - 1)]
     o = v.new_zeros(B, T, H, V)
     states = []
     for n, (b, first, last) in enumerate(spans):

@@ -1,10 +1,13 @@
-"""The family in plain, differentiable torch: chunks of 64 tokens, each halved until single tokens are left, a loop over chunks for the state.
+"""The family in plain, differentiable torch: chunks of 64 tokens, each halved until single tokens are left, a
+loop over chunks for the state.
 
-A score sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} (RWKV-6's end with g_{i-1}) has a decay of its own in every channel, so it is a product of two
-factors only with a token between j and i to refer to. Halving gives each pair one: where the halves that hold them meet. Then both factors
-are decays, sums of g that are added up by themselves: nothing is subtracted, divided by or clamped, so no decay is too strong, not even e^-inf.
+A score sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} (RWKV-6's end with g_{i-1}) has a decay of its own in every
+channel, so it is a product of two factors only with a token between j and i to refer to. Halving gives each
+pair one: where the halves that hold them meet. Then both factors are decays, sums of g that are added up by
+themselves: nothing is subtracted, divided by or clamped, so no decay is too strong, not even e^-inf.
 
-torch.compile would unroll the loop over chunks, so traced it runs inside of a library operator (ops/_common/chunked.py).
+torch.compile would unroll the loop over chunks, so traced it runs inside of a library operator
+(ops/_common/chunked.py).
 """
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ from flashlin.kernels.simple_gla.torch_path import packed
 CHUNK = 64
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None, h0: torch.Tensor | None,
-        bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. Arguments as reference.recurrence.
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None,
+        h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor,
+        torch.Tensor]:
+    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. Arguments as
+    reference.recurrence.
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
     """
@@ -30,7 +35,8 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: t
     return rows((q, k, v, g), h0) if bounds is None else packed(rows, (q, k, v, g), h0, bounds)
 
 
-def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None, u: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None,
+          u: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, g = tensors
     assert q is not None and k is not None and v is not None and g is not None
     B, T, H, K = q.shape
@@ -41,7 +47,9 @@ def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None, u: t
     while not torch.compiler.is_compiling() and chunk // 2 >= T:
         chunk //= 2
     short = -T % chunk
-    q, k, v, g = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4) for x in (q, k, v, g))  # [B, H, chunks, C, D]
+    # [B, H, chunks, C, D]
+    q, k, v, g = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4)
+                  for x in (q, k, v, g))
     own = None if u is None else k * u[:, None, None, :]
     into, onwards, kept = q * until(g, own is not None).exp(), k * after(g).exp(), g.sum(-2).exp()[..., None]
     inside, added = scores(q, k, g, own) @ v, onwards.mT @ v
@@ -52,9 +60,11 @@ def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None, u: t
     return torch.stack(outputs, 2).permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], h
 
 
-def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
-    """[..., C, C]: sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} for j <= i, else 0. q, k, g [..., C, K], C a power of two.
-    With own [..., C, K] the sums of decays end with g_{i-1}, and the diagonal is that of q and own."""
+def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor,
+           own: torch.Tensor | None = None) -> torch.Tensor:
+    """[..., C, C]: sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} for j <= i, else 0. q, k, g [..., C, K], C a power
+    of two. With own [..., C, K] the sums of decays end with g_{i-1}, and the diagonal is that of q and
+    own."""
     if q.shape[-2] == 1:
         return (q * (k if own is None else own)).sum(-1, keepdim=True)
     q, k, g = (x.unflatten(-2, (2, -1)) for x in (q, k, g))
@@ -62,7 +72,8 @@ def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, own: torch.Tensor 
     reading = q[..., 1, :, :] * until(g[..., 1, :, :], own is not None).exp()
     corner = reading @ (k[..., 0, :, :] * after(g[..., 0, :, :]).exp()).mT
     halves = scores(q, k, g, own)
-    return torch.cat([torch.cat([halves[..., 0, :, :], torch.zeros_like(corner)], -1), torch.cat([corner, halves[..., 1, :, :]], -1)], -2)
+    return torch.cat([torch.cat([halves[..., 0, :, :], torch.zeros_like(corner)], -1),
+                      torch.cat([corner, halves[..., 1, :, :]], -1)], -2)
 
 
 def until(g: torch.Tensor, before: bool) -> torch.Tensor:

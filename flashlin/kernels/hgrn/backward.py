@@ -1,7 +1,8 @@
 """HGRN's recurrence, backward: the same walk from the last token to the first.
 
     dx_t = do_t + e^{g_{t+1}} dx_{t+1}, the final state's gradient being dx after the last token     dg_t = dx_t e^{g_t} h_{t-1}
-h is what forward returned as o: rounded to 16 bits it makes dg as precise as any tensor of 16 bits, where o_t - x_t would cancel.
+h is what forward returned as o: rounded to 16 bits it makes dg as precise as any tensor of 16 bits, where o_t
+- x_t would cancel.
 """
 
 import torch
@@ -70,7 +71,8 @@ def hgrn_backward(
         put_walked(dx, b_dx, final, i0, end, cols, D, BT, -1)
         h = before.to(tl.float32)
         if h0 is not None:
-            h += tl.where((i0 + tl.arange(0, BT) == length - 1)[:, None], tl.load(h0 + state, mask=cols < D, other=0.0)[None, :], 0.0)
+            h += tl.where((i0 + tl.arange(0, BT) == length - 1)[:, None],
+                          tl.load(h0 + state, mask=cols < D, other=0.0)[None, :], 0.0)
         put_walked(dg, b_dx * decay(own_g) * h, final, i0, end, cols, D, BT, -1)
         dh = last(b_dx, BT)
     if dh0 is not None:
@@ -79,9 +81,11 @@ def hgrn_backward(
             tl.store(dh0 + state, dh * one, mask=cols < D)
 
 
-def run(plan: Plan, g: torch.Tensor, o: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None, do: torch.Tensor,
-        dht: torch.Tensor | None, needs_dh0: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(dx in o's dtype, dg in g's, dh0 in fp32 or None). o: what forward returned; do like o, dht like the final state; contiguous."""
+def run(plan: Plan, g: torch.Tensor, o: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
+        do: torch.Tensor, dht: torch.Tensor | None, needs_dh0: bool) -> tuple[torch.Tensor, torch.Tensor,
+        torch.Tensor | None]:
+    """(dx in o's dtype, dg in g's, dh0 in fp32 or None). o: what forward returned; do like o, dht like the
+    final state; contiguous."""
     B, T, D = o.shape
     N = B if bounds is None else bounds.shape[0] - 1
     split = parts(plan, N)
@@ -92,7 +96,9 @@ def run(plan: Plan, g: torch.Tensor, o: torch.Tensor, h0: torch.Tensor | None, b
         return dx.zero_(), dg.zero_(), dh0
     launch, S = plan.launch("hgrn_backward"), segments(plan.problem, plan.target)
     for part in split:
-        n, edges = part.stop - part.start, sliced(bounds, slice(part.start, part.stop + 1)) if len(split) > 1 else bounds
+        n, edges = part.stop - part.start, sliced(bounds,
+                                                  slice(part.start, part.stop
+                                                        + 1)) if len(split) > 1 else bounds
         decays, ends = pairs(plan, do, g, part, edges, S, -1)
         start(launch, hgrn_backward, n * S * -(-D // launch.block("BD")), dict(
             do=within(do, part, bounds), g=within(g, part, bounds), decays=decays, ends=ends,

@@ -1,9 +1,11 @@
-"""HGRN's recurrence h_t = e^{g_t} h_{t-1} + x_t, forward, and what both directions share. Tensors in, tensors out.
+"""HGRN's recurrence h_t = e^{g_t} h_{t-1} + x_t, forward, and what both directions share. Tensors in, tensors
+out.
 
-A program is one warp with a strip of channels of one segment of a sequence, and walks it in blocks of BT tokens, of which the next is always
-being loaded. Within a block the tokens are scanned as pairs (a, x), each of which turns h into a h + x: products of decays are all there is,
-so nothing is divided by one, and e^-inf is 0. Segments start from what those before leave behind, which is a scan of pairs like any other.
-Backward walks from the last token to the first; a walk's i-th token is row ``origin + STEP * i``.
+A program is one warp with a strip of channels of one segment of a sequence, and walks it in blocks of BT
+tokens, of which the next is always being loaded. Within a block the tokens are scanned as pairs (a, x), each
+of which turns h into a h + x: products of decays are all there is, so nothing is divided by one, and e^-inf
+is 0. Segments start from what those before leave behind, which is a scan of pairs like any other. Backward
+walks from the last token to the first; a walk's i-th token is row ``origin + STEP * i``.
 """
 
 import torch
@@ -44,7 +46,8 @@ def walked(
     """[BT, BD]: what a walk meets from its i0-th token on, ``other`` for tokens outside low .. high."""
     i = tl.arange(0, BT)
     mask = ((i0 + i >= low) & (i0 + i < high))[:, None] & (cols < D)[None, :]
-    return tl.load(x + (origin + STEP * i0) * D + (STEP * D * i[:, None] + cols[None, :]), mask=mask, other=other)
+    return tl.load(x + (origin + STEP * i0) * D + (STEP * D * i[:, None] + cols[None, :]), mask=mask,
+                   other=other)
 
 
 @triton.jit
@@ -62,7 +65,8 @@ def put_walked(
     """Store what a walk makes of its tokens from the i0-th on, [BT, BD]."""
     i = tl.arange(0, BT)
     mask = (i0 + i < high)[:, None] & (cols < D)[None, :]
-    tl.store(x + (origin + STEP * i0) * D + (STEP * D * i[:, None] + cols[None, :]), value.to(x.dtype.element_ty), mask=mask)
+    tl.store(x + (origin + STEP * i0) * D + (STEP * D * i[:, None] + cols[None, :]),
+             value.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -93,7 +97,8 @@ def hgrn_ends(
     STEP: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """decays, ends [N, S - 1, D] fp32: each segment but the last as a pair. STEP -1: of the gradient, x being that of o."""
+    """decays, ends [N, S - 1, D] fp32: each segment but the last as a pair. STEP -1: of the gradient, x being
+    that of o."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     BACK: tl.constexpr = (1 - STEP) // 2
     program = tl.program_id(0)
@@ -194,7 +199,8 @@ def hgrn_forward(
 
 def run(plan: Plan, x: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
         has_ht: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o [B, T, D] in x's dtype, final state [N, D] in fp32 or None). x, g [B, T, D], h0 [N, D], contiguous."""
+    """(o [B, T, D] in x's dtype, final state [N, D] in fp32 or None). x, g [B, T, D], h0 [N, D],
+    contiguous."""
     B, T, D = x.shape
     N = B if bounds is None else bounds.shape[0] - 1
     split = parts(plan, N)
@@ -204,7 +210,9 @@ def run(plan: Plan, x: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, b
         return o.zero_(), ht
     launch, S = plan.launch("hgrn_forward"), segments(plan.problem, plan.target)
     for part in split:
-        n, edges = part.stop - part.start, sliced(bounds, slice(part.start, part.stop + 1)) if len(split) > 1 else bounds
+        n, edges = part.stop - part.start, sliced(bounds,
+                                                  slice(part.start, part.stop
+                                                        + 1)) if len(split) > 1 else bounds
         decays, ends = pairs(plan, x, g, part, edges, S, 1)
         start(launch, hgrn_forward, n * S * -(-D // launch.block("BD")), dict(
             x=within(x, part, bounds), g=within(g, part, bounds), decays=decays, ends=ends,
@@ -215,8 +223,8 @@ def run(plan: Plan, x: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, b
 
 def pairs(plan: Plan, x: torch.Tensor, g: torch.Tensor, part: slice, bounds: torch.Tensor | None, S: int,
           step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each segment but the last of a part's sequences leaves behind; tables of nothing for whole sequences, which nobody reads. bounds:
-    the part's own."""
+    """What each segment but the last of a part's sequences leaves behind; tables of nothing for whole
+    sequences, which nobody reads. bounds: the part's own."""
     n, T, D = part.stop - part.start, *x.shape[1:]
     decays, ends = torch.empty(2, n, S - 1, D, dtype=torch.float32, device=x.device)
     if S > 1:

@@ -1,7 +1,8 @@
 """Which launches HGRN's recurrence makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
 
-A Problem's K is the number of channels D, each of which is a recurrence of its own; V is the same. The op only moves memory: what counts is
-how much of it is under way, so where sequences and channels are few, sequences are split into segments.
+A Problem's K is the number of channels D, each of which is a recurrence of its own; V is the same. The op
+only moves memory: what counts is how much of it is under way, so where sequences and channels are few,
+sequences are split into segments.
 """
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Op, Sizes
 from flashlin.guards.problem import Launch, Problem
 
-BT, BD = 16, 64  # tokens and channels of a block; a program is one warp, so that a scan over tokens needs no barriers
-ENOUGH, WANTED = 3, 8  # programs for each multiprocessor: with fewer than the one, sequences are split until there are the other
+# tokens and channels of a block; a program is one warp, so that a scan over tokens needs no barriers
+BT, BD = 16, 64
+# programs for each multiprocessor: with fewer than the one, sequences are split until there are the other
+ENOUGH, WANTED = 3, 8
 SHORTEST = 8 * BT  # tokens of a segment
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launches and backward's. What the segments before leave behind is found by a kernel that both share."""
+    """Forward's launches and backward's. What the segments before leave behind is found by a kernel that both
+    share."""
     S = segments(problem, target)
     found = [_launch("hgrn_ends", problem, S - 1)] if S > 1 else []
     found.append(_launch("hgrn_forward", problem, S))
@@ -25,7 +29,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
 
 def segments(problem: Problem, target: Target) -> int:
-    """Into how many segments each sequence is split. The second reading of the inputs that this costs has to pay."""
+    """Into how many segments each sequence is split. The second reading of the inputs that this costs has to
+    pay."""
     programs = max(1, problem.N * strips(problem.K))
     if programs >= ENOUGH * target.sms:
         return 1
@@ -46,7 +51,8 @@ def _launch(kernel: str, problem: Problem, segments: int) -> Launch:
     programs = (problem.batch_part or problem.N) * segments * strips(problem.K)
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     # shared: tiles that change their layout
-    return Launch(kernel, (programs,), 1, 1, (("BT", BT), ("BD", BD)), 8 * BT * BD + 1024, BT * problem.K, traits)
+    return Launch(kernel, (programs,), 1, 1, (("BT", BT), ("BD", BD)), 8 * BT * BD + 1024, BT * problem.K,
+                  traits)
 
 
 def counted(sizes: Sizes) -> Sizes:

@@ -1,5 +1,6 @@
-"""HGRN's recurrence in plain, differentiable torch, for CPUs, float64 and cards that no Triton compiles for. No loop over tokens: spans of 1, 2,
-4, ... tokens are joined, each being a pair (a, x) that turns h into a h + x, so nothing is divided by a decay."""
+"""HGRN's recurrence in plain, differentiable torch, for CPUs, float64 and cards that no Triton compiles for.
+No loop over tokens: spans of 1, 2, 4, ... tokens are joined, each being a pair (a, x) that turns h into a h +
+x, so nothing is divided by a decay."""
 from __future__ import annotations
 
 import torch
@@ -8,7 +9,8 @@ Tensor = torch.Tensor
 
 
 def run(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(o [B, T, D], states [N, D]) in float32, or float64 if a tensor is. bounds, on whichever device, are not read on the host."""
+    """(o [B, T, D], states [N, D]) in float32, or float64 if a tensor is. bounds, on whichever device, are
+    not read on the host."""
     compute = torch.float64 if torch.float64 in (x.dtype, g.dtype) else torch.float32
     x, g = x.to(compute), g.to(compute)
     N = x.shape[0] if bounds is None else bounds.shape[0] - 1
@@ -23,7 +25,8 @@ def run(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) -> tuple
 
 
 def _packed(x: Tensor, g: Tensor, h0: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """One row in which no sequence is joined with the one before, and each starts from its own state. Rows of no sequence are zeros."""
+    """One row in which no sequence is joined with the one before, and each starts from its own state. Rows of
+    no sequence are zeros."""
     rows, N = torch.arange(x.shape[1], device=x.device), h0.shape[0]
     of = torch.searchsorted(bounds, rows.to(bounds.dtype), right=True) - 1
     inside = ((of >= 0) & (of < N))[:, None]
@@ -37,7 +40,8 @@ def _packed(x: Tensor, g: Tensor, h0: Tensor, bounds: Tensor) -> tuple[Tensor, T
 
 
 def inputs_of(o: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) -> Tensor:
-    """x, by what was made of it: o [B, T, D]. In o's dtype, for backward, which wants what o was and not what x was before rounding."""
+    """x, by what was made of it: o [B, T, D]. In o's dtype, for backward, which wants what o was and not what
+    x was before rounding."""
     if h0 is None:
         h0 = o.new_zeros(o.shape[0] if bounds is None else bounds.shape[0] - 1, o.shape[2])
     before = torch.cat([h0[:, None] if bounds is None else o[:, :1], o[:, :-1]], 1)[:, :o.shape[1]]
@@ -49,8 +53,9 @@ def inputs_of(o: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) ->
 
 
 def joined(a: Tensor, x: Tensor, of: Tensor | None = None) -> Tensor:
-    """All h of h_t = a_t h_{t-1} + x_t with nothing before the first; a, x [B, T, D, ...]. of [T]: each token's sequence, B being 1 and D the last
-    dimension. Other sequences are left out, not multiplied by zero: 0 times NaN is NaN."""
+    """All h of h_t = a_t h_{t-1} + x_t with nothing before the first; a, x [B, T, D, ...]. of [T]: each
+    token's sequence, B being 1 and D the last dimension. Other sequences are left out, not multiplied by
+    zero: 0 times NaN is NaN."""
     size = 1
     while size < x.shape[1]:
         a_before, x_before = a[:, :-size], x[:, :-size]

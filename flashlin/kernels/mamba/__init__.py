@@ -1,1 +1,2 @@
-"""Steps of a Mamba layer while decoding: one token of the state space model, a few of the convolution. (Its scan is kernels/simple_gla.)"""
+"""Steps of a Mamba layer while decoding: one token of the state space model, a few of the convolution. (Its
+scan is kernels/simple_gla.)"""

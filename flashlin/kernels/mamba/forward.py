@@ -1,8 +1,10 @@
-"""The decoding steps of a Mamba layer. Tensors in, tensors out; states are read and written where they lie, whatever their strides.
+"""The decoding steps of a Mamba layer. Tensors in, tensors out; states are read and written where they lie,
+whatever their strides.
 
     h = e^{dt A} h + dt x B^T          y = (h C + D x) silu(z)          for each sequence and head, h [P, N]
     y_t = act(b + sum_w W_w x_{t - W + 1 + w})                          for each sequence and channel, x before t = 0 from the state
-A state update only moves the state, once in and once out: a program owns BP rows of it, so nothing else is read more than P / BP times.
+A state update only moves the state, once in and once out: a program owns BP rows of it, so nothing else is
+read more than P / BP times.
 """
 
 import torch
@@ -17,7 +19,8 @@ from flashlin.kernels.recurrent.forward import softplus
 
 @triton.jit
 def spread(t, BD: tl.constexpr):
-    """[BD] of one number: compared with another, it makes a mask, where two scalars do not in the interpreter of 3.9."""
+    """[BD] of one number: compared with another, it makes a mask, where two scalars do not in the interpreter
+    of 3.9."""
     return tl.zeros([BD], dtype=tl.int32) + t
 
 
@@ -62,7 +65,8 @@ def state_update(
     SOFTPLUS: tl.constexpr,
     TIED: tl.constexpr,
 ):
-    """TIED: a head has one dt and one A. heads: that share B and C. indices [n]: the state of each sequence, those outside the pool for none."""
+    """TIED: a head has one dt and one A. heads: that share B and C. indices [n]: the state of each sequence,
+    those outside the pool for none."""
     STRIPS: tl.constexpr = (P + BP - 1) // BP
     program = tl.program_id(0)
     n = (program // STRIPS // H).to(tl.int64)
@@ -77,7 +81,8 @@ def state_update(
         slot = tl.load(indices + n).to(tl.int64)
         known = inside & (spread(slot, BP) >= 0) & (spread(slot, BP) < pool)
     whole = known[:, None] & there[None, :]
-    places = state + slot * state_n + i_h.to(tl.int64) * state_h + (rows.to(tl.int64)[:, None] * state_p + columns.to(tl.int64)[None, :] * state_s)
+    places = state + slot * state_n + i_h.to(tl.int64) * state_h + (rows.to(tl.int64)[:, None] * state_p
+                                                                    + columns.to(tl.int64)[None, :] * state_s)
     h = tl.load(places, mask=whole, other=0.0).to(tl.float32)
     b_x = tl.load(x + n * x_n + (i_h * P + rows), mask=inside, other=0.0).to(tl.float32)
     group = i_h // heads * N
@@ -96,7 +101,8 @@ def state_update(
             rate += tl.load(dt_bias + (i_h * bias_h + rows * bias_p), mask=inside, other=0.0).to(tl.float32)
         if SOFTPLUS:
             rate = softplus(rate)
-        b_A = tl.load(A + (i_h * A_h + rows[:, None] * A_p + columns[None, :] * A_s), mask=inside[:, None] & there[None, :], other=0.0)
+        b_A = tl.load(A + (i_h * A_h + rows[:, None] * A_p + columns[None, :] * A_s),
+                      mask=inside[:, None] & there[None, :], other=0.0)
         h *= tl.exp(rate[:, None] * b_A.to(tl.float32))
     h += (rate * b_x)[:, None] * b_B[None, :]
     tl.store(places, h.to(state.dtype.element_ty), mask=whole)
@@ -140,7 +146,8 @@ def conv_window(
     BD: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """T tokens of the convolution, then into the state [.., D, L]: the newest last, or with seqlens [n] each in slot (seqlens + t) mod L."""
+    """T tokens of the convolution, then into the state [.., D, L]: the newest last, or with seqlens [n] each
+    in slot (seqlens + t) mod L."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = (tl.program_id(0) // STRIPS).to(tl.int64)
     channels = (tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)).to(tl.int64)
@@ -174,9 +181,11 @@ def conv_window(
     if seqlens is not None:
         for t in range(tl.maximum(T - L, 0), T):
             kept = column_of(x, channels, known, x_d, x_t, t, BD)
-            tl.store(state + (oldest + t) % L * state_l + channels * state_d, kept.to(state.dtype.element_ty), mask=known)
+            tl.store(state + (oldest + t) % L * state_l + channels * state_d, kept.to(state.dtype.element_ty),
+                     mask=known)
     else:
-        for to in range(L):  # a thread has its channels to itself, and what it writes lies before what it still reads
+        # a thread has its channels to itself, and what it writes lies before what it still reads
+        for to in range(L):
             at = to + T - L
             kept = column_of(x, channels, known & (spread(at, BD) >= 0), x_d, x_t, at, BD)
             kept += column_of(state, channels, known & (spread(at, BD) < 0), state_d, state_l, to + T, BD)
@@ -198,8 +207,9 @@ def update(
     softplus: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """y [n, H, P] of that dtype, after updating state [S, H, P, N] in place. x, z [n, H, P] and B, C [n, G, N]: contiguous but for the step
-    from one sequence to the next; dt [n, H, P], A [H, P, N], D, dt_bias [H, P]: any strides, 0 too; indices [n] or None. Any dtypes."""
+    """y [n, H, P] of that dtype, after updating state [S, H, P, N] in place. x, z [n, H, P] and B, C [n, G,
+    N]: contiguous but for the step from one sequence to the next; dt [n, H, P], A [H, P, N], D, dt_bias [H,
+    P]: any strides, 0 too; indices [n] or None. Any dtypes."""
     n, H, P = x.shape
     y = torch.empty((n, H, P), dtype=dtype, device=x.device)
     if y.numel():
@@ -227,7 +237,8 @@ def convolve(
     silu: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """y [n, D, T] of that dtype, after putting x [n, D, T] into state [S, D, L] in place, both of any strides; the others contiguous."""
+    """y [n, D, T] of that dtype, after putting x [n, D, T] into state [S, D, L] in place, both of any
+    strides; the others contiguous."""
     n, D, T = x.shape
     y = torch.empty((n, D, T), dtype=dtype, device=x.device)
     if y.numel():

@@ -1,6 +1,8 @@
-"""Which launches the decoding steps of a Mamba layer make, and with which tiles. Plain Python: no tensor, no torch, no triton.
+"""Which launches the decoding steps of a Mamba layer make, and with which tiles. Plain Python: no tensor, no
+torch, no triton.
 
-Of a state update H counts heads, V is the head's size P and K the state's size N; of a convolution's K is the channels D and V the width W.
+Of a state update H counts heads, V is the head's size P and K the state's size N; of a convolution's K is the
+channels D and V the width W.
 """
 from __future__ import annotations
 
@@ -18,17 +20,21 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     if problem.family == STATE_UPDATE:
         BN = max(16, _power(problem.K))
         BP = max(1, min(_power(problem.V), ELEMENTS // BN))
-        return (_launch("state_update", problem, problem.H * -(-problem.V // BP), (("BP", BP), ("BN", BN)), BP * BN),)
+        return (_launch("state_update", problem, problem.H * -(-problem.V // BP), (("BP", BP), ("BN", BN)),
+                        BP * BN),)
     BD = min(max(16, _power(problem.K)), UPDATE.BD)
-    return (_launch("conv_window", problem, -(-problem.K // BD), (("BD", BD),), BD * max(16, _power(problem.V))),)
+    return (_launch("conv_window", problem, -(-problem.K // BD), (("BD", BD),),
+                    BD * max(16, _power(problem.V))),)
 
 
 def _power(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def _launch(kernel: str, problem: Problem, of_sequence: int, tile: tuple[tuple[str, int], ...], elements: int) -> Launch:
-    # shared: sums of each warp, and at most one exchange of a tile between warps; offsets in 32 bits are those of a tile
+def _launch(kernel: str, problem: Problem, of_sequence: int, tile: tuple[tuple[str, int], ...],
+            elements: int) -> Launch:
+    # shared: sums of each warp, and at most one exchange of a tile between warps; offsets in 32 bits are
+    # those of a tile
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     warps = 4 if problem.max_warps >= 8 else min(4, problem.max_warps)
     return Launch(kernel, (problem.N * of_sequence,), warps, 1, tile, 4 * elements + 4096, elements, traits)

@@ -1,4 +1,5 @@
-"""A token of the state space model in plain, differentiable torch, for CPUs, float64 and cards that no Triton compiles for."""
+"""A token of the state space model in plain, differentiable torch, for CPUs, float64 and cards that no Triton
+compiles for."""
 from __future__ import annotations
 
 import torch
@@ -19,7 +20,8 @@ def step(
     dt_bias: Tensor | None,
     softplus: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(y [b, H, P], state [b, H, P, N]), both in float32, or in float64 if any tensor is. Shapes as reference.step; nothing is written to."""
+    """(y [b, H, P], state [b, H, P, N]), both in float32, or in float64 if any tensor is. Shapes as
+    reference.step; nothing is written to."""
     given = [t for t in (state, x, dt, A, B, C, D, z, dt_bias) if t is not None]
     compute = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
     state, x, dt, A, B, C = (t.to(compute) for t in (state, x, dt, A, B, C))

@@ -3,13 +3,15 @@
 With n = (s - m) r, the normalised row, and u = w dy:
     ds = r (u - mean(u) - n mean(u n)) + dtotal        (an RMS norm has no mean(u); an l2 norm has the sum of u n, not the mean)
     dw = sum over rows of dy n                         db = sum over rows of dy
-With a gate z, dz = dy (n w + b) a'(z), and dy a(z) takes the place of dy everywhere else. dx and dresidual are both ds.
+With a gate z, dz = dy (n w + b) a'(z), and dy a(z) takes the place of dy everywhere else. dx and dresidual
+are both ds.
 
-The sums over rows: a program takes every so many-th BT rows and keeps its share in registers; the shares are [programs, D] in fp32, and
-torch adds them up. The rows of a group norm belong to G lines of w; there the step from one BT rows to the next is a multiple of G, so each
-row of the registers is a share of one line, and the shares are [programs * BT / G, G, D]. While a program works on its rows the next ones
-are on their way, because one row at a time leaves most of the memory's bandwidth idle. Rows too long for the registers take two kernels:
-one walks along rows for ds, one down columns for dw and db.
+The sums over rows: a program takes every so many-th BT rows and keeps its share in registers; the shares are
+[programs, D] in fp32, and torch adds them up. The rows of a group norm belong to G lines of w; there the step
+from one BT rows to the next is a multiple of G, so each row of the registers is a share of one line, and the
+shares are [programs * BT / G, G, D]. While a program works on its rows the next ones are on their way,
+because one row at a time leaves most of the memory's bandwidth idle. Rows too long for the registers take two
+kernels: one walks along rows for ds, one down columns for dw and db.
 """
 
 import torch
@@ -50,7 +52,8 @@ def fetched(
     GATE: tl.constexpr,
     HAS_DTOTAL: tl.constexpr,
 ):
-    """What BT rows need, as it lies in memory: s, dy, gate and dtotal (dy again where there is none), m, r."""
+    """What BT rows need, as it lies in memory: s, dy, gate and dtotal (dy again where there is none), m,
+    r."""
     b_s = tile(s, first, rows, 0, D, BT, BD, "evict_first")
     b_dy = tile(dy, first, rows, 0, D, BT, BD, "evict_first")
     if HAS_DTOTAL:
@@ -106,14 +109,16 @@ def before_gate(
 
 
 @triton.jit
-def put_share(x, share, number, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr):
+def put_share(x, share, number, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+              GROUPS: tl.constexpr):
     """A program's share of dw or db, from [BT, BD] registers: one line, or with groups BT of them."""
     col = d0 + tl.arange(0, BD)
     if GROUPS == 1:
         tl.store(x + number.to(tl.int64) * D + col, tl.sum(share, 0), mask=col < D)
     else:
         row = tl.arange(0, BT)
-        tl.store(x + number.to(tl.int64) * BT * D + (row[:, None] * D + col[None, :]), share, mask=(col < D)[None, :])
+        tl.store(x + number.to(tl.int64) * BT * D + (row[:, None] * D + col[None, :]), share,
+                 mask=(col < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -299,7 +304,8 @@ def norm_backward_columns(
     for _ in range((rows - first + step - 1) // step):
         u = tile(dy, first, rows, d0, D, BT, BD, "evict_first").to(tl.float32)
         if GATE != 0:
-            factor, slope = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)  # not "_", which counts the loop
+            # not "_", which counts the loop
+            factor, slope = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)
             u *= factor
         db += u
         if HAS_DWEIGHT:
@@ -330,9 +336,11 @@ def run(
     needs_dweight: bool,
     needs_dbias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(dx, dresidual, dgate, dweight, dbias) or None for those that are not there, the last two [D] in fp32, for what forward.run kept.
+    """(dx, dresidual, dgate, dweight, dbias) or None for those that are not there, the last two [D] in fp32,
+    for what forward.run kept.
 
-    s: the summed rows, or with normed the normalised ones; all contiguous. dresidual_dtype: None if it is not wanted, or is dx's.
+    s: the summed rows, or with normed the normalised ones; all contiguous. dresidual_dtype: None if it is not
+    wanted, or is dx's.
     """
     D, groups = s.shape[-1], plan.problem.H
     rows = s.numel() // D
@@ -345,7 +353,8 @@ def run(
     wanted = needs_dweight + needs_dbias
     parts = s.new_empty((wanted, shares, D), dtype=torch.float32)
     dweight, dbias = parts[0] if needs_dweight else None, parts[-1] if needs_dbias else None
-    flags = dict(HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, HAS_DTOTAL=dtotal is not None, HAS_DRESIDUAL=dresidual is not None)
+    flags = dict(HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, HAS_DTOTAL=dtotal is not None,
+                 HAS_DRESIDUAL=dresidual is not None)
     shared = dict(D=D, KIND=kind, NORMED=normed, GATE=activation, GROUPS=groups)
     sums = dict(HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias)
     # Rows of fp32 have as many bytes under way without the next ones, and no registers left for them.
@@ -363,5 +372,7 @@ def run(
             start(for_sums, norm_backward_columns, for_sums.grid[0], dict(
                 s=s, gate=gate, mean=mean, rstd=rstd, dy=dy,
                 dweight=dweight, dbias=dbias, rows=rows, **shared, **sums))
-    total = parts.view(wanted, -1, groups * D).sum(1) if wanted and rows else s.new_zeros((wanted, groups * D), dtype=torch.float32)
+    total = parts.view(wanted, -1,
+                       groups * D).sum(1) if wanted and rows else s.new_zeros((wanted, groups * D),
+                                                                              dtype=torch.float32)
     return dx, dresidual, dgate, total[0] if needs_dweight else None, total[-1] if needs_dbias else None

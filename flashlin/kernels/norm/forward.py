@@ -1,11 +1,12 @@
-"""Forward of the row-wise normalisations: layer norm, RMS norm, l2 norm, each after an optional residual. Tensors in, tensors out.
+"""Forward of the row-wise normalisations: layer norm, RMS norm, l2 norm, each after an optional residual.
+Tensors in, tensors out.
 
 A row of D elements is s = x + residual in fp32, and with m = mean(s) for a layer norm, else 0:
     y = ((s - m) r w + b) a(z)      r = rsqrt(mean((s - m)^2) + eps)     (for an l2 norm the sum, not the mean)
-a(z), of a gate z of x's shape, is z sigmoid(z) or sigmoid(z), and 1 without a gate. A group norm of G groups has G rows to a token, so w
-and b are [G, D] and row n takes line n % G of them.
-A program holds BT whole rows in registers, so everything is read once. Rows longer than BD are walked in blocks of BD, twice: once for
-the statistics, and once, mostly out of the cache, for y.
+a(z), of a gate z of x's shape, is z sigmoid(z) or sigmoid(z), and 1 without a gate. A group norm of G groups
+has G rows to a token, so w and b are [G, D] and row n takes line n % G of them.
+A program holds BT whole rows in registers, so everything is read once. Rows longer than BD are walked in
+blocks of BD, twice: once for the statistics, and once, mostly out of the cache, for y.
 """
 
 import torch
@@ -22,8 +23,8 @@ def tile(x, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
     """[BT, BD] of a [rows, D] tensor from row first and column d0 on, zeros outside."""
     row = tl.arange(0, BT)
     col = d0 + tl.arange(0, BD)
-    return tl.load(x + first * D + (row[:, None] * D + col[None, :]), mask=(first + row < rows)[:, None] & (col < D)[None, :], other=0.0,
-                   eviction_policy=EVICT)
+    return tl.load(x + first * D + (row[:, None] * D + col[None, :]),
+                   mask=(first + row < rows)[:, None] & (col < D)[None, :], other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -37,14 +38,15 @@ def put(x, value, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.con
 
 @triton.jit
 def line(x, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr):
-    """What BT rows take of a [GROUPS, D] tensor, in fp32, zeros outside: [BT, BD], or [1, BD] of a single group. Every program reads it, so
-    it should stay in the cache."""
+    """What BT rows take of a [GROUPS, D] tensor, in fp32, zeros outside: [BT, BD], or [1, BD] of a single
+    group. Every program reads it, so it should stay in the cache."""
     col = d0 + tl.arange(0, BD)
     if GROUPS == 1:
         offsets = col[None, :]
     else:
         offsets = ((first + tl.arange(0, BT)) % GROUPS)[:, None] * D + col[None, :]
-    return tl.load(x + offsets, mask=(col < D)[None, :], other=0.0, eviction_policy="evict_last").to(tl.float32)
+    return tl.load(x + offsets, mask=(col < D)[None, :], other=0.0,
+                   eviction_policy="evict_last").to(tl.float32)
 
 
 @triton.jit
@@ -183,7 +185,8 @@ def norm_forward(
                 D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="evict_last")
             if HAS_TOTAL:
                 put(total, s, first, rows, d0, D, BT, BD)
-            if KIND == 0:  # means and squares of blocks combine without cancellation (Chan, Golub and LeVeque 1979)
+            # means and squares of blocks combine without cancellation (Chan, Golub and LeVeque 1979)
+            if KIND == 0:
                 here = tl.minimum(D - d0, BD) * 1.0
                 block = tl.sum(s, 1) / here
                 s = tl.where((d0 + tl.arange(0, BD) < D)[None, :], s - block[:, None], 0.0)
@@ -220,11 +223,12 @@ def run(
     total_dtype: torch.dtype | None,
     stats: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(y, s or None, mean or None, rstd or None). x, residual, gate [..., D] and weight, bias [D], contiguous, of any dtypes; for a group norm
-    x [..., G, D] and weight, bias [G * D], where G is the plan's number of heads.
+    """(y, s or None, mean or None, rstd or None). x, residual, gate [..., D] and weight, bias [D],
+    contiguous, of any dtypes; for a group norm x [..., G, D] and weight, bias [G * D], where G is the plan's
+    number of heads.
 
-    activation: of the gate. total_dtype: of s, None if it is not wanted. stats: whether backward will want mean (of a layer norm) and rstd,
-    [...] in fp32.
+    activation: of the gate. total_dtype: of s, None if it is not wanted. stats: whether backward will want
+    mean (of a layer norm) and rstd, [...] in fp32.
     """
     D = x.shape[-1]
     y = torch.empty_like(x, dtype=y_dtype)

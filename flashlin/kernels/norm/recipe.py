@@ -1,6 +1,7 @@
 """Which launches a norm makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
 
-A norm only moves memory, so the choice is how much of it is under way: enough bytes per program, enough programs per multiprocessor.
+A norm only moves memory, so the choice is how much of it is under way: enough bytes per program, enough
+programs per multiprocessor.
 """
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ NO_GATE, SWISH, SIGMOID = 0, 1, 2  # and what to a gate
 
 
 class Config(NamedTuple):
-    """For rows of up to D elements: programs of ``elements`` (as many whole rows as that is, at least one) and ``num_warps``.
+    """For rows of up to D elements: programs of ``elements`` (as many whole rows as that is, at least one)
+    and ``num_warps``.
 
-    per_sm: programs per multiprocessor of a kernel whose programs share out the rows. num_stages: 2 fetches the next rows ahead.
+    per_sm: programs per multiprocessor of a kernel whose programs share out the rows. num_stages: 2 fetches
+    the next rows ahead.
     """
     D: int
     elements: int
@@ -27,14 +30,16 @@ class Config(NamedTuple):
     num_stages: int = 1
 
 
-# The first entry whose D is large enough. Longer rows go in blocks of BLOCK, and their sums over rows in strips of COLUMNS.D columns.
+# The first entry whose D is large enough. Longer rows go in blocks of BLOCK, and their sums over rows in
+# strips of COLUMNS.D columns.
 FORWARD = (Config(2048, 2048, 4), Config(4096, 4096, 8), Config(8192, 8192, 8), Config(16384, 16384, 16))
 BACKWARD = (Config(2048, 2048, 4, 4, 2), Config(4096, 4096, 8, 2, 2), Config(8192, 8192, 16, 1, 2))
 BLOCK, COLUMNS = Config(0, 4096, 8), Config(512, 4096, 4, 4)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launch, then backward's one, or two where rows are too long for the registers. T tokens of H groups of K elements."""
+    """Forward's launch, then backward's one, or two where rows are too long for the registers. T tokens of H
+    groups of K elements."""
     found = [_rows("norm_forward", _of(FORWARD, problem.K) or BLOCK, problem, target)]
     if problem.needs_grad:
         config = _of(BACKWARD, problem.K)
@@ -53,7 +58,9 @@ def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Laun
     BD = min(max(8, 1 << (problem.K - 1).bit_length()), config.elements)
     BT = config.elements // BD
     programs = -(-problem.T * problem.H // BT)
-    if config.per_sm:  # no more than run at once, or the last ones run alone: a bias's gradient or a gate takes the registers of every fourth
+    # no more than run at once, or the last ones run alone: a bias's gradient or a gate takes the registers of
+    # every fourth
+    if config.per_sm:
         more = sum(name in problem.options for name in ("bias", "gate"))
         per_sm = config.per_sm - config.per_sm * more // 4
         if more == 2 and BD > 4096:  # and of the next rows
@@ -66,12 +73,14 @@ def _columns(problem: Problem, target: Target) -> Launch:
     """Strips of D columns, each shared by enough groups of rows to fill the card."""
     BD, BT = COLUMNS.D, COLUMNS.elements // COLUMNS.D
     strips = -(-problem.K // BD)
-    groups = _aligned(min(-(-problem.T * problem.H // BT), -(-COLUMNS.per_sm * target.sms // strips)), BT, problem)
+    groups = _aligned(min(-(-problem.T * problem.H // BT), -(-COLUMNS.per_sm * target.sms // strips)), BT,
+                      problem)
     return _launch("norm_backward_columns", COLUMNS, problem, strips * groups, BT, BD)
 
 
 def _aligned(programs: int, BT: int, problem: Problem) -> int:
-    """So many more that the step between a program's rows is a multiple of the groups (H), which then keep to their registers."""
+    """So many more that the step between a program's rows is a multiple of the groups (H), which then keep to
+    their registers."""
     unit = problem.H // gcd(problem.H, BT)
     return -(-programs // unit) * unit
 
@@ -79,9 +88,11 @@ def _aligned(programs: int, BT: int, problem: Problem) -> int:
 def _launch(kernel: str, config: Config, problem: Problem, programs: int, BT: int, BD: int) -> Launch:
     # shared: what is measured is at most 16 bits for each element and the sums of each warp
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
-    # Limits on warps are about matrix instructions, of which there are none here: 8, where every problem starts, is none.
+    # Limits on warps are about matrix instructions, of which there are none here: 8, where every problem
+    # starts, is none.
     warps = config.num_warps if problem.max_warps >= 8 else min(config.num_warps, problem.max_warps)
-    return Launch(kernel, (programs,), warps, config.num_stages, (("BT", BT), ("BD", BD)), 2 * BT * BD + 4096, BT * problem.K, traits)
+    return Launch(kernel, (programs,), warps, config.num_stages, (("BT", BT), ("BD", BD)), 2 * BT * BD + 4096,
+                  BT * problem.K, traits)
 
 
 def rows(sizes: Sizes) -> Sizes:

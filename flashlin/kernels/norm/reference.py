@@ -15,9 +15,11 @@ def normalise(
     gate: torch.Tensor | None = None,
     activation: str = "swish",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, x + residual) in float64, differentiable. kind: ``layer``, ``rms`` or ``l2``. x and gate [..., D], weight and bias [D].
+    """(y, x + residual) in float64, differentiable. kind: ``layer``, ``rms`` or ``l2``. x and gate [..., D],
+    weight and bias [D].
 
-    groups: slices of each row that are normalised on their own. activation: of the gate, ``swish`` or ``sigmoid``.
+    groups: slices of each row that are normalised on their own. activation: of the gate, ``swish`` or
+    ``sigmoid``.
     """
     s = x.double() if residual is None else x.double() + residual.double()
     slices = []

@@ -33,9 +33,12 @@ def run(
     return y, s
 
 
-def statistics(s: torch.Tensor, eps: float, kind: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(s less its mean, that mean, what a row is multiplied by), of each row; a layer norm only takes the mean off."""
+def statistics(s: torch.Tensor, eps: float,
+               kind: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(s less its mean, that mean, what a row is multiplied by), of each row; a layer norm only takes the
+    mean off."""
     mean = s.mean(-1, keepdim=True) if kind == LAYER else None
     centred = s if mean is None else s - mean
     squares = centred.square()
-    return centred, mean, torch.rsqrt((squares.sum(-1, keepdim=True) if kind == L2 else squares.mean(-1, keepdim=True)) + eps)
+    return centred, mean, torch.rsqrt((squares.sum(-1, keepdim=True) if kind == L2
+                                       else squares.mean(-1, keepdim=True)) + eps)

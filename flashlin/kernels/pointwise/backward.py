@@ -9,8 +9,8 @@ With ' for the gradient of a parameter before its sum over rows (and for A over 
     scale        dx = s dy,  ds = sum over a head's columns of x dy
     skip         do = p,  dx = D p,  dz = dy (o + D x) silu'(z),            D' = x p     where p = silu(z) dy
     marked       a scale adds the gradient of its marks to dx and ds; a skip's do has 0 for what is not finite, and the gradient of its marks, a mark
-A program takes every so many-th BT rows of its strip and keeps its share of the parameters' gradients in registers; the shares are
-[parameters, programs of a strip, D] in fp32, and torch adds them up.
+A program takes every so many-th BT rows of its strip and keeps its share of the parameters' gradients in
+registers; the shares are [parameters, programs of a strip, D] in fp32, and torch adds them up.
 """
 
 from itertools import zip_longest
@@ -348,19 +348,22 @@ def pointwise_skip_backward(
 PARAMETERS = {GATE: (1, 2), MIX: (2, 3, 4, 5, 6, 7), KEY: (2,), CORRECTION: (3,), SCALE: (), SKIP: (2,)}
 
 
-def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], dys: tuple[torch.Tensor, ...], bound: float | None,
-        sums: bool) -> list[torch.Tensor | None]:
-    """A gradient for each of tensors, in its dtype and shape; those of parameters only with sums. tensors: what forward.run got, though of a
-    mix h may be None, and of a skip without z a float32 o. dys: the contiguous gradients of what it gave."""
+def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], dys: tuple[torch.Tensor, ...],
+        bound: float | None, sums: bool) -> list[torch.Tensor | None]:
+    """A gradient for each of tensors, in its dtype and shape; those of parameters only with sums. tensors:
+    what forward.run got, though of a mix h may be None, and of a skip without z a float32 o. dys: the
+    contiguous gradients of what it gave."""
     family, launch, dy = plan.problem.family, plan.launches[-1], dys[0]
     D, rows, parameters = plan.problem.H * plan.problem.K, plan.problem.T, PARAMETERS[family]
-    found = [None if of is None or at in parameters else torch.empty(of.shape, dtype=of.dtype, device=of.device) for at, of in enumerate(tensors)]
+    found = [None if of is None or at in parameters
+             else torch.empty(of.shape, dtype=of.dtype, device=of.device) for at, of in enumerate(tensors)]
     if family == MIX:
         found[0] = torch.empty_like(dy)
     if family == SCALE and tensors[2] is not None:
         found[2] = dys[1]
     if family == SKIP and tensors[4] is not None:
-        found[0] = torch.empty(dy.shape, dtype=torch.float32, device=dy.device) if tensors[0] is None else found[0]
+        found[0] = torch.empty(dy.shape, dtype=torch.float32,
+                               device=dy.device) if tensors[0] is None else found[0]
         found[4] = torch.zeros_like(tensors[4])
     named = dict(zip(NAMES[family], tensors, strict=True))
     made = {f"d{name}": of for name, of in zip(NAMES[family], found, strict=True) if of is not None}

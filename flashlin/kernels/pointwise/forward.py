@@ -7,7 +7,8 @@
     scale        y = x s                                                                            s: of a row's head
     skip         y = (o + D x) silu(z)                                                              D: of a head or a column
     marked       a scale gives 0 for what is not finite, and marks its row; a skip adds the marks of its row to o      (marks.py)
-A program owns BT rows and a strip of BD columns; for the correction and the scale a strip is a head, so that sums over it are at home.
+A program owns BT rows and a strip of BD columns; for the correction and the scale a strip is a head, so that
+sums over it are at home.
 """
 
 from itertools import zip_longest
@@ -24,7 +25,8 @@ from flashlin.kernels.recurrent.forward import softplus
 
 @triton.jit
 def strip_of(D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr):
-    """This program's number among those of its strip, how many they are, its columns, and which of them there are: W to a strip."""
+    """This program's number among those of its strip, how many they are, its columns, and which of them there
+    are: W to a strip."""
     STRIPS: tl.constexpr = (D + W - 1) // W
     ahead = tl.arange(0, BD)
     cols = tl.program_id(0) % STRIPS * W + ahead
@@ -36,19 +38,22 @@ def tile(x, first, rows, cols, there, apart, BT: tl.constexpr):
     """[BT, BD] of rows that far apart, from row first on, in fp32, zeros outside."""
     row = tl.arange(0, BT)
     known = (first + row < rows)[:, None] & there[None, :]
-    return tl.load(x + first * apart + (row[:, None] * apart + cols[None, :]), mask=known, other=0.0).to(tl.float32)
+    return tl.load(x + first * apart + (row[:, None] * apart + cols[None, :]), mask=known,
+                   other=0.0).to(tl.float32)
 
 
 @triton.jit
 def put(x, value, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr):
     """Store [BT, BD] into a [rows, D] tensor."""
     row = tl.arange(0, BT)
-    tl.store(x + first * D + (row[:, None] * D + cols[None, :]), value.to(x.dtype.element_ty), mask=(first + row < rows)[:, None] & there[None, :])
+    tl.store(x + first * D + (row[:, None] * D + cols[None, :]), value.to(x.dtype.element_ty),
+             mask=(first + row < rows)[:, None] & there[None, :])
 
 
 @triton.jit
 def line(x, cols, there):
-    """[1, BD]: a parameter of each column, in fp32. Every program reads it, so it should stay in the cache."""
+    """[1, BD]: a parameter of each column, in fp32. Every program reads it, so it should stay in the
+    cache."""
     return tl.load(x + cols, mask=there, other=0.0, eviction_policy="evict_last").to(tl.float32)[None, :]
 
 
@@ -171,7 +176,8 @@ def pointwise_key(
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     b_a = tile(a, first, rows, cols, there, D, BT)
-    put(y, tile(k, first, rows, cols, there, D, BT) * (1 + (b_a - 1) * line(c, cols, there)), first, rows, cols, there, D, BT)
+    put(y, tile(k, first, rows, cols, there, D, BT) * (1 + (b_a - 1) * line(c, cols, there)), first, rows,
+        cols, there, D, BT)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -192,14 +198,16 @@ def pointwise_correction(
     """y [rows, D]. A strip of W columns is a head."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
-    s = tl.sum(tile(r, first, rows, cols, there, D, BT) * tile(k, first, rows, cols, there, D, BT) * line(u, cols, there), 1)[:, None]
+    s = tl.sum(tile(r, first, rows, cols, there, D, BT) * tile(k, first, rows, cols, there, D, BT) * line(u,
+                                                                                                          cols, there), 1)[:, None]
     total = tile(o, first, rows, cols, there, D, BT) + s * tile(v, first, rows, cols, there, D, BT)
     put(y, total * tile(g, first, rows, cols, there, D, BT), first, rows, cols, there, D, BT)
 
 
 @triton.jit
 def of_head(first, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr):
-    """Where this program's head, a strip of W columns, is in a [rows, heads] tensor: places, and which of them there are."""
+    """Where this program's head, a strip of W columns, is in a [rows, heads] tensor: places, and which of
+    them there are."""
     row = first + tl.arange(0, BT)
     return row * (D // W) + tl.program_id(0) % (D // W), row < rows
 
@@ -213,12 +221,13 @@ def of_rows(marks, first, rows, BT: tl.constexpr):
 
 @triton.jit
 def contained(value, marks, stored, first, rows, there, BT: tl.constexpr):
-    """value, with 0 for what is not finite in the dtype of the pointer it will be stored to. Its row is marked: by whoever meets such an element,
-    with the same NaN, so that no order matters."""
+    """value, with 0 for what is not finite in the dtype of the pointer it will be stored to. Its row is
+    marked: by whoever meets such an element, with the same NaN, so that no order matters."""
     row = first + tl.arange(0, BT)
     fine = tl.abs(value.to(stored.dtype.element_ty).to(tl.float32)) < float("inf")
     broken = ((row < rows)[:, None] & there[None, :]) & (fine == 0)
-    tl.store(marks + tl.broadcast_to(row[:, None], value.shape), tl.full(value.shape, float("nan"), dtype=tl.float32), mask=broken)
+    tl.store(marks + tl.broadcast_to(row[:, None], value.shape),
+             tl.full(value.shape, float("nan"), dtype=tl.float32), mask=broken)
     return tl.where(fine, value, 0.0)
 
 
@@ -278,11 +287,13 @@ def pointwise_skip(
     put(y, value, first, rows, cols, there, D, BT)
 
 
-FARTHEST = 2**31 // 2048  # from one row to the next, for 32-bit offsets to reach all rows of a tile, however narrow it is
+# from one row to the next, for 32-bit offsets to reach all rows of a tile, however narrow it is
+FARTHEST = 2**31 // 2048
 
 
 def rows_of(x: torch.Tensor | None, D: int) -> tuple[torch.Tensor | None, int]:
-    """x as rows of D columns and how far apart they are; copied only if columns do not lie side by side, or rows too far apart."""
+    """x as rows of D columns and how far apart they are; copied only if columns do not lie side by side, or
+    rows too far apart."""
     if x is None:
         return None, 0
     rows = x.reshape(-1, D)
@@ -312,13 +323,16 @@ NAMES = {
 }
 
 
-def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | None, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The outputs, of that dtype. tensors: as named above, in that order, contiguous and of any dtypes; A, b and the sixth x may be None, and
-    so may x and D, z, or the marks [rows] of a skip, and those of a scale, which gives marks if it gets some. What a scale and a skip take
-    of a row need not be contiguous, but marks."""
+def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | None,
+        dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The outputs, of that dtype. tensors: as named above, in that order, contiguous and of any dtypes; A, b
+    and the sixth x may be None, and so may x and D, z, or the marks [rows] of a skip, and those of a scale,
+    which gives marks if it gets some. What a scale and a skip take of a row need not be contiguous, but
+    marks."""
     x, family, launch = tensors[0], plan.problem.family, plan.launches[0]
     assert x is not None
-    outputs = tuple(torch.empty(x.shape, dtype=dtype, device=x.device) for of in (tensors[2:] if family == MIX else tensors[:1]) if of is not None)
+    outputs = tuple(torch.empty(x.shape, dtype=dtype, device=x.device)
+                    for of in (tensors[2:] if family == MIX else tensors[:1]) if of is not None)
     if family == SCALE and tensors[2] is not None:
         outputs = (*outputs, tensors[2].clone())
     if not x.numel():

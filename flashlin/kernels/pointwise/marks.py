@@ -1,9 +1,11 @@
 """What is not finite stays in its sequence, where sequences share a state. In plain torch, for any path.
 
-A scan that forgets by a decay of zero computes 0 x NaN = NaN: one such element would reach every later sequence of its row, and by the gradients
-every earlier one. So a scan whose sequences share rows (seq_idx of Mamba2) never sees it. What goes in is *contained*: 0 stands for what is not
-finite, and its token gets a mark, 0 or NaN. The marks are *spread* over their sequence, and what comes out is *released*: the marks are added to
-it. Backward the gradients of outputs are contained, theirs released, and the marks that connect them are spread the other way.
+A scan that forgets by a decay of zero computes 0 x NaN = NaN: one such element would reach every later
+sequence of its row, and by the gradients every earlier one. So a scan whose sequences share rows (seq_idx of
+Mamba2) never sees it. What goes in is *contained*: 0 stands for what is not finite, and its token gets a
+mark, 0 or NaN. The marks are *spread* over their sequence, and what comes out is *released*: the marks are
+added to it. Backward the gradients of outputs are contained, theirs released, and the marks that connect them
+are spread the other way.
 """
 from __future__ import annotations
 
@@ -16,29 +18,34 @@ Tensor = torch.Tensor
 
 
 def contained(xs: Sequence[Tensor], dims: int = 2, endless: bool = False) -> tuple[list[Tensor], Tensor]:
-    """The tensors with 0 for what is not finite, and marks for it, of the tensors' first dims. endless: -inf in the first one (a log decay) is as
-    good as finite, and stays."""
+    """The tensors with 0 for what is not finite, and marks for it, of the tensors' first dims. endless: -inf
+    in the first one (a log decay) is as good as finite, and stays."""
     *ys, marks = _Contained.apply(dims, endless, *xs)
     return ys, marks
 
 
 def released(x: Tensor, marks: Tensor) -> Tensor:
-    """x + marks, which are of its first dimensions; a gradient that is not finite does not reach x, but it marks."""
+    """x + marks, which are of its first dimensions; a gradient that is not finite does not reach x, but it
+    marks."""
     y: Tensor = _Released.apply(x, marks)
     return y
 
 
 def spread(marks: Tensor, begins: Tensor) -> Tensor:
-    """The marks [b, T] of each sequence up to each token. begins: whether a token begins a sequence, [b, T]; the first of a row does.
+    """The marks [b, T] of each sequence up to each token. begins: whether a token begins a sequence, [b, T];
+    the first of a row does.
 
-    Where a token is marked, so are all gradients of its sequence; where a gradient is, so are those of the tokens up to there."""
+    Where a token is marked, so are all gradients of its sequence; where a gradient is, so are those of the
+    tokens up to there."""
     up_to: Tensor = _Spread.apply(marks, begins)
     return up_to
 
 
 def _marks(x: Tensor, dims: int, endless: bool = False) -> Tensor:
     """0, or NaN where the largest absolute value in the dimensions after the first dims is not finite."""
-    largest = x.amax(tuple(range(dims, x.ndim))) if endless else torch.linalg.vector_norm(x, torch.inf, tuple(range(dims, x.ndim)))
+    largest = x.amax(tuple(range(dims, x.ndim))) if endless else torch.linalg.vector_norm(x, torch.inf,
+                                                                                          tuple(range(dims,
+                                                                                                      x.ndim)))
     return 0 * largest.float()
 
 
@@ -79,7 +86,9 @@ class _Spread(torch.autograd.Function):
         rows = begins.numel()
         place = torch.arange(rows, device=marks.device)
         sequence = (begins.cumsum(1) + place.view_as(begins)[:, :1]).flatten()
-        first = place.new_full((rows,), rows).scatter_reduce(0, sequence, torch.where(marks.isnan().flatten(), place, rows), "amin")
+        first = place.new_full((rows,), rows).scatter_reduce(0, sequence,
+                                                             torch.where(marks.isnan().flatten(), place,
+                                                                         rows), "amin")
         up_to = _nan_where(place >= first[sequence], marks)
         ctx.save_for_backward(place, sequence, up_to)
         return up_to

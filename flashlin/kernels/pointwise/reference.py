@@ -6,14 +6,17 @@ import torch
 Tensor = torch.Tensor
 
 
-def gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None) -> Tensor:
-    """-exp(A_log) log(1 + exp(g + dt_bias)), or lower_bound / (1 + exp(-exp(A_log) (g + dt_bias))), in float64, differentiable.
+def gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+         lower_bound: float | None = None) -> Tensor:
+    """-exp(A_log) log(1 + exp(g + dt_bias)), or lower_bound / (1 + exp(-exp(A_log) (g + dt_bias))), in
+    float64, differentiable.
 
     g [..., H, K]; A_log of H elements, dt_bias of H * K, or None for 0.
     """
     H, K = g.shape[-2:]
     z = g.double() if dt_bias is None else g.double() + dt_bias.double().reshape(H, K)
-    rate = torch.ones(H, 1, dtype=torch.float64, device=g.device) if A_log is None else A_log.double().reshape(H, 1).exp()
+    rate = torch.ones(H, 1, dtype=torch.float64,
+                      device=g.device) if A_log is None else A_log.double().reshape(H, 1).exp()
     if lower_bound is not None:
         return lower_bound / (1 + (-rate * z).exp())
     return -rate * torch.logaddexp(z, torch.zeros_like(z))
@@ -21,7 +24,8 @@ def gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, 
 
 def mix(h: Tensor, delta: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
     """h + delta x for each x of D elements. h, delta [..., D]."""
-    return tuple(torch.stack([h[..., d].double() + delta[..., d].double() * x.double().flatten()[d] for d in range(h.shape[-1])], -1) for x in xs)
+    return tuple(torch.stack([h[..., d].double() + delta[..., d].double() * x.double().flatten()[d]
+                              for d in range(h.shape[-1])], -1) for x in xs)
 
 
 def key(k: Tensor, a: Tensor, ka: Tensor) -> Tensor:
@@ -31,11 +35,13 @@ def key(k: Tensor, a: Tensor, ka: Tensor) -> Tensor:
 
 
 def correction(o: Tensor, r: Tensor, k: Tensor, r_k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    """g (o + the bonus of the token itself), head by head: v times the sum of r k r_k. o, g [..., H * D], r, k, v [..., H, D], r_k [H, D]."""
+    """g (o + the bonus of the token itself), head by head: v times the sum of r k r_k. o, g [..., H * D], r,
+    k, v [..., H, D], r_k [H, D]."""
     D = r.shape[-1]
     parts = []
     for h in range(r.shape[-2]):
         at = slice(h * D, (h + 1) * D)
-        bonus = torch.einsum("...d,...d,d->...", r[..., h, :].double(), k[..., h, :].double(), r_k[h].double())
+        bonus = torch.einsum("...d,...d,d->...", r[..., h, :].double(), k[..., h, :].double(),
+                             r_k[h].double())
         parts.append(g[..., at].double() * (o[..., at].double() + bonus[..., None] * v[..., h, :].double()))
     return torch.cat(parts, -1)

@@ -1,5 +1,6 @@
-"""The elementwise ops in plain, differentiable torch, for CPUs, float64, cards that no Triton compiles for, and torch.compile, which fuses them
-with whatever is around them. Everything is computed in fp32, or in float64 where a tensor is."""
+"""The elementwise ops in plain, differentiable torch, for CPUs, float64, cards that no Triton compiles for,
+and torch.compile, which fuses them with whatever is around them. Everything is computed in fp32, or in
+float64 where a tensor is."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,7 +15,8 @@ Tensor = torch.Tensor
 
 
 def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: float | None = None) -> Tensor:
-    """-e^{A_log} softplus(g + dt_bias), or bound sigmoid(e^{A_log} (g + dt_bias)). A_log and dt_bias of shapes that g's broadcasts with."""
+    """-e^{A_log} softplus(g + dt_bias), or bound sigmoid(e^{A_log} (g + dt_bias)). A_log and dt_bias of
+    shapes that g's broadcasts with."""
     z, A_log, dt_bias = _wide(g, A_log, dt_bias)
     assert z is not None
     z = z if dt_bias is None else z + dt_bias
@@ -51,7 +53,8 @@ def scale(x: Tensor | None, step: Tensor | None) -> Tensor:
 
 
 def skip(o: Tensor, x: Tensor | None, D: Tensor | None, z: Tensor | None, marks: Tensor | None) -> Tensor:
-    """(o + D x) silu(z), all [..., H, K] but D [H] or [H, K] and marks [...]; x and D, z, or marks may be None."""
+    """(o + D x) silu(z), all [..., H, K] but D [H] or [H, K] and marks [...]; x and D, z, or marks may be
+    None."""
     y, x, D, z = _wide(o, x, D, z)
     assert y is not None
     if marks is not None:
@@ -61,10 +64,12 @@ def skip(o: Tensor, x: Tensor | None, D: Tensor | None, z: Tensor | None, marks:
     return y if z is None else y * F.silu(z)
 
 
-FUNCTIONS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {GATE: gate, MIX: mix, KEY: key, CORRECTION: correction, SKIP: skip}
+FUNCTIONS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {GATE: gate, MIX: mix, KEY: key,
+                                                                    CORRECTION: correction, SKIP: skip}
 
 
-def run(family: str, tensors: tuple[Tensor | None, ...], bound: float | None, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def run(family: str, tensors: tuple[Tensor | None, ...], bound: float | None,
+        dtype: torch.dtype) -> tuple[Tensor, ...]:
     """What forward.run gives. Parameters may have any shape that broadcasts."""
     *given, marks = tensors
     if family == SCALE:
@@ -78,5 +83,6 @@ def run(family: str, tensors: tuple[Tensor | None, ...], bound: float | None, dt
 
 
 def _wide(*tensors: Tensor | None) -> list[Tensor | None]:
-    compute = torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
+    compute = torch.float64 if any(x is not None and x.dtype == torch.float64
+                                   for x in tensors) else torch.float32
     return [None if x is None else x.to(compute) for x in tensors]

@@ -1,14 +1,18 @@
-"""The generic recurrence, backward. Program: a [K, BV] strip of one state, walking segments of 64 tokens from the last to the first.
+"""The generic recurrence, backward. Program: a [K, BV] strip of one state, walking segments of 64 tokens from
+the last to the first.
 
-Of each segment the states are computed anew from the one that forward kept, and written to scratch memory; then the tokens are walked
-backwards. With dS the gradient of S_t on entering token t, and what inputs.py calls P, u:
+Of each segment the states are computed anew from the one that forward kept, and written to scratch memory;
+then the tokens are walked backwards. With dS the gradient of S_t on entering token t, and what inputs.py
+calls P, u:
     dS += scale q do^T     dq = scale S_t do     du = dS^T k     dk = dS u
     delta: e = v - P^T k, dbeta = du . e, dv = beta du, dk -= P dv, dS -= k dv^T          else: dv = du
     a, b:  db = dS (S_{t-1}^T a), w = dS^T b, da = S_{t-1} w                              (dS is by now the gradient of P)
     decays: dg = <dS, P>, dgk its rows, dgv its columns (P without the low-rank term)
     gradient of S_{t-1}: the decayed dS, + a w^T
-    before: o reads S_{t-1}, so scale q do^T is added last instead, and the bonus gives its own share to dq, dk, dv.
-No state is recovered by dividing by a decay. Sums over V are partial sums of a strip, added up by torch: deterministic, no atomics.
+    before: o reads S_{t-1}, so scale q do^T is added last instead, and the bonus gives its own share to dq,
+        dk, dv.
+No state is recovered by dividing by a decay. Sums over V are partial sums of a strip, added up by torch:
+deterministic, no atomics.
 """
 
 import torch
@@ -34,7 +38,8 @@ from flashlin.kernels.recurrent.recipe import SEGMENT
 
 # The gradients that the kernel writes where they are needed.
 GRADS = ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b")
-SCRATCH = 2**30  # bytes of one launch's scratch memory: more sequences than that holds go one launch after another
+# bytes of one launch's scratch memory: more sequences than that holds go one launch after another
+SCRATCH = 2**30
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "H", "HV", "R", "TS"])
@@ -87,8 +92,8 @@ def recurrent_backward(
     V_FIRST: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """Partial sums: dq, dk, dgk, da, db [NV, R, HV, K], dg, dbeta (one per head) [NV, R, HV], dbonus [NV, N, HV, K]; fp32.
-    scratch [programs, TS, BK, BV] fp32."""
+    """Partial sums: dq, dk, dgk, da, db [NV, R, HV, K], dg, dbeta (one per head) [NV, R, HV], dbonus [NV, N,
+    HV, K]; fp32. scratch [programs, TS, BK, BV] fp32."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     i_v = program % NV
@@ -114,7 +119,8 @@ def recurrent_backward(
     for back in range(segments):
         i0 = (segments - 1 - back) * SEGMENT
         if i0 > 0:
-            S = tl.load(states + (i0 // SEGMENT).to(tl.int64) * HV * (K * V) + in_k[:, None] * V + in_v[None, :], mask=inside, other=0.0)
+            S = tl.load(states + (i0 // SEGMENT).to(tl.int64) * HV * (K * V) + in_k[:, None] * V
+                        + in_v[None, :], mask=inside, other=0.0)
         elif h0 is not None:
             S = tl.load(h0 + state, mask=inside, other=0.0).to(tl.float32)
         else:
@@ -213,10 +219,11 @@ def recurrent_backward(
         tl.store(dbonus + ((i_v * N + n).to(tl.int64) * HV + i_h) * K + in_k, sum_bonus, mask=in_k < K)
 
 
-def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], scale: float, do: torch.Tensor, dht: torch.Tensor | None,
-        needed: frozenset[str]) -> dict[str, torch.Tensor]:
-    """The gradients by name, each in its tensor's dtype: of v always, of q, k, beta, g, gk, gv, bonus, a, b, h0 if ``needed``; q and k, and
-    a and b, are needed together. x: forward.run's tensors, all contiguous. do like o, dht like the final state, contiguous."""
+def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], scale: float, do: torch.Tensor,
+        dht: torch.Tensor | None, needed: frozenset[str]) -> dict[str, torch.Tensor]:
+    """The gradients by name, each in its tensor's dtype: of v always, of q, k, beta, g, gk, gv, bonus, a, b,
+    h0 if ``needed``; q and k, and a and b, are needed together. x: forward.run's tensors, all contiguous. do
+    like o, dht like the final state, contiguous."""
     B, T, H, K = x.q.shape
     HV, V, N, packed = x.v.shape[2], x.v.shape[3], x.sequences, x.bounds is not None
     launch = plan.launch("recurrent_backward")
@@ -224,10 +231,13 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
     NV, TS = -(-V // BV), min(T, SEGMENT)
     headwise = x.beta is not None and x.beta.ndim == 4
     # Sums of the strips, whose first dimension NV is added up in the end; and what a strip computes alone.
-    shapes = {"q": (B, T, HV, K), "k": (B, T, HV, K), "g": (B, T, HV), "gk": (B, T, HV, K), "a": (B, T, HV, K), "b": (B, T, HV, K),
-              "bonus": (N, HV, K), **({} if headwise else {"beta": (B, T, HV)})}
-    new = torch.zeros if packed or N == 0 or HV == 0 else torch.empty  # rows outside bounds have no program that would write them
-    sums = {name: new((NV, *shape), dtype=torch.float32, device=x.q.device) for name, shape in shapes.items() if name in needed}
+    shapes = {"q": (B, T, HV, K), "k": (B, T, HV, K), "g": (B, T, HV), "gk": (B, T, HV, K),
+              "a": (B, T, HV, K), "b": (B, T, HV, K), "bonus": (N, HV, K),
+              **({} if headwise else {"beta": (B, T, HV)})}
+    # rows outside bounds have no program that would write them
+    new = torch.zeros if packed or N == 0 or HV == 0 else torch.empty
+    sums = {name: new((NV, *shape), dtype=torch.float32, device=x.q.device) for name,
+            shape in shapes.items() if name in needed}
     own = {"v": new(x.v.shape, dtype=x.v.dtype, device=x.q.device)}
     for name in {"gv", "beta"} & needed - set(shapes):
         own[name] = new((B, T, HV, V), dtype=torch.float32, device=x.q.device)
@@ -238,7 +248,8 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
         y = part_of(x, part)
         grads = {name: within(grad, part, x.bounds) for name, grad in own.items()}
         # with bounds every part sees all rows; a bonus has a sum for each sequence
-        grads.update((name, grad if packed and name != "bonus" else grad[:, part]) for name, grad in sums.items())
+        grads.update((name, grad if packed and name != "bonus" else grad[:, part]) for name,
+                     grad in sums.items())
         start(launch, recurrent_backward, n * HV * NV, dict(
             q=y.q, k=y.k, v=y.v, beta=y.beta, g=y.g, gamma=y.gamma,
             gk=y.gk, gv=y.gv, bonus=y.bonus, a=y.a, b=y.b, h0=y.h0,

@@ -1,7 +1,9 @@
-"""The generic recurrence (inputs.py has its formula), forward: one program owns a [K, BV] tile of one state and walks the tokens.
+"""The generic recurrence (inputs.py has its formula), forward: one program owns a [K, BV] tile of one state
+and walks the tokens.
 
-The tile stays in registers, so a token costs its vectors and two sums over K. Optional tensors are None where a call has none, which the
-compiler knows: each combination is a kernel of its own. Nothing is ever divided by a decay.
+The tile stays in registers, so a token costs its vectors and two sums over K. Optional tensors are None where
+a call has none, which the compiler knows: each combination is a kernel of its own. Nothing is ever divided by
+a decay.
 """
 
 import torch
@@ -28,9 +30,11 @@ def of_unit_length(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x), also where e^x is lost beside 1: there by its series, because log(1 + e) would keep few digits or none."""
+    """log(1 + e^x), also where e^x is lost beside 1: there by its series, because log(1 + e) would keep few
+    digits or none."""
     e = tl.exp(-tl.abs(x))
-    return tl.maximum(x, 0.0) + tl.where(e < 0.015625, e * (1.0 - e * (0.5 - e * (0.33333333 - e * 0.25))), tl.log(1.0 + e))
+    return tl.maximum(x, 0.0) + tl.where(e < 0.015625, e * (1.0 - e * (0.5 - e * (0.33333333 - e * 0.25))),
+                                         tl.log(1.0 + e))
 
 
 @triton.jit
@@ -152,7 +156,8 @@ def token_of(i, length, REVERSE: tl.constexpr):
 
 @triton.jit
 def kept_states(n, first, T, SEGMENT: tl.constexpr, VARLEN: tl.constexpr):
-    """Where sequence n's kept states begin. Of each sequence one is kept per full segment before its last token, so none overlap."""
+    """Where sequence n's kept states begin. Of each sequence one is kept per full segment before its last
+    token, so none overlap."""
     if VARLEN:
         return first // SEGMENT
     else:
@@ -217,8 +222,9 @@ def recurrent_forward(
     VARLEN: tl.constexpr,
     GAPS: tl.constexpr,
 ):
-    """q_row, k_row, v_row: elements from one token to the next. state_row: from one state of h0 and ht to the next. With indices, h0 and
-    ht are one pool of P states, and sequence n has the one at indices[n]; one of none, or outside the pool, is left alone."""
+    """q_row, k_row, v_row: elements from one token to the next. state_row: from one state of h0 and ht to the
+    next. With indices, h0 and ht are one pool of P states, and sequence n has the one at indices[n]; one of
+    none, or outside the pool, is left alone."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -240,7 +246,8 @@ def recurrent_forward(
         mine = (slot >= 0) & (slot < P)
         zero_rows(o, first, tl.where(mine, 0, length), i_h, HV, V, v0, BT, BV)
         length = tl.where(mine, length, 0)
-        here = inside & (in_v < tl.where(mine, V, 0))[None, :]  # not "& mine": in 3.9's interpreter two scalars make no mask
+        # not "& mine": in 3.9's interpreter two scalars make no mask
+        here = inside & (in_v < tl.where(mine, V, 0))[None, :]
     at = slot * state_row + i_h.to(tl.int64) * (K * V)
     if h0 is not None:
         S = tl.load(h0 + at + tile, mask=here, other=0.0).to(tl.float32)
@@ -281,20 +288,24 @@ def recurrent_forward(
         tl.store(ht + at + tile, S.to(ht.dtype.element_ty), mask=here)
 
 
-def run(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: bool, out_dtype: torch.dtype, in_place: bool = False,
-        indices: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def run(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: bool, out_dtype: torch.dtype,
+        in_place: bool = False, indices: torch.Tensor | None = None) -> tuple[torch.Tensor,
+        torch.Tensor | None, torch.Tensor | None]:
     """(o [B, T, HV, V], final state or None, the states backward starts its segments from or None).
 
-    Everything contiguous but q, k, v, whose tokens may lie further apart, and the states of a pool, which may too. in_place: states are
-    written back to x.h0, of any float dtype; indices [N]: h0 is a pool of states, and these are the ones to use."""
+    Everything contiguous but q, k, v, whose tokens may lie further apart, and the states of a pool, which may
+    too. in_place: states are written back to x.h0, of any float dtype; indices [N]: h0 is a pool of states,
+    and these are the ones to use."""
     B, T, H, K = x.q.shape
     HV, V, N = x.v.shape[2], x.v.shape[3], x.sequences
     split = parts(plan, N)
     device = x.q.device
-    o = (torch.empty if fills_gaps(split, x.bounds) else torch.zeros)(B, T, HV, V, dtype=out_dtype, device=device)
+    o = (torch.empty if fills_gaps(split, x.bounds) else torch.zeros)(B, T, HV, V, dtype=out_dtype,
+                                                                      device=device)
     ht = x.h0 if in_place else None
     if has_ht and not in_place:
-        ht = torch.empty((N, HV, V, K) if "v_first" in flags else (N, HV, K, V), dtype=torch.float32, device=device)
+        ht = torch.empty((N, HV, V, K) if "v_first" in flags else (N, HV, K, V), dtype=torch.float32,
+                         device=device)
     states = None
     if any(launch.kernel == "recurrent_backward" for launch in plan.launches):
         states = torch.empty(kept(T, N, x.bounds is not None), HV, K, V, dtype=torch.float32, device=device)
@@ -304,12 +315,13 @@ def run(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: boo
     x = x._replace(q=with_rows(x.q), k=with_rows(x.k), v=with_rows(x.v))
     state_row = HV * K * V if x.h0 is None or x.h0.shape[0] <= 1 else x.h0.stride(0)
     sigmoid = (2.0 if "neg_eigval" in flags else 1.0) if "sigmoid" in flags else 0.0
-    constants = dict(constants_of(x, flags), L2NORM="l2norm" in flags, SIGMOID=sigmoid, RATE="rate" in flags, BOUND=bound_of(flags),
-                     GAPS=x.bounds is not None and len(split) == 1)
+    constants = dict(constants_of(x, flags), L2NORM="l2norm" in flags, SIGMOID=sigmoid, RATE="rate" in flags,
+                     BOUND=bound_of(flags), GAPS=x.bounds is not None and len(split) == 1)
     for part in split:
         y, n = part_of(x, part), part.stop - part.start
         h0, after = (x.h0, ht) if indices is not None else (y.h0, sliced(ht, part))
-        kept_here = states if states is None or y.bounds is not None else states[part.start * ((T - 1) // SEGMENT):]
+        kept_here = states if states is None or y.bounds is not None else states[part.start * ((T - 1)
+                                                                                               // SEGMENT):]
         start(launch, recurrent_forward, n * HV * -(-V // launch.block("BV")), dict(
             q=y.q, k=y.k, v=y.v, beta=y.beta, g=y.g, gamma=y.gamma, gk=y.gk, gv=y.gv, bonus=y.bonus,
             a=y.a, b=y.b, A_log=y.A_log, dt_bias=y.dt_bias, h0=h0, o=within(o, part, x.bounds),
@@ -321,8 +333,10 @@ def run(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: boo
 
 def constants_of(x: Inputs, flags: tuple[str, ...]) -> dict[str, object]:
     """The constexprs that forward and backward share, besides the tile."""
-    return dict(K=x.q.shape[3], V=x.v.shape[3], SEGMENT=SEGMENT, DELTA="delta" in flags, BEFORE="before" in flags, REVERSE="reverse" in flags,
-                PER_CHANNEL=x.beta is not None and x.beta.ndim == 4, V_FIRST="v_first" in flags, VARLEN=x.bounds is not None)
+    return dict(K=x.q.shape[3], V=x.v.shape[3], SEGMENT=SEGMENT, DELTA="delta" in flags,
+                BEFORE="before" in flags, REVERSE="reverse" in flags,
+                PER_CHANNEL=x.beta is not None and x.beta.ndim == 4, V_FIRST="v_first" in flags,
+                VARLEN=x.bounds is not None)
 
 
 def part_of(x: Inputs, part: slice) -> Inputs:
@@ -331,15 +345,19 @@ def part_of(x: Inputs, part: slice) -> Inputs:
         return x
     found = x._asdict()
     if x.bounds is None:
-        found.update({name: sliced(found[name], part) for name in ("q", "k", "v", "beta", "g", "gk", "gv", "a", "b")})
-    return Inputs(**{**found, "h0": sliced(x.h0, part), "bounds": sliced(x.bounds, slice(part.start, part.stop + 1))})
+        found.update({name: sliced(found[name], part)
+                      for name in ("q", "k", "v", "beta", "g", "gk", "gv", "a", "b")})
+    return Inputs(**{**found, "h0": sliced(x.h0, part),
+                     "bounds": sliced(x.bounds, slice(part.start, part.stop + 1))})
 
 
 def with_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, heads, D] itself if its tokens lie at one distance from each other, as in a slice of a fused projection; else a copy."""
+    """x [B, T, heads, D] itself if its tokens lie at one distance from each other, as in a slice of a fused
+    projection; else a copy."""
     B, T, heads, D = x.shape
     one_distance = B <= 1 or T <= 1 or x.stride(0) == T * x.stride(1)
-    return x if one_distance and (D <= 1 or x.stride(3) == 1) and (heads <= 1 or x.stride(2) == D) else x.contiguous()
+    return x if one_distance and (D <= 1 or x.stride(3) == 1) and (heads <= 1
+                                                                   or x.stride(2) == D) else x.contiguous()
 
 
 def row_of(x: torch.Tensor) -> int:

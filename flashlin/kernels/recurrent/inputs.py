@@ -1,4 +1,5 @@
-"""What goes into the generic recurrence. With S the state [K, V] of one sequence and value head, for each token t:
+"""What goes into the generic recurrence. With S the state [K, V] of one sequence and value head, for each
+token t:
 
     P_t = e^{g_t + gamma} Diag(e^{gk_t}) S_{t-1} Diag(e^{gv_t})  [+ b_t (a_t^T S_{t-1})]          a reads the state before it decays
     u_t = v_t, or with ``delta`` beta_t (v_t - P_t^T k_t)                                         the prediction reads the decayed state
@@ -11,9 +12,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# What a call does besides the bare recurrence. The first three say what is computed; the rest what the kernels still have to do to
-# their inputs (q and k to unit length; beta through a sigmoid, times 2; b, which is a rate so far, to -a b; gates to a bounded form), and
-# how states are laid out. ``bound`` carries its number, "bound:-5.0": flags are words, which torch.library takes as one string.
+# What a call does besides the bare recurrence. The first three say what is computed; the rest what the
+# kernels still have to do to their inputs (q and k to unit length; beta through a sigmoid, times 2; b, which
+# is a rate so far, to -a b; gates to a bounded form), and how states are laid out. ``bound`` carries its
+# number, "bound:-5.0": flags are words, which torch.library takes as one string.
 FLAGS = ("delta", "before", "reverse", "l2norm", "sigmoid", "neg_eigval", "rate", "bound", "v_first")
 
 
@@ -23,12 +25,14 @@ def bound_of(flags: tuple[str, ...]) -> float:
 
 
 class Inputs(NamedTuple):
-    """q, k [B, T, H, K]; v [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV / H).
+    """q, k [B, T, H, K]; v [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV /
+    H).
 
-    beta [B, T, HV] or, headwise, [B, T, HV, V]; None for ones. g [B, T, HV], gamma [HV], gk [B, T, HV, K], gv [B, T, HV, V]: natural-log
-    decays that add up. A_log, dt_bias [HV]: where given, g is raw and decays by -e^{A_log} softplus(g + dt_bias). Without g, gk is what is
-    raw, dt_bias is [HV, K], and with a bound the decay is bound sigmoid(e^{A_log} (gk + dt_bias)). bonus [HV, K]: rwkv6's u. a, b
-    [B, T, HV, K]. h0 [N, HV, K, V], or [N, HV, V, K] with ``v_first``. bounds [N + 1], rising, within 0 .. T: sequence n is the rows
+    beta [B, T, HV] or, headwise, [B, T, HV, V]; None for ones. g [B, T, HV], gamma [HV], gk [B, T, HV, K], gv
+    [B, T, HV, V]: natural-log decays that add up. A_log, dt_bias [HV]: where given, g is raw and decays by
+    -e^{A_log} softplus(g + dt_bias). Without g, gk is what is raw, dt_bias is [HV, K], and with a bound the
+    decay is bound sigmoid(e^{A_log} (gk + dt_bias)). bonus [HV, K]: rwkv6's u. a, b [B, T, HV, K]. h0 [N, HV,
+    K, V], or [N, HV, V, K] with ``v_first``. bounds [N + 1], rising, within 0 .. T: sequence n is the rows
     bounds[n] .. bounds[n + 1] of the single batch row.
     """
     q: Tensor

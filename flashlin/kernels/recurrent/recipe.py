@@ -1,5 +1,5 @@
-"""Which launches a token-by-token problem makes. Plain Python: no tensor, no torch, no triton. Problem.H counts value heads, which own the
-states."""
+"""Which launches a token-by-token problem makes. Plain Python: no tensor, no torch, no triton. Problem.H
+counts value heads, which own the states."""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
@@ -9,7 +9,9 @@ from flashlin.kernels.configs import Config, padded, token
 from flashlin.kernels.scans import state_launch
 
 SEGMENT = 64  # tokens between the states that forward keeps for backward
-BACKWARD_TILE = 2048  # elements of the state per program, 16 to a thread: backward holds two to four such tiles, and should not spill
+# elements of the state per program, 16 to a thread: backward holds two to four such tiles, and should not
+# spill
+BACKWARD_TILE = 2048
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
@@ -18,7 +20,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return (forward(problem),)
     BK = padded(problem.K)
     BV = max(4, min(32, padded(problem.V), BACKWARD_TILE // BK))
-    return forward(problem), _launch("recurrent_backward", Config(1, BK, BV, max(1, BK * BV // 512), 1), problem)
+    return forward(problem), _launch("recurrent_backward", Config(1, BK, BV, max(1, BK * BV // 512), 1),
+                                     problem)
 
 
 def forward(problem: Problem) -> Launch:
@@ -27,7 +30,8 @@ def forward(problem: Problem) -> Launch:
 
 
 def _launch(kernel: str, config: Config, problem: Problem) -> Launch:
-    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()  # no dots
+    # no dots
+    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     # shared: a tile that changes its layout (states of [V, K]), and the sums that warps exchange
     return state_launch(kernel, config, problem, 8 * config.BK * config.BV + 4096, traits)
 

@@ -1,5 +1,5 @@
-"""The recurrences without a delta term, token by token in float64, one sequence at a time. Slow on purpose. (kernels/delta/reference.py has
-those with one.)"""
+"""The recurrences without a delta term, token by token in float64, one sequence at a time. Slow on purpose.
+(kernels/delta/reference.py has those with one.)"""
 from __future__ import annotations
 
 import torch
@@ -25,7 +25,8 @@ def recurrence(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [B, T, HV, V], states [N, HV, K, V]), float64 and differentiable, of
 
-    gla, simple GLA:  S_t = D_t(S_{t-1}) + k_t v_t^T,  o_t = scale S_t^T q_t,  D_t(S) = e^{g_t + gamma} Diag(e^{gk_t}) S Diag(e^{gv_t})
+    gla, simple GLA:  S_t = D_t(S_{t-1}) + k_t v_t^T,  o_t = scale S_t^T q_t,  D_t(S) = e^{g_t + gamma}
+    Diag(e^{gk_t}) S Diag(e^{gv_t})
     rwkv6 (before):   o_t = scale (S_{t-1} + Diag(bonus) k_t v_t^T)^T q_t, the state as above
     dplr (a and b):   S_t = D_t(S_{t-1}) + b_t (a_t^T S_{t-1}) + k_t v_t^T
 
@@ -59,9 +60,11 @@ def recurrence(
                     S = S + torch.outer(b[row, t, j], old.T @ a[row, t, j])
                 S = S + torch.outer(key, value)
                 now = torch.outer(key, value) if bonus is None else torch.outer(bonus[j] * key, value)
-                outputs[t].append(scale * ((old + now if bonus is not None else old).T @ r if before else S.T @ r))
+                outputs[t].append(scale * ((old + now if bonus is not None else old).T @ r if before
+                                           else S.T @ r))
             heads.append(S)
         rows.update({(row, t): torch.stack(of_heads) for t, of_heads in outputs.items()})
         states.append(torch.stack(heads))
-    o = torch.stack([torch.stack([rows.get((row, t), v.new_zeros(HV, V)) for t in range(T)]) for row in range(B)])
+    o = torch.stack([torch.stack([rows.get((row, t), v.new_zeros(HV, V)) for t in range(T)])
+                     for row in range(B)])
     return o, torch.stack(states)

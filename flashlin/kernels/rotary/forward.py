@@ -1,9 +1,10 @@
 """Rotary embeddings, forward and backward: backward turns the other way. Tensors in, tensors out.
 
     y_a = x_a cos - x_b sin        y_b = x_a sin + x_b cos
-for R pairs (a, b) of each head's D channels: (i, R + i), or interleaved (2 i, 2 i + 1); the other channels are copied. cos and sin are rows of
-tables [TR, R], by a token's place in its sequence plus the sequence's offset. A row is a head of a token. A program owns BT rows and BR pairs
-of each, or 2 BR of the channels that are copied; it reads before it writes and nobody else reads what it writes, so y may be x.
+for R pairs (a, b) of each head's D channels: (i, R + i), or interleaved (2 i, 2 i + 1); the other channels
+are copied. cos and sin are rows of tables [TR, R], by a token's place in its sequence plus the sequence's
+offset. A row is a head of a token. A program owns BT rows and BR pairs of each, or 2 BR of the channels that
+are copied; it reads before it writes and nobody else reads what it writes, so y may be x.
 """
 
 import torch
@@ -16,7 +17,8 @@ from flashlin.guards.problem import Plan
 
 @triton.jit
 def sequences_of(bounds, token, inside, N, steps):
-    """By bisection, for tokens of a packed batch: their sequence, its first token, and whether there is one."""
+    """By bisection, for tokens of a packed batch: their sequence, its first token, and whether there is
+    one."""
     low = tl.zeros_like(token)  # the sequence is the last whose bound is not behind the token
     high = low + N + 1
     for _ in range(steps):
@@ -118,8 +120,9 @@ def run(
     back: bool,
     in_place: bool,
 ) -> torch.Tensor:
-    """y [B, T, H, D] in x's dtype, which is x itself if in_place. x [B, T, H, D] with evenly spaced tokens and contiguous channels; cos, sin
-    [TR, R] contiguous, of any dtype; offsets [N] and bounds [N + 1] contiguous or None, the latter within 0 .. T and rising. back: backward."""
+    """y [B, T, H, D] in x's dtype, which is x itself if in_place. x [B, T, H, D] with evenly spaced tokens
+    and contiguous channels; cos, sin [TR, R] contiguous, of any dtype; offsets [N] and bounds [N + 1]
+    contiguous or None, the latter within 0 .. T and rising. back: backward."""
     B, T, H, D = x.shape
     TR, R = cos.shape
     N = B if bounds is None else bounds.shape[0] - 1

@@ -1,6 +1,8 @@
-"""Which launches a rotary embedding makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
+"""Which launches a rotary embedding makes, and with which tiles. Plain Python: no tensor, no torch, no
+triton.
 
-A Problem has T tokens, through the whole batch, of H heads of K channels, of which V pairs are rotated. Forward and backward are one kernel.
+A Problem has T tokens, through the whole batch, of H heads of K channels, of which V pairs are rotated.
+Forward and backward are one kernel.
 """
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ FAR = 2**20  # elements from one token to the next; tokens that lie farther apar
 
 
 def strips(D: int, R: int, BR: int) -> tuple[int, int]:
-    """How many strips of BR pairs are rotated, and how many of 2 BR channels are copied because they are not."""
+    """How many strips of BR pairs are rotated, and how many of 2 BR channels are copied because they are
+    not."""
     return -(-R // BR), -(-(D - 2 * R) // (2 * BR))
 
 
@@ -23,8 +26,10 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     warps = WARPS if problem.max_warps >= 8 else min(WARPS, problem.max_warps)
     # shared: what is measured is an exchange of a tile between warps
-    programs, span = -(-problem.T * problem.H // BT) * sum(strips(problem.K, problem.V, BR)), (BT // max(problem.H, 1) + 1) * FAR
-    return (Launch("rotary", (programs,), warps, 1, (("BT", BT), ("BR", BR)), 8 * ELEMENTS + 4096, max(span, (BT + problem.H) * problem.K), traits),)
+    programs, span = -(-problem.T * problem.H // BT) * sum(strips(problem.K, problem.V,
+                                                                  BR)), (BT // max(problem.H, 1) + 1) * FAR
+    return (Launch("rotary", (programs,), warps, 1, (("BT", BT), ("BR", BR)), 8 * ELEMENTS + 4096,
+                   max(span, (BT + problem.H) * problem.K), traits),)
 
 
 def counted(sizes: Sizes) -> Sizes:

@@ -1,5 +1,5 @@
-"""Rotary embeddings in plain, differentiable torch, for CPUs, float64, cards that no Triton compiles for, and torch.compile, which fuses them with
-whatever is around them."""
+"""Rotary embeddings in plain, differentiable torch, for CPUs, float64, cards that no Triton compiles for, and
+torch.compile, which fuses them with whatever is around them."""
 from __future__ import annotations
 
 import torch
@@ -7,9 +7,10 @@ import torch
 Tensor = torch.Tensor
 
 
-def places_of(x: Tensor, offset: int, offsets: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The row of the tables that each token takes, [B or 1, T] int64, which may be none of them; and which tokens belong to a sequence, [1, T],
-    None for all. Arguments as forward.run."""
+def places_of(x: Tensor, offset: int, offsets: Tensor | None,
+              bounds: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The row of the tables that each token takes, [B or 1, T] int64, which may be none of them; and which
+    tokens belong to a sequence, [1, T], None for all. Arguments as forward.run."""
     places = torch.arange(x.shape[1], device=x.device)[None] + offset
     if bounds is None:
         return places if offsets is None else places + offsets.long()[:, None], None
@@ -21,7 +22,8 @@ def places_of(x: Tensor, offset: int, offsets: Tensor | None, bounds: Tensor | N
     return places if offsets is None or not len(offsets) else places + offsets.long()[n], belongs
 
 
-def run(x: Tensor, cos: Tensor, sin: Tensor, offset: int, offsets: Tensor | None, bounds: Tensor | None, interleaved: bool) -> Tensor:
+def run(x: Tensor, cos: Tensor, sin: Tensor, offset: int, offsets: Tensor | None, bounds: Tensor | None,
+        interleaved: bool) -> Tensor:
     """y [B, T, H, D] in x's dtype. Arguments as forward.run, with any strides."""
     (TR, R), compute = cos.shape, torch.float64 if x.dtype == torch.float64 else torch.float32
     places, belongs = places_of(x, offset, offsets, bounds)
@@ -29,7 +31,8 @@ def run(x: Tensor, cos: Tensor, sin: Tensor, offset: int, offsets: Tensor | None
     turn = torch.where(known, places, 0)
     wrong = torch.where(places >= TR, torch.nan, 0.0).to(compute)
     if TR:
-        c, s = (torch.where(known[..., None], table.to(compute)[turn], wrong[..., None])[:, :, None] for table in (cos, sin))
+        c, s = (torch.where(known[..., None], table.to(compute)[turn], wrong[..., None])[:, :, None]
+                for table in (cos, sin))
     else:
         c = s = wrong[..., None, None]
     part = x[..., :2 * R].to(compute)

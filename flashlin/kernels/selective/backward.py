@@ -1,7 +1,9 @@
-"""Mamba's selective scan, backward. Program: a strip of channels, walking segments of tokens from the last to the first.
+"""Mamba's selective scan, backward. Program: a strip of channels, walking segments of tokens from the last to
+the first.
 
-Of each segment the states are computed anew from the one that forward kept, and written to scratch memory; then the tokens are walked
-backwards. With p = dy silu(z), dh the gradient of h_t on entering token t, and w = dh e^{step A} h_{t-1}:
+Of each segment the states are computed anew from the one that forward kept, and written to scratch memory;
+then the tokens are walked backwards. With p = dy silu(z), dh the gradient of h_t on entering token t, and w =
+dh e^{step A} h_{t-1}:
     dz = dy (h . C + D u) silu'(z)    dC = h p    dh += C p    dD = u p    du = D p + step (dh . B)    dB = step u dh
     dstep = u (dh . B) + w . A        dA = step w                          gradient of h_{t-1}: e^{step A} dh
 Sums over channels are partial sums of a strip, added up by torch: deterministic, no atomics.
@@ -26,8 +28,8 @@ from flashlin.kernels.selective.forward import (
 from flashlin.kernels.selective.recipe import SEGMENT
 
 
-@triton.jit(do_not_specialize=["T", "b_count", "u_b", "u_t", "s_b", "s_t", "B_b", "B_g", "B_t", "C_b", "C_g", "C_t", "z_b", "z_t", "y_b", "y_t",
-                               "o_b", "o_t"])
+@triton.jit(do_not_specialize=["T", "b_count", "u_b", "u_t", "s_b", "s_t", "B_b", "B_g", "B_t", "C_b", "C_g",
+                               "C_t", "z_b", "z_t", "y_b", "y_t", "o_b", "o_t"])
 def selective_backward(
     dy,  # [b, D, T]
     u,  # [b, D, T]
@@ -82,8 +84,9 @@ def selective_backward(
     BD: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """Strides as in forward, y's being dy's, and o's those of du, ddelta and dz. Of each row: dA [b, D, N], dskip, dbias [b, D]; of each strip
-    of a group: dB, dC [strips, b, G, T, N]; fp32. scratch [programs, SEGMENT, BN, BD] fp32."""
+    """Strides as in forward, y's being dy's, and o's those of du, ddelta and dz. Of each row: dA [b, D, N],
+    dskip, dbias [b, D]; of each strip of a group: dB, dC [strips, b, G, T, N]; fp32. scratch [programs,
+    SEGMENT, BN, BD] fp32."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
     state = d[None, :] * N + n[:, None]
@@ -100,7 +103,9 @@ def selective_backward(
         z += b * z_b + d * z_d
     partial = ((strip * b_count + b) * G + g) * T * N + n
     states += (b * ((T - 1) // SEGMENT) - 1) * (N * D) + n[:, None] * D + d[None, :]
-    scratch += tl.program_id(0).to(tl.int64) * (SEGMENT * BN * BD) + tl.arange(0, BN)[:, None] * BD + tl.arange(0, BD)[None, :]
+    scratch += tl.program_id(0).to(tl.int64) * (SEGMENT * BN * BD) + tl.arange(0,
+                                                                               BN)[:, None] * BD + tl.arange(
+                                                                                   0, BD)[None, :]
     dh = tl.zeros([BN, BD], dtype=tl.float32)
     if dlast is not None:
         dh = loaded(dlast + b * (D * N) + state, whole)
@@ -188,7 +193,8 @@ def run(
     dy: torch.Tensor,
     dlast: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of u, delta, A, B, C, D, z and bias, in their dtypes. Tensors as forward.run's; dy of any strides, dlast contiguous."""
+    """Gradients of u, delta, A, B, C, D, z and bias, in their dtypes. Tensors as forward.run's; dy of any
+    strides, dlast contiguous."""
     b, channels, T = u.shape
     G, N = B.shape[1:3]
     launch = plan.launch("selective_backward")
@@ -199,7 +205,8 @@ def run(
     dB, dC = new((2, launch.grid[0] // max(b * G, 1), b, G, T, N), dtype=torch.float32)
     dskip, dbias = new((2, b, channels), dtype=torch.float32)
     if u.numel():
-        scratch = u.new_empty((launch.grid[0], SEGMENT, launch.block("BN"), launch.block("BD")), dtype=torch.float32)
+        scratch = u.new_empty((launch.grid[0], SEGMENT, launch.block("BN"), launch.block("BD")),
+                              dtype=torch.float32)
         start(launch, selective_backward, launch.grid[0], dict(
             dy=dy, u=u, delta=delta, A=A, B=B, C=C, skip=D, z=z, bias=bias, states=states, dlast=dlast,
             du=du, ddelta=ddelta, dz=dz, dA=dA, dB=dB, dC=dC, dskip=dskip, dbias=dbias, scratch=scratch,
@@ -209,5 +216,5 @@ def run(
             **strides(z, "z_b", "z_d", "z_t"), **strides(dy, "y_b", "y_d", "y_t"),
             **strides(du, "o_b", "o_d", "o_t"),
             **constants_of(A, B, softplus)))
-    return (du, ddelta, dA.sum(0), dB.sum(0).mT.to(B.dtype), dC.sum(0).mT.to(C.dtype), None if D is None else dskip.sum(0), dz,
-            None if bias is None else dbias.sum(0))
+    return (du, ddelta, dA.sum(0), dB.sum(0).mT.to(B.dtype), dC.sum(0).mT.to(C.dtype),
+            None if D is None else dskip.sum(0), dz, None if bias is None else dbias.sum(0))

@@ -1,8 +1,8 @@
 """Mamba's selective scan, forward, and what both directions share. Tensors in, tensors out.
 
     h_t = e^{step_t A} h_{t-1} + step_t u_t B_t        y_t = (h_t . C_t + D u_t) silu(z_t)        for each channel, h [N]
-A program owns a strip of channels and walks the tokens with their states [BN, BD] in registers, while the next three tokens are being loaded.
-Nothing is divided by a decay.
+A program owns a strip of channels and walks the tokens with their states [BN, BD] in registers, while the
+next three tokens are being loaded. Nothing is divided by a decay.
 """
 
 import torch
@@ -20,14 +20,16 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def place(D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
-    """This program's strip, group and row; its channels, which of them there are, its states, and which of those there are."""
+    """This program's strip, group and row; its channels, which of them there are, its states, and which of
+    those there are."""
     STRIPS: tl.constexpr = (D // G + BD - 1) // BD
     program = tl.program_id(0)
     strip = program % STRIPS
     g = program // STRIPS % G
     own = strip * BD + tl.arange(0, BD)
     n = tl.arange(0, BN)
-    return strip, g, (program // STRIPS // G).to(tl.int64), (g * (D // G) + own).to(tl.int64), own < D // G, n, n < N
+    return strip, g, (program // STRIPS // G).to(tl.int64), (g * (D // G)
+                                                             + own).to(tl.int64), own < D // G, n, n < N
 
 
 @triton.jit
@@ -61,7 +63,8 @@ def token(
     here,  # [BD]: which channels there are
     there,  # [BN]: which states there are
 ):
-    """Token t, or the last one past the end, of what lies at these places. Without z it is zeros, which nobody reads."""
+    """Token t, or the last one past the end, of what lies at these places. Without z it is zeros, which
+    nobody reads."""
     t = tl.minimum(t, T - 1).to(tl.int64)
     b_u = loaded(u + t * u_t, here)
     b_z = b_u * 0
@@ -80,7 +83,8 @@ def step_size(raw, bias, SOFTPLUS: tl.constexpr):
     return raw, step
 
 
-@triton.jit(do_not_specialize=["T", "u_b", "u_t", "s_b", "s_t", "B_b", "B_g", "B_t", "C_b", "C_g", "C_t", "z_b", "z_t", "y_b", "y_t"])
+@triton.jit(do_not_specialize=["T", "u_b", "u_t", "s_b", "s_t", "B_b", "B_g", "B_t", "C_b", "C_g", "C_t",
+                               "z_b", "z_t", "y_b", "y_t"])
 def selective_forward(
     u,  # [b, D, T]
     delta,  # [b, D, T]
@@ -122,8 +126,8 @@ def selective_forward(
     BD: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """Strides of u, delta (s), z and y by row, channel and token, of B and C by row, group, state and token. states [b, kept, N, D] and
-    last [b, D, N] fp32 or None."""
+    """Strides of u, delta (s), z and y by row, channel and token, of B and C by row, group, state and token.
+    states [b, kept, N, D] and last [b, D, N] fp32 or None."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
     rates = loaded(A + d[None, :] * N + n[:, None], whole) * LOG2_E
@@ -182,9 +186,11 @@ def run(
     bias: torch.Tensor | None,
     softplus: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(y [b, D, T] like u, the last state [b, D, N] in fp32, the states that backward starts its segments from or None).
+    """(y [b, D, T] like u, the last state [b, D, N] in fp32, the states that backward starts its segments
+    from or None).
 
-    u, delta, z [b, D, T] and B, C [b, G, N, T], of any strides; A [D, N], D, bias [D], contiguous. y lies as u does."""
+    u, delta, z [b, D, T] and B, C [b, G, N, T], of any strides; A [D, N], D, bias [D], contiguous. y lies as
+    u does."""
     b, channels, T = u.shape
     N = A.shape[1]
     y, last = torch.empty_like(u), u.new_empty(b, channels, N, dtype=torch.float32)

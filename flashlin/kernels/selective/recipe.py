@@ -1,7 +1,9 @@
-"""Which launches Mamba's selective scan makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
+"""Which launches Mamba's selective scan makes, and with which tiles. Plain Python: no tensor, no torch, no
+triton.
 
-Of a Problem V is the number of channels, H that of the groups which share B and C, and K that of a channel's states N. A program is a strip of
-channels with all their states, in registers: 16 elements of them a thread as long as 8 warps suffice, so that their decays fit in as well.
+Of a Problem V is the number of channels, H that of the groups which share B and C, and K that of a channel's
+states N. A program is a strip of channels with all their states, in registers: 16 elements of them a thread
+as long as 8 warps suffice, so that their decays fit in as well.
 """
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     strips = groups * -(-(problem.V // groups) // BD)
     warps = max(1, BN * BD // (32 * PER_THREAD))
     traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
-    # shared: sums of each warp, and at most one exchange of a tile between threads; in 32 bits are the places of B's and C's states, which are T
-    # apart where their tokens are together
-    return tuple(Launch(kernel, (problem.N * strips,), min(warps, problem.max_warps), 1, (("BN", BN), ("BD", BD)), 8 * BN * BD + 4096,
-                        max(BN * BD, BN * problem.T), traits) for kernel in kernels)
+    # shared: sums of each warp, and at most one exchange of a tile between threads; in 32 bits are the places
+    # of B's and C's states, which are T apart where their tokens are together
+    return tuple(Launch(kernel, (problem.N * strips,), min(warps, problem.max_warps), 1,
+                        (("BN", BN), ("BD", BD)), 8 * BN * BD + 4096, max(BN * BD, BN * problem.T),
+                        traits) for kernel in kernels)
 
 
 def kept(T: int) -> int:

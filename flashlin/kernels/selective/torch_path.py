@@ -1,4 +1,5 @@
-"""Mamba's selective scan in plain, differentiable torch, for CPUs, float64, cards that no Triton compiles for, and B or C without tokens."""
+"""Mamba's selective scan in plain, differentiable torch, for CPUs, float64, cards that no Triton compiles
+for, and B or C without tokens."""
 from __future__ import annotations
 
 import torch
@@ -21,8 +22,8 @@ def run(
     bias: Tensor | None,
     softplus: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(y [b, D, T], the last state [b, D, N]) in float32, or float64 if a tensor is. u, delta, z [b, D, T], A [D, N], D, bias [D]; B, C
-    [b, G, N, T], or [D, N] where they are the same for all tokens."""
+    """(y [b, D, T], the last state [b, D, N]) in float32, or float64 if a tensor is. u, delta, z [b, D, T], A
+    [D, N], D, bias [D]; B, C [b, G, N, T], or [D, N] where they are the same for all tokens."""
     given = [x for x in (u, delta, A, B, C, D, z, bias) if x is not None]
     compute = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
     u, step, A = u.to(compute).mT, delta.to(compute).mT, A.to(compute)
@@ -30,7 +31,8 @@ def run(
     step = F.softplus(step) if softplus else step
     h, ys = (u[:, :0, :, None] * A).sum(1), [u[:, :0] * step[:, :0]]
     # traced, all tokens are one block: else there would be a graph for every number of blocks
-    for now in [slice(None)] if torch.compiler.is_compiling() else [slice(t, t + BLOCK) for t in range(0, u.shape[1], BLOCK)]:
+    for now in [slice(None)] if torch.compiler.is_compiling() else [slice(t, t + BLOCK)
+                                                                    for t in range(0, u.shape[1], BLOCK)]:
         now_B, now_C = (_of_channels(x, now, u.shape[2]).to(compute) for x in (B, C))
         a = (step[:, now, :, None] * A).exp()
         x = (step[:, now] * u[:, now])[..., None] * now_B

@@ -1,4 +1,5 @@
-"""From a user's launch, its arguments and what was declared about them, to a Problem: the only place that looks at the tensors."""
+"""From a user's launch, its arguments and what was declared about them, to a Problem: the only place that
+looks at the tensors."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -20,19 +21,25 @@ class Declared(NamedTuple):
     outputs: tuple[str, ...]
 
 
-def problem_of(kernel: str, text: Source, declared: Declared, named: dict[str, Any], constants: Sequence[str], grid: tuple[int, ...]) -> Problem:
+def problem_of(kernel: str, text: Source, declared: Declared, named: dict[str, Any], constants: Sequence[str],
+               grid: tuple[int, ...]) -> Problem:
     """named: every argument and option of the launch; constants: which of them are constexpr."""
     tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
     dtypes = frozenset(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
     half = text.half or any(str(named.get(name)) in ("bf16", "fp16") for name in constants)
     tile = tuple((name, named[name]) for name in constants if type(named.get(name)) is int)
     # foreign: of a kernel whose configurations we have never run
-    traits = source.traits(text._replace(half=half), dtypes, max((size for _, size in tile), default=0)) | {"foreign"}
+    traits = source.traits(text._replace(half=half), dtypes,
+                           max((size for _, size in tile), default=0)) | {"foreign"}
     size = batch_of(declared, named)
     # A kernel that computes offsets in 64 bits anywhere is trusted with long tensors.
-    reach = () if text.wide else tuple(found for name, tensor in tensors.items() for found in _reach(tensor, declared.batch.get(name), size))
-    launch = Launch(kernel, grid, named.get("num_warps") or 4, named.get("num_stages") or 3, tile, 0, 0, traits)
-    given = Given(launch, declared.axis, _whole(declared, tensors, grid, size), bool(declared.outputs), reach, half)
+    reach = () if text.wide else tuple(found for name,
+                                       tensor in tensors.items()
+                                       for found in _reach(tensor, declared.batch.get(name), size))
+    launch = Launch(kernel, grid, named.get("num_warps") or 4, named.get("num_stages") or 3, tile, 0, 0,
+                    traits)
+    given = Given(launch, declared.axis, _whole(declared, tensors, grid, size), bool(declared.outputs), reach,
+                  half)
     dtype = next((name for name in ("bfloat16", "float16") if name in dtypes), "float32")
     return Problem(
         op=kernel, family="shield", mode="", B=size, T=1, H=1, K=0, V=0, N=max(size, 1), dtype=dtype,
@@ -57,9 +64,11 @@ def lengths(batch: dict[str, int | None], named: dict[str, Any]) -> dict[str, in
         if dimension is None or value is None:
             continue
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"batch: got dimension {dimension} of {name}, which is of type {type(value).__name__}, need a tensor")
+            raise TypeError(f"batch: got dimension {dimension} of {name}, which is of type "
+                            f"{type(value).__name__}, need a tensor")
         if not -value.dim() <= dimension < value.dim():
-            raise ValueError(f"batch: got dimension {dimension} of {name}, need one of the {value.dim()} of its shape {tuple(value.shape)}")
+            raise ValueError(f"batch: got dimension {dimension} of {name}, need one of the {value.dim()} of "
+                             f"its shape {tuple(value.shape)}")
         found[name] = value.shape[dimension]
     return found
 
@@ -67,24 +76,32 @@ def lengths(batch: dict[str, int | None], named: dict[str, Any]) -> dict[str, in
 def _whole(declared: Declared, tensors: dict[str, torch.Tensor], grid: tuple[int, ...], size: int) -> str:
     """Why the batch cannot be split, ``""`` if it can."""
     if not declared.batch:
-        axis = next((str(axis) for axis, (programs, limit) in enumerate(zip(grid, AXIS_LIMITS, strict=False)) if programs > limit), "AXIS")
-        return (f'shield(..., batch={{"tensor": dimension, ...}}, batch_axis={axis}, batch_size="argument") says what the batch is: '
+        axis = next((str(axis) for axis,
+                     (programs, limit) in enumerate(zip(grid, AXIS_LIMITS, strict=False))
+                     if programs > limit), "AXIS")
+        return (f'shield(..., batch={{"tensor": dimension, ...}}, batch_axis={axis}, batch_size="argument") '
+                f'says what the batch is: '
                 "then it can run in parts")
     if all(declared.batch.get(name) is None for name in tensors):  # every part would be the first one again
-        return f"none of {', '.join(declared.batch)} is a tensor with the batch in this call: batch={{...}} names one"
+        return (f"none of {', '.join(declared.batch)} is a tensor with the batch in this call: batch={{...}} "
+                f"names one")
     programs = grid[declared.axis] if declared.axis < len(grid) else 1
     if size < 1 or programs % size:
-        return (f"batch_axis={declared.axis} has {programs} programs, which is no multiple of the batch of {size}: "
+        return (f"batch_axis={declared.axis} has {programs} programs, which is no multiple of the batch of "
+                f"{size}: "
                 "name the axis that counts the batch")
     for name, tensor in tensors.items():
         dimension = declared.batch.get(name)
-        at = next((at for at, length in enumerate(tensor.shape) if size > 1 and length and _may_hold(length, size)), None)
+        at = next((at for at, length in enumerate(tensor.shape) if size > 1 and length
+                   and _may_hold(length, size)), None)
         if name not in declared.batch and at is not None:
             what = "as the batch" if tensor.shape[at] == size else f"which may hold the batch of {size}"
             return (f"{name} has a dimension of {tensor.shape[at]}, {what}, and is not declared: "
-                    f'batch={{"{name}": {at}}} says that it is the batch, batch={{"{name}": None}} that it is not')
+                    f'batch={{"{name}": {at}}} says that it is the batch, batch={{"{name}": None}} that it '
+                    f'is not')
         if dimension is not None and not _may_hold(tensor.shape[dimension], size):
-            return f"{name}: dimension {dimension} has {tensor.shape[dimension]} elements, need a multiple of the batch of {size}"
+            return (f"{name}: dimension {dimension} has {tensor.shape[dimension]} elements, need a multiple "
+                    f"of the batch of {size}")
     return ""
 
 
@@ -94,8 +111,10 @@ def _may_hold(length: int, size: int) -> bool:
 
 
 def _reach(tensor: torch.Tensor, dimension: int | None, size: int) -> Iterator[tuple[int, int]]:
-    """(base, step) of a tensor whose last element is beyond 32 bits: see ``Given``. By strides: a view may be long and have few elements."""
-    last = sum((length - 1) * abs(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    """(base, step) of a tensor whose last element is beyond 32 bits: see ``Given``. By strides: a view may be
+    long and have few elements."""
+    last = sum((length - 1) * abs(stride) for length,
+               stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
     if last > OFFSET_LIMIT:
         step = 0 if dimension is None else tensor.shape[dimension] // max(size, 1) * tensor.stride(dimension)
         yield last - size * step, step

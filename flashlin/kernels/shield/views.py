@@ -1,4 +1,5 @@
-"""What the remedies hand to a kernel of the user's own instead of its tensors: parts of the batch, copies of another dtype."""
+"""What the remedies hand to a kernel of the user's own instead of its tensors: parts of the batch, copies of
+another dtype."""
 from __future__ import annotations
 
 import torch
@@ -13,8 +14,9 @@ def part_of(tensor: torch.Tensor, dimension: int, whole: int, begin: int, count:
 
 
 def fp32_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """fp32 copies of the 16-bit ones among the tensors, with the same strides, sharing memory where the originals do: a kernel computes
-    addresses from strides, and may reach beyond the view that it is handed. So whole storages are converted."""
+    """fp32 copies of the 16-bit ones among the tensors, with the same strides, sharing memory where the
+    originals do: a kernel computes addresses from strides, and may reach beyond the view that it is handed.
+    So whole storages are converted."""
     found: dict[str, torch.Tensor] = {}
     storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
     for name, tensor in tensors.items():

@@ -1,15 +1,19 @@
-"""Backward of the scalar-decay family: three scans, each split so that nothing is a partial sum. Deterministic: no atomics.
+"""Backward of the scalar-decay family: three scans, each split so that nothing is a partial sum.
+Deterministic: no atomics.
 
-dq needs the state and dk its gradient, both contracted over V: those two split K. dv contracts over K: it splits V. With the notation of
-forward.py and dh the gradient of the state leaving a chunk, ds_ij = scale e^{G_i - G_j} (do_i . v_j) for j <= i:
+dq needs the state and dk its gradient, both contracted over V: those two split K. dv contracts over K: it
+splits V. With the notation of forward.py and dh the gradient of the state leaving a chunk, ds_ij = scale
+e^{G_i - G_j} (do_i . v_j) for j <= i:
     dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j                    dk_j = e^{G_L - G_j} v_j dh^T + sum_i ds_ij q_i
     dv_j = e^{G_L - G_j} k_j dh + sum_i scale e^{G_i - G_j} (q_i . k_j) do_i          dh' = e^{G_L} dh + scale sum_i e^{G_i} q_i^T do_i
-The gate: g_t scales whatever passes from before t to t or later. Of the chunk that holds t, with a_i = q_i . dq_i, b_j = k_j . (the second
-term of dk_j) and c_j = k_j . (its first term, what token j leaves to later chunks):
+The gate: g_t scales whatever passes from before t to t or later. Of the chunk that holds t, with a_i = q_i .
+dq_i, b_j = k_j . (the second term of dk_j) and c_j = k_j . (its first term, what token j leaves to later
+chunks):
     dg_t = sum_{i >= t} (a_i - b_i) + sum_{j < t} c_j + e^{G_L} <h, dh>
-Nothing here is the difference of two large sums: pairs i = j, which cancel on paper but not in floating point and under strong decays
-dwarf everything else, are left out of a and b; and every chunk starts anew from <h, dh>, so rounding does not add up along the
-sequence. For that the dq scan stores the state entering each chunk.
+Nothing here is the difference of two large sums: pairs i = j, which cancel on paper but not in floating point
+and under strong decays dwarf everything else, are left out of a and b; and every chunk starts anew from <h,
+dh>, so rounding does not add up along the sequence. For that the dq scan stores the state entering each
+chunk.
 """
 
 import torch
@@ -72,8 +76,9 @@ def simple_gla_dq(
     GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq, and for the gate: a [NK, H, R] = q . dq without the diagonal, states [slots, H, K, V] = h entering each chunk. Of a group of GROUP
-    heads with one q and k each head has a dq and a dk of its own, which torch adds up."""
+    """dq, and for the gate: a [NK, H, R] = q . dq without the diagonal, states [slots, H, K, V] = h entering
+    each chunk. Of a group of GROUP heads with one q and k each head has a dq and a dk of its own, which torch
+    adds up."""
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     i_k = program % NK
@@ -119,7 +124,8 @@ def simple_gla_dq(
         if HAS_DG:
             b_q = tile(
                 q, first, t0, length, i_h // GROUP, H // GROUP, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
-            tl.store(a + (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows, tl.sum(b_q * b_dq, 1), mask=t0 + rows < length)
+            tl.store(a + (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows, tl.sum(b_q * b_dq, 1),
+                     mask=t0 + rows < length)
             diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
             b_dq += (diagonal * scale)[:, None] * b_k.to(tl.float32)
         put(dq, b_dq, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
@@ -163,7 +169,8 @@ def simple_gla_dk(
     GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk and dh0, walking the chunks backwards. For the gate: b, c [NK, H, R], and through [NK, slots, H] = e^{G_L} <h, dh>."""
+    """dk and dh0, walking the chunks backwards. For the gate: b, c [NK, H, R], and through [NK, slots, H] =
+    e^{G_L} <h, dh>."""
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     i_k = program % NK
@@ -348,12 +355,13 @@ def run(
     dht: torch.Tensor | None,
     needs: frozenset[str],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, None, torch.Tensor | None]:
-    """(dq, dk, dv, dg or None, None for gamma, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its final state. dg and
-    dh0 are fp32."""
+    """(dq, dk, dv, dg or None, None for gamma, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht
+    like its final state. dg and dh0 are fp32."""
     (B, T, H, V), (groups, K) = v.shape, q.shape[2:]
     N = B if bounds is None else bounds.numel() - 1
     do = do.to(v.dtype)  # which is what the kernels multiply, also where o is float32
-    for_dq, for_dk, for_dv = plan.launch("simple_gla_dq"), plan.launch("simple_gla_dk"), plan.launch("simple_gla_dv")
+    for_dq, for_dk, for_dv = plan.launch("simple_gla_dq"), plan.launch("simple_gla_dk"), plan.launch(
+        "simple_gla_dv")
     split = parts(plan, N)
     new = torch.empty if fills_gaps(split, bounds) and N and H else torch.zeros
     dq, dk, dv = (new(B, T, H, D, dtype=q.dtype, device=q.device) for D in (K, K, V))
@@ -361,11 +369,12 @@ def run(
     dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
     BT, NK = for_dk.block("BT"), -(-K // for_dk.block("BK"))
     gaps = dict(VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1)
-    constants = dict(gaps, K=K, V=V, DECAY=decay_of(g, gamma), V_FIRST=v_first, GROUP=H // groups if H else 1, BLOCK=BLOCK,
-                     PRECISION=precision(plan))
+    constants = dict(gaps, K=K, V=V, DECAY=decay_of(g, gamma), V_FIRST=v_first, GROUP=H // groups if H else 1,
+                     BLOCK=BLOCK, PRECISION=precision(plan))
     for part in split if H else ():
         n = part.stop - part.start
-        q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_ = (within(x, part, bounds) for x in (q, k, v, g, do, dq, dk, dv, dg))
+        q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_ = (within(x, part, bounds)
+                                                   for x in (q, k, v, g, do, dq, dk, dv, dg))
         h0_, dh0_, dht_ = (sliced(x, part) for x in (h0, dh0, dht))
         bounds_ = sliced(bounds, slice(part.start, part.stop + 1))
         rows = B * T if bounds is not None else n * T
@@ -395,6 +404,7 @@ def run(
                 a=a, b=b, c=c, through=through, dg=dg_, bounds=bounds_, T=T,
                 N=n, H=H, R=rows, slots=slots, S=shares, **gaps, NK=NK))
     if H != groups:
-        dq, dk = (x.view(B, T, groups, H // groups, K).sum(3, dtype=torch.float32).to(q.dtype) for x in (dq, dk))
+        dq, dk = (x.view(B, T, groups, H // groups, K).sum(3, dtype=torch.float32).to(q.dtype)
+                  for x in (dq, dk))
     zero_forgotten(dg, g)
     return dq, dk, dv, dg, None, dh0

@@ -1,9 +1,12 @@
-"""Forward of the scalar-decay family: one fused scan over chunks. (Token by token it is kernels/recurrent.) Tensors in, tensors out.
+"""Forward of the scalar-decay family: one fused scan over chunks. (Token by token it is kernels/recurrent.)
+Tensors in, tensors out.
 
-With the decay G_i = g_1 + ... + g_i inside a chunk and the state h entering it (row i of a matrix is token i):
+With the decay G_i = g_1 + ... + g_i inside a chunk and the state h entering it (row i of a matrix is token
+i):
     o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) v_j)          h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T v_j
-A program owns one sequence, one head and BV columns of the state, which stays in registers while it walks the chunks; outputs are
-written on the way, so nothing but q, k, v and o moves. Differences of G are masked before exp, so no factor exceeds a decay.
+A program owns one sequence, one head and BV columns of the state, which stays in registers while it walks the
+chunks; outputs are written on the way, so nothing but q, k, v and o moves. Differences of G are masked before
+exp, so no factor exceeds a decay.
 """
 
 import torch
@@ -119,9 +122,9 @@ def run(
     v_first: bool,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final state or None). q, k [B, T, G, K], v [B, T, H, V], contiguous, one dtype; head j of v reads head j // (H / G) of q and k.
-    g [B, T, H]; gamma [H]; h0 [N, H, K, V] or, with v_first, [N, H, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are
-    zeros. Starts the plan's launches."""
+    """(o, final state or None). q, k [B, T, G, K], v [B, T, H, V], contiguous, one dtype; head j of v reads
+    head j // (H / G) of q and k. g [B, T, H]; gamma [H]; h0 [N, H, K, V] or, with v_first, [N, H, V, K];
+    bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros. Starts the plan's launches."""
     if plan.problem.mode == "fused_recurrent":
         x = Inputs(q, k, v, g=g, gamma=gamma, h0=h0, bounds=bounds)
         o, ht, _ = recurrent.run(plan, x, ("v_first",) if v_first else (), scale, has_ht, out_dtype)
@@ -129,16 +132,20 @@ def run(
     (B, T, H, V), K = v.shape, q.shape[3]
     N = B if bounds is None else bounds.numel() - 1
     split, launch = parts(plan, N), plan.launch("simple_gla_scan")
-    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, H, V, dtype=out_dtype, device=q.device)
-    ht = torch.empty((N, H, V, K) if v_first else (N, H, K, V), dtype=torch.float32, device=q.device) if has_ht else None
+    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, H, V, dtype=out_dtype,
+                                                                    device=q.device)
+    ht = torch.empty((N, H, V, K) if v_first else (N, H, K, V), dtype=torch.float32,
+                     device=q.device) if has_ht else None
     if N == 0 or H == 0:  # no program would run to write them
         return o.zero_(), ht
-    constants = dict(K=K, V=V, DECAY=decay_of(g, gamma), HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first,
-                     GROUP=H // q.shape[2], VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1)
+    constants = dict(K=K, V=V, DECAY=decay_of(g, gamma), HAS_H0=h0 is not None, HAS_HT=has_ht,
+                     V_FIRST=v_first, GROUP=H // q.shape[2], VARLEN=bounds is not None,
+                     GAPS=bounds is not None and len(split) == 1)
     for part in split:
         n = part.stop - part.start
         q_, k_, v_, g_, o_ = (within(x, part, bounds) for x in (q, k, v, g, o))
-        h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds, slice(part.start, part.stop + 1))
+        h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds,
+                                                                       slice(part.start, part.stop + 1))
         start(launch, simple_gla_scan, n * H * -(-V // launch.block("BV")), dict(
             q=q_, k=k_, v=v_, G=summed(plan, g_, bounds_, n),
             gamma=gamma, h0=h0_, o=o_, ht=ht_, bounds=bounds_,

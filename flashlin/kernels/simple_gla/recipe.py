@@ -10,7 +10,8 @@ from flashlin.kernels.scans import cumsum_launch, dot_traits, fitting, operand_b
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launches, then backward's if gradients are wanted; backward of the token kernel is the chunked one."""
+    """Forward's launches, then backward's if gradients are wanted; backward of the token kernel is the
+    chunked one."""
     if problem.mode == "auto":  # nothing to say before the mode is chosen
         return ()
     bytes_each, dots = operand_bytes(problem), dot_traits(problem) | {"v_first"} & set(problem.options)

@@ -1,9 +1,12 @@
-"""The family in plain, differentiable torch: chunked matmuls, no loop over tokens. Serves CPUs and cards that no Triton compiles for.
+"""The family in plain, differentiable torch: chunked matmuls, no loop over tokens. Serves CPUs and cards that
+no Triton compiles for.
 
-Chunks of 64 tokens are handled all at once, then the state is carried through them. Nothing depends on the value of T, so torch.compile traces
-one graph for all lengths from 65 to 8,192 (a single chunk is another graph); past that the sequence is walked in segments.
+Chunks of 64 tokens are handled all at once, then the state is carried through them. Nothing depends on the
+value of T, so torch.compile traces one graph for all lengths from 65 to 8,192 (a single chunk is another
+graph); past that the sequence is walked in segments.
 
-No matrix of zeros stands between what must not meet: 0 times NaN is NaN. So a value that is not finite reaches no chunk before its own.
+No matrix of zeros stands between what must not meet: 0 times NaN is NaN. So a value that is not finite
+reaches no chunk before its own.
 """
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ Rows = Callable[[tuple[torch.Tensor | None, ...], "torch.Tensor | None"], tuple[
 CHUNK, SEGMENT = 64, 8192
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None, h0: torch.Tensor | None,
-        bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. Arguments as reference.recurrence.
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
+        h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor,
+        torch.Tensor]:
+    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. Arguments as
+    reference.recurrence.
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
     """
@@ -37,9 +42,10 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | Non
     return _rows(tensors, h0) if bounds is None else packed(_rows, tensors, h0, bounds)
 
 
-def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """[B, H, T, T], the matrix that makes o out of v:  scale q_i . k_j e^{g_{j+1} + ... + g_i}, 0 for j > i. g [B, T, H] or gamma [H] or neither.
-    In float32, or float64 for float64 tensors."""
+def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
+           scale: float) -> torch.Tensor:
+    """[B, H, T, T], the matrix that makes o out of v:  scale q_i . k_j e^{g_{j+1} + ... + g_i}, 0 for j > i.
+    g [B, T, H] or gamma [H] or neither. In float32, or float64 for float64 tensors."""
     compute = torch.float64 if torch.float64 in (q.dtype, k.dtype) else torch.float32
     T = q.shape[1]
     found = (q.to(compute) * scale).transpose(1, 2) @ k.to(compute).permute(0, 2, 3, 1)
@@ -50,7 +56,8 @@ def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, gamma: torc
     return found.tril()
 
 
-def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(tensors: tuple[torch.Tensor | None, ...],
+          h: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, g = tensors
     assert q is not None and k is not None and v is not None
     B, T, H, K = q.shape
@@ -66,7 +73,8 @@ def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None) -> t
     return torch.cat(outputs, 1), h
 
 
-def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None,
+             h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     T = q.shape[1]
     if T == 0:  # nothing, but with gradients
         return v * (q * k).sum(-1, keepdim=True), h.clone()
@@ -74,7 +82,9 @@ def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor 
     while not torch.compiler.is_compiling() and 16 <= chunk // 2 >= T:
         chunk //= 2
     short = -T % chunk
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4) for x in (q, k, v))  # [B, H, chunks, 64, D]
+    # [B, H, chunks, 64, D]
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4)
+               for x in (q, k, v))
     if g is None:
         inside, kept = lower(chunk, q).to(q.dtype), q.new_ones(q.shape[:3])
         into, onwards = q, k
@@ -88,8 +98,9 @@ def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor 
 
 
 def carried(kept: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """The states [B, H, C + 1, K, V] before, between and after C chunks, where added holds the first state and what each chunk adds to what is left
-    of the one before it, which is that times kept [B, H, C]. Backward needs the states and nothing else."""
+    """The states [B, H, C + 1, K, V] before, between and after C chunks, where added holds the first state
+    and what each chunk adds to what is left of the one before it, which is that times kept [B, H, C].
+    Backward needs the states and nothing else."""
     states: torch.Tensor = (_library_op if torch.compiler.is_compiling() else _Carried.apply)(kept, added)
     return states
 
@@ -105,10 +116,12 @@ def _save(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Ten
     ctx.save_for_backward(inputs[0], output)
 
 
-def _differentiate(ctx: Any, dstates: torch.Tensor, carry: Callable[..., torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _differentiate(ctx: Any, dstates: torch.Tensor,
+                   carry: Callable[..., torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor]:
     kept, states = ctx.saved_tensors
     dadded = carry(kept.flip(2), dstates.flip(2)).flip(2)
-    dkept = torch.linalg.vecdot(dadded[:, :, 1:].flatten(-2), states[:, :, :-1].flatten(-2)) if ctx.needs_input_grad[0] else None
+    dkept = torch.linalg.vecdot(dadded[:, :, 1:].flatten(-2),
+                                states[:, :, :-1].flatten(-2)) if ctx.needs_input_grad[0] else None
     return dkept, dadded
 
 
@@ -122,9 +135,11 @@ class _Carried(torch.autograd.Function):
 
 
 # Under torch.compile a library operator: a loop that is traced would make a graph for every number of chunks.
-_library_op = torch.library.custom_op("flashlin::carried", _carry, mutates_args=(), schema="(Tensor kept, Tensor added) -> Tensor")
+_library_op = torch.library.custom_op("flashlin::carried", _carry, mutates_args=(),
+                                      schema="(Tensor kept, Tensor added) -> Tensor")
 _library_op.register_fake(lambda kept, added: added.new_empty(added.shape))
-_library_op.register_autograd(lambda ctx, dstates: _differentiate(ctx, dstates, _library_op), setup_context=_save)
+_library_op.register_autograd(lambda ctx, dstates: _differentiate(ctx, dstates, _library_op),
+                              setup_context=_save)
 
 
 def lower(size: int, like: torch.Tensor) -> torch.Tensor:
@@ -134,8 +149,9 @@ def lower(size: int, like: torch.Tensor) -> torch.Tensor:
 def decay_between(g: torch.Tensor) -> torch.Tensor:
     """e^{g_{j+1} + ... + g_i} for j <= i, zero above. g may be the decays of tokens or the sums of chunks.
 
-    Each sum is added up by itself. Differences of running sums would be noise once these are large, after thousands of tokens or one token
-    that forgets everything, and NaN after one of -inf. The diagonal is a constant: it does not decay, so it has no part in g's gradient.
+    Each sum is added up by itself. Differences of running sums would be noise once these are large, after
+    thousands of tokens or one token that forgets everything, and NaN after one of -inf. The diagonal is a
+    constant: it does not decay, so it has no part in g's gradient.
     """
     below = lower(g.shape[-1], g).tril(-1)
     sums = g[..., :, None].expand(*g.shape, g.shape[-1]).masked_fill(~below, 0).cumsum(-2)
@@ -149,8 +165,9 @@ def decay_to_end(g: torch.Tensor) -> torch.Tensor:
 
 def packed(rows_of: Rows, tensors: tuple[torch.Tensor | None, ...], h0: torch.Tensor | None,
            bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rows_of`` for packed sequences. tensors: q, k, v [1, T, H, D], then gates [1, T, H]. Sequences of about the same length are padded to
-    one batch: at most twice the work, and no loop over thousands of them."""
+    """``rows_of`` for packed sequences. tensors: q, k, v [1, T, H, D], then gates [1, T, H]. Sequences of
+    about the same length are padded to one batch: at most twice the work, and no loop over thousands of
+    them."""
     edges = bounds.tolist()
     q, k, v = tensors[:3]
     assert q is not None and k is not None and v is not None
@@ -167,7 +184,9 @@ def packed(rows_of: Rows, tensors: tuple[torch.Tensor | None, ...], h0: torch.Te
         rows = torch.where(inside, first[:, None] + at, 0)
         which = torch.tensor(members, device=q.device)
         # past a sequence's end: no key, no decay, so the state stands still
-        padded = [None if x is None else torch.where(inside.view(*inside.shape, *[1] * (x.ndim - 2)), x[0][rows], 0) for x in tensors]
+        padded = [None if x is None
+                  else torch.where(inside.view(*inside.shape, *[1] * (x.ndim - 2)), x[0][rows], 0)
+                  for x in tensors]
         o_, h_ = rows_of(tuple(padded), None if h0 is None else h0[which])
         o = o.index_put((torch.zeros_like(rows[inside]), rows[inside]), o_[inside])
         states = states.index_put((which,), h_)

@@ -1,12 +1,15 @@
-"""The plumbing of every op that goes chunk by chunk: check, plan, and run the family's kernels or its torch path, eagerly or traced.
+"""The plumbing of every op that goes chunk by chunk: check, plan, and run the family's kernels or its torch
+path, eagerly or traced.
 
 A family says which tensors it takes; kernels/<name>/forward.py and backward.py compute:
     forward.run(plan, *tensors, h0, bounds, scale, has_ht, v_first, out_dtype) -> (o, ht or None, *kept)
-    backward.run(plan, *tensors, h0, bounds, *kept, scale, v_first, do, dht, needs) -> gradients of tensors and h0, None where not asked for
-with tensors in the family's order, contiguous, those of 16 bits in one dtype and the wide ones in float32; ``needs``: names that want a
-gradient. Under torch.compile the same two functions run inside one library operator per direction, planned at run time, so that no length
-is ever specialised. The torch path is plain differentiable torch; traced, it is inside of the operators, too, where a graph of it would not serve
-all lengths.
+    backward.run(plan, *tensors, h0, bounds, *kept, scale, v_first, do, dht, needs) -> gradients of tensors
+    and h0, None where not asked for
+with tensors in the family's order, contiguous, those of 16 bits in one dtype and the wide ones in float32;
+``needs``: names that want a gradient. Under torch.compile the same two functions run inside one library
+operator per direction, planned at run time, so that no length is ever specialised. The torch path is plain
+differentiable torch; traced, it is inside of the operators, too, where a graph of it would not serve all
+lengths.
 """
 from __future__ import annotations
 
@@ -39,8 +42,8 @@ MODES = ("auto", "chunk", "fused_recurrent")
 
 
 class Argument(NamedTuple):
-    """shape: in letters of B, T, H, HV, K and V. wide: float32 in the kernels, whatever it comes as. constant: gets no gradient. hint:
-    what an error adds to its shape."""
+    """shape: in letters of B, T, H, HV, K and V. wide: float32 in the kernels, whatever it comes as.
+    constant: gets no gradient. hint: what an error adds to its shape."""
     shape: tuple[str, ...]
     wide: bool = False
     optional: bool = False
@@ -49,8 +52,9 @@ class Argument(NamedTuple):
 
 
 class Family(NamedTuple):
-    """arguments: q, k, v first. torch_path(*tensors, h0, bounds, scale) -> (o, states). options: where the optional tensors are that planning knows
-    of. one_graph: the torch path traced once serves all lengths. operator: its kernels."""
+    """arguments: q, k, v first. torch_path(*tensors, h0, bounds, scale) -> (o, states). options: where the
+    optional tensors are that planning knows of. one_graph: the torch path traced once serves all lengths.
+    operator: its kernels."""
     name: str
     arguments: dict[str, Argument]
     torch_path: Callable[..., tuple[Tensor, Tensor]]
@@ -60,7 +64,8 @@ class Family(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """What goes into a family's operator beside its tensors, h0 and bounds; out come o, ht and what forward keeps for backward."""
+    """What goes into a family's operator beside its tensors, h0 and bounds; out come o, ht and what forward
+    keeps for backward."""
     scale: float
     has_ht: bool
     state_v_first: bool
@@ -70,17 +75,33 @@ class Scalars(NamedTuple):
     call: str
 
 
-QKV = {"q": Argument(("B", "T", "H", "K")), "k": Argument(("B", "T", "H", "K")), "v": Argument(("B", "T", "HV", "V"))}
+QKV = {"q": Argument(("B", "T", "H", "K")), "k": Argument(("B", "T", "H", "K")),
+       "v": Argument(("B", "T", "HV", "V"))}
 
 
-def run(family: Family, op: str, tensors: tuple[Tensor | None, ...], scale: float | None, h0: Tensor | None, has_ht: bool, state_v_first: bool,
-        cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None = None, *, mode: str = "chunk", out_dtype: torch.dtype | None = None,
-        grouped: bool = False, called: dict[str, str] | None = None) -> tuple[Tensor, Tensor | None]:
-    """(o, final state or None). tensors: the family's, in its order. out_dtype: of o, where the caller goes on computing with it; else v's.
-    grouped: v may have several heads to each of q's. called: public names of arguments, where they are not the family's."""
+def run(
+    family: Family,
+    op: str,
+    tensors: tuple[Tensor | None, ...],
+    scale: float | None,
+    h0: Tensor | None,
+    has_ht: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    mode: str = "chunk",
+    out_dtype: torch.dtype | None = None,
+    grouped: bool = False,
+    called: dict[str, str] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(o, final state or None). tensors: the family's, in its order. out_dtype: of o, where the caller goes
+    on computing with it; else v's. grouped: v may have several heads to each of q's. called: public names of
+    arguments, where they are not the family's."""
     names, arguments = tuple(family.arguments), tuple(family.arguments.values())
     q, k, v = tensors[:3]
-    has_ht, state_v_first = scalars.flag("output_final_state", has_ht), scalars.flag("state_v_first", state_v_first)
+    has_ht, state_v_first = scalars.flag("output_final_state", has_ht), scalars.flag("state_v_first",
+                                                                                     state_v_first)
     called = called or {}
     first = called.get("q", "q")
     check_qkv(q, k, v, grouped, first)
@@ -95,33 +116,40 @@ def run(family: Family, op: str, tensors: tuple[Tensor | None, ...], scale: floa
     scalars.choice("mode", mode, MODES)
     bounds = None
     if cu_seqlens is not None:
-        bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape, q.device, policy.current().debug, first)
+        bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape, q.device, policy.current().debug,
+                                  first)
         check_values("cu_seqlens", bounds)
     elif cu_seqlens_cpu is not None:
         raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
     if h0 is not None:
-        check_state("initial_state", h0, B if bounds is None else bounds.shape[0] - 1, HV, K, V, state_v_first, q.device, bounds is not None, first)
+        check_state("initial_state", h0, B if bounds is None else bounds.shape[0] - 1, HV, K, V,
+                    state_v_first, q.device, bounds is not None, first)
     scale = K ** -0.5 if scale is None else scalars.number("scale", scale)
     out_dtype = out_dtype or v.dtype
-    given = [x.detach() if argument.constant and x is not None else x for argument, x in zip(arguments, tensors, strict=True)]
+    given = [x.detach() if argument.constant and x is not None else x for argument,
+             x in zip(arguments, tensors, strict=True)]
     if scale < 0:  # some kernels keep the scale in an exponent
         given[0], scale = -q, -scale
     dtype = _common_dtype(arguments, given)
-    given = [x if argument.wide or x is None or x.dtype == dtype else x.to(dtype) for argument, x in zip(arguments, given, strict=True)]
+    given = [x if argument.wide or x is None or x.dtype == dtype else x.to(dtype) for argument,
+             x in zip(arguments, given, strict=True)]
     needs_grad = wants_grad(*given, h0)
     if torch.compiler.is_compiling():
-        plan, (path, dot) = None, _route(op, family.name, mode, name_of(dtype), head_size_class(K), head_size_class(V), state_v_first, q.device)
+        plan, (path, dot) = None, _route(op, family.name, mode, name_of(dtype), head_size_class(K),
+                                         head_size_class(V), state_v_first, q.device)
     else:
         if 1 < T < H:
             suspect_layout(op, T, H)
         plan = planned(problem_of(family, op, given, bounds, needs_grad, mode, state_v_first), q.device)
         path, dot = plan.problem.path, plan.problem.dot
-    # Traced, a loop over chunks would be unrolled, and bounds cannot be read: then plain torch, too, runs inside of the operator.
+    # Traced, a loop over chunks would be unrolled, and bounds cannot be read: then plain torch, too, runs
+    # inside of the operator.
     inside = plan is None and (not family.one_graph or bounds is not None or exporting())
     if path == "torch" and not inside:
         o, ht = _on_torch(family, given, h0, bounds, scale, state_v_first)
         return o.to(out_dtype), ht if has_ht else None
-    # Odd head sizes would make every row of a tile misaligned (and crash some ptxas, fla #1262): they are padded with zeros.
+    # Odd head sizes would make every row of a tile misaligned (and crash some ptxas, fla #1262): they are
+    # padded with zeros.
     pads = {"K": -K % 8, "V": -V % 8}
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     *given, h0, bounds = as_planned(family.operator.tensors(*given, h0, bounds), dot)
@@ -145,9 +173,10 @@ def run(family: Family, op: str, tensors: tuple[Tensor | None, ...], scale: floa
     return o.to(out_dtype), ht if has_ht else None
 
 
-def _on_torch(family: Family, tensors: Sequence[Tensor | None], h0: Tensor | None, bounds: Tensor | None, scale: float,
-              state_v_first: bool) -> tuple[Tensor, Tensor]:
-    o, ht = family.torch_path(*tensors, h0.transpose(-1, -2) if state_v_first and h0 is not None else h0, bounds, scale)
+def _on_torch(family: Family, tensors: Sequence[Tensor | None], h0: Tensor | None, bounds: Tensor | None,
+              scale: float, state_v_first: bool) -> tuple[Tensor, Tensor]:
+    o, ht = family.torch_path(*tensors, h0.transpose(-1, -2) if state_v_first and h0 is not None else h0,
+                              bounds, scale)
     return o, ht.transpose(-1, -2) if state_v_first else ht
 
 
@@ -161,22 +190,26 @@ def _common_dtype(arguments: tuple[Argument, ...], tensors: list[Tensor | None])
     return common
 
 
-def chosen_mode(family: Family, op: str, mode: str, q: Tensor, v: Tensor, needs_grad: bool, options: tuple[str, ...] = ()) -> str:
-    """``chunk`` or ``fused_recurrent``; auto is decided by the plan. A traced call, of which T may not be known, goes chunk by chunk. q and v
-    are checked already."""
+def chosen_mode(family: Family, op: str, mode: str, q: Tensor, v: Tensor, needs_grad: bool,
+                options: tuple[str, ...] = ()) -> str:
+    """``chunk`` or ``fused_recurrent``; auto is decided by the plan. A traced call, of which T may not be
+    known, goes chunk by chunk. q and v are checked already."""
     scalars.choice("mode", mode, MODES)
     if mode != "auto":
         return mode
     if torch.compiler.is_compiling():
         return "chunk"
     B, T, HV, V = v.shape
-    asked = Problem(op, family.name, "auto", B, T, HV, q.shape[3], V, B, name_of(q.dtype), False, needs_grad, options)
+    asked = Problem(op, family.name, "auto", B, T, HV, q.shape[3], V, B, name_of(q.dtype), False, needs_grad,
+                    options)
     chosen = planned(asked, q.device).problem.mode
-    return chosen if chosen != "auto" else "fused_recurrent" if T <= FEW_TOKENS and not needs_grad else "chunk"
+    return (chosen if chosen != "auto" else "fused_recurrent" if T <= FEW_TOKENS and not needs_grad
+            else "chunk")
 
 
-def problem_of(family: Family, op: str, tensors: list[Tensor | None] | tuple[Tensor | None, ...], bounds: Tensor | None, needs_grad: bool,
-               mode: str = "chunk", v_first: bool = False) -> Problem:
+def problem_of(family: Family, op: str, tensors: list[Tensor | None] | tuple[Tensor | None, ...],
+               bounds: Tensor | None, needs_grad: bool, mode: str = "chunk",
+               v_first: bool = False) -> Problem:
     """H counts value heads: they own the states."""
     q, v = tensors[0], tensors[2]
     assert q is not None and v is not None
@@ -185,22 +218,28 @@ def problem_of(family: Family, op: str, tensors: list[Tensor | None] | tuple[Ten
     options = [name for at, name in family.options if tensors[at] is not None]
     options = sorted([*options, *["gva"] * (HV != H), *["v_first"] * v_first])
     N = B if bounds is None else bounds.shape[0] - 1
-    return Problem(op, family.name, mode, B, T, HV, K, V, N, name_of(q.dtype), bounds is not None, needs_grad, tuple(options))
+    return Problem(op, family.name, mode, B, T, HV, K, V, N, name_of(q.dtype), bounds is not None, needs_grad,
+                   tuple(options))
 
 
 @constant_while_tracing
-def _route(op: str, family: str, mode: str, dtype: str, K: int, V: int, v_first: bool, device: torch.device) -> tuple[str, str]:
+def _route(op: str, family: str, mode: str, dtype: str, K: int, V: int, v_first: bool,
+           device: torch.device) -> tuple[str, str]:
     """What torch.compile may know while tracing: no B, T or H, so that none is ever specialised."""
-    problem = planned(Problem(op, family, mode, 1, 1, 1, K, V, 1, dtype, False, True, ("v_first",) * v_first), device).problem
+    problem = planned(Problem(op, family, mode, 1, 1, 1, K, V, 1, dtype, False, True, ("v_first",) * v_first),
+                      device).problem
     return problem.path, problem.dot
 
 
-def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..., tuple[Tensor, Tensor]], kept: tuple[str, ...] = (),
-              room: Callable[..., tuple[Tensor | None, ...]] = lambda *_: (), one_graph: bool = False) -> Family:
+def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..., tuple[Tensor, Tensor]],
+              kept: tuple[str, ...] = (), room: Callable[..., tuple[Tensor | None, ...]] = lambda *_: (),
+              one_graph: bool = False) -> Family:
     """kept: names of what forward keeps for backward; room(needs_grad, *tensors): tensors like that."""
     inputs = {**{name: argument.optional for name, argument in arguments.items()}, "h0": True, "bounds": True}
     results = {"o": False, "ht": True, **dict.fromkeys(kept, True)}
-    options = ((at, name) for at, (name, argument) in enumerate(arguments.items()) if argument.optional and not argument.constant)
+    options = ((at, name) for at,
+               (name, argument) in enumerate(arguments.items()) if argument.optional
+               and not argument.constant)
 
     def problem(x: Any, how: Scalars) -> Problem:
         return problem_of(family, how.call, x[:-2], x.bounds, how.needs_grad, how.mode, how.state_v_first)
@@ -212,11 +251,12 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
         return _on_torch(family, x[:-2], x.h0, x.bounds, how.scale, how.state_v_first)
 
     def empty(x: Any, how: Scalars) -> tuple[Tensor | None, ...]:
-        N, HV, K, V = x.v.shape[0] if x.bounds is None else x.bounds.shape[0] - 1, x.v.shape[2], x.q.shape[3], x.v.shape[3]
+        N, HV, K, V = x.v.shape[0] if x.bounds is None else x.bounds.shape[0] - 1, x.v.shape[2], x.q.shape[
+            3], x.v.shape[3]
         state = (N, HV, V, K) if how.state_v_first else (N, HV, K, V)
         wide = torch.promote_types(x.q.dtype, torch.float32)
-        return (x.v.new_empty(x.v.shape, dtype=how.out_dtype), x.q.new_empty(state, dtype=wide) if how.has_ht else None,
-                *room(how.needs_grad, *x[:-2]))
+        return (x.v.new_empty(x.v.shape, dtype=how.out_dtype),
+                x.q.new_empty(state, dtype=wide) if how.has_ht else None, *room(how.needs_grad, *x[:-2]))
 
     def backward(plan: Plan, x: Any, y: Any, grads: Any, how: Scalars, wanted: frozenset[str]) -> Gradients:
         do = torch.zeros_like(x.v) if grads.o is None else grads.o.contiguous()
@@ -226,11 +266,14 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
 
     operator: Operator[Any, Scalars, Any] = Operator(
         name, _fields("Tensors", inputs), Scalars, _fields("Outputs", results), 2, forward=forward,
-        kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=backward, traced=Traced(problem, empty, on_torch))
-    family = Family(name, arguments, torch_path, tuple(sorted(options, key=lambda option: option[1])), one_graph, operator)
+        kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=backward,
+        traced=Traced(problem, empty, on_torch))
+    family = Family(name, arguments, torch_path, tuple(sorted(options, key=lambda option: option[1])),
+                    one_graph, operator)
     return family
 
 
 def _fields(name: str, optional: dict[str, bool]) -> Any:
     """A NamedTuple class of tensors."""
-    return NamedTuple(name, [(field, Tensor | None if may_miss else Tensor) for field, may_miss in optional.items()])
+    return NamedTuple(name, [(field, Tensor | None if may_miss else Tensor) for field,
+                             may_miss in optional.items()])

@@ -1,8 +1,8 @@
 """Gradients of gradients, and gradients by plain torch where autograd itself is off.
 
-Kernels make first-order gradients only; to differentiate those again is an error that names the op, and never a gradient without its second
-half. ``create_graph=True`` alone is fine. So that the error is met from every input that a gradient depends on, what backward reads is either
-an input or an output of its function.
+Kernels make first-order gradients only; to differentiate those again is an error that names the op, and never
+a gradient without its second half. ``create_graph=True`` alone is fine. So that the error is met from every
+input that a gradient depends on, what backward reads is either an input or an output of its function.
 """
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ INSTEAD = 'FLASHLIN_PATH=torch or flashlin.settings(path="torch") has them, in p
 
 
 def _refusal(call: str, instead: str) -> str:
-    return f"{call.split(' ')[0]}: got a second differentiation, need a first one: there are no second-order gradients here; {instead}"
+    return (f"{call.split(' ')[0]}: got a second differentiation, need a first one: there are no "
+            f"second-order gradients here; {instead}")
 
 
 class _Once(torch.autograd.Function):
@@ -35,9 +36,10 @@ class _Once(torch.autograd.Function):
 
 
 def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates the backward of an autograd function, which gets its saved tensors as second argument: they may be unpacked only once
-    (torch.utils.checkpoint says so). What torch's once_differentiable does, except that it also sees a derivative by what was saved.
-    who(ctx): what begins with the op's name, and what has second-order gradients."""
+    """Decorates the backward of an autograd function, which gets its saved tensors as second argument: they
+    may be unpacked only once (torch.utils.checkpoint says so). What torch's once_differentiable does, except
+    that it also sees a derivative by what was saved. who(ctx): what begins with the op's name, and what has
+    second-order gradients."""
     def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
         def run(ctx: Any, *grads: Tensor | None) -> Any:
@@ -52,7 +54,8 @@ def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]]
 
 
 def once_traced(operator: Any, call_of: Callable[[tuple[Any, ...]], str]) -> None:
-    """The same for a library operator that makes gradients. call_of: what begins with the op's name, by the operator's arguments."""
+    """The same for a library operator that makes gradients. call_of: what begins with the op's name, by the
+    operator's arguments."""
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.call = call_of(inputs)
 
@@ -63,12 +66,13 @@ def once_traced(operator: Any, call_of: Callable[[tuple[Any, ...]], str]) -> Non
 
 def pulled_back(function: Callable[[X], Sequence[Tensor | None]], x: X, wanted: Collection[str],
                 grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """Gradients of the wanted fields of x, a NamedTuple, by those of the function's outputs (None: zero), by name.
-    By torch.func, which works inside of a library operator too, where autograd is off."""
+    """Gradients of the wanted fields of x, a NamedTuple, by those of the function's outputs (None: zero), by
+    name. By torch.func, which works inside of a library operator too, where autograd is off."""
     names = [name for name in x._fields if name in wanted]  # type: ignore[attr-defined]
 
     def of_wanted(*given: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(function(x._replace(**dict(zip(names, given, strict=True)))))  # type: ignore[attr-defined]
     outputs, back, *_ = torch.func.vjp(of_wanted, *(getattr(x, name) for name in names))
-    found = back(tuple(torch.zeros_like(o) if grad is None else grad.to(o.dtype) for o, grad in zip(outputs, grads, strict=True)))
+    found = back(tuple(torch.zeros_like(o) if grad is None else grad.to(o.dtype) for o,
+                       grad in zip(outputs, grads, strict=True)))
     return dict(zip(names, found, strict=True))

@@ -14,7 +14,8 @@ from flashlin.guards.problem import Plan, Problem, UnsupportedError
 from flashlin.kernels.variants import VARIANTS
 from flashlin.trial import canary
 
-policy.current()  # now: torch.compile, if it were the first to ask, could neither read os.environ nor keep what it makes
+# now: torch.compile, if it were the first to ask, could neither read os.environ nor keep what it makes
+policy.current()
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _told: set[tuple[str, str]] = set()
 _suspected: set[str] = set()
@@ -23,7 +24,8 @@ _DTYPES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for 
 
 
 def planned(problem: Problem, device: torch.device) -> Plan:
-    """The plan for this call here and now. Raises UnsupportedError; warns once per op and reason where results or speed differ."""
+    """The plan for this call here and now. Raises UnsupportedError; warns once per op and reason where
+    results or speed differ."""
     pending.poll()
     the_plan = dispatch.plan(problem, probe(device), policy.current())
     if the_plan.refused:
@@ -39,19 +41,23 @@ def _tell(the_plan: Plan) -> None:
     for reason, remedy in dispatch.inexact_steps(the_plan):
         if (the_plan.asked.op, reason.code) not in _told:
             _told.add((the_plan.asked.op, reason.code))
-            warnings.warn(f"{the_plan.asked.op} {VARIANTS[remedy].means} here. {reason}", stacklevel=_users_line())
+            warnings.warn(f"{the_plan.asked.op} {VARIANTS[remedy].means} here. {reason}",
+                          stacklevel=_users_line())
 
 
 def suspect_layout(op: str, T: int, H: int) -> None:
-    """Tell, once per op, that fewer tokens than heads may be [B, H, T, D] tensors. For calls with 1 < T < H; a single token is decoding."""
+    """Tell, once per op, that fewer tokens than heads may be [B, H, T, D] tensors. For calls with 1 < T < H;
+    a single token is decoding."""
     if op not in _suspected and not op.startswith("mamba_"):  # Mamba's tensors have never been laid out so
         _suspected.add(op)
-        warnings.warn(f"{op}: got {T} tokens of {H} heads, from tensors that are [B, T, H, D] here; if yours are [B, H, T, D], pass "
+        warnings.warn(f"{op}: got {T} tokens of {H} heads, from tensors that are [B, T, H, D] here; if yours "
+                      "are [B, H, T, D], pass "
                       "x.transpose(1, 2)", stacklevel=_users_line())
 
 
 def _users_line() -> int:
-    """The stacklevel of the first frame outside flashlin, for a warning given by the caller of this function."""
+    """The stacklevel of the first frame outside flashlin, for a warning given by the caller of this
+    function."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "flashlin":
         frame, level = frame.f_back, level + 1
@@ -59,19 +65,22 @@ def _users_line() -> int:
 
 
 def constant_while_tracing(function: Any) -> Any:
-    """What torch.compiler.assume_constant_result does (run now, and take the answer as a constant of the graph), without its price:
-    that one loads the whole compiler, which eager calls do not need."""
+    """What torch.compiler.assume_constant_result does (run now, and take the answer as a constant of the
+    graph), without its price: that one loads the whole compiler, which eager calls do not need."""
     function._dynamo_marked_constant = True
     return function
 
 
 def exporting() -> bool:
-    """Whether torch.export traces this call. Its lengths may have names, and a graph of plain torch would guard on them: chunks want to be whole."""
-    return torch.compiler.is_compiling() and hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
+    """Whether torch.export traces this call. Its lengths may have names, and a graph of plain torch would
+    guard on them: chunks want to be whole."""
+    return torch.compiler.is_compiling() and hasattr(torch.compiler,
+                                                     "is_exporting") and torch.compiler.is_exporting()
 
 
 def head_size_class(size: int) -> int:
-    """A head size, which may be symbolic, as the power of two that recipes round it up to: comparisons only guard, and leave it symbolic."""
+    """A head size, which may be symbolic, as the power of two that recipes round it up to: comparisons only
+    guard, and leave it symbolic."""
     for power in (16, 32, 64, 128, 256, 512):
         if size <= power:
             return power
@@ -82,8 +91,8 @@ X = TypeVar("X", bound=tuple[Any, ...])
 
 
 def as_planned(x: X, dot: str) -> X:
-    """The tensors of a tuple as a plan's kernels take their operands (``Problem.dot``): where those are fp32, nothing of 16 bits may
-    reach a kernel, not even to be loaded or stored."""
+    """The tensors of a tuple as a plan's kernels take their operands (``Problem.dot``): where those are fp32,
+    nothing of 16 bits may reach a kernel, not even to be loaded or stored."""
     if dot != "fp32":
         return x
     found = [t.float() if t is not None and t.dtype in SIXTEEN_BITS else t for t in x]
@@ -100,7 +109,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def wants_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether backward may be asked of this call. Inside autograd.Function.forward it is too late to find out."""
+    """Whether backward may be asked of this call. Inside autograd.Function.forward it is too late to find
+    out."""
     if torch.is_grad_enabled():
         for x in tensors:
             if isinstance(x, torch.Tensor) and x.requires_grad:
@@ -109,7 +119,8 @@ def wants_grad(*tensors: torch.Tensor | None) -> bool:
 
 
 def linear_dtype(x: torch.Tensor) -> torch.dtype:
-    """What a linear layer computes x in: the autocast dtype where autocast is on (it leaves float64 alone), else x's own."""
+    """What a linear layer computes x in: the autocast dtype where autocast is on (it leaves float64 alone),
+    else x's own."""
     device = x.device.type
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return x.dtype

@@ -1,6 +1,7 @@
 """The plumbing of the elementwise ops: check, plan, run, gradients.
 
-Under torch.compile they are plain torch: the compiler makes one kernel of that and of what is around it, which is more than ours could do.
+Under torch.compile they are plain torch: the compiler makes one kernel of that and of what is around it,
+which is more than ours could do.
 """
 from __future__ import annotations
 
@@ -23,14 +24,16 @@ from flashlin.ops.norm import STRICTEST
 
 def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bound: float | None = None,
         family: str | None = None) -> tuple[Tensor, ...]:
-    """The outputs of an op over rows of H * K columns, of that dtype. tensors: what its kernels take, in shapes that broadcast; the first
-    has a row's shape at the end. family: where it is not the op's own, but a part of it."""
+    """The outputs of an op over rows of H * K columns, of that dtype. tensors: what its kernels take, in
+    shapes that broadcast; the first has a row's shape at the end. family: where it is not the op's own, but a
+    part of it."""
     first = tensors[0]
     assert first is not None
     family = family or OPS[op][0]
     if torch.compiler.is_compiling():
         return torch_path.run(family, tensors, bound, dtype)
-    plan = planned(problem_of(op, family, first.numel() // max(H * K, 1), H, K, dtype, tensors, wants_grad(*tensors)), first.device)
+    plan = planned(problem_of(op, family, first.numel() // max(H * K, 1), H, K, dtype, tensors,
+                              wants_grad(*tensors)), first.device)
     if plan.problem.path == "torch":
         return torch_path.run(family, tensors, bound, dtype)
     found: tuple[Tensor, ...] = _Pointwise.apply(plan, bound, dtype_as_planned(dtype, plan.problem.dot), *(
@@ -38,23 +41,28 @@ def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bo
     return tuple(y.to(dtype) for y in found)
 
 
-def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype, marked: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """x step in that dtype: x [..., H, K], step [..., H]. With marks [...]: contained, and they come back with more (marks.py)."""
+def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype,
+           marked: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """x step in that dtype: x [..., H, K], step [..., H]. With marks [...]: contained, and they come back
+    with more (marks.py)."""
     H, P = x.shape[-2:]
-    y, *beside = run(op, H, P, dtype, x, step.contiguous(), None if marked is None else marked.contiguous(), family=SCALE)
+    y, *beside = run(op, H, P, dtype, x, step.contiguous(), None if marked is None else marked.contiguous(),
+                     family=SCALE)
     return y, beside[0] if beside else None
 
 
-def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, dtype: torch.dtype, marked: Tensor | None = None) -> Tensor:
-    """(o + D x) silu(z) in that dtype: o [..., H, K] of float32, D [H] or [H, K] or None, z or None; o with marks [...] is released (marks.py)."""
+def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, dtype: torch.dtype,
+            marked: Tensor | None = None) -> Tensor:
+    """(o + D x) silu(z) in that dtype: o [..., H, K] of float32, D [H] or [H, K] or None, z or None; o with
+    marks [...] is released (marks.py)."""
     H, P = x.shape[-2:]
-    y, = run(op, H, P, dtype, o.contiguous(), None if D is None else x, None if D is None else D.contiguous(), z,
-             None if marked is None else marked.contiguous(), family=SKIP)
+    y, = run(op, H, P, dtype, o.contiguous(), None if D is None else x, None if D is None else D.contiguous(),
+             z, None if marked is None else marked.contiguous(), family=SKIP)
     return y
 
 
-def problem_of(op: str, family: str, rows: int, H: int, K: int, dtype: torch.dtype, tensors: tuple[Tensor | None, ...],
-               needs_grad: bool) -> Problem:
+def problem_of(op: str, family: str, rows: int, H: int, K: int, dtype: torch.dtype,
+               tensors: tuple[Tensor | None, ...], needs_grad: bool) -> Problem:
     """The dtype is the strictest of any tensor, output included."""
     dtypes = frozenset([dtype, *(x.dtype for x in tensors if x is not None)])
     return Problem(op, family, "", 1, rows, H, K, K, 1, _strictest(dtypes), False, needs_grad)
@@ -66,13 +74,16 @@ def _strictest(dtypes: frozenset[torch.dtype]) -> str:
 
 
 def check_rows(name: str, x: Any, meaning: str, dims: int | None = None, columns: int = 1) -> None:
-    """x is a floating-point tensor of so many dimensions (None: any), of which the last ``columns`` make a row that is not empty."""
+    """x is a floating-point tensor of so many dimensions (None: any), of which the last ``columns`` make a
+    row that is not empty."""
     check_floats(name, x, meaning)
     if x.ndim < columns or x.ndim != (dims or x.ndim) or 0 in x.shape[x.ndim - columns:]:
-        raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning}" + " with at least 1 column" * bool(columns))
+        raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning}" + " with at least 1 column"
+                         * bool(columns))
 
 
-def check_beside(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, beside: str, first: Tensor) -> None:
+def check_beside(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, beside: str,
+                 first: Tensor) -> None:
     """x is a tensor of that shape on the device of ``first``, which is called ``beside``."""
     need_tensor(name, x, shape, meaning, first.device, beside)
 
@@ -88,10 +99,12 @@ def check_parameter(name: str, x: Any, count: int, meaning: str, beside: str, fi
 
 class _Pointwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, bound: float | None, dtype: torch.dtype, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, plan: Plan, bound: float | None, dtype: torch.dtype,
+                *tensors: Tensor | None) -> Any:
         ctx.plan, ctx.bound = plan, bound
         family = plan.problem.family
-        only_added = family == MIX or (family == SKIP and tensors[3] is None)  # the first one: no gradient depends on it
+        # the first one: no gradient depends on it
+        only_added = family == MIX or (family == SKIP and tensors[3] is None)
         ctx.save_for_backward(*((None, *tensors[1:]) if only_added else tensors))
         return kernels("pointwise", "forward").run(plan, tensors, bound, dtype)
 
@@ -100,5 +113,6 @@ class _Pointwise(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple[Any, ...], *dys: Tensor) -> Any:
         parameters = kernels("pointwise", "backward").PARAMETERS[ctx.plan.problem.family]
         sums = any(ctx.needs_input_grad[3 + at] for at in parameters)
-        found = kernels("pointwise", "backward").run(ctx.plan, saved, tuple(dy.contiguous() for dy in dys), ctx.bound, sums)
+        found = kernels("pointwise", "backward").run(ctx.plan, saved, tuple(dy.contiguous() for dy in dys),
+                                                     ctx.bound, sums)
         return None, None, None, *found

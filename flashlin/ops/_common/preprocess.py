@@ -1,5 +1,5 @@
-"""What the delta families do to q, k, g and beta before the recurrence, in plain differentiable torch: for the torch path and for calls
-with gradients, whichever kernels follow."""
+"""What the delta families do to q, k, g and beta before the recurrence, in plain differentiable torch: for
+the torch path and for calls with gradients, whichever kernels follow."""
 from __future__ import annotations
 
 import torch
@@ -16,17 +16,19 @@ def wide(x: Tensor) -> Tensor:
 
 
 def l2normalized(x: Tensor) -> Tensor:
-    """x / sqrt(sum x^2 + 1e-6) over the last dimension, in x's dtype. Zero rows stay zero and have a finite gradient."""
+    """x / sqrt(sum x^2 + 1e-6) over the last dimension, in x's dtype. Zero rows stay zero and have a finite
+    gradient."""
     full = wide(x)
     return (full * (full.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()).to(x.dtype)
 
 
 def decay_of_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None, bound: float | None = None) -> Tensor:
-    """The log decay [B, T, HV] or, with A_log [HV, 1], [B, T, HV, K] of a raw gate, at least float32: -exp(A_log) softplus(g + dt_bias), or
-    with a bound bound sigmoid(exp(A_log) (g + dt_bias))."""
+    """The log decay [B, T, HV] or, with A_log [HV, 1], [B, T, HV, K] of a raw gate, at least float32:
+    -exp(A_log) softplus(g + dt_bias), or with a bound bound sigmoid(exp(A_log) (g + dt_bias))."""
     return pointwise.gate(g, A_log, dt_bias, bound)
 
 
 def beta_of_logits(beta: Tensor, allow_neg_eigval: bool) -> Tensor:
-    """sigmoid(beta), twice that with allow_neg_eigval (the state's eigenvalues then reach down to -1). At least float32."""
+    """sigmoid(beta), twice that with allow_neg_eigval (the state's eigenvalues then reach down to -1). At
+    least float32."""
     return wide(beta).sigmoid() * (2.0 if allow_neg_eigval else 1.0)

@@ -1,6 +1,8 @@
-"""The plumbing of every op that runs token by token: check, plan, and run the generic recurrence (kernels/recurrent/inputs.py has its formula).
+"""The plumbing of every op that runs token by token: check, plan, and run the generic recurrence
+(kernels/recurrent/inputs.py has its formula).
 
-Inference does everything in one launch. With gradients, and on the torch path, norms, gates and sigmoids come first, in torch.
+Inference does everything in one launch. With gradients, and on the torch path, norms, gates and sigmoids come
+first, in torch.
 """
 from __future__ import annotations
 
@@ -36,14 +38,17 @@ from flashlin.ops._common.preprocess import beta_of_logits, decay_of_gate, l2nor
 LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
 Found = tuple[Tensor, "Tensor | None"]
 
-SHAPES = {"g": ("B", "T", "HV"), "gamma": ("HV",), "gk": ("B", "T", "HV", "K"), "gv": ("B", "T", "HV", "V"), "bonus": ("HV", "K"),
-          "a": ("B", "T", "HV", "K"), "b": ("B", "T", "HV", "K"), "A_log": ("HV",), "dt_bias": ("HV",)}
+SHAPES = {"g": ("B", "T", "HV"), "gamma": ("HV",), "gk": ("B", "T", "HV", "K"), "gv": ("B", "T", "HV", "V"),
+          "bonus": ("HV", "K"), "a": ("B", "T", "HV", "K"), "b": ("B", "T", "HV", "K"), "A_log": ("HV",),
+          "dt_bias": ("HV",)}
 
 
 def run(op: str, x: Inputs, flags: tuple[str, ...] = (), scale: float | None = None, has_ht: bool = False,
-        indices: Tensor | None = None, in_place: bool = False, called: Mapping[str, str] = MappingProxyType({})) -> Found:
-    """(o in v's dtype, final state or None). x.bounds: cu_seqlens as the user gave them. in_place or indices: states are read from and
-    written back to x.h0, which is what comes back as the final state. called: what the op calls those inputs that it must have."""
+        indices: Tensor | None = None, in_place: bool = False,
+        called: Mapping[str, str] = MappingProxyType({})) -> Found:
+    """(o in v's dtype, final state or None). x.bounds: cu_seqlens as the user gave them. in_place or indices:
+    states are read from and written back to x.h0, which is what comes back as the final state. called: what
+    the op calls those inputs that it must have."""
     has_ht, in_place = scalars.flag("output_final_state", has_ht), scalars.flag("inplace_state", in_place)
     x = _checked(x, flags, indices, in_place, called)
     scale = x.q.shape[3] ** -0.5 if scale is None else scalars.number("scale", scale)
@@ -51,19 +56,24 @@ def run(op: str, x: Inputs, flags: tuple[str, ...] = (), scale: float | None = N
     common = out_dtype
     for y in (x.q, x.k, x.a, x.b):
         common = common if y is None or y.dtype == common else torch.promote_types(common, y.dtype)
-    x = x._replace(**{name: y.to(common) for name in ("q", "k", "v", "a", "b") if (y := getattr(x, name)) is not None and y.dtype != common})
+    x = x._replace(**{name: y.to(common)
+                      for name in ("q", "k", "v", "a", "b") if (y := getattr(x, name)) is not None
+                      and y.dtype != common})
     x = x if x.gamma is None else x._replace(gamma=x.gamma.detach())  # a constant, on every path
     needs_grad = wants_grad(*x)
     if indices is not None or in_place:
         if needs_grad:
-            raise ValueError(f"{op}: got tensors that require gradients, need torch.no_grad() or inference_mode() with "
-                             f"{'state_indices' if indices is not None else 'inplace_state'}, which overwrites states")
+            raise ValueError(f"{op}: got tensors that require gradients, need torch.no_grad() or "
+                             "inference_mode() with "
+                             f"{'state_indices' if indices is not None else 'inplace_state'}, which "
+                             "overwrites states")
         o = _in_place(op, x, flags, scale, out_dtype, indices)
         return o, x.h0 if has_ht else None
     path, dot, plan = _way(op, x, flags, needs_grad)
     if path == "torch" or needs_grad:
         x, flags = prepared(x, flags)
-    # Traced, a loop over tokens or chunks would be unrolled, and bounds cannot be read: then plain torch, too, runs inside of the operator.
+    # Traced, a loop over tokens or chunks would be unrolled, and bounds cannot be read: then plain torch,
+    # too, runs inside of the operator.
     inside = plan is None and (x.q.shape[1] > 1 or x.bounds is not None)
     o, ht = (_on_torch(x, flags, scale) if path == "torch" and not inside else
              _on_kernels(op, plan, x, flags, scale, has_ht, dot, out_dtype, needs_grad))
@@ -77,7 +87,8 @@ def prepared(x: Inputs, flags: tuple[str, ...]) -> tuple[Inputs, tuple[str, ...]
     if x.g is not None and x.A_log is not None:
         x = x._replace(g=decay_of_gate(x.g, x.A_log, x.dt_bias), A_log=None, dt_bias=None)
     elif x.gk is not None and x.A_log is not None:
-        x = x._replace(gk=decay_of_gate(x.gk, x.A_log[:, None], x.dt_bias, bound_of(flags) or None), A_log=None, dt_bias=None)
+        x = x._replace(gk=decay_of_gate(x.gk, x.A_log[:, None], x.dt_bias, bound_of(flags) or None),
+                       A_log=None, dt_bias=None)
     if x.beta is not None and "sigmoid" in flags:
         x = x._replace(beta=beta_of_logits(x.beta, "neg_eigval" in flags))
     if x.a is not None and x.b is not None and "rate" in flags:
@@ -85,7 +96,8 @@ def prepared(x: Inputs, flags: tuple[str, ...]) -> tuple[Inputs, tuple[str, ...]
     return x, tuple(flag for flag in flags if flag in ("delta", "before", "reverse", "v_first"))
 
 
-def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool, called: Mapping[str, str]) -> Inputs:
+def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool,
+             called: Mapping[str, str]) -> Inputs:
     first = called.get("q", "q")
     check_qkv(x.q, x.k, x.v, grouped=True, first=first)
     B, T, _, K = x.q.shape
@@ -103,7 +115,8 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
     shapes = SHAPES if x.g is not None or x.gk is None else {**SHAPES, "dt_bias": ("HV", "K")}
     for name, dims in shapes.items():
         if (y := getattr(x, name)) is not None or name in called:
-            need_tensor(called.get(name, name), y, tuple([sizes[dim] for dim in dims]), f"[{', '.join(dims)}]", x.q.device, first)
+            need_tensor(called.get(name, name), y, tuple([sizes[dim] for dim in dims]),
+                        f"[{', '.join(dims)}]", x.q.device, first)
     if (x.a is None) != (x.b is None) or (x.a is not None and "delta" in flags):
         raise ValueError("a, b: got one of them or delta with them, need both, and without delta")
     readable = policy.current().debug or (x.q.device.type == "cpu" and not torch.compiler.is_compiling())
@@ -115,9 +128,11 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
         check_pool("initial_state", x.h0, None, HV, K, V, "v_first" in flags, x.q.device, "state_indices")
         check_indices(indices, x.sequences, x.h0.shape[0] if x.h0 is not None else 0, x.q.device, readable)
     elif in_place:
-        check_pool("initial_state", x.h0, x.sequences, HV, K, V, "v_first" in flags, x.q.device, "inplace_state")
+        check_pool("initial_state", x.h0, x.sequences, HV, K, V, "v_first" in flags, x.q.device,
+                   "inplace_state")
     elif x.h0 is not None:
-        check_state("initial_state", x.h0, x.sequences, HV, K, V, "v_first" in flags, x.q.device, x.bounds is not None, first)
+        check_state("initial_state", x.h0, x.sequences, HV, K, V, "v_first" in flags, x.q.device,
+                    x.bounds is not None, first)
     return x
 
 
@@ -125,15 +140,17 @@ def problem_of(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> 
     """H counts value heads, since each of them has a state."""
     B, T, _, K = x.q.shape
     HV, V = x.v.shape[2:]
-    given = [name for name in ("beta", "g", "gamma", "gk", "gv", "bonus", "a", "b", "A_log") if getattr(x, name) is not None]
-    return Problem(op, "recurrent", "fused_recurrent", B, T, HV, K, V, x.sequences, name_of(x.q.dtype), x.bounds is not None, needs_grad,
-                   tuple(sorted([*flags, *given])))
+    given = [name for name in ("beta", "g", "gamma", "gk", "gv", "bonus", "a", "b", "A_log")
+             if getattr(x, name) is not None]
+    return Problem(op, "recurrent", "fused_recurrent", B, T, HV, K, V, x.sequences, name_of(x.q.dtype),
+                   x.bounds is not None, needs_grad, tuple(sorted([*flags, *given])))
 
 
 def _way(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> tuple[str, str, Plan | None]:
     """Path and dot, as planned, and the plan, which torch.compile only makes at run time."""
     if torch.compiler.is_compiling():
-        path, dot = _static_way(op, name_of(x.q.dtype), head_size_class(x.q.shape[3]), head_size_class(x.v.shape[3]), x.q.device)
+        path, dot = _static_way(op, name_of(x.q.dtype), head_size_class(x.q.shape[3]),
+                                head_size_class(x.v.shape[3]), x.q.device)
         return path, dot, None
     if 1 < x.q.shape[1] < x.q.shape[2]:
         suspect_layout(op, x.q.shape[1], x.q.shape[2])
@@ -144,18 +161,21 @@ def _way(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> tuple[
 @constant_while_tracing
 def _static_way(op: str, dtype: str, K: int, V: int, device: torch.device) -> tuple[str, str]:
     """What torch.compile may know while tracing: no B, T or H, so that none is ever specialised."""
-    problem = planned(Problem(op, "recurrent", "fused_recurrent", 1, 1, 1, K, V, 1, dtype, False, True), device).problem
+    problem = planned(Problem(op, "recurrent", "fused_recurrent", 1, 1, 1, K, V, 1, dtype, False, True),
+                      device).problem
     return problem.path, problem.dot
 
 
 def _on_torch(x: Inputs, flags: tuple[str, ...], scale: float) -> tuple[Tensor, Tensor]:
     v_first = "v_first" in flags
     x = x._replace(h0=x.h0.mT) if v_first and x.h0 is not None else x
-    chunked = x.q.shape[1] > LONG and "reverse" not in flags and all(y is None for y in (x.gamma, x.gv, x.a, x.b))
+    chunked = x.q.shape[1] > LONG and "reverse" not in flags and all(y is None
+                                                                     for y in (x.gamma, x.gv, x.a, x.b))
     chunked = chunked and ("before" in flags) == (x.bonus is not None)
     if chunked and x.gk is not None and x.g is None and "delta" not in flags and x.q.shape[2] == x.v.shape[2]:
         o, ht = chunked_gla.run(x.q, x.k, x.v, x.gk, x.bonus, x.h0, x.bounds, scale)  # the same function
-    elif chunked and x.gk is None and x.bonus is None and "delta" in flags and (x.beta is None or x.beta.ndim == 3):
+    elif chunked and x.gk is None and x.bonus is None and "delta" in flags and (x.beta is None
+                                                                                or x.beta.ndim == 3):
         beta = x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta
         o, ht = chunked_delta.run(x.q, x.k, x.v, beta, x.g, x.h0, x.bounds, scale)  # the same function
     else:
@@ -183,9 +203,19 @@ class Outputs(NamedTuple):
     states: Tensor
 
 
-def _on_kernels(op: str, plan: Plan | None, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: bool, dot: str, out_dtype: torch.dtype,
-                needs_grad: bool) -> Found:
-    x, how = _loadable(x, dot, needs_grad), Scalars(scale, has_ht, dtype_as_planned(out_dtype, dot), " ".join(flags), needs_grad, op)
+def _on_kernels(
+    op: str,
+    plan: Plan | None,
+    x: Inputs,
+    flags: tuple[str, ...],
+    scale: float,
+    has_ht: bool,
+    dot: str,
+    out_dtype: torch.dtype,
+    needs_grad: bool,
+) -> Found:
+    x, how = _loadable(x, dot, needs_grad), Scalars(scale, has_ht, dtype_as_planned(out_dtype, dot),
+                                                    " ".join(flags), needs_grad, op)
     if plan is None or needs_grad:
         o, ht = OPERATOR(plan, x, how)
     else:
@@ -194,8 +224,8 @@ def _on_kernels(op: str, plan: Plan | None, x: Inputs, flags: tuple[str, ...], s
 
 
 def _loadable(x: Inputs, dot: str, needs_grad: bool) -> Inputs:
-    """Tensors as the kernels load them: as planned, of q's dtype or float32, and contiguous, except that without gradients tokens of q, k and v may
-    lie apart."""
+    """Tensors as the kernels load them: as planned, of q's dtype or float32, and contiguous, except that
+    without gradients tokens of q, k and v may lie apart."""
     x = as_planned(x, dot)
     dtypes = (x.q.dtype, torch.float32)
     strided = () if needs_grad or torch.compiler.is_compiling() else ("q", "k", "v")
@@ -208,12 +238,14 @@ def _loadable(x: Inputs, dot: str, needs_grad: bool) -> Inputs:
     return Inputs(**found)
 
 
-def _in_place(op: str, x: Inputs, flags: tuple[str, ...], scale: float, out_dtype: torch.dtype, indices: Tensor | None) -> Tensor:
+def _in_place(op: str, x: Inputs, flags: tuple[str, ...], scale: float, out_dtype: torch.dtype,
+              indices: Tensor | None) -> Tensor:
     """o; the states in x.h0 go forward."""
     pool = x.h0
     assert pool is not None  # _checked
     if torch.compiler.is_compiling():
-        traced: Tensor = _library_in_place(*x._replace(h0=None), *InPlace(pool, indices, scale, out_dtype, " ".join(flags), op))
+        traced: Tensor = _library_in_place(*x._replace(h0=None),
+                                           *InPlace(pool, indices, scale, out_dtype, " ".join(flags), op))
         return traced
     plan = planned(problem_of(op, x, flags, False), x.q.device)
     path, dot = plan.problem.path, plan.problem.dot
@@ -221,11 +253,13 @@ def _in_place(op: str, x: Inputs, flags: tuple[str, ...], scale: float, out_dtyp
         return _in_place_by_copies(op, x, flags, scale, indices).to(out_dtype)
     x = _loadable(x._replace(h0=None), dot, False)
     o: Tensor
-    o, _, _ = kernels("recurrent", "forward").run(plan, x._replace(h0=pool), flags, scale, False, dtype_as_planned(out_dtype, dot), True, indices)
+    o, _, _ = kernels("recurrent", "forward").run(plan, x._replace(h0=pool), flags, scale, False,
+                                                  dtype_as_planned(out_dtype, dot), True, indices)
     return o.to(out_dtype)
 
 
-def _in_place_by_copies(op: str, x: Inputs, flags: tuple[str, ...], scale: float, indices: Tensor | None) -> Tensor:
+def _in_place_by_copies(op: str, x: Inputs, flags: tuple[str, ...], scale: float,
+                        indices: Tensor | None) -> Tensor:
     """The same where no kernel can have the pool: its rows are copied out and back."""
     pool = x.h0
     assert pool is not None
@@ -239,7 +273,8 @@ def _in_place_by_copies(op: str, x: Inputs, flags: tuple[str, ...], scale: float
     pool[indices[mine]] = ht[mine].to(pool.dtype)
     if x.bounds is None:
         return torch.where(mine[:, None, None, None], o, 0)
-    sequence = torch.searchsorted(x.bounds[1:].contiguous(), torch.arange(o.shape[1], device=o.device, dtype=x.bounds.dtype), right=True)
+    sequence = torch.searchsorted(x.bounds[1:].contiguous(),
+                                  torch.arange(o.shape[1], device=o.device, dtype=x.bounds.dtype), right=True)
     return torch.where(torch.cat([mine, mine.new_zeros(1)])[sequence][None, :, None, None], o, 0)
 
 
@@ -251,19 +286,23 @@ def _empty(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor | None, Tensor | Non
     (T, _, K), (HV, V), N = x.q.shape[1:], x.v.shape[2:], x.sequences
     state = (N, HV, V, K) if "v_first" in how.words else (N, HV, K, V)
     wide = torch.promote_types(x.q.dtype, torch.float32)
-    return (x.v.new_empty(x.v.shape, dtype=how.out_dtype), x.q.new_empty(state, dtype=wide) if how.has_ht else None,
-            x.q.new_empty((kept(T, N, x.bounds is not None), HV, K, V), dtype=torch.float32) if how.needs_grad else None)
+    return (x.v.new_empty(x.v.shape, dtype=how.out_dtype),
+            x.q.new_empty(state, dtype=wide) if how.has_ht else None,
+            x.q.new_empty((kept(T, N, x.bounds is not None), HV, K, V), dtype=torch.float32) if how.needs_grad
+            else None)
 
 
 def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Any:
     do = torch.zeros_like(x.v) if grads.o is None else grads.o.contiguous()
     dht = None if grads.ht is None else grads.ht.contiguous()
     together = {"q", "k"} if x.a is None else {"q", "k", "a", "b"}  # what the kernel always writes
-    return kernels("recurrent", "backward").run(plan, x, y.states, how.words, how.scale, do, dht, wanted | together)
+    return kernels("recurrent", "backward").run(plan, x, y.states, how.words, how.scale, do, dht,
+                                                wanted | together)
 
 
 OPERATOR = Operator(
-    "recurrent", Inputs, Scalars, Outputs, 2, forward=_forward, kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
+    "recurrent", Inputs, Scalars, Outputs, 2, forward=_forward,
+    kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
     traced=Traced(lambda x, how: problem_of(how.call, x, how.words, how.needs_grad), _empty,
                   lambda x, how: _on_torch(*prepared(x, how.words), how.scale)))
 
@@ -280,5 +319,6 @@ class InPlace(NamedTuple):
 
 _library_in_place = writing_operator(
     "recurrent_in_place", Inputs, InPlace, "pool",
-    lambda x, how: _in_place(how.op, x._replace(h0=how.pool), tuple(how.flags.split()), how.scale, how.out_dtype, how.indices),
+    lambda x, how: _in_place(how.op, x._replace(h0=how.pool), tuple(how.flags.split()), how.scale,
+                             how.out_dtype, how.indices),
     lambda x, how: x.v.new_empty(x.v.shape, dtype=how.out_dtype))

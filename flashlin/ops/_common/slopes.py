@@ -1,4 +1,5 @@
-"""Tensors that are always the same: fixed decays per head, the filters of a token shift. Made once per size and device."""
+"""Tensors that are always the same: fixed decays per head, the filters of a token shift. Made once per size
+and device."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from flashlin.compat.tracing import transient
 
 
 def retention_slopes(H: int, device: torch.device) -> Tensor:
-    """[H] float32: log(1 - 2^(-5 - h)), computed in float64 (in float32 the logarithm of a number near 1 loses half its digits)."""
+    """[H] float32: log(1 - 2^(-5 - h)), computed in float64 (in float32 the logarithm of a number near 1
+    loses half its digits)."""
     return _made(_retention, (H,), device)
 
 
@@ -26,7 +28,8 @@ def shift_filters(D: int, device: torch.device) -> Tensor:
 
 
 def _shift(device: torch.device, D: int) -> Tensor:
-    return torch.arange(1.0, -2.0, -2.0, device=device).expand(D, 2).contiguous()  # a copy from the host could not be captured in a CUDA graph
+    # a copy from the host could not be captured in a CUDA graph
+    return torch.arange(1.0, -2.0, -2.0, device=device).expand(D, 2).contiguous()
 
 
 def _retention(device: torch.device, H: int) -> Tensor:
@@ -34,7 +37,8 @@ def _retention(device: torch.device, H: int) -> Tensor:
 
 
 def _lightning(device: torch.device, H: int, layer_idx: int, num_layers: int) -> Tensor:
-    return (torch.arange(H, dtype=torch.float64, device=device) * (-(8 / max(H, 1)) * (1 - layer_idx / num_layers))).float()
+    return (torch.arange(H, dtype=torch.float64,
+                         device=device) * (-(8 / max(H, 1)) * (1 - layer_idx / num_layers))).float()
 
 
 @lru_cache(maxsize=256)

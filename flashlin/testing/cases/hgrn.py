@@ -1,4 +1,5 @@
-"""Cases of HGRN's recurrence: decays at both ends, states, packed sequences, channels of odd numbers, lengths around a block."""
+"""Cases of HGRN's recurrence: decays at both ends, states, packed sequences, channels of odd numbers, lengths
+around a block."""
 from __future__ import annotations
 
 from functools import partial
@@ -15,10 +16,21 @@ from flashlin.testing.compare import Case, Tensors
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02}
 
 
-def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, B: int = 2, T: int = 37, D: int = 24, gate: str = "random",
-         wide: bool = False, state: bool = True, edges: tuple[int, ...] = ()) -> Tensors:
-    """gate: one of forgetting.KINDS; ``strong`` (uniform in -20 .. 0, the first channel all -20, the second all 0); or a number. wide: the gate in
-    float32."""
+def make(
+    device: torch.device,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    B: int = 2,
+    T: int = 37,
+    D: int = 24,
+    gate: str = "random",
+    wide: bool = False,
+    state: bool = True,
+    edges: tuple[int, ...] = (),
+) -> Tensors:
+    """gate: one of forgetting.KINDS; ``strong`` (uniform in -20 .. 0, the first channel all -20, the second
+    all 0); or a number. wide: the gate in float32."""
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
     if edges:
@@ -27,7 +39,10 @@ def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *
         g = -20 * torch.rand(B, T, D, generator=generator)
         g[..., 0], g[..., 1] = -20, 0
     else:
-        g = forgetting.KINDS[gate](F.logsigmoid(randn(B, T, D) + 2)) if gate in forgetting.KINDS else torch.full((B, T, D), float(gate))
+        g = forgetting.KINDS[gate](F.logsigmoid(randn(B, T,
+                                                      D) + 2)) if gate in forgetting.KINDS else torch.full((B,
+                                                                                                            T,
+                                                                                                            D), float(gate))
     made = {"x": randn(B, T, D).to(dtype), "g": g if wide else g.to(dtype)}
     if state:
         made["initial_state"] = randn(len(edges) - 1 if edges else B, D)
@@ -41,7 +56,8 @@ def call(op: str, **tensors: torch.Tensor) -> Tensors:
     return {"o": o, "ht": ht}
 
 
-def reference(x: torch.Tensor, g: torch.Tensor, initial_state: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None) -> Tensors:
+def reference(x: torch.Tensor, g: torch.Tensor, initial_state: torch.Tensor | None = None,
+              cu_seqlens: torch.Tensor | None = None) -> Tensors:
     o, ht = recurrence(x, g, initial_state, cu_seqlens)
     return {"o": o, "ht": ht}
 
@@ -52,8 +68,10 @@ def _case(op: str, name: str, quick: bool = False, **facts: Any) -> Case:
 
 _chunk, _token = partial(_case, "chunk_hgrn"), partial(_case, "fused_recurrent_hgrn")
 CASES: list[Case] = [
-    _chunk("random", quick=True), _chunk("no-state", state=False, B=1), _chunk("g=0", gate="0"), _chunk("strong", gate="strong"),
-    _chunk("resets", gate="resets"), _chunk("wide-gate", wide=True, T=20), _chunk("odd", D=37, T=17), _chunk("strips", B=1, D=130, T=16),
-    _chunk("segments", B=1, T=300, D=20), _chunk("packed", edges=(0, 0, 5, 21, 22, 40)),
-    _chunk("segments-packed", edges=(0, 3, 3, 420), D=16, gate="resets"), _chunk("no-sequence-but-empty-ones", edges=(0, 0, 0)),
-    _token("random", quick=True, T=20), _token("resets", gate="resets"), _token("packed", edges=(0, 7, 7, 30)), _token("one-token", T=1, B=3)]
+    _chunk("random", quick=True), _chunk("no-state", state=False, B=1), _chunk("g=0", gate="0"),
+    _chunk("strong", gate="strong"), _chunk("resets", gate="resets"), _chunk("wide-gate", wide=True, T=20),
+    _chunk("odd", D=37, T=17), _chunk("strips", B=1, D=130, T=16), _chunk("segments", B=1, T=300, D=20),
+    _chunk("packed", edges=(0, 0, 5, 21, 22, 40)),
+    _chunk("segments-packed", edges=(0, 3, 3, 420), D=16, gate="resets"),
+    _chunk("no-sequence-but-empty-ones", edges=(0, 0, 0)), _token("random", quick=True, T=20),
+    _token("resets", gate="resets"), _token("packed", edges=(0, 7, 7, 30)), _token("one-token", T=1, B=3)]

@@ -17,25 +17,30 @@ def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *
     """facts: as for gla.make."""
     made = gla.make(device, dtype, generator, **facts)
     made["r"], made["w"] = made.pop("q"), made.pop("g")
-    made["u"] = torch.randn(made["r"].shape[2:], generator=generator).to(dtype).to(device)  # a parameter, so of the model's dtype
+    # a parameter, so of the model's dtype
+    made["u"] = torch.randn(made["r"].shape[2:], generator=generator).to(dtype).to(device)
     return made
 
 
-def reference(extra: dict[str, Any], r: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, u: torch.Tensor,
-              initial_state: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None) -> Tensors:
+def reference(extra: dict[str, Any], r: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor,
+              u: torch.Tensor, initial_state: torch.Tensor | None = None,
+              cu_seqlens: torch.Tensor | None = None) -> Tensors:
     o, ht = recurrence(r, k, v, w, initial_state, cu_seqlens, extra.get("scale", r.shape[3] ** -0.5), u)
     return {"o": o, "ht": ht}
 
 
 def _chunk(id: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
     extra = extra or {}
-    return Case("chunk_rwkv6", id, partial(make, **facts), partial(gla.call, "chunk_rwkv6", extra), partial(reference, extra), TOLERANCES, (), quick)
+    return Case("chunk_rwkv6", id, partial(make, **facts), partial(gla.call, "chunk_rwkv6", extra),
+                partial(reference, extra), TOLERANCES, (), quick)
 
 
 CASES: list[Case] = [
-    _chunk("random", quick=True), _chunk("constant", kind="constant"), _chunk("one-key", kind="one-key"), _chunk("w=0", gate="0"),
-    _chunk("w=-20", gate="-20"), _chunk("strong", gate="strong"), _chunk("resets", gate="resets"),
-    _chunk("layer", {"scale": 1.0}, state=False, T=64), _chunk("packed", {"scale": -0.7}, edges=(0, 1, 1, 66, 130, 150)),
+    _chunk("random", quick=True), _chunk("constant", kind="constant"), _chunk("one-key", kind="one-key"),
+    _chunk("w=0", gate="0"), _chunk("w=-20", gate="-20"), _chunk("strong", gate="strong"),
+    _chunk("resets", gate="resets"), _chunk("layer", {"scale": 1.0}, state=False, T=64),
+    _chunk("packed", {"scale": -0.7}, edges=(0, 1, 1, 66, 130, 150)),
     _chunk("strong-packed", gate="strong", edges=(0, 17, 97, 97, 130)), _chunk("wide", K=128, V=128, T=100),
-    _chunk("odd", K=100, V=36, T=70), _chunk("one-token", T=1), _chunk("two-tokens", T=2), _chunk("short", T=21),
-    _chunk("K=256,V=512", K=256, V=512, B=1, T=80), _chunk("K=512,V=64", K=512, B=1, T=80)]
+    _chunk("odd", K=100, V=36, T=70), _chunk("one-token", T=1), _chunk("two-tokens", T=2),
+    _chunk("short", T=21), _chunk("K=256,V=512", K=256, V=512, B=1, T=80),
+    _chunk("K=512,V=64", K=512, B=1, T=80)]
