@@ -182,8 +182,9 @@ def scanning(dtype: torch.dtype, packed: bool = False, numbered: bool = False) -
     given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 50, 128], dtype=torch.int32),
                              "return_varlen_states": True} if packed else {}
     given |= {"seq_idx": torch.zeros(B, 128, dtype=torch.int32)} if numbered else {}
-    backward(*flashlin.mamba_chunk_scan_combined(x, zeros(B, 128, H), heads, groups, groups, 256, heads, x,
-                                                 heads, zeros(B, H, P, N), dt_softplus=True,
+    backward(*flashlin.mamba_chunk_scan_combined(x, zeros(B, 128, H), heads, B=groups, C=groups,
+                                                 chunk_size=256, D=heads, z=x, dt_bias=heads,
+                                                 initial_states=zeros(B, H, P, N), dt_softplus=True,
                                                  return_final_states=True, **given))
 
 
@@ -202,14 +203,14 @@ def updating_states(dtype: torch.dtype, heads: bool = True) -> None:
     """As Mamba2 calls it, or as Mamba1 does."""
     if not heads:
         x, state, groups = zeros(2, 5120, dtype=dtype), zeros(2, 5120, 16), zeros(2, 16, dtype=dtype)
-        flashlin.selective_state_update(state, x, x, zeros(5120, 16), groups, groups, zeros(5120), x,
-                                        zeros(5120), True)
+        flashlin.selective_state_update(state, x, x, A=zeros(5120, 16), B=groups, C=groups, D=zeros(5120),
+                                        z=x, dt_bias=zeros(5120), dt_softplus=True)
         return
     H, P, N = 80, 64, 128
     x, state, groups = zeros(2, H, P, dtype=dtype), zeros(2, H, P, N), zeros(2, 1, N, dtype=dtype)
     dt, of_heads = zeros(2, H, 1, dtype=dtype).expand(2, H, P), zeros(H, 1).expand(H, P)
-    flashlin.selective_state_update(state, x, dt, zeros(H, 1, 1).expand(H, P, N), groups, groups, of_heads, x,
-                                    of_heads, True)
+    flashlin.selective_state_update(state, x, dt, A=zeros(H, 1, 1).expand(H, P, N), B=groups, C=groups,
+                                    D=of_heads, z=x, dt_bias=of_heads, dt_softplus=True)
 
 
 def scanning_channels(dtype: torch.dtype, N: int = 16) -> None:
@@ -218,8 +219,9 @@ def scanning_channels(dtype: torch.dtype, N: int = 16) -> None:
     D = 1024
     u, z = zeros(2, 64, 2 * D, dtype=dtype).mT.chunk(2, 1)
     B, C = zeros(2, 64, 2 * N, dtype=dtype).mT.chunk(2, 1)
-    backward(*flashlin.selective_scan_fn(u, zeros(2, D, 64, dtype=dtype), zeros(D, N), B, C, zeros(D), z,
-                                         zeros(D), True, True))
+    backward(*flashlin.selective_scan_fn(u, zeros(2, D, 64, dtype=dtype), zeros(D, N), B=B, C=C, D=zeros(D),
+                                         z=z, delta_bias=zeros(D), delta_softplus=True,
+                                         return_last_state=True))
 
 
 def convolving_channels_first(dtype: torch.dtype) -> None:

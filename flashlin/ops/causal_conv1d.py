@@ -292,14 +292,14 @@ def _run(given: Tensors, how: Scalars) -> Tensor:
 def problem_of(x: Tensor, weight: Tensor, dtype: str) -> Problem:
     """dtype: the strictest of any tensor."""
     b, D, T = x.shape
-    return Problem(OP, WINDOW, "", b, T, 1, D, weight.shape[1], b, dtype)
+    return Problem(OP, WINDOW, "", B=b, T=T, H=1, K=D, V=weight.shape[1], N=b, dtype=dtype)
 
 
 @constant_while_tracing
 def _path(dtype: str, W: int, device: torch.device) -> str:
     """What torch.compile may know while tracing: no size, which may be symbolic; only whether W is one for
     the kernels."""
-    return planned(Problem(OP, WINDOW, "", 1, 1, 1, 1, W, 1, dtype), device).problem.path
+    return planned(Problem(OP, WINDOW, "", B=1, T=1, H=1, K=1, V=W, N=1, dtype=dtype), device).problem.path
 
 
 _library_op = writing_operator("conv_window", Tensors, Scalars, "state", _run,

@@ -291,8 +291,8 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
 
 def _problem(call: str, B: int, T: int, D: int, W: int, N: int, varlen: bool, needs_grad: bool) -> Problem:
     op, dtype, options = _parsed(call)
-    return Problem(op, "conv_update" if op == "causal_conv1d_update" else "conv", "", B, T, 1, D, W, N, dtype,
-                   varlen, needs_grad, options)
+    return Problem(op, "conv_update" if op == "causal_conv1d_update" else "conv", "", B=B, T=T, H=1, K=D, V=W,
+                   N=N, dtype=dtype, varlen=varlen, needs_grad=needs_grad, options=options)
 
 
 @lru_cache(maxsize=256)

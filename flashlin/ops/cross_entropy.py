@@ -218,7 +218,8 @@ def _call_of(op: str, dtype: torch.dtype) -> str:
 
 def _problem(call: str, shape: tuple[int, ...], needs_grad: bool) -> Problem:
     (op, dtype), (N, V) = call.split(" "), shape
-    return Problem(op, OPS[op][0], "", 1, N, 1, V, V, 1, dtype, False, needs_grad)
+    return Problem(op, OPS[op][0], "", B=1, T=N, H=1, K=V, V=V, N=1, dtype=dtype, varlen=False,
+                   needs_grad=needs_grad)
 
 
 @constant_while_tracing

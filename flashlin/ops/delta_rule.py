@@ -63,8 +63,9 @@ def chunk_delta_rule(
     unknown keyword is an error.
     """
     no_unknown("chunk_delta_rule", unknown)
-    return delta.run("chunk_delta_rule", q, k, v, beta, None, scale, initial_state, output_final_state,
-                     use_qk_l2norm_in_kernel, False, cu_seqlens, cu_seqlens_cpu, chunk_size)
+    return delta.run("chunk_delta_rule", q, k, v=v, beta=beta, g=None, scale=scale, h0=initial_state,
+                     has_ht=output_final_state, l2=use_qk_l2norm_in_kernel, state_v_first=False,
+                     cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size)
 
 
 def fused_recurrent_delta_rule(
@@ -122,7 +123,9 @@ def delta_rule(
     """
     if delta.chosen_mode("delta_rule", mode, q, k, v, beta,
                          wants_grad(q, k, v, beta, initial_state)) == "chunk":
-        return chunk_delta_rule(q, k, v, beta, scale, initial_state, output_final_state,
-                                use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu)
+        return chunk_delta_rule(q, k, v, beta=beta, scale=scale, initial_state=initial_state,
+                                output_final_state=output_final_state,
+                                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
+                                cu_seqlens_cpu=cu_seqlens_cpu)
     return fused_recurrent_delta_rule(q, k, v, beta, scale, initial_state, output_final_state,
                                       use_qk_l2norm_in_kernel, cu_seqlens)

@@ -84,8 +84,9 @@ def chunk_dplr_delta_rule(
     """
     op = "chunk_dplr_delta_rule"
     no_unknown(op, unknown)
-    return run(op, q, k, v, gk, a, b, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
-               chunk_size, cp_context, lower_bound, CALLED)
+    return run(op, q, k, v=v, g=gk, a=a, b=b, scale=scale, h0=initial_state, has_ht=output_final_state,
+               cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size,
+               cp_context=cp_context, lower_bound=lower_bound, called=CALLED)
 
 
 def run(

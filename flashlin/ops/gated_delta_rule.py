@@ -87,10 +87,10 @@ def chunk_gated_delta_rule(
                          "parallelism")
     g, beta = gates("chunk_gated_delta_rule", g, beta, use_gate_in_kernel, A_log, dt_bias,
                     use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    return delta.run("chunk_gated_delta_rule", q, k, v, beta, g, scale, initial_state, output_final_state,
-                     use_qk_l2norm_in_kernel,
-                     v_first("chunk_gated_delta_rule", state_v_first, transpose_state_layout), cu_seqlens,
-                     cu_seqlens_cpu, chunk_size)
+    return delta.run("chunk_gated_delta_rule", q, k, v=v, beta=beta, g=g, scale=scale, h0=initial_state,
+                     has_ht=output_final_state, l2=use_qk_l2norm_in_kernel,
+                     state_v_first=v_first("chunk_gated_delta_rule", state_v_first, transpose_state_layout),
+                     cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size)
 
 
 chunk_gdn = chunk_gated_delta_rule

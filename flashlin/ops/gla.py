@@ -129,7 +129,9 @@ def gla(
     check_qkv(q, k, v)
     need_tensor("g", g, tuple(q.shape), "[B, T, H, K]", q.device)
     if chunked.chosen_mode(FAMILY, "gla", mode, q, v, wants_grad(q, k, v, g, initial_state)) == "chunk":
-        return chunk_gla(q, k, v, g, scale, initial_state, output_final_state, state_v_first, cu_seqlens,
-                         cu_seqlens_cpu)
-    return fused_recurrent_gla(q, k, v, g, None, scale, initial_state, output_final_state, False,
-                               state_v_first, cu_seqlens)
+        return chunk_gla(q, k, v, g=g, scale=scale, initial_state=initial_state,
+                         output_final_state=output_final_state, state_v_first=state_v_first,
+                         cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    return fused_recurrent_gla(q, k, v, gk=g, gv=None, scale=scale, initial_state=initial_state,
+                               output_final_state=output_final_state, reverse=False,
+                               state_v_first=state_v_first, cu_seqlens=cu_seqlens)

@@ -110,14 +110,15 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
     """K and V are both the number of channels."""
     B, T, D = x.x.shape
     N = B if x.bounds is None else x.bounds.shape[0] - 1
-    return Problem(how.call, "hgrn", "", B, T, 1, D, D, N, name_of(x.x.dtype), x.bounds is not None,
-                   how.needs_grad)
+    return Problem(how.call, "hgrn", "", B=B, T=T, H=1, K=D, V=D, N=N, dtype=name_of(x.x.dtype),
+                   varlen=x.bounds is not None, needs_grad=how.needs_grad)
 
 
 @constant_while_tracing
 def _route(op: str, dtype: str, device: torch.device) -> tuple[str, str]:
     """What torch.compile may know while tracing: no size, which may be symbolic."""
-    problem = planned(Problem(op, "hgrn", "", 1, 1, 1, 64, 64, 1, dtype, False, True), device).problem
+    problem = planned(Problem(op, "hgrn", "", B=1, T=1, H=1, K=64, V=64, N=1, dtype=dtype, varlen=False,
+                              needs_grad=True), device).problem
     return problem.path, problem.dot
 
 

@@ -48,8 +48,10 @@ def chunk_iplr_delta_rule(
     no_unknown(op, unknown)
     check_qkv(q, k, v)
     g = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    return dplr_delta_rule.run(op, q, k, v, g, a, b, scale, initial_state, output_final_state, cu_seqlens,
-                               cu_seqlens_cpu, chunk_size, None, None, CALLED)
+    return dplr_delta_rule.run(op, q, k, v=v, g=g, a=a, b=b, scale=scale, h0=initial_state,
+                               has_ht=output_final_state, cu_seqlens=cu_seqlens,
+                               cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size, cp_context=None,
+                               lower_bound=None, called=CALLED)
 
 
 def fused_recurrent_iplr_delta_rule(

@@ -37,8 +37,8 @@ def chunk_linear_attn(
     state is None unless asked for.
     """
     no_unknown("chunk_linear_attn", unknown)
-    return _run("chunk_linear_attn", "chunk", q, k, v, scale, initial_state, output_final_state, normalize,
-                cu_seqlens)
+    return _run("chunk_linear_attn", "chunk", q, k=k, v=v, scale=scale, initial_state=initial_state,
+                has_ht=output_final_state, normalize=normalize, cu_seqlens=cu_seqlens)
 
 
 def fused_recurrent_linear_attn(
@@ -56,8 +56,9 @@ def fused_recurrent_linear_attn(
     """Linear attention, token by token; normalize is off by default here, as in fla. Drop-in for
     ``fla.ops.linear_attn.fused_recurrent_linear_attn``."""
     no_unknown("fused_recurrent_linear_attn", unknown)
-    return _run("fused_recurrent_linear_attn", "fused_recurrent", q, k, v, scale, initial_state,
-                output_final_state, normalize, cu_seqlens, reverse)
+    return _run("fused_recurrent_linear_attn", "fused_recurrent", q, k=k, v=v, scale=scale,
+                initial_state=initial_state, has_ht=output_final_state, normalize=normalize,
+                cu_seqlens=cu_seqlens, reverse=reverse)
 
 
 def fused_chunk_linear_attn(
@@ -74,8 +75,8 @@ def fused_chunk_linear_attn(
     """Linear attention by the kernels of ``chunk_linear_attn``, which are fused already: the same arguments,
     defaults and returns. Drop-in for ``fla.ops.linear_attn.fused_chunk_linear_attn``."""
     no_unknown("fused_chunk_linear_attn", unknown)
-    return _run("fused_chunk_linear_attn", "chunk", q, k, v, scale, initial_state, output_final_state,
-                normalize, cu_seqlens)
+    return _run("fused_chunk_linear_attn", "chunk", q, k=k, v=v, scale=scale, initial_state=initial_state,
+                has_ht=output_final_state, normalize=normalize, cu_seqlens=cu_seqlens)
 
 
 def linear_attn(
@@ -90,7 +91,8 @@ def linear_attn(
     mode: str = "auto",
 ) -> tuple[Tensor, State | None]:
     """Linear attention in the mode that suits the call; see ``simple_gla`` and ``chunk_linear_attn``."""
-    return _run("linear_attn", mode, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+    return _run("linear_attn", mode, q, k=k, v=v, scale=scale, initial_state=initial_state,
+                has_ht=output_final_state, normalize=normalize, cu_seqlens=cu_seqlens)
 
 
 def _run(

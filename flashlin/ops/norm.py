@@ -282,8 +282,9 @@ def run(
                                     for t in (residual, weight, bias, gate))
     has_total = (prenorm and not returns_x) or (needs_grad and residual is not None)
     y, total = OPERATOR(plan, (x, residual, weight, bias, gate), Scalars(
-        eps, kind, opening, groups, x.dtype, None if residual is None else residual.dtype,
-        dtype_as_planned(y_dtype, dot), kernel_total if has_total else None, needs_grad, call))
+        eps, kind, opening, groups=groups, x_dtype=x.dtype,
+        residual_dtype=None if residual is None else residual.dtype, y_dtype=dtype_as_planned(y_dtype, dot),
+        total_dtype=kernel_total if has_total else None, needs_grad=needs_grad, call=call))
     y = y.to(y_dtype).reshape(given.shape)
     return (y, given if returns_x else total.to(total_dtype).reshape(given.shape)) if prenorm else y
 
@@ -340,7 +341,8 @@ def problem_of(call: str, x: Tensor, groups: int, needs_grad: bool) -> Problem:
 
 def _problem(call: str, tokens: int, groups: int, D: int, needs_grad: bool) -> Problem:
     op, dtype, options = _parsed(call)
-    return Problem(op, "norm", "", 1, tokens, groups, D, D, 1, dtype, False, needs_grad, options)
+    return Problem(op, "norm", "", B=1, T=tokens, H=groups, K=D, V=D, N=1, dtype=dtype, varlen=False,
+                   needs_grad=needs_grad, options=options)
 
 
 @lru_cache(maxsize=256)

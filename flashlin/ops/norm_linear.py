@@ -58,8 +58,9 @@ def layer_norm_linear(
     scalars.flags(is_rms_norm=is_rms_norm)
     op = "group_norm" if scalars.integer("num_groups",
                                          num_groups) > 1 else "rms_norm" if is_rms_norm else "layer_norm"
-    return _run(op, RMS if is_rms_norm else LAYER, x, residual, norm_weight, norm_bias, linear_weight,
-                linear_bias, eps, prenorm, residual_in_fp32, groups=num_groups)
+    return _run(op, RMS if is_rms_norm else LAYER, x, residual=residual, norm_weight=norm_weight,
+                norm_bias=norm_bias, linear_weight=linear_weight, linear_bias=linear_bias, eps=eps,
+                prenorm=prenorm, residual_in_fp32=residual_in_fp32, groups=num_groups)
 
 
 def rms_norm_linear(
@@ -75,8 +76,9 @@ def rms_norm_linear(
 ) -> Found:
     """``rms_norm`` and a linear layer. Drop-in for ``fla.modules.layernorm.rms_norm_linear``; arguments as
     ``layer_norm_linear``."""
-    return _run("rms_norm", RMS, x, residual, norm_weight, norm_bias, linear_weight, linear_bias, eps,
-                prenorm, residual_in_fp32)
+    return _run("rms_norm", RMS, x, residual=residual, norm_weight=norm_weight, norm_bias=norm_bias,
+                linear_weight=linear_weight, linear_bias=linear_bias, eps=eps, prenorm=prenorm,
+                residual_in_fp32=residual_in_fp32)
 
 
 def group_norm_linear(
@@ -95,8 +97,9 @@ def group_norm_linear(
     """``group_norm`` and a linear layer. Drop-in for ``fla.modules.layernorm.group_norm_linear``; arguments
     as ``layer_norm_linear``."""
     scalars.flags(is_rms_norm=is_rms_norm)
-    return _run("group_norm", RMS if is_rms_norm else LAYER, x, residual, norm_weight, norm_bias,
-                linear_weight, linear_bias, eps, prenorm, residual_in_fp32, groups=num_groups)
+    return _run("group_norm", RMS if is_rms_norm else LAYER, x, residual=residual, norm_weight=norm_weight,
+                norm_bias=norm_bias, linear_weight=linear_weight, linear_bias=linear_bias, eps=eps,
+                prenorm=prenorm, residual_in_fp32=residual_in_fp32, groups=num_groups)
 
 
 def layer_norm_swish_gate_linear(
@@ -116,8 +119,9 @@ def layer_norm_swish_gate_linear(
 
     g: of x's shape. eps is smaller than ``layer_norm_linear``'s, as in fla; the rest as there.
     """
-    return _run("layer_norm_gated", LAYER, x, residual, norm_weight, norm_bias, linear_weight, linear_bias,
-                eps, prenorm, residual_in_fp32, gate=g, activation="swish")
+    return _run("layer_norm_gated", LAYER, x, residual=residual, norm_weight=norm_weight, norm_bias=norm_bias,
+                linear_weight=linear_weight, linear_bias=linear_bias, eps=eps, prenorm=prenorm,
+                residual_in_fp32=residual_in_fp32, gate=g, activation="swish")
 
 
 def rms_norm_swish_gate_linear(
@@ -135,8 +139,9 @@ def rms_norm_swish_gate_linear(
     """``rms_norm_gated`` with swish and a linear layer. Drop-in for
     ``fla.modules.fused_norm_gate.rms_norm_swish_gate_linear``; arguments as
     ``layer_norm_swish_gate_linear``."""
-    return _run("rms_norm_gated", RMS, x, residual, norm_weight, norm_bias, linear_weight, linear_bias, eps,
-                prenorm, residual_in_fp32, gate=g, activation="swish")
+    return _run("rms_norm_gated", RMS, x, residual=residual, norm_weight=norm_weight, norm_bias=norm_bias,
+                linear_weight=linear_weight, linear_bias=linear_bias, eps=eps, prenorm=prenorm,
+                residual_in_fp32=residual_in_fp32, gate=g, activation="swish")
 
 
 def _run(

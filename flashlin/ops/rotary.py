@@ -137,8 +137,8 @@ def problem_of(x: Tensor, cos: Tensor, sin: Tensor, packed: bool, needs_grad: bo
     """The dtype is the strictest of the three."""
     (B, T, H, D), dtypes = x.shape, {x.dtype, cos.dtype, sin.dtype}
     dtype = next(dtype for dtype in STRICTEST if dtype in dtypes)
-    return Problem("rotary_embedding", "rotary", "", 1, B * T, H, D, cos.shape[1], 1, name_of(dtype), packed,
-                   needs_grad)
+    return Problem("rotary_embedding", "rotary", "", B=1, T=B * T, H=H, K=D, V=cos.shape[1], N=1,
+                   dtype=name_of(dtype), varlen=packed, needs_grad=needs_grad)
 
 
 class Tensors(NamedTuple):

@@ -145,9 +145,11 @@ def rwkv6(
     need_tensor("w", w, tuple(r.shape), "[B, T, H, K]", r.device, "r")
     if chunked.chosen_mode(FAMILY, "rwkv6", mode, r, v, wants_grad(r, k, v, w, u, initial_state),
                            ("u",)) == "chunk":
-        return chunk_rwkv6(r, k, v, w, u, scale, initial_state, output_final_state, cu_seqlens,
-                           cu_seqlens_cpu)
-    return fused_recurrent_rwkv6(r, k, v, w, u, scale, initial_state, output_final_state, False, cu_seqlens)
+        return chunk_rwkv6(r, k, v, w=w, u=u, scale=scale, initial_state=initial_state,
+                           output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+                           cu_seqlens_cpu=cu_seqlens_cpu)
+    return fused_recurrent_rwkv6(r, k, v, w=w, u=u, scale=scale, initial_state=initial_state,
+                                 output_final_state=output_final_state, reverse=False, cu_seqlens=cu_seqlens)
 
 
 def _check_bonus(r: Tensor, k: Tensor, v: Tensor, u: Tensor) -> None:

@@ -50,8 +50,10 @@ def chunk_rwkv7(
     """
     op = "chunk_rwkv7"
     no_unknown(op, unknown)
-    return dplr_delta_rule.run(op, r, k, v, w, a, b, scale, initial_state, output_final_state, cu_seqlens,
-                               cu_seqlens_cpu, chunk_size, cp_context, lower_bound, CALLED)
+    return dplr_delta_rule.run(op, r, k, v=v, g=w, a=a, b=b, scale=scale, h0=initial_state,
+                               has_ht=output_final_state, cu_seqlens=cu_seqlens,
+                               cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size, cp_context=cp_context,
+                               lower_bound=lower_bound, called=CALLED)
 
 
 def fused_recurrent_rwkv7(
@@ -155,6 +157,8 @@ def rwkv7(
     check_qkv(r, k, v, first="r")
     if chunked.chosen_mode(dplr_delta_rule.FAMILY, "rwkv7", mode, r, v,
                            wants_grad(r, w, k, v, a, b, initial_state), ("a", "b")) == "chunk":
-        return chunk_rwkv7(r, w, k, v, a, b, scale, initial_state, output_final_state, cu_seqlens,
-                           cu_seqlens_cpu)
-    return fused_recurrent_rwkv7(r, w, k, v, a, b, scale, initial_state, output_final_state, cu_seqlens)
+        return chunk_rwkv7(r, w, k, v=v, a=a, b=b, scale=scale, initial_state=initial_state,
+                           output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+                           cu_seqlens_cpu=cu_seqlens_cpu)
+    return fused_recurrent_rwkv7(r, w, k, v=v, a=a, b=b, scale=scale, initial_state=initial_state,
+                                 output_final_state=output_final_state, cu_seqlens=cu_seqlens)

@@ -145,14 +145,15 @@ def problem_of(x: Tensors, how: Scalars, fixed: bool = False) -> Problem:
     """fixed: whether B or C has no tokens, which kernels do not take."""
     b, channels, T = x.u.shape
     groups = x.B.shape[1] if x.B.ndim == 4 else 1
-    return Problem(OP, FAMILY, "", b, T, groups, x.A.shape[1], channels, b, how.dtype, False, how.needs_grad,
-                   ("fixed",) * fixed)
+    return Problem(OP, FAMILY, "", B=b, T=T, H=groups, K=x.A.shape[1], V=channels, N=b, dtype=how.dtype,
+                   varlen=False, needs_grad=how.needs_grad, options=("fixed",) * fixed)
 
 
 @constant_while_tracing
 def _route(dtype: str, N: int, fixed: bool, device: torch.device) -> tuple[str, str]:
     """What torch.compile may know while tracing: no b, D or T, which may be symbolic."""
-    problem = planned(Problem(OP, FAMILY, "", 1, 1, 1, N, 64, 1, dtype, False, True, ("fixed",) * fixed),
+    problem = planned(Problem(OP, FAMILY, "", B=1, T=1, H=1, K=N, V=64, N=1, dtype=dtype, varlen=False,
+                              needs_grad=True, options=("fixed",) * fixed),
                       device).problem
     return problem.path, problem.dot
 

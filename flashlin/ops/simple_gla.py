@@ -75,9 +75,10 @@ def chunk_simple_gla(
     checks cu_seqlens, has no limit on B * H, and an unknown keyword is an error.
     """
     no_unknown("chunk_simple_gla", unknown)
-    return run("chunk_simple_gla", "chunk", q, k, v, g, finite(g_gamma), scale, initial_state,
-               output_final_state, v_first("chunk_simple_gla", state_v_first, transpose_state_layout),
-               cu_seqlens, cu_seqlens_cpu, chunk_size=chunk_size)
+    return run("chunk_simple_gla", "chunk", q, k=k, v=v, g=g, gamma=finite(g_gamma), scale=scale,
+               h0=initial_state, has_ht=output_final_state,
+               state_v_first=v_first("chunk_simple_gla", state_v_first, transpose_state_layout),
+               cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size)
 
 
 def fused_recurrent_simple_gla(
@@ -102,10 +103,10 @@ def fused_recurrent_simple_gla(
     its first. Gradients are those of the chunked form, which is the same function.
     """
     no_unknown("fused_recurrent_simple_gla", unknown)
-    return run("fused_recurrent_simple_gla", "fused_recurrent", q, k, v, g, finite(g_gamma), scale,
-               initial_state, output_final_state,
-               v_first("fused_recurrent_simple_gla", state_v_first, transpose_state_layout), cu_seqlens,
-               reverse=reverse)
+    return run("fused_recurrent_simple_gla", "fused_recurrent", q, k=k, v=v, g=g, gamma=finite(g_gamma),
+               scale=scale, h0=initial_state, has_ht=output_final_state,
+               state_v_first=v_first("fused_recurrent_simple_gla", state_v_first, transpose_state_layout),
+               cu_seqlens=cu_seqlens, reverse=reverse)
 
 
 def fused_chunk_simple_gla(
@@ -129,8 +130,8 @@ def fused_chunk_simple_gla(
     no_unknown("fused_chunk_simple_gla", unknown)
     if g is not None and g_gamma is not None:
         raise ValueError("g_gamma: got both g and g_gamma, need one of them (chunk_simple_gla adds them up)")
-    return run("fused_chunk_simple_gla", "chunk", q, k, v, g, finite(g_gamma), scale, initial_state,
-               output_final_state, False, cu_seqlens)
+    return run("fused_chunk_simple_gla", "chunk", q, k=k, v=v, g=g, gamma=finite(g_gamma), scale=scale,
+               h0=initial_state, has_ht=output_final_state, state_v_first=False, cu_seqlens=cu_seqlens)
 
 
 def parallel_simple_gla(
@@ -160,8 +161,9 @@ def parallel_simple_gla(
     output_attentions memory grows with T, not with its square.
     """
     no_unknown("parallel_simple_gla", unknown)
-    return run_parallel("parallel_simple_gla", q, k, v, g, None, scale, output_attentions, cu_seqlens,
-                        cu_seqlens_cpu)
+    return run_parallel("parallel_simple_gla", q, k, v=v, g=g, gamma=None, scale=scale,
+                        output_attentions=output_attentions, cu_seqlens=cu_seqlens,
+                        cu_seqlens_cpu=cu_seqlens_cpu)
 
 
 def simple_gla(
@@ -183,8 +185,9 @@ def simple_gla(
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_simple_gla``.
     """
-    return run("simple_gla", mode, q, k, v, g, finite(g_gamma), scale, initial_state, output_final_state,
-               state_v_first, cu_seqlens, cu_seqlens_cpu)
+    return run("simple_gla", mode, q, k=k, v=v, g=g, gamma=finite(g_gamma), scale=scale, h0=initial_state,
+               has_ht=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+               cu_seqlens_cpu=cu_seqlens_cpu)
 
 
 def finite(g_gamma: Tensor | None) -> Tensor | None:
@@ -271,7 +274,8 @@ def run_parallel(
     if output_attentions and cu_seqlens is not None:
         raise ValueError("output_attentions: got True with cu_seqlens, need one of them: packed sequences "
                          "have no one matrix of scores")
-    o, _ = run(op, "chunk", q, k, v, g, gamma, scale, None, False, False, cu_seqlens, cu_seqlens_cpu)
+    o, _ = run(op, "chunk", q, k=k, v=v, g=g, gamma=gamma, scale=scale, h0=None, has_ht=False,
+               state_v_first=False, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
     if not output_attentions:
         return o, None
     return o, torch_path.scores(q, k, g, gamma,

@@ -85,10 +85,12 @@ def mamba_chunk_scan_combined(
     op = "mamba_chunk_scan_combined"
     scalars.flags(dt_softplus=dt_softplus, return_final_states=return_final_states,
                   return_varlen_states=return_varlen_states)
-    dt_limit = _check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_limit, chunk_size)
+    dt_limit = _check(x, dt, A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, h0=initial_states, seq_idx=seq_idx,
+                      limit=dt_limit, chunk_size=chunk_size)
     if not return_varlen_states:
-        y, final = _scan(op, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, None, dt_softplus,
-                         dt_limit, return_final_states)
+        y, final = _scan(op, x, dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, h0=initial_states,
+                         seq_idx=seq_idx, bounds=None, softplus=dt_softplus, limit=dt_limit,
+                         has_ht=return_final_states)
         return y if final is None else (y, final)
     if cu_seqlens is None:
         raise ValueError("cu_seqlens: got None with return_varlen_states, need the edges of the sequences, "
@@ -98,7 +100,8 @@ def mamba_chunk_scan_combined(
     if n == 0:
         raise ValueError("cu_seqlens: got shape [1], need the edges of at least one sequence")
     h0 = None if initial_states is None else F.pad(initial_states, (0, 0, 0, 0, 0, 0, 0, n - 1))
-    y, states = _scan(op, x, dt, A, B, C, D, z, dt_bias, h0, seq_idx, bounds, dt_softplus, dt_limit, True)
+    y, states = _scan(op, x, dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, h0=h0, seq_idx=seq_idx,
+                      bounds=bounds, softplus=dt_softplus, limit=dt_limit, has_ht=True)
     assert states is not None  # for the type checker
     of_sequences = states.to(C.dtype)
     if not return_final_states:
@@ -171,16 +174,19 @@ def mamba_split_conv1d_scan_combined(
     x, z = x.unflatten(-1, (H, P)), z.unflatten(-1, (H, P))
     B, C = B.unflatten(-1, (ngroups, N)), C.unflatten(-1, (ngroups, N))
     normed = rmsnorm_weight is not None
-    dt_limit = _check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_limit, chunk_size)
+    dt_limit = _check(x, dt, A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, h0=initial_states, seq_idx=seq_idx,
+                      limit=dt_limit, chunk_size=chunk_size)
     # A norm takes the scan's result as it is in float32: one rounding less, which gradients where a row is
     # small would see enlarged.
-    y, final = _scan(op, x, dt, A, B, C, D, None if normed else z, dt_bias, initial_states, seq_idx, None,
-                     True, dt_limit, return_final_states, rounded=not normed)
+    y, final = _scan(op, x, dt, A=A, B=B, C=C, D=D, z=None if normed else z, dt_bias=dt_bias,
+                     h0=initial_states, seq_idx=seq_idx, bounds=None, softplus=True, limit=dt_limit,
+                     has_ht=return_final_states, rounded=not normed)
     y = y.flatten(2)
     if rmsnorm_weight is not None:
         check_beside("rmsnorm_weight", rmsnorm_weight, (dim,), "[H P]", "zxbcdt", zxbcdt)
-        y = mamba_norm("rmsnorm_fn", RMS, y, rmsnorm_weight, None, z.flatten(2), rmsnorm_eps, dim // ngroups,
-                       norm_before_gate, x.dtype)
+        y = mamba_norm("rmsnorm_fn", RMS, y, weight=rmsnorm_weight, bias=None, z=z.flatten(2),
+                       eps=rmsnorm_eps, group_size=dim // ngroups, norm_before_gate=norm_before_gate,
+                       dtype=x.dtype)
     if M:
         gate, value = (half if half.dtype == torch.float64 else half.float() for half in mlp.chunk(2, -1))
         y = torch.cat([(F.silu(gate) * value).to(y.dtype), y], -1)

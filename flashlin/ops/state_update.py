@@ -86,7 +86,8 @@ def selective_state_update(
         check_integers("state_batch_indices", state_batch_indices, (b,), "[b]", x.device, "x")
     elif pool.shape[0] != b:
         raise ValueError(f"state: got {pool.shape[0]} rows, need {b}, as x (or state_batch_indices)")
-    given, how = Tensors(pool, x, dt, A, B, C, D, z, dt_bias, state_batch_indices), Scalars(dt_softplus)
+    given, how = Tensors(pool, x, dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias,
+                         indices=state_batch_indices), Scalars(dt_softplus)
     y = (_in_torch if wants_grad(x, dt, A, B, C, D, z, dt_bias) else _run)(given, how)
     return y if heads else y.squeeze(1)
 
@@ -148,13 +149,14 @@ class Scalars(NamedTuple):
 def _in_torch(given: Tensors, how: Scalars) -> Tensor:
     pool, x, dt, A, B, C, D, z, dt_bias, indices = given
     if indices is None:
-        y, after = torch_path.step(pool.clone(), x, dt, A, B, C, D, z, dt_bias, how.softplus)
+        y, after = torch_path.step(pool.clone(), x, dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias,
+                                   softplus=how.softplus)
         pool.copy_(after.detach())
         return y.to(x.dtype)
     known = (indices >= 0) & (indices < pool.shape[0])
     rows = indices.long().clamp(0, max(pool.shape[0] - 1, 0))
     before = pool[rows] if pool.shape[0] else pool.new_zeros(x.shape[0], *pool.shape[1:])
-    y, after = torch_path.step(before, x, dt, A, B, C, D, z, dt_bias, how.softplus)
+    y, after = torch_path.step(before, x, dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, softplus=how.softplus)
     put_rows(pool, rows, known, after.detach())
     return torch.where(known[:, None, None], y, 0).to(x.dtype)
 
@@ -175,8 +177,9 @@ def _run(given: Tensors, how: Scalars) -> Tensor:
     x, B, C = (rows_contiguous(t) for t in (x, B, C))
     z = None if z is None else rows_contiguous(z)
     indices = None if indices is None else indices.contiguous()
-    y: Tensor = kernels("mamba", "forward").update(plan, states, x, dt, A, B, C, D, z, dt_bias, indices,
-                                                   how.softplus, x.dtype)
+    y: Tensor = kernels("mamba", "forward").update(plan, states, x, dt=dt, A=A, B=B, C=C, D=D, z=z,
+                                                   dt_bias=dt_bias, indices=indices, softplus=how.softplus,
+                                                   dtype=x.dtype)
     if states is not given.pool:
         given.pool.copy_(states)
     return y.to(dtype)
@@ -190,13 +193,14 @@ def rows_contiguous(x: Tensor) -> Tensor:
 def problem_of(x: Tensor, A: Tensor, dtype: str) -> Problem:
     """dtype: the strictest of any tensor."""
     b, H, P = x.shape
-    return Problem(OP, STATE_UPDATE, "", b, 1, H, A.shape[2], P, b, dtype)
+    return Problem(OP, STATE_UPDATE, "", B=b, T=1, H=H, K=A.shape[2], V=P, N=b, dtype=dtype)
 
 
 @constant_while_tracing
 def _path(dtype: str, device: torch.device) -> str:
     """What torch.compile may know while tracing: no size, which may be symbolic."""
-    return planned(Problem(OP, STATE_UPDATE, "", 1, 1, 1, 1, 1, 1, dtype), device).problem.path
+    return planned(Problem(OP, STATE_UPDATE, "", B=1, T=1, H=1, K=1, V=1, N=1, dtype=dtype),
+                   device).problem.path
 
 
 _library_op = writing_operator("selective_state_update", Tensors, Scalars, "pool", _run,

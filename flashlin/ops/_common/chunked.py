@@ -122,8 +122,8 @@ def run(
     elif cu_seqlens_cpu is not None:
         raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
     if h0 is not None:
-        check_state("initial_state", h0, B if bounds is None else bounds.shape[0] - 1, HV, K, V,
-                    state_v_first, q.device, bounds is not None, first)
+        check_state("initial_state", h0, B if bounds is None else bounds.shape[0] - 1, H=HV, K=K, V=V,
+                    v_first=state_v_first, device=q.device, packed=bounds is not None, first=first)
     scale = K ** -0.5 if scale is None else scalars.number("scale", scale)
     out_dtype = out_dtype or v.dtype
     given = [x.detach() if argument.constant and x is not None else x for argument,
@@ -200,8 +200,8 @@ def chosen_mode(family: Family, op: str, mode: str, q: Tensor, v: Tensor, needs_
     if torch.compiler.is_compiling():
         return "chunk"
     B, T, HV, V = v.shape
-    asked = Problem(op, family.name, "auto", B, T, HV, q.shape[3], V, B, name_of(q.dtype), False, needs_grad,
-                    options)
+    asked = Problem(op, family.name, "auto", B=B, T=T, H=HV, K=q.shape[3], V=V, N=B, dtype=name_of(q.dtype),
+                    varlen=False, needs_grad=needs_grad, options=options)
     chosen = planned(asked, q.device).problem.mode
     return (chosen if chosen != "auto" else "fused_recurrent" if T <= FEW_TOKENS and not needs_grad
             else "chunk")
@@ -218,15 +218,16 @@ def problem_of(family: Family, op: str, tensors: list[Tensor | None] | tuple[Ten
     options = [name for at, name in family.options if tensors[at] is not None]
     options = sorted([*options, *["gva"] * (HV != H), *["v_first"] * v_first])
     N = B if bounds is None else bounds.shape[0] - 1
-    return Problem(op, family.name, mode, B, T, HV, K, V, N, name_of(q.dtype), bounds is not None, needs_grad,
-                   tuple(options))
+    return Problem(op, family.name, mode, B=B, T=T, H=HV, K=K, V=V, N=N, dtype=name_of(q.dtype),
+                   varlen=bounds is not None, needs_grad=needs_grad, options=tuple(options))
 
 
 @constant_while_tracing
 def _route(op: str, family: str, mode: str, dtype: str, K: int, V: int, v_first: bool,
            device: torch.device) -> tuple[str, str]:
     """What torch.compile may know while tracing: no B, T or H, so that none is ever specialised."""
-    problem = planned(Problem(op, family, mode, 1, 1, 1, K, V, 1, dtype, False, True, ("v_first",) * v_first),
+    problem = planned(Problem(op, family, mode, B=1, T=1, H=1, K=K, V=V, N=1, dtype=dtype, varlen=False,
+                              needs_grad=True, options=("v_first",) * v_first),
                       device).problem
     return problem.path, problem.dot
 

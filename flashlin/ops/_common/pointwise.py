@@ -65,7 +65,8 @@ def problem_of(op: str, family: str, rows: int, H: int, K: int, dtype: torch.dty
                tensors: tuple[Tensor | None, ...], needs_grad: bool) -> Problem:
     """The dtype is the strictest of any tensor, output included."""
     dtypes = frozenset([dtype, *(x.dtype for x in tensors if x is not None)])
-    return Problem(op, family, "", 1, rows, H, K, K, 1, _strictest(dtypes), False, needs_grad)
+    return Problem(op, family, "", B=1, T=rows, H=H, K=K, V=K, N=1, dtype=_strictest(dtypes), varlen=False,
+                   needs_grad=needs_grad)
 
 
 @lru_cache(maxsize=64)

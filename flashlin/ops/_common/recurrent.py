@@ -131,8 +131,8 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
         check_pool("initial_state", x.h0, x.sequences, HV, K, V, "v_first" in flags, x.q.device,
                    "inplace_state")
     elif x.h0 is not None:
-        check_state("initial_state", x.h0, x.sequences, HV, K, V, "v_first" in flags, x.q.device,
-                    x.bounds is not None, first)
+        check_state("initial_state", x.h0, x.sequences, H=HV, K=K, V=V, v_first="v_first" in flags,
+                    device=x.q.device, packed=x.bounds is not None, first=first)
     return x
 
 
@@ -142,8 +142,9 @@ def problem_of(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> 
     HV, V = x.v.shape[2:]
     given = [name for name in ("beta", "g", "gamma", "gk", "gv", "bonus", "a", "b", "A_log")
              if getattr(x, name) is not None]
-    return Problem(op, "recurrent", "fused_recurrent", B, T, HV, K, V, x.sequences, name_of(x.q.dtype),
-                   x.bounds is not None, needs_grad, tuple(sorted([*flags, *given])))
+    return Problem(op, "recurrent", "fused_recurrent", B=B, T=T, H=HV, K=K, V=V, N=x.sequences,
+                   dtype=name_of(x.q.dtype), varlen=x.bounds is not None, needs_grad=needs_grad,
+                   options=tuple(sorted([*flags, *given])))
 
 
 def _way(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> tuple[str, str, Plan | None]:
@@ -161,7 +162,8 @@ def _way(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> tuple[
 @constant_while_tracing
 def _static_way(op: str, dtype: str, K: int, V: int, device: torch.device) -> tuple[str, str]:
     """What torch.compile may know while tracing: no B, T or H, so that none is ever specialised."""
-    problem = planned(Problem(op, "recurrent", "fused_recurrent", 1, 1, 1, K, V, 1, dtype, False, True),
+    problem = planned(Problem(op, "recurrent", "fused_recurrent", B=1, T=1, H=1, K=K, V=V, N=1, dtype=dtype,
+                              varlen=False, needs_grad=True),
                       device).problem
     return problem.path, problem.dot
 
