@@ -44,8 +44,8 @@ def inputs(B: int, T: int, H: int, D: int, arguments: str, dtype: torch.dtype) -
     """The tensors of an op, by name: ``name`` or ``name:role``, as in OPS. Keys of the delta rules have
     length 1, or the state would grow. Mamba's scan has H channels of D states."""
     torch.manual_seed(0)
-    roles = {name: role or name for name, _,
-             role in (argument.partition(":") for argument in arguments.split())}
+    roles = {name: role or name
+             for name, _, role in (argument.partition(":") for argument in arguments.split())}
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda")

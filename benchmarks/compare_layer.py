@@ -100,8 +100,8 @@ def main() -> None:
         row: dict[str, Any] = {"op": op, "work": (arguments.__doc__ or "").strip()}
         for who, where in (("flashlin", flashlin), ("fla", importlib.import_module(home))):
             try:
-                row[who] = {name: round(ms, 4) for name,
-                            ms in timed(getattr(where, op), given, gradients).items()}
+                row[who] = {name: round(ms, 4)
+                            for name, ms in timed(getattr(where, op), given, gradients).items()}
             except Exception as error:  # one side's failure is the row's result
                 row[who] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
         for name in row["flashlin"]:

@@ -40,8 +40,8 @@ def main() -> None:
     parser.add_argument("--only-compile", action="store_true")
     options = parser.parse_args()
     B, T, H, D = (int(size) for size in options.shape.split(","))
-    changes = {kernel: values.split(",") for kernel, _,
-               values in (change.partition("=") for change in options.set)}
+    changes = {kernel: values.split(",")
+               for kernel, _, values in (change.partition("=") for change in options.set)}
     tile = [int(size) for size in options.tile.split(",")] if options.tile else []
     if tile:
         for recipe in (dplr, gla, delta):
@@ -56,8 +56,9 @@ def main() -> None:
         if launch.kernel in changes:
             num_warps, num_stages, *registers = (int(value)
                                                  for value in changes[launch.kernel] if "=" not in value)
-            blocks = {name: int(size) for name,
-                      size in (value.split("=") for value in changes[launch.kernel] if "=" in value)}
+            blocks = {name: int(size)
+                      for name, size in (value.split("=")
+                                         for value in changes[launch.kernel] if "=" in value)}
             launch = launch._replace(num_warps=num_warps, num_stages=num_stages,
                                      tile=tuple({**dict(launch.tile), **blocks}.items()))
             options = {"maxnreg": registers[0]} if registers else {}

@@ -94,8 +94,8 @@ def worker(options: argparse.Namespace) -> None:
             if not options.compile:
                 once = [x.clone() for x in wanted]
                 start()
-                error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a,
-                            b in zip(once, truth, strict=True))
+                error = max(((a.float() - b.float()).norm() / b.float().norm()).item()
+                            for a, b in zip(once, truth, strict=True))
                 same = all(torch.equal(a, b) for a, b in zip(once, wanted, strict=True))
                 row |= {"ms": do_bench(start, warmup=5, rep=30, return_mode="median"), "error": error,
                         "bitwise": same}

@@ -74,5 +74,5 @@ def _remedy(found: Reason, problem: Problem, target: Target, policy: Policy) -> 
 
 def inexact_steps(the_plan: Plan) -> tuple[tuple[Reason, str], ...]:
     """The steps a user should hear about once: forced, and not the same kernels on the same operands."""
-    return tuple((reason, name) for reason,
-                 name in the_plan.steps if reason.forced and not VARIANTS[name].exact)
+    return tuple((reason, name)
+                 for reason, name in the_plan.steps if reason.forced and not VARIANTS[name].exact)

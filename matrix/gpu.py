@@ -163,8 +163,8 @@ def merged(before: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
 
 def brief(row: dict[str, Any]) -> dict[str, Any]:
     """A row as a record keeps it: errors to two digits. What is right is bitwise right."""
-    return {name: float(f"{value:.1e}") if isinstance(value, float) else value for name,
-            value in row.items() if name != "bitwise" or not row["ok"]}
+    return {name: float(f"{value:.1e}") if isinstance(value, float) else value
+            for name, value in row.items() if name != "bitwise" or not row["ok"]}
 
 
 def main() -> int:

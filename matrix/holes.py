@@ -233,8 +233,8 @@ def beyond_31_bits_packed(side: str) -> str:
     o1, _ = op(side, "chunk_simple_gla")(*alone)
     o1.backward(do[:, tail])
     pairs = [("o", o[:, tail], o1),
-             *((f"d{n}", x.grad[:, tail], y.grad) for n, x,
-               y in zip("qkvg", (q, k, v, g), alone, strict=True))]
+             *((f"d{n}", x.grad[:, tail], y.grad)
+               for n, x, y in zip("qkvg", (q, k, v, g), alone, strict=True))]
     wrong = [name for name, a, b in pairs if not torch.equal(a, b)]
     return "right" if not wrong else f"wrong: {', '.join(wrong)} differ from the sequence computed alone"
 
@@ -279,8 +279,8 @@ def huge_delta(side: str) -> str:
                                                                                                "chunk_gated_delta_rule")(*part)
     alone.sum().backward()
     ours: list[Any] = [q, k, v]
-    grads = [(name, x.grad[10900:], y.grad) for name, x,
-             y in zip(("dq", "dk", "dv"), ours, part, strict=False)]
+    grads = [(name, x.grad[10900:], y.grad)
+             for name, x, y in zip(("dq", "dk", "dv"), ours, part, strict=False)]
     return judged([("o", o[10900:], alone), *grads])
 
 
@@ -299,8 +299,8 @@ def shielded(side: str) -> str:
     part = [x.detach()[10900:].requires_grad_() for x in (q, k, v)]
     alone = raw(*part)[0]
     alone.sum().backward()
-    grads = [(name, x.grad[10900:], y.grad) for name, x,
-             y in zip(("dq", "dk", "dv"), (q, k, v), part, strict=True)]
+    grads = [(name, x.grad[10900:], y.grad)
+             for name, x, y in zip(("dq", "dk", "dv"), (q, k, v), part, strict=True)]
     return judged([("o", o[10900:], alone), *grads])
 
 

@@ -34,8 +34,8 @@ def table(folder: Path) -> list[str]:
 
 def _of_record(record: dict[str, Any]) -> list[str]:
     aspects: dict[str, str] = record["aspects"]
-    packages = ", ".join(f"{name} {facts['version']} (asks for Triton {facts['triton']})" for name,
-                         facts in record["packages"].items())
+    packages = ", ".join(f"{name} {facts['version']} (asks for Triton {facts['triton']})"
+                         for name, facts in record["packages"].items())
     lines = ["", "## Beside fla and mamba_ssm", "",
              f"Tried on an {record['device']} under Triton {record['triton']}, {record['date']}, by "
              f"`matrix/peers.py`: {packages}; flashlin has "
@@ -54,8 +54,8 @@ def _of_record(record: dict[str, Any]) -> list[str]:
         for aspect in aspects:
             pair = [_mark(row[aspect]) for row in (theirs, ours)]
             cells.append(pair[0] if pair[0] == pair[1] else " / ".join(pair))
-            reasons += [f"| `{op}` | {who} | {aspect} | {_escaped(row[aspect])} |" for who,
-                        row in ((side, theirs), ("flashlin", ours))
+            reasons += [f"| `{op}` | {who} | {aspect} | {_escaped(row[aspect])} |"
+                        for who, row in ((side, theirs), ("flashlin", ours))
                         if row[aspect] not in MARKS]
         lines.append(f"| `{op}` | {side} | " + " | ".join(cells) + " |")
     return [*lines, "", "What is behind everything else than *yes*:", "", "| op | in | asked | answer |",

@@ -164,8 +164,8 @@ def _line(launch: str, tried: Tried) -> dict[str, Any]:
     verdicts = {" ".join(cards): tried.cards[cards[0]] for cards in alike.values()}
     line = {"config": tried.config, "id": launch.rpartition("-")[2],
             "ok": {cards: one.shared for cards, one in verdicts.items() if one.status == "ok"},
-            "failed": {cards: one.model_dump(exclude_defaults=True) for cards,
-                       one in verdicts.items() if one.status != "ok"}}
+            "failed": {cards: one.model_dump(exclude_defaults=True)
+                       for cards, one in verdicts.items() if one.status != "ok"}}
     return {name: value for name, value in line.items() if value}
 
 
@@ -192,5 +192,5 @@ def one_a_line(fields: dict[str, Any]) -> str:
             return json.dumps(value)
         opened, closed = "{}" if isinstance(value, dict) else "[]"
         return f"{opened}\n " + ",\n ".join(entries) + f"\n{closed}" if entries else opened + closed
-    return "{\n" + ",\n".join(f"{json.dumps(name)}: {block(value)}" for name,
-                              value in fields.items()) + "\n}\n"
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {block(value)}"
+                              for name, value in fields.items()) + "\n}\n"

@@ -150,12 +150,13 @@ def compile_all(result: CellResult, planned: Planned, cards: Sequence[Card], fol
     first = list({card: (launch, card) for launch, card in reversed(waiting)}.values())
     try:
         for ahead, batch in ((True, first), (False, waiting)):
-            todo = [(launch, card) for launch,
-                    card in batch if ahead or ((launch, card) not in first and card not in untried)]
+            todo = [(launch, card)
+                    for launch, card in batch if ahead
+                    or ((launch, card) not in first and card not in untried)]
             if not todo:
                 continue
-            for number, found in compiling([Job(names[card].arch, planned.launches[launch]) for launch,
-                                            card in todo],
+            for number, found in compiling([Job(names[card].arch, planned.launches[launch])
+                                            for launch, card in todo],
                                            triton_environment(result.cell.triton), at_once=jobs,
                                            timeout=timeout):
                 launch, card = todo[number]
@@ -209,8 +210,9 @@ def imports(cell: Cell) -> Verdict:
     else:
         told = json.loads(ran.stdout.splitlines()[-1])
         wrong, detail = list(told["wrong"]), f"{told['modules']} modules"
-        wrong += [f"{name} {got} was imported" for name, got,
-                  need in (("Triton", told["triton"], cell.triton), ("torch", told["torch"], cell.torch))
+        wrong += [f"{name} {got} was imported"
+                  for name, got, need in (("Triton", told["triton"], cell.triton),
+                                          ("torch", told["torch"], cell.torch))
                   if need and got != need]
     return Verdict(layer="import", name="import", ok=not wrong, detail="; ".join(wrong) or detail)
 

@@ -111,8 +111,9 @@ def _square(op: str, card: str, found: Found, outcomes: list[Outcome], record: s
     tried = [verdict for launch in kernels if (verdict := found.verdict(launch, card))]
     if record and status == "compiled":
         status = "ran"
-    why = dict.fromkeys(reason for (its, reasons),
-                        _ in judged if its == status or status != "FAILED" for reason in reasons)
+    why = dict.fromkeys(reason
+                        for (its, reasons), _ in judged if its == status or status != "FAILED"
+                        for reason in reasons)
     evidence = (f"{sum(one.status == 'ok' for one in tried)} of {len(kernels)} kernels compiled" if tried
                 else "")
     if len(tried) == len(kernels):  # else a kernel or a plan has changed since: what is new was run by nobody

@@ -28,8 +28,8 @@ def failures(matrix: Matrix, found: Found) -> list[str]:
     broken = [one for one in squares([found], {}) if one.status == "FAILED" and one.card in gates]
     return [*(f"{one.op} {one.card} triton {one.triton}: {reason}" for one in broken for reason in one.why),
             *(f"{one.layer}: {one.name}: {one.detail}" for one in found.result.verdicts if not one.ok),
-            *(f"{card} triton {found.result.cell.triton}: {why}" for card,
-              why in found.untried.items() if card in gates)]
+            *(f"{card} triton {found.result.cell.triton}: {why}"
+              for card, why in found.untried.items() if card in gates)]
 
 
 def write(matrix: Matrix, every: list[Found], results: Path, table: Path, html: Path,
@@ -39,8 +39,9 @@ def write(matrix: Matrix, every: list[Found], results: Path, table: Path, html: 
     squared = squares(every, gpu_records(results))
     texts = {table: support_table(matrix, every, squared, results), PROVEN: launch_table(every, results)}
     if check:
-        old = [path.name for path,
-               text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+        old = [path.name
+               for path, text in texts.items() if not path.exists()
+               or path.read_text(encoding="utf-8") != text]
         print(f"stale: {', '.join(old)}; run python -m matrix report" if old else "current")
         return 1 if old else 0
     html.parent.mkdir(parents=True, exist_ok=True)
@@ -89,8 +90,8 @@ def _said(text: str) -> dict[tuple[str, str, str], str]:
 def _facts(table: Table, planned: set[tuple[str, str]]) -> set[tuple[str, str, str, str]]:
     """(configuration, release, level, card); what compiles only where it is planned, since only there it is
     known of all uses."""
-    return {(config, triton, level, card) for config, releases in table.items() for triton,
-            levels in releases.items()
+    return {(config, triton, level, card) for config, releases in table.items()
+            for triton, levels in releases.items()
             for level, cards in levels.items()
             for card in cards if level != "compiled" or (triton, card) in planned}
 
@@ -122,8 +123,8 @@ def launch_table(every: Iterable[Found], folder: Path) -> str:
         for config, source in record.get("configs", {}).items():
             if is_current(source, config.partition(" ")[0]):
                 enter(config, record["triton"], "ran", "sm{}{}".format(*record["capability"]))
-    lines = [f" {json.dumps(config)}: {json.dumps(releases, sort_keys=True)}" for config,
-             releases in sorted(table.items())]
+    lines = [f" {json.dumps(config)}: {json.dumps(releases, sort_keys=True)}"
+             for config, releases in sorted(table.items())]
     return "{\n" + ",\n".join(lines) + "\n}\n"  # a line each, so that a change is a change of lines
 
 
@@ -145,8 +146,8 @@ def support_table(matrix: Matrix, every: list[Found], squared: list[Square], fol
     lines += ["", "## Why", "", "Reasons behind everything that is not compiled or ran, most frequent first."]
     reasons = Counter((_reason(why), one.status) for one in squared for why in one.why)
     lines += ["", "| reason | status | calls |", "|---|---|---|"]
-    lines += [f"| {_cell(reason)} | {MARKS[status]} | {count} |" for (reason, status),
-              count in reasons.most_common()]
+    lines += [f"| {_cell(reason)} | {MARKS[status]} | {count} |"
+              for (reason, status), count in reasons.most_common()]
     lines += ["", "## The runs", "",
               "| cell | kind | date | kernels x cards compiled | failed | refused, so planned otherwise | "
               "interpreter, or "
@@ -162,8 +163,8 @@ def _ran(found: Found) -> list[str]:
     right = f"{sum(one.ok for one in verdicts)} of {len(verdicts)} right" if verdicts else "not run"
     tried = [place for place in planned if found.verdict(*place)]
     failed = sum(bool(found.why(*place)) for place in tried)
-    refused = sum(verdict.refused for launch, one in result.launches.items() for card,
-                  verdict in one.cards.items()
+    refused = sum(verdict.refused for launch, one in result.launches.items()
+                  for card, verdict in one.cards.items()
                   if (launch, card) not in planned and card.startswith("sm"))
     seconds = ", ".join(f"{layer} {took:.0f}" for layer, took in sorted(result.layers.items()))
     compiled = f"{len(tried)} of {len(planned)}"

@@ -57,8 +57,8 @@ def seen(call: Call, target: Target) -> Seen:
 
     def noting(*args: Any) -> Plan:
         plans.append(original(*args))
-        if plans[-1].asked.op == call.op and any(reason.code in WITHOUT_KERNELS for reason,
-                                                 _ in plans[-1].steps):
+        if plans[-1].asked.op == call.op and any(reason.code in WITHOUT_KERNELS
+                                                 for reason, _ in plans[-1].steps):
             raise _NoKernels
         return plans[-1]
     with recording(target) as launches, warnings.catch_warnings():

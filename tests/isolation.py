@@ -132,8 +132,9 @@ def leaks(call: Call, briefly: bool = False) -> Iterator[str]:
         return {name: changed(x, call.place(layouts[name], where),
                               value if not isinstance(value, dict) else value[name]) if name in names else x
                 for name, x in inputs.items()}
-    outputs_free = [kept(x, y) for x,
-                    y in zip(outputs, call.run(with_(tokens, "part", others), cotangents)[0], strict=True)]
+    outputs_free = [kept(x, y)
+                    for x, y in zip(outputs, call.run(with_(tokens, "part", others), cotangents)[0],
+                                    strict=True)]
     far_outputs, far_grads = call.run(with_(tokens + states, "all", others), cotangents)
     states_free = [kept(x, y) for x, y in zip(outputs, far_outputs, strict=True)]
     grads_free = {name: kept(grads[name], x) for name, x in far_grads.items()}
@@ -146,22 +147,22 @@ def leaks(call: Call, briefly: bool = False) -> Iterator[str]:
     for value, names in [(torch.nan, tokens)] if briefly else [*one_by_one, (torch.inf, tokens)]:
         found, found_grads = call.run(with_(names, "token", value), cotangents)
         free = states_free if names[0] in states else outputs_free
-        yield from (f"{value} in {', '.join(names)} reaches output {n}" for n,
-                    (x, y, where) in enumerate(zip(outputs, found, free, strict=True))
+        yield from (f"{value} in {', '.join(names)} reaches output {n}"
+                    for n, (x, y, where) in enumerate(zip(outputs, found, free, strict=True))
                     if not x[where].equal(y[where]))
         yield from (f"{value} in {', '.join(names)} reaches d{name}" for name, where in grads_free.items()
                     if not grads[name][where].equal(found_grads[name][where]))
     if grads:
         for n, letters in enumerate(out_layouts):
-            other = [changed(dx, call.place(letters, "part"), call.cotangents(1)[n]) if i == n else dx for i,
-                     dx in enumerate(cotangents)]
+            other = [changed(dx, call.place(letters, "part"), call.cotangents(1)[n]) if i == n else dx
+                     for i, dx in enumerate(cotangents)]
             after = call.run(inputs, other)[1]
             for value in (torch.nan,) if briefly else (torch.nan, torch.inf):
-                broken = [changed(dx, call.place(letters, "token"), value) if i == n else dx for i,
-                          dx in enumerate(cotangents)]
+                broken = [changed(dx, call.place(letters, "token"), value) if i == n else dx
+                          for i, dx in enumerate(cotangents)]
                 found_grads = call.run(inputs, broken)[1]
-                yield from (f"{value} in the gradient of output {n} reaches d{name}" for name,
-                            dx in grads.items()
+                yield from (f"{value} in the gradient of output {n} reaches d{name}"
+                            for name, dx in grads.items()
                             if not dx[where := kept(dx, after[name])].equal(found_grads[name][where]))
 
 

@@ -331,8 +331,8 @@ def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatc
         asked[before:] = [next(problem
                                for problem in asked[before:] if problem.op == op
                                and problem.family == OPS[op][0])]
-    assert [(problem.op, problem.family, problem.mode) for problem in asked] == [(op, *of) for op,
-                                                                                 of in OPS.items()]
+    assert [(problem.op, problem.family, problem.mode) for problem in asked] == [(op, *of)
+                                                                                 for op, of in OPS.items()]
 
 
 def test_a_machine_of_different_cards_has_a_line_for_each_only_where_they_differ(

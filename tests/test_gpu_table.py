@@ -68,8 +68,8 @@ def test_what_a_record_knows_to_be_right_is_not_run_again(monkeypatch: pytest.Mo
     record = {"rows": [row("random", True), row("wide", True), row("narrow", False)],
               "configs": would["random"] | would["wide"] | would["narrow"]}
     assert sorted(ran({})) == ["narrow", "random", "wide"] and ran(record) == ["narrow"]
-    stale = {config: source if "gla_grads" not in config else "elsewhere" for config,
-             source in record["configs"].items()}
+    stale = {config: source if "gla_grads" not in config else "elsewhere"
+             for config, source in record["configs"].items()}
     assert sorted(ran({**record, "configs": stale})) == ["narrow", "random", "wide"]
 
 

@@ -266,8 +266,8 @@ def run(*pieces: str, first_on_path: Path | None = None) -> str:
     """What a fresh interpreter prints while it runs the pieces, one after the other; the test fails if it
     does."""
     path = os.pathsep.join([*([str(first_on_path)] if first_on_path else []), str(ROOT)])
-    environment = {name: value for name,
-                   value in os.environ.items()
+    environment = {name: value
+                   for name, value in os.environ.items()
                    if not name.startswith(("FLASHLIN_", "TRITON_"))} | {"PYTHONPATH": path}
     script = "\n".join(textwrap.dedent(piece) for piece in pieces)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300,

@@ -49,8 +49,8 @@ def test_what_failed_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch, fresh
     monkeypatch.setattr(proven, "table", lambda: bad)
     fresh()
     plan = plan_on("triton=3.6.0,sm=90")
-    assert [reason.code for reason,
-            _ in plan.steps] == ["launch-table"] and first.config not in {launch.config
+    assert [reason.code
+            for reason, _ in plan.steps] == ["launch-table"] and first.config not in {launch.config
                                                                           for launch in plan.launches}
     assert first.config in plan.steps[0][0].got
     assert first.config in {launch.config

@@ -91,8 +91,8 @@ def support_table() -> str:
                  "a GPU with Triton missing, broken or older than 3.0": "triton=2.3.1,sm=90",
                  "a CPU": "triton=3.7.1,backend=cpu"}
     return "\n".join([*lines, "",
-                      "; ".join(f"{name}: {cell(parse(target))}" for name,
-                                target in elsewhere.items()) + "."])
+                      "; ".join(f"{name}: {cell(parse(target))}"
+                                for name, target in elsewhere.items()) + "."])
 
 
 def error_example() -> str:

@@ -286,8 +286,8 @@ def check_folders(machine: Machine) -> Iterator[Check]:
 
 def check_tried(machine: Machine) -> Iterator[Check]:
     """What was found out about kernels on this machine, and when."""
-    for where, target in {target: (where, target) for where,
-                          target in machine.targets.items() if target.backend == "cuda"}.values():
+    for where, target in {target: (where, target)
+                          for where, target in machine.targets.items() if target.backend == "cuda"}.values():
         here = verdicts.local(target)
         ran = sorted(one.date for one in here.kernels.values() if one.word == "ran")
         yield Check(name="tried here", status="ok",

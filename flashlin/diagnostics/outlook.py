@@ -98,8 +98,8 @@ def way(plan: Plan) -> str:
         return "cannot run" if plan.refused else plan.path
     taken = {remedy for _, remedy in plan.steps}
     return " ".join(["triton",
-                     *(variant.note.format(plan.problem) for name,
-                       variant in VARIANTS.items() if name in taken and variant.note)])
+                     *(variant.note.format(plan.problem)
+                       for name, variant in VARIANTS.items() if name in taken and variant.note)])
 
 
 def ways(planned: Planned) -> str:
@@ -145,8 +145,8 @@ def evidence(plans: Iterable[Plan]) -> str:
     told = [words.get(level, level) for level in levels]
     if len(levels) == 1:
         return told[0]
-    return ", ".join(f"{one} ({known.count(level)} of {len(known)} calls)" for one,
-                     level in zip(told, levels, strict=True))
+    return ", ".join(f"{one} ({known.count(level)} of {len(known)} calls)"
+                     for one, level in zip(told, levels, strict=True))
 
 
 def issue_row(issue: KnownIssue, where: str, plans: list[Plan]) -> Issue:
@@ -176,8 +176,8 @@ def unreleased(where: str, target: Target) -> list[Check]:
 def upgrade(where: str, target: Target, planned: dict[str, Planned], policy: Policy) -> list[Check]:
     """The newer Triton with the fewest ways around: of several such the one made for this torch, else the
     oldest."""
-    here = {op: burden(found) for op,
-            found in planned.items() if any(judged(plan) != "ok" for plan in found.values())}
+    here = {op: burden(found)
+            for op, found in planned.items() if any(judged(plan) != "ok" for plan in found.values())}
     if target.backend != "cuda" or not here:
         return []
     best, left = "", here
@@ -210,6 +210,6 @@ def burden(planned: Planned) -> int:
     def of(plan: Plan) -> int:
         met = [2 for issue in issues_here(plan.target) if not issue.remedies and meets(issue, plan)]
         return 4 if plan.refused else max([*met,
-                                           *(VARIANTS[remedy].burden for reason,
-                                             remedy in plan.steps if reason.forced)], default=0)
+                                           *(VARIANTS[remedy].burden
+                                             for reason, remedy in plan.steps if reason.forced)], default=0)
     return sum(map(of, planned.values()))

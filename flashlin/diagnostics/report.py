@@ -116,9 +116,10 @@ class Report(Facts):
     @model_validator(mode="before")
     @classmethod
     def _computed_anew(cls, values: Any) -> Any:
-        return {name: value for name,
-                value in values.items() if name not in ("ok", "status", "verdict")} if isinstance(values,
-                                                                                                  dict) else values
+        return {name: value
+                for name, value in values.items()
+                if name not in ("ok", "status", "verdict")} if isinstance(values,
+                                                                dict) else values
 
     @computed_field  # type: ignore[prop-decorator]
     @property

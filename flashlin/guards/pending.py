@@ -149,8 +149,8 @@ def _install(device: torch.device, table: Tensor) -> None:
 def _slots(device: torch.device) -> list[Slot]:
     pairs = torch.empty(SLOTS, 2, dtype=torch.int64, device=device)
     hosts = torch.empty(SLOTS, 2, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())
-    return [Slot(pair, host, torch.cuda.Event()) for pair,
-            host in zip(pairs.unbind(), hosts.unbind(), strict=True)]
+    return [Slot(pair, host, torch.cuda.Event())
+            for pair, host in zip(pairs.unbind(), hosts.unbind(), strict=True)]
 
 
 def apart(make: Callable[[], None]) -> None:

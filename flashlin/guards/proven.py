@@ -57,8 +57,9 @@ def _shipped(config: str, triton: str, card: str) -> Trust:
     if not triton or is_unreleased(triton):
         return "unknown"
     own = known.get(triton)
-    tried = [own] if own else [one for version,
-                               one in known.items() if release(version)[:2] == release(triton)[:2]]
+    tried = [own] if own else [one
+                               for version, one in known.items()
+                               if release(version)[:2] == release(triton)[:2]]
     levels = [level for one in tried for level in TRUST if card in one.get(level, ())]
     return "failed" if "failed" in levels else min(levels, key=TRUST.index, default="unknown")
 

@@ -62,8 +62,8 @@ def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, 
 def _check_shape(name: str, x: torch.Tensor, shape: tuple[int | None, ...], meaning: str) -> None:
     if x.shape == shape:
         return
-    if x.ndim != len(shape) or any(want is not None and want != got for want,
-                                   got in zip(shape, x.shape, strict=False)):
+    if x.ndim != len(shape) or any(want is not None and want != got
+                                   for want, got in zip(shape, x.shape, strict=False)):
         sizes = shown("any" if size is None else size for size in shape)
         raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning} = {sizes}")
 

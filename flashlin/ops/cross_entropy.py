@@ -445,8 +445,8 @@ def _backward_linear(plan: Plan | None, x: LinearTensors, y: LinearOutputs, grad
     if dloss is None:
         return dict.fromkeys(wanted)
     factors = {"x": (y.dx, dloss * y.share), "weight": (y.dweight, dloss), "bias": (y.dbias, dloss)}
-    return {name: None if grad is None else _times(grad, factor, torch.empty_like(grad)) for name,
-            (grad, factor) in factors.items()}
+    return {name: None if grad is None else _times(grad, factor, torch.empty_like(grad))
+            for name, (grad, factor) in factors.items()}
 
 
 LINEAR = Operator(

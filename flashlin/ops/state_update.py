@@ -73,8 +73,8 @@ def selective_state_update(
         ("A", A, (H, P, N), "[H, P, N]", 0), ("B", B, (b, None, N), "[b, G, N]", 1),
         ("C", C, (b, None, N), "[b, G, N]", 1))]
     x, dt, A, B, C = tensors
-    D, z, dt_bias = (None if given is None else _with_heads(name, given, shape, meaning, at, x) for name,
-                     given, shape, meaning, at in (
+    D, z, dt_bias = (None if given is None else _with_heads(name, given, shape, meaning, at, x)
+                     for name, given, shape, meaning, at in (
 ("D", D, (H, P), "[H, P]", 0), ("z", z, (b, H, P), "[b, H, P]", 1),
 ("dt_bias", dt_bias, (H, P), "[H, P]", 0)))
     if H % max(B.shape[1], 1) or (H and not B.shape[1]):

@@ -65,8 +65,8 @@ class ShieldedFunction:
         while True:
             counts = [min(part, whole - begin) for begin in range(0, whole, part)]
             try:
-                found = [self._guarded(*self._cut(bound, sizes, number * part, count)) for number,
-                         count in enumerate(counts)]
+                found = [self._guarded(*self._cut(bound, sizes, number * part, count))
+                         for number, count in enumerate(counts)]
             # planned, and nothing of that launch started: half as many may do
             except UnsupportedError as error:
                 if part < 2 or not any("chunk_batch" in reason.remedies for reason in error.plan.refused):

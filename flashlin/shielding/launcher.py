@@ -105,10 +105,12 @@ class Launcher:
         self.arg_names: list[str] = list(kernel.arg_names)
         self._start = start or kernel.run
         parameters = inspect.signature(kernel.fn).parameters
-        self._defaults = {name: parameter.default for name,
-                          parameter in parameters.items() if parameter.default is not parameter.empty}
-        self._constants = [name for name,
-                           parameter in parameters.items() if "constexpr" in str(parameter.annotation)]
+        self._defaults = {name: parameter.default
+                          for name, parameter in parameters.items()
+                          if parameter.default is not parameter.empty}
+        self._constants = [name
+                           for name, parameter in parameters.items()
+                           if "constexpr" in str(parameter.annotation)]
         self._kept = (*self._constants, *OPTIONS)
         self._kept_at = [at for at, name in enumerate(self.arg_names) if name in self._constants]
         self._decided: dict[Any, Decision] = {}
@@ -176,8 +178,8 @@ class Launcher:
             named = {**named, "num_warps": decision.warps}
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
         if decision.fp32:
-            copies = fp32_copies({name: value for name,
-                                  value in named.items() if isinstance(value, torch.Tensor)})
+            copies = fp32_copies({name: value
+                                  for name, value in named.items() if isinstance(value, torch.Tensor)})
             written = [(named[name], copies[name]) for name in self.declared.outputs if name in copies]
             named = {**named, **copies}
         result = None
@@ -198,8 +200,8 @@ class Launcher:
         for begin in range(0, whole, size):
             count = min(size, whole - begin)
             views: dict[str, Any] = {
-                name: part_of(named[name], dimension, whole, begin, count) for name,
-                dimension in self.declared.batch.items()
+                name: part_of(named[name], dimension, whole, begin, count)
+                for name, dimension in self.declared.batch.items()
                 if dimension is not None and named.get(name) is not None}
             if self.declared.size is not None:
                 views[self.declared.size] = count
@@ -223,8 +225,9 @@ class Launcher:
 
     def _device(self, tensors: dict[str, torch.Tensor]) -> torch.device:
         """The one device of the tensors. Pinned host memory, which a GPU reads too, may stand beside it."""
-        found = {tensor.device: name for name,
-                 tensor in reversed(tensors.items()) if tensor.device.type != "cpu" or not tensor.is_pinned()}
+        found = {tensor.device: name
+                 for name, tensor in reversed(tensors.items()) if tensor.device.type != "cpu"
+                 or not tensor.is_pinned()}
         if len(found) > 1:
             shown = ", ".join(f"{name} on {device}" for device, name in found.items())
             raise ValueError(f"{_name(self.kernel)}: got {shown}, need all tensors on one device")

@@ -67,8 +67,8 @@ def judge(name: str, out: torch.Tensor, ref: torch.Tensor, allowed: float) -> Ve
 
 def check(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0) -> list[Verdict]:
     """Run a case forward and backward and compare everything."""
-    return [judge(name, ours, theirs, allowed(case, name, dtype)) for name,
-            (ours, theirs) in results(case, device, dtype, seed).items()]
+    return [judge(name, ours, theirs, allowed(case, name, dtype))
+            for name, (ours, theirs) in results(case, device, dtype, seed).items()]
 
 
 def results(case: Case, device: torch.device, dtype: torch.dtype,
@@ -79,15 +79,15 @@ def results(case: Case, device: torch.device, dtype: torch.dtype,
     inputs = case.make(torch.device("cpu"), dtype, generator)
     wanted = [name for name, x in inputs.items() if x.is_floating_point() and name not in case.constant]
     ours = {name: _leaf(x.to(device), name in wanted) for name, x in inputs.items()}
-    theirs = {name: _leaf(x.double() if x.is_floating_point() else x, name in wanted) for name,
-              x in inputs.items()}
+    theirs = {name: _leaf(x.double() if x.is_floating_point() else x, name in wanted)
+              for name, x in inputs.items()}
     with poisoned():
         got = case.call(**ours)
     expected = case.reference(**theirs)
     if set(got) != set(expected):
         raise AssertionError(f"{case}: outputs {sorted(got)}, the reference has {sorted(expected)}")
-    cotangents = {name: torch.randn(x.shape, generator=generator, dtype=torch.float64) for name,
-                  x in expected.items()}
+    cotangents = {name: torch.randn(x.shape, generator=generator, dtype=torch.float64)
+                  for name, x in expected.items()}
     # rounded to what ours can hold, so that both sides get the same gradients
     cotangents = {name: x.to(got[name].dtype).double() for name, x in cotangents.items()}
     with poisoned():
@@ -95,8 +95,8 @@ def results(case: Case, device: torch.device, dtype: torch.dtype,
                                 [ours[name] for name in wanted])
     their_grads = _gradients(expected, cotangents, [theirs[name] for name in wanted])
     found = {name: (got[name].cpu(), expected[name]) for name in expected}
-    return found | {"d" + name: (a.cpu(), b) for name, a,
-                    b in zip(wanted, ours_grads, their_grads, strict=True)}
+    return found | {"d" + name: (a.cpu(), b)
+                    for name, a, b in zip(wanted, ours_grads, their_grads, strict=True)}
 
 
 def allowed(case: Case, name: str, dtype: torch.dtype) -> float:
@@ -124,8 +124,9 @@ class poisoned:
     right one."""
 
     def __enter__(self) -> None:
-        self._before = [(home, name, getattr(home, name)) for home,
-                        name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))]
+        self._before = [(home, name, getattr(home, name))
+                        for home, name in ((torch, "empty"), (torch, "empty_like"),
+                                           (torch.Tensor, "new_empty"))]
         for home, name, function in self._before:
             setattr(home, name, _poisoning(function))
 

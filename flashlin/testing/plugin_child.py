@@ -214,8 +214,8 @@ def in_words(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Rec
     warps, stages = named.pop("num_warps", None) or 4, named.pop("num_stages", None) or 3
     run_time = {parameter.name: not getattr(parameter, "do_not_specialize", False)
                 for parameter in kernel.params if not parameter.is_constexpr}
-    arguments = tuple((name, kind(value, run_time[name])) for name,
-                      value in named.items() if name in run_time)
+    arguments = tuple((name, kind(value, run_time[name]))
+                      for name, value in named.items() if name in run_time)
     constants = tuple((name, value if isinstance(value, PLAIN) else str(getattr(value, "__name__", value)))
                       for name, value in named.items() if name not in run_time)
     return Recorded(kernel.fn.__module__, kernel.fn.__name__, arguments, constants, warps, stages, 0, ())

@@ -151,6 +151,6 @@ def source_of(module: str, kernel: str) -> str:
             parameters = {name: tuple(inspect.signature(one.fn).parameters) for name, one in jitted.items()}
             source = textwrap.dedent(inspect.getsource(function))
             known[f"{home}.{function.__qualname__}"] = normalised(source, parameters)
-            known |= {f"{home}.{name}": f"{name} = {one.value!r}" for name,
-                      one in used.items() if type(one).__name__ == "constexpr"}
+            known |= {f"{home}.{name}": f"{name} = {one.value!r}"
+                      for name, one in used.items() if type(one).__name__ == "constexpr"}
     return "\n".join(sorted(known.values()))

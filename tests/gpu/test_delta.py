@@ -46,8 +46,8 @@ def test_shapes_of_real_models(facts: dict[str, Any]) -> None:
     got = results(tensors, torch.bfloat16)
     with flashlin.settings(path="torch"):
         wanted = results(tensors, torch.float32)
-    verdicts = [judge(name, a, b, ALLOWED.get(name, 0.01)) for name, a,
-                b in zip(NAMES, got, wanted, strict=True)]
+    verdicts = [judge(name, a, b, ALLOWED.get(name, 0.01))
+                for name, a, b in zip(NAMES, got, wanted, strict=True)]
     assert all(verdict.ok for verdict in verdicts), verdicts
 
 

@@ -49,8 +49,8 @@ def test_shapes_of_real_models(facts: dict[str, Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
     with flashlin.settings(path="torch"):
         wanted = results(tensors, torch.float32)
-    verdicts = [judge(name, a, b, 0.02 if name == "dg" else 0.01) for name, a,
-                b in zip(NAMES, got, wanted, strict=True)]
+    verdicts = [judge(name, a, b, 0.02 if name == "dg" else 0.01)
+                for name, a, b in zip(NAMES, got, wanted, strict=True)]
     assert all(verdict.ok for verdict in verdicts), verdicts
 
 

@@ -39,8 +39,8 @@ def test_shapes_of_real_models(N: int, V: int, in_place: bool) -> None:
     expected = F.cross_entropy(wide, target, label_smoothing=0.1)
     got = flashlin.FusedCrossEntropyLoss(label_smoothing=0.1, inplace_backward=in_place)(logits, target)
     assert judge("loss", got, expected, 1e-4).ok
-    assert judge("dlogits", *(torch.autograd.grad(loss, x)[0] for loss,
-                              x in ((got, logits), (expected, wide))), 0.005).ok
+    assert judge("dlogits", *(torch.autograd.grad(loss, x)[0]
+                              for loss, x in ((got, logits), (expected, wide))), 0.005).ok
 
 
 def test_more_logits_than_32_bits_count() -> None:

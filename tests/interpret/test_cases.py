@@ -41,8 +41,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
         return made[-1]
     for name in flashlin.__all__:  # all ops are loaded
         getattr(flashlin, name)
-    for module in [x for name,
-                   x in sys.modules.items() if name.startswith("flashlin.ops.")
+    for module in [x
+                   for name, x in sys.modules.items() if name.startswith("flashlin.ops.")
                    and vars(x).get("planned") is planned]:
         monkeypatch.setattr(module, "planned", noting)
     yield made

@@ -42,8 +42,9 @@ NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dh0")
 
 
 def assert_right(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert [verdict for name, x,
-            y in zip(NAMES, got, wanted, strict=True) if not (verdict := judge(name, x, y, 2e-5)).ok] == []
+    assert [verdict
+            for name, x, y in zip(NAMES, got, wanted, strict=True)
+            if not (verdict := judge(name, x, y, 2e-5)).ok] == []
 
 
 @pytest.mark.parametrize("edges", [None, [0, 20, 20, 37, 70]], ids=["dense", "packed"])
@@ -109,8 +110,8 @@ def test_gradients_of_one_of_both(which: int) -> None:
     doubles = [x.detach().double().requires_grad_() for x in tensors]
     reference = recurrence(*doubles, None, 0.25)[which]
     wanted = torch.autograd.grad(reference.sin().sum(), doubles, allow_unused=True, materialize_grads=True)
-    assert [verdict for name, x,
-            y in zip(NAMES[2:], grads, wanted, strict=True)
+    assert [verdict
+            for name, x, y in zip(NAMES[2:], grads, wanted, strict=True)
             if not (verdict := judge(name, x, y, 2e-5)).ok] == []
 
 

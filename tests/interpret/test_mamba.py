@@ -103,8 +103,9 @@ def test_the_library_operators_write_in_place() -> None:
 
 @pytest.mark.parametrize("nothing", [{"b": 0}, {"T": 0}], ids=str)
 def test_a_selective_scan_of_nothing(nothing: dict[str, int]) -> None:
-    leaves = {name: x.requires_grad_() for name,
-              x in make_selective(CPU, torch.float32, generator(), **{"b": 2, "T": 5, **nothing}).items()}
+    leaves = {name: x.requires_grad_()
+              for name, x in make_selective(CPU, torch.float32, generator(),
+                                            **{"b": 2, "T": 5, **nothing}).items()}
     with poisoned():
         y, last = flashlin.selective_scan_fn(**leaves, return_last_state=True)
         assert y.shape == leaves["u"].shape and not last.any()

@@ -185,8 +185,8 @@ def test_slices_of_a_projection_are_read_where_they_lie(T: int, starts: list[Any
     call = Call(B=2, T=T)
     q, k, v = (call.inputs[name] for name in "qkv")
     fused = torch.cat([x.flatten(2) for x in (q, k, v)], 2)
-    parts = [x.unflatten(2, y.shape[2:]) for x,
-             y in zip(fused.split([16, 16, 48], 2), (q, k, v), strict=True)]
+    parts = [x.unflatten(2, y.shape[2:])
+             for x, y in zip(fused.split([16, 16, 48], 2), (q, k, v), strict=True)]
     assert not parts[0].is_contiguous()
     plain = flashlin.fused_recurrent_gdn(**call.inputs, output_final_state=True)
     found = flashlin.fused_recurrent_gdn(**{**call.inputs, **dict(zip("qkv", parts, strict=True))},
@@ -220,8 +220,8 @@ def test_a_pool_of_pages(dtype: torch.dtype, v_first: bool, starts: list[Any],
     # as on a GPU, where values are not read
     monkeypatch.setattr(recurrent, "check_indices", lambda *arguments: None)
     call = Call(B=4, T=2)
-    given = {name: x.to(dtype) if name in "qkv" else x for name,
-             x in call.inputs.items() if name != "initial_state"}
+    given = {name: x.to(dtype) if name in "qkv" else x
+             for name, x in call.inputs.items() if name != "initial_state"}
     room = torch.full((5, 1000), 7.0, dtype=dtype)
     pool = room[:, 100:868].unflatten(1, (2, 24, 16) if v_first else (2, 16, 24))
     pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(1)))

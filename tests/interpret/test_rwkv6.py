@@ -39,8 +39,9 @@ NAMES = ("o", "ht", "dr", "dk", "dv", "dw", "du", "dh0")
 
 
 def assert_right(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert [verdict for name, x,
-            y in zip(NAMES, got, wanted, strict=True) if not (verdict := judge(name, x, y, 2e-5)).ok] == []
+    assert [verdict
+            for name, x, y in zip(NAMES, got, wanted, strict=True)
+            if not (verdict := judge(name, x, y, 2e-5)).ok] == []
 
 
 @pytest.mark.parametrize("op", strong.OPS)

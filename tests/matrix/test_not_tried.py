@@ -77,8 +77,8 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("status, error",
-                         [pytest.param(status, error, id=str(error)[:40]) for status,
-                          errors in ERRORS.items() for error in errors])
+                         [pytest.param(status, error, id=str(error)[:40])
+                          for status, errors in ERRORS.items() for error in errors])
 def test_what_the_compiler_raises(status: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     kernel = SimpleNamespace(warmup=fails(error))

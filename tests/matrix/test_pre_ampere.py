@@ -69,8 +69,9 @@ def striking(version: str, sm: int, launch: Recorded) -> list[str]:
 @pytest.mark.parametrize("version", [version for version in RELEASES if version != "3.4.0"])
 def test_raw_launches_fail_exactly_where_a_known_issue_says(version: str, compiled: Compile,
                                                             launches: Launches) -> None:
-    jobs = list(dict.fromkeys(Job(sm, launch) for sm,
-                              dtype in cells(version) for launch in launches(version, sm, dtype, "off")))
+    jobs = list(dict.fromkeys(Job(sm, launch)
+                              for sm, dtype in cells(version)
+                              for launch in launches(version, sm, dtype, "off")))
     if release(version) >= (3, 4):  # nothing fails there, so the planned launches below are these
         jobs = [job for job in jobs if job.launch.kernel == "simple_gla_scan"]
     else:
@@ -100,12 +101,12 @@ def test_planned_launches_compile(version: str, compiled: Compile, launches: Lau
         assert planned, f"sm_{sm} {dtype}: the torch path, where fp32 operands would do"
         # Before 3.3 a kernel may not even load or store bf16: torch casts, before the launch and after it.
         if release(version) < (3, 3):
-            assert not any("bf16" in str(kind) for launch in planned for _,
-                           kind in launch.arguments), f"sm_{sm} {dtype}"
+            assert not any("bf16" in str(kind) for launch in planned
+                           for _, kind in launch.arguments), f"sm_{sm} {dtype}"
         jobs += [Job(sm, launch) for launch in planned]
     jobs = list(share(list(dict.fromkeys(jobs)), RELEASES.index(version), 2))
-    failed = [f"sm_{job.sm} {job.launch}: {result}" for job,
-              result in zip(jobs, compiled(version, jobs), strict=True) if not result.ok]
+    failed = [f"sm_{job.sm} {job.launch}: {result}"
+              for job, result in zip(jobs, compiled(version, jobs), strict=True) if not result.ok]
     assert not failed, "\n".join(failed)
 
 

@@ -146,8 +146,8 @@ def test_it_compiles_for_amd_too(gated: Callable[..., None]) -> None:
 def test_a_kernel_that_does_not_compile_says_why(record: Record) -> None:
     pytest.importorskip("triton")
     launch = scan(record(K=16, V=16))
-    broken = launch._replace(constants=tuple((name, 24 if name == "BT" else value) for name,
-                                             value in launch.constants))
+    broken = launch._replace(constants=tuple((name, 24 if name == "BT" else value)
+                                             for name, value in launch.constants))
     results = compile_launches([Job(90, broken), Job(90, launch)], timeout=600)
     assert results[0].status == "exception" and "power of 2" in results[0].message
     assert results[1].ok, "one failure leaves the others alone"

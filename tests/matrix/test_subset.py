@@ -39,14 +39,14 @@ def test_planned_launches_compile(version: str, compiled: Callable[[str, list[Jo
     jobs = share([Job(sm, launch) for sm in CALLS for launch in _launches(version, sm)],
                  RELEASES.index(version), len(RELEASES))
     results = compiled(version, jobs)
-    failed = [f"sm_{job.sm} {job.launch}: {result}" for job,
-              result in zip(jobs, results, strict=True) if not result.ok]
+    failed = [f"sm_{job.sm} {job.launch}: {result}"
+              for job, result in zip(jobs, results, strict=True) if not result.ok]
     assert not failed, "\n".join(failed)
     greedy = [f"sm_{job.sm} {job.launch}: {result.shared} bytes of shared memory, planned {job.launch.shared}"
               for job, result in zip(jobs, results, strict=True) if result.shared > job.launch.shared]
     assert not greedy, "\n".join(greedy)
-    assert all(result.matrix for job,
-               result in zip(jobs, results, strict=True)
+    assert all(result.matrix
+               for job, result in zip(jobs, results, strict=True)
                if "dot" in job.launch.traits), "a dot without tensor cores"
 
 

@@ -152,8 +152,8 @@ def test_gradients_for_some_tensors_only(wanted: list[int]) -> None:
     tensors = [randn(20, 4), randn(8, 4), randn(8)]
     whole = [x.clone().requires_grad_() for x in tensors]
     some = [x.clone().requires_grad_(at in wanted) for at, x in enumerate(tensors)]
-    losses = [flashlin.fused_linear_cross_entropy_loss(x, targets(20, 8), *rest) for x,
-              *rest in (whole, some)]
+    losses = [flashlin.fused_linear_cross_entropy_loss(x, targets(20, 8), *rest)
+              for x, *rest in (whole, some)]
     torch.testing.assert_close(*(loss.detach() for loss in losses))
     assert losses[1].requires_grad == bool(wanted)
     for at in wanted:

@@ -93,8 +93,8 @@ def test_auto_takes_few_tokens_one_by_one(op: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, f"{mode}_{op}", noting)
 
     def call(T: int, grad: bool, **changes: Any) -> torch.Tensor:
-        given = {name: x.requires_grad_(grad) for name,
-                 x in inputs(T=T).items() if name != "g" or "gated" in op}
+        given = {name: x.requires_grad_(grad)
+                 for name, x in inputs(T=T).items() if name != "g" or "gated" in op}
         found: torch.Tensor = getattr(module, op)(**{**given, **changes})[0]
         return found
     torch.testing.assert_close(call(FEW_TOKENS, False), call(FEW_TOKENS, True).detach())

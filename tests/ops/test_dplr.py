@@ -203,8 +203,8 @@ def test_random_shapes_and_strong_decays(op: str, seed: int) -> None:
         weights = [torch.sin(torch.arange(x.numel(), dtype=torch.float64)).view(x.shape).to(dtype)
                    for x in (o, ht)]
         results.append([o, ht, *torch.autograd.grad([o, ht], list(leaves.values()), weights)])
-    assert [verdict for name, x,
-            y in zip(("o", "ht", *given), *results, strict=True)
+    assert [verdict
+            for name, x, y in zip(("o", "ht", *given), *results, strict=True)
             if not (verdict := judge(name, x, y, 2e-6)).ok] == []
 
 
@@ -230,8 +230,8 @@ def test_auto_takes_few_tokens_one_by_one(module: Any, op: str, monkeypatch: pyt
             return _real(*arguments, **named)
         monkeypatch.setattr(module, f"{mode}_{op}", noting)
     for T, grad in ((FEW_TOKENS, False), (FEW_TOKENS, True), (FEW_TOKENS + 1, False)):
-        getattr(module, op)(**{name: x.requires_grad_(grad) for name,
-                               x in inputs("chunk_" + op, T=T).items()})
+        getattr(module, op)(**{name: x.requires_grad_(grad)
+                               for name, x in inputs("chunk_" + op, T=T).items()})
     assert seen == ["fused_recurrent", "chunk", "chunk"]
 
 

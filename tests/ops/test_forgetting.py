@@ -33,8 +33,9 @@ def test_a_boundary_may_be_a_gate_of_any_dtype(op: str) -> None:
 def test_heads_may_forget_everything(op: str) -> None:
     """By g_gamma, of which the kernels take differences of multiples: then a token reads nothing but
     itself."""
-    made = {name: x for name,
-            x in forgetting.inputs("chunk_simple_gla", torch.float32, torch.float32).items() if name != "g"}
+    made = {name: x
+            for name, x in forgetting.inputs("chunk_simple_gla", torch.float32, torch.float32).items()
+            if name != "g"}
     found = forgetting.run(op, made, g_gamma=torch.tensor([-math.inf, -1e9]), scale=1.0)
     q, k, v = made.values()
     torch.testing.assert_close(found["o"], (q * k).sum(-1, keepdim=True) * v)

@@ -105,8 +105,9 @@ def test_random_shapes_and_strong_decays(seed: int) -> None:
     g = -20 * torch.rand(B, T, H, K, generator=generator)
     g[..., 0], g[..., 1] = -20, 0
     ours, theirs = run_both({**given, "g": g}, torch.randn(B, H, K, V, generator=generator), 0.3)
-    assert [verdict for name, x,
-            y in zip(NAMES, ours, theirs, strict=True) if not (verdict := judge(name, x, y, 2e-6)).ok] == []
+    assert [verdict
+            for name, x, y in zip(NAMES, ours, theirs, strict=True)
+            if not (verdict := judge(name, x, y, 2e-6)).ok] == []
 
 
 def test_a_channel_with_strong_decays_has_a_right_gradient_of_its_own() -> None:

@@ -35,8 +35,8 @@ def starts() -> list[str]:
 def tensors_of(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
     """All tensors of a case, and those that get a gradient."""
     made = case.make(CPU, dtype, torch.Generator().manual_seed(0))
-    return made, {name: x.requires_grad_() for name,
-                  x in made.items() if x.is_floating_point() and name not in case.constant}
+    return made, {name: x.requires_grad_()
+                  for name, x in made.items() if x.is_floating_point() and name not in case.constant}
 
 
 def first_order(case: Case, made: Tensors, leaves: Tensors) -> list[torch.Tensor]:
@@ -64,8 +64,9 @@ def test_what_the_torch_path_has_the_kernels_refuse(op: str, traced: bool, start
         made, leaves = tensors_of(case)
         grads = first_order(case, made, leaves)
         nowhere = op == "fused_linear_cross_entropy_loss"   # has them on no path, and says so
-        wanted = leaves if nowhere else [name for name,
-                                         x in leaves.items() if (found := seconds(grads, x)) is not None
+        wanted = leaves if nowhere else [name
+                                         for name, x in leaves.items()
+                                         if (found := seconds(grads, x)) is not None
                                          and found.any()]
     assert not starts and (wanted or op in ("token_shift", "rotary_embedding")), "linear, the only ones"
     made, leaves = tensors_of(case)

@@ -167,8 +167,8 @@ def test_what_used_to_be_raw_errors(call: Callable[[], Any], error: type[Excepti
 
 @pytest.mark.parametrize("op", OPS)
 def test_meta_tensors_have_shapes(op: str) -> None:
-    given = {name: x for name,
-             x in arguments(op).items() if not name.startswith("cu_seqlens")
+    given = {name: x
+             for name, x in arguments(op).items() if not name.startswith("cu_seqlens")
              and name != "return_varlen_states"}
     batch = next(x.shape[0] for x in given.values() if isinstance(x, Tensor))
     # of as many sequences as the batch has rows, now that nothing is packed

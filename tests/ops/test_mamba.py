@@ -35,8 +35,8 @@ scan_inputs = partial(made, make_scan, T=12, V=8, K=16)
 def test_float64_is_exact(case: Any) -> None:
     """Also the gradients: what torch differentiates here are the formulas, so they must agree with the
     recurrence's to the last digits."""
-    exact = case._replace(make=lambda *args: {name: x.double() if x.is_floating_point() else x for name,
-                                              x in case.make(*args).items()})
+    exact = case._replace(make=lambda *args: {name: x.double() if x.is_floating_point() else x
+                                              for name, x in case.make(*args).items()})
     assert [verdict for verdict in check(exact, CPU, torch.float64) if not verdict.rms < 1e-11] == []
 
 
@@ -50,8 +50,8 @@ def test_a_head_of_a_larger_state_is_written_through() -> None:
     y = mamba.selective_state_update(state, *(given[name] for name in ("x", "dt", "A", "B", "C")),
                                      dt_softplus=True)
     wanted, after = reference.step(before[:, 1:],
-                                   *(given[name].unsqueeze(at) for name,
-                                     at in (("x", 1), ("dt", 1), ("A", 0), ("B", 1), ("C", 1))),
+                                   *(given[name].unsqueeze(at)
+                                     for name, at in (("x", 1), ("dt", 1), ("A", 0), ("B", 1), ("C", 1))),
                                    softplus=True)
     torch.testing.assert_close(y, wanted[:, 0])
     torch.testing.assert_close(whole[:, 1], after[:, 0])

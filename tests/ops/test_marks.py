@@ -38,8 +38,8 @@ def run(inputs: Tensors, cotangents: Tensors | None = None,
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     found = flashlin.mamba_chunk_scan_combined(**leaves, chunk_size=64, seq_idx=numbers(rows),
                                                return_final_states=True, **extra)
-    dys = [(cotangents or {}).get(name, torch.ones_like(y)) for name,
-           y in zip(("y", "ht"), found, strict=False)]
+    dys = [(cotangents or {}).get(name, torch.ones_like(y))
+           for name, y in zip(("y", "ht"), found, strict=False)]
     grads = torch.autograd.grad(found[:2], list(leaves.values()), dys)
     return [y.detach() for y in found], dict(zip(leaves, grads, strict=True))
 

@@ -349,8 +349,8 @@ def test_long_rows_take_one_kernel_along_them_and_one_down_their_columns() -> No
 
 def test_bfloat16_on_a_turing_card_with_triton_32_runs_on_fp32_copies() -> None:
     planned = plan(problem(64, 256), parse("triton=3.2.0,sm=75"))
-    assert planned.problem.dot == "fp32" and [reason.code for reason,
-                                              _ in planned.steps] == ["bf16-pre-ampere-32"]
+    assert planned.problem.dot == "fp32" and [reason.code
+                                              for reason, _ in planned.steps] == ["bf16-pre-ampere-32"]
     assert not plan(problem(64, 256, "float16"), parse("triton=3.2.0,sm=75")).steps
 
 

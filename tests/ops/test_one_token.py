@@ -17,10 +17,10 @@ CALLS = [call for call in isolation.CALLS if not call.packed and "*" not in call
 def test_every_tensor_has_a_gradient(call: isolation.Call, states: bool) -> None:
     layouts = {name: letters for name, letters in call.layouts().items() if states or "N" not in letters}
     sizes = {**isolation.SIZES, "T": 1, "N": isolation.SIZES["B"]}
-    leaves = {name: -torch.rand([sizes[letter] for letter in letters]).requires_grad_() for name,
-              letters in layouts.items()}
-    extra = {name: value for name,
-             value in call.extra.items() if name not in ("output_final_state", "output_cache")}
+    leaves = {name: -torch.rand([sizes[letter] for letter in letters]).requires_grad_()
+              for name, letters in layouts.items()}
+    extra = {name: value
+             for name, value in call.extra.items() if name not in ("output_final_state", "output_cache")}
     found = getattr(flashlin, call.op)(**leaves, **extra)
     o = found[0] if isinstance(found, tuple) else found
     grads = torch.autograd.grad(o.sum(), list(leaves.values()), allow_unused=True)

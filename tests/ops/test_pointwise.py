@@ -263,8 +263,8 @@ def test_heads_wider_than_the_kernels_take_the_torch_path() -> None:
 
 def test_bfloat16_on_a_turing_card_with_triton_32_runs_on_fp32_copies() -> None:
     planned = plan(problem("fused_k_rwkv7", 64, 1, 256), parse("triton=3.2.0,sm=75"))
-    assert planned.problem.dot == "fp32" and [reason.code for reason,
-                                              _ in planned.steps] == ["bf16-pre-ampere-32"]
+    assert planned.problem.dot == "fp32" and [reason.code
+                                              for reason, _ in planned.steps] == ["bf16-pre-ampere-32"]
     assert not plan(problem("fused_k_rwkv7", 64, 1, 256, "float16"), parse("triton=3.2.0,sm=75")).steps
 
 

@@ -179,5 +179,5 @@ def test_offsets_beyond_32_bits_are_left_to_torch() -> None:
     def planned(T: int) -> Any:
         return plan(Problem("selective_scan_fn", "selective", "", 1, T, 1, 256, 64, 1, "bfloat16"), H200)
     assert planned(8_000_000).path == "triton"
-    assert planned(9_000_000).path == "torch" and [reason.code for reason,
-                                                   _ in planned(9_000_000).steps] == ["offset"]
+    assert planned(9_000_000).path == "torch" and [reason.code
+                                                   for reason, _ in planned(9_000_000).steps] == ["offset"]

@@ -166,8 +166,8 @@ def test_a_wrong_mode_lists_the_right_ones() -> None:
                                 if mode in ("chunk", "fused_recurrent") and not name.startswith("mamba_")])
 def test_every_op_refuses_unknown_keywords_and_head_first(op: str) -> None:
     function = getattr(flashlin, op)
-    needed = {name: None for name,
-              x in inspect.signature(function).parameters.items() if x.default is x.empty
+    needed = {name: None
+              for name, x in inspect.signature(function).parameters.items() if x.default is x.empty
               and x.kind is not x.VAR_KEYWORD}
     with pytest.raises(TypeError, match=f"{op}: got unexpected keyword gate"):
         function(**needed, gate=None)
@@ -360,8 +360,8 @@ def test_strided_inputs(op: Op, edges: tuple[int, ...] | None) -> None:
 ], ids=str)
 def test_mixed_dtypes_are_promoted(dtypes: tuple[str, str, str], computed: str) -> None:
     given = inputs(dtype=torch.float32)
-    given |= {name: given[name].to(getattr(torch, dtype)).requires_grad_() for name,
-              dtype in zip("qkv", dtypes, strict=True)}
+    given |= {name: given[name].to(getattr(torch, dtype)).requires_grad_()
+              for name, dtype in zip("qkv", dtypes, strict=True)}
     o, ht = flashlin.chunk_simple_gla(**given, output_final_state=True)
     assert o.dtype == given["v"].dtype and ht.dtype == getattr(torch, computed)
     wanted, state = expected(given)
@@ -646,8 +646,8 @@ def test_more_sequences_and_heads_than_a_grid_axis_holds(packed: bool) -> None:
     grads = torch.autograd.grad(o.sum(), (q, k, v, g))
     for n in (0, 5461, B - 1):  # sequences are independent, so a few of them tell
         at = (slice(0, 1), slice(n * T, (n + 1) * T)) if packed else (slice(n, n + 1),)
-        one = {name: x[at].detach().double().requires_grad_() for name,
-               x in zip("qkvg", (q, k, v, g), strict=True)}
+        one = {name: x[at].detach().double().requires_grad_()
+               for name, x in zip("qkvg", (q, k, v, g), strict=True)}
         wanted, _ = expected(one)
         assert_close(o[at], wanted, 1e-5)
         for got, grad in zip(grads, torch.autograd.grad(wanted.sum(), list(one.values())), strict=True):

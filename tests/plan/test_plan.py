@@ -94,8 +94,8 @@ def unique(found: Iterator[Problem]) -> tuple[Problem, ...]:
 @lru_cache(maxsize=1)
 def usual() -> tuple[Problem, ...]:
     """Every pair of head sizes in a usual size, with gradients, which make all launches of a call without."""
-    return unique(problem(op, dtype, K, V) for op, dtype, K,
-                  V in itertools.product((*OP_OF.values(), *OTHERS), DTYPES, DIMS, DIMS))
+    return unique(problem(op, dtype, K, V)
+                  for op, dtype, K, V in itertools.product((*OP_OF.values(), *OTHERS), DTYPES, DIMS, DIMS))
 
 
 @lru_cache(maxsize=1)
@@ -148,8 +148,8 @@ def auto_refuses_nothing(plan: Plan, policy: Policy) -> bool:
 
 
 def strict_stays_exact(plan: Plan, policy: Policy) -> bool:
-    return policy.policy != "strict" or all(VARIANTS[name].exact or not reason.forced for reason,
-                                            name in plan.steps)
+    return policy.policy != "strict" or all(VARIANTS[name].exact or not reason.forced
+                                            for reason, name in plan.steps)
 
 
 def the_path_is_the_one_asked_for(plan: Plan, policy: Policy) -> bool:
@@ -191,8 +191,8 @@ fresh: Callable[..., Plan] = dispatch.plan.__wrapped__  # past the cache
 
 @pytest.mark.parametrize("triton", BUILDS, ids=lambda triton: triton or "none")
 def test_plans_keep_their_promises(triton: str) -> None:
-    failures = [failure for number,
-                on in enumerate(targets(triton), BUILDS.index(triton))
+    failures = [failure
+                for number, on in enumerate(targets(triton), BUILDS.index(triton))
                 for asked in asked_of(number, usual() + odd())
                 for failure in broken(fresh(asked, on, AUTO), AUTO)]
     assert not failures, shown(failures)
@@ -201,8 +201,9 @@ def test_plans_keep_their_promises(triton: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{policy.policy}-{policy.path}")
 def test_plans_keep_their_promises_under_every_policy(policy: Policy) -> None:
     machines = [on for triton in ENDS for on in targets(triton)]
-    failures = [failure for number,
-                on in enumerate(machines, POLICIES.index(policy)) for asked in asked_of(number, few())
+    failures = [failure
+                for number, on in enumerate(machines, POLICIES.index(policy))
+                for asked in asked_of(number, few())
                 for failure in broken(fresh(asked, on, policy), policy)]
     assert not failures, shown(failures)
 
@@ -248,8 +249,8 @@ def test_every_remedy_makes_the_problem_smaller_or_answers_none() -> None:
 
 
 def test_every_remedy_that_a_check_or_issue_names_exists() -> None:
-    found = {name for triton in RELEASES for number,
-             on in enumerate(targets(triton)) for asked in asked_of(number, few())
+    found = {name for triton in RELEASES
+             for number, on in enumerate(targets(triton)) for asked in asked_of(number, few())
              for _, name in fresh(asked, on).steps}
     assert found == set(VARIANTS)  # and each is used by some plan
     assert {name for issue in KNOWN_ISSUES for name in issue.remedies} <= set(VARIANTS)
@@ -269,8 +270,9 @@ def test_no_step_is_taken_in_vain() -> None:
     """A reason that is still there, word for word, after its remedy was applied: the remedy did nothing."""
     for on, asked in itertools.product(targets("3.6.0"), odd()):
         steps = dispatch.plan(asked, on).steps
-        assert not [step for step,
-                    following in itertools.pairwise(steps) if step == following], dispatch.plan(asked, on)
+        assert not [step
+                    for step, following in itertools.pairwise(steps)
+                    if step == following], dispatch.plan(asked, on)
 
 
 def test_remedies_combine_on_a_t4() -> None:
@@ -434,8 +436,8 @@ def summary(plan: Plan) -> str:
         facts = f"{'/'.join(str(size) for _, size in launch.tile)} w{launch.num_warps} s{launch.num_stages}"
         tiles.setdefault(facts, []).append(launch.kernel.removeprefix(plan.problem.family + "_"))
     via = " via fp32" if plan.problem.dot == "fp32" else ""
-    return f"{plan.path}{via}: " + ", ".join(f"{'+'.join(kernels)} {facts}" for facts,
-                                             kernels in tiles.items())
+    return f"{plan.path}{via}: " + ", ".join(f"{'+'.join(kernels)} {facts}"
+                                             for facts, kernels in tiles.items())
 
 
 def snapshots() -> dict[str, str]:

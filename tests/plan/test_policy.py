@@ -205,8 +205,8 @@ def test_blocks_that_end_in_any_order_end_where_they_began(order: tuple[int, ...
     for number in order:
         blocks[number].close()
         left.remove(number)
-        assert current() == Policy()._replace(**{name: value for at in left for name,
-                                                 value in changes[at].items()})
+        assert current() == Policy()._replace(**{name: value for at in left
+                                                 for name, value in changes[at].items()})
     assert current() == Policy()
 
 

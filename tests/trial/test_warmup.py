@@ -162,8 +162,9 @@ def test_wrong_numbers_are_not_the_fault_of_what_is_right_elsewhere(monkeypatch:
     started = [f"say(launch='{name}'); " for name in ("first", "shipped", "other")]
     plant(monkeypatch, "".join(started) + says("wrong numbers"), started[0] + says("ran"))
     flashlin.warmup(["chunk_simple_gla", "chunk_gla"], head_dims=[64], device="cpu", jobs=1)
-    assert {config: one.word for config,
-            one in verdicts.local(probe(CPU)).kernels.items()} == {"first": "ran", "other": "wrong numbers"}
+    assert {config: one.word
+            for config, one in verdicts.local(probe(CPU)).kernels.items()} == {"first": "ran",
+                                                                               "other": "wrong numbers"}
 
 
 class OutOfMemoryError(RuntimeError):

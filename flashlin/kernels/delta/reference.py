@@ -34,8 +34,8 @@ def recurrence(
     beta = torch.ones_like(v[..., :1]) if beta is None else beta if beta.ndim == 4 else beta[..., None]
     edges = None if cu_seqlens is None else cu_seqlens.tolist()
     # Packed sequences share row 0; without cu_seqlens, sequence n is row n.
-    spans = [(n, 0, T) for n in range(B)] if edges is None else [(0, s, e) for s,
-                                                                 e in itertools.pairwise(edges)]
+    spans = [(n, 0, T) for n in range(B)] if edges is None else [(0, s, e)
+                                                                 for s, e in itertools.pairwise(edges)]
     outs, states = [torch.zeros_like(v[row]) for row in range(B)], []
     for n, (row, first, end) in enumerate(spans):
         state = q.new_zeros(HV, K, V) if h0 is None else h0[n]

@@ -236,8 +236,8 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
               **({} if headwise else {"beta": (B, T, HV)})}
     # rows outside bounds have no program that would write them
     new = torch.zeros if packed or N == 0 or HV == 0 else torch.empty
-    sums = {name: new((NV, *shape), dtype=torch.float32, device=x.q.device) for name,
-            shape in shapes.items() if name in needed}
+    sums = {name: new((NV, *shape), dtype=torch.float32, device=x.q.device)
+            for name, shape in shapes.items() if name in needed}
     own = {"v": new(x.v.shape, dtype=x.v.dtype, device=x.q.device)}
     for name in {"gv", "beta"} & needed - set(shapes):
         own[name] = new((B, T, HV, V), dtype=torch.float32, device=x.q.device)
@@ -248,8 +248,8 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
         y = part_of(x, part)
         grads = {name: within(grad, part, x.bounds) for name, grad in own.items()}
         # with bounds every part sees all rows; a bonus has a sum for each sequence
-        grads.update((name, grad if packed and name != "bonus" else grad[:, part]) for name,
-                     grad in sums.items())
+        grads.update((name, grad if packed and name != "bonus" else grad[:, part])
+                     for name, grad in sums.items())
         start(launch, recurrent_backward, n * HV * NV, dict(
             q=y.q, k=y.k, v=y.v, beta=y.beta, g=y.g, gamma=y.gamma,
             gk=y.gk, gv=y.gv, bonus=y.bonus, a=y.a, b=y.b, h0=y.h0,

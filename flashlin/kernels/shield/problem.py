@@ -33,8 +33,8 @@ def problem_of(kernel: str, text: Source, declared: Declared, named: dict[str, A
                            max((size for _, size in tile), default=0)) | {"foreign"}
     size = batch_of(declared, named)
     # A kernel that computes offsets in 64 bits anywhere is trusted with long tensors.
-    reach = () if text.wide else tuple(found for name,
-                                       tensor in tensors.items()
+    reach = () if text.wide else tuple(found
+                                       for name, tensor in tensors.items()
                                        for found in _reach(tensor, declared.batch.get(name), size))
     launch = Launch(kernel, grid, named.get("num_warps") or 4, named.get("num_stages") or 3, tile, 0, 0,
                     traits)
@@ -76,8 +76,8 @@ def lengths(batch: dict[str, int | None], named: dict[str, Any]) -> dict[str, in
 def _whole(declared: Declared, tensors: dict[str, torch.Tensor], grid: tuple[int, ...], size: int) -> str:
     """Why the batch cannot be split, ``""`` if it can."""
     if not declared.batch:
-        axis = next((str(axis) for axis,
-                     (programs, limit) in enumerate(zip(grid, AXIS_LIMITS, strict=False))
+        axis = next((str(axis)
+                     for axis, (programs, limit) in enumerate(zip(grid, AXIS_LIMITS, strict=False))
                      if programs > limit), "AXIS")
         return (f'shield(..., batch={{"tensor": dimension, ...}}, batch_axis={axis}, batch_size="argument") '
                 f'says what the batch is: '
@@ -113,8 +113,8 @@ def _may_hold(length: int, size: int) -> bool:
 def _reach(tensor: torch.Tensor, dimension: int | None, size: int) -> Iterator[tuple[int, int]]:
     """(base, step) of a tensor whose last element is beyond 32 bits: see ``Given``. By strides: a view may be
     long and have few elements."""
-    last = sum((length - 1) * abs(stride) for length,
-               stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    last = sum((length - 1) * abs(stride)
+               for length, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
     if last > OFFSET_LIMIT:
         step = 0 if dimension is None else tensor.shape[dimension] // max(size, 1) * tensor.stride(dimension)
         yield last - size * step, step

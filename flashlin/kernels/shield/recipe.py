@@ -13,8 +13,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     given = problem.given
     assert given is not None  # shielding/launcher.py makes every problem of this family
     launch, part = given.launch, problem.batch_part or problem.N
-    grid = tuple(size // problem.N * part if axis == given.axis and not given.whole else size for axis,
-                 size in enumerate(launch.grid))
+    grid = tuple(size // problem.N * part if axis == given.axis and not given.whole else size
+                 for axis, size in enumerate(launch.grid))
     traits = launch.traits
     if problem.dot == "fp32":
         traits -= {"bf16", "both_halves", *(() if given.half else ("half_dot",))}

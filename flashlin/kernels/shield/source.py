@@ -89,8 +89,8 @@ def traits(source: Source, dtypes: frozenset[str], tallest: int) -> frozenset[st
             found |= {"any_precision"} if halves or source.half else {"any_precision", "tf32_dot"}
         if source.state:
             found |= {"rmw_acc", "tall_state"} if tallest >= 256 else {"rmw_acc"}
-        found |= {trait for trait,
-                  there in (("fresh_acc", source.fresh), ("chained_acc", source.chained)) if there}
+        found |= {trait
+                  for trait, there in (("fresh_acc", source.fresh), ("chained_acc", source.chained)) if there}
     return frozenset(found)
 
 
@@ -139,8 +139,9 @@ def _sums(loop: ast.AST) -> Iterator[set[str]]:
                                                           (ast.Add, ast.Sub)) and multiplies(node.value):
             yield _names(node.target)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
-            yield from (_names(other) for side,
-                        other in ((node.left, node.right), (node.right, node.left)) if multiplies(side))
+            yield from (_names(other)
+                        for side, other in ((node.left, node.right), (node.right, node.left))
+                        if multiplies(side))
         elif isinstance(node, ast.Call) and _called(node) in DOTS:
             yield from (_names(given)
                         for given in [*node.args[2:3],

@@ -126,13 +126,13 @@ def run(
                     v_first=state_v_first, device=q.device, packed=bounds is not None, first=first)
     scale = K ** -0.5 if scale is None else scalars.number("scale", scale)
     out_dtype = out_dtype or v.dtype
-    given = [x.detach() if argument.constant and x is not None else x for argument,
-             x in zip(arguments, tensors, strict=True)]
+    given = [x.detach() if argument.constant and x is not None else x
+             for argument, x in zip(arguments, tensors, strict=True)]
     if scale < 0:  # some kernels keep the scale in an exponent
         given[0], scale = -q, -scale
     dtype = _common_dtype(arguments, given)
-    given = [x if argument.wide or x is None or x.dtype == dtype else x.to(dtype) for argument,
-             x in zip(arguments, given, strict=True)]
+    given = [x if argument.wide or x is None or x.dtype == dtype else x.to(dtype)
+             for argument, x in zip(arguments, given, strict=True)]
     needs_grad = wants_grad(*given, h0)
     if torch.compiler.is_compiling():
         plan, (path, dot) = None, _route(op, family.name, mode, name_of(dtype), head_size_class(K),
@@ -152,14 +152,14 @@ def run(
     # padded with zeros.
     pads = {"K": -K % 8, "V": -V % 8}
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    *given, h0, bounds = as_planned(family.operator.tensors(*given, h0, bounds), dot)
-    for i, (argument, y) in enumerate(zip(arguments, given, strict=True)):
+    *found, h0, bounds = as_planned(family.operator.tensors(*given, h0, bounds), dot)
+    given = []
+    for argument, y in zip(arguments, found, strict=True):
         if y is not None:
-            if argument.wide:
-                y = y.to(wide)
-            if pads.get(argument.shape[-1]):
-                y = F.pad(y, (0, pads[argument.shape[-1]]))
-            given[i] = y.contiguous()
+            y = y.to(wide) if argument.wide else y
+            pad = pads.get(argument.shape[-1])
+            y = (F.pad(y, (0, pad)) if pad else y).contiguous()
+        given.append(y)
     if h0 is not None:
         h0 = h0.to(wide)
         if pads["K"] or pads["V"]:
@@ -238,8 +238,8 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
     """kept: names of what forward keeps for backward; room(needs_grad, *tensors): tensors like that."""
     inputs = {**{name: argument.optional for name, argument in arguments.items()}, "h0": True, "bounds": True}
     results = {"o": False, "ht": True, **dict.fromkeys(kept, True)}
-    options = ((at, name) for at,
-               (name, argument) in enumerate(arguments.items()) if argument.optional
+    options = ((at, name)
+               for at, (name, argument) in enumerate(arguments.items()) if argument.optional
                and not argument.constant)
 
     def problem(x: Any, how: Scalars) -> Problem:
@@ -276,5 +276,5 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
 
 def _fields(name: str, optional: dict[str, bool]) -> Any:
     """A NamedTuple class of tensors."""
-    return NamedTuple(name, [(field, Tensor | None if may_miss else Tensor) for field,
-                             may_miss in optional.items()])
+    return NamedTuple(name, [(field, Tensor | None if may_miss else Tensor)
+                             for field, may_miss in optional.items()])

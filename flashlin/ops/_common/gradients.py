@@ -73,6 +73,6 @@ def pulled_back(function: Callable[[X], Sequence[Tensor | None]], x: X, wanted: 
     def of_wanted(*given: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(function(x._replace(**dict(zip(names, given, strict=True)))))  # type: ignore[attr-defined]
     outputs, back, *_ = torch.func.vjp(of_wanted, *(getattr(x, name) for name in names))
-    found = back(tuple(torch.zeros_like(o) if grad is None else grad.to(o.dtype) for o,
-                       grad in zip(outputs, grads, strict=True)))
+    found = back(tuple(torch.zeros_like(o) if grad is None else grad.to(o.dtype)
+                       for o, grad in zip(outputs, grads, strict=True)))
     return dict(zip(names, found, strict=True))

@@ -132,8 +132,8 @@ def _family(op: str) -> list[Case]:
                   case("g=-inf", gate="-inf", T=20),
                   case("every-other", gate="every-other", K=32, V=32, T=128, B=1)]
     if op == "chunk_gated_delta_rule":
-        cases += [case(f"K={K},V={V}", K=K, V=V, B=1, T=80, H=1, HV=1) for K,
-                  V in ((96, 192), (256, 256), (256, 512), (512, 64), (129, 20))]
+        cases += [case(f"K={K},V={V}", K=K, V=V, B=1, T=80, H=1, HV=1)
+                  for K, V in ((96, 192), (256, 256), (256, 512), (512, 64), (129, 20))]
     return cases
 
 

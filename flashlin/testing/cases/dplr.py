@@ -137,8 +137,8 @@ def _shared(op: str) -> list[Case]:
             case("one-key-2", allowed=REFLECTED, keys="one-key", rate="2", gate="0"),
             case("one-key-g=0", allowed=FORGETFUL, keys="one-key", rate="1", gate="0"),
             case("alike", allowed=FORGETFUL, keys="alike", rate="1"), case("rate=0", rate="0", T=70),
-            *(case(f"K={K},V={V}", K=K, V=V, H=1, T=80) for K,
-              V in ((256, 256), (64, 512), (512, 64), (129, 20)))]
+            *(case(f"K={K},V={V}", K=K, V=V, H=1, T=80)
+              for K, V in ((256, 256), (64, 512), (512, 64), (129, 20)))]
 
 
 L2 = {"use_qk_l2norm_in_kernel": True}

@@ -179,8 +179,8 @@ def make_layer(
             "outproj_weight": random(generator, 24, D + M) / D ** 0.5, "outproj_bias": random(generator, 24)}
     optional = ("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight", "outproj_bias")
     own = ("dt_bias", "A", "D", "initial_states")
-    made = {name: x.to(torch.float32 if name in own else dtype) for name,
-            x in made.items() if name not in optional or name in given}
+    made = {name: x.to(torch.float32 if name in own else dtype)
+            for name, x in made.items() if name not in optional or name in given}
     if seq:
         made["seq_idx"] = numbers(seq, b)
     return {name: x.to(device) for name, x in made.items()}

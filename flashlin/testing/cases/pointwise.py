@@ -57,8 +57,9 @@ def correction_shapes(B: int = 2, T: int = 35, H: int = 3, D: int = 20) -> dict[
 
 def call(op: str, extra: dict[str, Any], **tensors: torch.Tensor) -> Tensors:
     found = getattr(flashlin, op)(**tensors, **extra)
-    return {"y": found} if isinstance(found, torch.Tensor) else {f"y{n}": y for n,
-                                                                 y in enumerate(found) if y is not None}
+    return {"y": found} if isinstance(found, torch.Tensor) else {f"y{n}": y
+                                                                 for n, y in enumerate(found)
+                                                                 if y is not None}
 
 
 def gdn_reference(extra: dict[str, Any], g: torch.Tensor, **parameters: torch.Tensor) -> Tensors:
