@@ -330,8 +330,9 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
                      device=x.x.device) if grads.y is None else grads.y.contiguous()
     dht = None if grads.ht is None else grads.ht.contiguous()
     dx, dweight, dbias, dh0 = kernels("conv", "backward").run(
-        plan, evenly_spaced(x.x), x.weight, x.bias, x.h0, x.bounds, dy, dht, how.silu,
-        "x" in wanted, "weight" in wanted, "bias" in wanted, "h0" in wanted)
+        plan, evenly_spaced(x.x), x.weight, bias=x.bias, h0=x.h0, bounds=x.bounds, dy=dy, dht=dht,
+        silu=how.silu, needs_dx="x" in wanted, needs_dweight="weight" in wanted, needs_dbias="bias" in wanted,
+        needs_dh0="h0" in wanted)
     return {"x": dx, "weight": None if dweight is None else dweight.to(x.weight.dtype).contiguous(),
             "bias": dbias, "h0": dh0}
 

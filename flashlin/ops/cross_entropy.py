@@ -155,8 +155,10 @@ def fused_linear_cross_entropy_loss(
     dtype = linear_dtype(x)
     needs_grad, call = wants_grad(x, weight, bias), _call_of("fused_linear_cross_entropy_loss", dtype)
     given = LinearTensors(x, target.contiguous(), weight, bias)
-    how = LinearScalars(*terms, num_chunks, reduction == "mean", penalty, accumulate_grad_in_fp32, dtype,
-                        wants_grad(x), wants_grad(weight), wants_grad(bias), needs_grad, call)
+    how = LinearScalars(*terms, num_chunks, mean=reduction == "mean", penalty=penalty,
+                        wide=accumulate_grad_in_fp32, dtype=dtype, wants_dx=wants_grad(x),
+                        wants_dweight=wants_grad(weight), wants_dbias=wants_grad(bias), needs_grad=needs_grad,
+                        call=call)
     # The operator plans again, for its chunks; here the whole call hears of what stands against it.
     plan = None if torch.compiler.is_compiling() else planned(_problem(call, (x.shape[0], weight.shape[0]),
                                                                        needs_grad), x.device)

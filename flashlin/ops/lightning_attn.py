@@ -34,9 +34,10 @@ def chunk_lightning_attn(
     """Lightning attention, chunk by chunk. Drop-in for ``fla.ops.lightning_attn.chunk_lightning_attn``; the
     rest as ``chunk_simple_gla``."""
     no_unknown("chunk_lightning_attn", unknown)
-    return family.run("chunk_lightning_attn", "chunk", q, k, v, None, _gamma(q, layer_idx, num_layers), scale,
-                      initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu,
-                      chunk_size=chunk_size)
+    return family.run("chunk_lightning_attn", "chunk", q, k=k, v=v, g=None,
+                      gamma=_gamma(q, layer_idx, num_layers), scale=scale, h0=initial_state,
+                      has_ht=output_final_state, state_v_first=False, cu_seqlens=cu_seqlens,
+                      cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size)
 
 
 def fused_recurrent_lightning_attn(
@@ -55,9 +56,9 @@ def fused_recurrent_lightning_attn(
     """Lightning attention, token by token. Drop-in for
     ``fla.ops.lightning_attn.fused_recurrent_lightning_attn``."""
     no_unknown("fused_recurrent_lightning_attn", unknown)
-    return family.run("fused_recurrent_lightning_attn", "fused_recurrent", q, k, v, None,
-                      _gamma(q, layer_idx, num_layers), scale, initial_state, output_final_state, False,
-                      cu_seqlens, reverse=reverse)
+    return family.run("fused_recurrent_lightning_attn", "fused_recurrent", q, k=k, v=v, g=None,
+                      gamma=_gamma(q, layer_idx, num_layers), scale=scale, h0=initial_state,
+                      has_ht=output_final_state, state_v_first=False, cu_seqlens=cu_seqlens, reverse=reverse)
 
 
 def _gamma(q: Tensor, layer_idx: int, num_layers: int) -> Tensor | None:

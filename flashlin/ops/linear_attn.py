@@ -112,8 +112,8 @@ def _run(
     if not normalize:
         if isinstance(initial_state, tuple):
             raise TypeError("initial_state: got a tuple with normalize=False, need a tensor [N, H, K, V]")
-        return family.run(op, mode, q, k, v, None, None, scale, initial_state, has_ht, False, cu_seqlens,
-                          reverse=reverse)
+        return family.run(op, mode, q, k=k, v=v, g=None, gamma=None, scale=scale, h0=initial_state,
+                          has_ht=has_ht, state_v_first=False, cu_seqlens=cu_seqlens, reverse=reverse)
     check_qkv(q, k, v)
     V = v.shape[3]
     compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
@@ -127,7 +127,8 @@ def _run(
                         "[N, 1, H, K])")
     else:
         state = None
-    both, ht = family.run(op, mode, q, k, torch.cat([v, torch.ones_like(v[..., :1])], 3), None, None, scale,
-                          state, has_ht, False, cu_seqlens, reverse=reverse, out_dtype=compute)
+    both, ht = family.run(op, mode, q, k=k, v=torch.cat([v, torch.ones_like(v[..., :1])], 3), g=None,
+                          gamma=None, scale=scale, h0=state, has_ht=has_ht, state_v_first=False,
+                          cu_seqlens=cu_seqlens, reverse=reverse, out_dtype=compute)
     o = (both[..., :V] / (both[..., V:] + 1e-10)).to(v.dtype)
     return o, None if ht is None else (ht[..., :V], ht[..., V].unsqueeze(1).to(k.dtype))

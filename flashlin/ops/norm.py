@@ -431,10 +431,11 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
     if grads.y is None:
         return {"x": grads.total, "residual": grads.total, "weight": None, "bias": None, "gate": None}
     dx, dresidual, dgate, dweight, dbias = kernels("norm", "backward").run(
-        plan, x.x, x.weight, x.bias, x.gate, y.mean, y.rstd, grads.y.contiguous(),
-        None if grads.total is None else grads.total.contiguous(), how.kind, how.activation, _normed(how),
-        how.x_dtype, how.residual_dtype if "residual" in wanted else None, "weight" in wanted,
-        "bias" in wanted)
+        plan, x.x, x.weight, bias=x.bias, gate=x.gate, mean=y.mean, rstd=y.rstd, dy=grads.y.contiguous(),
+        dtotal=None if grads.total is None else grads.total.contiguous(), kind=how.kind,
+        activation=how.activation, normed=_normed(how), dx_dtype=how.x_dtype,
+        dresidual_dtype=how.residual_dtype if "residual" in wanted else None,
+        needs_dweight="weight" in wanted, needs_dbias="bias" in wanted)
     return {"x": dx, "residual": dresidual, "weight": dweight, "bias": dbias, "gate": dgate}
 
 

@@ -30,8 +30,9 @@ def chunk_retention(
     """Retention, chunk by chunk. Drop-in for ``fla.ops.retention.chunk_retention``; arguments as
     ``chunk_simple_gla``, without gates."""
     no_unknown("chunk_retention", unknown)
-    return family.run("chunk_retention", "chunk", q, k, v, None, _gamma(q), scale, initial_state,
-                      output_final_state, False, cu_seqlens, cu_seqlens_cpu, chunk_size=chunk_size)
+    return family.run("chunk_retention", "chunk", q, k=k, v=v, g=None, gamma=_gamma(q), scale=scale,
+                      h0=initial_state, has_ht=output_final_state, state_v_first=False, cu_seqlens=cu_seqlens,
+                      cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size)
 
 
 def fused_recurrent_retention(
@@ -51,8 +52,9 @@ def fused_recurrent_retention(
     ``fused_recurrent_simple_gla``."""
     no_unknown("fused_recurrent_retention", unknown)
     layout = family.v_first("fused_recurrent_retention", state_v_first, transpose_state_layout)
-    return family.run("fused_recurrent_retention", "fused_recurrent", q, k, v, None, _gamma(q), scale,
-                      initial_state, output_final_state, layout, cu_seqlens, reverse=reverse)
+    return family.run("fused_recurrent_retention", "fused_recurrent", q, k=k, v=v, g=None, gamma=_gamma(q),
+                      scale=scale, h0=initial_state, has_ht=output_final_state, state_v_first=layout,
+                      cu_seqlens=cu_seqlens, reverse=reverse)
 
 
 def fused_chunk_retention(
@@ -69,8 +71,9 @@ def fused_chunk_retention(
     """Retention by the kernels of ``chunk_retention``, which are fused already. Drop-in for
     ``fla.ops.retention.fused_chunk_retention``."""
     no_unknown("fused_chunk_retention", unknown)
-    return family.run("fused_chunk_retention", "chunk", q, k, v, None, _gamma(q), scale, initial_state,
-                      output_final_state, False, cu_seqlens, chunk_size=chunk_size)
+    return family.run("fused_chunk_retention", "chunk", q, k=k, v=v, g=None, gamma=_gamma(q), scale=scale,
+                      h0=initial_state, has_ht=output_final_state, state_v_first=False, cu_seqlens=cu_seqlens,
+                      chunk_size=chunk_size)
 
 
 def parallel_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
@@ -96,8 +99,9 @@ def retention(
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Retention in the mode that suits the call; see ``simple_gla``."""
-    return family.run("retention", mode, q, k, v, None, _gamma(q), scale, initial_state, output_final_state,
-                      state_v_first, cu_seqlens, cu_seqlens_cpu)
+    return family.run("retention", mode, q, k=k, v=v, g=None, gamma=_gamma(q), scale=scale, h0=initial_state,
+                      has_ht=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+                      cu_seqlens_cpu=cu_seqlens_cpu)
 
 
 def _gamma(q: Tensor) -> Tensor | None:

@@ -162,8 +162,9 @@ class Outputs(NamedTuple):
 
 
 def _forward(plan: Plan, x: Tensors, how: Scalars) -> tuple[Tensor]:
-    return kernels("rotary", "forward").run(plan, x.x, x.cos, x.sin, how.offset, x.offsets, x.bounds,
-                                            how.interleaved, False, how.in_place),
+    return kernels("rotary", "forward").run(plan, x.x, x.cos, sin=x.sin, offset=how.offset, offsets=x.offsets,
+                                            bounds=x.bounds, interleaved=how.interleaved, back=False,
+                                            in_place=how.in_place),
 
 
 def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
@@ -175,7 +176,8 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
     if grads.y is None:
         return {"x": None}
     return {"x": kernels("rotary", "forward").run(
-        plan, _evenly(grads.y), x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved, True, False)}
+        plan, _evenly(grads.y), x.cos, sin=x.sin, offset=how.offset, offsets=x.offsets, bounds=x.bounds,
+        interleaved=how.interleaved, back=True, in_place=False)}
 
 
 OPERATOR = Operator("rotary", Tensors, Scalars, Outputs, 1, forward=_forward, kept=_kept, backward=_backward,

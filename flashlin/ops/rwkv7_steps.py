@@ -77,6 +77,6 @@ def gate_output_correction(o: Tensor, r: Tensor, k: Tensor, r_k: Tensor, v: Tens
     for name, x in (("o", o), ("g", g)):
         check_beside(name, x, (B, T, H * D), "[B, T, H * D]", "r", r)
     check_beside("r_k", r_k, (H, D), "[H, D]", "r", r)
-    y, = run("gate_output_correction", H, D, o.dtype, o.reshape(B, T, H, D), r, k, r_k, v,
-             g.reshape(B, T, H, D))
+    rows = o.reshape(B, T, H, D), r, k, r_k, v, g.reshape(B, T, H, D)
+    y, = run("gate_output_correction", H, D, o.dtype, *rows)
     return y.reshape(o.shape)

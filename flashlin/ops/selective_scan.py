@@ -172,8 +172,9 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
     dy = torch.zeros_like(x.u) if grads.y is None else grads.y
     dlast = None if grads.last is None else grads.last.contiguous()
-    found = kernels("selective", "backward").run(plan, x.u, x.delta, x.A, x.B, x.C, x.D, x.z, x.bias,
-                                                 y.states, how.softplus, dy, dlast)
+    found = kernels("selective", "backward").run(plan, x.u, x.delta, A=x.A, B=x.B, C=x.C, D=x.D, z=x.z,
+                                                 bias=x.bias, states=y.states, softplus=how.softplus, dy=dy,
+                                                 dlast=dlast)
     return dict(zip(Tensors._fields, found, strict=True))
 
 

@@ -68,10 +68,10 @@ def installed(requirements: list[str], name: str, cache: Path | None = None, *,
             return home
         fresh = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=home.parent))
         try:
-            ran = subprocess.run(python("pip", "install", "--quiet", "--disable-pip-version-check",
-                                        "--only-binary", ":all:", *([] if dependencies else ["--no-deps"]),
-                                        "--target", str(fresh), *requirements),
-                                 capture_output=True, text=True, check=False)
+            options = ["--quiet", "--disable-pip-version-check", "--only-binary", ":all:", "--target",
+                       str(fresh), *([] if dependencies else ["--no-deps"])]
+            ran = subprocess.run(python("pip", "install", *options, *requirements), capture_output=True,
+                                 text=True, check=False)
             if ran.returncode:
                 raise NotInstallable(f"pip install {' '.join(requirements)}: {ran.stderr.strip()[-1000:]}")
             fresh.chmod(0o755)
