@@ -51,7 +51,7 @@ class Argument(NamedTuple):
     hint: str = ""
 
 
-class Family(NamedTuple):
+class Chunked(NamedTuple):
     """arguments: q, k, v first. torch_path(*tensors, h0, bounds, scale) -> (o, states). options: where the
     optional tensors are that planning knows of. one_graph: the torch path traced once serves all lengths.
     operator: its kernels."""
@@ -80,7 +80,7 @@ QKV = {"q": Argument(("B", "T", "H", "K")), "k": Argument(("B", "T", "H", "K")),
 
 
 def run(
-    family: Family,
+    family: Chunked,
     op: str,
     tensors: tuple[Tensor | None, ...],
     scale: float | None,
@@ -173,7 +173,7 @@ def run(
     return o.to(out_dtype), ht if has_ht else None
 
 
-def _on_torch(family: Family, tensors: Sequence[Tensor | None], h0: Tensor | None, bounds: Tensor | None,
+def _on_torch(family: Chunked, tensors: Sequence[Tensor | None], h0: Tensor | None, bounds: Tensor | None,
               scale: float, state_v_first: bool) -> tuple[Tensor, Tensor]:
     o, ht = family.torch_path(*tensors, h0.transpose(-1, -2) if state_v_first and h0 is not None else h0,
                               bounds, scale)
@@ -190,7 +190,7 @@ def _common_dtype(arguments: tuple[Argument, ...], tensors: list[Tensor | None])
     return common
 
 
-def chosen_mode(family: Family, op: str, mode: str, q: Tensor, v: Tensor, needs_grad: bool,
+def chosen_mode(family: Chunked, op: str, mode: str, q: Tensor, v: Tensor, needs_grad: bool,
                 options: tuple[str, ...] = ()) -> str:
     """``chunk`` or ``fused_recurrent``; auto is decided by the plan. A traced call, of which T may not be
     known, goes chunk by chunk. q and v are checked already."""
@@ -207,7 +207,7 @@ def chosen_mode(family: Family, op: str, mode: str, q: Tensor, v: Tensor, needs_
             else "chunk")
 
 
-def problem_of(family: Family, op: str, tensors: list[Tensor | None] | tuple[Tensor | None, ...],
+def problem_of(family: Chunked, op: str, tensors: list[Tensor | None] | tuple[Tensor | None, ...],
                bounds: Tensor | None, needs_grad: bool, mode: str = "chunk",
                v_first: bool = False) -> Problem:
     """H counts value heads: they own the states."""
@@ -234,7 +234,7 @@ def _route(op: str, family: str, mode: str, dtype: str, K: int, V: int, v_first:
 
 def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..., tuple[Tensor, Tensor]],
               kept: tuple[str, ...] = (), room: Callable[..., tuple[Tensor | None, ...]] = lambda *_: (),
-              one_graph: bool = False) -> Family:
+              one_graph: bool = False) -> Chunked:
     """kept: names of what forward keeps for backward; room(needs_grad, *tensors): tensors like that."""
     inputs = {**{name: argument.optional for name, argument in arguments.items()}, "h0": True, "bounds": True}
     results = {"o": False, "ht": True, **dict.fromkeys(kept, True)}
@@ -269,7 +269,7 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
         name, _fields("Tensors", inputs), Scalars, _fields("Outputs", results), 2, forward=forward,
         kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=backward,
         traced=Traced(problem, empty, on_torch))
-    family = Family(name, arguments, torch_path, tuple(sorted(options, key=lambda option: option[1])),
+    family = Chunked(name, arguments, torch_path, tuple(sorted(options, key=lambda option: option[1])),
                     one_graph, operator)
     return family
 
