@@ -1,5 +1,5 @@
-"""The recurrence of Mamba2 and Mamba and the convolution beside it in float64, token by token, written from the
-mathematics. Everything else, ``kernels/selective`` too, is checked against it."""
+"""The recurrence of Mamba2 and Mamba and the convolution beside it in float64, token by token, written from
+the mathematics. Everything else, ``kernels/selective`` too, is checked against it."""
 from __future__ import annotations
 
 import math

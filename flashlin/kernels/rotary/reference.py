@@ -19,13 +19,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, offse
     """
     B, T = x.shape[:2]
     R = cos.shape[1]
-    axis, shape = (-1, (R, 2)) if interleaved else (-2, (2, R))  # where the two halves of a pair lie
+    axis = -1 if interleaved else -2  # of the two channels of a pair
     turns = torch.complex(cos.double(), sin.double())
     y = torch.zeros_like(x, dtype=torch.float64)
     for n, (b, first, end) in enumerate(spans_of(B, T, bounds)):
         places = torch.arange(end - first, device=x.device) + (0 if offsets is None else offsets[n])
         tokens = x[b, first:end].double()
-        pairs = torch.complex(*tokens[..., :2 * R].unflatten(-1, shape).unbind(axis))
+        rotated = tokens[..., :2 * R].reshape(end - first, x.shape[2], *((R, 2) if interleaved else (2, R)))
+        pairs = torch.complex(*rotated.unbind(axis))
         pairs = torch.where(places[:, None, None] < 0, 0, pairs * turns[places.clamp(min=0), None])
         y[b, first:end, :, :2 * R] = torch.stack([pairs.real, pairs.imag], axis).flatten(-2)
         y[b, first:end, :, 2 * R:] = tokens[..., 2 * R:]
