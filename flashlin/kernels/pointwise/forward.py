@@ -12,10 +12,12 @@ sums over it are at home.
 """
 
 from itertools import zip_longest
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Launch, Plan
@@ -291,7 +293,7 @@ def pointwise_skip(
 FARTHEST = 2**31 // 2048
 
 
-def rows_of(x: torch.Tensor | None, D: int) -> tuple[torch.Tensor | None, int]:
+def rows_of(x: Tensor | None, D: int) -> tuple[Tensor | None, int]:
     """x as rows of D columns and how far apart they are; copied only if columns do not lie side by side, or
     rows too far apart."""
     if x is None:
@@ -302,17 +304,9 @@ def rows_of(x: torch.Tensor | None, D: int) -> tuple[torch.Tensor | None, int]:
     return rows, rows.stride(0)
 
 
-def per_parameter(D_skip: torch.Tensor | None, D: int) -> int:
-    """Columns to each element of a skip's D, which is of heads or of columns."""
-    return 1 if D_skip is None else D // D_skip.numel()
-
-
-def widths(plan: Plan, launch: Launch) -> dict[str, int]:
-    """D columns in strips of W."""
-    return dict(D=plan.problem.H * plan.problem.K, W=strip_width(plan.problem, launch.block("BD")))
-
-
-# The tensors of each family, as the kernels name them.
+KERNELS = {GATE: pointwise_gate, MIX: pointwise_mix, KEY: pointwise_key, CORRECTION: pointwise_correction,
+           SCALE: pointwise_scale, SKIP: pointwise_skip}
+# What goes in and what comes out, as the kernels name it.
 NAMES = {
     GATE: ("g", "A_log", "dt_bias"),
     MIX: ("h", "delta", "xr", "xw", "xk", "xv", "xa", "xg"),
@@ -321,10 +315,29 @@ NAMES = {
     SCALE: ("x", "s", "marks"),
     SKIP: ("o", "x", "skip", "z", "marks"),
 }
+OUTPUTS = {GATE: ("y",), MIX: ("yr", "yw", "yk", "yv", "ya", "yg"), KEY: ("y",), CORRECTION: ("y",),
+           SCALE: ("y", "marks"), SKIP: ("y",)}
+STRIDED = {SCALE: ("x",), SKIP: ("x", "z")}  # whose rows may lie at any distance
 
 
-def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | None,
-        dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def arguments(plan: Plan, launch: Launch, tensors: tuple[Tensor | None, ...],
+              bound: float | None) -> dict[str, Any]:
+    """What the kernels of both directions take: the tensors by name, D columns in strips of W, rows."""
+    problem, family = plan.problem, plan.problem.family
+    D = problem.H * problem.K
+    named: dict[str, Any] = dict(zip(NAMES[family], tensors, strict=True), rows=problem.T, D=D,
+                                 W=strip_width(problem, launch.block("BD")))
+    for name in STRIDED.get(family, ()):
+        named[name], named[f"{name}_n"] = rows_of(named[name], D)
+    if family == GATE:
+        named.update(bound=bound or 0.0, BOUNDED=bound is not None, K=problem.K)
+    if family == SKIP:  # D is of heads or of columns: columns to each element of it
+        named["K"] = 1 if named["skip"] is None else D // named["skip"].numel()
+    return named
+
+
+def run(plan: Plan, tensors: tuple[Tensor | None, ...], bound: float | None,
+        dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The outputs, of that dtype. tensors: as named above, in that order, contiguous and of any dtypes; A, b
     and the sixth x may be None, and so may x and D, z, or the marks [rows] of a skip, and those of a scale,
     which gives marks if it gets some. What a scale and a skip take of a row need not be contiguous, but
@@ -335,27 +348,8 @@ def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | Non
                     for of in (tensors[2:] if family == MIX else tensors[:1]) if of is not None)
     if family == SCALE and tensors[2] is not None:
         outputs = (*outputs, tensors[2].clone())
-    if not x.numel():
-        return outputs
-    facts, rows, named = widths(plan, launch), plan.problem.T, dict(zip(NAMES[family], tensors, strict=True))
-    if family == GATE:
-        start(launch, pointwise_gate, launch.grid[0], dict(
-            named, y=outputs[0], bound=bound or 0.0, rows=rows,
-            **facts, K=plan.problem.K, BOUNDED=bound is not None))
-    elif family == MIX:
-        start(launch, pointwise_mix, launch.grid[0], dict(
-            named, **dict(zip_longest(("yr", "yw", "yk", "yv", "ya", "yg"), outputs)), rows=rows, **facts))
-    elif family == SCALE:
-        x, x_n = rows_of(x, facts["D"])
-        start(launch, pointwise_scale, launch.grid[0], dict(
-            x=x, s=tensors[1], marks=outputs[1] if len(outputs) > 1 else None, y=outputs[0],
-            x_n=x_n, rows=rows, **facts))
-    elif family == SKIP:
-        (x, x_n), (z, z_n) = rows_of(tensors[1], facts["D"]), rows_of(tensors[3], facts["D"])
-        start(launch, pointwise_skip, launch.grid[0], dict(
-            o=tensors[0], x=x, skip=tensors[2], z=z, marks=tensors[4], y=outputs[0],
-            x_n=x_n, z_n=z_n, rows=rows, **facts, K=per_parameter(tensors[2], facts["D"])))
-    else:
-        start(launch, pointwise_key if family == KEY else pointwise_correction, launch.grid[0], dict(
-            named, y=outputs[0], rows=rows, **facts))
+    if x.numel():
+        named = arguments(plan, launch, tensors, bound)
+        named.update(zip_longest(OUTPUTS[family], outputs))
+        start(launch, KERNELS[family], launch.grid[0], named)
     return outputs
