@@ -11,6 +11,7 @@ Without an activation dz is dy.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -162,19 +163,19 @@ def conv_backward_state(
 
 def run(
     plan: Plan,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    h0: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    dy: torch.Tensor,
-    dht: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    bounds: Tensor | None,
+    dy: Tensor,
+    dht: Tensor | None,
     silu: bool,
     needs_dx: bool,
     needs_dweight: bool,
     needs_dbias: bool,
     needs_dh0: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias, dh0), or None for those that are not needed; dweight and dbias in fp32, the others
     as their tensors. What forward.run got, and the contiguous gradients of what it gave."""
     B, T, D = x.shape

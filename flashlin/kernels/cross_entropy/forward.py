@@ -11,6 +11,7 @@ maximum and a running sum (Milakov and Gimelshein 2018).
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -90,9 +91,9 @@ def cross_entropy_forward(
     tl.store(lse + first + row, found, mask=inside)
 
 
-def run(plan: Plan, logits: torch.Tensor, target: torch.Tensor, scale: float, cap: float | None,
-        smoothing: float, squares: float, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor,
-        torch.Tensor]:
+def run(plan: Plan, logits: Tensor, target: Tensor, scale: float, cap: float | None,
+        smoothing: float, squares: float, ignore_index: int) -> tuple[Tensor, Tensor,
+        Tensor]:
     """(loss, z_loss, L), each [N] in fp32. logits [N, V] of any dtype with contiguous rows; target [N] int32
     or int64, contiguous, of any values."""
     N, V = logits.shape

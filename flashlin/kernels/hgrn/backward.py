@@ -8,6 +8,7 @@ h is what forward returned as o: rounded to 16 bits it makes dg as precise as an
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -81,9 +82,9 @@ def hgrn_backward(
             tl.store(dh0 + state, dh * one, mask=cols < D)
 
 
-def run(plan: Plan, g: torch.Tensor, o: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
-        do: torch.Tensor, dht: torch.Tensor | None, needs_dh0: bool) -> tuple[torch.Tensor, torch.Tensor,
-        torch.Tensor | None]:
+def run(plan: Plan, g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tensor | None,
+        do: Tensor, dht: Tensor | None, needs_dh0: bool) -> tuple[Tensor, Tensor,
+        Tensor | None]:
     """(dx in o's dtype, dg in g's, dh0 in fp32 or None). o: what forward returned; do like o, dht like the
     final state; contiguous."""
     B, T, D = o.shape

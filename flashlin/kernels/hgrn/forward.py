@@ -11,6 +11,7 @@ walks from the last token to the first; a walk's i-th token is row ``origin + ST
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -197,8 +198,8 @@ def hgrn_forward(
             tl.store(ht + n.to(tl.int64) * D + cols, h, mask=cols < D)
 
 
-def run(plan: Plan, x: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
-        has_ht: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(plan: Plan, x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None,
+        has_ht: bool) -> tuple[Tensor, Tensor | None]:
     """(o [B, T, D] in x's dtype, final state [N, D] in fp32 or None). x, g [B, T, D], h0 [N, D],
     contiguous."""
     B, T, D = x.shape
@@ -221,8 +222,8 @@ def run(plan: Plan, x: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, b
     return o, ht
 
 
-def pairs(plan: Plan, x: torch.Tensor, g: torch.Tensor, part: slice, bounds: torch.Tensor | None, S: int,
-          step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pairs(plan: Plan, x: Tensor, g: Tensor, part: slice, bounds: Tensor | None, S: int,
+          step: int) -> tuple[Tensor, Tensor]:
     """What each segment but the last of a part's sequences leaves behind; tables of nothing for whole
     sequences, which nobody reads. bounds: the part's own."""
     n, T, D = part.stop - part.start, *x.shape[1:]

@@ -10,6 +10,7 @@ read more than P / BP times.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -194,19 +195,19 @@ def conv_window(
 
 def update(
     plan: Plan,
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    indices: torch.Tensor | None,
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    indices: Tensor | None,
     softplus: bool,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """y [n, H, P] of that dtype, after updating state [S, H, P, N] in place. x, z [n, H, P] and B, C [n, G,
     N]: contiguous but for the step from one sequence to the next; dt [n, H, P], A [H, P, N], D, dt_bias [H,
     P]: any strides, 0 too; indices [n] or None. Any dtypes."""
@@ -228,15 +229,15 @@ def update(
 
 def convolve(
     plan: Plan,
-    x: torch.Tensor,
-    state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    seqlens: torch.Tensor | None,
-    indices: torch.Tensor | None,
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seqlens: Tensor | None,
+    indices: Tensor | None,
     silu: bool,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """y [n, D, T] of that dtype, after putting x [n, D, T] into state [S, D, L] in place, both of any
     strides; the others contiguous."""
     n, D, T = x.shape

@@ -17,6 +17,7 @@ kernels: one walks along rows for ds, one down columns for dw and db.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -320,14 +321,14 @@ def norm_backward_columns(
 
 def run(
     plan: Plan,
-    s: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dy: Tensor,
+    dtotal: Tensor | None,
     kind: int,
     activation: int,
     normed: bool,
@@ -335,7 +336,7 @@ def run(
     dresidual_dtype: torch.dtype | None,
     needs_dweight: bool,
     needs_dbias: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dresidual, dgate, dweight, dbias) or None for those that are not there, the last two [D] in fp32,
     for what forward.run kept.
 

@@ -12,6 +12,7 @@ blocks of BD, twice: once for the statistics, and once, mostly out of the cache,
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -211,18 +212,18 @@ def norm_forward(
 
 def run(
     plan: Plan,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    gate: torch.Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
     eps: float,
     kind: int,
     activation: int,
     y_dtype: torch.dtype,
     total_dtype: torch.dtype | None,
     stats: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(y, s or None, mean or None, rstd or None). x, residual, gate [..., D] and weight, bias [D],
     contiguous, of any dtypes; for a group norm x [..., G, D] and weight, bias [G * D], where G is the plan's
     number of heads.

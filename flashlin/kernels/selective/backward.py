@@ -12,6 +12,7 @@ Sums over channels are partial sums of a strip, added up by torch: deterministic
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -180,19 +181,19 @@ def selective_backward(
 
 def run(
     plan: Plan,
-    u: torch.Tensor,
-    delta: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    states: torch.Tensor,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    bias: Tensor | None,
+    states: Tensor,
     softplus: bool,
-    dy: torch.Tensor,
-    dlast: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
+    dy: Tensor,
+    dlast: Tensor | None,
+) -> tuple[Tensor | None, ...]:
     """Gradients of u, delta, A, B, C, D, z and bias, in their dtypes. Tensors as forward.run's; dy of any
     strides, dlast contiguous."""
     b, channels, T = u.shape

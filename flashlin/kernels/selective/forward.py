@@ -8,6 +8,7 @@ next three tokens are being loaded. Nothing is divided by a decay.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -176,16 +177,16 @@ def selective_forward(
 
 def run(
     plan: Plan,
-    u: torch.Tensor,
-    delta: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    bias: Tensor | None,
     softplus: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """(y [b, D, T] like u, the last state [b, D, N] in fp32, the states that backward starts its segments
     from or None).
 
@@ -209,6 +210,6 @@ def run(
     return y, last, states
 
 
-def constants_of(A: torch.Tensor, B: torch.Tensor, softplus: bool) -> dict[str, object]:
+def constants_of(A: Tensor, B: Tensor, softplus: bool) -> dict[str, object]:
     """The constexprs that forward and backward share, besides the tile."""
     return dict(D=A.shape[0], N=A.shape[1], G=B.shape[1], SEGMENT=SEGMENT, SOFTPLUS=softplus)

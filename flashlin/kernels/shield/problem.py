@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from flashlin.guards.limits import AXIS_LIMITS, OFFSET_LIMIT
 from flashlin.guards.problem import Given, Launch, Problem
@@ -24,7 +24,7 @@ class Declared(NamedTuple):
 def problem_of(kernel: str, text: Source, declared: Declared, named: dict[str, Any], constants: Sequence[str],
                grid: tuple[int, ...]) -> Problem:
     """named: every argument and option of the launch; constants: which of them are constexpr."""
-    tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     dtypes = frozenset(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
     half = text.half or any(str(named.get(name)) in ("bf16", "fp16") for name in constants)
     tile = tuple((name, named[name]) for name in constants if type(named.get(name)) is int)
@@ -63,7 +63,7 @@ def lengths(batch: dict[str, int | None], named: dict[str, Any]) -> dict[str, in
         value = named.get(name)
         if dimension is None or value is None:
             continue
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             raise TypeError(f"batch: got dimension {dimension} of {name}, which is of type "
                             f"{type(value).__name__}, need a tensor")
         if not -value.dim() <= dimension < value.dim():
@@ -73,7 +73,7 @@ def lengths(batch: dict[str, int | None], named: dict[str, Any]) -> dict[str, in
     return found
 
 
-def _whole(declared: Declared, tensors: dict[str, torch.Tensor], grid: tuple[int, ...], size: int) -> str:
+def _whole(declared: Declared, tensors: dict[str, Tensor], grid: tuple[int, ...], size: int) -> str:
     """Why the batch cannot be split, ``""`` if it can."""
     if not declared.batch:
         axis = next((str(axis)
@@ -110,7 +110,7 @@ def _may_hold(length: int, size: int) -> bool:
     return length % size == 0 or length == size + 1
 
 
-def _reach(tensor: torch.Tensor, dimension: int | None, size: int) -> Iterator[tuple[int, int]]:
+def _reach(tensor: Tensor, dimension: int | None, size: int) -> Iterator[tuple[int, int]]:
     """(base, step) of a tensor whose last element is beyond 32 bits: see ``Given``. By strides: a view may be
     long and have few elements."""
     last = sum((length - 1) * abs(stride)
