@@ -8,13 +8,15 @@ is 0. Segments start from what those before leave behind, which is a scan of pai
 walks from the last token to the first; a walk's i-th token is row ``origin + STEP * i``.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.problem import Launch, Plan
 from flashlin.kernels.hgrn.recipe import segments
 from flashlin.kernels.pieces import fills_gaps, parts, sequence_of, sliced, within, zero_gaps
 
@@ -202,35 +204,40 @@ def run(plan: Plan, x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | No
         has_ht: bool) -> tuple[Tensor, Tensor | None]:
     """(o [B, T, D] in x's dtype, final state [N, D] in fp32 or None). x, g [B, T, D], h0 [N, D],
     contiguous."""
-    B, T, D = x.shape
-    N = B if bounds is None else bounds.shape[0] - 1
+    N = x.shape[0] if bounds is None else bounds.shape[0] - 1
     split = parts(plan, N)
-    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, D, dtype=x.dtype, device=x.device)
-    ht = torch.empty(N, D, dtype=torch.float32, device=x.device) if has_ht else None
+    o = torch.empty_like(x) if fills_gaps(split, bounds) else torch.zeros_like(x)
+    ht = x.new_empty((N, x.shape[2]), dtype=torch.float32) if has_ht else None
     if N == 0:  # no program would run to write them
         return o.zero_(), ht
-    launch, S = plan.launch("hgrn_forward"), segments(plan.problem, plan.target)
-    for part in split:
-        n, edges = part.stop - part.start, sliced(bounds,
-                                                  slice(part.start, part.stop
-                                                        + 1)) if len(split) > 1 else bounds
-        decays, ends = pairs(plan, x, g, part, edges, S, 1)
-        start(launch, hgrn_forward, n * S * -(-D // launch.block("BD")), dict(
-            x=within(x, part, bounds), g=within(g, part, bounds), decays=decays, ends=ends,
-            h0=sliced(h0, part), o=within(o, part, bounds), ht=sliced(ht, part), bounds=edges, T=T,
-            N=n, S=S, D=D, VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1))
+    walk(plan, plan.launch("hgrn_forward"), hgrn_forward, 1, split, "x", dict(x=x, g=g, o=o, bounds=bounds),
+         dict(h0=h0, ht=ht))
     return o, ht
 
 
-def pairs(plan: Plan, x: Tensor, g: Tensor, part: slice, bounds: Tensor | None, S: int,
-          step: int) -> tuple[Tensor, Tensor]:
-    """What each segment but the last of a part's sequences leaves behind; tables of nothing for whole
-    sequences, which nobody reads. bounds: the part's own."""
-    n, T, D = part.stop - part.start, *x.shape[1:]
-    decays, ends = torch.empty(2, n, S - 1, D, dtype=torch.float32, device=x.device)
-    if S > 1:
-        launch = plan.launch("hgrn_ends")
-        start(launch, hgrn_ends, n * (S - 1) * -(-D // launch.block("BD")), dict(
-            x=within(x, part, bounds), g=within(g, part, bounds), decays=decays,
-            ends=ends, bounds=bounds, T=T, S=S, D=D, STEP=step, VARLEN=bounds is not None))
-    return decays, ends
+def walk(plan: Plan, launch: Launch, kernel: Any, step: int, split: list[slice], walked: str,
+         rows: dict[str, Any], states: dict[str, Tensor | None]) -> None:
+    """Start a kernel that walks all segments, for each part of the batch, after ``hgrn_ends`` where sequences
+    have more than one.
+
+    step: 1 or -1, as of hgrn_ends. walked: the name of what states are made of. rows, states: the kernel's
+    tensors by name, those [B, T, D] with bounds and those [N, D].
+    """
+    _, T, D = rows["g"].shape
+    S, packed = segments(plan.problem, plan.target), rows["bounds"] is not None
+    strips = -(-D // launch.block("BD"))
+    for part in split:
+        n = part.stop - part.start
+        if len(split) > 1:
+            own = {name: sliced(x, part) for name, x in states.items()}
+            own |= {name: within(x, part, rows["bounds"]) for name, x in rows.items()}
+            own["bounds"] = sliced(rows["bounds"], slice(part.start, part.stop + 1))
+        else:
+            own = rows | states
+        # what each segment but the last leaves behind; of whole sequences nothing, which nobody reads
+        decays, ends = torch.empty(2, n, S - 1, D, dtype=torch.float32, device=rows["g"].device)
+        sizes = dict(decays=decays, ends=ends, T=T, S=S, D=D, VARLEN=packed)
+        if S > 1:
+            start(plan.launch("hgrn_ends"), hgrn_ends, n * (S - 1) * strips, dict(
+                sizes, x=own[walked], g=own["g"], bounds=own["bounds"], STEP=step))
+        start(launch, kernel, n * S * strips, dict(own, **sizes, N=n, GAPS=packed and len(split) == 1))

@@ -354,26 +354,22 @@ def run(
     wanted = needs_dweight + needs_dbias
     parts = s.new_empty((wanted, shares, D), dtype=torch.float32)
     dweight, dbias = parts[0] if needs_dweight else None, parts[-1] if needs_dbias else None
-    flags = dict(HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, HAS_DTOTAL=dtotal is not None,
-                 HAS_DRESIDUAL=dresidual is not None)
-    shared = dict(D=D, KIND=kind, NORMED=normed, GATE=activation, GROUPS=groups)
-    sums = dict(HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias)
+    read = dict(s=s, gate=gate, mean=mean, rstd=rstd, dy=dy, rows=rows,
+                D=D, KIND=kind, NORMED=normed, GATE=activation, GROUPS=groups)
+    for_dx = dict(weight=weight, bias=bias, dtotal=dtotal, dx=dx, dresidual=dresidual, dgate=dgate,
+                  HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, HAS_DTOTAL=dtotal is not None,
+                  HAS_DRESIDUAL=dresidual is not None)
+    sums = dict(dweight=dweight, dbias=dbias, HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias)
     # Rows of fp32 have as many bytes under way without the next ones, and no registers left for them.
     ahead = for_rows.num_stages > 1 and all(t is None or t.element_size() < 4 for t in (s, dy, gate, dtotal))
     if rows and not wide:
-        start(for_rows, norm_backward, for_rows.grid[0], dict(
-            s=s, weight=weight, bias=bias, gate=gate, mean=mean, rstd=rstd, dy=dy, dtotal=dtotal,
-            dx=dx, dresidual=dresidual, dgate=dgate, dweight=dweight, dbias=dbias, rows=rows,
-            **shared, **flags, **sums, AHEAD=ahead))
+        start(for_rows, norm_backward, for_rows.grid[0], dict(read, **for_dx, **sums, AHEAD=ahead))
     elif rows:
-        start(for_rows, norm_backward_rows, for_rows.grid[0], dict(
-            s=s, weight=weight, bias=bias, gate=gate, mean=mean, rstd=rstd, dy=dy, dtotal=dtotal,
-            dx=dx, dresidual=dresidual, dgate=dgate, rows=rows, **shared, **flags))
+        start(for_rows, norm_backward_rows, for_rows.grid[0], dict(read, **for_dx))
         if wanted:
-            start(for_sums, norm_backward_columns, for_sums.grid[0], dict(
-                s=s, gate=gate, mean=mean, rstd=rstd, dy=dy,
-                dweight=dweight, dbias=dbias, rows=rows, **shared, **sums))
-    total = parts.view(wanted, -1,
-                       groups * D).sum(1) if wanted and rows else s.new_zeros((wanted, groups * D),
-                                                                              dtype=torch.float32)
+            start(for_sums, norm_backward_columns, for_sums.grid[0], dict(read, **sums))
+    if wanted and rows:
+        total = parts.view(wanted, -1, groups * D).sum(1)
+    else:
+        total = parts.new_zeros((wanted, groups * D))
     return dx, dresidual, dgate, total[0] if needs_dweight else None, total[-1] if needs_dbias else None

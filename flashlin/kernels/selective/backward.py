@@ -19,7 +19,7 @@ from flashlin.guards.problem import Plan
 from flashlin.kernels.pieces import strides
 from flashlin.kernels.selective.forward import (
     LOG2_E,
-    constants_of,
+    arguments,
     loaded,
     per_channel,
     place,
@@ -209,13 +209,8 @@ def run(
         scratch = u.new_empty((launch.grid[0], SEGMENT, launch.block("BN"), launch.block("BD")),
                               dtype=torch.float32)
         start(launch, selective_backward, launch.grid[0], dict(
-            dy=dy, u=u, delta=delta, A=A, B=B, C=C, skip=D, z=z, bias=bias, states=states, dlast=dlast,
-            du=du, ddelta=ddelta, dz=dz, dA=dA, dB=dB, dC=dC, dskip=dskip, dbias=dbias, scratch=scratch,
-            T=T, b_count=b,
-            **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
-            **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
-            **strides(z, "z_b", "z_d", "z_t"), **strides(dy, "y_b", "y_d", "y_t"),
-            **strides(du, "o_b", "o_d", "o_t"),
-            **constants_of(A, B, softplus)))
+            arguments(u, delta, A, B, C, D, z=z, bias=bias, softplus=softplus, like_y=dy),
+            dy=dy, states=states, dlast=dlast, du=du, ddelta=ddelta, dz=dz, dA=dA, dB=dB, dC=dC,
+            dskip=dskip, dbias=dbias, scratch=scratch, b_count=b, **strides(du, "o_b", "o_d", "o_t")))
     return (du, ddelta, dA.sum(0), dB.sum(0).mT.to(B.dtype), dC.sum(0).mT.to(C.dtype),
             None if D is None else dskip.sum(0), dz, None if bias is None else dbias.sum(0))

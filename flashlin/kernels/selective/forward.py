@@ -5,6 +5,8 @@ A program owns a strip of channels and walks the tokens with their states [BN, B
 next three tokens are being loaded. Nothing is divided by a decay.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -202,14 +204,18 @@ def run(
     if last.numel():
         launch = plan.launch("selective_forward")
         start(launch, selective_forward, launch.grid[0], dict(
-            u=u, delta=delta, A=A, B=B, C=C, skip=D, z=z, bias=bias, y=y, states=states, last=last, T=T,
-            **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
-            **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
-            **strides(z, "z_b", "z_d", "z_t"), **strides(y, "y_b", "y_d", "y_t"),
-            **constants_of(A, B, softplus)))
+            arguments(u, delta, A, B, C, D, z=z, bias=bias, softplus=softplus, like_y=y),
+            y=y, states=states, last=last))
     return y, last, states
 
 
-def constants_of(A: Tensor, B: Tensor, softplus: bool) -> dict[str, object]:
-    """The constexprs that forward and backward share, besides the tile."""
-    return dict(D=A.shape[0], N=A.shape[1], G=B.shape[1], SEGMENT=SEGMENT, SOFTPLUS=softplus)
+def arguments(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, *, z: Tensor | None,
+              bias: Tensor | None, softplus: bool, like_y: Tensor) -> dict[str, Any]:
+    """What the kernels of both directions take, besides the tile. like_y: y or dy, of which only the strides
+    are taken here."""
+    return dict(
+        u=u, delta=delta, A=A, B=B, C=C, skip=D, z=z, bias=bias, T=u.shape[2],
+        **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
+        **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
+        **strides(z, "z_b", "z_d", "z_t"), **strides(like_y, "y_b", "y_d", "y_t"),
+        D=A.shape[0], N=A.shape[1], G=B.shape[1], SEGMENT=SEGMENT, SOFTPLUS=softplus)
