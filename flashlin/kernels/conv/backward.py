@@ -104,7 +104,7 @@ def conv_backward_x(
     HAS_DHT: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """dht: [N, W, D], as rows of channels."""
+    """dx [R, D]; dht comes as rows of channels, [N, W, D]. A program: BT rows and BD channels."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     begin = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
@@ -140,8 +140,8 @@ def conv_backward_state(
     HAS_DHT: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """Token t sees slot t + 1 + w of the state through tap w; a sequence shorter than W hands slots on to the
-    final state."""
+    """dh0 [N, D, W]. Token t reads slot t + 1 + w of the state through tap w; a sequence shorter than W also
+    hands slots on to the final state. A program: a sequence and BD channels."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = tl.program_id(0) // STRIPS
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)

@@ -19,8 +19,8 @@ from flashlin.kernels.pieces import strides
 
 @triton.jit
 def sequences_of(before, bounds, start, T, N, R, BT: tl.constexpr, VARLEN: tl.constexpr):
-    """Of rows start .. start + BT: the sequence, how many of its rows lie behind, and how many are left with
-    the row itself: 0 for rows that belong to nobody."""
+    """For rows start .. start + BT: (the number of their sequence, how many of its rows come before each, how
+    many are left with the row itself, which is 0 for rows of no sequence), each [BT]."""
     ahead = tl.arange(0, BT)
     inside = start + ahead < R
     if VARLEN:
@@ -54,7 +54,7 @@ def tap(
     BT: tl.constexpr,
     HAS_H0: tl.constexpr,
 ):
-    """[BT, BD]: what w, one of W taps, sees from each row, in fp32. h0: [N, W, D], so that its channels are
+    """[BT, BD] in fp32: what tap w of W reads for each row. h0 is [N, W, D], so that its channels are
     contiguous like those of x."""
     BACK: tl.constexpr = W - 1 - w
     ahead = tl.arange(0, BT) - BACK
@@ -71,7 +71,7 @@ def tap(
 
 @triton.jit
 def of_channels(x, cols, D: tl.constexpr, STEP: tl.constexpr):
-    """[1, BD]: an element of each channel, in fp32."""
+    """[1, BD] in fp32: one element for each channel."""
     return tl.load(x + cols * STEP, mask=cols < D, other=0.0,
                    eviction_policy="evict_last").to(tl.float32)[None, :]
 
@@ -153,7 +153,7 @@ def conv_forward(
 
 @triton.jit
 def span_of(bounds, n, T, VARLEN: tl.constexpr):
-    """First row and length of sequence n."""
+    """(first row, length) of sequence n."""
     if VARLEN:
         first = tl.load(bounds + n).to(tl.int64)
         length = tl.load(bounds + n + 1).to(tl.int64) - first

@@ -19,7 +19,8 @@ from flashlin.guards.problem import Plan
 
 @triton.jit
 def targets_of(target, first, rows, ignore_index, V: tl.constexpr, BT: tl.constexpr):
-    """Targets of BT rows, and which of the rows count: nothing else may be looked up by its target."""
+    """(targets of BT rows, which of the rows count). A target that does not count may be no column: nothing
+    may be looked up by it."""
     row = tl.arange(0, BT)
     t = tl.load(target + first + row, mask=first + row < rows, other=-1).to(tl.int64)
     return t, (t >= 0) & (t < V) & (t != ignore_index)
@@ -32,7 +33,7 @@ def tanh(x):
 
 @triton.jit
 def shaped(logits, scale, cap, CAPPED: tl.constexpr):
-    """x of logits, in fp32."""
+    """x of logits, in fp32: scaled and capped."""
     x = logits.to(tl.float32) * scale
     if CAPPED:
         x = cap * tanh(x / cap)

@@ -23,7 +23,8 @@ from flashlin.kernels.pieces import fills_gaps, parts, sequence_of, sliced, with
 
 @triton.jit
 def both(a1, x1, a2, x2):
-    """The pair of one pair after another."""
+    """The pair (a, x), which turns h into a h + x, that does what the first one and then the second one
+    do."""
     return a1 * a2, a2 * x1 + x2
 
 
@@ -46,7 +47,7 @@ def walked(
     BT: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """[BT, BD]: what a walk meets from its i0-th token on, ``other`` for tokens outside low .. high."""
+    """[BT, BD]: tokens i0 .. i0 + BT of a walk, ``other`` for those outside low .. high."""
     i = tl.arange(0, BT)
     mask = ((i0 + i >= low) & (i0 + i < high))[:, None] & (cols < D)[None, :]
     return tl.load(x + (origin + STEP * i0) * D + (STEP * D * i[:, None] + cols[None, :]), mask=mask,
@@ -65,7 +66,7 @@ def put_walked(
     BT: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Store what a walk makes of its tokens from the i0-th on, [BT, BD]."""
+    """Store a walk's results [BT, BD] for its tokens i0 .. i0 + BT."""
     i = tl.arange(0, BT)
     mask = (i0 + i < high)[:, None] & (cols < D)[None, :]
     tl.store(x + (origin + STEP * i0) * D + (STEP * D * i[:, None] + cols[None, :]),
@@ -79,7 +80,8 @@ def decay(g):
 
 @triton.jit
 def segment_of(s, S, length, BT: tl.constexpr):
-    """Segment s of S: whole blocks, so that the last ones may be empty."""
+    """(begin, end) of segment s of S. A segment is whole blocks of BT tokens, so the last ones may be
+    empty."""
     size = ((length + S - 1) // S + BT - 1) // BT * BT
     begin = tl.minimum(s * size, length)
     return begin, tl.minimum(begin + size, length)
@@ -100,8 +102,8 @@ def hgrn_ends(
     STEP: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """decays, ends [N, S - 1, D] fp32: each segment but the last as a pair. STEP -1: of the gradient, x being
-    that of o."""
+    """decays, ends [N, S - 1, D] fp32: each segment but the last as a pair. STEP -1: segments of the backward
+    walk, x being the gradient of o. A program: BD channels of a segment."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     BACK: tl.constexpr = (1 - STEP) // 2
     program = tl.program_id(0)

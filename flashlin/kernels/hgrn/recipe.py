@@ -19,8 +19,8 @@ SHORTEST = 8 * BT  # tokens of a segment
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launches and backward's. What the segments before leave behind is found by a kernel that both
-    share."""
+    """Forward's launches and backward's. Both share the kernel that computes what each segment leaves
+    behind."""
     S = segments(problem, target)
     made = [_launch("hgrn_ends", problem, S - 1)] if S > 1 else []
     made.append(_launch("hgrn_forward", problem, S))

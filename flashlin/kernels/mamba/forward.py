@@ -20,8 +20,8 @@ from flashlin.kernels.recurrent.forward import softplus
 
 @triton.jit
 def spread(t, BD: tl.constexpr):
-    """[BD] of one number: compared with another, it makes a mask, where two scalars do not in the interpreter
-    of 3.9."""
+    """[BD] of one number t. Compared with another it makes a mask; two scalars do not in the interpreter of
+    3.9."""
     return tl.zeros([BD], dtype=tl.int32) + t
 
 
@@ -66,8 +66,9 @@ def state_update(
     SOFTPLUS: tl.constexpr,
     TIED: tl.constexpr,
 ):
-    """TIED: a head has one dt and one A. heads: that share B and C. indices [n]: the state of each sequence,
-    those outside the pool for none."""
+    """y [n, H, P] of one token, and the state in place. TIED: a head has one dt and one A. heads: how many
+    share B and C. indices [n]: which state each sequence has; outside the pool it has none. A program: BP
+    rows of a head's state."""
     STRIPS: tl.constexpr = (P + BP - 1) // BP
     program = tl.program_id(0)
     n = (program // STRIPS // H).to(tl.int64)
@@ -120,7 +121,7 @@ def state_update(
 
 @triton.jit
 def column_of(x, channels, known, along_d, along_t, t, BD: tl.constexpr):
-    """[BD] of column t, in fp32."""
+    """[BD] of column t, in fp32, zeros where known is false."""
     return tl.load(x + t * along_t + channels * along_d, mask=known, other=0.0).to(tl.float32)
 
 
@@ -147,8 +148,8 @@ def conv_window(
     BD: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """T tokens of the convolution, then into the state [.., D, L]: the newest last, or with seqlens [n] each
-    in slot (seqlens + t) mod L."""
+    """y [n, D, T] of T tokens, and the state [pool, D, L] in place: the newest token last, or with seqlens
+    [n] token t in slot (seqlens + t) mod L. A program: a sequence and BD channels."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = (tl.program_id(0) // STRIPS).to(tl.int64)
     channels = (tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)).to(tl.int64)

@@ -26,7 +26,7 @@ from flashlin.kernels.norm.forward import line, opened, put, scaled, tile
 
 @triton.jit
 def stats_of(mean, rstd, first, rows, BT: tl.constexpr, KIND: tl.constexpr):
-    """m (zeros unless a layer norm) and r of BT rows."""
+    """(m, r) of BT rows, fp32; m is zeros unless this is a layer norm."""
     row = tl.arange(0, BT)
     r = tl.load(rstd + first + row, mask=first + row < rows, other=0.0)
     if KIND == 0:
@@ -53,8 +53,8 @@ def fetched(
     GATE: tl.constexpr,
     HAS_DTOTAL: tl.constexpr,
 ):
-    """What BT rows need, as it lies in memory: s, dy, gate and dtotal (dy again where there is none), m,
-    r."""
+    """(s, dy, gate, dtotal, m, r) of BT rows as they lie in memory; dy stands for a gate or dtotal that there
+    is not."""
     b_s = tile(s, first, rows, 0, D, BT, BD, "evict_first")
     b_dy = tile(dy, first, rows, 0, D, BT, BD, "evict_first")
     if HAS_DTOTAL:
@@ -71,7 +71,7 @@ def fetched(
 
 @triton.jit
 def normalised(b_s, m, r, KIND: tl.constexpr, NORMED: tl.constexpr):
-    """n. NORMED: what forward kept is already that."""
+    """n [BT, BD]. NORMED: forward kept n, not s."""
     n = b_s.to(tl.float32)
     if KIND == 0:
         n -= m[:, None]
@@ -99,7 +99,7 @@ def before_gate(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """The gradient of what the gate multiplied; stores the gate's own."""
+    """The gradient [BT, BD] of what the gate multiplied; stores the gate's own gradient."""
     factor, slope = opened(b_gate, GATE)
     put(
         dgate, u * slope * scaled(
@@ -112,7 +112,7 @@ def before_gate(
 @triton.jit
 def put_share(x, share, number, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
               GROUPS: tl.constexpr):
-    """A program's share of dw or db, from [BT, BD] registers: one line, or with groups BT of them."""
+    """Store a program's share of dw or db, from [BT, BD] registers: one line, or with groups BT lines."""
     col = d0 + tl.arange(0, BD)
     if GROUPS == 1:
         tl.store(x + number.to(tl.int64) * D + col, tl.sum(share, 0), mask=col < D)
@@ -153,8 +153,8 @@ def norm_backward(
     HAS_DWEIGHT: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
 ):
-    """ds as dx and dresidual, and dgate, [rows, D], of whole rows in registers; shares of dw and db. A
-    program: every so many-th BT rows."""
+    """ds [rows, D], as dx and as dresidual, and dgate [rows, D], of rows that fit into registers; shares of
+    dw and db. A program: every so many-th BT rows."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     program = tl.program_id(0)
     step = tl.num_programs(0) * BT
@@ -236,7 +236,8 @@ def norm_backward_rows(
     HAS_DTOTAL: tl.constexpr,
     HAS_DRESIDUAL: tl.constexpr,
 ):
-    """ds of BT rows of any length."""
+    """ds [rows, D], as dx and as dresidual, and dgate [rows, D], of rows of any length. A program: BT
+    rows."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     first = tl.program_id(0).to(tl.int64) * BT
     m, r = stats_of(mean, rstd, first, rows, BT, KIND)
@@ -294,7 +295,7 @@ def norm_backward_columns(
     HAS_DWEIGHT: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
 ):
-    """Shares of dw and db: BD columns, of every so many-th BT rows."""
+    """Shares of dw and db. A program: BD columns of every so many-th BT rows."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     group = tl.program_id(0) // STRIPS
     d0 = tl.program_id(0) % STRIPS * BD

@@ -63,7 +63,7 @@ def summed(
     HAS_RESIDUAL: tl.constexpr,
     EVICT: tl.constexpr,
 ):
-    """s [BT, BD], fp32."""
+    """s = x + residual [BT, BD], fp32."""
     s = tile(x, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
     if HAS_RESIDUAL:
         s += tile(residual, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
@@ -94,7 +94,7 @@ def scaled(
 
 @triton.jit
 def opened(gate, GATE: tl.constexpr):
-    """What a gate multiplies by, and the derivative of that."""
+    """(a(z), a'(z)) [BT, BD] of a gate z: what it multiplies by, and the derivative."""
     z = gate.to(tl.float32)
     sigmoid = tl.sigmoid(z)
     if GATE == 1:
@@ -125,7 +125,7 @@ def put_y(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """From a centred [BT, BD] of rows to y."""
+    """Store y of BT rows, made of the centred [BT, BD]."""
     out = scaled(
         centred * r[:, None], weight, bias, first, d0,
         D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
@@ -160,7 +160,8 @@ def norm_forward(
     HAS_TOTAL: tl.constexpr,
     HAS_STATS: tl.constexpr,
 ):
-    """y, and where asked for total = s and the rows' statistics."""
+    """y [rows, D], and where asked for total = s [rows, D] and the statistics mean and rstd [rows]. A
+    program: BT rows."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     first = tl.program_id(0).to(tl.int64) * BT
     inside = tl.arange(0, BD) < D

@@ -42,7 +42,7 @@ from flashlin.kernels.recurrent.forward import softplus
 
 @triton.jit
 def put_share(shares, total, parameter: tl.constexpr, share, count, cols, there, D: tl.constexpr):
-    """A program's share of a parameter's gradient: total [BT, BD] summed over its rows."""
+    """Store a program's share of a parameter's gradient: total [BT, BD], summed over its rows."""
     tl.store(shares + (count.to(tl.int64) * parameter + share) * D + cols, tl.sum(total, 0), mask=there)
 
 
@@ -102,7 +102,7 @@ def unmixed(
     D: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """dh, ddelta and the gradient of x with what one output adds to them."""
+    """(dh, ddelta, gradient of x), each with what one output adds to it."""
     b_dy = tile(dy, first, rows, cols, there, D, BT)
     return dh + b_dy, ddelta + b_dy * line(x, cols, there), total + b_dy * delta
 
@@ -274,7 +274,7 @@ def pointwise_scale_backward(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """dx [rows, D] and ds [rows, D // W], a strip of W columns being a head. A program: BT rows of one."""
+    """dx [rows, D] and ds [rows, D // W]. A program: BT rows of one head, a strip of W columns."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
@@ -313,7 +313,8 @@ def pointwise_skip_backward(
     BD: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Without z and marks do is dy, and not written. dmarks: zeros."""
+    """do (unless without z and marks, where it is dy), dx and dz [rows, D], NaN in dmarks, which comes as
+    zeros, and with SUMS a share of the gradient of D."""
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT

@@ -27,8 +27,8 @@ from flashlin.kernels.recurrent.forward import softplus
 
 @triton.jit
 def strip_of(D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr):
-    """This program's number among those of its strip, how many they are, its columns, and which of them there
-    are: W to a strip."""
+    """(this program's number among those of its strip, how many programs the strip has, its columns [BD],
+    which of those exist [BD]). A strip has W columns."""
     STRIPS: tl.constexpr = (D + W - 1) // W
     ahead = tl.arange(0, BD)
     cols = tl.program_id(0) % STRIPS * W + ahead
@@ -37,7 +37,8 @@ def strip_of(D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def tile(x, first, rows, cols, there, apart, BT: tl.constexpr):
-    """[BT, BD] of rows that far apart, from row first on, in fp32, zeros outside."""
+    """[BT, BD] in fp32 of rows that lie ``apart`` elements from each other, from row first on; zeros
+    outside."""
     row = tl.arange(0, BT)
     known = (first + row < rows)[:, None] & there[None, :]
     return tl.load(x + first * apart + (row[:, None] * apart + cols[None, :]), mask=known,
@@ -73,7 +74,7 @@ def opened(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """g + b and e^A, which is of heads of K columns."""
+    """g + b [BT, BD] and e^A [1, BD]; a head of K columns has one A."""
     z = tile(g, first, rows, cols, there, D, BT)
     if dt_bias is not None:
         z += line(dt_bias, cols, there)
@@ -98,7 +99,7 @@ def pointwise_gate(
     BD: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """y [rows, D]. K columns have one A."""
+    """y [rows, D]; a head of K columns has one A."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     z, rate = opened(g, A_log, dt_bias, first, rows, cols, there, D=D, K=K, BT=BT, BD=BD)
@@ -208,23 +209,23 @@ def pointwise_correction(
 
 @triton.jit
 def of_head(first, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr):
-    """Where this program's head, a strip of W columns, is in a [rows, heads] tensor: places, and which of
-    them there are."""
+    """(offsets of this program's head, a strip of W columns, in a [rows, heads] tensor, which of the rows
+    exist)."""
     row = first + tl.arange(0, BT)
     return row * (D // W) + tl.program_id(0) % (D // W), row < rows
 
 
 @triton.jit
 def of_rows(marks, first, rows, BT: tl.constexpr):
-    """[BT, 1]: the marks of rows."""
+    """[BT, 1]: the marks of BT rows from row first on."""
     row = first + tl.arange(0, BT)
     return tl.load(marks + row, mask=row < rows, other=0.0)[:, None]
 
 
 @triton.jit
 def contained(value, marks, stored, first, rows, there, BT: tl.constexpr):
-    """value, with 0 for what is not finite in the dtype of the pointer it will be stored to. Its row is
-    marked: by whoever meets such an element, with the same NaN, so that no order matters."""
+    """value, with 0 for what is not finite in the dtype of ``stored``, the pointer that it goes to. Rows with
+    such an element are marked: several programs may write the same NaN, so their order does not matter."""
     row = first + tl.arange(0, BT)
     fine = tl.abs(value.to(stored.dtype.element_ty).to(tl.float32)) < float("inf")
     broken = ((row < rows)[:, None] & there[None, :]) & (fine == 0)
@@ -246,8 +247,7 @@ def pointwise_scale(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """y [rows, D], a strip of W columns being a head. With marks, rows that are not finite are marked
-    there."""
+    """y [rows, D]; a strip of W columns is a head. With marks, rows that are not finite are marked."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
@@ -275,7 +275,7 @@ def pointwise_skip(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """skip: of K columns at a time."""
+    """y [rows, D]; K columns share an element of skip."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     value = tile(o, first, rows, cols, there, D, BT)

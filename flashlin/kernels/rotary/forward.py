@@ -18,8 +18,8 @@ from flashlin.guards.problem import Plan
 
 @triton.jit
 def sequences_of(bounds, token, inside, N, steps):
-    """By bisection, for tokens of a packed batch: their sequence, its first token, and whether there is
-    one."""
+    """(sequence, its first token, whether there is one) of each token of a packed batch, by bisection of
+    bounds."""
     low = tl.zeros_like(token)  # the sequence is the last whose bound is not behind the token
     high = low + N + 1
     for _ in range(steps):

@@ -85,9 +85,9 @@ def selective_backward(
     BD: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """Strides as in forward, y's being dy's, and o's those of du, ddelta and dz. Of each row: dA [b, D, N],
-    dskip, dbias [b, D]; of each strip of a group: dB, dC [strips, b, G, T, N]; fp32. scratch [programs,
-    SEGMENT, BN, BD] fp32."""
+    """du, ddelta, dz [b, D, T]; for each row of the batch dA [b, D, N], dskip and dbias [b, D]; for each
+    strip of a group dB and dC [strips, b, G, T, N]; sums in fp32. Strides y_* are dy's, and o_* those of du,
+    ddelta and dz. scratch: [programs, SEGMENT, BN, BD] fp32."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
     state = d[None, :] * N + n[:, None]

@@ -23,8 +23,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def place(D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
-    """This program's strip, group and row; its channels, which of them there are, its states, and which of
-    those there are."""
+    """(strip, group, row of the batch; channels [BD], which of them exist; states [BN], which of them exist)
+    of this program."""
     STRIPS: tl.constexpr = (D // G + BD - 1) // BD
     program = tl.program_id(0)
     strip = program % STRIPS
@@ -42,7 +42,7 @@ def loaded(x, known):
 
 @triton.jit
 def per_channel(x, d, here, BD: tl.constexpr):
-    """[BD] of x, zeros where there is no x."""
+    """[BD] of x in fp32, zeros where there is no x."""
     values = tl.zeros([BD], dtype=tl.float32)
     if x is not None:
         values = loaded(x + d, here)
@@ -66,8 +66,8 @@ def token(
     here,  # [BD]: which channels there are
     there,  # [BN]: which states there are
 ):
-    """Token t, or the last one past the end, of what lies at these places. Without z it is zeros, which
-    nobody reads."""
+    """(u, delta, B, C, z) in fp32 of token t, or past the end of the last token. Without z zeros stand for
+    it, which nobody reads."""
     t = tl.minimum(t, T - 1).to(tl.int64)
     b_u = loaded(u + t * u_t, here)
     b_z = b_u * 0
@@ -78,7 +78,7 @@ def token(
 
 @triton.jit
 def step_size(raw, bias, SOFTPLUS: tl.constexpr):
-    """Raw steps with their bias, and the steps."""
+    """(raw steps plus bias, steps), each [BD]."""
     raw += bias
     step = raw
     if SOFTPLUS:
@@ -129,8 +129,8 @@ def selective_forward(
     BD: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """Strides of u, delta (s), z and y by row, channel and token, of B and C by row, group, state and token.
-    states [b, kept, N, D] and last [b, D, N] fp32 or None."""
+    """y, and states [b, kept, N, D] and last [b, D, N] in fp32 where they are wanted. A program: a strip of
+    BD channels of a row of the batch, with all their states."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
     rates = loaded(A + d[None, :] * N + n[:, None], whole) * LOG2_E

@@ -15,10 +15,10 @@ def part_of(tensor: Tensor, dimension: int, whole: int, begin: int, count: int) 
 
 
 def fp32_copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """fp32 copies of the 16-bit ones among the tensors, with the same strides, sharing memory where the
+    """fp32 copies of those tensors that have 16 bits, with the same strides, sharing memory where the
     originals do: a kernel computes addresses from strides, and may reach beyond the view that it is handed.
     So whole storages are converted."""
-    found: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
     storages: dict[tuple[int, torch.dtype], Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.float16, torch.bfloat16):
@@ -28,5 +28,5 @@ def fp32_copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if key not in storages:
             flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
             storages[key] = flat.to(torch.float32)
-        found[name] = storages[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-    return found
+        copies[name] = storages[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return copies
