@@ -15,7 +15,16 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.conv.forward import before_each, convolved, of_channels, row_stride, rows_first, sequences_of, span_of, tap
+from flashlin.kernels.conv.forward import (
+    before_each,
+    convolved,
+    of_channels,
+    row_stride,
+    rows_first,
+    sequences_of,
+    span_of,
+    tap,
+)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R"])

@@ -1,8 +1,8 @@
 """HGRN's recurrence, backward: the same walk from the last token to the first.
 
-    dx_t = do_t + e^{g_{t+1}} dx_{t+1}, the final state's gradient being dx after the last token     dg_t = dx_t e^{g_t} h_{t-1}
-h is what forward returned as o: rounded to 16 bits it makes dg as precise as any tensor of 16 bits, where o_t
-- x_t would cancel.
+    dx_t = do_t + e^{g_{t+1}} dx_{t+1}     dg_t = dx_t e^{g_t} h_{t-1}
+The final state's gradient is dx after the last token. h is what forward returned as o: rounded to 16 bits it
+makes dg as precise as any tensor of 16 bits, where o_t - x_t would cancel.
 """
 
 import torch

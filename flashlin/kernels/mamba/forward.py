@@ -1,10 +1,11 @@
 """The decoding steps of a Mamba layer. Tensors in, tensors out; states are read and written where they lie,
 whatever their strides.
 
-    h = e^{dt A} h + dt x B^T          y = (h C + D x) silu(z)          for each sequence and head, h [P, N]
-    y_t = act(b + sum_w W_w x_{t - W + 1 + w})                          for each sequence and channel, x before t = 0 from the state
-A state update only moves the state, once in and once out: a program owns BP rows of it, so nothing else is
-read more than P / BP times.
+    h = e^{dt A} h + dt x B^T          y = (h C + D x) silu(z)
+for each sequence and head, h [P, N], and
+    y_t = act(b + sum_w W_w x_{t - W + 1 + w})
+for each sequence and channel, where the state holds x before t = 0. A state update only moves the state, once
+in and once out: a program owns BP rows of it, so nothing else is read more than P / BP times.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """Backward of the row-wise normalisations. Deterministic: no atomics, one order of summation for one plan.
 
 With n = (s - m) r, the normalised row, and u = w dy:
-    ds = r (u - mean(u) - n mean(u n)) + dtotal        (an RMS norm has no mean(u); an l2 norm has the sum of u n, not the mean)
-    dw = sum over rows of dy n                         db = sum over rows of dy
+    ds = r (u - mean(u) - n mean(u n)) + dtotal
+    dw = sum over rows of dy n          db = sum over rows of dy
+where an RMS norm has no mean(u), nor an l2 norm, which has the sum of u n instead of its mean.
 With a gate z, dz = dy (n w + b) a'(z), and dy a(z) takes the place of dy everywhere else. dx and dresidual
 are both ds.
 

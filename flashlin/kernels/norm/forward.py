@@ -2,7 +2,8 @@
 Tensors in, tensors out.
 
 A row of D elements is s = x + residual in fp32, and with m = mean(s) for a layer norm, else 0:
-    y = ((s - m) r w + b) a(z)      r = rsqrt(mean((s - m)^2) + eps)     (for an l2 norm the sum, not the mean)
+    y = ((s - m) r w + b) a(z)      r = rsqrt(mean((s - m)^2) + eps)
+where an l2 norm has the sum instead of the mean.
 a(z), of a gate z of x's shape, is z sigmoid(z) or sigmoid(z), and 1 without a gate. A group norm of G groups
 has G rows to a token, so w and b are [G, D] and row n takes line n % G of them.
 A program holds BT whole rows in registers, so everything is read once. Rows longer than BD are walked in

@@ -5,12 +5,14 @@ With ' for the gradient of a parameter before its sum over rows (and for A over 
       bounded    dg = L s (1 - s) e^A dy,  A' = z dg,          b' = dg     where s = sigmoid(e^A z)
     mix          dh = sum_i dy_i,  ddelta = sum_i x_i dy_i,    x_i' = delta dy_i
     key          dk = (1 + (a - 1) c) dy,  da = k c dy,        c' = k (a - 1) dy
-    correction   do = p,  dv = s p,  dr = q k u,  dk = q r u,  dg = (o + s v) dy,   u' = q r k     where p = g dy, q = sum over columns of p v
+    correction   do = p,  dv = s p,  dr = q k u,  dk = q r u,  dg = (o + s v) dy,  u' = q r k
+                 where p = g dy, q = sum over columns of p v
     scale        dx = s dy,  ds = sum over a head's columns of x dy
-    skip         do = p,  dx = D p,  dz = dy (o + D x) silu'(z),            D' = x p     where p = silu(z) dy
-    marked       a scale adds the gradient of its marks to dx and ds; a skip's do has 0 for what is not finite, and the gradient of its marks, a mark
-A program takes every so many-th BT rows of its strip and keeps its share of the parameters' gradients in
-registers; the shares are [parameters, programs of a strip, D] in fp32, and torch adds them up.
+    skip         do = p,  dx = D p,  dz = dy (o + D x) silu'(z),  D' = x p     where p = silu(z) dy
+With marks a scale adds their gradient to dx and ds; a skip's do has 0 for what is not finite, and the
+gradient of its marks a mark. A program takes every so many-th BT rows of its strip and keeps its share of the
+parameters' gradients in registers; the shares are [parameters, programs of a strip, D] in fp32, and torch
+adds them up.
 """
 
 from itertools import zip_longest

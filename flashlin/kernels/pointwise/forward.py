@@ -1,14 +1,15 @@
 """Forward of the elementwise ops, in fp32 whatever the tensors are. Tensors in, tensors out.
 
-    gate         y = -e^A softplus(g + b), or with a lower bound L: y = L sigmoid(e^A (g + b))      A, b: of a head, of a column
-    mix          y_i = h + delta x_i, for five or six x of a column each
-    key          y = k (1 + (a - 1) c)                                                              c: of a column
-    correction   y = (o + s v) g,  s = sum over a head's columns of r k u                           u: of a column
-    scale        y = x s                                                                            s: of a row's head
-    skip         y = (o + D x) silu(z)                                                              D: of a head or a column
-    marked       a scale gives 0 for what is not finite, and marks its row; a skip adds the marks of its row to o      (marks.py)
-A program owns BT rows and a strip of BD columns; for the correction and the scale a strip is a head, so that
-sums over it are at home.
+    gate         y = -e^A softplus(g + b), or with a lower bound L: y = L sigmoid(e^A (g + b))
+    mix          y_i = h + delta x_i, for five or six x
+    key          y = k (1 + (a - 1) c)
+    correction   y = (o + s v) g,  s = sum over a head's columns of r k u
+    scale        y = x s
+    skip         y = (o + D x) silu(z)
+Parameters belong to columns: b, x_i, c and u have an element for each, A one for each head, D either; s of a
+scale has one for each row and head. With marks (marks.py) a scale gives 0 for what is not finite and marks
+its row, and a skip adds the marks of its row to o. A program owns BT rows and a strip of BD columns; for the
+correction and the scale a strip is a head, whose columns they add up.
 """
 
 from itertools import zip_longest
@@ -201,8 +202,8 @@ def pointwise_correction(
     """y [rows, D]. A strip of W columns is a head."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
-    s = tl.sum(tile(r, first, rows, cols, there, D, BT) * tile(k, first, rows, cols, there, D, BT) * line(u,
-                                                                                                          cols, there), 1)[:, None]
+    s = tl.sum(tile(r, first, rows, cols, there, D, BT) * tile(k, first, rows, cols, there, D, BT)
+               * line(u, cols, there), 1)[:, None]
     total = tile(o, first, rows, cols, there, D, BT) + s * tile(v, first, rows, cols, there, D, BT)
     put(y, total * tile(g, first, rows, cols, there, D, BT), first, rows, cols, there, D, BT)
 

@@ -4,8 +4,9 @@ the first.
 Of each segment the states are computed anew from the one that forward kept, and written to scratch memory;
 then the tokens are walked backwards. With p = dy silu(z), dh the gradient of h_t on entering token t, and w =
 dh e^{step A} h_{t-1}:
-    dz = dy (h . C + D u) silu'(z)    dC = h p    dh += C p    dD = u p    du = D p + step (dh . B)    dB = step u dh
-    dstep = u (dh . B) + w . A        dA = step w                          gradient of h_{t-1}: e^{step A} dh
+    dz = dy (h . C + D u) silu'(z)    dC = h p        dh += C p         dD = u p
+    du = D p + step (dh . B)          dB = step u dh
+    dstep = u (dh . B) + w . A        dA = step w     gradient of h_{t-1}: e^{step A} dh
 Sums over channels are partial sums of a strip, added up by torch: deterministic, no atomics.
 """
 

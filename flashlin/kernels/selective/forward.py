@@ -1,8 +1,8 @@
 """Mamba's selective scan, forward, and what both directions share. Tensors in, tensors out.
 
-    h_t = e^{step_t A} h_{t-1} + step_t u_t B_t        y_t = (h_t . C_t + D u_t) silu(z_t)        for each channel, h [N]
-A program owns a strip of channels and walks the tokens with their states [BN, BD] in registers, while the
-next three tokens are being loaded. Nothing is divided by a decay.
+    h_t = e^{step_t A} h_{t-1} + step_t u_t B_t        y_t = (h_t . C_t + D u_t) silu(z_t)
+for each channel, h [N]. A program owns a strip of channels and walks the tokens with their states [BN, BD] in
+registers, while the next three tokens are being loaded. Nothing is divided by a decay.
 """
 
 from typing import Any
@@ -209,8 +209,19 @@ def run(
     return y, last, states
 
 
-def arguments(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, *, z: Tensor | None,
-              bias: Tensor | None, softplus: bool, like_y: Tensor) -> dict[str, Any]:
+def arguments(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    *,
+    z: Tensor | None,
+    bias: Tensor | None,
+    softplus: bool,
+    like_y: Tensor,
+) -> dict[str, Any]:
     """What the kernels of both directions take, besides the tile. like_y: y or dy, of which only the strides
     are taken here."""
     return dict(
