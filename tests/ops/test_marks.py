@@ -126,6 +126,18 @@ def test_edges_and_numbers_together(first: int) -> None:
     assert broken.equal(y)
 
 
+def test_a_sequence_for_each_token() -> None:
+    """As many sequences as tokens: there was no room for the last one's number."""
+    inputs = {name: x if name in ("A", "D", "initial_states") else x[:, :5]
+              for name, x in made(rows=1).items()}
+    inputs["x"][0, 2] = torch.nan
+    tokens = torch.arange(6, dtype=torch.int32)
+    y, of_sequences = flashlin.mamba_chunk_scan_combined(**inputs, chunk_size=64, seq_idx=tokens[None, :5],
+                                                         cu_seqlens=tokens, return_varlen_states=True)
+    for x in (y[0], of_sequences):
+        assert x[2].isnan().all() and x[[0, 1, 3, 4]].isfinite().all()
+
+
 def test_what_float16_cannot_hold_counts_as_well() -> None:
     """dt x is finite in float32, and not in x's dtype, in which the scan takes it."""
     inputs = made(torch.float16)

@@ -11,10 +11,20 @@ Without an activation dz is dy.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.conv.forward import before_each, convolved, of_channels, row_stride, rows_first, sequences_of, span_of, tap
+from flashlin.kernels.conv.forward import (
+    before_each,
+    convolved,
+    of_channels,
+    row_stride,
+    rows_first,
+    sequences_of,
+    span_of,
+    tap,
+)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R"])
@@ -103,7 +113,7 @@ def conv_backward_x(
     HAS_DHT: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """dht: [N, W, D], as rows of channels."""
+    """dx [R, D]; dht comes as rows of channels, [N, W, D]. A program: BT rows and BD channels."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     begin = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
@@ -139,8 +149,8 @@ def conv_backward_state(
     HAS_DHT: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """Token t sees slot t + 1 + w of the state through tap w; a sequence shorter than W hands slots on to the
-    final state."""
+    """dh0 [N, D, W]. Token t reads slot t + 1 + w of the state through tap w; a sequence shorter than W also
+    hands slots on to the final state. A program: a sequence and BD channels."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = tl.program_id(0) // STRIPS
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
@@ -162,19 +172,19 @@ def conv_backward_state(
 
 def run(
     plan: Plan,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    h0: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    dy: torch.Tensor,
-    dht: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    bounds: Tensor | None,
+    dy: Tensor,
+    dht: Tensor | None,
     silu: bool,
     needs_dx: bool,
     needs_dweight: bool,
     needs_dbias: bool,
     needs_dh0: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias, dh0), or None for those that are not needed; dweight and dbias in fp32, the others
     as their tensors. What forward.run got, and the contiguous gradients of what it gave."""
     B, T, D = x.shape

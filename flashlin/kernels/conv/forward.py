@@ -10,6 +10,7 @@ cache. What lies before a sequence comes from its state [D, W], whose slot w hol
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -18,8 +19,8 @@ from flashlin.kernels.pieces import strides
 
 @triton.jit
 def sequences_of(before, bounds, start, T, N, R, BT: tl.constexpr, VARLEN: tl.constexpr):
-    """Of rows start .. start + BT: the sequence, how many of its rows lie behind, and how many are left with
-    the row itself: 0 for rows that belong to nobody."""
+    """For rows start .. start + BT: (the number of their sequence, how many of its rows come before each, how
+    many are left with the row itself, which is 0 for rows of no sequence), each [BT]."""
     ahead = tl.arange(0, BT)
     inside = start + ahead < R
     if VARLEN:
@@ -53,7 +54,7 @@ def tap(
     BT: tl.constexpr,
     HAS_H0: tl.constexpr,
 ):
-    """[BT, BD]: what w, one of W taps, sees from each row, in fp32. h0: [N, W, D], so that its channels are
+    """[BT, BD] in fp32: what tap w of W reads for each row. h0 is [N, W, D], so that its channels are
     contiguous like those of x."""
     BACK: tl.constexpr = W - 1 - w
     ahead = tl.arange(0, BT) - BACK
@@ -70,7 +71,7 @@ def tap(
 
 @triton.jit
 def of_channels(x, cols, D: tl.constexpr, STEP: tl.constexpr):
-    """[1, BD]: an element of each channel, in fp32."""
+    """[1, BD] in fp32: one element for each channel."""
     return tl.load(x + cols * STEP, mask=cols < D, other=0.0,
                    eviction_policy="evict_last").to(tl.float32)[None, :]
 
@@ -152,7 +153,7 @@ def conv_forward(
 
 @triton.jit
 def span_of(bounds, n, T, VARLEN: tl.constexpr):
-    """First row and length of sequence n."""
+    """(first row, length) of sequence n."""
     if VARLEN:
         first = tl.load(bounds + n).to(tl.int64)
         length = tl.load(bounds + n + 1).to(tl.int64) - first
@@ -235,17 +236,17 @@ def conv_update(
     tl.store(y + n * D + cols, z.to(y.dtype.element_ty), mask=channels)
 
 
-def row_stride(x: torch.Tensor) -> int:
+def row_stride(x: Tensor) -> int:
     """Elements from one row of x [B, T, D] to the next, through the whole batch."""
     return x.stride(0) if x.shape[1] == 1 else x.stride(1)
 
 
-def rows_first(state: torch.Tensor | None) -> torch.Tensor | None:
+def rows_first(state: Tensor | None) -> Tensor | None:
     """A state [N, D, W] as rows of channels [N, W, D], which are read like those of x."""
     return None if state is None else state.mT.contiguous()
 
 
-def before_each(bounds: torch.Tensor | None, T: int) -> torch.Tensor | None:
+def before_each(bounds: Tensor | None, T: int) -> Tensor | None:
     """[T] int32: how many sequences begin up to each row; one more than the number of the row's own."""
     if bounds is None:
         return None
@@ -255,16 +256,16 @@ def before_each(bounds: torch.Tensor | None, T: int) -> torch.Tensor | None:
 
 def run(
     plan: Plan,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    h0: torch.Tensor | None,
-    bounds: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    h0: Tensor | None,
+    bounds: Tensor | None,
     silu: bool,
     has_ht: bool,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """(y [B, T, D], final state [N, D, W] or None), both of that dtype. x [B, T, D] with evenly spaced rows
     of contiguous channels; weight [D, W], bias [D], residual [B, T, D], h0 [N, D, W], contiguous; of any
     dtypes. bounds: [N + 1] within 0 .. T and rising, or None.
@@ -288,9 +289,9 @@ def run(
     return y, ht
 
 
-def update(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-           residual: torch.Tensor | None, cache: torch.Tensor, silu: bool,
-           dtype: torch.dtype) -> torch.Tensor:
+def update(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None,
+           residual: Tensor | None, cache: Tensor, silu: bool,
+           dtype: torch.dtype) -> Tensor:
     """y [N, D] of that dtype, after putting x [N, D] into cache [N, D, W], which may have any strides; the
     others contiguous."""
     y = torch.empty(x.shape, dtype=dtype, device=x.device)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-Tensor = torch.Tensor
+from flashlin.kernels.plain import sequences_of, widest
 
 
 def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None,
         bounds: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
     """(y [B, T, D], final state [N, D, W]), both in fp32, or in float64 if any tensor is. Arguments as
     forward.run."""
-    given = [tensor for tensor in (x, weight, bias, residual, h0) if tensor is not None]
-    compute = torch.float64 if any(tensor.dtype == torch.float64 for tensor in given) else torch.float32
-    B, T, D = x.shape
-    W = weight.shape[1]
+    compute = widest(x, weight, bias, residual, h0)
+    B, T, _ = x.shape
+    D, W = weight.shape
     N = B if bounds is None else bounds.shape[0] - 1
     state = x.new_zeros((N, W, D), dtype=compute) if h0 is None else h0.to(compute).mT
     if bounds is None:
@@ -29,18 +29,18 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
         rows, places, covered, ends = _with_states(x[0].to(compute), state, bounds)
         y = torch.where(covered, _taps(rows, weight, rows.shape[1] - W)[0, places - W], 0)[None]
         ht = rows[0, ends].mT
-    y = y if bias is None else y + bias.to(compute)
+    y = y if bias is None else y + bias
     y = F.silu(y) if silu else y
     if bounds is not None:  # a bias reaches rows that belong to no sequence
         y = torch.where(covered, y, 0)
-    return y if residual is None else y + residual.to(compute), ht
+    return y if residual is None else y + residual, ht
 
 
 def _taps(rows: Tensor, weight: Tensor, count: int) -> Tensor:
     """Row t of the result is the sum over w of rows[t + 1 + w] weight[:, w]."""
-    y = rows[:, 1:1 + count] * weight[:, 0].to(rows.dtype)
+    y = rows[:, 1:1 + count] * weight[:, 0]
     for w in range(1, weight.shape[1]):
-        y = y + rows[:, 1 + w:1 + w + count] * weight[:, w].to(rows.dtype)
+        y = y + rows[:, 1 + w:1 + w + count] * weight[:, w]
     return y
 
 
@@ -50,11 +50,9 @@ def _with_states(x: Tensor, state: Tensor, bounds: Tensor) -> tuple[Tensor, Tens
     rows."""
     T, (N, W, D) = x.shape[0], state.shape
     bounds = bounds.long()
-    # states in front of each row
-    before = torch.searchsorted(bounds, torch.arange(T, device=x.device), right=True)
-    places = torch.arange(T, device=x.device) + before * W
+    n, covered = sequences_of(bounds, T)
+    places = torch.arange(T, device=x.device) + (n + 1) * W  # so many states come before each row
     slots = torch.arange(N, device=x.device)[:, None] * W + torch.arange(W, device=x.device)
-    rows = x.new_zeros(T + (N + 1) * W, D)
-    rows = rows.index_copy(0, (bounds[:-1, None] + slots).flatten(), state.reshape(N * W, D)).index_copy(0,
-                                                                                                         places, x)
-    return rows[None], places, ((before > 0) & (before <= N))[:, None], bounds[1:, None] + slots
+    rows = x.new_zeros(T + (N + 1) * W, D).index_copy(0, places, x)
+    rows = rows.index_copy(0, (bounds[:-1, None] + slots).flatten(), state.reshape(N * W, D))
+    return rows[None], places, covered[:, None], bounds[1:, None] + slots

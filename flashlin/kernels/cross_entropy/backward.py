@@ -8,6 +8,7 @@ nobody else reads what it writes, so dlogits may be the logits themselves.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -60,17 +61,17 @@ def cross_entropy_backward(
 
 def run(
     plan: Plan,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    lse: torch.Tensor,
-    dloss: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
     scale: float,
     cap: float | None,
     smoothing: float,
     squares: float,
     ignore_index: int,
     in_place: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """dlogits [N, V] in logits' dtype, which are logits themselves if in_place. lse, dloss: [N] in fp32,
     contiguous; the rest as forward.run."""
     N, V = logits.shape

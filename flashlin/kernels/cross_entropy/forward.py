@@ -11,6 +11,7 @@ maximum and a running sum (Milakov and Gimelshein 2018).
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -18,7 +19,8 @@ from flashlin.guards.problem import Plan
 
 @triton.jit
 def targets_of(target, first, rows, ignore_index, V: tl.constexpr, BT: tl.constexpr):
-    """Targets of BT rows, and which of the rows count: nothing else may be looked up by its target."""
+    """(targets of BT rows, which of the rows count). A target that does not count may be no column: nothing
+    may be looked up by it."""
     row = tl.arange(0, BT)
     t = tl.load(target + first + row, mask=first + row < rows, other=-1).to(tl.int64)
     return t, (t >= 0) & (t < V) & (t != ignore_index)
@@ -31,7 +33,7 @@ def tanh(x):
 
 @triton.jit
 def shaped(logits, scale, cap, CAPPED: tl.constexpr):
-    """x of logits, in fp32."""
+    """x of logits, in fp32: scaled and capped."""
     x = logits.to(tl.float32) * scale
     if CAPPED:
         x = cap * tanh(x / cap)
@@ -90,9 +92,9 @@ def cross_entropy_forward(
     tl.store(lse + first + row, found, mask=inside)
 
 
-def run(plan: Plan, logits: torch.Tensor, target: torch.Tensor, scale: float, cap: float | None,
-        smoothing: float, squares: float, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor,
-        torch.Tensor]:
+def run(plan: Plan, logits: Tensor, target: Tensor, scale: float, cap: float | None,
+        smoothing: float, squares: float, ignore_index: int) -> tuple[Tensor, Tensor,
+        Tensor]:
     """(loss, z_loss, L), each [N] in fp32. logits [N, V] of any dtype with contiguous rows; target [N] int32
     or int64, contiguous, of any values."""
     N, V = logits.shape

@@ -3,8 +3,9 @@ arguments as in forward.py."""
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-Tensor = torch.Tensor
+from flashlin.kernels.plain import widest
 
 
 def run(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothing: float, squares: float,
@@ -12,7 +13,7 @@ def run(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothi
     """(loss, z_loss, L), each [N] in fp32, or in float64 if logits are; differentiable."""
     t, counts = _targets(target, logits.shape[1], ignore_index)
     # else NaN in a row that does not count reaches its gradient
-    x, _ = _shaped(torch.where(counts[:, None], _wide(logits), 0), scale, cap)
+    x, _ = _shaped(torch.where(counts[:, None], logits.to(widest(logits)), 0), scale, cap)
     lse = x.logsumexp(1)
     z = squares * lse.square()
     chosen = x.gather(1, t[:, None])[:, 0]
@@ -34,7 +35,7 @@ def gradients(
 ) -> Tensor:
     """dlogits in logits' dtype, by the formula in backward.py: for where there is no autograd."""
     t, counts = _targets(target, logits.shape[1], ignore_index)
-    x, slope = _shaped(_wide(logits), scale, cap)
+    x, slope = _shaped(logits.to(widest(logits)), scale, cap)
     d = (x - lse[:, None]).exp() * (1 + 2 * squares * lse)[:, None] - smoothing / logits.shape[1]
     d.scatter_add_(1, t[:, None], d.new_full((len(t), 1), smoothing - 1))
     return torch.where(counts[:, None], d * slope * (dloss * scale)[:, None], 0).to(logits.dtype)
@@ -52,7 +53,3 @@ def _shaped(logits: Tensor, scale: float, cap: float | None) -> tuple[Tensor, Te
         return logits * scale, 1.0
     th = (logits * (scale / cap)).tanh()
     return cap * th, 1 - th.square()
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)

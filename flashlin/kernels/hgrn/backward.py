@@ -1,19 +1,18 @@
 """HGRN's recurrence, backward: the same walk from the last token to the first.
 
-    dx_t = do_t + e^{g_{t+1}} dx_{t+1}, the final state's gradient being dx after the last token     dg_t = dx_t e^{g_t} h_{t-1}
-h is what forward returned as o: rounded to 16 bits it makes dg as precise as any tensor of 16 bits, where o_t
-- x_t would cancel.
+    dx_t = do_t + e^{g_{t+1}} dx_{t+1}     dg_t = dx_t e^{g_t} h_{t-1}
+The final state's gradient is dx after the last token. h is what forward returned as o: rounded to 16 bits it
+makes dg as precise as any tensor of 16 bits, where o_t - x_t would cancel.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.hgrn.forward import both, carried, decay, last, pairs, put_walked, segment_of, walked
-from flashlin.kernels.hgrn.recipe import segments
-from flashlin.kernels.pieces import fills_gaps, parts, sequence_of, sliced, within, zero_gaps
+from flashlin.kernels.hgrn.forward import both, carried, decay, last, put_walked, segment_of, walk, walked
+from flashlin.kernels.pieces import fills_gaps, parts, sequence_of, zero_gaps
 
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
@@ -81,29 +80,17 @@ def hgrn_backward(
             tl.store(dh0 + state, dh * one, mask=cols < D)
 
 
-def run(plan: Plan, g: torch.Tensor, o: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
-        do: torch.Tensor, dht: torch.Tensor | None, needs_dh0: bool) -> tuple[torch.Tensor, torch.Tensor,
-        torch.Tensor | None]:
+def run(plan: Plan, g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tensor | None, do: Tensor,
+        dht: Tensor | None, needs_dh0: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx in o's dtype, dg in g's, dh0 in fp32 or None). o: what forward returned; do like o, dht like the
     final state; contiguous."""
-    B, T, D = o.shape
-    N = B if bounds is None else bounds.shape[0] - 1
+    N = o.shape[0] if bounds is None else bounds.shape[0] - 1
     split = parts(plan, N)
     new = torch.empty_like if fills_gaps(split, bounds) else torch.zeros_like
     dx, dg = new(o), new(g)
-    dh0 = torch.empty(N, D, dtype=torch.float32, device=o.device) if needs_dh0 else None
+    dh0 = o.new_empty((N, o.shape[2]), dtype=torch.float32) if needs_dh0 else None
     if N == 0:
         return dx.zero_(), dg.zero_(), dh0
-    launch, S = plan.launch("hgrn_backward"), segments(plan.problem, plan.target)
-    for part in split:
-        n, edges = part.stop - part.start, sliced(bounds,
-                                                  slice(part.start, part.stop
-                                                        + 1)) if len(split) > 1 else bounds
-        decays, ends = pairs(plan, do, g, part, edges, S, -1)
-        start(launch, hgrn_backward, n * S * -(-D // launch.block("BD")), dict(
-            do=within(do, part, bounds), g=within(g, part, bounds), decays=decays, ends=ends,
-            o=within(o, part, bounds), h0=sliced(h0, part), dht=sliced(dht, part),
-            dx=within(dx, part, bounds), dg=within(dg, part, bounds), dh0=sliced(dh0, part), bounds=edges,
-            T=T, N=n, S=S,
-            D=D, VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1))
+    walk(plan, plan.launch("hgrn_backward"), hgrn_backward, -1, split, "do",
+         dict(do=do, g=g, o=o, dx=dx, dg=dg, bounds=bounds), dict(h0=h0, dht=dht, dh0=dh0))
     return dx, dg, dh0

@@ -8,19 +8,23 @@ is 0. Segments start from what those before leave behind, which is a scan of pai
 walks from the last token to the first; a walk's i-th token is row ``origin + STEP * i``.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.problem import Launch, Plan
 from flashlin.kernels.hgrn.recipe import segments
 from flashlin.kernels.pieces import fills_gaps, parts, sequence_of, sliced, within, zero_gaps
 
 
 @triton.jit
 def both(a1, x1, a2, x2):
-    """The pair of one pair after another."""
+    """The pair (a, x), which turns h into a h + x, that does what the first one and then the second one
+    do."""
     return a1 * a2, a2 * x1 + x2
 
 
@@ -43,7 +47,7 @@ def walked(
     BT: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """[BT, BD]: what a walk meets from its i0-th token on, ``other`` for tokens outside low .. high."""
+    """[BT, BD]: tokens i0 .. i0 + BT of a walk, ``other`` for those outside low .. high."""
     i = tl.arange(0, BT)
     mask = ((i0 + i >= low) & (i0 + i < high))[:, None] & (cols < D)[None, :]
     return tl.load(x + (origin + STEP * i0) * D + (STEP * D * i[:, None] + cols[None, :]), mask=mask,
@@ -62,7 +66,7 @@ def put_walked(
     BT: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Store what a walk makes of its tokens from the i0-th on, [BT, BD]."""
+    """Store a walk's results [BT, BD] for its tokens i0 .. i0 + BT."""
     i = tl.arange(0, BT)
     mask = (i0 + i < high)[:, None] & (cols < D)[None, :]
     tl.store(x + (origin + STEP * i0) * D + (STEP * D * i[:, None] + cols[None, :]),
@@ -76,7 +80,8 @@ def decay(g):
 
 @triton.jit
 def segment_of(s, S, length, BT: tl.constexpr):
-    """Segment s of S: whole blocks, so that the last ones may be empty."""
+    """(begin, end) of segment s of S. A segment is whole blocks of BT tokens, so the last ones may be
+    empty."""
     size = ((length + S - 1) // S + BT - 1) // BT * BT
     begin = tl.minimum(s * size, length)
     return begin, tl.minimum(begin + size, length)
@@ -97,8 +102,8 @@ def hgrn_ends(
     STEP: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """decays, ends [N, S - 1, D] fp32: each segment but the last as a pair. STEP -1: of the gradient, x being
-    that of o."""
+    """decays, ends [N, S - 1, D] fp32: each segment but the last as a pair. STEP -1: segments of the backward
+    walk, x being the gradient of o. A program: BD channels of a segment."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     BACK: tl.constexpr = (1 - STEP) // 2
     program = tl.program_id(0)
@@ -197,39 +202,44 @@ def hgrn_forward(
             tl.store(ht + n.to(tl.int64) * D + cols, h, mask=cols < D)
 
 
-def run(plan: Plan, x: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, bounds: torch.Tensor | None,
-        has_ht: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(plan: Plan, x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None,
+        has_ht: bool) -> tuple[Tensor, Tensor | None]:
     """(o [B, T, D] in x's dtype, final state [N, D] in fp32 or None). x, g [B, T, D], h0 [N, D],
     contiguous."""
-    B, T, D = x.shape
-    N = B if bounds is None else bounds.shape[0] - 1
+    N = x.shape[0] if bounds is None else bounds.shape[0] - 1
     split = parts(plan, N)
-    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, D, dtype=x.dtype, device=x.device)
-    ht = torch.empty(N, D, dtype=torch.float32, device=x.device) if has_ht else None
+    o = torch.empty_like(x) if fills_gaps(split, bounds) else torch.zeros_like(x)
+    ht = x.new_empty((N, x.shape[2]), dtype=torch.float32) if has_ht else None
     if N == 0:  # no program would run to write them
         return o.zero_(), ht
-    launch, S = plan.launch("hgrn_forward"), segments(plan.problem, plan.target)
-    for part in split:
-        n, edges = part.stop - part.start, sliced(bounds,
-                                                  slice(part.start, part.stop
-                                                        + 1)) if len(split) > 1 else bounds
-        decays, ends = pairs(plan, x, g, part, edges, S, 1)
-        start(launch, hgrn_forward, n * S * -(-D // launch.block("BD")), dict(
-            x=within(x, part, bounds), g=within(g, part, bounds), decays=decays, ends=ends,
-            h0=sliced(h0, part), o=within(o, part, bounds), ht=sliced(ht, part), bounds=edges, T=T,
-            N=n, S=S, D=D, VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1))
+    walk(plan, plan.launch("hgrn_forward"), hgrn_forward, 1, split, "x", dict(x=x, g=g, o=o, bounds=bounds),
+         dict(h0=h0, ht=ht))
     return o, ht
 
 
-def pairs(plan: Plan, x: torch.Tensor, g: torch.Tensor, part: slice, bounds: torch.Tensor | None, S: int,
-          step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each segment but the last of a part's sequences leaves behind; tables of nothing for whole
-    sequences, which nobody reads. bounds: the part's own."""
-    n, T, D = part.stop - part.start, *x.shape[1:]
-    decays, ends = torch.empty(2, n, S - 1, D, dtype=torch.float32, device=x.device)
-    if S > 1:
-        launch = plan.launch("hgrn_ends")
-        start(launch, hgrn_ends, n * (S - 1) * -(-D // launch.block("BD")), dict(
-            x=within(x, part, bounds), g=within(g, part, bounds), decays=decays,
-            ends=ends, bounds=bounds, T=T, S=S, D=D, STEP=step, VARLEN=bounds is not None))
-    return decays, ends
+def walk(plan: Plan, launch: Launch, kernel: Any, step: int, split: list[slice], walked: str,
+         rows: dict[str, Any], states: dict[str, Tensor | None]) -> None:
+    """Start a kernel that walks all segments, for each part of the batch, after ``hgrn_ends`` where sequences
+    have more than one.
+
+    step: 1 or -1, as of hgrn_ends. walked: the name of what states are made of. rows, states: the kernel's
+    tensors by name, those [B, T, D] with bounds and those [N, D].
+    """
+    _, T, D = rows["g"].shape
+    S, packed = segments(plan.problem, plan.target), rows["bounds"] is not None
+    strips = -(-D // launch.block("BD"))
+    for part in split:
+        n = part.stop - part.start
+        if len(split) > 1:
+            own = {name: sliced(x, part) for name, x in states.items()}
+            own |= {name: within(x, part, rows["bounds"]) for name, x in rows.items()}
+            own["bounds"] = sliced(rows["bounds"], slice(part.start, part.stop + 1))
+        else:
+            own = rows | states
+        # what each segment but the last leaves behind; of whole sequences nothing, which nobody reads
+        decays, ends = torch.empty(2, n, S - 1, D, dtype=torch.float32, device=rows["g"].device)
+        sizes = dict(decays=decays, ends=ends, T=T, S=S, D=D, VARLEN=packed)
+        if S > 1:
+            start(plan.launch("hgrn_ends"), hgrn_ends, n * (S - 1) * strips, dict(
+                sizes, x=own[walked], g=own["g"], bounds=own["bounds"], STEP=step))
+        start(launch, kernel, n * S * strips, dict(own, **sizes, N=n, GAPS=packed and len(split) == 1))

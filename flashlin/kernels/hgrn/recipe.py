@@ -9,6 +9,7 @@ from __future__ import annotations
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Op, Sizes
 from flashlin.guards.problem import Launch, Problem
+from flashlin.kernels.moving import block, cdiv, moving
 
 # tokens and channels of a block; a program is one warp, so that a scan over tokens needs no barriers
 BT, BD = 16, 64
@@ -18,14 +19,14 @@ SHORTEST = 8 * BT  # tokens of a segment
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launches and backward's. What the segments before leave behind is found by a kernel that both
-    share."""
+    """Forward's launches and backward's. Both share the kernel that computes what each segment leaves
+    behind."""
     S = segments(problem, target)
-    found = [_launch("hgrn_ends", problem, S - 1)] if S > 1 else []
-    found.append(_launch("hgrn_forward", problem, S))
+    made = [_launch("hgrn_ends", problem, S - 1)] if S > 1 else []
+    made.append(_launch("hgrn_forward", problem, S))
     if problem.needs_grad:
-        found.append(_launch("hgrn_backward", problem, S))
-    return tuple(found)
+        made.append(_launch("hgrn_backward", problem, S))
+    return tuple(made)
 
 
 def segments(problem: Problem, target: Target) -> int:
@@ -34,25 +35,19 @@ def segments(problem: Problem, target: Target) -> int:
     programs = max(1, problem.N * strips(problem.K))
     if programs >= ENOUGH * target.sms:
         return 1
-    return max(1, min(-(-WANTED * target.sms // programs), problem.T // SHORTEST))
+    return max(1, min(cdiv(WANTED * target.sms, programs), problem.T // SHORTEST))
 
 
 def strips(D: int) -> int:
-    return -(-D // width(D))
-
-
-def width(D: int) -> int:
-    """Channels of a program."""
-    return min(BD, max(16, 1 << (D - 1).bit_length()))
+    """Programs that D channels take."""
+    return cdiv(D, block(D, 16, BD))
 
 
 def _launch(kernel: str, problem: Problem, segments: int) -> Launch:
-    BD = width(problem.K)
-    programs = (problem.batch_part or problem.N) * segments * strips(problem.K)
-    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
+    width = block(problem.K, 16, BD)
     # shared: tiles that change their layout
-    return Launch(kernel, (programs,), 1, 1, (("BT", BT), ("BD", BD)), 8 * BT * BD + 1024, BT * problem.K,
-                  traits)
+    return moving(kernel, problem, (problem.batch_part or problem.N) * segments * strips(problem.K),
+                  dict(BT=BT, BD=width), shared=8 * BT * width + 1024, span=BT * problem.K, num_warps=1)
 
 
 def counted(sizes: Sizes) -> Sizes:

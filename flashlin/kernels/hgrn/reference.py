@@ -3,24 +3,24 @@ against it."""
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
+from flashlin.kernels.spans import spans_of
 
 
-def recurrence(x: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None = None,
-               cu_seqlens: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def recurrence(x: Tensor, g: Tensor, h0: Tensor | None = None,
+               cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """h_t = e^{g_t} h_{t-1} + x_t: (all h [B, T, D], final states [N, D]) in float64, differentiable. x, g
-    [B, T, D], h0 [N, D] or zeros."""
+    [B, T, D], h0 [N, D] or zeros. Tokens of no sequence are zero."""
     B, T, D = x.shape
-    edges = None if cu_seqlens is None else cu_seqlens.tolist()
-    spans = [(b, 0, T) for b in range(B)] if edges is None else [(0, edges[n], edges[n + 1])
-                                                                 for n in range(len(edges) - 1)]
-    rows = [[x.new_zeros(D, dtype=torch.float64)] * T for _ in range(B)]
-    states = []
+    spans = spans_of(B, T, cu_seqlens)
+    x, g = x.double(), g.double()
+    h0 = x.new_zeros(len(spans), D) if h0 is None else h0.double()
+    o, last = torch.zeros_like(x), h0.clone()
     for n, (b, first, end) in enumerate(spans):
-        h = x.new_zeros(D, dtype=torch.float64) if h0 is None else h0[n].double()
-        for t in range(first, end):
-            h = g[b, t].double().exp() * h + x[b, t].double()
-            rows[b][t] = h
-        states.append(h)
-    o = torch.stack([torch.stack(row) for row in rows]) if B and T else x.new_zeros(B, T, D,
-                                                                                    dtype=torch.float64)
-    return o, torch.stack(states) if states else x.new_zeros(0, D, dtype=torch.float64)
+        states = [h0[n]]
+        for x_t, g_t in zip(x[b, first:end], g[b, first:end], strict=True):
+            states.append(g_t.exp() * states[-1] + x_t)
+        o[b, first:end] = torch.stack(states)[1:]
+        last[n] = states[-1]
+    return o, last

@@ -4,36 +4,33 @@ x, so nothing is divided by a decay."""
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-Tensor = torch.Tensor
+from flashlin.kernels.plain import sequences_of, wide
 
 
 def run(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
     """(o [B, T, D], states [N, D]) in float32, or float64 if a tensor is. bounds, on whichever device, are
     not read on the host."""
-    compute = torch.float64 if torch.float64 in (x.dtype, g.dtype) else torch.float32
-    x, g = x.to(compute), g.to(compute)
+    x, g = wide(x, g)
     N = x.shape[0] if bounds is None else bounds.shape[0] - 1
-    h0 = x.new_zeros(N, x.shape[2]) if h0 is None else h0.to(compute)
+    h0 = x.new_zeros(N, x.shape[2]) if h0 is None else h0.to(x.dtype)
     if x.shape[1] == 0 or N == 0:
         return torch.where(x.new_ones(1, dtype=torch.bool), 0, x + g), h0.clone()  # zeros, but with gradients
     if bounds is not None:
         return _packed(x, g, h0, bounds)
-    a = g.exp()
-    o = joined(a, torch.cat([x[:, :1] + a[:, :1] * h0[:, None], x[:, 1:]], 1))
+    o = joined(g.exp(), x, h0)
     return o, o[:, -1].clone()
 
 
 def _packed(x: Tensor, g: Tensor, h0: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
     """One row in which no sequence is joined with the one before, and each starts from its own state. Rows of
     no sequence are zeros."""
-    rows, N = torch.arange(x.shape[1], device=x.device), h0.shape[0]
-    of = torch.searchsorted(bounds, rows.to(bounds.dtype), right=True) - 1
-    inside = ((of >= 0) & (of < N))[:, None]
-    n = of.clamp(0, N - 1)
-    first = (rows == bounds[n])[:, None] & inside
+    of, inside = sequences_of(bounds, x.shape[1])
+    inside = inside[:, None]
+    first, before = _first_rows(bounds, of, h0)
     x, a = torch.where(inside, x, 0), torch.where(inside, g, 0).exp()
-    o = joined(a, x + torch.where(first, a * h0[n], 0), of)
+    o = _joined(a, x + torch.where(first & inside, a * before, 0), of)
     o = torch.where(inside, o, 0)
     ends = torch.where((bounds[1:] > bounds[:-1])[:, None], o[0, (bounds[1:] - 1).clamp(min=0)], h0)
     return o, ends
@@ -46,13 +43,24 @@ def inputs_of(o: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) ->
         h0 = o.new_zeros(o.shape[0] if bounds is None else bounds.shape[0] - 1, o.shape[2])
     before = torch.cat([h0[:, None] if bounds is None else o[:, :1], o[:, :-1]], 1)[:, :o.shape[1]]
     if bounds is not None and h0.shape[0]:
-        rows = torch.arange(o.shape[1], device=o.device)
-        n = (torch.searchsorted(bounds, rows.to(bounds.dtype), right=True) - 1).clamp(0, h0.shape[0] - 1)
-        before = torch.where((rows == bounds[n])[:, None], h0[n].to(o.dtype), before)
+        first, state = _first_rows(bounds, sequences_of(bounds, o.shape[1])[0], h0.to(o.dtype))
+        before = torch.where(first, state, before)
     return o - g.exp() * before
 
 
-def joined(a: Tensor, x: Tensor, of: Tensor | None = None) -> Tensor:
+def _first_rows(bounds: Tensor, of: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether a row is the first of its sequence [T, 1], and its sequence's initial state [T, D]. of [T]: the
+    number of each row's sequence."""
+    n = of.clamp(0, h0.shape[0] - 1)
+    return (torch.arange(len(of), device=of.device) == bounds[n])[:, None], h0[n]
+
+
+def joined(a: Tensor, x: Tensor, h0: Tensor) -> Tensor:
+    """All h [B, T, D, ...] of h_t = a_t h_{t-1} + x_t from h0 [B, D, ...] on; a, x [B, T, D, ...]."""
+    return _joined(a, torch.cat([x[:, :1] + a[:, :1] * h0[:, None], x[:, 1:]], 1))
+
+
+def _joined(a: Tensor, x: Tensor, of: Tensor | None = None) -> Tensor:
     """All h of h_t = a_t h_{t-1} + x_t with nothing before the first; a, x [B, T, D, ...]. of [T]: each
     token's sequence, B being 1 and D the last dimension. Other sequences are left out, not multiplied by
     zero: 0 times NaN is NaN."""

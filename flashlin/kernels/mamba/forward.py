@@ -1,15 +1,17 @@
 """The decoding steps of a Mamba layer. Tensors in, tensors out; states are read and written where they lie,
 whatever their strides.
 
-    h = e^{dt A} h + dt x B^T          y = (h C + D x) silu(z)          for each sequence and head, h [P, N]
-    y_t = act(b + sum_w W_w x_{t - W + 1 + w})                          for each sequence and channel, x before t = 0 from the state
-A state update only moves the state, once in and once out: a program owns BP rows of it, so nothing else is
-read more than P / BP times.
+    h = e^{dt A} h + dt x B^T          y = (h C + D x) silu(z)
+for each sequence and head, h [P, N], and
+    y_t = act(b + sum_w W_w x_{t - W + 1 + w})
+for each sequence and channel, where the state holds x before t = 0. A state update only moves the state, once
+in and once out: a program owns BP rows of it, so nothing else is read more than P / BP times.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -19,8 +21,8 @@ from flashlin.kernels.recurrent.forward import softplus
 
 @triton.jit
 def spread(t, BD: tl.constexpr):
-    """[BD] of one number: compared with another, it makes a mask, where two scalars do not in the interpreter
-    of 3.9."""
+    """[BD] of one number t. Compared with another it makes a mask; two scalars do not in the interpreter of
+    3.9."""
     return tl.zeros([BD], dtype=tl.int32) + t
 
 
@@ -65,8 +67,9 @@ def state_update(
     SOFTPLUS: tl.constexpr,
     TIED: tl.constexpr,
 ):
-    """TIED: a head has one dt and one A. heads: that share B and C. indices [n]: the state of each sequence,
-    those outside the pool for none."""
+    """y [n, H, P] of one token, and the state in place. TIED: a head has one dt and one A. heads: how many
+    share B and C. indices [n]: which state each sequence has; outside the pool it has none. A program: BP
+    rows of a head's state."""
     STRIPS: tl.constexpr = (P + BP - 1) // BP
     program = tl.program_id(0)
     n = (program // STRIPS // H).to(tl.int64)
@@ -119,7 +122,7 @@ def state_update(
 
 @triton.jit
 def column_of(x, channels, known, along_d, along_t, t, BD: tl.constexpr):
-    """[BD] of column t, in fp32."""
+    """[BD] of column t, in fp32, zeros where known is false."""
     return tl.load(x + t * along_t + channels * along_d, mask=known, other=0.0).to(tl.float32)
 
 
@@ -146,8 +149,8 @@ def conv_window(
     BD: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """T tokens of the convolution, then into the state [.., D, L]: the newest last, or with seqlens [n] each
-    in slot (seqlens + t) mod L."""
+    """y [n, D, T] of T tokens, and the state [pool, D, L] in place: the newest token last, or with seqlens
+    [n] token t in slot (seqlens + t) mod L. A program: a sequence and BD channels."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = (tl.program_id(0) // STRIPS).to(tl.int64)
     channels = (tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)).to(tl.int64)
@@ -194,19 +197,19 @@ def conv_window(
 
 def update(
     plan: Plan,
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    indices: torch.Tensor | None,
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    indices: Tensor | None,
     softplus: bool,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """y [n, H, P] of that dtype, after updating state [S, H, P, N] in place. x, z [n, H, P] and B, C [n, G,
     N]: contiguous but for the step from one sequence to the next; dt [n, H, P], A [H, P, N], D, dt_bias [H,
     P]: any strides, 0 too; indices [n] or None. Any dtypes."""
@@ -228,15 +231,15 @@ def update(
 
 def convolve(
     plan: Plan,
-    x: torch.Tensor,
-    state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    seqlens: torch.Tensor | None,
-    indices: torch.Tensor | None,
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seqlens: Tensor | None,
+    indices: Tensor | None,
     silu: bool,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """y [n, D, T] of that dtype, after putting x [n, D, T] into state [S, D, L] in place, both of any
     strides; the others contiguous."""
     n, D, T = x.shape

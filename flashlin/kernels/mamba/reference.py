@@ -1,14 +1,12 @@
-"""The recurrences of Mamba2 and Mamba and the steps around them in float64, token by token, written from the
-mathematics. Everything else, ``kernels/selective`` too, is checked against it."""
+"""The recurrence of Mamba2 and Mamba and the convolution beside it in float64, token by token, written from
+the mathematics. Everything else, ``kernels/selective`` too, is checked against it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 
 def silu(x: Tensor) -> Tensor:
@@ -20,6 +18,31 @@ def step_size(dt: Tensor, bias: Tensor | None, softplus: bool,
     dt = dt if bias is None else dt + bias
     dt = torch.logaddexp(dt, torch.zeros_like(dt)) if softplus else dt
     return dt.clamp(*limit)
+
+
+def step(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    softplus: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(y [b, H, P], state [b, H, P, N]) after one token: h = e^{dt A} h + dt x B^T,  y = (h C + D x) silu(z).
+
+    x, dt, z [b, H, P], A [H, P, N], B, C [b, G, N], D, dt_bias [H, P]; in dt, A and D a 1 may stand for P or
+    N.
+    """
+    dt = step_size(dt, dt_bias, softplus)
+    B, C = (m.repeat_interleave(x.shape[1] // m.shape[1], 1) for m in (B, C))
+    state = (dt[..., None] * A).exp() * state + (dt * x)[..., None] * B[:, :, None]
+    y = (state * C[:, :, None]).sum(-1)
+    y = y if D is None else y + D * x
+    return y if z is None else y * silu(z), state
 
 
 def scan(
@@ -38,39 +61,32 @@ def scan(
     limit: tuple[float, float] = (0.0, math.inf),
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(y [b, T, H, P], the state after each row [b, H, P, N], and with edges that at the end of each packed
-    sequence [n, H, P, N]): h_t = e^{dt_t A} h_{t-1} + dt_t x_t B_t^T,  y_t = (h_t C_t + D x_t) silu(z_t).
+    sequence [n, H, P, N]): Mamba2's scan, a step for each token.
 
     x, z [b, T, H, P], dt [b, T, H], A, dt_bias [H], B, C [b, T, G, N], D [H] or [H, P], h0 [b, H, P, N]. The
     state is zero before a token whose seq_idx [b, T] is not that of the token before it, and before each of
     the edges but the first.
     """
     b, T, H, P = x.shape
-    G, N = B.shape[2:]
-    dt = step_size(dt, dt_bias, softplus, limit)
-    skip = torch.zeros(H, 1, dtype=x.dtype,
-                       device=x.device) if D is None else D if D.ndim == 2 else D[:, None]
-    of_head = [head // (H // G) for head in range(H)]
-    rows, finals, ends = [], [], []
-    for i in range(b):
-        state = x.new_zeros(H, P, N) if h0 is None else h0[i]
-        spans = [(0, T)] if edges is None else list(pairwise(edges))
-        found, last = [], state
-        for n, (first, end) in enumerate(spans):
-            state = torch.zeros_like(state) if n else state
-            for t in range(first, end):
-                if t > first and seq_idx is not None and seq_idx[i, t] != seq_idx[i, t - 1]:
-                    state = torch.zeros_like(state)
-                new = (dt[i, t, :, None] * x[i, t])[:, :, None] * B[i, t, of_head][:, None, :]
-                state = (dt[i, t] * A).exp()[:, None, None] * state + new
-                found.append((state * C[i, t, of_head][:, None, :]).sum(-1) + skip * x[i, t])
-                last = state
-            ends.append(state)
-        rows.append(torch.stack(found) if found else x.new_zeros(0, H, P))
-        finals.append(last)
-    y = torch.stack(rows) if rows else torch.zeros_like(x)
+    dt = step_size(dt, dt_bias, softplus, limit)[..., None]
+    begins = torch.zeros(b, T, dtype=torch.bool, device=x.device)
+    if seq_idx is not None:
+        begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    begins[:, [edge for edge in (edges or [])[1:] if edge < T]] = True
+    states, ys = [x.new_zeros(b, H, P, B.shape[3]) if h0 is None else h0], []
+    for t in range(T):
+        y_t, state = step(torch.where(begins[:, t, None, None, None], 0, states[-1]), x[:, t], dt[:, t],
+                          A[:, None, None], B[:, t], C[:, t], None if D is None else D.view(H, -1))
+        ys.append(y_t)
+        states.append(state)
+    y = torch.stack(ys, 1)
     y = y if z is None else y * silu(z)
-    return y, torch.stack(finals) if finals else x.new_zeros(0, H, P,
-                                                             N), None if edges is None else torch.stack(ends)
+    if edges is None:
+        return y, states[-1], None
+    # a sequence without tokens ends as it begins
+    ends = [states[end][0] if end > first or n == 0 else torch.zeros_like(states[0][0])
+            for n, (first, end) in enumerate(pairwise(edges))]
+    return y, states[-1], torch.stack(ends)
 
 
 def selective(
@@ -84,75 +100,37 @@ def selective(
     bias: Tensor | None = None,
     softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(y [b, D, T], the last state [b, D, N]) of Mamba's scan: h_t = e^{dt_t A} h_{t-1} + dt_t u_t B_t,  y_t
-    = (h_t . C_t + D u_t) silu(z_t).
+    """(y [b, D, T], the last state [b, D, N]) of Mamba's scan: a step for each token, a channel being a head
+    of one.
 
     u, delta, z [b, D, T], A [D, N], B, C [b, N, T], [b, G, N, T] or [D, N], D, bias [D].
     """
+    b, channels, T = u.shape
     dt = step_size(delta, None if bias is None else bias[:, None], softplus)
 
-    def by_token(x: Tensor, i: int) -> Sequence[Tensor]:
-        """[D, N] for each token."""
-        if x.ndim == 2:
-            return [x] * u.shape[2]
-        groups = x[i, None] if x.ndim == 3 else x[i]
-        return torch.stack([groups[d // (len(A) // len(groups))] for d in range(len(A))]).unbind(2)
-    rows, lasts = [], []
-    for i in range(u.shape[0]):
-        h, columns = torch.zeros_like(A), []
-        for steps, x, b_t, c_t in zip(dt[i].unbind(1), u[i].unbind(1), by_token(B, i), by_token(C, i),
-                                      strict=True):
-            h = (steps[:, None] * A).exp() * h + (steps * x)[:, None] * b_t
-            columns.append((h * c_t).sum(1) + (0 if D is None else D * x))
-        rows.append(torch.stack(columns, 1) if columns else u[i] * dt[i])
-        lasts.append(h)
-    y = torch.stack(rows)
-    return y if z is None else y * silu(z), torch.stack(lasts)
-
-
-def step(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    softplus: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(y [b, H, P], state [b, H, P, N]) after one token. x, dt, z [b, H, P], A [H, P, N], B, C [b, G, N], D,
-    dt_bias [H, P]."""
-    dt = step_size(dt, dt_bias, softplus)
-    heads = state.shape[1] // max(B.shape[1], 1)
-    B, C = (m.repeat_interleave(heads, 1) for m in (B, C))
-    state = (dt[..., None] * A).exp() * state + (dt * x)[..., None] * B[:, :, None]
-    y = (state * C[:, :, None]).sum(-1)
-    y = y if D is None else y + D * x
-    return y if z is None else y * silu(z), state
+    def grouped(m: Tensor) -> Tensor:
+        """B or C as [b, G, N, T]: one of [D, N] has a group for each channel."""
+        return m[None, :, :, None].expand(b, -1, -1, T) if m.ndim == 2 else m if m.ndim == 4 else m[:, None]
+    B, C = grouped(B), grouped(C)
+    state, ys = u.new_zeros(b, channels, 1, A.shape[1]), []
+    for t in range(T):
+        y_t, state = step(state, u[:, :, t, None], dt[:, :, t, None], A[:, None], B[..., t], C[..., t],
+                          None if D is None else D[:, None])
+        ys.append(y_t[..., 0])
+    y = torch.stack(ys, -1)
+    return y if z is None else y * silu(z), state[:, :, 0]
 
 
 def window(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None,
-           seqlens: Tensor | None = None, silu_: bool = False) -> tuple[Tensor, Tensor]:
-    """(y [b, D, T], state [b, D, L]) after T tokens of the convolution. A sequence's state is its last L
-    tokens, the newest last; with seqlens [b] a ring, in which token t of the whole sequence has slot t mod
-    L."""
-    b, D, T = x.shape
-    L, W = state.shape[2], weight.shape[1]
-    ys, states = [], []
-    for i in range(b):
-        slots = list(state[i].unbind(1))
-        # oldest first
-        past = slots if seqlens is None else [slots[(int(seqlens[i]) + j) % L] for j in range(L)]
-        columns = []
-        for t in range(T):
-            past = [*past, x[i, :, t]]
-            value = sum((weight[:, w] * past[len(past) - W + w] for w in range(W)),
-                        torch.zeros_like(x[i, :, t]) if bias is None else bias)
-            columns.append(silu(value) if silu_ else value)
-            if seqlens is not None:
-                slots[(int(seqlens[i]) + t) % L] = x[i, :, t]
-        states.append(torch.stack(past[len(past) - L:] if seqlens is None else slots, 1))
-        ys.append(torch.stack(columns, 1) if columns else x.new_zeros(D, 0))
-    return (torch.stack(ys), torch.stack(states)) if ys else (torch.zeros_like(x), state.clone())
+           seqlens: Tensor | None = None, activated: bool = False) -> tuple[Tensor, Tensor]:
+    """(y [b, D, T], state [b, D, L]) after T tokens of the convolution; activated: with silu. A sequence's
+    state is its last L tokens, the newest last; with seqlens [b] a ring, in which token t of the whole
+    sequence has slot t mod L."""
+    T, (L, W) = x.shape[2], (state.shape[2], weight.shape[1])
+    y, after = torch.zeros_like(x), state.clone()
+    for i, turns in enumerate([0] * len(x) if seqlens is None else seqlens.tolist()):
+        tokens = torch.cat([state[i].roll(-turns, 1), x[i]], 1)  # oldest first
+        windows = tokens.unfold(1, W, 1)[:, L - W + 1:]  # [D, T, W]
+        y[i] = (windows * weight[:, None]).sum(-1) + (0 if bias is None else bias[:, None])
+        after[i] = tokens[:, T:].roll(0 if seqlens is None else turns + T, 1)
+    return silu(y) if activated else y, after

@@ -2,10 +2,10 @@
 compiles for."""
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-Tensor = torch.Tensor
+from flashlin.kernels.plain import wide
 
 
 def step(
@@ -22,14 +22,12 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """(y [b, H, P], state [b, H, P, N]), both in float32, or in float64 if any tensor is. Shapes as
     reference.step; nothing is written to."""
-    given = [t for t in (state, x, dt, A, B, C, D, z, dt_bias) if t is not None]
-    compute = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
-    state, x, dt, A, B, C = (t.to(compute) for t in (state, x, dt, A, B, C))
-    dt = dt if dt_bias is None else dt + dt_bias.to(compute)
+    state, x, dt, A, B, C, D, z, dt_bias = wide(state, x, dt, A, B, C, D, z, dt_bias)
+    dt = dt if dt_bias is None else dt + dt_bias
     dt = F.softplus(dt) if softplus else dt
     heads = x.shape[1] // max(B.shape[1], 1)
     B, C = (t.repeat_interleave(heads, 1) for t in (B, C))
     state = (dt[..., None] * A).exp() * state + (dt * x)[..., None] * B[:, :, None]
     y = (state @ C[..., None])[..., 0]
-    y = y if D is None else y + D.to(compute) * x
-    return y if z is None else y * F.silu(z.to(compute)), state
+    y = y if D is None else y + D * x
+    return y if z is None else y * F.silu(z), state

@@ -1,8 +1,9 @@
 """Backward of the row-wise normalisations. Deterministic: no atomics, one order of summation for one plan.
 
 With n = (s - m) r, the normalised row, and u = w dy:
-    ds = r (u - mean(u) - n mean(u n)) + dtotal        (an RMS norm has no mean(u); an l2 norm has the sum of u n, not the mean)
-    dw = sum over rows of dy n                         db = sum over rows of dy
+    ds = r (u - mean(u) - n mean(u n)) + dtotal
+    dw = sum over rows of dy n          db = sum over rows of dy
+where an RMS norm has no mean(u), nor an l2 norm, which has the sum of u n instead of its mean.
 With a gate z, dz = dy (n w + b) a'(z), and dy a(z) takes the place of dy everywhere else. dx and dresidual
 are both ds.
 
@@ -17,6 +18,7 @@ kernels: one walks along rows for ds, one down columns for dw and db.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -25,7 +27,7 @@ from flashlin.kernels.norm.forward import line, opened, put, scaled, tile
 
 @triton.jit
 def stats_of(mean, rstd, first, rows, BT: tl.constexpr, KIND: tl.constexpr):
-    """m (zeros unless a layer norm) and r of BT rows."""
+    """(m, r) of BT rows, fp32; m is zeros unless this is a layer norm."""
     row = tl.arange(0, BT)
     r = tl.load(rstd + first + row, mask=first + row < rows, other=0.0)
     if KIND == 0:
@@ -52,8 +54,8 @@ def fetched(
     GATE: tl.constexpr,
     HAS_DTOTAL: tl.constexpr,
 ):
-    """What BT rows need, as it lies in memory: s, dy, gate and dtotal (dy again where there is none), m,
-    r."""
+    """(s, dy, gate, dtotal, m, r) of BT rows as they lie in memory; dy stands for a gate or dtotal that there
+    is not."""
     b_s = tile(s, first, rows, 0, D, BT, BD, "evict_first")
     b_dy = tile(dy, first, rows, 0, D, BT, BD, "evict_first")
     if HAS_DTOTAL:
@@ -70,7 +72,7 @@ def fetched(
 
 @triton.jit
 def normalised(b_s, m, r, KIND: tl.constexpr, NORMED: tl.constexpr):
-    """n. NORMED: what forward kept is already that."""
+    """n [BT, BD]. NORMED: forward kept n, not s."""
     n = b_s.to(tl.float32)
     if KIND == 0:
         n -= m[:, None]
@@ -98,7 +100,7 @@ def before_gate(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """The gradient of what the gate multiplied; stores the gate's own."""
+    """The gradient [BT, BD] of what the gate multiplied; stores the gate's own gradient."""
     factor, slope = opened(b_gate, GATE)
     put(
         dgate, u * slope * scaled(
@@ -111,7 +113,7 @@ def before_gate(
 @triton.jit
 def put_share(x, share, number, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
               GROUPS: tl.constexpr):
-    """A program's share of dw or db, from [BT, BD] registers: one line, or with groups BT of them."""
+    """Store a program's share of dw or db, from [BT, BD] registers: one line, or with groups BT lines."""
     col = d0 + tl.arange(0, BD)
     if GROUPS == 1:
         tl.store(x + number.to(tl.int64) * D + col, tl.sum(share, 0), mask=col < D)
@@ -152,8 +154,8 @@ def norm_backward(
     HAS_DWEIGHT: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
 ):
-    """ds as dx and dresidual, and dgate, [rows, D], of whole rows in registers; shares of dw and db. A
-    program: every so many-th BT rows."""
+    """ds [rows, D], as dx and as dresidual, and dgate [rows, D], of rows that fit into registers; shares of
+    dw and db. A program: every so many-th BT rows."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     program = tl.program_id(0)
     step = tl.num_programs(0) * BT
@@ -235,7 +237,8 @@ def norm_backward_rows(
     HAS_DTOTAL: tl.constexpr,
     HAS_DRESIDUAL: tl.constexpr,
 ):
-    """ds of BT rows of any length."""
+    """ds [rows, D], as dx and as dresidual, and dgate [rows, D], of rows of any length. A program: BT
+    rows."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     first = tl.program_id(0).to(tl.int64) * BT
     m, r = stats_of(mean, rstd, first, rows, BT, KIND)
@@ -293,7 +296,7 @@ def norm_backward_columns(
     HAS_DWEIGHT: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
 ):
-    """Shares of dw and db: BD columns, of every so many-th BT rows."""
+    """Shares of dw and db. A program: BD columns of every so many-th BT rows."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     group = tl.program_id(0) // STRIPS
     d0 = tl.program_id(0) % STRIPS * BD
@@ -320,14 +323,14 @@ def norm_backward_columns(
 
 def run(
     plan: Plan,
-    s: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dy: Tensor,
+    dtotal: Tensor | None,
     kind: int,
     activation: int,
     normed: bool,
@@ -335,7 +338,7 @@ def run(
     dresidual_dtype: torch.dtype | None,
     needs_dweight: bool,
     needs_dbias: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dresidual, dgate, dweight, dbias) or None for those that are not there, the last two [D] in fp32,
     for what forward.run kept.
 
@@ -353,26 +356,22 @@ def run(
     wanted = needs_dweight + needs_dbias
     parts = s.new_empty((wanted, shares, D), dtype=torch.float32)
     dweight, dbias = parts[0] if needs_dweight else None, parts[-1] if needs_dbias else None
-    flags = dict(HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, HAS_DTOTAL=dtotal is not None,
-                 HAS_DRESIDUAL=dresidual is not None)
-    shared = dict(D=D, KIND=kind, NORMED=normed, GATE=activation, GROUPS=groups)
-    sums = dict(HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias)
+    read = dict(s=s, gate=gate, mean=mean, rstd=rstd, dy=dy, rows=rows,
+                D=D, KIND=kind, NORMED=normed, GATE=activation, GROUPS=groups)
+    for_dx = dict(weight=weight, bias=bias, dtotal=dtotal, dx=dx, dresidual=dresidual, dgate=dgate,
+                  HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, HAS_DTOTAL=dtotal is not None,
+                  HAS_DRESIDUAL=dresidual is not None)
+    sums = dict(dweight=dweight, dbias=dbias, HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias)
     # Rows of fp32 have as many bytes under way without the next ones, and no registers left for them.
     ahead = for_rows.num_stages > 1 and all(t is None or t.element_size() < 4 for t in (s, dy, gate, dtotal))
     if rows and not wide:
-        start(for_rows, norm_backward, for_rows.grid[0], dict(
-            s=s, weight=weight, bias=bias, gate=gate, mean=mean, rstd=rstd, dy=dy, dtotal=dtotal,
-            dx=dx, dresidual=dresidual, dgate=dgate, dweight=dweight, dbias=dbias, rows=rows,
-            **shared, **flags, **sums, AHEAD=ahead))
+        start(for_rows, norm_backward, for_rows.grid[0], dict(read, **for_dx, **sums, AHEAD=ahead))
     elif rows:
-        start(for_rows, norm_backward_rows, for_rows.grid[0], dict(
-            s=s, weight=weight, bias=bias, gate=gate, mean=mean, rstd=rstd, dy=dy, dtotal=dtotal,
-            dx=dx, dresidual=dresidual, dgate=dgate, rows=rows, **shared, **flags))
+        start(for_rows, norm_backward_rows, for_rows.grid[0], dict(read, **for_dx))
         if wanted:
-            start(for_sums, norm_backward_columns, for_sums.grid[0], dict(
-                s=s, gate=gate, mean=mean, rstd=rstd, dy=dy,
-                dweight=dweight, dbias=dbias, rows=rows, **shared, **sums))
-    total = parts.view(wanted, -1,
-                       groups * D).sum(1) if wanted and rows else s.new_zeros((wanted, groups * D),
-                                                                              dtype=torch.float32)
+            start(for_sums, norm_backward_columns, for_sums.grid[0], dict(read, **sums))
+    if wanted and rows:
+        total = parts.view(wanted, -1, groups * D).sum(1)
+    else:
+        total = parts.new_zeros((wanted, groups * D))
     return dx, dresidual, dgate, total[0] if needs_dweight else None, total[-1] if needs_dbias else None

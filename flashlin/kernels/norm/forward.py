@@ -2,7 +2,8 @@
 Tensors in, tensors out.
 
 A row of D elements is s = x + residual in fp32, and with m = mean(s) for a layer norm, else 0:
-    y = ((s - m) r w + b) a(z)      r = rsqrt(mean((s - m)^2) + eps)     (for an l2 norm the sum, not the mean)
+    y = ((s - m) r w + b) a(z)      r = rsqrt(mean((s - m)^2) + eps)
+where an l2 norm has the sum instead of the mean.
 a(z), of a gate z of x's shape, is z sigmoid(z) or sigmoid(z), and 1 without a gate. A group norm of G groups
 has G rows to a token, so w and b are [G, D] and row n takes line n % G of them.
 A program holds BT whole rows in registers, so everything is read once. Rows longer than BD are walked in
@@ -12,6 +13,7 @@ blocks of BD, twice: once for the statistics, and once, mostly out of the cache,
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -62,7 +64,7 @@ def summed(
     HAS_RESIDUAL: tl.constexpr,
     EVICT: tl.constexpr,
 ):
-    """s [BT, BD], fp32."""
+    """s = x + residual [BT, BD], fp32."""
     s = tile(x, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
     if HAS_RESIDUAL:
         s += tile(residual, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
@@ -93,7 +95,7 @@ def scaled(
 
 @triton.jit
 def opened(gate, GATE: tl.constexpr):
-    """What a gate multiplies by, and the derivative of that."""
+    """(a(z), a'(z)) [BT, BD] of a gate z: what it multiplies by, and the derivative."""
     z = gate.to(tl.float32)
     sigmoid = tl.sigmoid(z)
     if GATE == 1:
@@ -124,7 +126,7 @@ def put_y(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """From a centred [BT, BD] of rows to y."""
+    """Store y of BT rows, made of the centred [BT, BD]."""
     out = scaled(
         centred * r[:, None], weight, bias, first, d0,
         D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
@@ -159,7 +161,8 @@ def norm_forward(
     HAS_TOTAL: tl.constexpr,
     HAS_STATS: tl.constexpr,
 ):
-    """y, and where asked for total = s and the rows' statistics."""
+    """y [rows, D], and where asked for total = s [rows, D] and the statistics mean and rstd [rows]. A
+    program: BT rows."""
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     first = tl.program_id(0).to(tl.int64) * BT
     inside = tl.arange(0, BD) < D
@@ -211,18 +214,18 @@ def norm_forward(
 
 def run(
     plan: Plan,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    gate: torch.Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
     eps: float,
     kind: int,
     activation: int,
     y_dtype: torch.dtype,
     total_dtype: torch.dtype | None,
     stats: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(y, s or None, mean or None, rstd or None). x, residual, gate [..., D] and weight, bias [D],
     contiguous, of any dtypes; for a group norm x [..., G, D] and weight, bias [G * D], where G is the plan's
     number of heads.

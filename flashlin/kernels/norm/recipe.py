@@ -11,6 +11,7 @@ from typing import NamedTuple
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Op, Sizes
 from flashlin.guards.problem import Launch, Problem
+from flashlin.kernels.moving import block, cdiv, heads_as_rows, moving, rows_of_heads
 
 LAYER, RMS, L2 = 0, 1, 2           # what a kernel does to a row, as a constexpr
 NO_GATE, SWISH, SIGMOID = 0, 1, 2  # and what to a gate
@@ -40,14 +41,14 @@ BLOCK, COLUMNS = Config(0, 4096, 8), Config(512, 4096, 4, 4)
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Forward's launch, then backward's one, or two where rows are too long for the registers. T tokens of H
     groups of K elements."""
-    found = [_rows("norm_forward", _of(FORWARD, problem.K) or BLOCK, problem, target)]
+    made = [_rows("norm_forward", _of(FORWARD, problem.K) or BLOCK, problem, target)]
     if problem.needs_grad:
         config = _of(BACKWARD, problem.K)
         if config is not None:
-            found.append(_rows("norm_backward", config, problem, target))
+            made.append(_rows("norm_backward", config, problem, target))
         else:
-            found += [_rows("norm_backward_rows", BLOCK, problem, target), _columns(problem, target)]
-    return tuple(found)
+            made += [_rows("norm_backward_rows", BLOCK, problem, target), _columns(problem, target)]
+    return tuple(made)
 
 
 def _of(table: tuple[Config, ...], D: int) -> Config | None:
@@ -55,9 +56,9 @@ def _of(table: tuple[Config, ...], D: int) -> Config | None:
 
 
 def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Launch:
-    BD = min(max(8, 1 << (problem.K - 1).bit_length()), config.elements)
+    BD = block(problem.K, 8, config.elements)
     BT = config.elements // BD
-    programs = -(-problem.T * problem.H // BT)
+    programs = cdiv(problem.T * problem.H, BT)
     # no more than run at once, or the last ones run alone: a bias's gradient or a gate takes the registers of
     # every fourth
     if config.per_sm:
@@ -72,8 +73,8 @@ def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Laun
 def _columns(problem: Problem, target: Target) -> Launch:
     """Strips of D columns, each shared by enough groups of rows to fill the card."""
     BD, BT = COLUMNS.D, COLUMNS.elements // COLUMNS.D
-    strips = -(-problem.K // BD)
-    groups = _aligned(min(-(-problem.T * problem.H // BT), -(-COLUMNS.per_sm * target.sms // strips)), BT,
+    strips = cdiv(problem.K, BD)
+    groups = _aligned(min(cdiv(problem.T * problem.H, BT), cdiv(COLUMNS.per_sm * target.sms, strips)), BT,
                       problem)
     return _launch("norm_backward_columns", COLUMNS, problem, strips * groups, BT, BD)
 
@@ -82,25 +83,13 @@ def _aligned(programs: int, BT: int, problem: Problem) -> int:
     """So many more that the step between a program's rows is a multiple of the groups (H), which then keep to
     their registers."""
     unit = problem.H // gcd(problem.H, BT)
-    return -(-programs // unit) * unit
+    return cdiv(programs, unit) * unit
 
 
 def _launch(kernel: str, config: Config, problem: Problem, programs: int, BT: int, BD: int) -> Launch:
     # shared: what is measured is at most 16 bits for each element and the sums of each warp
-    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
-    # Limits on warps are about matrix instructions, of which there are none here: 8, where every problem
-    # starts, is none.
-    warps = config.num_warps if problem.max_warps >= 8 else min(config.num_warps, problem.max_warps)
-    return Launch(kernel, (programs,), warps, config.num_stages, (("BT", BT), ("BD", BD)), 2 * BT * BD + 4096,
-                  BT * problem.K, traits)
-
-
-def rows(sizes: Sizes) -> Sizes:
-    return Sizes(T=sizes.B * sizes.T * sizes.H, K=sizes.K, V=sizes.K)
-
-
-def rows_of_groups(sizes: Sizes) -> Sizes:
-    return Sizes(T=sizes.B * sizes.T, H=sizes.H, K=sizes.K, V=sizes.K)
+    return moving(kernel, problem, programs, dict(BT=BT, BD=BD), shared=2 * BT * BD + 4096,
+                  span=BT * problem.K, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 SPECS = (Family(
@@ -108,11 +97,11 @@ SPECS = (Family(
         Op("rms_norm", "norm", options=("weight",)),
         Op("layer_norm", "norm", options=("bias", "weight")),
         Op("l2norm", "norm"),
-        Op("group_norm", "norm", options=("bias", "weight"), counted=rows_of_groups),
+        Op("group_norm", "norm", options=("bias", "weight"), counted=rows_of_heads),
         Op("rms_norm_gated", "norm", options=("gate", "weight")),
         Op("layer_norm_gated", "norm", options=("bias", "gate", "weight")),
-        Op("rmsnorm_fn", "norm", options=("gate", "weight"), counted=rows_of_groups),
-        Op("layernorm_fn", "norm", options=("gate", "weight"), counted=rows_of_groups),
+        Op("rmsnorm_fn", "norm", options=("gate", "weight"), counted=rows_of_heads),
+        Op("layernorm_fn", "norm", options=("gate", "weight"), counted=rows_of_heads),
         Op("l2_norm", "norm", planned_as="l2norm"),
         Op("rms_norm_linear", "norm_linear", planned_as="rms_norm"),
         Op("layer_norm_linear", "norm_linear", planned_as="layer_norm"),
@@ -121,4 +110,4 @@ SPECS = (Family(
         Op("layer_norm_swish_gate_linear", "norm_linear", planned_as="layer_norm_gated")),
     axes={"T": "rows", "H": "groups of a row", "K": "elements of a row, or of a group"},
     typical={"training": Sizes(T=16384, K=4096), "decoding": Sizes(T=64, K=4096)},
-    counted=rows),)
+    counted=heads_as_rows),)

@@ -2,19 +2,20 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def normalise(
     kind: str,
-    x: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-5,
     groups: int = 1,
-    gate: torch.Tensor | None = None,
+    gate: Tensor | None = None,
     activation: str = "swish",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """(y, x + residual) in float64, differentiable. kind: ``layer``, ``rms`` or ``l2``. x and gate [..., D],
     weight and bias [D].
 

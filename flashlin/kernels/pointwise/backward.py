@@ -5,12 +5,14 @@ With ' for the gradient of a parameter before its sum over rows (and for A over 
       bounded    dg = L s (1 - s) e^A dy,  A' = z dg,          b' = dg     where s = sigmoid(e^A z)
     mix          dh = sum_i dy_i,  ddelta = sum_i x_i dy_i,    x_i' = delta dy_i
     key          dk = (1 + (a - 1) c) dy,  da = k c dy,        c' = k (a - 1) dy
-    correction   do = p,  dv = s p,  dr = q k u,  dk = q r u,  dg = (o + s v) dy,   u' = q r k     where p = g dy, q = sum over columns of p v
+    correction   do = p,  dv = s p,  dr = q k u,  dk = q r u,  dg = (o + s v) dy,  u' = q r k
+                 where p = g dy, q = sum over columns of p v
     scale        dx = s dy,  ds = sum over a head's columns of x dy
-    skip         do = p,  dx = D p,  dz = dy (o + D x) silu'(z),            D' = x p     where p = silu(z) dy
-    marked       a scale adds the gradient of its marks to dx and ds; a skip's do has 0 for what is not finite, and the gradient of its marks, a mark
-A program takes every so many-th BT rows of its strip and keeps its share of the parameters' gradients in
-registers; the shares are [parameters, programs of a strip, D] in fp32, and torch adds them up.
+    skip         do = p,  dx = D p,  dz = dy (o + D x) silu'(z),  D' = x p     where p = silu(z) dy
+With marks a scale adds their gradient to dx and ds; a skip's do has 0 for what is not finite, and the
+gradient of its marks a mark. A program takes every so many-th BT rows of its strip and keeps its share of the
+parameters' gradients in registers; the shares are [parameters, programs of a strip, D] in fp32, and torch
+adds them up.
 """
 
 from itertools import zip_longest
@@ -18,30 +20,31 @@ from itertools import zip_longest
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.moving import cdiv
 from flashlin.kernels.pointwise.forward import (
     NAMES,
+    OUTPUTS,
+    arguments,
     contained,
     line,
     of_head,
     of_rows,
     opened,
-    per_parameter,
     put,
-    rows_of,
     strip_of,
     tile,
-    widths,
 )
-from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, SCALE, SKIP
+from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, SCALE, SKIP, strip_width
 from flashlin.kernels.recurrent.forward import softplus
 
 
 @triton.jit
 def put_share(shares, total, parameter: tl.constexpr, share, count, cols, there, D: tl.constexpr):
-    """A program's share of a parameter's gradient: total [BT, BD] summed over its rows."""
+    """Store a program's share of a parameter's gradient: total [BT, BD], summed over its rows."""
     tl.store(shares + (count.to(tl.int64) * parameter + share) * D + cols, tl.sum(total, 0), mask=there)
 
 
@@ -101,7 +104,7 @@ def unmixed(
     D: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """dh, ddelta and the gradient of x with what one output adds to them."""
+    """(dh, ddelta, gradient of x), each with what one output adds to it."""
     b_dy = tile(dy, first, rows, cols, there, D, BT)
     return dh + b_dy, ddelta + b_dy * line(x, cols, there), total + b_dy * delta
 
@@ -273,7 +276,7 @@ def pointwise_scale_backward(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """dx [rows, D] and ds [rows, D // W], a strip of W columns being a head. A program: BT rows of one."""
+    """dx [rows, D] and ds [rows, D // W]. A program: BT rows of one head, a strip of W columns."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
@@ -312,7 +315,8 @@ def pointwise_skip_backward(
     BD: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Without z and marks do is dy, and not written. dmarks: zeros."""
+    """do (unless without z and marks, where it is dy), dx and dz [rows, D], NaN in dmarks, which comes as
+    zeros, and with SUMS a share of the gradient of D."""
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
@@ -344,65 +348,50 @@ def pointwise_skip_backward(
         put_share(shares, total, 0, share, count, cols, there, D)
 
 
+KERNELS = {GATE: pointwise_gate_backward, MIX: pointwise_mix_backward, KEY: pointwise_key_backward,
+           CORRECTION: pointwise_correction_backward, SCALE: pointwise_scale_backward,
+           SKIP: pointwise_skip_backward}
 # Which tensors are parameters, in the order of their shares.
 PARAMETERS = {GATE: (1, 2), MIX: (2, 3, 4, 5, 6, 7), KEY: (2,), CORRECTION: (3,), SCALE: (), SKIP: (2,)}
+UNREAD = {MIX: "h", SCALE: "marks"}  # which backward's kernel does not take
 
 
-def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], dys: tuple[torch.Tensor, ...],
-        bound: float | None, sums: bool) -> list[torch.Tensor | None]:
+def run(plan: Plan, tensors: tuple[Tensor | None, ...], dys: tuple[Tensor, ...], bound: float | None,
+        sums: bool) -> list[Tensor | None]:
     """A gradient for each of tensors, in its dtype and shape; those of parameters only with sums. tensors:
     what forward.run got, though of a mix h may be None, and of a skip without z a float32 o. dys: the
     contiguous gradients of what it gave."""
     family, launch, dy = plan.problem.family, plan.launches[-1], dys[0]
-    D, rows, parameters = plan.problem.H * plan.problem.K, plan.problem.T, PARAMETERS[family]
-    found = [None if of is None or at in parameters
-             else torch.empty(of.shape, dtype=of.dtype, device=of.device) for at, of in enumerate(tensors)]
+    D, parameters = plan.problem.H * plan.problem.K, PARAMETERS[family]
+    grads = [None if x is None or at in parameters else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+             for at, x in enumerate(tensors)]
     if family == MIX:
-        found[0] = torch.empty_like(dy)
+        grads[0] = torch.empty_like(dy)
     if family == SCALE and tensors[2] is not None:
-        found[2] = dys[1]
+        grads[2] = dys[1]
     if family == SKIP and tensors[4] is not None:
-        found[0] = torch.empty(dy.shape, dtype=torch.float32,
-                               device=dy.device) if tensors[0] is None else found[0]
-        found[4] = torch.zeros_like(tensors[4])
-    named = dict(zip(NAMES[family], tensors, strict=True))
-    made = {f"d{name}": of for name, of in zip(NAMES[family], found, strict=True) if of is not None}
-    facts: dict[str, int] = {**widths(plan, launch), "SUMS": sums}
-    count = launch.grid[0] // max(-(-D // facts["W"]), 1)
-    shares = torch.empty((len(parameters), count, D), dtype=torch.float32, device=dy.device) if sums else None
-    if dy.numel() and family == GATE:
-        start(launch, pointwise_gate_backward, launch.grid[0], dict(
-            named, dy=dy, **made, shares=shares, bound=bound or 0.0, rows=rows,
-            **facts, K=plan.problem.K, BOUNDED=bound is not None))
-    elif dy.numel() and family == MIX:
-        del named["h"]
-        start(launch, pointwise_mix_backward, launch.grid[0], dict(
-            named, **dict(zip_longest(("dyr", "dyw", "dyk", "dyv", "dya", "dyg"), dys)), **made,
-            shares=shares, rows=rows, **facts))
-    elif dy.numel() and family == SCALE:
-        x, x_n = rows_of(tensors[0], D)
-        start(launch, pointwise_scale_backward, launch.grid[0], dict(
-            x=x, s=tensors[1], dy=dy, dmarks=found[2], dx=found[0], ds=found[1],
-            x_n=x_n, rows=rows, **widths(plan, launch)))
-    elif dy.numel() and family == SKIP:
-        (x, x_n), (z, z_n) = rows_of(tensors[1], D), rows_of(tensors[3], D)
-        do, dx, _, dz, dmarks = found
-        start(launch, pointwise_skip_backward, launch.grid[0], dict(
-            dy=dy, o=tensors[0], x=x, skip=tensors[2], z=z, marks=tensors[4],
-            do=do, dx=dx, dz=dz, dmarks=dmarks, shares=shares,
-            x_n=x_n, z_n=z_n, rows=rows,
-            **facts, K=per_parameter(tensors[2], D)))
-    elif dy.numel():
-        kernel = pointwise_key_backward if family == KEY else pointwise_correction_backward
-        start(launch, kernel, launch.grid[0], dict(
-            named, dy=dy, **made, shares=shares, rows=rows, **facts))
+        grads[0] = torch.empty_like(dy, dtype=torch.float32) if tensors[0] is None else grads[0]
+        grads[4] = torch.zeros_like(tensors[4])
+    shares = None
+    if sums:
+        count = launch.grid[0] // max(cdiv(D, strip_width(plan.problem, launch.block("BD"))), 1)
+        shares = dy.new_empty((len(parameters), count, D), dtype=torch.float32)
+    if dy.numel():
+        named = arguments(plan, launch, tensors, bound)
+        if family in UNREAD:
+            del named[UNREAD[family]]
+        named.update((f"d{name}", y) for name, y in zip_longest(OUTPUTS[family], dys))
+        named.update((f"d{name}", grads[at]) for at, name in enumerate(NAMES[family]) if at not in parameters)
+        if parameters:
+            named.update(shares=shares, SUMS=sums)
+        start(launch, KERNELS[family], launch.grid[0], named)
     if shares is not None:
         totals = shares.sum(1) if dy.numel() else shares.new_zeros((len(parameters), D))
         for at, total in zip(parameters, totals, strict=True):
-            of = tensors[at]
-            if of is not None:
-                total = total if of.numel() == D else total.view(of.numel(), -1).sum(1)
-                found[at] = total.view(of.shape).to(of.dtype)
-    if family == SKIP and found[0] is None:
-        found[0] = dy.float()
-    return found
+            parameter = tensors[at]
+            if parameter is not None:
+                total = total if parameter.numel() == D else total.view(parameter.numel(), -1).sum(1)
+                grads[at] = total.view(parameter.shape).to(parameter.dtype)
+    if family == SKIP and grads[0] is None:
+        grads[0] = dy.float()
+    return grads

@@ -1,21 +1,24 @@
 """Forward of the elementwise ops, in fp32 whatever the tensors are. Tensors in, tensors out.
 
-    gate         y = -e^A softplus(g + b), or with a lower bound L: y = L sigmoid(e^A (g + b))      A, b: of a head, of a column
-    mix          y_i = h + delta x_i, for five or six x of a column each
-    key          y = k (1 + (a - 1) c)                                                              c: of a column
-    correction   y = (o + s v) g,  s = sum over a head's columns of r k u                           u: of a column
-    scale        y = x s                                                                            s: of a row's head
-    skip         y = (o + D x) silu(z)                                                              D: of a head or a column
-    marked       a scale gives 0 for what is not finite, and marks its row; a skip adds the marks of its row to o      (marks.py)
-A program owns BT rows and a strip of BD columns; for the correction and the scale a strip is a head, so that
-sums over it are at home.
+    gate         y = -e^A softplus(g + b), or with a lower bound L: y = L sigmoid(e^A (g + b))
+    mix          y_i = h + delta x_i, for five or six x
+    key          y = k (1 + (a - 1) c)
+    correction   y = (o + s v) g,  s = sum over a head's columns of r k u
+    scale        y = x s
+    skip         y = (o + D x) silu(z)
+Parameters belong to columns: b, x_i, c and u have an element for each, A one for each head, D either; s of a
+scale has one for each row and head. With marks (marks.py) a scale gives 0 for what is not finite and marks
+its row, and a skip adds the marks of its row to o. A program owns BT rows and a strip of BD columns; for the
+correction and the scale a strip is a head, whose columns they add up.
 """
 
 from itertools import zip_longest
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Launch, Plan
@@ -25,8 +28,8 @@ from flashlin.kernels.recurrent.forward import softplus
 
 @triton.jit
 def strip_of(D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr):
-    """This program's number among those of its strip, how many they are, its columns, and which of them there
-    are: W to a strip."""
+    """(this program's number among those of its strip, how many programs the strip has, its columns [BD],
+    which of those exist [BD]). A strip has W columns."""
     STRIPS: tl.constexpr = (D + W - 1) // W
     ahead = tl.arange(0, BD)
     cols = tl.program_id(0) % STRIPS * W + ahead
@@ -35,7 +38,8 @@ def strip_of(D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def tile(x, first, rows, cols, there, apart, BT: tl.constexpr):
-    """[BT, BD] of rows that far apart, from row first on, in fp32, zeros outside."""
+    """[BT, BD] in fp32 of rows that lie ``apart`` elements from each other, from row first on; zeros
+    outside."""
     row = tl.arange(0, BT)
     known = (first + row < rows)[:, None] & there[None, :]
     return tl.load(x + first * apart + (row[:, None] * apart + cols[None, :]), mask=known,
@@ -71,7 +75,7 @@ def opened(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """g + b and e^A, which is of heads of K columns."""
+    """g + b [BT, BD] and e^A [1, BD]; a head of K columns has one A."""
     z = tile(g, first, rows, cols, there, D, BT)
     if dt_bias is not None:
         z += line(dt_bias, cols, there)
@@ -96,7 +100,7 @@ def pointwise_gate(
     BD: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """y [rows, D]. K columns have one A."""
+    """y [rows, D]; a head of K columns has one A."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     z, rate = opened(g, A_log, dt_bias, first, rows, cols, there, D=D, K=K, BT=BT, BD=BD)
@@ -198,31 +202,31 @@ def pointwise_correction(
     """y [rows, D]. A strip of W columns is a head."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
-    s = tl.sum(tile(r, first, rows, cols, there, D, BT) * tile(k, first, rows, cols, there, D, BT) * line(u,
-                                                                                                          cols, there), 1)[:, None]
+    s = tl.sum(tile(r, first, rows, cols, there, D, BT) * tile(k, first, rows, cols, there, D, BT)
+               * line(u, cols, there), 1)[:, None]
     total = tile(o, first, rows, cols, there, D, BT) + s * tile(v, first, rows, cols, there, D, BT)
     put(y, total * tile(g, first, rows, cols, there, D, BT), first, rows, cols, there, D, BT)
 
 
 @triton.jit
 def of_head(first, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr):
-    """Where this program's head, a strip of W columns, is in a [rows, heads] tensor: places, and which of
-    them there are."""
+    """(offsets of this program's head, a strip of W columns, in a [rows, heads] tensor, which of the rows
+    exist)."""
     row = first + tl.arange(0, BT)
     return row * (D // W) + tl.program_id(0) % (D // W), row < rows
 
 
 @triton.jit
 def of_rows(marks, first, rows, BT: tl.constexpr):
-    """[BT, 1]: the marks of rows."""
+    """[BT, 1]: the marks of BT rows from row first on."""
     row = first + tl.arange(0, BT)
     return tl.load(marks + row, mask=row < rows, other=0.0)[:, None]
 
 
 @triton.jit
 def contained(value, marks, stored, first, rows, there, BT: tl.constexpr):
-    """value, with 0 for what is not finite in the dtype of the pointer it will be stored to. Its row is
-    marked: by whoever meets such an element, with the same NaN, so that no order matters."""
+    """value, with 0 for what is not finite in the dtype of ``stored``, the pointer that it goes to. Rows with
+    such an element are marked: several programs may write the same NaN, so their order does not matter."""
     row = first + tl.arange(0, BT)
     fine = tl.abs(value.to(stored.dtype.element_ty).to(tl.float32)) < float("inf")
     broken = ((row < rows)[:, None] & there[None, :]) & (fine == 0)
@@ -244,8 +248,7 @@ def pointwise_scale(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """y [rows, D], a strip of W columns being a head. With marks, rows that are not finite are marked
-    there."""
+    """y [rows, D]; a strip of W columns is a head. With marks, rows that are not finite are marked."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
@@ -273,7 +276,7 @@ def pointwise_skip(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """skip: of K columns at a time."""
+    """y [rows, D]; K columns share an element of skip."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     value = tile(o, first, rows, cols, there, D, BT)
@@ -291,7 +294,7 @@ def pointwise_skip(
 FARTHEST = 2**31 // 2048
 
 
-def rows_of(x: torch.Tensor | None, D: int) -> tuple[torch.Tensor | None, int]:
+def rows_of(x: Tensor | None, D: int) -> tuple[Tensor | None, int]:
     """x as rows of D columns and how far apart they are; copied only if columns do not lie side by side, or
     rows too far apart."""
     if x is None:
@@ -302,17 +305,9 @@ def rows_of(x: torch.Tensor | None, D: int) -> tuple[torch.Tensor | None, int]:
     return rows, rows.stride(0)
 
 
-def per_parameter(D_skip: torch.Tensor | None, D: int) -> int:
-    """Columns to each element of a skip's D, which is of heads or of columns."""
-    return 1 if D_skip is None else D // D_skip.numel()
-
-
-def widths(plan: Plan, launch: Launch) -> dict[str, int]:
-    """D columns in strips of W."""
-    return dict(D=plan.problem.H * plan.problem.K, W=strip_width(plan.problem, launch.block("BD")))
-
-
-# The tensors of each family, as the kernels name them.
+KERNELS = {GATE: pointwise_gate, MIX: pointwise_mix, KEY: pointwise_key, CORRECTION: pointwise_correction,
+           SCALE: pointwise_scale, SKIP: pointwise_skip}
+# What goes in and what comes out, as the kernels name it.
 NAMES = {
     GATE: ("g", "A_log", "dt_bias"),
     MIX: ("h", "delta", "xr", "xw", "xk", "xv", "xa", "xg"),
@@ -321,10 +316,29 @@ NAMES = {
     SCALE: ("x", "s", "marks"),
     SKIP: ("o", "x", "skip", "z", "marks"),
 }
+OUTPUTS = {GATE: ("y",), MIX: ("yr", "yw", "yk", "yv", "ya", "yg"), KEY: ("y",), CORRECTION: ("y",),
+           SCALE: ("y", "marks"), SKIP: ("y",)}
+STRIDED = {SCALE: ("x",), SKIP: ("x", "z")}  # whose rows may lie at any distance
 
 
-def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | None,
-        dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def arguments(plan: Plan, launch: Launch, tensors: tuple[Tensor | None, ...],
+              bound: float | None) -> dict[str, Any]:
+    """What the kernels of both directions take: the tensors by name, D columns in strips of W, rows."""
+    problem, family = plan.problem, plan.problem.family
+    D = problem.H * problem.K
+    named: dict[str, Any] = dict(zip(NAMES[family], tensors, strict=True), rows=problem.T, D=D,
+                                 W=strip_width(problem, launch.block("BD")))
+    for name in STRIDED.get(family, ()):
+        named[name], named[f"{name}_n"] = rows_of(named[name], D)
+    if family == GATE:
+        named.update(bound=bound or 0.0, BOUNDED=bound is not None, K=problem.K)
+    if family == SKIP:  # D is of heads or of columns: columns to each element of it
+        named["K"] = 1 if named["skip"] is None else D // named["skip"].numel()
+    return named
+
+
+def run(plan: Plan, tensors: tuple[Tensor | None, ...], bound: float | None,
+        dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The outputs, of that dtype. tensors: as named above, in that order, contiguous and of any dtypes; A, b
     and the sixth x may be None, and so may x and D, z, or the marks [rows] of a skip, and those of a scale,
     which gives marks if it gets some. What a scale and a skip take of a row need not be contiguous, but
@@ -335,27 +349,8 @@ def run(plan: Plan, tensors: tuple[torch.Tensor | None, ...], bound: float | Non
                     for of in (tensors[2:] if family == MIX else tensors[:1]) if of is not None)
     if family == SCALE and tensors[2] is not None:
         outputs = (*outputs, tensors[2].clone())
-    if not x.numel():
-        return outputs
-    facts, rows, named = widths(plan, launch), plan.problem.T, dict(zip(NAMES[family], tensors, strict=True))
-    if family == GATE:
-        start(launch, pointwise_gate, launch.grid[0], dict(
-            named, y=outputs[0], bound=bound or 0.0, rows=rows,
-            **facts, K=plan.problem.K, BOUNDED=bound is not None))
-    elif family == MIX:
-        start(launch, pointwise_mix, launch.grid[0], dict(
-            named, **dict(zip_longest(("yr", "yw", "yk", "yv", "ya", "yg"), outputs)), rows=rows, **facts))
-    elif family == SCALE:
-        x, x_n = rows_of(x, facts["D"])
-        start(launch, pointwise_scale, launch.grid[0], dict(
-            x=x, s=tensors[1], marks=outputs[1] if len(outputs) > 1 else None, y=outputs[0],
-            x_n=x_n, rows=rows, **facts))
-    elif family == SKIP:
-        (x, x_n), (z, z_n) = rows_of(tensors[1], facts["D"]), rows_of(tensors[3], facts["D"])
-        start(launch, pointwise_skip, launch.grid[0], dict(
-            o=tensors[0], x=x, skip=tensors[2], z=z, marks=tensors[4], y=outputs[0],
-            x_n=x_n, z_n=z_n, rows=rows, **facts, K=per_parameter(tensors[2], facts["D"])))
-    else:
-        start(launch, pointwise_key if family == KEY else pointwise_correction, launch.grid[0], dict(
-            named, y=outputs[0], rows=rows, **facts))
+    if x.numel():
+        named = arguments(plan, launch, tensors, bound)
+        named.update(zip_longest(OUTPUTS[family], outputs))
+        start(launch, KERNELS[family], launch.grid[0], named)
     return outputs

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 
 def contained(xs: Sequence[Tensor], dims: int = 2, endless: bool = False) -> tuple[list[Tensor], Tensor]:
@@ -43,9 +42,8 @@ def spread(marks: Tensor, begins: Tensor) -> Tensor:
 
 def _marks(x: Tensor, dims: int, endless: bool = False) -> Tensor:
     """0, or NaN where the largest absolute value in the dimensions after the first dims is not finite."""
-    largest = x.amax(tuple(range(dims, x.ndim))) if endless else torch.linalg.vector_norm(x, torch.inf,
-                                                                                          tuple(range(dims,
-                                                                                                      x.ndim)))
+    rest = tuple(range(dims, x.ndim))
+    largest = x.amax(rest) if endless else torch.linalg.vector_norm(x, torch.inf, rest)
     return 0 * largest.float()
 
 
@@ -83,24 +81,26 @@ class _Released(torch.autograd.Function):
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, marks: Tensor, begins: Tensor) -> Tensor:
-        rows = begins.numel()
-        place = torch.arange(rows, device=marks.device)
-        sequence = (begins.cumsum(1) + place.view_as(begins)[:, :1]).flatten()
-        first = place.new_full((rows,), rows).scatter_reduce(0, sequence,
-                                                             torch.where(marks.isnan().flatten(), place,
-                                                                         rows), "amin")
-        up_to = _nan_where(place >= first[sequence], marks)
-        ctx.save_for_backward(place, sequence, up_to)
-        return up_to
+        reached = _reached(marks.isnan(), begins)
+        ctx.save_for_backward(reached, begins)
+        return _nan_where(reached, marks)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        place, sequence, up_to = ctx.saved_tensors
-        rows = len(place)
-        reach = torch.where(up_to.isnan(), rows, torch.where(dy.isnan(), place.view_as(dy), -1)).flatten()
-        last = place.new_full((rows,), -1).scatter_reduce(0, sequence, reach, "amax")
-        return _nan_where(place <= last[sequence], dy), None
+        reached, begins = ctx.saved_tensors
+        # The same from each sequence's end. Where a token is marked the last one of its sequence is reached,
+        # so that from there all are.
+        ends = begins.roll(-1, 1)
+        return _nan_where(_reached((reached | dy.isnan()).flip(1), ends.flip(1)).flip(1), dy), None
+
+
+def _reached(marked: Tensor, begins: Tensor) -> Tensor:
+    """[b, T] bool: whether a sequence has a marked token up to each one. begins: as of spread."""
+    sequence = begins.cumsum(1)
+    first = torch.searchsorted(sequence, sequence)  # each token's sequence's first
+    count = marked.cumsum(1)
+    return count > (count - marked.long()).gather(1, first)
 
 
 def _nan_where(marked: Tensor, like: Tensor) -> Tensor:
-    return torch.where(marked, torch.nan, 0.0).to(like.dtype).view_as(like)
+    return torch.where(marked, torch.nan, 0.0).to(like.dtype)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Limit, Op, Sizes
 from flashlin.guards.problem import Launch, Problem
+from flashlin.kernels.moving import block, cdiv, moving, rows_of_heads
 
 # Families, and their kernels.
 GATE, MIX, KEY, CORRECTION = "pointwise_gate", "pointwise_mix", "pointwise_key", "pointwise_correction"
@@ -33,11 +34,11 @@ FORWARD, BACKWARD = Config(2048, 4), Config(1024, 4, 4)
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Forward's launch and backward's."""
-    found = [_launch(problem.family, FORWARD, problem, target)]
-    if problem.needs_grad:  # a scale has no parameters
-        found.append(_launch(problem.family + "_backward", FORWARD if problem.family == SCALE else BACKWARD,
-                             problem, target))
-    return tuple(found)
+    forward = _launch(problem.family, FORWARD, problem, target)
+    if not problem.needs_grad:
+        return (forward,)
+    config = FORWARD if problem.family == SCALE else BACKWARD  # a scale has no parameters
+    return forward, _launch(problem.family + "_backward", config, problem, target)
 
 
 def strip_width(problem: Problem, BD: int) -> int:
@@ -46,29 +47,24 @@ def strip_width(problem: Problem, BD: int) -> int:
 
 
 def _launch(kernel: str, config: Config, problem: Problem, target: Target) -> Launch:
+    columns, warps = problem.H * problem.K, config.num_warps
     if problem.family in BY_HEAD:
-        BD = max(8, 1 << (problem.K - 1).bit_length())
-        config = config._replace(elements=max(config.elements, BD),
-                                 num_warps=max(config.num_warps, BD // 256))
+        BD = block(problem.K, 8)
+        warps = max(warps, BD // 256)
     else:
-        BD = min(max(8, 1 << (problem.H * problem.K - 1).bit_length()), config.elements)
-    BT = config.elements // BD
-    strips, blocks = -(-problem.H * problem.K // strip_width(problem, BD)), -(-problem.T // BT)
+        BD = block(columns, 8, config.elements)
+    elements = max(config.elements, BD)
+    BT = elements // BD
+    strips, blocks = cdiv(columns, strip_width(problem, BD)), cdiv(problem.T, BT)
     if config.per_sm:
-        blocks = min(blocks, -(-config.per_sm * target.sms // max(strips, 1)))
+        blocks = min(blocks, cdiv(config.per_sm * target.sms, max(strips, 1)))
     # shared: the sums of each warp
-    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
-    warps = config.num_warps if problem.max_warps >= 8 else min(config.num_warps, problem.max_warps)
-    return Launch(kernel, (strips * blocks,), warps, 1, (("BT", BT), ("BD", BD)), 4 * config.elements + 4096,
-                  BT * problem.H * problem.K, traits)
-
-
-def heads(sizes: Sizes) -> Sizes:
-    return Sizes(T=sizes.B * sizes.T, H=sizes.H, K=sizes.K, V=sizes.K)
+    return moving(kernel, problem, strips * blocks, dict(BT=BT, BD=BD), shared=4 * elements + 4096,
+                  span=BT * columns, num_warps=warps)
 
 
 def gates_of_heads(sizes: Sizes) -> Sizes:
-    return heads(sizes._replace(K=1))
+    return rows_of_heads(sizes._replace(K=1))
 
 
 def rows(sizes: Sizes) -> Sizes:
@@ -84,10 +80,10 @@ _HEADS = {"training": Sizes(T=16384, H=64, K=64), "decoding": Sizes(T=64, H=64, 
 _GATES = {"training": Sizes(T=16384, H=32), "decoding": Sizes(T=64, H=32)}
 SPECS = (
     Family(GATE, launches, (Op("fused_gdn_gate", "gates", typical=_GATES, counted=gates_of_heads),
-                            Op("fused_kda_gate", "gates")), _AXES, _HEADS, heads),
+                            Op("fused_kda_gate", "gates")), _AXES, _HEADS, rows_of_heads),
     Family(MIX, launches, (Op("fused_addcmul_rwkv7", "rwkv7_steps"),), _AXES, _ROWS, rows),
     Family(KEY, launches, (Op("fused_k_rwkv7", "rwkv7_steps"),), _AXES, _ROWS, rows),
-    Family(CORRECTION, launches, (Op("gate_output_correction", "rwkv7_steps"),), _AXES, _HEADS, heads,
+    Family(CORRECTION, launches, (Op("gate_output_correction", "rwkv7_steps"),), _AXES, _HEADS, rows_of_heads,
            limits=_LIMITS),
     # Parts of Mamba2's scan, which plans them.
     Family(SCALE, launches, axes=_AXES, limits=_LIMITS),

@@ -2,8 +2,7 @@
 from __future__ import annotations
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 
 def gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
@@ -13,10 +12,10 @@ def gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
 
     g [..., H, K]; A_log of H elements, dt_bias of H * K, or None for 0.
     """
-    H, K = g.shape[-2:]
-    z = g.double() if dt_bias is None else g.double() + dt_bias.double().reshape(H, K)
-    rate = torch.ones(H, 1, dtype=torch.float64,
-                      device=g.device) if A_log is None else A_log.double().reshape(H, 1).exp()
+    z = g.double()
+    if dt_bias is not None:
+        z = z + dt_bias.double().reshape(g.shape[-2:])
+    rate = 1.0 if A_log is None else A_log.double().reshape(-1, 1).exp()
     if lower_bound is not None:
         return lower_bound / (1 + (-rate * z).exp())
     return -rate * torch.logaddexp(z, torch.zeros_like(z))
@@ -24,8 +23,7 @@ def gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
 
 def mix(h: Tensor, delta: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
     """h + delta x for each x of D elements. h, delta [..., D]."""
-    return tuple(torch.stack([h[..., d].double() + delta[..., d].double() * x.double().flatten()[d]
-                              for d in range(h.shape[-1])], -1) for x in xs)
+    return tuple(h.double() + delta.double() * x.double().flatten() for x in xs)
 
 
 def key(k: Tensor, a: Tensor, ka: Tensor) -> Tensor:
@@ -37,11 +35,6 @@ def key(k: Tensor, a: Tensor, ka: Tensor) -> Tensor:
 def correction(o: Tensor, r: Tensor, k: Tensor, r_k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     """g (o + the bonus of the token itself), head by head: v times the sum of r k r_k. o, g [..., H * D], r,
     k, v [..., H, D], r_k [H, D]."""
-    D = r.shape[-1]
-    parts = []
-    for h in range(r.shape[-2]):
-        at = slice(h * D, (h + 1) * D)
-        bonus = torch.einsum("...d,...d,d->...", r[..., h, :].double(), k[..., h, :].double(),
-                             r_k[h].double())
-        parts.append(g[..., at].double() * (o[..., at].double() + bonus[..., None] * v[..., h, :].double()))
-    return torch.cat(parts, -1)
+    o, r, k, r_k, v, g = (x.double() for x in (o, r, k, r_k, v, g))
+    bonus = torch.einsum("...hd,...hd,hd->...h", r, k, r_k)
+    return g * (o + (bonus[..., None] * v).flatten(-2))

@@ -10,6 +10,7 @@ are copied; it reads before it writes and nobody else reads what it writes, so y
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -17,8 +18,8 @@ from flashlin.guards.problem import Plan
 
 @triton.jit
 def sequences_of(bounds, token, inside, N, steps):
-    """By bisection, for tokens of a packed batch: their sequence, its first token, and whether there is
-    one."""
+    """(sequence, its first token, whether there is one) of each token of a packed batch, by bisection of
+    bounds."""
     low = tl.zeros_like(token)  # the sequence is the last whose bound is not behind the token
     high = low + N + 1
     for _ in range(steps):
@@ -110,16 +111,16 @@ def rotary(
 
 def run(
     plan: Plan,
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
     offset: int,
-    offsets: torch.Tensor | None,
-    bounds: torch.Tensor | None,
+    offsets: Tensor | None,
+    bounds: Tensor | None,
     interleaved: bool,
     back: bool,
     in_place: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """y [B, T, H, D] in x's dtype, which is x itself if in_place. x [B, T, H, D] with evenly spaced tokens
     and contiguous channels; cos, sin [TR, R] contiguous, of any dtype; offsets [N] and bounds [N + 1]
     contiguous or None, the latter within 0 .. T and rising. back: backward."""
@@ -138,6 +139,6 @@ def run(
     return y
 
 
-def steps_of(x: torch.Tensor) -> tuple[int, int]:
+def steps_of(x: Tensor) -> tuple[int, int]:
     """Elements from one token to the next, through the whole batch, and from one head to the next."""
     return x.stride(0) if x.shape[1] == 1 else x.stride(1), x.stride(2)

@@ -9,27 +9,25 @@ from __future__ import annotations
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Op, Sizes
 from flashlin.guards.problem import Launch, Problem
+from flashlin.kernels.moving import block, cdiv, moving
 
-ELEMENTS, COLUMNS, WARPS = 2048, 512, 4  # pairs of a program, of which at most COLUMNS belong to one row
+ELEMENTS, COLUMNS = 2048, 512  # pairs of a program, of which at most COLUMNS belong to one row
 FAR = 2**20  # elements from one token to the next; tokens that lie farther apart are copied
 
 
 def strips(D: int, R: int, BR: int) -> tuple[int, int]:
     """How many strips of BR pairs are rotated, and how many of 2 BR channels are copied because they are
     not."""
-    return -(-R // BR), -(-(D - 2 * R) // (2 * BR))
+    return cdiv(R, BR), cdiv(D - 2 * R, 2 * BR)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    BR = min(max(8, 1 << (problem.V - 1).bit_length()), COLUMNS)
+    BR = block(problem.V, 8, COLUMNS)
     BT = ELEMENTS // BR
-    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
-    warps = WARPS if problem.max_warps >= 8 else min(WARPS, problem.max_warps)
+    span = max((BT // max(problem.H, 1) + 1) * FAR, (BT + problem.H) * problem.K)
     # shared: what is measured is an exchange of a tile between warps
-    programs, span = -(-problem.T * problem.H // BT) * sum(strips(problem.K, problem.V,
-                                                                  BR)), (BT // max(problem.H, 1) + 1) * FAR
-    return (Launch("rotary", (programs,), warps, 1, (("BT", BT), ("BR", BR)), 8 * ELEMENTS + 4096,
-                   max(span, (BT + problem.H) * problem.K), traits),)
+    return (moving("rotary", problem, cdiv(problem.T * problem.H, BT) * sum(strips(problem.K, problem.V, BR)),
+                   dict(BT=BT, BR=BR), shared=8 * ELEMENTS + 4096, span=span),)
 
 
 def counted(sizes: Sizes) -> Sizes:

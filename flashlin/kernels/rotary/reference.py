@@ -1,10 +1,11 @@
-"""Rotary embeddings in float64, token by token, written from the mathematics. Everything else is checked
-against it."""
+"""Rotary embeddings in float64, sequence by sequence, written from the mathematics. Everything else is
+checked against it."""
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-Tensor = torch.Tensor
+from flashlin.kernels.spans import spans_of
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, offsets: list[int] | None = None,
@@ -18,19 +19,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, offse
     """
     B, T = x.shape[:2]
     R = cos.shape[1]
-    y = [[torch.zeros_like(x[b, t]).double() for t in range(T)] for b in range(B)]
-    spans = [(n, 0, T) for n in range(B)] if bounds is None else [(0, bounds[n], bounds[n + 1])
-                                                                  for n in range(len(bounds) - 1)]
-    for n, (b, first, end) in enumerate(spans):
-        for t in range(first, end):
-            place = t - first + (0 if offsets is None else offsets[n])
-            token = x[b, t].double()
-            one, two = (token[:, 0:2 * R:2], token[:, 1:2 * R:2]) if interleaved else (token[:, :R],
-                                                                                       token[:, R:2 * R])
-            if place < 0:
-                turned = torch.zeros_like(torch.complex(one, two))
-            else:
-                turned = torch.complex(one, two) * torch.complex(cos[place].double(), sin[place].double())
-            pairs = torch.stack([turned.real, turned.imag], -1 if interleaved else -2).flatten(-2)
-            y[b][t] = torch.cat([pairs, token[:, 2 * R:]], -1)
-    return torch.stack([torch.stack(rows) for rows in y]) if B and T else x.double()
+    axis = -1 if interleaved else -2  # of the two channels of a pair
+    turns = torch.complex(cos.double(), sin.double())
+    y = torch.zeros_like(x, dtype=torch.float64)
+    for n, (b, first, end) in enumerate(spans_of(B, T, bounds)):
+        places = torch.arange(end - first, device=x.device) + (0 if offsets is None else offsets[n])
+        tokens = x[b, first:end].double()
+        rotated = tokens[..., :2 * R].reshape(end - first, x.shape[2], *((R, 2) if interleaved else (2, R)))
+        pairs = torch.complex(*rotated.unbind(axis))
+        pairs = torch.where(places[:, None, None] < 0, 0, pairs * turns[places.clamp(min=0), None])
+        y[b, first:end, :, :2 * R] = torch.stack([pairs.real, pairs.imag], axis).flatten(-2)
+        y[b, first:end, :, 2 * R:] = tokens[..., 2 * R:]
+    return y

@@ -3,8 +3,10 @@ torch.compile, which fuses them with whatever is around them."""
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-Tensor = torch.Tensor
+from flashlin.kernels.plain import sequences_of, widest
 
 
 def places_of(x: Tensor, offset: int, offsets: Tensor | None,
@@ -14,27 +16,21 @@ def places_of(x: Tensor, offset: int, offsets: Tensor | None,
     places = torch.arange(x.shape[1], device=x.device)[None] + offset
     if bounds is None:
         return places if offsets is None else places + offsets.long()[:, None], None
-    tokens = places - offset
-    n = torch.searchsorted(bounds, tokens.to(bounds.dtype), right=True) - 1
-    belongs = (n >= 0) & (n < bounds.shape[0] - 1)
+    n, belongs = sequences_of(bounds, x.shape[1])
     n = torch.where(belongs, n, 0)
     places = places - bounds.long()[n]
-    return places if offsets is None or not len(offsets) else places + offsets.long()[n], belongs
+    return places if offsets is None or not len(offsets) else places + offsets.long()[n], belongs[None]
 
 
 def run(x: Tensor, cos: Tensor, sin: Tensor, offset: int, offsets: Tensor | None, bounds: Tensor | None,
         interleaved: bool) -> Tensor:
     """y [B, T, H, D] in x's dtype. Arguments as forward.run, with any strides."""
-    (TR, R), compute = cos.shape, torch.float64 if x.dtype == torch.float64 else torch.float32
+    (TR, R), compute = cos.shape, widest(x)
     places, belongs = places_of(x, offset, offsets, bounds)
-    known = (places >= 0) & (places < TR)
-    turn = torch.where(known, places, 0)
-    wrong = torch.where(places >= TR, torch.nan, 0.0).to(compute)
-    if TR:
-        c, s = (torch.where(known[..., None], table.to(compute)[turn], wrong[..., None])[:, :, None]
-                for table in (cos, sin))
-    else:
-        c = s = wrong[..., None, None]
+    # a row of zeros for the places before the tables, one of NaN for those past them
+    rows = (places + 1).clamp(0, TR + 1)
+    c, s = (F.pad(F.pad(table.to(compute), (0, 0, 1, 0)), (0, 0, 0, 1), value=torch.nan)[rows][:, :, None]
+            for table in (cos, sin))
     part = x[..., :2 * R].to(compute)
     a, b = (part[..., ::2], part[..., 1::2]) if interleaved else (part[..., :R], part[..., R:])
     turned = a * c - b * s, a * s + b * c

@@ -4,21 +4,23 @@ the first.
 Of each segment the states are computed anew from the one that forward kept, and written to scratch memory;
 then the tokens are walked backwards. With p = dy silu(z), dh the gradient of h_t on entering token t, and w =
 dh e^{step A} h_{t-1}:
-    dz = dy (h . C + D u) silu'(z)    dC = h p    dh += C p    dD = u p    du = D p + step (dh . B)    dB = step u dh
-    dstep = u (dh . B) + w . A        dA = step w                          gradient of h_{t-1}: e^{step A} dh
+    dz = dy (h . C + D u) silu'(z)    dC = h p        dh += C p         dD = u p
+    du = D p + step (dh . B)          dB = step u dh
+    dstep = u (dh . B) + w . A        dA = step w     gradient of h_{t-1}: e^{step A} dh
 Sums over channels are partial sums of a strip, added up by torch: deterministic, no atomics.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.pieces import strides
 from flashlin.kernels.selective.forward import (
     LOG2_E,
-    constants_of,
+    arguments,
     loaded,
     per_channel,
     place,
@@ -84,9 +86,9 @@ def selective_backward(
     BD: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """Strides as in forward, y's being dy's, and o's those of du, ddelta and dz. Of each row: dA [b, D, N],
-    dskip, dbias [b, D]; of each strip of a group: dB, dC [strips, b, G, T, N]; fp32. scratch [programs,
-    SEGMENT, BN, BD] fp32."""
+    """du, ddelta, dz [b, D, T]; for each row of the batch dA [b, D, N], dskip and dbias [b, D]; for each
+    strip of a group dB and dC [strips, b, G, T, N]; sums in fp32. Strides y_* are dy's, and o_* those of du,
+    ddelta and dz. scratch: [programs, SEGMENT, BN, BD] fp32."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
     state = d[None, :] * N + n[:, None]
@@ -180,19 +182,19 @@ def selective_backward(
 
 def run(
     plan: Plan,
-    u: torch.Tensor,
-    delta: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    states: torch.Tensor,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    bias: Tensor | None,
+    states: Tensor,
     softplus: bool,
-    dy: torch.Tensor,
-    dlast: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
+    dy: Tensor,
+    dlast: Tensor | None,
+) -> tuple[Tensor | None, ...]:
     """Gradients of u, delta, A, B, C, D, z and bias, in their dtypes. Tensors as forward.run's; dy of any
     strides, dlast contiguous."""
     b, channels, T = u.shape
@@ -208,13 +210,8 @@ def run(
         scratch = u.new_empty((launch.grid[0], SEGMENT, launch.block("BN"), launch.block("BD")),
                               dtype=torch.float32)
         start(launch, selective_backward, launch.grid[0], dict(
-            dy=dy, u=u, delta=delta, A=A, B=B, C=C, skip=D, z=z, bias=bias, states=states, dlast=dlast,
-            du=du, ddelta=ddelta, dz=dz, dA=dA, dB=dB, dC=dC, dskip=dskip, dbias=dbias, scratch=scratch,
-            T=T, b_count=b,
-            **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
-            **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
-            **strides(z, "z_b", "z_d", "z_t"), **strides(dy, "y_b", "y_d", "y_t"),
-            **strides(du, "o_b", "o_d", "o_t"),
-            **constants_of(A, B, softplus)))
+            arguments(u, delta, A, B, C, D, z=z, bias=bias, softplus=softplus, like_y=dy),
+            dy=dy, states=states, dlast=dlast, du=du, ddelta=ddelta, dz=dz, dA=dA, dB=dB, dC=dC,
+            dskip=dskip, dbias=dbias, scratch=scratch, b_count=b, **strides(du, "o_b", "o_d", "o_t")))
     return (du, ddelta, dA.sum(0), dB.sum(0).mT.to(B.dtype), dC.sum(0).mT.to(C.dtype),
             None if D is None else dskip.sum(0), dz, None if bias is None else dbias.sum(0))

@@ -1,13 +1,16 @@
 """Mamba's selective scan, forward, and what both directions share. Tensors in, tensors out.
 
-    h_t = e^{step_t A} h_{t-1} + step_t u_t B_t        y_t = (h_t . C_t + D u_t) silu(z_t)        for each channel, h [N]
-A program owns a strip of channels and walks the tokens with their states [BN, BD] in registers, while the
-next three tokens are being loaded. Nothing is divided by a decay.
+    h_t = e^{step_t A} h_{t-1} + step_t u_t B_t        y_t = (h_t . C_t + D u_t) silu(z_t)
+for each channel, h [N]. A program owns a strip of channels and walks the tokens with their states [BN, BD] in
+registers, while the next three tokens are being loaded. Nothing is divided by a decay.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
@@ -20,8 +23,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def place(D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
-    """This program's strip, group and row; its channels, which of them there are, its states, and which of
-    those there are."""
+    """(strip, group, row of the batch; channels [BD], which of them exist; states [BN], which of them exist)
+    of this program."""
     STRIPS: tl.constexpr = (D // G + BD - 1) // BD
     program = tl.program_id(0)
     strip = program % STRIPS
@@ -39,7 +42,7 @@ def loaded(x, known):
 
 @triton.jit
 def per_channel(x, d, here, BD: tl.constexpr):
-    """[BD] of x, zeros where there is no x."""
+    """[BD] of x in fp32, zeros where there is no x."""
     values = tl.zeros([BD], dtype=tl.float32)
     if x is not None:
         values = loaded(x + d, here)
@@ -63,8 +66,8 @@ def token(
     here,  # [BD]: which channels there are
     there,  # [BN]: which states there are
 ):
-    """Token t, or the last one past the end, of what lies at these places. Without z it is zeros, which
-    nobody reads."""
+    """(u, delta, B, C, z) in fp32 of token t, or past the end of the last token. Without z zeros stand for
+    it, which nobody reads."""
     t = tl.minimum(t, T - 1).to(tl.int64)
     b_u = loaded(u + t * u_t, here)
     b_z = b_u * 0
@@ -75,7 +78,7 @@ def token(
 
 @triton.jit
 def step_size(raw, bias, SOFTPLUS: tl.constexpr):
-    """Raw steps with their bias, and the steps."""
+    """(raw steps plus bias, steps), each [BD]."""
     raw += bias
     step = raw
     if SOFTPLUS:
@@ -126,8 +129,8 @@ def selective_forward(
     BD: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """Strides of u, delta (s), z and y by row, channel and token, of B and C by row, group, state and token.
-    states [b, kept, N, D] and last [b, D, N] fp32 or None."""
+    """y, and states [b, kept, N, D] and last [b, D, N] in fp32 where they are wanted. A program: a strip of
+    BD channels of a row of the batch, with all their states."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
     rates = loaded(A + d[None, :] * N + n[:, None], whole) * LOG2_E
@@ -176,16 +179,16 @@ def selective_forward(
 
 def run(
     plan: Plan,
-    u: torch.Tensor,
-    delta: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    bias: Tensor | None,
     softplus: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """(y [b, D, T] like u, the last state [b, D, N] in fp32, the states that backward starts its segments
     from or None).
 
@@ -201,14 +204,29 @@ def run(
     if last.numel():
         launch = plan.launch("selective_forward")
         start(launch, selective_forward, launch.grid[0], dict(
-            u=u, delta=delta, A=A, B=B, C=C, skip=D, z=z, bias=bias, y=y, states=states, last=last, T=T,
-            **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
-            **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
-            **strides(z, "z_b", "z_d", "z_t"), **strides(y, "y_b", "y_d", "y_t"),
-            **constants_of(A, B, softplus)))
+            arguments(u, delta, A, B, C, D, z=z, bias=bias, softplus=softplus, like_y=y),
+            y=y, states=states, last=last))
     return y, last, states
 
 
-def constants_of(A: torch.Tensor, B: torch.Tensor, softplus: bool) -> dict[str, object]:
-    """The constexprs that forward and backward share, besides the tile."""
-    return dict(D=A.shape[0], N=A.shape[1], G=B.shape[1], SEGMENT=SEGMENT, SOFTPLUS=softplus)
+def arguments(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    *,
+    z: Tensor | None,
+    bias: Tensor | None,
+    softplus: bool,
+    like_y: Tensor,
+) -> dict[str, Any]:
+    """What the kernels of both directions take, besides the tile. like_y: y or dy, of which only the strides
+    are taken here."""
+    return dict(
+        u=u, delta=delta, A=A, B=B, C=C, skip=D, z=z, bias=bias, T=u.shape[2],
+        **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
+        **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
+        **strides(z, "z_b", "z_d", "z_t"), **strides(like_y, "y_b", "y_d", "y_t"),
+        D=A.shape[0], N=A.shape[1], G=B.shape[1], SEGMENT=SEGMENT, SOFTPLUS=softplus)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Limit, Op, Sizes, Unsupported
 from flashlin.guards.problem import Launch, Problem
+from flashlin.kernels.moving import block, cdiv, moving
 
 FAMILY = "selective"
 BD = 32  # channels of a program
@@ -20,16 +21,13 @@ PER_THREAD = 16
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Forward's launch and backward's."""
     kernels = ("selective_forward", "selective_backward") if problem.needs_grad else ("selective_forward",)
-    BN = max(4, 1 << max(0, problem.K - 1).bit_length())
-    groups = max(problem.H, 1)
-    strips = groups * -(-(problem.V // groups) // BD)
-    warps = max(1, BN * BD // (32 * PER_THREAD))
-    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
+    BN, groups = block(problem.K, 4), max(problem.H, 1)
+    strips = groups * cdiv(problem.V // groups, BD)
     # shared: sums of each warp, and at most one exchange of a tile between threads; in 32 bits are the places
     # of B's and C's states, which are T apart where their tokens are together
-    return tuple(Launch(kernel, (problem.N * strips,), min(warps, problem.max_warps), 1,
-                        (("BN", BN), ("BD", BD)), 8 * BN * BD + 4096, max(BN * BD, BN * problem.T),
-                        traits) for kernel in kernels)
+    return tuple(moving(kernel, problem, problem.N * strips, dict(BN=BN, BD=BD), shared=8 * BN * BD + 4096,
+                        span=BN * max(BD, problem.T), num_warps=min(8, max(1, BN * BD // (32 * PER_THREAD))))
+                 for kernel in kernels)
 
 
 def kept(T: int) -> int:

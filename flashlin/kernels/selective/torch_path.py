@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from flashlin.kernels.hgrn.torch_path import joined
+from flashlin.kernels.plain import wide
 
-Tensor = torch.Tensor
 BLOCK = 64  # tokens whose states are there at once: with b, D and N they are what takes memory
 
 
@@ -24,24 +25,22 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """(y [b, D, T], the last state [b, D, N]) in float32, or float64 if a tensor is. u, delta, z [b, D, T], A
     [D, N], D, bias [D]; B, C [b, G, N, T], or [D, N] where they are the same for all tokens."""
-    given = [x for x in (u, delta, A, B, C, D, z, bias) if x is not None]
-    compute = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
-    u, step, A = u.to(compute).mT, delta.to(compute).mT, A.to(compute)
-    step = step if bias is None else step + bias.to(compute)
+    u, delta, A, B, C, D, z, bias = wide(u, delta, A, B, C, D, z, bias)
+    u, step = u.mT, delta.mT
+    step = step if bias is None else step + bias
     step = F.softplus(step) if softplus else step
     h, ys = (u[:, :0, :, None] * A).sum(1), [u[:, :0] * step[:, :0]]
     # traced, all tokens are one block: else there would be a graph for every number of blocks
     for now in [slice(None)] if torch.compiler.is_compiling() else [slice(t, t + BLOCK)
                                                                     for t in range(0, u.shape[1], BLOCK)]:
-        now_B, now_C = (_of_channels(x, now, u.shape[2]).to(compute) for x in (B, C))
+        now_B, now_C = (_of_channels(x, now, u.shape[2]) for x in (B, C))
         a = (step[:, now, :, None] * A).exp()
-        x = (step[:, now] * u[:, now])[..., None] * now_B
-        states = joined(a, torch.cat([x[:, :1] + a[:, :1] * h[:, None], x[:, 1:]], 1))
+        states = joined(a, (step[:, now] * u[:, now])[..., None] * now_B, h)
         ys.append((states * now_C).sum(-1))
         h = states[:, -1].clone()  # and not what keeps all of them
     y = torch.cat(ys, 1)
-    y = y if D is None else y + D.to(compute) * u
-    return (y if z is None else y * F.silu(z.to(compute).mT)).mT, h
+    y = y if D is None else y + D * u
+    return (y if z is None else y * F.silu(z.mT)).mT, h
 
 
 def _of_channels(x: Tensor, now: slice, D: int) -> Tensor:

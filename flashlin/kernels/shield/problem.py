@@ -2,10 +2,10 @@
 looks at the tensors."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from flashlin.guards.limits import AXIS_LIMITS, OFFSET_LIMIT
 from flashlin.guards.problem import Given, Launch, Problem
@@ -21,21 +21,22 @@ class Declared(NamedTuple):
     outputs: tuple[str, ...]
 
 
-def problem_of(kernel: str, text: Source, declared: Declared, named: dict[str, Any], constants: Sequence[str],
+def problem_of(kernel: str, read: Source, declared: Declared, named: dict[str, Any], constants: Sequence[str],
                grid: tuple[int, ...]) -> Problem:
-    """named: every argument and option of the launch; constants: which of them are constexpr."""
-    tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    """read: what the kernel's source tells. named: every argument and option of the launch; constants: which
+    of them are constexpr."""
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     dtypes = frozenset(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
-    half = text.half or any(str(named.get(name)) in ("bf16", "fp16") for name in constants)
+    half = read.half or any(str(named.get(name)) in ("bf16", "fp16") for name in constants)
     tile = tuple((name, named[name]) for name in constants if type(named.get(name)) is int)
     # foreign: of a kernel whose configurations we have never run
-    traits = source.traits(text._replace(half=half), dtypes,
+    traits = source.traits(read._replace(half=half), dtypes,
                            max((size for _, size in tile), default=0)) | {"foreign"}
     size = batch_of(declared, named)
     # A kernel that computes offsets in 64 bits anywhere is trusted with long tensors.
-    reach = () if text.wide else tuple(found
-                                       for name, tensor in tensors.items()
-                                       for found in _reach(tensor, declared.batch.get(name), size))
+    reach = () if read.wide else tuple(
+        _reach(tensor, declared.batch.get(name), size)
+        for name, tensor in tensors.items() if _last_offset(tensor) > OFFSET_LIMIT)
     launch = Launch(kernel, grid, named.get("num_warps") or 4, named.get("num_stages") or 3, tile, 0, 0,
                     traits)
     given = Given(launch, declared.axis, _whole(declared, tensors, grid, size), bool(declared.outputs), reach,
@@ -58,22 +59,22 @@ def lengths(batch: dict[str, int | None], named: dict[str, Any]) -> dict[str, in
 
     Raises TypeError for what is no tensor, ValueError for a dimension that a tensor does not have.
     """
-    found: dict[str, int] = {}
+    by_name: dict[str, int] = {}
     for name, dimension in batch.items():
         value = named.get(name)
         if dimension is None or value is None:
             continue
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             raise TypeError(f"batch: got dimension {dimension} of {name}, which is of type "
                             f"{type(value).__name__}, need a tensor")
         if not -value.dim() <= dimension < value.dim():
             raise ValueError(f"batch: got dimension {dimension} of {name}, need one of the {value.dim()} of "
                              f"its shape {tuple(value.shape)}")
-        found[name] = value.shape[dimension]
-    return found
+        by_name[name] = value.shape[dimension]
+    return by_name
 
 
-def _whole(declared: Declared, tensors: dict[str, torch.Tensor], grid: tuple[int, ...], size: int) -> str:
+def _whole(declared: Declared, tensors: dict[str, Tensor], grid: tuple[int, ...], size: int) -> str:
     """Why the batch cannot be split, ``""`` if it can."""
     if not declared.batch:
         axis = next((str(axis)
@@ -110,11 +111,14 @@ def _may_hold(length: int, size: int) -> bool:
     return length % size == 0 or length == size + 1
 
 
-def _reach(tensor: torch.Tensor, dimension: int | None, size: int) -> Iterator[tuple[int, int]]:
-    """(base, step) of a tensor whose last element is beyond 32 bits: see ``Given``. By strides: a view may be
-    long and have few elements."""
-    last = sum((length - 1) * abs(stride)
-               for length, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
-    if last > OFFSET_LIMIT:
-        step = 0 if dimension is None else tensor.shape[dimension] // max(size, 1) * tensor.stride(dimension)
-        yield last - size * step, step
+def _last_offset(tensor: Tensor) -> int:
+    """How far the last element lies from the first, in elements. By strides: a view may be long and have few
+    elements."""
+    ends = [(length - 1) * abs(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return sum(ends) if tensor.numel() else 0
+
+
+def _reach(tensor: Tensor, dimension: int | None, size: int) -> tuple[int, int]:
+    """(base, step) of a long tensor: see ``Given``."""
+    step = 0 if dimension is None else tensor.shape[dimension] // max(size, 1) * tensor.stride(dimension)
+    return _last_offset(tensor) - size * step, step

@@ -6,9 +6,10 @@ Conservative: what cannot be told from the text counts as being there, where tha
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,88 +23,95 @@ LACKING = frozenset({"atomic_add", "gather", "make_block_ptr", "make_tensor_desc
 class Source(NamedTuple):
     """dot: multiplies matrices. state: inside a loop, scales a value and multiplies by it, as a recurrence
     does. any_precision: a dot may use tf32. half: names a 16-bit type itself. wide: computes some offset in
-    64 bits, so its author thought of long tensors. calls: names of functions that it calls. fresh: inside a
-    loop, adds a product to what the same turn has made. chained: inside a loop, adds two products to one
-    accumulator."""
+    64 bits, so its author thought of long tensors. fresh: inside a loop, adds a product to what the same turn
+    has made. chained: inside a loop, adds two products to one accumulator. calls: names of functions that it
+    calls."""
     dot: bool
     state: bool
     any_precision: bool
     half: bool
     wide: bool
+    fresh: bool
+    chained: bool
     calls: frozenset[str]
-    fresh: bool = False
-    chained: bool = False
+
+
+class _InFull(ast.NodeTransformer):
+    """x += y as x = x + y, so that nobody else has to know both."""
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
+        before = copy.copy(node.target)
+        before.ctx = ast.Load()
+        return ast.Assign([node.target], ast.BinOp(before, node.op, node.value))
 
 
 @lru_cache(maxsize=1024)
 def read(text: str) -> Source:
     """From the text of one function. Raises SyntaxError where it is none."""
-    tree = ast.parse(text)
-    dots = [node for node in ast.walk(tree) if _called(node) in DOTS]
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | {
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    loops = [node for node in ast.walk(tree) if isinstance(node, (ast.For, ast.While))]
-    return Source(bool(dots), any(_carries_state(loop) for loop in loops),
-                  any(not _ieee(dot) for dot in dots), bool(names & set(HALVES)), "int64" in names,
-                  frozenset(name for node in ast.walk(tree) if (name := _called(node))),
-                  any(_adds_to_fresh(loop) for loop in loops), any(_chains(loop) for loop in loops))
+    tree = _InFull().visit(ast.parse(text))
+    nodes, dots = list(ast.walk(tree)), _dots(tree)
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)} | _names(tree)
+    loops = [node for node in nodes if isinstance(node, (ast.For, ast.While))]
+    return Source(
+        dot=bool(dots), state=any(map(_carries_state, loops)), any_precision=not all(map(_ieee, dots)),
+        half=bool(names & set(HALVES)), wide="int64" in names, fresh=any(map(_adds_to_fresh, loops)),
+        chained=any(map(_chains, loops)),
+        calls=frozenset(_called(node) for node in nodes if isinstance(node, ast.Call)))
 
 
 def of(kernel: Any) -> Source:
     """The source of a kernel and of the functions that it calls, as far as its module or closure knows them
     by name."""
-    waiting, seen, found = [kernel.fn], set[Any](), list[Source]()
+    waiting, sources = [kernel.fn], dict[Any, Source]()
     while waiting:
         function = waiting.pop()
-        if function in seen:
+        if function in sources:
             continue
-        seen.add(function)
-        found.append(read(textwrap.dedent(inspect.getsource(function))))
+        sources[function] = read(textwrap.dedent(inspect.getsource(function)))
         known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
-        for name in found[-1].calls:
-            called = getattr(known.get(name), "fn", None)
-            if inspect.isfunction(called):
-                waiting.append(called)
-    return merged(found)
+        called = [getattr(known.get(name), "fn", None) for name in sources[function].calls]
+        waiting += filter(inspect.isfunction, called)
+    return merged(sources.values())
 
 
-def merged(sources: list[Source]) -> Source:
+def merged(sources: Iterable[Source]) -> Source:
     """A kernel and the functions it calls as one. A helper that multiplies may be called from any loop; a
     state is looked for in each."""
-    return Source(dot=any(source.dot for source in sources), state=any(source.state for source in sources),
-                  any_precision=any(source.any_precision for source in sources),
-                  half=any(source.half for source in sources), wide=any(source.wide for source in sources),
-                  calls=frozenset[str]().union(*(source.calls for source in sources)),
-                  fresh=any(source.fresh for source in sources),
-                  chained=any(source.chained for source in sources))
+    *facts, calls = zip(*sources, strict=True)
+    return Source._make((*map(any, facts), frozenset[str]().union(*calls)))
 
 
 def traits(source: Source, dtypes: frozenset[str], tallest: int) -> frozenset[str]:
     """dtypes: torch's names of the tensors' types; tallest: the largest tile size among the constants."""
     halves = dtypes & set(HALVES)
-    found = {*(source.calls & LACKING), *(["bf16"] if "bfloat16" in dtypes else []),
-             *(["both_halves"] if halves == set(HALVES) else [])}
-    if source.dot:
-        found |= {"dot", "half_dot" if halves or source.half else "fp32_dot"}
-        if source.any_precision:
-            found |= {"any_precision"} if halves or source.half else {"any_precision", "tf32_dot"}
-        if source.state:
-            found |= {"rmw_acc", "tall_state"} if tallest >= 256 else {"rmw_acc"}
-        found |= {trait
-                  for trait, there in (("fresh_acc", source.fresh), ("chained_acc", source.chained)) if there}
-    return frozenset(found)
+    half = bool(halves) or source.half
+    answers = {
+        "bf16": "bfloat16" in dtypes, "both_halves": halves == set(HALVES),
+        "dot": source.dot, "half_dot": source.dot and half, "fp32_dot": source.dot and not half,
+        "any_precision": source.any_precision, "tf32_dot": source.any_precision and not half,
+        "rmw_acc": source.state, "tall_state": source.state and tallest >= 256,
+        "fresh_acc": source.fresh, "chained_acc": source.chained}
+    return source.calls & LACKING | {trait for trait, there in answers.items() if there}
 
 
-def _called(node: ast.AST) -> str:
-    if not isinstance(node, ast.Call):
-        return ""
-    return node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func,
-                                                                                                  ast.Name) else ""
+def _called(call: ast.Call) -> str:
+    """The name of the called function, without its module's."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
-def _ieee(dot: ast.AST) -> bool:
+def _dots(tree: ast.AST) -> list[ast.Call]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) in DOTS]
+
+
+def _given(call: ast.Call, places: slice, names: tuple[str, ...]) -> list[ast.expr]:
+    """The arguments of a call in these places or by these names."""
+    return [*call.args[places], *(keyword.value for keyword in call.keywords if keyword.arg in names)]
+
+
+def _ieee(dot: ast.Call) -> bool:
     """Whether a dot asks for products of full precision, in the words of any release."""
-    assert isinstance(dot, ast.Call)
     said = {keyword.arg: keyword.value.value
             for keyword in dot.keywords if isinstance(keyword.value, ast.Constant)}
     return said.get("input_precision") == "ieee" or ("input_precision" not in said
@@ -113,39 +121,24 @@ def _ieee(dot: ast.AST) -> bool:
 def _carries_state(loop: ast.For | ast.While) -> bool:
     """A value that one turn hands to the next is scaled, and reaches an operand of a dot, directly or through
     other names."""
-    scaled = {name for name, value in _assigned(loop) if any(_scales(part, name) for part in ast.walk(value))}
-    scaled |= {node.target.id for node in ast.walk(loop)
-               if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult)
-               and isinstance(node.target, ast.Name)}
-    reached = scaled & _handed_on(loop)
-    while True:
-        further = {name for name, value in _assigned(loop) if reached & _names(value)}
-        if further <= reached:
-            break
+    assigned = _assigned(loop)
+    reached = _handed_on(loop) & {name for name, value in assigned
+                                  if any(_scales(part, name) for part in ast.walk(value))}
+    while further := {name for name, value in assigned if reached & _names(value)} - reached:
         reached |= further
-    operands = [part for node in ast.walk(loop) if _called(node) in DOTS and isinstance(node, ast.Call)
-                for part in [*node.args[:2],
-                             *(keyword.value for keyword in node.keywords
-                               if keyword.arg in ("input", "lhs", "other", "rhs"))]]
-    return any(reached & _names(operand) for operand in operands)
+    return any(reached & _names(operand) for dot in _dots(loop)
+               for operand in _given(dot, slice(2), ("input", "lhs", "other", "rhs")))
 
 
 def _sums(loop: ast.AST) -> Iterator[set[str]]:
     """For each product that is added to something in a loop: the names of that something."""
-    def multiplies(node: ast.AST) -> bool:
-        return any(_called(part) in DOTS for part in ast.walk(node))
     for node in ast.walk(loop):
-        if isinstance(node, ast.AugAssign) and isinstance(node.op,
-                                                          (ast.Add, ast.Sub)) and multiplies(node.value):
-            yield _names(node.target)
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
-            yield from (_names(other)
-                        for side, other in ((node.left, node.right), (node.right, node.left))
-                        if multiplies(side))
-        elif isinstance(node, ast.Call) and _called(node) in DOTS:
-            yield from (_names(given)
-                        for given in [*node.args[2:3],
-                                      *(keyword.value for keyword in node.keywords if keyword.arg == "acc")])
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
+            for side, other in ((node.left, node.right), (node.right, node.left)):
+                if _dots(side):
+                    yield _names(other)
+    for dot in _dots(loop):
+        yield from map(_names, _given(dot, slice(2, 3), ("acc",)))
 
 
 def _adds_to_fresh(loop: ast.For | ast.While) -> bool:
@@ -167,13 +160,14 @@ def _accumulators(loop: ast.For | ast.While) -> set[str]:
     return _handed_on(loop) & {name for name, _ in _assigned(loop)}
 
 
-def _assigned(loop: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    for node in ast.walk(loop):
-        if isinstance(node, ast.Assign):
-            yield from ((name, node.value) for target in node.targets for name in _names(target))
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target,
-                                                                             ast.Name) and node.value is not None:
-            yield node.target.id, node.value
+def _assigned(loop: ast.AST) -> list[tuple[str, ast.expr]]:
+    return [(name, node.value) for node in ast.walk(loop)
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None
+            for target in _targets(node) for name in _names(target)]
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
 def _handed_on(loop: ast.For | ast.While) -> set[str]:
@@ -181,12 +175,10 @@ def _handed_on(loop: ast.For | ast.While) -> set[str]:
     read, written = set[str](), set[str]()
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-            if isinstance(node, ast.AugAssign):
-                read.update(_names(node.target) - written)
-            if node.value is not None:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            if node.value is not None:  # which is read before anything is set
                 visit(node.value)
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            for target in _targets(node):
                 visit(target)
         elif isinstance(node, ast.Name):
             if isinstance(node.ctx, ast.Store):
@@ -203,9 +195,7 @@ def _handed_on(loop: ast.For | ast.While) -> set[str]:
 
 
 def _scales(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.BinOp) and isinstance(node.op,
-                                                      ast.Mult) and (name in _names(node.left)
-                                                                     or name in _names(node.right))
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and name in _names(node)
 
 
 def _names(node: ast.AST) -> set[str]:
