@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 Tensors = dict[str, torch.Tensor]
-Maker = Callable[[torch.device, torch.dtype, torch.Generator], Tensors]
+Maker = Callable[[torch.dtype, torch.Generator], Tensors]
 
 
 class Case(NamedTuple):
@@ -76,7 +76,7 @@ def results(case: Case, device: torch.device, dtype: torch.dtype,
     """Outputs, and gradients for random output gradients, by name: the op's, on the CPU, and the reference's.
     NaN fills fresh memory meanwhile."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    inputs = case.make(torch.device("cpu"), dtype, generator)
+    inputs = case.make(dtype, generator)
     wanted = [name for name, x in inputs.items() if x.is_floating_point() and name not in case.constant]
     ours = {name: _leaf(x.to(device), name in wanted) for name, x in inputs.items()}
     theirs = {name: _leaf(x.double() if x.is_floating_point() else x, name in wanted)

@@ -61,7 +61,7 @@ def test_cases_have_names_of_their_own_and_cover_every_op() -> None:
 
 # What follows breaks a right op in one way each.
 
-def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Tensors:
+def make(dtype: torch.dtype, generator: torch.Generator) -> Tensors:
     made = {name: torch.randn(2, 400, 2, 8, generator=generator).to(dtype) for name in ("q", "k", "v")}
     return {**made, "initial_state": torch.randn(2, 2, 8, 8, generator=generator)}
 

@@ -1,0 +1,51 @@
+"""What the references of ops over sequences have in common."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from flashlin.kernels.pointwise.reference import gate as decay_of_gate
+from flashlin.ops._common.preprocess import beta_of_logits, l2normalized
+
+
+def outputs(
+    recurrence: Callable[..., tuple[Tensor, Tensor]],
+    names: Mapping[str, str],
+    *,
+    scale: float | None = None,
+    state_v_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    inplace_state: bool = False,
+    **given: Any,
+) -> tuple[Tensor, Tensor]:
+    """(o, final states) of an op: its options as torch, around its recurrence in float64.
+
+    names: what the recurrence calls the op's tensors, where that is another name. given: the op's tensors,
+    and options that the recurrence has itself.
+    """
+    names = {"initial_state": "h0", "cu_seqlens": "bounds", **names}
+    x = {names.get(name, name): value for name, value in given.items()}
+    if use_qk_l2norm_in_kernel:
+        x |= {name: l2normalized(x[name]) for name in ("q", "k")}
+    if use_gate_in_kernel:
+        gate = "g" if "g" in x else "gk"  # of heads, or KDA's of channels
+        x[gate] = _decay(x[gate], x.pop("A_log", None), x.pop("dt_bias"), lower_bound)
+    if use_beta_sigmoid_in_kernel:
+        x["beta"] = beta_of_logits(x["beta"], allow_neg_eigval)
+    if state_v_first and "h0" in x:
+        x["h0"] = x["h0"].mT
+    o, ht = recurrence(**x, scale=x["q"].shape[-1] ** -0.5 if scale is None else scale)
+    return o, ht.mT if state_v_first else ht
+
+
+def _decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
+    """Log decays of raw gates, of heads [B, T, HV] or of channels [B, T, HV, K]."""
+    if g.ndim == 3:
+        return decay_of_gate(g[..., None], A_log, dt_bias, lower_bound)[..., 0]
+    return decay_of_gate(g, A_log, dt_bias, lower_bound)
