@@ -72,16 +72,16 @@ class Recorded(NamedTuple):
 def recording(target: Target) -> Iterator[list[Recorded]]:
     """Plan every call for ``target`` and collect what it would start, each kernel once, in order of the first
     launch."""
-    found: list[Recorded] = []
+    launches: list[Recorded] = []
 
     def keep(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         seen = recorded(launch, kernel, arguments)
-        if seen not in found:
-            found.append(seen)
+        if seen not in launches:
+            launches.append(seen)
     machine.pretend(target)
     door.replace_starter(keep)
     try:
-        yield found
+        yield launches
     finally:
         door.replace_starter(None)
         machine.pretend(None)

@@ -41,8 +41,8 @@ def numbers(lengths: tuple[int, ...], b: int) -> Tensors:
     """seq_idx of rows made of sequences of these lengths, if there are any; of row i the first one is i tokens
     longer, at the cost of the last."""
     rows = [torch.tensor([lengths[0] + i, *lengths[1:-1], lengths[-1] - i]) for i in range(b) if lengths]
-    found = [torch.arange(len(lengths)).repeat_interleave(row) for row in rows]
-    return {"seq_idx": torch.stack(found).int()} if found else {}
+    numbered = [torch.arange(len(lengths)).repeat_interleave(row) for row in rows]
+    return {"seq_idx": torch.stack(numbered).int()} if numbered else {}
 
 
 def channels_last(made: Tensors, *names: str) -> Tensors:
