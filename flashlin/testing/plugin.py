@@ -204,8 +204,8 @@ def _visit(order: Order) -> list[Outcome]:
         try:
             environment = triton_environment(order.triton, interpreter="interpret" in wanted)
         except NotInstallable as error:  # in CI nobody looks at skips
-            return [*outcomes, Outcome(order.triton, "install", "failed" if os.environ.get("CI") else "skipped",
-                                    str(error))]
+            status = "failed" if os.environ.get("CI") else "skipped"
+            return [*outcomes, Outcome(order.triton, "install", status, str(error))]
         outcomes += _child(order._replace(layers=wanted), environment)
     return outcomes
 
@@ -232,7 +232,7 @@ def _child(order: Order, environment: dict[str, str]) -> list[Outcome]:
         if ran.returncode == -signal.SIGALRM:
             outcomes.append(Outcome(order.triton, at, "timeout", f"after {order.timeout:g} s"))
         else:
-            ended = signal.Signals(
-                -ran.returncode).name if ran.returncode < 0 else f"exit code {ran.returncode}"
+            ended = (signal.Signals(-ran.returncode).name if ran.returncode < 0
+                     else f"exit code {ran.returncode}")
             outcomes.append(Outcome(order.triton, at, "abort", f"{ended}: {why}" if why else ended))
     return outcomes

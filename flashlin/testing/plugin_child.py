@@ -33,6 +33,7 @@ from flashlin.testing.record import Recorded, specialised
 
 NONE_LAUNCHED = ("the function launches no Triton kernel when its tensors are on the CPU, so nothing would "
                  "be tested")
+BFLOAT16 = "Triton's interpreter computes bfloat16 wrongly in every release, so numbers are not compared"
 PLAIN = (bool, int, float, str, type(None))
 # The launches that were asked for: what the JIT would compile for, in words, and what has it compile that.
 Launches = dict[tuple[int, Recorded], Callable[[], Any]]
@@ -129,8 +130,7 @@ def interpret(order: Order) -> Iterator[Outcome]:
     except BaseException as error:
         cause = str(error) if status == "wrong" else in_short(error)
     if halves:
-        status, cause = "skipped", ("Triton's interpreter computes bfloat16 wrongly in every release, so numbers "
-                                    "are not compared")
+        status, cause = "skipped", BFLOAT16
     yield Outcome(order.triton, "interpret", status, cause)
 
 

@@ -86,7 +86,8 @@ def linear_reference(
 
 
 _loss = Op("cross_entropy_loss", make, reference, TOLERANCES, ("loss", "z_loss"), {}, call)
-_linear = Op("fused_linear_cross_entropy_loss", partial(make, D=24, V=60), linear_reference, LINEAR, ("loss",), {})
+_linear = Op("fused_linear_cross_entropy_loss", partial(make, D=24, V=60), linear_reference, LINEAR,
+             ("loss",), {})
 ALL: dict[str, Any] = {"label_smoothing": 0.1, "logit_scale": 1.7, "lse_square_scale": 0.01,
                        "logit_softcapping": 3.0}
 CASES: list[Case] = [_loss("random", quick=True),

@@ -40,15 +40,14 @@ def make(
     edges: tuple[int, ...] = (),
     raw: bool = False,
 ) -> Tensors:
-    """keys: one of KEYS. rate: beta, ``random`` or a number. gate: ``none`` or as for Draw.decay. raw: gate and
-    beta are what becomes decays and rates inside the op."""
+    """keys: one of KEYS. rate: beta, as for Draw.rates. gate: ``none`` or as for Draw.decay. raw: gate and beta
+    are what becomes decays and rates inside the op."""
     B, T, N = extents(B, T, edges)
     draw = Draw(generator, B=B, T=T, H=H, HV=HV, K=K, V=V, N=N)
     q, k, v = F.normalize(draw("B T H K"), dim=-1), KEYS[keys](draw("B T H K")), draw("B T HV V")
     made = {"q": q.to(dtype), "k": k.to(dtype).contiguous(), "v": v.to(dtype)}
     if gate != "none":
-        made["g"] = (forgetting.raw(gate, draw("B T HV")) if raw
-                     else draw.decay(gate, "B T HV", 0.0))
+        made["g"] = forgetting.raw(gate, draw("B T HV")) if raw else draw.decay(gate, "B T HV", 0.0)
     made["beta"] = draw.rates(rate, "B T HV", raw)
     if raw:
         made |= {"A_log": draw("HV") * 0.5, "dt_bias": draw("HV")}

@@ -48,10 +48,10 @@ def make(
     edges: tuple[int, ...] = (),
     raw: bool = False,
 ) -> Tensors:
-    """vectors: a and b, else beta. gated: with g. names: the op's, where they are not the recurrence's. HV: H if
-    None. keys: one of KEYS. rate: beta, or how much of what a reads b writes back: a = -k', b = rate k', k'
-    like the keys. free: a and b have nothing to do with each other. gate: as for Draw.decay. raw: gates that
-    become decays inside the op."""
+    """vectors: a and b, else beta. gated: with g. names: the op's, where they are not the recurrence's. HV: H
+    if None. keys: one of KEYS. rate: beta, or how much of what a reads b writes back: a = -k', b = rate k',
+    k' like the keys. free: a and b have nothing to do with each other. gate: as for Draw.decay. raw: gates
+    that become decays inside the op."""
     B, T, N = extents(B, T, edges)
     draw = Draw(generator, B=B, T=T, H=H, HV=HV or H, K=K, V=V, N=N)
     q, k, v = F.normalize(draw("B T H K"), dim=-1), KEYS[keys](draw("B T H K")), draw("B T HV V")

@@ -36,8 +36,8 @@ def make(
     v_first: bool = False,
     edges: tuple[int, ...] = (),
 ) -> Tensors:
-    """gates: the decays' names and dimensions; gate, shift: as for Draw.decay. kind: of q, k and v, ``random``,
-    ``constant`` or ``one-key``."""
+    """gates: the decays' names and dimensions; gate, shift: as for Draw.decay. kind: of q, k and v,
+    ``random``, ``constant`` or ``one-key``."""
     B, T, N = extents(B, T, edges)
     draw = Draw(generator, B=B, T=T, H=H, K=K, V=V, N=N)
     q, k, v = (draw(dimensions).to(dtype) for dimensions in ("B T H K", "B T H K", "B T H V"))

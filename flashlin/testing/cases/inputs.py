@@ -12,8 +12,8 @@ from flashlin.testing.compare import Tensors
 
 
 class Draw:
-    """Random numbers in float32 on the CPU, of shapes in words: ``Draw(generator, B=2, T=9)("B T")`` is normal
-    numbers [2, 9]. A size that is None is a dimension that is not there."""
+    """Random numbers in float32 on the CPU, of shapes in words: ``Draw(generator, B=2, T=9)("B T")`` is
+    normal numbers [2, 9]. A size that is None is a dimension that is not there."""
 
     def __init__(self, generator: torch.Generator, **sizes: int | None) -> None:
         self.generator, self.sizes = generator, sizes
@@ -30,9 +30,9 @@ class Draw:
         return torch.rand(self.shape(dimensions), generator=self.generator)
 
     def decay(self, kind: str, dimensions: str, shift: float = 2.0) -> Tensor:
-        """Log decays: of one of forgetting.KINDS (logsigmoid of normal numbers + shift); ``layer`` (uniform in
-        -0.607 .. 0, as in RWKV-7); ``strong`` (uniform in -20 .. 0, the first channel all -20, the second all
-        0); or all the number that ``kind`` spells."""
+        """Log decays: of one of forgetting.KINDS (logsigmoid of normal numbers + shift); ``layer`` (uniform
+        in -0.607 .. 0, as in RWKV-7); ``strong`` (uniform in -20 .. 0, the first channel all -20, the second
+        all 0); or all the number that ``kind`` spells."""
         if kind in forgetting.KINDS:
             return forgetting.KINDS[kind](F.logsigmoid(self(dimensions) + shift))
         if kind == "layer":
@@ -44,8 +44,8 @@ class Draw:
         return torch.full(self.shape(dimensions), float(kind))
 
     def rates(self, kind: str, dimensions: str, raw: bool = False) -> Tensor:
-        """``random`` in 0 .. 1, or with ``raw`` what becomes that in a sigmoid; or all the number that ``kind``
-        spells."""
+        """``random`` in 0 .. 1, or with ``raw`` what becomes that in a sigmoid; or all the number that
+        ``kind`` spells."""
         if kind != "random":
             return torch.full(self.shape(dimensions), float(kind))
         logits = self(dimensions)

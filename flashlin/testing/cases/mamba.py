@@ -38,8 +38,8 @@ def chosen(made: Tensors, optional: Collection[str], given: Collection[str], dty
 
 
 def numbers(lengths: tuple[int, ...], b: int) -> Tensors:
-    """seq_idx of rows made of sequences of these lengths, if there are any; of row i the first one is i tokens
-    longer, at the cost of the last."""
+    """seq_idx of rows made of sequences of these lengths, if there are any; of row i the first one is i
+    tokens longer, at the cost of the last."""
     rows = [torch.tensor([lengths[0] + i, *lengths[1:-1], lengths[-1] - i]) for i in range(b) if lengths]
     numbered = [torch.arange(len(lengths)).repeat_interleave(row) for row in rows]
     return {"seq_idx": torch.stack(numbered).int()} if numbered else {}
@@ -67,9 +67,9 @@ def make_scan(
     edges: tuple[int, ...] = (),
     others: str = "float32",
 ) -> Tensors:
-    """Heads of V and states of K columns, as other makers call them. given: the optional tensors. step: one of
-    STEPS. others: dtype of dt and of what belongs to heads. seq: lengths of the sequences in each row. edges:
-    of packed ones."""
+    """Heads of V and states of K columns, as other makers call them. given: the optional tensors. step: one
+    of STEPS. others: dtype of dt and of what belongs to heads. seq: lengths of the sequences in each row.
+    edges: of packed ones."""
     b, T, _ = extents(b, T, edges)
     draw = Draw(generator, b=b, T=T, H=H, P=V, G=G, N=K)
     made = {"x": draw("b T H P"), "dt": draw("b T H") + STEPS[step], "A": -(1 + 3 * draw.uniform("H")),
@@ -109,8 +109,8 @@ def make_selective(
     others: str = "float32",
     last: bool = False,
 ) -> Tensors:
-    """G = None: B and C without groups. given: the optional tensors. step: one of STEPS. others: dtype of what
-    belongs to channels. last: channels last."""
+    """G = None: B and C without groups. given: the optional tensors. step: one of STEPS. others: dtype of
+    what belongs to channels. last: channels last."""
     draw = Draw(generator, b=b, D=D, T=T, N=N, G=G)
     made = {"u": draw("b D T"), "delta": draw("b D T") + STEPS[step], "A": -(1 + 3 * draw.uniform("D N")),
             "D": draw("D"), "z": draw("b D T"), "delta_bias": draw("D"), "B": draw("b G N T"),
@@ -127,6 +127,9 @@ def make_selective(
 def selective_reference(delta_bias: Tensor | None = None, delta_softplus: bool = True,
                         **tensors: Tensor) -> tuple[Tensor, Tensor]:
     return selective(**tensors, bias=delta_bias, softplus=delta_softplus)
+
+
+LAYER_OPTIONAL = ("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight", "outproj_bias")
 
 
 def make_layer(
@@ -147,14 +150,13 @@ def make_layer(
 ) -> Tensors:
     """As make_scan. M: half the columns of the MLP beside the scan. W: taps of the convolution."""
     D, C = H * V, H * V + 2 * G * K
-    draw = Draw(generator, b=b, T=T, H=H, P=V, N=K, W=W, D=D, C=C, rows=2 * M + D + C + H, out=24, inner=D + M)
+    draw = Draw(generator, b=b, T=T, H=H, P=V, N=K, W=W, D=D, C=C, rows=2 * M + D + C + H, inner=D + M, out=24)
     made = {"zxbcdt": draw("b T rows"), "conv1d_weight": draw("C W") / W ** 0.5, "conv1d_bias": draw("C"),
             "dt_bias": draw("H") - 2, "A": -1 - 3 * draw.uniform("H"), "D": draw("H P" if wide_D else "H"),
             "initial_states": draw("b H P N"), "rmsnorm_weight": 1 + 0.1 * draw("D"),
             "outproj_weight": draw("out inner") / D ** 0.5, "outproj_bias": draw("out")}
-    optional = ("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight", "outproj_bias")
     own = dict.fromkeys(("dt_bias", "A", "D", "initial_states"), torch.float32)
-    return chosen(made, optional, given, dtype, own) | numbers(seq, b)
+    return chosen(made, LAYER_OPTIONAL, given, dtype, own) | numbers(seq, b)
 
 
 HEADDIM, EPS = 16, 1e-5
@@ -373,7 +375,8 @@ def make_norm(dtype: torch.dtype, generator: torch.Generator, *, D: int = 96, gi
     """given: the optional tensors. others: dtype of weight and bias."""
     draw = Draw(generator, rows=3, T=37, D=D)
     made = {"x": draw("rows T D"), "weight": draw("D"), "bias": draw("D"), "z": draw("rows T D")}
-    return chosen(made, ("bias", "z"), given, dtype, dict.fromkeys(("weight", "bias"), dtype_of(others, dtype)))
+    own = dict.fromkeys(("weight", "bias"), dtype_of(others, dtype))
+    return chosen(made, ("bias", "z"), given, dtype, own)
 
 
 def norm_reference(
@@ -397,17 +400,17 @@ def norm_reference(
 
 _scan = Op("mamba_chunk_scan_combined", make_scan, scan_reference, SCAN, ("y", "ht", "states"),
            {"dt_softplus": True, "return_final_states": True, "chunk_size": 64})
-_selective = Op("selective_scan_fn", partial(make_selective, last=True), selective_reference, SCAN, ("y", "ht"),
-                {"delta_softplus": True, "return_last_state": True})
+_selective = Op("selective_scan_fn", partial(make_selective, last=True), selective_reference, SCAN,
+                ("y", "ht"), {"delta_softplus": True, "return_last_state": True})
 _layer = Op("mamba_split_conv1d_scan_combined", make_layer, layer_reference, LAYER, ("y", "ht"),
             {"conv1d_bias": None, "chunk_size": 64, "headdim": HEADDIM, "ngroups": 2, "rmsnorm_eps": EPS,
              "return_final_states": True})
 _fn = Op("causal_conv1d_fn", make_fn, fn_reference, SCAN, ("y", "ht"),
          {"activation": "silu", "return_final_states": True})
-_window = Op("mamba_causal_conv1d_update", make_window, window_reference, SCAN, UPDATE, {"activation": "silu"},
-             call_window, ("conv_state",))
-_step = Op("selective_state_update", make_step, step_reference, SCAN, UPDATE, {"dt_softplus": True}, call_step,
-           ("state",))
+_window = Op("mamba_causal_conv1d_update", make_window, window_reference, SCAN, UPDATE,
+             {"activation": "silu"}, call_window, ("conv_state",))
+_step = Op("selective_state_update", make_step, step_reference, SCAN, UPDATE, {"dt_softplus": True},
+           call_step, ("state",))
 _rmsnorm, _layernorm = (
     Op(name, make_norm, partial(norm_reference, kind=kind), SCAN, ("y",), {"bias": None})
     for name, kind in (("rmsnorm_fn", "rms"), ("layernorm_fn", "layer")))
@@ -424,7 +427,8 @@ CASES: list[Case] = [
     _scan("tiny-steps", step="tiny", T=70), _scan("forgetting", step="forgetting", seq=(5, 1, 40, 24), T=70),
     _scan("sequences", seq=(5, 1, 60, 70, 14)),
     _scan("token-each", seq=(1,) * 66, b=1, T=66, given=("initial_states",)), _scan("one-token", T=1),
-    _scan("packed", VARLEN, edges=(0, 1, 1, 66, 130, 150)), _scan("packed-no-state", VARLEN, edges=(0, 40, 40), given=("z",)),
+    _scan("packed", VARLEN, edges=(0, 1, 1, 66, 130, 150)),
+    _scan("packed-no-state", VARLEN, edges=(0, 40, 40), given=("z",)),
     _scan("packed-and-numbered", VARLEN, edges=(0, 30, 70), seq=(10, 20, 40)),
     _scan("same-dtype", others="same", T=70), _scan("odd", V=36, K=100, T=70),
     _scan("real", b=1, T=70, H=16, V=64, G=1, K=128),
@@ -439,11 +443,11 @@ CASES: list[Case] = [
     _selective("many-states", N=130, D=5, T=40), _selective("one-channel", D=1, N=3),
     _selective("real", b=1, D=256, T=200), _layer("random", quick=True, wide_D=True),
     _layer("gate-first", GATE_FIRST, seq=(30, 2, 58), H=16), _layer("bare", LINEAR, given=(), T=40),
-    _layer("everything", {"ngroups": 1}, given=("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight",
-                                "outproj_bias"), M=12, T=40, G=1),
+    _layer("everything", {"ngroups": 1}, given=LAYER_OPTIONAL, M=12, T=40, G=1),
     _fn("random", quick=True), _fn("channels-first", last=False), _fn("bare", LINEAR, given=()),
     _fn("sequences", ONLY_Y, seq=(1, 2, 40, 27), given=("bias",)),
-    _fn("sequences-state", ONLY_Y, seq=(2, 40, 28)), _fn("sequences-channels-first", ONLY_Y, last=False, seq=(3, 40, 27)),
+    _fn("sequences-state", ONLY_Y, seq=(2, 40, 28)),
+    _fn("sequences-channels-first", ONLY_Y, last=False, seq=(3, 40, 27)),
     _fn("padding", ONLY_Y, seq=(20, 3, 47), padding=True),
     _fn("one-token", T=1), _fn("short", T=2), _fn("W=2", W=2), _fn("W=1", W=1, given=("bias",)),
     _fn("fp32-others", others="float32"), _window("random", quick=True), _window("W-1", L=3),

@@ -41,8 +41,8 @@ def make(
     bias: str = "same",
     gate: str = "",
 ) -> Tensors:
-    """kind: one of KINDS. residual, weight, bias, gate: ``""`` for none, ``same`` for x's dtype, or the name of
-    another."""
+    """kind: one of KINDS. residual, weight, bias, gate: ``""`` for none, ``same`` for x's dtype, or the name
+    of another."""
     def randn(dtype_name: str, sizes: tuple[int, ...], scale: float = 1) -> Tensor:
         return torch.randn(sizes, generator=generator).to(dtype_of(dtype_name, dtype)) * scale
     made = {"x": KINDS[kind](randn("same", shape))}

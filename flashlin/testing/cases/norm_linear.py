@@ -43,9 +43,9 @@ def reference(
 
 def _op(name: str) -> Op:
     gated = name.endswith("swish_gate_linear")
-    return Op(name, partial(make, gated=gated),
-              partial(reference, kind="rms" if name.startswith("rms") else "layer", eps=1e-6 if gated else 1e-5),
-              TOLERANCES, ("out", "residual_out"), dict.fromkeys(("norm_weight", "norm_bias", "linear_bias")))
+    kind, eps = "rms" if name.startswith("rms") else "layer", 1e-6 if gated else 1e-5
+    return Op(name, partial(make, gated=gated), partial(reference, kind=kind, eps=eps), TOLERANCES,
+              ("out", "residual_out"), dict.fromkeys(("norm_weight", "norm_bias", "linear_bias")))
 
 
 CASES: list[Case] = []

@@ -32,9 +32,9 @@ class Op(NamedTuple):
     def __call__(self, id: str, options: Mapping[str, Any] | None = None, quick: bool = False,
                  allowed: Mapping[str, float] | None = None, **facts: Any) -> Case:
         """options: of the call. allowed: tolerances of this case alone."""
-        options = options or {}
+        options, tolerances = options or {}, {**self.tolerances, **(allowed or {})}
         return Case(self.name, id, partial(self.make, **facts), partial(called, self, options),
-                    partial(expected, self, options), {**self.tolerances, **(allowed or {})}, self.constant, quick)
+                    partial(expected, self, options), tolerances, self.constant, quick)
 
 
 def called(op: Op, options: Mapping[str, Any], **tensors: Tensor) -> Tensors:

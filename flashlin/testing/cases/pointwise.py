@@ -34,8 +34,9 @@ def make(
     far: float = 1.0,
     without: Collection[str] = (),
 ) -> Tensors:
-    """tensors: their dimensions, by name. B, T, one: None for tensors without that dimension. parameters: their
-    dtype, ``same`` for the others'. far: what raw gates are multiplied by. without: tensors to leave out."""
+    """tensors: their dimensions, by name. B, T, one: None for tensors without that dimension. parameters:
+    their dtype, ``same`` for the others'. far: what raw gates are multiplied by. without: tensors to leave
+    out."""
     draw, factors = Draw(generator, B=B, T=T, H=H, K=K, D=D, HK=H * K, one=one), {"g": far, "A_log": 0.5}
     made = {name: draw(dimensions) * factors.get(name, 1) for name, dimensions in tensors.items()}
     return typed(made, dtype, dict.fromkeys(PARAMETERS, dtype_of(parameters, dtype)), without)

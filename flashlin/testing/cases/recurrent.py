@@ -24,8 +24,8 @@ from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dbeta": 0.02, "dg": 0.02, "dgk": 0.02, "dgv": 0.02, "dA_log": 0.02,
               "ddt_bias": 0.02}
-# Of a case without gradients, where the kernel does the norms, the gate and the sigmoid itself, and states may
-# be a pool.
+# All tensors are constant in a case without gradients, where the kernel does the norms, the gate and the
+# sigmoid itself, and states may be a pool.
 INFERENCE = ("q", "k", "v", "r", "w", "beta", "g", "gk", "gv", "kk", "a", "b", "u", "A_log", "dt_bias",
              "initial_state")
 GATES = {"g": "B T HV", "gk": "B T HV K", "gv": "B T HV V"}
@@ -50,9 +50,9 @@ def make(
     edges: tuple[int, ...] = (),
     pool: tuple[int, ...] = (),
 ) -> Tensors:
-    """keys: one of KEYS. beta: ``random``, ``headwise``, a number or ``""``. gates: as for Draw.decay, by name.
-    raw: gate and beta as they are before softplus and sigmoid, from far below to far above zero. pool: the
-    state_indices, into six states."""
+    """keys: one of KEYS. beta: ``random``, ``headwise``, a number or ``""``. gates: as for Draw.decay, by
+    name. raw: gate and beta as they are before softplus and sigmoid, from far below to far above zero. pool:
+    the state_indices, into six states."""
     B, T, N = extents(B, T, edges)
     draw = Draw(generator, B=B, T=T, H=H, HV=HV, K=K, V=V, N=6 if pool else N)
     k = KEYS[keys](draw("B T H K"))
@@ -99,7 +99,7 @@ LAYER = {**NORM, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
 PACKED = (0, 1, 1, 5, 9)
 _delta = Op("fused_recurrent_delta_rule", make, partial(reference, {}), TOLERANCES)
 _gated = _delta._replace(name="fused_recurrent_gated_delta_rule")
-G = {"g": "random"}
+G, ALL_GATES = {"g": "random"}, dict.fromkeys(GATES, "random")
 CASES: list[Case] = [
     _delta("random", quick=True), _delta("no-state", state=False), _delta("no-beta", beta="", keys="alike"),
     _delta("one-key,beta=1", keys="one-key", beta="1"), _delta("one-key,beta=2", keys="one-key", beta="2"),
@@ -112,9 +112,10 @@ CASES: list[Case] = [
     _gated("resets", gates={"g": "resets"}, HV=2),
     _gated("all-resets", gates={"g": "random", "gk": "resets", "gv": "resets"}),
     _gated("resets-packed", gates={"g": "resets"}, edges=PACKED, HV=2),
-    _gated("beta=0", gates=G, beta="0"), _gated("one-key,beta=2", gates={"g": "-0.05"}, keys="one-key", beta="2"),
+    _gated("beta=0", gates=G, beta="0"),
+    _gated("one-key,beta=2", gates={"g": "-0.05"}, keys="one-key", beta="2"),
     _gated("long-keys,g=-6", gates={"g": "-6"}, keys="raw"),
-    _gated("all-gates", gates={"g": "random", "gk": "random", "gv": "random"}),
+    _gated("all-gates", gates=ALL_GATES),
     _gated("odd", NORM, gates=G, beta="headwise", K=23, V=37, B=1, T=8),
     _gated("groups", gates=G, H=2, HV=4, B=1, T=6),
     _gated("layer", {**LAYER, **V_FIRST}, gates=G, raw=True, keys="raw", v_first=True),
@@ -126,8 +127,7 @@ CASES: list[Case] = [
     _gated("widest", NORM, gates=G, B=1, T=2, K=512, V=40)]
 _inference = _gated._replace(constant=INFERENCE)
 CASES += [
-    _inference("inference", LAYER, gates={"g": "random", "gk": "random", "gv": "random"}, raw=True, keys="raw",
-               H=1, HV=2, T=6, V=40),
+    _inference("inference", LAYER, gates=ALL_GATES, raw=True, keys="raw", H=1, HV=2, T=6, V=40),
     _inference("pool", {**LAYER, **V_FIRST}, gates=G, raw=True, v_first=True, B=3, T=1, H=1, HV=3, K=64, V=64,
                pool=(4, -1, 0)),
     _inference("pool-packed", gates=G, beta="headwise", edges=(0, 2, 2, 5, 9), pool=(5, 1, -7, 0)),
@@ -199,11 +199,11 @@ def make_other(
     return {names.get(name, name): x for name, x in made.items()}
 
 
-def call_other(reverse: bool = False, before: bool = False, **tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+def call_other(**given: Any) -> tuple[Tensor, Tensor | None]:
     from flashlin.kernels.recurrent.inputs import Inputs
     from flashlin.ops._common import recurrent
-    flags = ("reverse",) * reverse + ("before",) * before
-    return recurrent.run("recurrent", Inputs(**tensors), flags, has_ht=True)
+    flags = tuple(name for name in ("reverse", "before") if given.pop(name, False))
+    return recurrent.run("recurrent", Inputs(**given), flags, has_ht=True)
 
 
 def _unsigned(a: Tensor, b: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
@@ -211,12 +211,13 @@ def _unsigned(a: Tensor, b: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _public(op: str, given: Collection[str], renamed: Mapping[str, str] = MappingProxyType({}),
-            unsigned: bool = False, **of_reference: Any) -> Op:
+            unsigned: bool = False, **options: Any) -> Op:
+    """options: what the reference does of itself where the op is not told."""
     names = {"h0": "initial_state", "bounds": "cu_seqlens", **renamed}
     back = {theirs: ours for ours, theirs in names.items()}
+    recurrence = _unsigned if unsigned else recurrence_of_others
     return Op(op, partial(make_other, given=given, names=names, unsigned=unsigned),
-              partial(sequences.outputs, _unsigned if unsigned else recurrence_of_others, back, **of_reference),
-              {**TOLERANCES, "du": 0.02, "dw": 0.02})
+              partial(sequences.outputs, recurrence, back, **options), {**TOLERANCES, "du": 0.02, "dw": 0.02})
 
 
 REVERSE = {"reverse": True}
