@@ -31,8 +31,8 @@ def make(
     others: str = "same",
     of: int = 1,
 ) -> Tensors:
-    """given: those of OPTIONAL. others: dtype of all but x, ``same`` for x's. of: x is the first part of rows of
-    so many parts."""
+    """given: those of OPTIONAL. others: dtype of all but x, ``same`` for x's. of: x is the first part of rows
+    of so many parts."""
     B, T, N = extents(B, T, edges)
     draw, own = Draw(generator, B=B, T=T, D=D, W=W, N=N, row=D * of), dtype_of(others, dtype)
     made = {"x": draw("B T row").to(dtype), "weight": draw("D W").to(own)}

@@ -40,8 +40,8 @@ def make(
     edges: tuple[int, ...] = (),
     raw: bool = False,
 ) -> Tensors:
-    """keys: one of KEYS. rate: beta, as for Draw.rates. gate: ``none`` or as for Draw.decay. raw: gate and beta
-    are what becomes decays and rates inside the op."""
+    """keys: one of KEYS. rate: beta, as for Draw.rates. gate: ``none`` or as for Draw.decay. raw: gate and
+    beta are what becomes decays and rates inside the op."""
     B, T, N = extents(B, T, edges)
     draw = Draw(generator, B=B, T=T, H=H, HV=HV, K=K, V=V, N=N)
     q, k, v = F.normalize(draw("B T H K"), dim=-1), KEYS[keys](draw("B T H K")), draw("B T HV V")

@@ -80,9 +80,8 @@ def _recurrence(q: Tensor, g: Tensor | None = None, **rest: Any) -> tuple[Tensor
 
 
 def _op(name: str, names: Mapping[str, str], scale: float | None = None, **facts: Any) -> Op:
-    back = {theirs: ours for ours, theirs in names.items()}
     return Op(name, partial(make, names=names, **facts),
-              partial(sequences.outputs, _recurrence, back, scale=scale), TOLERANCES)
+              partial(sequences.outputs, _recurrence, names, scale=scale), TOLERANCES)
 
 
 def _shared(case: Op) -> list[Case]:

@@ -150,16 +150,14 @@ def make_layer(
 ) -> Tensors:
     """As make_scan. M: half the columns of the MLP beside the scan. W: taps of the convolution."""
     D, C = H * V, H * V + 2 * G * K
-    draw = Draw(generator, b=b, T=T, H=H, P=V, N=K, W=W, D=D, C=C, rows=2 * M + D + C + H, inner=D + M, out=24)
+    rows, inner = 2 * M + D + C + H, D + M  # widths of the two projections beside the layer
+    draw = Draw(generator, b=b, T=T, H=H, P=V, N=K, W=W, D=D, C=C, rows=rows, inner=inner, out=24)
     made = {"zxbcdt": draw("b T rows"), "conv1d_weight": draw("C W") / W ** 0.5, "conv1d_bias": draw("C"),
             "dt_bias": draw("H") - 2, "A": -1 - 3 * draw.uniform("H"), "D": draw("H P" if wide_D else "H"),
             "initial_states": draw("b H P N"), "rmsnorm_weight": 1 + 0.1 * draw("D"),
             "outproj_weight": draw("out inner") / D ** 0.5, "outproj_bias": draw("out")}
     own = dict.fromkeys(("dt_bias", "A", "D", "initial_states"), torch.float32)
     return chosen(made, LAYER_OPTIONAL, given, dtype, own) | numbers(seq, b)
-
-
-HEADDIM, EPS = 16, 1e-5
 
 
 def layer_reference(
@@ -174,11 +172,14 @@ def layer_reference(
     rmsnorm_weight: Tensor | None = None,
     outproj_weight: Tensor | None = None,
     outproj_bias: Tensor | None = None,
-    ngroups: int = 2,
+    *,
+    headdim: int,
+    ngroups: int,
+    rmsnorm_eps: float,
     activation: str | None = "silu",
     norm_before_gate: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    dim, G, heads = len(D) * HEADDIM, ngroups, len(D)
+    dim, G, heads = len(D) * headdim, ngroups, len(D)
     states = len(conv1d_weight) - dim  # columns of B and C
     M = (zxbcdt.shape[2] - 2 * dim - states - heads) // 2
     gate, value, z, xBC, dt = torch.split(zxbcdt, [M, M, dim, dim + states, heads], 2)
@@ -188,7 +189,8 @@ def layer_reference(
     y, ht, _ = scan(x, dt, A, B, C, D=D, dt_bias=dt_bias, h0=initial_states, seq_idx=seq_idx, softplus=True)
     y = y.flatten(2)
     y = y * silu(z) if rmsnorm_weight is None else norm_reference(
-        y, rmsnorm_weight, z=z, group_size=dim // G, eps=EPS, norm_before_gate=norm_before_gate, kind="rms")
+        y, rmsnorm_weight, z=z, group_size=dim // G, eps=rmsnorm_eps, norm_before_gate=norm_before_gate,
+        kind="rms")
     y = torch.cat([silu(gate) * value, y], 2)
     return y if outproj_weight is None else F.linear(y, outproj_weight, outproj_bias), ht
 
@@ -199,8 +201,8 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | No
     negative."""
     T, rows = x.shape[1], []
     for i, row in enumerate(torch.split(x, 1)):
-        last = seq_idx[i, 1:] != seq_idx[i, :-1] if seq_idx is not None else torch.zeros(T - 1)
-        edges = torch.tensor([0, *(last.nonzero().flatten() + 1).tolist(), T])
+        changes = torch.zeros(T - 1) if seq_idx is None else seq_idx[i, 1:] != seq_idx[i, :-1]
+        edges = torch.tensor([0, *(changes.nonzero().flatten() + 1).tolist(), T])
         # of the first sequence, with a slot more, and zeros for the others
         h0 = None if state is None else F.pad(state[i:i + 1], (1, 0, 0, 0, 0, len(edges) - 2))
         y, _ = convolve(row, weight, bias, None, h0, silu_, edges)
@@ -402,9 +404,9 @@ _scan = Op("mamba_chunk_scan_combined", make_scan, scan_reference, SCAN, ("y", "
            {"dt_softplus": True, "return_final_states": True, "chunk_size": 64})
 _selective = Op("selective_scan_fn", partial(make_selective, last=True), selective_reference, SCAN,
                 ("y", "ht"), {"delta_softplus": True, "return_last_state": True})
-_layer = Op("mamba_split_conv1d_scan_combined", make_layer, layer_reference, LAYER, ("y", "ht"),
-            {"conv1d_bias": None, "chunk_size": 64, "headdim": HEADDIM, "ngroups": 2, "rmsnorm_eps": EPS,
-             "return_final_states": True})
+_SIZES: dict[str, Any] = {"headdim": 16, "ngroups": 2, "rmsnorm_eps": 1e-5}
+_layer = Op("mamba_split_conv1d_scan_combined", make_layer, partial(layer_reference, **_SIZES), LAYER,
+            ("y", "ht"), {**_SIZES, "conv1d_bias": None, "chunk_size": 64, "return_final_states": True})
 _fn = Op("causal_conv1d_fn", make_fn, fn_reference, SCAN, ("y", "ht"),
          {"activation": "silu", "return_final_states": True})
 _window = Op("mamba_causal_conv1d_update", make_window, window_reference, SCAN, UPDATE,

@@ -149,7 +149,7 @@ def make_kda(dtype: torch.dtype, generator: torch.Generator, *, raw: bool = Fals
                    "dt_bias": torch.randn(g[0, 0].numel(), generator=generator)}
 
 
-_kda = Op("fused_recurrent_kda", make_kda, partial(reference, {"g": "gk"}), TOLERANCES)
+_kda = Op("fused_recurrent_kda", make_kda, partial(reference, {"gk": "g"}), TOLERANCES)
 _kda_inference = _kda._replace(constant=INFERENCE)
 BOUND = {"lower_bound": -5.0}
 CASES += [
@@ -213,11 +213,10 @@ def _unsigned(a: Tensor, b: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
 def _public(op: str, given: Collection[str], renamed: Mapping[str, str] = MappingProxyType({}),
             unsigned: bool = False, **options: Any) -> Op:
     """options: what the reference does of itself where the op is not told."""
-    names = {"h0": "initial_state", "bounds": "cu_seqlens", **renamed}
-    back = {theirs: ours for ours, theirs in names.items()}
-    recurrence = _unsigned if unsigned else recurrence_of_others
+    names = {**sequences.NAMES, **renamed}
+    formula = _unsigned if unsigned else recurrence_of_others
     return Op(op, partial(make_other, given=given, names=names, unsigned=unsigned),
-              partial(sequences.outputs, recurrence, back, **options), {**TOLERANCES, "du": 0.02, "dw": 0.02})
+              partial(sequences.outputs, formula, names, **options), {**TOLERANCES, "du": 0.02, "dw": 0.02})
 
 
 REVERSE = {"reverse": True}

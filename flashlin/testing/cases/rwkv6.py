@@ -22,7 +22,7 @@ def make(dtype: torch.dtype, generator: torch.Generator, **facts: Any) -> Tensor
     return made | {"u": torch.randn(made["r"].shape[2:], generator=generator).to(dtype)}
 
 
-_chunk = Op("chunk_rwkv6", make, partial(sequences.outputs, recurrence, {"r": "q", "w": "g"}), TOLERANCES)
+_chunk = Op("chunk_rwkv6", make, partial(sequences.outputs, recurrence, {"q": "r", "g": "w"}), TOLERANCES)
 CASES: list[Case] = [
     _chunk("random", quick=True), _chunk("constant", kind="constant"), _chunk("one-key", kind="one-key"),
     _chunk("w=0", gate="0"), _chunk("w=-20", gate="-20"), _chunk("strong", gate="strong"),

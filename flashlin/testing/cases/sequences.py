@@ -9,6 +9,9 @@ from torch import Tensor
 from flashlin.kernels.pointwise.reference import gate as decay_of_gate
 from flashlin.ops._common.preprocess import beta_of_logits, l2normalized
 
+# What ops call their states and their packed sequences' bounds, by the recurrences' names for them.
+NAMES = {"h0": "initial_state", "bounds": "cu_seqlens"}
+
 
 def outputs(
     recurrence: Callable[..., tuple[Tensor, Tensor]],
@@ -26,11 +29,11 @@ def outputs(
 ) -> tuple[Tensor, Tensor]:
     """(o, final states) of an op: its options as torch, around its recurrence in float64.
 
-    names: what the recurrence calls the op's tensors, where that is another name. given: the op's tensors,
-    and options that the recurrence has itself.
+    names: what the op calls the recurrence's tensors, where that is another name; NAMES go without saying.
+    given: the op's tensors, and options that the recurrence has itself.
     """
-    names = {"initial_state": "h0", "cu_seqlens": "bounds", **names}
-    x = {names.get(name, name): value for name, value in given.items()}
+    ours = {theirs: ours for ours, theirs in {**NAMES, **names}.items()}
+    x = {ours.get(name, name): value for name, value in given.items()}
     if use_qk_l2norm_in_kernel:
         x |= {name: l2normalized(x[name]) for name in ("q", "k")}
     if use_gate_in_kernel:
