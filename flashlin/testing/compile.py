@@ -93,8 +93,7 @@ def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None,
               timeout: float = 180) -> Iterator[tuple[int, Result]]:
     """compile_launches, but (number, result) as they finish. Closing the iterator ends the children."""
     with tempfile.TemporaryFile("w+") as lines, tempfile.TemporaryFile("w+") as told:
-        lines.writelines(f'{{"sm": {json.dumps(job.sm)}, "launch": {job.launch.to_json()}}}\n'
-                         for job in jobs)
+        lines.writelines(f"{json.dumps({'sm': job.sm, 'launch': job.launch.fields()})}\n" for job in jobs)
         lines.seek(0)
         command = python("flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout),
                          first=(environment or {}).get("PYTHONPATH", ""))
@@ -246,7 +245,8 @@ def _verdict(folder: Path, status: int | None) -> Result:
         ended = signal.Signals(os.WTERMSIG(status))
         said = cause or stderr.strip()[-500:]
         if blame.of_exit(-ended, stderr) != "kernel":
-            return Result(NOT_TRIED, f"the compiler was ended by {ended.name}{said and f': {said}'}"[:300])
+            end = f"the compiler was ended by {ended.name}"
+            return Result(NOT_TRIED, f"{end}: {said}"[:300] if said else end)
         return Result("abort", ended.name, said)
     if os.waitstatus_to_exitcode(status) == os.EX_TEMPFAIL:
         return Result(NOT_TRIED, stderr.strip()[-300:])
@@ -255,14 +255,6 @@ def _verdict(folder: Path, status: int | None) -> Result:
                       cause or stderr.strip()[-500:])
     result = Result.from_fields(json.loads((folder / "result").read_text()))
     return result if result.ok else result._replace(cause=cause)
-
-
-def serve(jobs: list[Job], at_once: int, timeout: float) -> Iterator[tuple[int, Result]]:
-    """(number, result) as they finish."""
-    for module in {job.launch.module for job in jobs}:
-        importlib.import_module(module)
-    warm()
-    yield from forked([partial(_compile, job) for job in jobs], at_once, timeout)
 
 
 def forked(works: Sequence[Callable[[Path], Result]], at_once: int,
@@ -327,13 +319,16 @@ def main(arguments: list[str] | None = None) -> None:
     jobs = []
     for line in filter(None, map(str.strip, sys.stdin)):
         fields = json.loads(line)
-        launch = fields.get("launch", fields)
-        sm = fields.get("sm", given.sm)
+        sm = fields.pop("sm", given.sm)
         if sm is None:
             parser.error("--sm is needed where a line does not say")
-        jobs.append(Job(sm, Recorded.from_json(json.dumps(launch))))
+        jobs.append(Job(sm, Recorded.from_fields(fields.get("launch", fields))))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the children are ended, too
-    for number, result in serve(jobs, given.at_once or os.cpu_count() or 1, given.timeout):
+    for module in {job.launch.module for job in jobs}:
+        importlib.import_module(module)  # once, before the children
+    warm()
+    works = [partial(_compile, job) for job in jobs]
+    for number, result in forked(works, given.at_once or os.cpu_count() or 1, given.timeout):
         print(json.dumps({"job": number, "kernel": jobs[number].launch.kernel, "sm": jobs[number].sm,
                           **result._asdict()}), flush=True)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
-import json
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,14 +55,13 @@ class Recorded(NamedTuple):
         return (f"{self.kernel}({', '.join(str(kind) for _, kind in self.arguments)}) {constants} "
                 f"warps={self.num_warps} stages={self.num_stages}")
 
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps({**self._asdict(), "arguments": dict(self.arguments),
-                           "constants": dict(self.constants)})
+    def fields(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**self._asdict(), "arguments": dict(self.arguments), "constants": dict(self.constants)}
 
     @classmethod
-    def from_json(cls, line: str) -> Recorded:
-        fields = json.loads(line)
+    def from_fields(cls, fields: dict[str, Any]) -> Recorded:
+        """Of fields, also where they come out of JSON."""
         return cls(**{**fields, "arguments": tuple(fields["arguments"].items()),
                       "constants": tuple(fields["constants"].items()), "traits": tuple(fields["traits"])})
 
