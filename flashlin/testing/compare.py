@@ -3,7 +3,8 @@ makes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -118,19 +119,18 @@ def _gradients(outputs: Tensors, cotangents: Tensors, inputs: list[torch.Tensor]
     return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads, strict=True)]
 
 
-class poisoned:
+@contextmanager
+def poisoned() -> Iterator[None]:
     """While it lasts ``torch.empty`` and its kin hold NaN, so that an element nobody wrote cannot pass for a
     right one."""
-
-    def __enter__(self) -> None:
-        self._before = [(home, name, getattr(home, name))
-                        for home, name in ((torch, "empty"), (torch, "empty_like"),
-                                           (torch.Tensor, "new_empty"))]
-        for home, name, function in self._before:
+    before = [(home, name, getattr(home, name)) for home, name in (
+        (torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))]
+    try:
+        for home, name, function in before:
             setattr(home, name, _poisoning(function))
-
-    def __exit__(self, *error: object) -> None:
-        for home, name, function in self._before:
+        yield
+    finally:
+        for home, name, function in before:
             setattr(home, name, function)
 
 

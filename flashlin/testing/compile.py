@@ -233,7 +233,7 @@ def _child(work: Callable[[Path], Result], folder: Path) -> None:
 
 
 def _verdict(folder: Path, status: int | None) -> Result:
-    """From what the child left behind; status None: it took too long."""
+    """What became of a child, from what it left behind; status None: it took too long."""
     stderr = (folder / "stderr").read_text(errors="replace") if (folder / "stderr").exists() else ""
     lines = [line for line in stderr.splitlines() if TELLING.search(line)]
     # an assertion says more than the messages that follow from it

@@ -61,7 +61,7 @@ class Recorded(NamedTuple):
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Recorded:
-        """Of fields, also where they come out of JSON."""
+        """The launch that has these fields, also where they come out of JSON."""
         return cls(**{**fields, "arguments": tuple(fields["arguments"].items()),
                       "constants": tuple(fields["constants"].items()), "traits": tuple(fields["traits"])})
 
@@ -120,8 +120,8 @@ def specialised(value: Any, specialise: bool = True) -> str | None:
 
 
 def source_hash(module: str, kernel: str) -> str:
-    """Of what a kernel does: a record holds for as long as this stays the same. Comments, docstrings and
-    layout may change."""
+    """The module of a kernel and a hash of what it does: a record holds for as long as this stays the same.
+    Comments, docstrings and layout may change."""
     return f"{module}:{hashlib.sha256(source_of(module, kernel).encode()).hexdigest()[:12]}"
 
 

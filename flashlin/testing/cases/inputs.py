@@ -88,7 +88,7 @@ def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     return named
 
 
-def typed(made: Tensors, dtype: torch.dtype, own: Mapping[str, torch.dtype] | None = None,
+def typed(made: Tensors, dtype: torch.dtype, own: Mapping[str, torch.dtype],
           without: Container[str] = ()) -> Tensors:
-    """made, but what is in ``without``, in ``dtype`` or that of its own."""
-    return {name: x.to((own or {}).get(name, dtype)) for name, x in made.items() if name not in without}
+    """The tensors made, but for those in ``without``, in their own dtypes, or else in ``dtype``."""
+    return {name: x.to(own.get(name, dtype)) for name, x in made.items() if name not in without}

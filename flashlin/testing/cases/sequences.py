@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from flashlin.kernels.norm.reference import normalise
 from flashlin.kernels.pointwise.reference import gate as decay_of_gate
-from flashlin.ops._common.preprocess import beta_of_logits, l2normalized
 
 # What ops call their states and their packed sequences' bounds, by the recurrences' names for them.
 NAMES = {"h0": "initial_state", "bounds": "cu_seqlens"}
@@ -27,7 +27,8 @@ def outputs(
     inplace_state: bool = False,
     **given: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(o, final states) of an op: its options as torch, around its recurrence in float64.
+    """(o, final states) of an op, in float64: its options, by nothing that the op itself uses, around its
+    recurrence.
 
     names: what the op calls the recurrence's tensors, where that is another name; NAMES go without saying.
     given: the op's tensors, and options that the recurrence has itself.
@@ -35,12 +36,12 @@ def outputs(
     ours = {theirs: ours for ours, theirs in {**NAMES, **names}.items()}
     x = {ours.get(name, name): value for name, value in given.items()}
     if use_qk_l2norm_in_kernel:
-        x |= {name: l2normalized(x[name]) for name in ("q", "k")}
+        x |= {name: normalise("l2", x[name], eps=1e-6)[0] for name in ("q", "k")}
     if use_gate_in_kernel:
         gate = "g" if "g" in x else "gk"  # of heads, or KDA's of channels
         x[gate] = _decay(x[gate], x.pop("A_log", None), x.pop("dt_bias"), lower_bound)
     if use_beta_sigmoid_in_kernel:
-        x["beta"] = beta_of_logits(x["beta"], allow_neg_eigval)
+        x["beta"] = x["beta"].sigmoid() * (2 if allow_neg_eigval else 1)
     if state_v_first and "h0" in x:
         x["h0"] = x["h0"].mT
     o, ht = recurrence(**x, scale=x["q"].shape[-1] ** -0.5 if scale is None else scale)
