@@ -144,8 +144,10 @@ class Driver:
 
 def argument(kind: str | None) -> Any:
     """A value that the JIT gives the type ``kind``."""
-    if kind is None or not kind.startswith("*"):
-        return None if kind is None else NUMBERS[kind]
+    if kind is None:
+        return None
+    if not kind.startswith("*"):
+        return NUMBERS[kind]
     name, _, divisible = kind[1:].partition(":")
     return _Pointer(DTYPES[name], 0 if divisible else 4)
 

@@ -69,12 +69,12 @@ class Outcome(NamedTuple):
     what: str = ""
 
     def __str__(self) -> str:
-        place = (f"{self.triton} "
-                 f"{self.layer}{f' sm_{self.sm}' if self.sm else ''}{f' {self.what}' if self.what else ''}")
+        card = f"sm_{self.sm}" if self.sm else ""
+        place = " ".join(filter(None, [self.triton, self.layer, card, self.what]))
         cause = " ".join(self.cause.split())
         # Triton says why at the end
         cause = cause if len(cause) <= LONGEST else f"{cause[:LONGEST // 3]} ... {cause[-LONGEST * 2 // 3:]}"
-        return f"{place}: {self.status}{f': {cause}' if cause else ''}"
+        return ": ".join(filter(None, [place, self.status, cause]))
 
 
 class TritonMatrix:

@@ -89,8 +89,8 @@ def recorded(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> Recorded
     """What is left of a launch once the JIT has looked at it."""
     # Under TRITON_INTERPRET a kernel is an InterpretedFunction, which keeps the decorator's options in
     # kwargs.
-    left_alone = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs",
-                                                                       {}).get("do_not_specialize") or ()
+    decorator = getattr(kernel, "kwargs", {})
+    left_alone = getattr(kernel, "do_not_specialize", None) or decorator.get("do_not_specialize") or ()
     constexprs = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
     values = zip(kernel.arg_names, door.in_order(launch, kernel, arguments), strict=True)
     kinds = tuple((name, specialised(value, name not in left_alone))

@@ -11,6 +11,7 @@ from flashlin.kernels.delta.reference import recurrence
 from flashlin.testing.cases import forgetting, sequences
 from flashlin.testing.cases.inputs import KEYS, Draw, bounds, extents
 from flashlin.testing.cases.op import Op
+from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dbeta": 0.02, "dg": 0.02, "dA_log": 0.02, "ddt_bias": 0.02}
@@ -56,10 +57,6 @@ def make(
     return made | bounds(edges)
 
 
-L2 = {"use_qk_l2norm_in_kernel": True}
-INSIDE = {**L2, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
-
-
 def _family(case: Op) -> list[Case]:
     gated = case.name == "chunk_gated_delta_rule"
     cases = [case("random", quick=True), case("packed", edges=(0, 1, 1, 66, 130, 150)),
@@ -77,7 +74,7 @@ def _family(case: Op) -> list[Case]:
                   case("one-key-g=0", allowed=FORGETFUL, keys="one-key", rate="1", gate="0"),
                   case("gates", INSIDE, raw=True),
                   case("gates-resets", INSIDE, raw=True, gate="resets", K=32, V=32, T=70, B=1),
-                  case("v-first", {"state_v_first": True}, K=32, V=32),
+                  case("v-first", V_FIRST, K=32, V=32),
                   case("resets", gate="resets", K=32, V=40, B=1),
                   case("resets-packed", gate="resets", K=32, edges=(0, 4, 4, 70, 100)),
                   case("g=-inf", gate="-inf", T=20),

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flashlin.kernels.dplr.reference import recurrence
 from flashlin.testing.cases import forgetting, sequences
-from flashlin.testing.cases.delta import INSIDE, L2
 from flashlin.testing.cases.inputs import KEYS, Draw, bounds, extents
 from flashlin.testing.cases.op import Op
+from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dg": 0.02, "dgk": 0.02, "dw": 0.02, "dbeta": 0.02, "dA_log": 0.02,
@@ -108,7 +108,7 @@ _rwkv7 = _op("chunk_rwkv7", {"q": "r", "g": "w"}, 1.0)
 _iplr = _op("chunk_iplr_delta_rule", {}, gated=False)
 CASES = [
     *_shared(_kda), _kda("grouped", H=2, HV=6, K=32, V=40, T=40),
-    _kda("v-first", {"state_v_first": True}, v_first=True, K=24, V=40, T=70),
+    _kda("v-first", V_FIRST, v_first=True, K=24, V=40, T=70),
     _kda("gates", INSIDE, raw=True, keys="raw", allowed={"dg": 0.03}),
     _kda("gates-resets", INSIDE, raw=True, gate="resets", K=32, V=32, T=70),
     _kda("bounded", {**INSIDE, "lower_bound": -5.0}, raw=True, keys="raw", T=70),

@@ -14,6 +14,7 @@ from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_oth
 from flashlin.testing.cases import sequences
 from flashlin.testing.cases.inputs import Draw, bounds, extents
 from flashlin.testing.cases.op import Op
+from flashlin.testing.cases.sequences import V_FIRST
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02, "dgk": 0.02, "dgv": 0.02}
@@ -60,7 +61,7 @@ def _recurrence(q: Tensor, g: Tensor | None = None, gk: Tensor | None = None, gv
     return recurrence(q, g=torch.zeros_like(q) if decay is None else decay, **rest)
 
 
-V_FIRST, REVERSE = {"state_v_first": True}, {"reverse": True}
+REVERSE = {"reverse": True}
 KEYS, VALUES = {"gk": "B T H K"}, {"gv": "B T H V"}
 reference = partial(sequences.outputs, _recurrence, {})
 _chunk = Op("chunk_gla", partial(make, gates={"g": "B T H K"}), reference, TOLERANCES)

@@ -20,6 +20,7 @@ from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_oth
 from flashlin.testing.cases import forgetting, sequences
 from flashlin.testing.cases.inputs import KEYS, Draw, bounds, extents
 from flashlin.testing.cases.op import Op
+from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dbeta": 0.02, "dg": 0.02, "dgk": 0.02, "dgv": 0.02, "dA_log": 0.02,
@@ -59,7 +60,7 @@ def make(
     made = {"q": draw("B T H K").to(dtype), "k": k.to(dtype).contiguous(), "v": draw("B T HV V").to(dtype)}
     for name, gate in gates.items():
         made[name] = draw.decay(gate, GATES[name])
-        if raw and name == "g":
+        if raw and name == "g":  # instead: the numbers drawn after it depend on both draws
             made[name] = forgetting.raw(gate, 8 * draw(GATES[name]))
     if raw:
         made |= {"A_log": draw.uniform("HV"), "dt_bias": draw("HV")}
@@ -94,8 +95,6 @@ def reference(names: Mapping[str, str], state_indices: Tensor | None = None,
     return o, after
 
 
-NORM, V_FIRST = {"use_qk_l2norm_in_kernel": True}, {"state_v_first": True}
-LAYER = {**NORM, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
 PACKED = (0, 1, 1, 5, 9)
 _delta = Op("fused_recurrent_delta_rule", make, partial(reference, {}), TOLERANCES)
 _gated = _delta._replace(name="fused_recurrent_gated_delta_rule")
@@ -104,8 +103,8 @@ CASES: list[Case] = [
     _delta("random", quick=True), _delta("no-state", state=False), _delta("no-beta", beta="", keys="alike"),
     _delta("one-key,beta=1", keys="one-key", beta="1"), _delta("one-key,beta=2", keys="one-key", beta="2"),
     _delta("period-4", keys="period-4"), _delta("alike", keys="alike"),
-    _delta("headwise", beta="headwise", V=40, B=1), _delta("l2norm", NORM, keys="raw"),
-    _delta("zero-keys", NORM, keys="every-other-zero"), _delta("groups-of-3", H=1, HV=3, B=1, T=6),
+    _delta("headwise", beta="headwise", V=40, B=1), _delta("l2norm", L2, keys="raw"),
+    _delta("zero-keys", L2, keys="every-other-zero"), _delta("groups-of-3", H=1, HV=3, B=1, T=6),
     _delta("packed", edges=PACKED), _delta("v-first", V_FIRST, v_first=True, K=24, V=40, B=1, T=6),
     _delta("segments", B=1, T=66, K=16, V=16), _gated("random", quick=True, gates=G),
     _gated("g=0", gates={"g": "0"}), _gated("g=-20", gates={"g": "-20"}),
@@ -116,22 +115,22 @@ CASES: list[Case] = [
     _gated("one-key,beta=2", gates={"g": "-0.05"}, keys="one-key", beta="2"),
     _gated("long-keys,g=-6", gates={"g": "-6"}, keys="raw"),
     _gated("all-gates", gates=ALL_GATES),
-    _gated("odd", NORM, gates=G, beta="headwise", K=23, V=37, B=1, T=8),
+    _gated("odd", L2, gates=G, beta="headwise", K=23, V=37, B=1, T=8),
     _gated("groups", gates=G, H=2, HV=4, B=1, T=6),
-    _gated("layer", {**LAYER, **V_FIRST}, gates=G, raw=True, keys="raw", v_first=True),
-    _gated("layer-resets", LAYER, gates={"g": "resets"}, raw=True, HV=2),
+    _gated("layer", {**INSIDE, **V_FIRST}, gates=G, raw=True, keys="raw", v_first=True),
+    _gated("layer-resets", INSIDE, gates={"g": "resets"}, raw=True, HV=2),
     _gated("packed", {"scale": -0.7}, gates={"g": "random", "gk": "random"}, edges=PACKED),
     _gated("segments-packed", gates={"g": "random"}, edges=(0, 65, 67), K=16, V=16),
     _gated("one-token", gates=G, T=1), _gated("ungated", beta="headwise"),
-    _gated("wide", NORM, gates=G, B=1, T=3, K=128, V=128),
-    _gated("widest", NORM, gates=G, B=1, T=2, K=512, V=40)]
+    _gated("wide", L2, gates=G, B=1, T=3, K=128, V=128),
+    _gated("widest", L2, gates=G, B=1, T=2, K=512, V=40)]
 _inference = _gated._replace(constant=INFERENCE)
 CASES += [
-    _inference("inference", LAYER, gates=ALL_GATES, raw=True, keys="raw", H=1, HV=2, T=6, V=40),
-    _inference("pool", {**LAYER, **V_FIRST}, gates=G, raw=True, v_first=True, B=3, T=1, H=1, HV=3, K=64, V=64,
+    _inference("inference", INSIDE, gates=ALL_GATES, raw=True, keys="raw", H=1, HV=2, T=6, V=40),
+    _inference("pool", {**INSIDE, **V_FIRST}, gates=G, raw=True, v_first=True, B=3, T=1, H=1, HV=3, K=64, V=64,
                pool=(4, -1, 0)),
     _inference("pool-packed", gates=G, beta="headwise", edges=(0, 2, 2, 5, 9), pool=(5, 1, -7, 0)),
-    _delta._replace(constant=INFERENCE)("in-place", {**NORM, "inplace_state": True}, B=2, T=3)]
+    _delta._replace(constant=INFERENCE)("in-place", {**L2, "inplace_state": True}, B=2, T=3)]
 
 
 # Kimi Delta Attention: the decay of channels is called g, and its gate has a bias for each of them.
@@ -154,13 +153,13 @@ _kda_inference = _kda._replace(constant=INFERENCE)
 BOUND = {"lower_bound": -5.0}
 CASES += [
     _kda("random", quick=True, T=6), _kda("g=-20", decay="-20", T=4), _kda("resets", decay="resets"),
-    _kda("odd", NORM, beta="headwise", K=23, V=37, B=1, T=6),
+    _kda("odd", L2, beta="headwise", K=23, V=37, B=1, T=6),
     _kda("groups-packed", {"scale": -0.7}, H=1, HV=2, edges=PACKED), _kda("segments", B=1, T=66, K=16, V=16),
-    _kda("layer", {**LAYER, **V_FIRST}, raw=True, keys="raw", v_first=True, T=6),
-    _kda("bounded", {**LAYER, **BOUND}, raw=True, T=6, keys="raw"),
-    _kda("bounded-unscaled", {**LAYER, **BOUND}, raw=True, scaled=False, B=1, T=5),
-    _kda_inference("inference", LAYER, raw=True, keys="raw", H=1, HV=2, T=5, V=40),
-    _kda_inference("pool", {**LAYER, **BOUND, **V_FIRST}, raw=True, v_first=True, B=3, T=1, H=1, HV=3, K=64,
+    _kda("layer", {**INSIDE, **V_FIRST}, raw=True, keys="raw", v_first=True, T=6),
+    _kda("bounded", {**INSIDE, **BOUND}, raw=True, T=6, keys="raw"),
+    _kda("bounded-unscaled", {**INSIDE, **BOUND}, raw=True, scaled=False, B=1, T=5),
+    _kda_inference("inference", INSIDE, raw=True, keys="raw", H=1, HV=2, T=5, V=40),
+    _kda_inference("pool", {**INSIDE, **BOUND, **V_FIRST}, raw=True, v_first=True, B=3, T=1, H=1, HV=3, K=64,
                    V=64, pool=(4, -1, 0))]
 
 
