@@ -127,8 +127,8 @@ CASES: list[Case] = [
 _inference = _gated._replace(constant=INFERENCE)
 CASES += [
     _inference("inference", INSIDE, gates=ALL_GATES, raw=True, keys="raw", H=1, HV=2, T=6, V=40),
-    _inference("pool", {**INSIDE, **V_FIRST}, gates=G, raw=True, v_first=True, B=3, T=1, H=1, HV=3, K=64, V=64,
-               pool=(4, -1, 0)),
+    _inference("pool", {**INSIDE, **V_FIRST}, gates=G, raw=True, v_first=True, B=3, T=1, H=1, HV=3, K=64,
+               V=64, pool=(4, -1, 0)),
     _inference("pool-packed", gates=G, beta="headwise", edges=(0, 2, 2, 5, 9), pool=(5, 1, -7, 0)),
     _delta._replace(constant=INFERENCE)("in-place", {**L2, "inplace_state": True}, B=2, T=3)]
 
