@@ -66,7 +66,7 @@ def planned(case: Any, dtype_name: str) -> dict[str, str]:
     from flashlin.compat.target import probe
     from flashlin.testing.record import recording, source_hash
     target = probe(torch.device("cuda", torch.cuda.current_device()))
-    tensors = case.make(torch.device("cpu"), getattr(torch, dtype_name), torch.Generator().manual_seed(0))
+    tensors = case.make(getattr(torch, dtype_name), torch.Generator().manual_seed(0))
     wanted = {name for name, x in tensors.items() if x.is_floating_point() and name not in case.constant}
     with recording(target) as launches:
         found = case.call(**{name: x.clone().requires_grad_(name in wanted) for name, x in tensors.items()})

@@ -248,10 +248,12 @@ def on_case(side: str, name: str, case_id: str, dtype: str = "bfloat16") -> str:
 
     from flashlin.testing.cases import CASES
     from flashlin.testing.cases.delta import TOLERANCES
+    from flashlin.testing.cases.op import called
     from flashlin.testing.compare import check
     case = next(case for case in CASES if case.op == name and case.id == case_id)
     assert isinstance(case.call, partial)
-    case = case._replace(call=partial(case.call.func, op(side, name), *case.call.args[1:]),
+    asked, options = case.call.args
+    case = case._replace(call=partial(called, asked._replace(call=op(side, name)), options),
                          tolerances=TOLERANCES)
     verdicts = check(case, torch.device("cuda", 0), getattr(torch, dtype))
     bad = [verdict for verdict in verdicts if not verdict.ok]

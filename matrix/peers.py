@@ -109,7 +109,7 @@ def function_of(side: str, op: Op) -> Callable[..., Any]:
     return found
 
 
-def made(op: Op, sizes: Sizes, device: Any, dtype: Any, generator: Any) -> dict[str, Any]:
+def made(op: Op, sizes: Sizes, dtype: Any, generator: Any) -> dict[str, Any]:
     """The op's tensors by public name. Keys and the low-rank vectors have length 1, or the delta rules
     diverge."""
     import torch
@@ -145,7 +145,7 @@ def made(op: Op, sizes: Sizes, device: Any, dtype: Any, generator: Any) -> dict[
         given[op.initial] = randn(*state)
     if edges:
         given["cu_seqlens"] = torch.tensor(edges, dtype=torch.int64)
-    return {name: x.to(device) for name, x in given.items()}
+    return given
 
 
 def _roles(op: Op) -> dict[str, str]:

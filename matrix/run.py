@@ -114,7 +114,7 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
 def identity(launch: Recorded) -> str:
     """Of what is compiled: the kernel's source and all it was specialised for. (The plan's estimates are no
     part of it.)"""
-    facts = json.loads(launch.to_json())
+    facts = launch.fields()
     for name in ("shared", "traits", "config"):
         del facts[name]
     return (

@@ -277,7 +277,7 @@ def linear_loss(dtype: torch.dtype, V: int) -> None:
 
 
 def as_in_a_case(case: Case, dtype: torch.dtype) -> None:
-    tensors = case.make(torch.device("cpu"), dtype, torch.Generator().manual_seed(0))
+    tensors = case.make(dtype, torch.Generator().manual_seed(0))
     with torch.set_grad_enabled(not PUBLIC[case.op].in_place):
         for name, x in tensors.items():
             x.requires_grad_(torch.is_grad_enabled() and x.is_floating_point() and name not in case.constant)

@@ -69,7 +69,7 @@ def _of_norms(op: str) -> dict[str, Any]:
 
 def _of_a_case(op: str) -> dict[str, Any]:
     case = next(case for case in CASES if case.quick and case.op == op)
-    return dict(case.make(torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0)))
+    return dict(case.make(torch.float32, torch.Generator().manual_seed(0)))
 
 
 def _special(op: str) -> dict[str, Any]:

@@ -492,7 +492,7 @@ PLANTED = """
     from flashlin.diagnostics import quick
     from flashlin.testing.compare import Case
 
-    def make(device, dtype, generator):
+    def make(dtype, generator):
         return {"x": torch.randn(4, 8, generator=generator).to(dtype)}
 
     def right(x):

@@ -60,22 +60,19 @@ CASES = """
 import torch
 
 import flashlin
-from flashlin.testing.compare import Case
+from flashlin.testing.cases.op import Op
 
 
-def make(device, dtype, generator):
-    return {"x": torch.randn(3, 5, generator=generator).to(device, dtype)}
-
-
-def call(x):
-    return {"o": flashlin.doubled(x)}
+def make(dtype, generator):
+    return {"x": torch.randn(3, 5, generator=generator).to(dtype)}
 
 
 def reference(x):
-    return {"o": x + x}
+    return x + x
 
 
-CASES = [Case("doubled", "random", make, call, reference, {"*": 0.01, "d*": 0.01}, quick=True)]
+doubled = Op("doubled", make, reference, {"*": 0.01, "d*": 0.01}, ("o",), {})
+CASES = [doubled("random", quick=True)]
 """
 FILES = {"kernels/doubling/__init__.py": "", "kernels/doubling/recipe.py": RECIPE,
          "kernels/doubling/forward.py": "", "ops/doubling.py": FUNCTIONS, "testing/cases/doubling.py": CASES}

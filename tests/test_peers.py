@@ -52,7 +52,7 @@ def test_the_other_reference_agrees_on_the_cpu(peers: ModuleType, monkeypatch: p
 
 def test_packed_sequences_are_kept_apart(peers: ModuleType) -> None:
     op = next(op for op in peers.OPS if op.name == "chunk_gla")
-    made = peers.made(op, peers.Sizes(1, 6, 1, 4, 4, (0, 2, 6)), torch.device("cpu"), torch.float32,
+    made = peers.made(op, peers.Sizes(1, 6, 1, 4, 4, (0, 2, 6)), torch.float32,
                       torch.Generator().manual_seed(0))
     tensors = {key: x.double() for key, x in made.items() if key != "cu_seqlens"}
     found = peers.reference(op, True, cu_seqlens=made["cu_seqlens"], **tensors)

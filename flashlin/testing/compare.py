@@ -3,17 +3,18 @@ makes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 Tensors = dict[str, torch.Tensor]
-Maker = Callable[[torch.device, torch.dtype, torch.Generator], Tensors]
+Maker = Callable[[torch.dtype, torch.Generator], Tensors]
 
 
 class Case(NamedTuple):
-    """op: public name; id: what is special about the inputs. make: the tensor arguments by name
+    """op: public name; id: what is special about the inputs. make: the tensor arguments by name, on the CPU
     (floating-point ones get gradients unless named in constant). call and reference take them as keywords and
     give the outputs by name; the reference in float64, differentiable. tolerances: RMS ratio allowed by
     tensor (outputs by name, gradients as ``d`` + name), for 16-bit dtypes. quick: part of doctor --run.
@@ -58,9 +59,8 @@ def judge(name: str, out: torch.Tensor, ref: torch.Tensor, allowed: float) -> Ve
         return Verdict(name, math.nan, math.nan, allowed, False)
     size = ref.detach().double().pow(2).mean().sqrt().item() + 1e-8
     rms = difference.pow(2).mean().sqrt().item() / size
-    row = difference.reshape(-1,
-                             difference.shape[-1] if difference.ndim
-                             else 1).pow(2).mean(-1).sqrt().max().item() / size
+    rows = difference.reshape(-1, difference.shape[-1] if difference.ndim else 1)
+    row = rows.pow(2).mean(-1).sqrt().max().item() / size
     ok = difference.abs().max().item() <= NEGLIGIBLE or (rms < allowed and row < ROW_FACTOR * allowed)
     return Verdict(name, rms, row, allowed, ok)
 
@@ -76,7 +76,7 @@ def results(case: Case, device: torch.device, dtype: torch.dtype,
     """Outputs, and gradients for random output gradients, by name: the op's, on the CPU, and the reference's.
     NaN fills fresh memory meanwhile."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    inputs = case.make(torch.device("cpu"), dtype, generator)
+    inputs = case.make(dtype, generator)
     wanted = [name for name, x in inputs.items() if x.is_floating_point() and name not in case.constant]
     ours = {name: _leaf(x.to(device), name in wanted) for name, x in inputs.items()}
     theirs = {name: _leaf(x.double() if x.is_floating_point() else x, name in wanted)
@@ -94,9 +94,9 @@ def results(case: Case, device: torch.device, dtype: torch.dtype,
         ours_grads = _gradients(got, {name: x.to(device) for name, x in cotangents.items()},
                                 [ours[name] for name in wanted])
     their_grads = _gradients(expected, cotangents, [theirs[name] for name in wanted])
-    found = {name: (got[name].cpu(), expected[name]) for name in expected}
-    return found | {"d" + name: (a.cpu(), b)
-                    for name, a, b in zip(wanted, ours_grads, their_grads, strict=True)}
+    outputs = {name: (got[name].cpu(), expected[name]) for name in expected}
+    return outputs | {"d" + name: (a.cpu(), b)
+                      for name, a, b in zip(wanted, ours_grads, their_grads, strict=True)}
 
 
 def allowed(case: Case, name: str, dtype: torch.dtype) -> float:
@@ -113,25 +113,24 @@ def _gradients(outputs: Tensors, cotangents: Tensors, inputs: list[torch.Tensor]
     if not inputs:
         return []
     names = [name for name, x in outputs.items() if x.requires_grad]
-    found = torch.autograd.grad([outputs[name] for name in names], inputs,
+    grads = torch.autograd.grad([outputs[name] for name in names], inputs,
                                 [cotangents[name].to(outputs[name].dtype) for name in names],
                                 allow_unused=True)
-    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)]
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads, strict=True)]
 
 
-class poisoned:
+@contextmanager
+def poisoned() -> Iterator[None]:
     """While it lasts ``torch.empty`` and its kin hold NaN, so that an element nobody wrote cannot pass for a
     right one."""
-
-    def __enter__(self) -> None:
-        self._before = [(home, name, getattr(home, name))
-                        for home, name in ((torch, "empty"), (torch, "empty_like"),
-                                           (torch.Tensor, "new_empty"))]
-        for home, name, function in self._before:
+    before = [(home, name, getattr(home, name)) for home, name in (
+        (torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))]
+    try:
+        for home, name, function in before:
             setattr(home, name, _poisoning(function))
-
-    def __exit__(self, *error: object) -> None:
-        for home, name, function in self._before:
+        yield
+    finally:
+        for home, name, function in before:
             setattr(home, name, function)
 
 

@@ -39,8 +39,6 @@ NUMBERS: dict[str, Any] = {"i32": 3, "i32:1": 1, "i32:16": 16, "i64": 2**40 + 3,
                            "u64": 2**63 + 3, "u64:16": 2**63, "fp32": 0.5, "i1": True}
 TELLING = re.compile(r"Assertion|LLVM ERROR|UNREACHABLE|error:|terminate called|Unsupported")
 MATRIX_INSTRUCTIONS = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
-
-
 NOT_TRIED = "not tried"
 
 
@@ -66,6 +64,12 @@ class Result(NamedTuple):
     def ok(self) -> bool:
         return self.status == "ok"
 
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Result:
+        """As JSON gives them back, other fields beside them."""
+        own = {name: fields[name] for name in cls._fields}
+        return cls(**{**own, "matrix": tuple(fields["matrix"])})
+
 
 class Job(NamedTuple):
     """sm: compute capability as ptxas writes it: 90, 103; or an AMD architecture: ``gfx942``."""
@@ -81,17 +85,15 @@ def compile_launches(jobs: Iterable[Job], environment: Mapping[str, str] | None 
     at_once: children at a time, 0 for one per core. timeout: seconds for each. Raises RuntimeError if that
     process itself cannot run.
     """
-    jobs = list(jobs)
-    found = dict(compiling(jobs, environment, at_once=at_once, timeout=timeout))
-    return [found[n] for n in range(len(jobs))]
+    results = dict(compiling(list(jobs), environment, at_once=at_once, timeout=timeout))
+    return [results[number] for number in sorted(results)]
 
 
 def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
               timeout: float = 180) -> Iterator[tuple[int, Result]]:
     """compile_launches, but (number, result) as they finish. Closing the iterator ends the children."""
     with tempfile.TemporaryFile("w+") as lines, tempfile.TemporaryFile("w+") as told:
-        lines.writelines(f'{{"sm": {json.dumps(job.sm)}, "launch": {job.launch.to_json()}}}\n'
-                         for job in jobs)
+        lines.writelines(f"{json.dumps({'sm': job.sm, 'launch': job.launch.fields()})}\n" for job in jobs)
         lines.seek(0)
         command = python("flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout),
                          first=(environment or {}).get("PYTHONPATH", ""))
@@ -100,8 +102,7 @@ def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None,
         try:
             for line in process.stdout or ():
                 fields = json.loads(line)
-                yield fields.pop("job"), Result(**{**{name: fields[name] for name in Result._fields},
-                                                   "matrix": tuple(fields["matrix"])})
+                yield fields["job"], Result.from_fields(fields)
             if process.wait():
                 told.seek(0)
                 raise RuntimeError(f"the compiling process ended with {process.returncode}: "
@@ -136,43 +137,49 @@ class Driver:
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
-        return GPUTarget("cuda", self.sm, 32) if isinstance(self.sm, int) else GPUTarget("hip", self.sm,
-                                                                                         64
-                                                                                         if self.sm.startswith("gfx9") else 32)
+        if isinstance(self.sm, int):
+            return GPUTarget("cuda", self.sm, 32)
+        return GPUTarget("hip", self.sm, 64 if self.sm.startswith("gfx9") else 32)
 
 
 def argument(kind: str | None) -> Any:
     """A value that the JIT gives the type ``kind``."""
-    if kind is None or not kind.startswith("*"):
-        return None if kind is None else NUMBERS[kind]
+    if kind is None:
+        return None
+    if not kind.startswith("*"):
+        return NUMBERS[kind]
     name, _, divisible = kind[1:].partition(":")
     return _Pointer(DTYPES[name], 0 if divisible else 4)
 
 
 def _compile(job: Job, folder: Path) -> Result:
-    """In the child: hand the launch to the JIT, and read what came out."""
-    from triton.runtime import driver
-    os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
-    driver.set_active(Driver(job.sm))
-    log = _keep_ptxas_report()
+    """In the child: hand the launch to the JIT."""
     launch = job.launch
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
+    return compiled_by(partial(kernel.warmup, *(argument(kind) for _, kind in launch.arguments), grid=(1,),
+                               **dict(launch.constants), num_warps=launch.num_warps,
+                               num_stages=launch.num_stages), job.sm, folder)
+
+
+def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path) -> Result:
+    """In the child: what comes out where ``warmup`` has the JIT compile a kernel for ``sm``."""
+    from triton.runtime import driver
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
+    driver.set_active(Driver(sm))
+    log = _keep_ptxas_report()
     try:
-        compiled = kernel.warmup(*(argument(kind) for _, kind in launch.arguments), grid=(1,),
-                                 **dict(launch.constants), num_warps=launch.num_warps,
-                                 num_stages=launch.num_stages)
-        code = str(compiled.asm["ptx" if isinstance(job.sm, int) else "amdgcn"])
+        compiled = warmup()
+        code = str(compiled.asm["ptx" if isinstance(sm, int) else "amdgcn"])
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         if blame.of_error(error) != "kernel":
             return Result(NOT_TRIED, text.partition("\n")[0][:300])
         if error.__cause__ is not None:
             text += f" <- {type(error.__cause__).__name__}: {error.__cause__}"
-        refusal = [line for line in str(error).splitlines() if line.startswith("ptxas ") and "error" in line]
-        return Result("ptxas", refusal[0][:2000]) if refusal else Result("ptxas" if "ptxas" in str(error)
-                                                                         else "exception", text[:2000])
-    if isinstance(job.sm, int):
-        report, limit = "\n".join(log), shared_per_block((job.sm // 10, job.sm % 10))
+        refusals = [line for line in str(error).splitlines() if line.startswith("ptxas ") and "error" in line]
+        return Result("ptxas" if "ptxas" in str(error) else "exception", [*refusals, text][0][:2000])
+    if isinstance(sm, int):
+        report, limit = "\n".join(log), shared_per_block((sm // 10, sm % 10))
         registers = re.search(r"Used (\d+) registers", report)
         spills = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
     else:  # the assembler writes its figures into the code; spills are counted in registers of 4 bytes
@@ -180,10 +187,10 @@ def _compile(job: Job, folder: Path) -> Result:
         registers = re.search(r"\.vgpr_count:\s+(\d+)", code)
         spills = [4 * int(count) for count in re.findall(r"\.vgpr_spill_count:\s+(\d+)", code)]
     shared = int(compiled.metadata.shared)
-    return Result("ok" if shared <= limit else "shared",
-                  "" if shared <= limit else f"{shared} bytes of shared memory, {limit} on {job.sm}", "",
-                  shared, int(registers[1]) if registers else 0, sum(spills),
-                  tuple(sorted(set(MATRIX_INSTRUCTIONS.findall(code)))))
+    result = Result("ok", shared=shared, registers=int(registers[1]) if registers else 0, spills=sum(spills),
+                    matrix=tuple(sorted(set(MATRIX_INSTRUCTIONS.findall(code)))))
+    return result if shared <= limit else result._replace(
+        status="shared", message=f"{shared} bytes of shared memory, {limit} on {sm}")
 
 
 def _keep_ptxas_report() -> list[str]:
@@ -201,7 +208,7 @@ def _keep_ptxas_report() -> list[str]:
         finally:
             if "ptxas" in text and isinstance(name, str) and os.path.exists(name):
                 log.append(Path(name).read_text(errors="replace"))
-    subprocess.run = watched  # type: ignore[assignment]
+    subprocess.run = watched  # type: ignore[assignment]  # run has overloads, which a wrapper has not
     return log
 
 
@@ -218,7 +225,7 @@ def _child(work: Callable[[Path], Result], folder: Path) -> None:
         os.dup2(output, 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         tempfile.tempdir = str(folder)
-        (folder / "result").write_text(json.dumps(work(folder)))
+        (folder / "result").write_text(json.dumps(work(folder)._asdict()))
         os._exit(0)
     except BaseException as error:
         with suppress(OSError):
@@ -228,7 +235,7 @@ def _child(work: Callable[[Path], Result], folder: Path) -> None:
 
 
 def _verdict(folder: Path, status: int | None) -> Result:
-    """From what the child left behind; status None: it took too long."""
+    """What became of a child, from what it left behind; status None: it took too long."""
     stderr = (folder / "stderr").read_text(errors="replace") if (folder / "stderr").exists() else ""
     lines = [line for line in stderr.splitlines() if TELLING.search(line)]
     # an assertion says more than the messages that follow from it
@@ -240,24 +247,16 @@ def _verdict(folder: Path, status: int | None) -> Result:
         ended = signal.Signals(os.WTERMSIG(status))
         said = cause or stderr.strip()[-500:]
         if blame.of_exit(-ended, stderr) != "kernel":
-            return Result(NOT_TRIED, ": ".join(filter(None,
-                                                      [f"the compiler was ended by {ended.name}",
-                                                       said]))[:300])
+            end = f"the compiler was ended by {ended.name}"
+            return Result(NOT_TRIED, f"{end}: {said}"[:300] if said else end)
         return Result("abort", ended.name, said)
     if os.waitstatus_to_exitcode(status) == os.EX_TEMPFAIL:
         return Result(NOT_TRIED, stderr.strip()[-300:])
     if not (folder / "result").exists():
         return Result("exception", f"the child ended with {os.waitstatus_to_exitcode(status)}",
                       cause or stderr.strip()[-500:])
-    fields = json.loads((folder / "result").read_text())
-    result = Result(*fields)._replace(matrix=tuple(fields[6]))
+    result = Result.from_fields(json.loads((folder / "result").read_text()))
     return result if result.ok else result._replace(cause=cause)
-
-
-def serve(jobs: list[Job], at_once: int, timeout: float) -> Iterator[tuple[int, Result]]:
-    """(number, result) as they finish."""
-    _warm(jobs)
-    yield from forked([partial(_compile, job) for job in jobs], at_once, timeout)
 
 
 def forked(works: Sequence[Callable[[Path], Result]], at_once: int,
@@ -302,10 +301,8 @@ def forked(works: Sequence[Callable[[Path], Result]], at_once: int,
         shutil.rmtree(room, ignore_errors=True)
 
 
-def _warm(jobs: list[Job]) -> None:
-    """What every child would otherwise do again: imports, and the hash of Triton's library."""
-    for module in {job.launch.module for job in jobs}:
-        importlib.import_module(module)
+def warm() -> None:
+    """What every child would otherwise do again: the hash of Triton's library."""
     for home in ("triton.runtime.cache", "triton.compiler.compiler"):
         with suppress(ImportError, AttributeError):
             importlib.import_module(home).triton_key()
@@ -324,13 +321,16 @@ def main(arguments: list[str] | None = None) -> None:
     jobs = []
     for line in filter(None, map(str.strip, sys.stdin)):
         fields = json.loads(line)
-        launch = fields.get("launch", fields)
-        sm = fields.get("sm", given.sm)
+        sm = fields.pop("sm", given.sm)
         if sm is None:
             parser.error("--sm is needed where a line does not say")
-        jobs.append(Job(sm, Recorded.from_json(json.dumps(launch))))
+        jobs.append(Job(sm, Recorded.from_fields(fields.get("launch", fields))))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the children are ended, too
-    for number, result in serve(jobs, given.at_once or os.cpu_count() or 1, given.timeout):
+    for module in {job.launch.module for job in jobs}:
+        importlib.import_module(module)  # once, before the children
+    warm()
+    works = [partial(_compile, job) for job in jobs]
+    for number, result in forked(works, given.at_once or os.cpu_count() or 1, given.timeout):
         print(json.dumps({"job": number, "kernel": jobs[number].launch.kernel, "sm": jobs[number].sm,
                           **result._asdict()}), flush=True)
 

@@ -34,14 +34,14 @@ def triton_environment(version: str, *, interpreter: bool = False,
     interpreter: also the newest numpy that this release's interpreter works with.
     Raises NotInstallable, which quotes pip.
     """
-    found = [installed([f"triton=={version}"], f"triton-{version}", cache)]
+    folders = [installed([f"triton=={version}"], f"triton-{version}", cache)]
     if release(version) < (3, 3) and importlib.util.find_spec("setuptools") is None:
-        found.append(installed(["setuptools"], "setuptools", cache))
+        folders.append(installed(["setuptools"], "setuptools", cache))
     bound = nearest(version).numpy
     if interpreter and bound:
-        found.append(installed([f"numpy{bound}"], f"numpy{bound}".replace("<", "-below-"), cache))
-    paths = [str(path) for path in found]
-    return {"PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        folders.append(installed([f"numpy{bound}"], f"numpy{bound}".replace("<", "-below-"), cache))
+    paths = [*map(str, folders), os.environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def cache_folder() -> Path:

@@ -69,12 +69,12 @@ class Outcome(NamedTuple):
     what: str = ""
 
     def __str__(self) -> str:
-        place = (f"{self.triton} "
-                 f"{self.layer}{f' sm_{self.sm}' if self.sm else ''}{f' {self.what}' if self.what else ''}")
+        card = f"sm_{self.sm}" if self.sm else ""
+        place = " ".join(filter(None, [self.triton, self.layer, card, self.what]))
         cause = " ".join(self.cause.split())
         # Triton says why at the end
         cause = cause if len(cause) <= LONGEST else f"{cause[:LONGEST // 3]} ... {cause[-LONGEST * 2 // 3:]}"
-        return f"{place}: {self.status}{f': {cause}' if cause else ''}"
+        return ": ".join(filter(None, [place, self.status, cause]))
 
 
 class TritonMatrix:
@@ -129,7 +129,7 @@ class TritonMatrix:
         orders = [asked._replace(triton=version) for version in versions]
         with ThreadPoolExecutor(workers) as pool:
             self._judge(f"{module}.{name}",
-                        [outcome for found in pool.map(_visit, orders) for outcome in found])
+                        [outcome for of_one in pool.map(_visit, orders) for outcome in of_one])
 
     def _judge(self, name: str, outcomes: list[Outcome]) -> None:
         counts = Counter(outcome.status if outcome.status in ("ok", "skipped") else "failed"
@@ -154,8 +154,8 @@ def triton_matrix(request: pytest.FixtureRequest) -> TritonMatrix:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What passed, and what was not looked at. From the reports, which reach this process from pytest-xdist's
     workers too."""
-    reports = [report for found in terminalreporter.stats.values()
-               for report in found if getattr(report, "when", "") == "call"]
+    reports = [report for with_status in terminalreporter.stats.values()
+               for report in with_status if getattr(report, "when", "") == "call"]
     told = [value for report in reports for name, value in report.user_properties if name == "triton_matrix"]
     if told:
         terminalreporter.write_sep("-", "Triton matrix")
@@ -168,14 +168,13 @@ def _located(function: Any) -> tuple[str, str, str]:
         raise TypeError(f"function: got the Triton kernel {getattr(function, '__name__', function)}, need a "
                         "function that launches it")
     name, home = getattr(function, "__qualname__", ""), getattr(function, "__module__", None)
-    found: Any = sys.modules.get(home or "")
-    file = getattr(found, "__file__", None)
+    there: Any = sys.modules.get(home or "")
+    file = getattr(there, "__file__", None)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if not callable(function) or found is not function or not home or not file or home == "__main__":
+        there = getattr(there, part, None)
+    if not callable(function) or there is not function or not home or not file or home == "__main__":
         raise TypeError(f"function: got {name or repr(function)}, need a function at the top level of a "
-                        "module: "
-                        "processes that have other Triton releases import it by module and name")
+                        "module: processes that have other Triton releases import it by module and name")
     try:
         inspect.signature(function).bind()
     except TypeError as error:
@@ -187,28 +186,28 @@ def _located(function: Any) -> tuple[str, str, str]:
 def _several(what: str, given: Any, need: str, right: Callable[[Any], bool]) -> list[Any]:
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise TypeError(f"{what}: got {given!r}, need {need}")
-    found = list(given)
-    wrong = [one for one in found if not right(one)]
-    if wrong or not found:
+    values = list(given)
+    wrong = [one for one in values if not right(one)]
+    if wrong or not values:
         raise ValueError(f"{what}: got {', '.join(map(repr, wrong)) or 'an empty list'}, need {need}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
 def _visit(order: Order) -> list[Outcome]:
     """One release. Importing and compiling share a child; the interpreter has to be chosen before Triton is
     imported."""
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     for layers in (["import", "compile"], ["interpret"]):
         wanted = [layer for layer in layers if layer in order.layers]
-        if not wanted or any(outcome.layer == "import" and outcome.status != "ok" for outcome in found):
+        if not wanted or any(outcome.layer == "import" and outcome.status != "ok" for outcome in outcomes):
             continue
         try:
             environment = triton_environment(order.triton, interpreter="interpret" in wanted)
         except NotInstallable as error:  # in CI nobody looks at skips
-            return [*found, Outcome(order.triton, "install", "failed" if os.environ.get("CI") else "skipped",
-                                    str(error))]
-        found += _child(order._replace(layers=wanted), environment)
-    return found
+            status = "failed" if os.environ.get("CI") else "skipped"
+            return [*outcomes, Outcome(order.triton, "install", status, str(error))]
+        outcomes += _child(order._replace(layers=wanted), environment)
+    return outcomes
 
 
 def _child(order: Order, environment: dict[str, str]) -> list[Outcome]:
@@ -224,16 +223,16 @@ def _child(order: Order, environment: dict[str, str]) -> list[Outcome]:
         ran = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace",
                              stdin=subprocess.DEVNULL, env={**os.environ, **environment, **settings})
         told = [Outcome(*json.loads(line)) for line in answers.read_text().splitlines()]
-    found = [outcome for outcome in told if outcome.status != "began"]
+    outcomes = [outcome for outcome in told if outcome.status != "began"]
     if ran.returncode:
         at = next((outcome.layer for outcome in reversed(told) if outcome.status == "began"),
                   "interpret" if interpret else "import")
         lines = [line for line in ran.stderr.splitlines() if line.strip()]
         why = next((line for line in reversed(lines) if TELLING.search(line)), lines[-1] if lines else "")
         if ran.returncode == -signal.SIGALRM:
-            found.append(Outcome(order.triton, at, "timeout", f"after {order.timeout:g} s"))
+            outcomes.append(Outcome(order.triton, at, "timeout", f"after {order.timeout:g} s"))
         else:
-            ended = signal.Signals(
-                -ran.returncode).name if ran.returncode < 0 else f"exit code {ran.returncode}"
-            found.append(Outcome(order.triton, at, "abort", f"{ended}: {why}" if why else ended))
-    return found
+            ended = (signal.Signals(-ran.returncode).name if ran.returncode < 0
+                     else f"exit code {ran.returncode}")
+            outcomes.append(Outcome(order.triton, at, "abort", f"{ended}: {why}" if why else ended))
+    return outcomes

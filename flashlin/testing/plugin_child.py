@@ -14,11 +14,12 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -26,13 +27,16 @@ from packaging.version import Version
 from flashlin.compat.target import parse, pretend
 from flashlin.shielding import autotune as tuning
 from flashlin.testing.compare import poisoned
-from flashlin.testing.compile import Driver, Job, serve
+from flashlin.testing.compile import Driver, compiled_by, forked, warm
 from flashlin.testing.plugin import Order, Outcome
 from flashlin.testing.record import Recorded, specialised
 
 NONE_LAUNCHED = ("the function launches no Triton kernel when its tensors are on the CPU, so nothing would "
                  "be tested")
+BFLOAT16 = "Triton's interpreter computes bfloat16 wrongly in every release, so numbers are not compared"
 PLAIN = (bool, int, float, str, type(None))
+# The launches that were asked for: what the JIT would compile for, in words, and what has it compile that.
+Launches = dict[tuple[int, Recorded], Callable[[], Any]]
 
 
 class CpuDriver(Driver):
@@ -46,49 +50,31 @@ class CpuDriver(Driver):
         return torch.device("cpu")
 
 
-class Launched(NamedTuple):
-    """A launch that was asked for. seen: what the JIT would compile for, in words."""
-    compile: Callable[..., Any]
-    kernel: Any
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-    seen: Recorded
-
-    def warmup(self, *_: Any, **__: Any) -> Any:
-        """For ``compile.serve``, which knows launches as kernels of a module: the arguments are those of the
-        launch."""
-        return self.compile(self.kernel, *self.args, grid=(1,), warmup=True, **self.options)
-
-
 def main() -> None:
     order = Order(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     signal.alarm(math.ceil(order.timeout))  # unhandled: it ends compiled code as well
     with open(sys.argv[2], "a", buffering=1) as answers:
-        (interpret if "interpret" in order.layers else import_and_compile)(order, answers)
+        for outcome in (interpret if "interpret" in order.layers else import_and_compile)(order):
+            print(json.dumps(outcome), file=answers)
 
 
-def tell(answers: TextIO, order: Order, layer: str, status: str, cause: str = "", sm: int = 0,
-         what: str = "") -> None:
-    print(json.dumps(Outcome(order.triton, layer, status, cause, sm, what)), file=answers)
-
-
-def import_and_compile(order: Order, answers: TextIO) -> None:
-    tell(answers, order, "import", "began")
-    launches: dict[Any, Launched] = {}
+def import_and_compile(order: Order) -> Iterator[Outcome]:
+    told = partial(Outcome, order.triton)
+    yield told("import", "began")
+    launches: Launches = {}
     try:
         record_into(launches)
         function = load(order, configurations=None)
     except BaseException as error:  # pytest's own skip is none of Exception's
-        tell(answers, order, "import", "exception", told(error))
+        yield told("import", "exception", in_short(error))
         return
     if "import" in order.layers:
-        tell(answers, order, "import", "ok")
+        yield told("import", "ok")
     if "compile" not in order.layers:
         return
-    tell(answers, order, "compile", "began")
-    jobs: list[Job] = []
-    seen: list[str] = []
+    yield told("compile", "began")
+    works, places = [], []
     for sm in order.sm:
         launches.clear()
         set_driver(sm)
@@ -100,21 +86,17 @@ def import_and_compile(order: Order, answers: TextIO) -> None:
             if not launches:
                 raise RuntimeError(NONE_LAUNCHED)
         except BaseException as error:
-            tell(answers, order, "compile", "exception", told(error), sm)
-        for launch in launches.values():
-            name = f"launch_{len(jobs)}"
-            globals()[name] = launch
-            jobs.append(Job(sm, Recorded(__name__, name, (), (), launch.seen.num_warps,
-                                         launch.seen.num_stages, 0, ())))
-            seen.append(str(launch.seen))
+            yield told("compile", "exception", in_short(error), sm)
+        works += [partial(compiled_by, warmup, sm) for warmup in launches.values()]
+        places += [(sm, str(launch)) for _, launch in launches]
     signal.alarm(0)  # from here on each kernel has its own
-    for number, result in serve(jobs, order.at_once, order.timeout):
+    warm()
+    for number, result in forked(works, order.at_once, order.timeout):
         cause = f"after {order.timeout:g} s" if result.status == "timeout" else result.message
-        tell(answers, order, "compile", result.status, ": ".join(filter(None, [cause, result.cause])),
-             int(jobs[number].sm), seen[number])
+        yield told("compile", result.status, ": ".join(filter(None, [cause, result.cause])), *places[number])
 
 
-def interpret(order: Order, answers: TextIO) -> None:
+def interpret(order: Order) -> Iterator[Outcome]:
     from triton.runtime import interpreter
     launched, halves = list[str](), set[str]()
     start, storage = interpreter.GridExecutor.__call__, interpreter._get_np_dtype
@@ -141,18 +123,15 @@ def interpret(order: Order, answers: TextIO) -> None:
             raise RuntimeError(NONE_LAUNCHED)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise TypeError(f"{order.function} returned {type(answer).__name__}, need two things, what came "
-                            "out and what is right; "
-                            "layers=('import', 'compile') does without")
+                            "out and what is right; layers=('import', 'compile') does without")
         status = "wrong"
         torch.testing.assert_close(*answer, rtol=order.rtol, atol=order.atol, check_dtype=False)
         status, cause = "ok", ""
     except BaseException as error:
-        cause = str(error) if status == "wrong" else told(error)
+        cause = str(error) if status == "wrong" else in_short(error)
     if halves:
-        status, cause = ("skipped",
-                         "Triton's interpreter computes bfloat16 wrongly in every release, so numbers are "
-                         "not compared")
-    tell(answers, order, "interpret", status, cause)
+        status, cause = "skipped", BFLOAT16
+    yield Outcome(order.triton, "interpret", status, cause)
 
 
 def set_driver(sm: int) -> None:
@@ -188,11 +167,11 @@ def load(order: Order, configurations: int | None) -> Callable[[], Any]:
         assert spec is not None and spec.loader is not None
         module = sys.modules[order.module] = module_from_spec(spec)
         spec.loader.exec_module(module)
-    found: Callable[[], Any] = attrgetter(order.function)(module)
-    return found
+    function: Callable[[], Any] = attrgetter(order.function)(module)
+    return function
 
 
-def record_into(launches: dict[Any, Launched]) -> None:
+def record_into(launches: Launches) -> None:
     """From now on a launch is kept instead of made, once for each kernel that the JIT would compile."""
     from triton.runtime.jit import JITFunction
     compile_as_it_is = JITFunction.run
@@ -200,8 +179,8 @@ def record_into(launches: dict[Any, Launched]) -> None:
     def keep(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         # A configuration's hook may set the block of a tensor descriptor, and the next one's sets it again.
         args, options = tuple(map(snapshot, args)), {name: snapshot(value) for name, value in options.items()}
-        seen = in_words(kernel, args, options)
-        launches.setdefault((id(kernel), seen), Launched(compile_as_it_is, kernel, args, options, seen))
+        launches.setdefault((id(kernel), in_words(kernel, args, options)),
+                            partial(compile_as_it_is, kernel, *args, grid=(1,), warmup=True, **options))
     JITFunction.run = keep
 
 
@@ -230,7 +209,7 @@ def kind(value: Any, specialise: bool) -> str | None:
         return f"{type(value).__name__}:{getattr(value, 'dtype', '')}{getattr(value, 'block_shape', '')}"
 
 
-def told(error: BaseException) -> str:
+def in_short(error: BaseException) -> str:
     """An exception, and where in the user's code it comes from."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if theirs(frame.filename)]
     said = str(error) or (frames[-1].line if frames else "")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
-import json
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,14 +55,13 @@ class Recorded(NamedTuple):
         return (f"{self.kernel}({', '.join(str(kind) for _, kind in self.arguments)}) {constants} "
                 f"warps={self.num_warps} stages={self.num_stages}")
 
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps({**self._asdict(), "arguments": dict(self.arguments),
-                           "constants": dict(self.constants)})
+    def fields(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**self._asdict(), "arguments": dict(self.arguments), "constants": dict(self.constants)}
 
     @classmethod
-    def from_json(cls, line: str) -> Recorded:
-        fields = json.loads(line)
+    def from_fields(cls, fields: dict[str, Any]) -> Recorded:
+        """The launch that has these fields, also where they come out of JSON."""
         return cls(**{**fields, "arguments": tuple(fields["arguments"].items()),
                       "constants": tuple(fields["constants"].items()), "traits": tuple(fields["traits"])})
 
@@ -72,16 +70,16 @@ class Recorded(NamedTuple):
 def recording(target: Target) -> Iterator[list[Recorded]]:
     """Plan every call for ``target`` and collect what it would start, each kernel once, in order of the first
     launch."""
-    found: list[Recorded] = []
+    launches: list[Recorded] = []
 
     def keep(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         seen = recorded(launch, kernel, arguments)
-        if seen not in found:
-            found.append(seen)
+        if seen not in launches:
+            launches.append(seen)
     machine.pretend(target)
     door.replace_starter(keep)
     try:
-        yield found
+        yield launches
     finally:
         door.replace_starter(None)
         machine.pretend(None)
@@ -91,8 +89,8 @@ def recorded(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> Recorded
     """What is left of a launch once the JIT has looked at it."""
     # Under TRITON_INTERPRET a kernel is an InterpretedFunction, which keeps the decorator's options in
     # kwargs.
-    left_alone = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs",
-                                                                       {}).get("do_not_specialize") or ()
+    decorator = getattr(kernel, "kwargs", {})
+    left_alone = getattr(kernel, "do_not_specialize", None) or decorator.get("do_not_specialize") or ()
     constexprs = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
     values = zip(kernel.arg_names, door.in_order(launch, kernel, arguments), strict=True)
     kinds = tuple((name, specialised(value, name not in left_alone))
@@ -122,8 +120,8 @@ def specialised(value: Any, specialise: bool = True) -> str | None:
 
 
 def source_hash(module: str, kernel: str) -> str:
-    """Of what a kernel does: a record holds for as long as this stays the same. Comments, docstrings and
-    layout may change."""
+    """The module of a kernel and a hash of what it does: a record holds for as long as this stays the same.
+    Comments, docstrings and layout may change."""
     return f"{module}:{hashlib.sha256(source_of(module, kernel).encode()).hexdigest()[:12]}"
 
 

@@ -61,6 +61,5 @@ def _write(node: Any, words: list[str]) -> None:
 
 def _says_nothing(statement: Any) -> bool:
     """A docstring, or a text that stands alone elsewhere."""
-    return isinstance(statement, ast.Expr) and isinstance(statement.value,
-                                                          ast.Constant) and isinstance(statement.value.value,
-                                                                                       str)
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)

@@ -14,7 +14,6 @@ from flashlin.ops import causal_conv1d, selective_scan, state_update
 from flashlin.testing.cases.mamba import make_scan, make_selective, make_step, make_window
 from flashlin.testing.compare import poisoned
 
-CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -34,7 +33,7 @@ def results(given: Tensors) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("edges", [(), (0, 20, 20, 37)], ids=["dense", "packed"])
 def test_a_batch_in_parts_equals_the_whole(edges: tuple[int, ...], axis_limits: Callable[..., None]) -> None:
-    given = make_scan(CPU, torch.float32, generator(), b=3, T=20, H=4, G=2, V=16, K=16, edges=edges)
+    given = make_scan(torch.float32, generator(), b=3, T=20, H=4, G=2, V=16, K=16, edges=edges)
     whole = results(given)
     axis_limits(8, 1, 1)
     for got, wanted in zip(results(given), whole, strict=True):
@@ -43,7 +42,7 @@ def test_a_batch_in_parts_equals_the_whole(edges: tuple[int, ...], axis_limits: 
 
 @pytest.mark.parametrize("nothing", [{"b": 0}, {"T": 0}, {"H": 0, "G": 0}], ids=str)
 def test_nothing_to_do(nothing: dict[str, int]) -> None:
-    given = make_scan(CPU, torch.float32, generator(),
+    given = make_scan(torch.float32, generator(),
                       **{"b": 2, "T": 5, "H": 4, "G": 2, "V": 16, "K": 16, **nothing})
     assert all(not x.isnan().any() for x in results(given))
 
@@ -55,7 +54,7 @@ def test_public_simple_gla_refuses_groups() -> None:
 
 
 def test_a_state_of_any_strides_is_updated_where_it_lies() -> None:
-    given = make_step(CPU, torch.float32, generator(), tied=False)
+    given = make_step(torch.float32, generator(), tied=False)
     given.pop("state")
     for behind in (torch.randn(3, 4, 24, 20).mT, torch.randn(20, 3, 24, 4).permute(1, 3, 0, 2),
                    torch.randn(3, 8, 20, 48)[:, ::2, :, ::2]):
@@ -81,7 +80,7 @@ def test_strided_inputs_of_a_step() -> None:
 
 
 def test_an_index_past_the_end_touches_nothing() -> None:
-    given = make_step(CPU, torch.float32, generator(), tied=False, pool=7)
+    given = make_step(torch.float32, generator(), tied=False, pool=7)
     state = given.pop("state")
     given["state_batch_indices"] = torch.tensor([6, 7, 2**40])
     before = state.clone()
@@ -93,10 +92,10 @@ def test_an_index_past_the_end_touches_nothing() -> None:
 
 @torch.no_grad()
 def test_the_library_operators_write_in_place() -> None:
-    given = make_step(CPU, torch.float32, generator(), tied=False)
+    given = make_step(torch.float32, generator(), tied=False)
     args = [given.get(name) for name in ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")]
     torch.library.opcheck(state_update._library_op, (*args, None, True))
-    given = make_window(CPU, torch.float32, generator(), pool=7, ring=True)
+    given = make_window(torch.float32, generator(), pool=7, ring=True)
     torch.library.opcheck(causal_conv1d._library_op, (*(given[name] for name in (
         "x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices")), True))
 
@@ -104,7 +103,7 @@ def test_the_library_operators_write_in_place() -> None:
 @pytest.mark.parametrize("nothing", [{"b": 0}, {"T": 0}], ids=str)
 def test_a_selective_scan_of_nothing(nothing: dict[str, int]) -> None:
     leaves = {name: x.requires_grad_()
-              for name, x in make_selective(CPU, torch.float32, generator(),
+              for name, x in make_selective(torch.float32, generator(),
                                             **{"b": 2, "T": 5, **nothing}).items()}
     with poisoned():
         y, last = flashlin.selective_scan_fn(**leaves, return_last_state=True)
@@ -115,7 +114,7 @@ def test_a_selective_scan_of_nothing(nothing: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("given", [("D", "z", "delta_bias"), ()], ids=["all", "bare"])
 def test_a_compiled_selective_scan(given: tuple[str, ...]) -> None:
-    tensors = make_selective(CPU, torch.float32, generator(), T=40, D=5, N=3, given=given)
+    tensors = make_selective(torch.float32, generator(), T=40, D=5, N=3, given=given)
     leaves = {name: x.requires_grad_() for name, x in tensors.items()}
     arguments = [leaves.get(name) for name in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")]
     arguments[3:5] = [x.unsqueeze(1) for x in arguments[3:5] if x is not None]
@@ -136,14 +135,14 @@ def test_a_compiled_selective_scan(given: tuple[str, ...]) -> None:
 
 
 def test_more_states_than_kernels_take_are_left_to_torch_when_compiled_too() -> None:
-    tensors = make_selective(CPU, torch.float32, generator(), b=1, T=3, D=2, N=260, given=())
+    tensors = make_selective(torch.float32, generator(), b=1, T=3, D=2, N=260, given=())
     compiled = torch.compile(lambda **x: flashlin.selective_scan_fn(**x), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**tensors), flashlin.selective_scan_fn(**tensors))
 
 
 def test_a_selective_scan_reads_what_lies_anywhere() -> None:
     """Slices of a projection, tokens or channels together, a gradient that is one number for all."""
-    tensors = make_selective(CPU, torch.float32, generator(), T=37, D=6, N=5, G=2)
+    tensors = make_selective(torch.float32, generator(), T=37, D=6, N=5, G=2)
     apart = {**tensors, "u": torch.cat([tensors["u"].mT, tensors["z"].mT], 2).mT[:, :6],
              "z": tensors["z"].mT.contiguous().mT,
              "B": tensors["B"].permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),

@@ -340,7 +340,7 @@ DECODING = [case for case in CASES if str(case) in (
 def test_gates_and_rates_are_inside_the_one_launch(case: Case, starts: list[Any]) -> None:
     """Eager and compiled, where the bound of a gate goes through the library operator."""
     def again() -> Tensors:
-        return case.make(CPU, torch.float32, torch.Generator().manual_seed(0))
+        return case.make(torch.float32, torch.Generator().manual_seed(0))
     eager = case.call(**again())
     assert len(starts) == 1 and len(DECODING) == 4
     compiled = torch.compile(case.call, fullgraph=True, backend="aot_eager")(**again())

@@ -14,6 +14,7 @@ from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
 from flashlin.ops._common.planned import planned
 from flashlin.testing.cases import CASES
+from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors, check, judge, poisoned
 
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ def test_cases_have_names_of_their_own_and_cover_every_op() -> None:
 
 # What follows breaks a right op in one way each.
 
-def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Tensors:
+def make(dtype: torch.dtype, generator: torch.Generator) -> Tensors:
     made = {name: torch.randn(2, 400, 2, 8, generator=generator).to(dtype) for name in ("q", "k", "v")}
     return {**made, "initial_state": torch.randn(2, 2, 8, 8, generator=generator)}
 
@@ -116,6 +117,15 @@ def with_row(x: torch.Tensor, value: float) -> torch.Tensor:
 def test_the_right_op_passes() -> None:
     assert failing(broken(right)) == []
     assert failing(broken(right), torch.bfloat16) == []
+
+
+def test_an_output_that_nobody_named_is_an_error() -> None:
+    """Or it would not be compared."""
+    op = Op("chunk_retention", make, lambda **tensors: tuple(reference(**tensors).values()),
+            {"*": 0.005, "d*": 0.008}, always={"scale": 1.0, "output_final_state": True})
+    assert failing(op("both")) == []
+    with pytest.raises(ValueError, match="longer"):
+        failing(op._replace(outputs=("o",))("the first"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -15,7 +15,6 @@ from flashlin.policy import Policy
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, Tensors
 
-CPU = torch.device("cpu")
 FIRST = {case.op: case for case in reversed(CASES)}     # one case of each op
 OPERATORS = ("chunk_simple_gla", "chunk_kda", "fused_recurrent_kda", "chunk_hgrn", "layer_norm",
              "causal_conv1d", "selective_scan_fn",
@@ -34,7 +33,7 @@ def starts() -> list[str]:
 
 def tensors_of(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
     """All tensors of a case, and those that get a gradient."""
-    made = case.make(CPU, dtype, torch.Generator().manual_seed(0))
+    made = case.make(dtype, torch.Generator().manual_seed(0))
     return made, {name: x.requires_grad_()
                   for name, x in made.items() if x.is_floating_point() and name not in case.constant}
 

@@ -21,7 +21,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def made(maker: Callable[..., Tensors], dtype: torch.dtype = torch.float32, **facts: Any) -> Tensors:
-    return maker(CPU, dtype, torch.Generator().manual_seed(0), **facts)
+    return maker(dtype, torch.Generator().manual_seed(0), **facts)
 
 
 scan_inputs = partial(made, make_scan, T=12, V=8, K=16)

@@ -21,7 +21,7 @@ H200 = parse("triton=3.6.0,sm=90")
 
 
 def made(dtype: torch.dtype = torch.float64, **facts: Any) -> dict[str, torch.Tensor]:
-    given = make_selective(CPU, dtype, torch.Generator().manual_seed(0), **{"T": 5, "D": 4, "N": 3, **facts})
+    given = make_selective(dtype, torch.Generator().manual_seed(0), **{"T": 5, "D": 4, "N": 3, **facts})
     return {name: x.to(dtype) for name, x in given.items()}
 
 

@@ -670,7 +670,7 @@ def test_anything_against_the_reference(data: st.DataObject) -> None:
     op = pick("chunk_simple_gla", "fused_recurrent_simple_gla", "simple_gla")
     B, T, N = (1, sum(lengths), len(lengths)) if packed else (len(lengths), max(lengths), len(lengths))
 
-    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Tensors:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> Tensors:
         def made(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
         found = {"q": made(B, T, H, K).to(dtype), "k": made(B, T, H, K).to(dtype),

@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
-from types import ModuleType
 
 from flashlin.testing.compare import Case
 
-# Cases are run in this order; of files not named here last.
-ORDER = ("simple_gla", "delta", "gla", "rwkv6", "dplr", "recurrent", "hgrn", "norm", "conv", "pointwise",
-         "norm_linear", "rotary", "cross_entropy", "mamba")
-
-
-def _families() -> list[ModuleType]:
-    files = [file.name for file in iter_modules(__path__)]
-    files.sort(key=lambda name: (*ORDER, name).index(name))
-    found = [import_module(f"{__name__}.{file}") for file in files]
-    return [module for module in found if hasattr(module, "CASES")]
-
-
-FAMILIES = tuple(_families())
-CASES: tuple[Case, ...] = tuple(case for family in FAMILIES for case in family.CASES)
+_modules = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
+CASES: tuple[Case, ...] = tuple(case for module in _modules for case in getattr(module, "CASES", ()))

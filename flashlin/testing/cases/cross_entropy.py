@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import flashlin
 from flashlin.kernels.cross_entropy.reference import cross_entropy
+from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.001, "d*": 0.005}
@@ -17,7 +19,6 @@ LINEAR = {"*": 0.005, "d*": 0.02}   # 16-bit logits between the products
 
 
 def make(
-    device: torch.device,
     dtype: torch.dtype,
     generator: torch.Generator,
     *,
@@ -32,7 +33,7 @@ def make(
 ) -> Tensors:
     """D: of the linear layer, 0 for logits as they are. kind: ``far`` logits, ``masked`` ones, which are
     -inf, or ``peaked`` ones, which leave no doubt about the highest. ignored: ``some`` rows, or ``all``."""
-    def randn(*shape: int, size: float = 1.0) -> torch.Tensor:
+    def randn(*shape: int, size: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=generator) * size).to(dtype)
     target = torch.randint(0, V, (N,), generator=generator)
     if ignored:
@@ -47,69 +48,62 @@ def make(
     if kind == "masked":
         made["logits"][:, 1::2] = -torch.inf
         made["target"] -= made["target"] % 2
-    return {name: x.to(device) for name, x in made.items()}
+    return made
 
 
-def call(extra: dict[str, Any], logits: torch.Tensor, target: torch.Tensor) -> Tensors:
-    loss, z_loss = flashlin.cross_entropy_loss(logits * 1 if extra.get("inplace_backward") else logits,
-                                               target, **extra)
-    return {"loss": loss, "z_loss": z_loss}
+def call(logits: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    if options.get("inplace_backward"):
+        logits = logits * 1  # a leaf may not be written to
+    return flashlin.cross_entropy_loss(logits, target, **options)
 
 
-def reference(extra: dict[str, Any], logits: torch.Tensor, target: torch.Tensor) -> Tensors:
-    loss, z_loss = cross_entropy(logits, target,
-                                 **{name: value for name, value in extra.items()
-                                    if name != "inplace_backward"})
-    return {"loss": loss, "z_loss": z_loss.detach()}
+def reference(logits: Tensor, target: Tensor, inplace_backward: bool = False,
+              **terms: Any) -> tuple[Tensor, Tensor]:
+    loss, z_loss = cross_entropy(logits, target, **terms)
+    return loss, z_loss.detach()
 
 
-def linear_call(extra: dict[str, Any], **tensors: Any) -> Tensors:
-    return {"loss": flashlin.fused_linear_cross_entropy_loss(**tensors, **extra)}
-
-
-def linear_reference(extra: dict[str, Any], x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor,
-                     bias: torch.Tensor | None = None) -> Tensors:
-    given = dict(extra)
-    given.pop("num_chunks", None)
-    reduction, penalty = given.pop("reduction", "mean"), given.pop("l2_penalty_factor",
-                                                                   1e-4) if given.pop("use_l2warp",
-                                                                                      False) else 0.0
-    logits = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    loss = cross_entropy(logits, target, **given)[0].sum()
-    counted = int((target != given.get("ignore_index", -100)).sum())
+def linear_reference(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    use_l2warp: bool = False,
+    l2_penalty_factor: float = 1e-4,
+    ignore_index: int = -100,
+    num_chunks: int = 1,
+    **terms: Any,
+) -> Tensor:
+    logits = F.linear(x, weight, bias)
+    loss = cross_entropy(logits, target, ignore_index=ignore_index, **terms)[0].sum()
+    if reduction == "mean":
+        loss = loss / max(int((target != ignore_index).sum()), 1)
     # of which only the gradient counts
-    squares = logits.max(1).values.square().sum() * (penalty / 2 / max(len(x), 1))
-    return {"loss": loss / (max(counted, 1) if reduction == "mean" else 1) + squares - squares.detach()}
+    squares = logits.max(1).values.square().sum() * (l2_penalty_factor * use_l2warp / 2 / max(len(x), 1))
+    return loss + squares - squares.detach()
 
 
-def _case(name: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
-    given = extra or {}
-    return Case("cross_entropy_loss", name, partial(make, **facts), partial(call, given),
-                partial(reference, given), TOLERANCES, (), quick)
-
-
-def _linear(name: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
-    given = extra or {}
-    return Case("fused_linear_cross_entropy_loss", name, partial(make, **{"D": 24, "V": 60, **facts}),
-                partial(linear_call, given), partial(linear_reference, given), LINEAR, (), quick)
-
-
+_loss = Op("cross_entropy_loss", make, reference, TOLERANCES, ("loss", "z_loss"), {}, call)
+_linear = Op("fused_linear_cross_entropy_loss", partial(make, D=24, V=60), linear_reference, LINEAR,
+             ("loss",), {})
 ALL: dict[str, Any] = {"label_smoothing": 0.1, "logit_scale": 1.7, "lse_square_scale": 0.01,
                        "logit_softcapping": 3.0}
-CASES: list[Case] = [_case("random", quick=True),
-                     *(_case(_name, {_name: _value}) for _name, _value in ALL.items()),
-                     _case("all-terms", ALL)]
-CASES += [_case("negative-scale", {"logit_scale": -0.5}), _case("smoothing-1", {"label_smoothing": 1.0}),
-          _case("V=1", V=1), _case("V=3", V=3, N=700), _case("V=1000", ALL, V=1000),
-          _case("V=8192", V=8192, N=5), _case("V=8193", ALL, V=8193, N=5), _case("V=20001", V=20001, N=5),
-          _case("V=256000", ALL, V=256000, N=2), _case("ignored", ALL, ignored="some"),
-          _case("all-ignored", ALL, ignored="all"), _case("int32", index="int32", ignored="some"),
-          _case("ignore-index-in-range", {"ignore_index": 3}, ignored="some", ignore_index=3),
-          _case("one-row", N=1), _case("no-rows", N=0), _case("far", kind="far"),
-          _case("far-wide", kind="far", V=9000, N=5),
-          _case("far-capped", {"logit_softcapping": 30.0}, kind="far"), _case("masked", kind="masked"),
-          _case("masked-wide", kind="masked", V=9000, N=5),
-          _case("in-place", {**ALL, "inplace_backward": True}, V=500, ignored="some")]
+CASES: list[Case] = [_loss("random", quick=True),
+                     *(_loss(_name, {_name: _value}) for _name, _value in ALL.items()),
+                     _loss("all-terms", ALL)]
+CASES += [_loss("negative-scale", {"logit_scale": -0.5}), _loss("smoothing-1", {"label_smoothing": 1.0}),
+          _loss("V=1", V=1), _loss("V=3", V=3, N=700), _loss("V=1000", ALL, V=1000),
+          _loss("V=8192", V=8192, N=5), _loss("V=8193", ALL, V=8193, N=5), _loss("V=20001", V=20001, N=5),
+          _loss("V=256000", ALL, V=256000, N=2), _loss("ignored", ALL, ignored="some"),
+          _loss("all-ignored", ALL, ignored="all"), _loss("int32", index="int32", ignored="some"),
+          _loss("ignore-index-in-range", {"ignore_index": 3}, ignored="some", ignore_index=3),
+          _loss("one-row", N=1), _loss("no-rows", N=0), _loss("far", kind="far"),
+          _loss("far-wide", kind="far", V=9000, N=5),
+          _loss("far-capped", {"logit_softcapping": 30.0}, kind="far"), _loss("masked", kind="masked"),
+          _loss("masked-wide", kind="masked", V=9000, N=5),
+          _loss("in-place", {**ALL, "inplace_backward": True}, V=500, ignored="some")]
 CASES += [_linear("random", quick=True), _linear("sum", {"reduction": "sum"}), _linear("no-bias", bias=False),
           _linear("chunks", N=300, V=400, ignored="some"),
           _linear("few-chunks", {"num_chunks": 2}, N=150, V=200), _linear("all-ignored", ignored="all"),

@@ -2,18 +2,19 @@
 resemble each other, vectors as the layers have them, states, packed sequences, odd sizes."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-import flashlin
 from flashlin.kernels.dplr.reference import recurrence
-from flashlin.kernels.pointwise.reference import gate as decay_of_channels
-from flashlin.ops._common.preprocess import beta_of_logits, l2normalized
-from flashlin.testing.cases import forgetting
-from flashlin.testing.cases.delta import KEYS
+from flashlin.testing.cases import forgetting, sequences
+from flashlin.testing.cases.inputs import KEYS, Draw, bounds, extents
+from flashlin.testing.cases.op import Op
+from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dg": 0.02, "dgk": 0.02, "dw": 0.02, "dbeta": 0.02, "dA_log": 0.02,
@@ -23,21 +24,19 @@ TOLERANCES = {"*": 0.006, "d*": 0.008, "dg": 0.02, "dgk": 0.02, "dw": 0.02, "dbe
 # the digits.
 FORGETFUL = {"dbeta": 0.06, "dg": 0.05, "dgk": 0.05, "da": 0.02, "db": 0.02}
 REFLECTED = dict.fromkeys(("*", "d*", "dg", "dgk", "dbeta"), 0.1)
-# What the ops call the recurrence's tensors.
-NAMES = {"chunk_kda": {}, "chunk_rwkv7": {"q": "r", "g": "w"}, "chunk_dplr_delta_rule": {"g": "gk"},
-         "chunk_iplr_delta_rule": {}}
 
 
 def make(
-    device: torch.device,
     dtype: torch.dtype,
     generator: torch.Generator,
     *,
-    op: str,
+    vectors: bool = True,
+    gated: bool = True,
+    names: Mapping[str, str],
     B: int = 1,
     T: int = 100,
     H: int = 2,
-    HV: int = 0,
+    HV: int | None = None,
     K: int = 64,
     V: int = 64,
     keys: str = "random",
@@ -49,81 +48,43 @@ def make(
     edges: tuple[int, ...] = (),
     raw: bool = False,
 ) -> Tensors:
-    """rate: beta, or how much of what a reads b writes back: a = -k', b = rate k', k' like the keys. free: a
-    and b have nothing to do with each other. gate: one of forgetting.KINDS; ``layer`` (uniform in -0.607 ..
-    0); ``strong`` (uniform in -20 .. 0, the first channel all -20, the second all 0); or a number. raw: gates
+    """vectors: a and b, else beta. gated: with g. names: the op's, where they are not the recurrence's. HV: H
+    if None. keys: one of KEYS. rate: beta, or how much of what a reads b writes back: a = -k', b = rate k',
+    k' like the keys. free: a and b have nothing to do with each other. gate: as for Draw.decay. raw: gates
     that become decays inside the op."""
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-    if edges:
-        B, T = 1, edges[-1]
-    HV = HV or H
-    q, k, v = F.normalize(randn(B, T, H, K), dim=-1), KEYS[keys](randn(B, T, H, K)), randn(B, T, HV, V)
-    made = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
-    if raw:
-        made["g"] = forgetting.raw(gate, 4 * randn(B, T, HV, K))
-    elif gate == "strong":
-        made["g"] = -20 * torch.rand(B, T, HV, K, generator=generator)
-        made["g"][..., 0], made["g"][..., 1] = -20, 0
-    elif gate == "layer":
-        made["g"] = -0.6065306597 * torch.rand(B, T, HV, K, generator=generator)
-    elif gate in forgetting.KINDS:
-        made["g"] = forgetting.KINDS[gate](F.logsigmoid(randn(B, T, HV, K) + 2))
+    B, T, N = extents(B, T, edges)
+    draw = Draw(generator, B=B, T=T, H=H, HV=HV or H, K=K, V=V, N=N)
+    q, k, v = F.normalize(draw("B T H K"), dim=-1), KEYS[keys](draw("B T H K")), draw("B T HV V")
+    made = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype),
+            "g": forgetting.raw(gate, 4 * draw("B T HV K")) if raw else draw.decay(gate, "B T HV K")}
+    if vectors:
+        read = KEYS[keys](draw("B T HV K"))
+        share = draw("B T HV K").sigmoid() if rate == "random" else float(rate)
+        written = F.normalize(draw("B T HV K"), dim=-1) / 2 if free else read * share
+        made |= {"a": (-read).to(dtype), "b": written.to(dtype)}
     else:
-        made["g"] = torch.full((B, T, HV, K), float(gate))
-    if op == "chunk_kda":
-        beta = randn(B, T, HV)
-        made["beta"] = beta if raw else beta.sigmoid() if rate == "random" else torch.full_like(beta,
-                                                                                                float(rate))
-    else:
-        read = KEYS[keys](randn(B, T, HV, K))
-        share = randn(B, T, HV, K).sigmoid() if rate == "random" else float(rate)
-        made["a"], made["b"] = (-read).to(dtype), (F.normalize(randn(B, T, HV, K), dim=-1) / 2 if free
-                                                   else read * share).to(dtype)
-    if op == "chunk_iplr_delta_rule":
-        del made["g"]
+        beta = draw("B T HV")  # where beta is a number, too: the initial state of such cases depends on it
+        made["beta"] = (torch.full_like(beta, float(rate)) if rate != "random" else beta if raw
+                        else beta.sigmoid())
     if raw:
-        made["A_log"], made["dt_bias"] = randn(HV) * 0.5, randn(HV * K)
+        made |= {"A_log": draw("HV") * 0.5, "dt_bias": draw("HV K").flatten()}
     if state:
-        N = len(edges) - 1 if edges else B
-        made["initial_state"] = randn(N, HV, V, K) if v_first else randn(N, HV, K, V)
-    if edges:
-        made["cu_seqlens"] = torch.tensor(edges, dtype=torch.int32)
-    return {NAMES[op].get(name, name): x.contiguous().to(device) for name, x in made.items()}
+        made["initial_state"] = draw("N HV V K" if v_first else "N HV K V")
+    if not gated:
+        del made["g"]
+    return {names.get(name, name): x.contiguous() for name, x in made.items()} | bounds(edges)
 
 
-def call(op: str, extra: dict[str, Any], **tensors: torch.Tensor) -> Tensors:
-    o, ht = getattr(flashlin, op)(**tensors, **extra, output_final_state=True)
-    return {"o": o, "ht": ht}
+def _recurrence(q: Tensor, g: Tensor | None = None, **rest: Any) -> tuple[Tensor, Tensor]:
+    return recurrence(q, g=torch.zeros_like(q) if g is None else g, **rest)
 
 
-def reference(op: str, extra: dict[str, Any], initial_state: torch.Tensor | None = None,
-              cu_seqlens: torch.Tensor | None = None, A_log: torch.Tensor | None = None,
-              dt_bias: torch.Tensor | None = None, **tensors: torch.Tensor) -> Tensors:
-    back = {ours: name for name, ours in NAMES[op].items()}
-    given = {back.get(name, name): x for name, x in tensors.items()}
-    q, k = given.pop("q"), given.pop("k")
-    if extra.get("use_qk_l2norm_in_kernel"):
-        q, k = l2normalized(q), l2normalized(k)
-    g = given.pop("g", torch.zeros_like(q))
-    if extra.get("use_gate_in_kernel"):
-        g = decay_of_channels(g, A_log, dt_bias, extra.get("lower_bound"))
-        given["beta"] = beta_of_logits(given["beta"], True)
-    h0 = initial_state.mT if initial_state is not None and extra.get("state_v_first") else initial_state
-    scale = extra.get("scale", 1.0 if op == "chunk_rwkv7" else q.shape[3] ** -0.5)
-    o, ht = recurrence(q, k, given.pop("v"), g, **given, h0=h0, bounds=cu_seqlens, scale=scale)
-    return {"o": o, "ht": ht.mT if extra.get("state_v_first") else ht}
+def _op(name: str, names: Mapping[str, str], scale: float | None = None, **facts: Any) -> Op:
+    return Op(name, partial(make, names=names, **facts),
+              partial(sequences.outputs, _recurrence, names, scale=scale), TOLERANCES)
 
 
-def _case(op: str, id: str, extra: dict[str, Any] | None = None, quick: bool = False,
-          allowed: dict[str, float] | None = None, **facts: Any) -> Case:
-    extra = extra or {}
-    return Case(op, id, partial(make, op=op, **facts), partial(call, op, extra),
-                partial(reference, op, extra), {**TOLERANCES, **(allowed or {})}, (), quick)
-
-
-def _shared(op: str) -> list[Case]:
-    case = partial(_case, op)
+def _shared(case: Op) -> list[Case]:
     return [case("random", quick=True, T=70), case("batch", B=3), case("no-state", state=False, T=64),
             case("one-token", T=1), case("short", T=21, H=1),
             case("packed", {"scale": -0.7}, edges=(0, 1, 1, 66, 130, 150)), case("odd", K=100, V=36, T=70),
@@ -141,19 +102,18 @@ def _shared(op: str) -> list[Case]:
               for K, V in ((256, 256), (64, 512), (512, 64), (129, 20)))]
 
 
-L2 = {"use_qk_l2norm_in_kernel": True}
-GATES = {**L2, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
-_kda, _dplr, _rwkv7, _iplr = (partial(_case, op)
-                              for op in ("chunk_kda", "chunk_dplr_delta_rule", "chunk_rwkv7",
-                                         "chunk_iplr_delta_rule"))
+_kda = _op("chunk_kda", {}, vectors=False)
+_dplr = _op("chunk_dplr_delta_rule", {"g": "gk"})
+_rwkv7 = _op("chunk_rwkv7", {"q": "r", "g": "w"}, 1.0)
+_iplr = _op("chunk_iplr_delta_rule", {}, gated=False)
 CASES = [
-    *_shared("chunk_kda"), _kda("grouped", H=2, HV=6, K=32, V=40, T=40),
-    _kda("v-first", {"state_v_first": True}, v_first=True, K=24, V=40, T=70),
-    _kda("gates", GATES, raw=True, keys="raw", allowed={"dg": 0.03}),
-    _kda("gates-resets", GATES, raw=True, gate="resets", K=32, V=32, T=70),
-    _kda("bounded", {**GATES, "lower_bound": -5.0}, raw=True, keys="raw", T=70),
+    *_shared(_kda), _kda("grouped", H=2, HV=6, K=32, V=40, T=40),
+    _kda("v-first", V_FIRST, v_first=True, K=24, V=40, T=70),
+    _kda("gates", INSIDE, raw=True, keys="raw", allowed={"dg": 0.03}),
+    _kda("gates-resets", INSIDE, raw=True, gate="resets", K=32, V=32, T=70),
+    _kda("bounded", {**INSIDE, "lower_bound": -5.0}, raw=True, keys="raw", T=70),
     _kda("zero-keys", L2, keys="zero", K=32, V=32, T=70),
-    *_shared("chunk_dplr_delta_rule"), _dplr("free", free=True, T=70),
+    *_shared(_dplr), _dplr("free", free=True, T=70),
     _rwkv7("random", quick=True, gate="layer", T=70),
     _rwkv7("packed", gate="layer", edges=(0, 20, 20, 90), K=32, V=32),
     _rwkv7("alike", gate="layer", keys="alike", allowed=FORGETFUL), _iplr("random", quick=True, T=40),

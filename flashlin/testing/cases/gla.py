@@ -2,23 +2,25 @@
 sizes."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
-import flashlin
 from flashlin.kernels.gla.reference import recurrence
 from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_others
-from flashlin.testing.cases import forgetting
+from flashlin.testing.cases import sequences
+from flashlin.testing.cases.inputs import Draw, bounds, extents
+from flashlin.testing.cases.op import Op
+from flashlin.testing.cases.sequences import V_FIRST
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02, "dgk": 0.02, "dgv": 0.02}
 
 
 def make(
-    device: torch.device,
     dtype: torch.dtype,
     generator: torch.Generator,
     *,
@@ -27,81 +29,43 @@ def make(
     H: int = 2,
     K: int = 64,
     V: int = 64,
+    gates: Mapping[str, str],
     gate: str = "random",
+    shift: float = 2.0,
     kind: str = "random",
     state: bool = True,
     v_first: bool = False,
     edges: tuple[int, ...] = (),
-    name: str = "g",
-    values: bool = False,
 ) -> Tensors:
-    """gate: one of forgetting.KINDS; ``strong`` (uniform in -20 .. 0, the first channel all -20, the second
-    all 0); or a number. name: what the op calls its gate, "" for none. values: gv, too."""
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-    if edges:
-        B, T = 1, edges[-1]
-    q, k, v = (randn(B, T, H, D).to(dtype) for D in (K, K, V))
+    """gates: the decays' names and dimensions; gate, shift: as for Draw.decay. kind: of q, k and v,
+    ``random``, ``constant`` or ``one-key``."""
+    B, T, N = extents(B, T, edges)
+    draw = Draw(generator, B=B, T=T, H=H, K=K, V=V, N=N)
+    q, k, v = (draw(dimensions).to(dtype) for dimensions in ("B T H K", "B T H K", "B T H V"))
     if kind == "constant":
         q, k, v = (torch.full_like(x, 0.5) for x in (q, k, v))
     elif kind == "one-key":
         k = k[:, :1].expand_as(k).contiguous()
     made = {"q": q, "k": k, "v": v}
-    if name:
-        if gate == "strong":
-            g = -20 * torch.rand(B, T, H, K, generator=generator)
-            g[..., 0], g[..., 1] = -20, 0
-        elif gate in forgetting.KINDS:
-            g = forgetting.KINDS[gate](F.logsigmoid(randn(B, T, H, K) + 2))
-        else:
-            g = torch.full((B, T, H, K), float(gate))
-        made[name] = g
-    if values:
-        made["gv"] = forgetting.KINDS[gate](F.logsigmoid(randn(B, T, H, V)))
+    made |= {name: draw.decay(gate, dimensions, shift) for name, dimensions in gates.items()}
     if state:
-        N = len(edges) - 1 if edges else B
-        made["initial_state"] = randn(N, H, V, K) if v_first else randn(N, H, K, V)
-    if edges:
-        made["cu_seqlens"] = torch.tensor(edges, dtype=torch.int32)
-    return {name: x.to(device) for name, x in made.items()}
+        made["initial_state"] = draw("N H V K" if v_first else "N H K V")
+    return made | bounds(edges)
 
 
-def call(op: str, extra: dict[str, Any], **tensors: torch.Tensor) -> Tensors:
-    o, ht = getattr(flashlin, op)(**tensors, **extra, output_final_state=True)
-    return {"o": o, "ht": ht}
+def _recurrence(q: Tensor, g: Tensor | None = None, gk: Tensor | None = None, gv: Tensor | None = None,
+                reverse: bool = False, **rest: Any) -> tuple[Tensor, Tensor]:
+    if gv is not None or reverse:
+        return recurrence_of_others(q, gk=gk, gv=gv, reverse=reverse, **rest)
+    decay = g if g is not None else gk
+    return recurrence(q, g=torch.zeros_like(q) if decay is None else decay, **rest)
 
 
-def reference(
-    extra: dict[str, Any],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor | None = None,
-    gk: torch.Tensor | None = None,
-    gv: torch.Tensor | None = None,
-    initial_state: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> Tensors:
-    h0 = initial_state.mT if extra.get("state_v_first") and initial_state is not None else initial_state
-    scale = extra.get("scale", q.shape[3] ** -0.5)
-    if gv is None and not extra.get("reverse"):
-        gate = g if g is not None else gk if gk is not None else torch.zeros_like(q)
-        o, ht = recurrence(q, k, v, gate, h0, cu_seqlens, scale)
-    else:
-        o, ht = recurrence_of_others(q, k, v, gk=gk, gv=gv, h0=h0, bounds=cu_seqlens, scale=scale,
-                                     reverse=extra.get("reverse", False))
-    return {"o": o, "ht": ht.mT if extra.get("state_v_first") else ht}
-
-
-def _case(op: str, id: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
-    extra = extra or {}
-    return Case(op, id, partial(make, **facts), partial(call, op, extra), partial(reference, extra),
-                TOLERANCES, (), quick)
-
-
-V_FIRST, REVERSE = {"state_v_first": True}, {"reverse": True}
-_chunk = partial(_case, "chunk_gla")
-_token = partial(_case, "fused_recurrent_gla", name="gk")
+REVERSE = {"reverse": True}
+KEYS, VALUES = {"gk": "B T H K"}, {"gv": "B T H V"}
+reference = partial(sequences.outputs, _recurrence, {})
+_chunk = Op("chunk_gla", partial(make, gates={"g": "B T H K"}), reference, TOLERANCES)
+_token = Op("fused_recurrent_gla", partial(make, gates=KEYS), reference, TOLERANCES)
 CASES: list[Case] = [
     _chunk("random", quick=True), _chunk("constant", kind="constant"), _chunk("one-key", kind="one-key"),
     _chunk("g=0", gate="0"), _chunk("g=-20", gate="-20"), _chunk("g=-1", gate="-1"),
@@ -117,11 +81,11 @@ CASES: list[Case] = [
     _chunk("K=129,V=20", K=129, V=20, B=1, T=80),
     _token("random", quick=True, T=8, H=1, K=32, V=32),
     _token("strong", gate="strong", T=12, K=32, V=40, B=1),
-    _token("resets", gate="resets", values=True, T=9, K=16, V=24),
-    _token("ungated", name="", T=6, K=16, V=24), _token("both-gates", values=True, T=6, K=16, V=24),
-    _token("values-only", name="", values=True, T=5, K=16),
+    _token("resets", gate="resets", gates=KEYS | VALUES, T=9, K=16, V=24),
+    _token("ungated", gates={}, T=6, K=16, V=24), _token("both-gates", gates=KEYS | VALUES, T=6, K=16, V=24),
+    _token("values-only", gates=VALUES, T=5, K=16),
     _token("packed", {"scale": -0.7}, edges=(0, 1, 1, 5, 9), K=16, V=24),
     _token("v-first", V_FIRST, v_first=True, K=24, V=40, T=6), _token("reverse", REVERSE, T=6, K=16, V=24),
-    _token("reverse-packed", REVERSE, edges=(0, 0, 3, 5), K=16, V=24, values=True),
+    _token("reverse-packed", REVERSE, edges=(0, 0, 3, 5), K=16, V=24, gates=KEYS | VALUES),
     _token("segments", B=1, H=1, T=66, K=16, V=16),
-    _token("ungated-segments", name="", B=1, H=1, T=66, K=16, V=16), _token("one-token", T=1)]
+    _token("ungated-segments", gates={}, B=1, H=1, T=66, K=16, V=16), _token("one-token", T=1)]

@@ -2,22 +2,18 @@
 around a block."""
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
-import flashlin
 from flashlin.kernels.hgrn.reference import recurrence
-from flashlin.testing.cases import forgetting
+from flashlin.testing.cases.inputs import Draw, bounds, extents
+from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02}
 
 
 def make(
-    device: torch.device,
     dtype: torch.dtype,
     generator: torch.Generator,
     *,
@@ -29,44 +25,22 @@ def make(
     state: bool = True,
     edges: tuple[int, ...] = (),
 ) -> Tensors:
-    """gate: one of forgetting.KINDS; ``strong`` (uniform in -20 .. 0, the first channel all -20, the second
-    all 0); or a number. wide: the gate in float32."""
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-    if edges:
-        B, T = 1, edges[-1]
-    if gate == "strong":
-        g = -20 * torch.rand(B, T, D, generator=generator)
-        g[..., 0], g[..., 1] = -20, 0
-    else:
-        g = forgetting.KINDS[gate](F.logsigmoid(randn(B, T,
-                                                      D) + 2)) if gate in forgetting.KINDS else torch.full((B,
-                                                                                                            T,
-                                                                                                            D), float(gate))
-    made = {"x": randn(B, T, D).to(dtype), "g": g if wide else g.to(dtype)}
+    """gate: as for Draw.decay. wide: the gate in float32."""
+    B, T, N = extents(B, T, edges)
+    draw = Draw(generator, B=B, T=T, D=D, N=N)
+    g = draw.decay(gate, "B T D")
+    made = {"x": draw("B T D").to(dtype), "g": g if wide else g.to(dtype)}
     if state:
-        made["initial_state"] = randn(len(edges) - 1 if edges else B, D)
-    if edges:
-        made["cu_seqlens"] = torch.tensor(edges, dtype=torch.int32)
-    return {name: x.to(device) for name, x in made.items()}
+        made["initial_state"] = draw("N D")
+    return made | bounds(edges)
 
 
-def call(op: str, **tensors: torch.Tensor) -> Tensors:
-    o, ht = getattr(flashlin, op)(**tensors, output_final_state=True)
-    return {"o": o, "ht": ht}
+def reference(x: Tensor, g: Tensor, initial_state: Tensor | None = None,
+              cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return recurrence(x, g, initial_state, cu_seqlens)
 
 
-def reference(x: torch.Tensor, g: torch.Tensor, initial_state: torch.Tensor | None = None,
-              cu_seqlens: torch.Tensor | None = None) -> Tensors:
-    o, ht = recurrence(x, g, initial_state, cu_seqlens)
-    return {"o": o, "ht": ht}
-
-
-def _case(op: str, name: str, quick: bool = False, **facts: Any) -> Case:
-    return Case(op, name, partial(make, **facts), partial(call, op), reference, TOLERANCES, (), quick)
-
-
-_chunk, _token = partial(_case, "chunk_hgrn"), partial(_case, "fused_recurrent_hgrn")
+_chunk, _token = (Op(name, make, reference, TOLERANCES) for name in ("chunk_hgrn", "fused_recurrent_hgrn"))
 CASES: list[Case] = [
     _chunk("random", quick=True), _chunk("no-state", state=False, B=1), _chunk("g=0", gate="0"),
     _chunk("strong", gate="strong"), _chunk("resets", gate="resets"), _chunk("wide-gate", wide=True, T=20),

@@ -3,45 +3,56 @@ steps in place, gated norms."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import flashlin
 from flashlin.kernels.conv.reference import convolve
 from flashlin.kernels.mamba.reference import scan, selective, silu, step, window
+from flashlin.kernels.norm.reference import normalise
+from flashlin.testing.cases.inputs import Draw, bounds, dtype_of, extents, typed
+from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors
 
-Generator = torch.Generator
 SCAN = {"*": 0.005, "d*": 0.008, "ddt": 0.02, "dA": 0.02, "dD": 0.02, "ddt_bias": 0.02, "ddelta_bias": 0.02,
         "dzxbcdt": 0.02, "dconv1d_weight": 0.02, "dconv1d_bias": 0.02, "drmsnorm_weight": 0.02,
         "dweight": 0.02, "dbias": 0.02}
-OPTIONAL = ("D", "z", "dt_bias", "initial_states")
-
 # x, B and C are rounded between the convolution and the scan, y before its norm and its projection.
 LAYER = {**SCAN, "*": 0.01, "d*": 0.016}
+# What is added to dt before its softplus. Steps are then ``usual``, about 0.1, as layers initialise them;
+# ``large``, with decays down to e^-50; ``tiny``; ``positive``, for calls without softplus; or ``forgetting``,
+# usual ones where some heads or channels keep nothing.
+STEPS = {"usual": -2.0, "large": 3.0, "tiny": -9.0, "positive": 0.0, "forgetting": -2.0}
+UPDATE = ("y", "y_of_the_kernel", "state", "state_too")
 
 
-def random(generator: Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator)
+def chosen(made: Tensors, optional: Collection[str], given: Collection[str], dtype: torch.dtype,
+           own: Mapping[str, torch.dtype]) -> Tensors:
+    """made without what is optional and not given, in ``dtype`` or that of its own."""
+    return typed(made, dtype, own, set(optional) - set(given))
 
 
-def numbers(lengths: tuple[int, ...], b: int = 1) -> torch.Tensor:
-    """seq_idx of rows made of sequences of these lengths; of row i the first one is i tokens longer, at the
-    cost of the last."""
-    rows = []
-    for i in range(b):
-        changed = [lengths[0] + i, *lengths[1:-1], lengths[-1] - i] if len(lengths) > 1 else list(lengths)
-        rows.append(torch.arange(len(lengths)).repeat_interleave(torch.tensor(changed)))
-    return torch.stack(rows).int()
+def numbers(lengths: tuple[int, ...], b: int) -> Tensors:
+    """seq_idx of rows made of sequences of these lengths, if there are any; of row i the first one is i
+    tokens longer, at the cost of the last."""
+    rows = [torch.tensor([lengths[0] + i, *lengths[1:-1], lengths[-1] - i]) for i in range(b) if lengths]
+    numbered = [torch.arange(len(lengths)).repeat_interleave(row) for row in rows]
+    return {"seq_idx": torch.stack(numbered).int()} if numbered else {}
+
+
+def channels_last(made: Tensors, *names: str) -> Tensors:
+    """made, these [b, channels, T] with the channels side by side in memory, as a projection leaves them."""
+    return made | {name: made[name].mT.contiguous().mT for name in names if name in made}
 
 
 def make_scan(
-    device: torch.device,
     dtype: torch.dtype,
-    generator: Generator,
+    generator: torch.Generator,
     *,
     b: int = 2,
     T: int = 150,
@@ -49,113 +60,81 @@ def make_scan(
     V: int = 32,
     G: int = 2,
     K: int = 64,
-    given: tuple[str, ...] = OPTIONAL,
+    given: Collection[str] = ("D", "z", "dt_bias", "initial_states"),
     wide_D: bool = False,
     step: str = "usual",
     seq: tuple[int, ...] = (),
     edges: tuple[int, ...] = (),
     others: str = "float32",
 ) -> Tensors:
-    """Heads of V and states of K columns, as other makers call them. step: ``usual`` (after softplus about
-    0.1, as layers initialise it), ``large`` (decays down to e^-50), ``tiny`` or ``forgetting`` (usual, but
-    some heads keep nothing). others: dtype of dt and of what belongs to heads. seq: lengths of the sequences
-    in each row. edges: of packed ones."""
-    if edges:
-        b, T = 1, edges[-1]
-    own, P, N = getattr(torch, others) if others != "same" else dtype, V, K
-    bias = {"usual": -2.0, "large": 3.0, "tiny": -9.0, "forgetting": -2.0}[step]
-    made = {"x": random(generator, b, T, H, P).to(dtype), "dt": (random(generator, b, T, H) + bias).to(own),
-            "A": -(1 + 3 * torch.rand(H, generator=generator)).to(own),
-            "B": random(generator, b, T, G, N).to(dtype),
-            "C": (random(generator, b, T, G, N) / N ** 0.5).to(dtype),
-            "D": random(generator, *((H, P) if wide_D else (H,))).to(own),
-            "z": random(generator, b, T, H, P).to(dtype), "dt_bias": random(generator, H).to(own),
-            "initial_states": random(generator, b, H, P, N)}
+    """Heads of V and states of K columns, as other makers call them. given: the optional tensors. step: one
+    of STEPS. others: dtype of dt and of what belongs to heads. seq: lengths of the sequences in each row.
+    edges: of packed ones."""
+    b, T, _ = extents(b, T, edges)
+    draw = Draw(generator, b=b, T=T, H=H, P=V, G=G, N=K)
+    made = {"x": draw("b T H P"), "dt": draw("b T H") + STEPS[step], "A": -(1 + 3 * draw.uniform("H")),
+            "B": draw("b T G N"), "C": draw("b T G N") / K ** 0.5, "D": draw("H P" if wide_D else "H"),
+            "z": draw("b T H P"), "dt_bias": draw("H"), "initial_states": draw("b H P N")}
     if step == "forgetting":
         made["A"][1:3] = torch.tensor([-1e6, -1e30])
-    made = {name: x for name, x in made.items() if name not in OPTIONAL or name in given}
-    if seq:
-        made["seq_idx"] = numbers(seq, b)
-    if edges:
-        made["cu_seqlens"] = torch.tensor(edges, dtype=torch.int32)
-    return {name: x.to(device) for name, x in made.items()}
-
-
-def call_scan(extra: dict[str, Any], **tensors: torch.Tensor) -> Tensors:
-    options = {"dt_softplus": True, "return_final_states": True, **extra}
-    function: Callable[..., Any] = flashlin.mamba_chunk_scan_combined
-    found = function(**tensors, chunk_size=64, **options, return_varlen_states="cu_seqlens" in tensors)
-    return dict(zip(("y", "ht", "states"), found, strict=False))
+    own = dict.fromkeys(("dt", "A", "D", "dt_bias"), dtype_of(others, dtype))
+    made = chosen(made, ("D", "z", "dt_bias", "initial_states"), given, dtype,
+                  own | {"initial_states": torch.float32})
+    return made | numbers(seq, b) | bounds(edges)
 
 
 def scan_reference(
-    extra: dict[str, Any],
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    initial_states: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    **tensors: torch.Tensor,
-) -> Tensors:
-    y, ht, states = scan(x, dt, A, B, C, h0=initial_states,
-                         edges=None if cu_seqlens is None else cu_seqlens.tolist(),
-                         softplus=extra.get("dt_softplus", True),
-                         limit=extra.get("dt_limit", (0.0, math.inf)), **tensors)
-    return {"y": y, "ht": ht, **({} if states is None else {"states": states})}
+    initial_states: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_varlen_states: bool = False,
+    **tensors: Tensor,
+) -> tuple[Tensor | None, ...]:
+    return scan(**tensors, h0=initial_states, edges=cu_seqlens.tolist() if cu_seqlens is not None else None,
+                softplus=dt_softplus, limit=dt_limit)
 
 
 def make_selective(
-    device: torch.device,
     dtype: torch.dtype,
-    generator: Generator,
+    generator: torch.Generator,
     *,
     b: int = 2,
     D: int = 40,
     T: int = 75,
     N: int = 16,
-    G: int = 0,
-    given: tuple[str, ...] = ("D", "z", "delta_bias"),
+    G: int | None = None,
+    given: Collection[str] = ("D", "z", "delta_bias"),
     step: str = "usual",
     others: str = "float32",
+    last: bool = False,
 ) -> Tensors:
-    """step: as make_scan's, or ``positive`` without softplus. G = 0: B and C without groups. others: dtype of
-    what belongs to channels."""
-    own = getattr(torch, others) if others != "same" else dtype
-    bias = {"usual": -2.0, "large": 3.0, "tiny": -9.0, "positive": 0.0, "forgetting": -2.0}[step]
-    shape = (b, *[G] * bool(G), N, T)
-    made = {"u": random(generator, b, D, T).to(dtype), "delta": (random(generator, b, D, T) + bias).to(dtype),
-            "A": -(1 + 3 * torch.rand(D, N, generator=generator)).to(own), "D": random(generator, D).to(own),
-            "z": random(generator, b, D, T).to(dtype), "delta_bias": random(generator, D).to(own),
-            "B": random(generator, *shape).to(dtype), "C": (random(generator, *shape) / N ** 0.5).to(dtype)}
+    """G = None: B and C without groups. given: the optional tensors. step: one of STEPS. others: dtype of
+    what belongs to channels. last: channels last."""
+    draw = Draw(generator, b=b, D=D, T=T, N=N, G=G)
+    made = {"u": draw("b D T"), "delta": draw("b D T") + STEPS[step], "A": -(1 + 3 * draw.uniform("D N")),
+            "D": draw("D"), "z": draw("b D T"), "delta_bias": draw("D"), "B": draw("b G N T"),
+            "C": draw("b G N T") / N ** 0.5}
     if step == "positive":
         made["delta"] = made["delta"].abs()
     if step == "forgetting":
         made["A"][::3, ::2], made["A"][1::3] = -1e6, -1e30
-    return {name: made[name].to(device) for name in ("u", "delta", "A", "B", "C", *given)}
+    own = dict.fromkeys(("A", "D", "delta_bias"), dtype_of(others, dtype))
+    made = chosen(made, ("D", "z", "delta_bias"), given, dtype, own)
+    return channels_last(made, "u", "z", "B") if last else made
 
 
-def call_selective(extra: dict[str, Any], last: bool, **tensors: torch.Tensor) -> Tensors:
-    """last: channels last, as a projection leaves them."""
-    if last:
-        tensors.update({name: tensors[name].mT.contiguous().mT
-                        for name in ("u", "z", "B") if name in tensors})
-    function: Callable[..., Any] = flashlin.selective_scan_fn
-    y, ht = function(**tensors, **{"delta_softplus": True, **extra}, return_last_state=True)
-    return {"y": y, "ht": ht}
+def selective_reference(delta_bias: Tensor | None = None, delta_softplus: bool = True,
+                        **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    return selective(**tensors, bias=delta_bias, softplus=delta_softplus)
 
 
-def selective_reference(extra: dict[str, Any], delta_bias: torch.Tensor | None = None,
-                        **tensors: torch.Tensor) -> Tensors:
-    y, ht = selective(**tensors, bias=delta_bias, softplus=extra.get("delta_softplus", True))
-    return {"y": y, "ht": ht}
+LAYER_OPTIONAL = ("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight", "outproj_bias")
 
 
 def make_layer(
-    device: torch.device,
     dtype: torch.dtype,
-    generator: Generator,
+    generator: torch.Generator,
     *,
     b: int = 2,
     T: int = 90,
@@ -165,137 +144,142 @@ def make_layer(
     K: int = 16,
     M: int = 0,
     W: int = 4,
-    given: tuple[str, ...] = ("conv1d_bias", "rmsnorm_weight", "outproj_weight"),
+    given: Collection[str] = ("conv1d_bias", "rmsnorm_weight", "outproj_weight"),
     wide_D: bool = False,
     seq: tuple[int, ...] = (),
 ) -> Tensors:
-    P, N = V, K
-    D, C = H * P, H * P + 2 * G * N
-    made = {"zxbcdt": random(generator, b, T, 2 * M + 2 * D + 2 * G * N + H),
-            "conv1d_weight": random(generator, C, W) / W ** 0.5, "conv1d_bias": random(generator, C),
-            "dt_bias": random(generator, H) - 2, "A": -1 - 3 * torch.rand(H, generator=generator),
-            "D": random(generator, *((H, P) if wide_D else (H,))),
-            "initial_states": random(generator, b, H, P, N), "rmsnorm_weight": 1 + 0.1 * random(generator, D),
-            "outproj_weight": random(generator, 24, D + M) / D ** 0.5, "outproj_bias": random(generator, 24)}
-    optional = ("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight", "outproj_bias")
-    own = ("dt_bias", "A", "D", "initial_states")
-    made = {name: x.to(torch.float32 if name in own else dtype)
-            for name, x in made.items() if name not in optional or name in given}
-    if seq:
-        made["seq_idx"] = numbers(seq, b)
-    return {name: x.to(device) for name, x in made.items()}
-
-
-def call_layer(extra: dict[str, Any], **tensors: torch.Tensor) -> Tensors:
-    function: Callable[..., Any] = flashlin.mamba_split_conv1d_scan_combined
-    y, ht = function(**{"conv1d_bias": None, **tensors}, chunk_size=64, return_final_states=True, **extra)
-    return {"y": y, "ht": ht}
+    """As make_scan. M: half the columns of the MLP beside the scan. W: taps of the convolution."""
+    D, C = H * V, H * V + 2 * G * K
+    rows, inner = 2 * M + D + C + H, D + M  # widths of the two projections beside the layer
+    draw = Draw(generator, b=b, T=T, H=H, P=V, N=K, W=W, D=D, C=C, rows=rows, inner=inner, out=24)
+    made = {"zxbcdt": draw("b T rows"), "conv1d_weight": draw("C W") / W ** 0.5, "conv1d_bias": draw("C"),
+            "dt_bias": draw("H") - 2, "A": -1 - 3 * draw.uniform("H"), "D": draw("H P" if wide_D else "H"),
+            "initial_states": draw("b H P N"), "rmsnorm_weight": 1 + 0.1 * draw("D"),
+            "outproj_weight": draw("out inner") / D ** 0.5, "outproj_bias": draw("out")}
+    own = dict.fromkeys(("dt_bias", "A", "D", "initial_states"), torch.float32)
+    return chosen(made, LAYER_OPTIONAL, given, dtype, own) | numbers(seq, b)
 
 
 def layer_reference(
-    extra: dict[str, Any],
-    zxbcdt: torch.Tensor,
-    conv1d_weight: torch.Tensor,
-    dt_bias: torch.Tensor,
-    A: torch.Tensor,
-    D: torch.Tensor,
-    conv1d_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    rmsnorm_weight: torch.Tensor | None = None,
-    outproj_weight: torch.Tensor | None = None,
-    outproj_bias: torch.Tensor | None = None,
-) -> Tensors:
-    H, P, G = D.shape[0], D.shape[1] if D.ndim == 2 else extra["headdim"], extra["ngroups"]
-    N = (conv1d_weight.shape[0] - H * P) // 2 // G
-    M = (zxbcdt.shape[2] - 2 * H * P - 2 * G * N - H) // 2
-    gate, value, z, xBC, dt = torch.split(zxbcdt, [M, M, H * P, H * P + 2 * G * N, H], 2)
-    xBC = convolved(xBC, conv1d_weight, conv1d_bias, None, seq_idx,
-                    extra.get("activation", "silu") is not None)
-    x, B, C = torch.split(xBC, [H * P, G * N, G * N], 2)
-    b, T, _ = x.shape
-    y, ht, _ = scan(
-        x.reshape(b, T, H, P), dt, A, B.reshape(b, T, G, N), C.reshape(b, T, G, N),
-        D=D, dt_bias=dt_bias, h0=initial_states, seq_idx=seq_idx, softplus=True)
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    conv1d_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    rmsnorm_weight: Tensor | None = None,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    *,
+    headdim: int,
+    ngroups: int,
+    rmsnorm_eps: float,
+    activation: str | None = "silu",
+    norm_before_gate: bool = True,
+) -> tuple[Tensor, Tensor]:
+    dim, G, heads = len(D) * headdim, ngroups, len(D)
+    states = len(conv1d_weight) - dim  # columns of B and C
+    M = (zxbcdt.shape[2] - 2 * dim - states - heads) // 2
+    gate, value, z, xBC, dt = torch.split(zxbcdt, [M, M, dim, dim + states, heads], 2)
+    xBC = convolved(xBC, conv1d_weight, conv1d_bias, None, seq_idx, activation is not None)
+    x, B, C = torch.split(xBC, [dim, states // 2, states // 2], 2)
+    x, B, C = (m.reshape(*m.shape[:2], n, -1) for m, n in ((x, heads), (B, G), (C, G)))
+    y, ht, _ = scan(x, dt, A, B, C, D=D, dt_bias=dt_bias, h0=initial_states, seq_idx=seq_idx, softplus=True)
     y = y.flatten(2)
-    if rmsnorm_weight is None:
-        y = y * silu(z)
-    else:
-        before = extra.get("norm_before_gate", True)
-        y = normed(y if before else y * silu(z), rmsnorm_weight, None, H * P // G, extra["rmsnorm_eps"],
-                   False) * (silu(z) if before else 1)
+    y = y * silu(z) if rmsnorm_weight is None else norm_reference(
+        y, rmsnorm_weight, z=z, group_size=dim // G, eps=rmsnorm_eps, norm_before_gate=norm_before_gate,
+        kind="rms")
     y = torch.cat([silu(gate) * value, y], 2)
-    if outproj_weight is not None:
-        y = y @ outproj_weight.T + (0 if outproj_bias is None else outproj_bias)
-    return {"y": y, "ht": ht}
+    return y if outproj_weight is None else F.linear(y, outproj_weight, outproj_bias), ht
 
 
-def convolved(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None,
-              seq_idx: torch.Tensor | None, silu_: bool) -> torch.Tensor:
-    """y [b, T, D] of x [b, T, D], sequence by sequence; state [b, D, W - 1]."""
-    rows = []
-    for i in range(x.shape[0]):
-        edges = [0, *[t for t in range(1, x.shape[1]) if seq_idx is not None
-                      and seq_idx[i, t] != seq_idx[i, t - 1]], x.shape[1]]
-        parts = []
-        for n in range(len(edges) - 1):
-            h0 = None if state is None or n else torch.cat([torch.zeros_like(state[i:i + 1, :, :1]),
-                                                            state[i:i + 1]], 2)
-            y, _ = convolve(x[i:i + 1, edges[n]:edges[n + 1]], weight, bias, None, h0, silu_)
-            parts.append(y * 0 if seq_idx is not None and seq_idx[i, edges[n]] < 0 else y)
-        rows.append(torch.cat(parts, 1))
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, seq_idx: Tensor | None,
+              silu_: bool) -> Tensor:
+    """y [b, T, D] of x [b, T, D], sequence by sequence; state [b, D, W - 1]; zeros where seq_idx is
+    negative."""
+    T, rows = x.shape[1], []
+    for i, row in enumerate(torch.split(x, 1)):
+        changes = torch.zeros(T - 1) if seq_idx is None else seq_idx[i, 1:] != seq_idx[i, :-1]
+        edges = torch.tensor([0, *(changes.nonzero().flatten() + 1).tolist(), T])
+        # of the first sequence, with a slot more, and zeros for the others
+        h0 = None if state is None else F.pad(state[i:i + 1], (1, 0, 0, 0, 0, len(edges) - 2))
+        y, _ = convolve(row, weight, bias, None, h0, silu_, edges)
+        rows.append(y if seq_idx is None else y * (seq_idx[i] >= 0)[:, None])
     return torch.cat(rows)
 
 
 def make_fn(
-    device: torch.device,
     dtype: torch.dtype,
-    generator: Generator,
+    generator: torch.Generator,
     *,
     b: int = 2,
     D: int = 20,
     T: int = 70,
     W: int = 4,
-    given: tuple[str, ...] = ("bias", "initial_states"),
+    given: Collection[str] = ("bias", "initial_states"),
     seq: tuple[int, ...] = (),
     padding: bool = False,
     others: str = "same",
+    last: bool = True,
 ) -> Tensors:
-    own = getattr(torch, others) if others != "same" else dtype
-    made = {"x": random(generator, b, D, T).to(dtype), "weight": random(generator, D, W).to(own),
-            "bias": random(generator, D).to(own), "initial_states": random(generator, b, D, W - 1).to(own)}
-    made = {name: x for name, x in made.items() if name not in ("bias", "initial_states") or name in given}
-    if seq:
-        made["seq_idx"] = numbers(seq, b)
-        if padding:
-            made["seq_idx"][made["seq_idx"] == 1] = -1
-    return {name: x.to(device) for name, x in made.items()}
+    """given: the optional tensors. seq: lengths of the sequences in each row; padding: the second is none.
+    others: dtype of all but x. last: channels last, as layers have them."""
+    draw, own = Draw(generator, b=b, D=D, T=T, W=W, past=W - 1), dtype_of(others, dtype)
+    made = {"x": draw("b D T"), "weight": draw("D W"), "bias": draw("D"), "initial_states": draw("b D past")}
+    made = chosen(made, ("bias", "initial_states"), given, own, {"x": dtype}) | numbers(seq, b)
+    if padding:
+        made["seq_idx"][made["seq_idx"] == 1] = -1
+    return channels_last(made, "x") if last else made
 
 
-def call_fn(extra: dict[str, Any], last: bool, x: torch.Tensor, **tensors: torch.Tensor) -> Tensors:
-    """last: channels last, as layers have them."""
-    x = x.transpose(1, 2).contiguous().transpose(1, 2) if last else x
-    function: Callable[..., Any] = flashlin.causal_conv1d_fn
-    if "seq_idx" in tensors:
-        return {"y": function(x, **tensors, **extra)}
-    y, ht = function(x, **tensors, **extra, return_final_states=True)
-    return {"y": y, "ht": ht}
-
-
-def fn_reference(extra: dict[str, Any], x: torch.Tensor, weight: torch.Tensor,
-                 bias: torch.Tensor | None = None, initial_states: torch.Tensor | None = None,
-                 seq_idx: torch.Tensor | None = None) -> Tensors:
-    y = convolved(x.mT, weight, bias, initial_states, seq_idx, extra.get("activation") is not None).mT
-    if seq_idx is not None:
-        return {"y": y}
+def fn_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    activation: str | None = "silu",
+    return_final_states: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    y = convolved(x.mT, weight, bias, initial_states, seq_idx, activation is not None).mT
     before = x.new_zeros(*x.shape[:2], weight.shape[1] - 1) if initial_states is None else initial_states
-    return {"y": y, "ht": torch.cat([before, x], 2)[:, :, x.shape[2]:]}
+    return y, torch.cat([before, x], 2)[:, :, x.shape[2]:] if return_final_states else None
+
+
+def in_place(function: Callable[..., Tensor], state: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    """Two calls, without gradients (the kernel's), and with them; the state is a view that the first must
+    write through."""
+    behind, after = state.mT.contiguous(), state.clone()
+    with torch.no_grad():
+        without = function(behind.mT, **given)
+    return function(after, **given), without, behind.mT, after
+
+
+def stepped(pool: Tensor, indices: Tensor | None,
+            step_of: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+    """What in_place gives, of a reference that takes states and returns (y, states). With indices the states
+    are those of the pool; a negative one is none, and its y zero."""
+    rows = torch.arange(len(pool)) if indices is None else indices.long()
+    known = rows >= 0
+    y, new = step_of(pool[rows.clamp(min=0)])
+    after = pool.detach().clone()
+    after[rows[known]] = new.detach()[known]
+    y = torch.stack([row if here else torch.zeros_like(row) for row, here in zip(y, known, strict=True)])
+    return y, y.detach(), after, after
+
+
+def drawn_from(pool: int, b: int, generator: torch.Generator) -> Tensor:
+    """Indices [b] into a pool of states, of which the second is none."""
+    indices = torch.randperm(pool, generator=generator)[:b].int()
+    indices[1] = -1
+    return indices
 
 
 def make_window(
-    device: torch.device,
     dtype: torch.dtype,
-    generator: Generator,
+    generator: torch.Generator,
     *,
     b: int = 5,
     D: int = 20,
@@ -307,48 +291,37 @@ def make_window(
     pool: int = 0,
     others: str = "same",
 ) -> Tensors:
-    own = getattr(torch, others) if others != "same" else dtype
-    made = {"x": random(generator, b, D, T).to(dtype),
-            "conv_state": random(generator, pool or b, D, L).to(own),
-            "weight": random(generator, D, W).to(own)}
+    """L: tokens that a state keeps. others: dtype of all but x."""
+    draw = Draw(generator, b=b, D=D, T=T, W=W, L=L, states=pool or b)
+    made = {"x": draw("b D T"), "conv_state": draw("states D L"), "weight": draw("D W")}
     if bias:
-        made["bias"] = random(generator, D).to(own)
+        made["bias"] = draw("D")
+    made = typed(made, dtype_of(others, dtype), {"x": dtype})
     if ring:
         made["cache_seqlens"] = torch.randint(0, 100, (b,), generator=generator, dtype=torch.int32)
-    if pool:
-        made["conv_state_indices"] = torch.randperm(pool, generator=generator)[:b].int()
-        made["conv_state_indices"][1] = -1
-    return {name: x.to(device) for name, x in made.items()}
+    return made | ({"conv_state_indices": drawn_from(pool, b, generator)} if pool else {})
 
 
-def call_window(extra: dict[str, Any], conv_state: torch.Tensor, **tensors: torch.Tensor) -> Tensors:
-    """Two calls, without gradients (the kernel's), and with them; the state is a view that the first must
-    write through."""
-    function: Callable[..., Any] = flashlin.mamba_causal_conv1d_update
-    behind, after = conv_state.mT.contiguous(), conv_state.clone()
-    with torch.no_grad():
-        without = function(conv_state=behind.mT, **tensors, **extra)
-    with_ = function(conv_state=after, **tensors, **extra)
-    return {"y": with_, "y_of_the_kernel": without, "state": behind.mT, "state_too": after}
+def call_window(x: Tensor, conv_state: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    return in_place(partial(flashlin.mamba_causal_conv1d_update, x), conv_state, **given)
 
 
-def window_reference(extra: dict[str, Any], x: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor,
-                     bias: torch.Tensor | None = None, cache_seqlens: torch.Tensor | None = None,
-                     conv_state_indices: torch.Tensor | None = None) -> Tensors:
-    rows = torch.arange(x.shape[0]) if conv_state_indices is None else conv_state_indices.long()
-    known = rows >= 0
-    y, after = window(x, conv_state[rows.clamp(min=0)], weight, bias, cache_seqlens,
-                      extra.get("activation") is not None)
-    state = conv_state.detach().clone()
-    state[rows[known]] = after.detach()[known]
-    y = torch.where(known[:, None, None], y, 0)
-    return {"y": y, "y_of_the_kernel": y.detach(), "state": state, "state_too": state}
+def window_reference(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+    activation: str | None = "silu",
+) -> tuple[Tensor, ...]:
+    return stepped(conv_state, conv_state_indices,
+                   lambda state: window(x, state, weight, bias, cache_seqlens, activation is not None))
 
 
 def make_step(
-    device: torch.device,
     dtype: torch.dtype,
-    generator: Generator,
+    generator: torch.Generator,
     *,
     b: int = 3,
     H: int = 4,
@@ -356,139 +329,94 @@ def make_step(
     G: int = 2,
     N: int = 24,
     tied: bool = True,
-    given: tuple[str, ...] = ("D", "z", "dt_bias"),
+    given: Collection[str] = ("D", "z", "dt_bias"),
     states: str = "float32",
     pool: int = 0,
 ) -> Tensors:
     """tied: one dt, A, D and dt_bias for each head, as Mamba2's; the call expands them. H = 0: a state
     without heads, as Mamba1's."""
-    def per_head(*lead: int) -> torch.Tensor:
-        return random(generator, *lead, H) if tied else random(generator, *lead, *([H] if H else []), P)
-    heads = [H] if H else []
-    kept = dtype if states == "same" else getattr(torch, states)
-    made = {"state": random(generator, pool or b, *heads, P, N).to(kept),
-            "x": random(generator, b, *heads, P).to(dtype), "dt": per_head(b).to(dtype),
-            "A": -per_head().abs() if tied else -random(generator, *heads, P, N).abs(),
-            **{name: random(generator, b, *([G] if H else []), N).to(dtype) for name in ("B", "C")},
-            "D": per_head(), "z": random(generator, b, *heads, P).to(dtype), "dt_bias": per_head()}
-    made = {name: x for name, x in made.items() if name not in ("D", "z", "dt_bias") or name in given}
-    if pool:
-        made["state_batch_indices"] = torch.randperm(pool, generator=generator)[:b].int()
-        made["state_batch_indices"][1] = -1
-    return {name: x.to(device) for name, x in made.items()}
+    draw = Draw(generator, b=b, H=H or None, P=P, G=G if H else None, N=N, states=pool or b)
+    parameter = "H" if tied else "H P"
+    made = {"state": draw("states H P N"), "x": draw("b H P"), "dt": draw(f"b {parameter}"),
+            "A": -draw("H" if tied else "H P N").abs(), "B": draw("b G N"), "C": draw("b G N"),
+            "D": draw(parameter), "z": draw("b H P"), "dt_bias": draw(parameter)}
+    own = {**dict.fromkeys(("A", "D", "dt_bias"), torch.float32), "state": dtype_of(states, dtype)}
+    made = chosen(made, ("D", "z", "dt_bias"), given, dtype, own)
+    return made | ({"state_batch_indices": drawn_from(pool, b, generator)} if pool else {})
 
 
-def expanded(tied: bool, state: torch.Tensor, tensors: Tensors) -> Tensors:
-    if not tied:
-        return tensors
+def expanded(state: Tensor, given: Tensors) -> Tensors:
+    """given, with what belongs to heads as the op wants it: for each channel, and A for each column, too."""
+    if given["dt"].ndim == given["x"].ndim:
+        return given
     P, N = state.shape[-2:]
-    sizes = {"dt": (P,), "A": (P, N), "D": (P,), "dt_bias": (P,)}
-    return {name: x[(...,) + (None,) * len(sizes[name])].expand(*x.shape, *sizes[name]) if name in sizes
-            else x for name, x in tensors.items()}
+    return given | {name: given[name][..., None].expand(*given[name].shape, P)
+                    for name in ("dt", "D", "dt_bias") if name in given} | {
+        "A": given["A"][:, None, None].expand(-1, P, N)}
 
 
-def call_step(tied: bool, extra: dict[str, Any], state: torch.Tensor, **tensors: torch.Tensor) -> Tensors:
-    """Two calls, without gradients (the kernel's), and with them; the state is a view that the first must
-    write through."""
-    function: Callable[..., Any] = flashlin.selective_state_update
-    behind, after = state.mT.contiguous(), state.clone()
-    given = expanded(tied, state, tensors)
-    with torch.no_grad():
-        without = function(behind.mT, **given, **extra)
-    with_ = function(after, **given, **extra)
-    return {"y": with_, "y_of_the_kernel": without, "state": behind.mT, "state_too": after}
+def call_step(state: Tensor, dt_softplus: bool, **given: Tensor) -> tuple[Tensor, ...]:
+    return in_place(flashlin.selective_state_update, state, **expanded(state, given), dt_softplus=dt_softplus)
 
 
-def step_reference(tied: bool, extra: dict[str, Any], state: torch.Tensor,
-                   state_batch_indices: torch.Tensor | None = None, **tensors: torch.Tensor) -> Tensors:
-    given = expanded(tied, state, tensors)
-    rows = torch.arange(given["x"].shape[0]) if state_batch_indices is None else state_batch_indices.long()
-    known, heads = rows >= 0, state.ndim == 4
-    if not heads:
-        given = {name: x.unsqueeze(0 if name in ("A", "D", "dt_bias") else 1) for name, x in given.items()}
-    pool = state if heads else state.unsqueeze(1)
-    y, found = step(pool[rows.clamp(min=0)], **given, softplus=extra["dt_softplus"])
-    after = pool.detach().clone()
-    after[rows[known]] = found.detach()[known]
-    y, after = torch.where(known[:, None, None], y, 0), after if heads else after.squeeze(1)
-    y = y if heads else y.squeeze(1)
-    return {"y": y, "y_of_the_kernel": y.detach(), "state": after, "state_too": after}
+def step_reference(state: Tensor, state_batch_indices: Tensor | None = None, dt_softplus: bool = True,
+                   **given: Tensor) -> tuple[Tensor, ...]:
+    given = expanded(state, given)
+    if state.ndim == 4:
+        return stepped(state, state_batch_indices, partial(step, **given, softplus=dt_softplus))
+    given = {name: x.unsqueeze(0 if name in ("A", "D", "dt_bias") else 1) for name, x in given.items()}
+
+    def of_one_head(rows: Tensor) -> tuple[Tensor, Tensor]:
+        y, after = step(rows.unsqueeze(1), **given, softplus=dt_softplus)
+        return y.squeeze(1), after.squeeze(1)
+    return stepped(state, state_batch_indices, of_one_head)
 
 
-def normed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int, eps: float,
-           centred: bool) -> torch.Tensor:
-    rows: torch.Tensor = x.reshape(*x.shape[:-1], -1, size)
-    rows = rows - rows.mean(-1, keepdim=True) if centred else rows
-    y = (rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2) * weight
-    return y if bias is None else y + bias
+def make_norm(dtype: torch.dtype, generator: torch.Generator, *, D: int = 96, given: Collection[str] = ("z",),
+              others: str = "same") -> Tensors:
+    """given: the optional tensors. others: dtype of weight and bias."""
+    draw = Draw(generator, rows=3, T=37, D=D)
+    made = {"x": draw("rows T D"), "weight": draw("D"), "bias": draw("D"), "z": draw("rows T D")}
+    own = dict.fromkeys(("weight", "bias"), dtype_of(others, dtype))
+    return chosen(made, ("bias", "z"), given, dtype, own)
 
 
-def make_norm(device: torch.device, dtype: torch.dtype, generator: Generator, *, D: int = 96,
-              given: tuple[str, ...] = ("z",), others: str = "same") -> Tensors:
-    own = getattr(torch, others) if others != "same" else dtype
-    made = {"x": random(generator, 3, 37, D).to(dtype), "weight": random(generator, D).to(own),
-            "bias": random(generator, D).to(own), "z": random(generator, 3, 37, D).to(dtype)}
-    return {name: x.to(device) for name, x in made.items() if name in ("x", "weight") or name in given}
+def norm_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    z: Tensor | None = None,
+    *,
+    kind: str,
+    is_rms_norm: bool = False,
+    group_size: int | None = None,
+    eps: float = 1e-6,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """kind: the op's."""
+    if z is not None and not norm_before_gate:
+        x, z = x * silu(z), None
+    groups = x.shape[-1] // (group_size or x.shape[-1])
+    return normalise("rms" if is_rms_norm else kind, x, None, weight, bias, eps, groups, z)[0]
 
 
-def call_norm(op: str, extra: dict[str, Any], **tensors: torch.Tensor) -> Tensors:
-    return {"y": getattr(flashlin, op)(**{"bias": None, **tensors}, **extra)}
-
-
-def norm_reference(op: str, extra: dict[str, Any], x: torch.Tensor, weight: torch.Tensor,
-                   bias: torch.Tensor | None = None, z: torch.Tensor | None = None) -> Tensors:
-    before = extra.get("norm_before_gate", True)
-    x = x if z is None or before else x * silu(z)
-    y = normed(x, weight, bias, extra.get("group_size") or x.shape[-1], extra.get("eps", 1e-6),
-               op == "layernorm_fn" and not extra.get("is_rms_norm"))
-    return {"y": y * silu(z) if z is not None and before else y}
-
-
-def _scan(id: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
-    extra = extra or {}
-    return Case("mamba_chunk_scan_combined", id, partial(make_scan, **facts), partial(call_scan, extra),
-                partial(scan_reference, extra), SCAN, (), quick)
-
-
-def _selective(id: str, extra: dict[str, Any] | None = None, quick: bool = False, last: bool = True,
-               **facts: Any) -> Case:
-    extra = extra or {}
-    return Case("selective_scan_fn", id, partial(make_selective, **facts),
-                partial(call_selective, extra, last), partial(selective_reference, extra), SCAN, (), quick)
-
-
-def _layer(id: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
-    extra = {"ngroups": facts.get("G", 2), "headdim": facts.get("V", 16), "rmsnorm_eps": 1e-5,
-             **(extra or {})}
-    return Case("mamba_split_conv1d_scan_combined", id, partial(make_layer, **facts),
-                partial(call_layer, extra), partial(layer_reference, extra), LAYER, (), quick)
-
-
-def _fn(id: str, extra: dict[str, Any] | None = None, quick: bool = False, last: bool = True,
-        **facts: Any) -> Case:
-    extra = {"activation": "silu", **(extra or {})}
-    return Case("causal_conv1d_fn", id, partial(make_fn, **facts), partial(call_fn, extra, last),
-                partial(fn_reference, extra), SCAN, (), quick)
-
-
-def _window(id: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
-    extra = {"activation": "silu", **(extra or {})}
-    return Case("mamba_causal_conv1d_update", id, partial(make_window, **facts), partial(call_window, extra),
-                partial(window_reference, extra), SCAN, ("conv_state",), quick)
-
-
-def _step(id: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
-    tied, extra = facts.get("tied", True), {"dt_softplus": True, **(extra or {})}
-    return Case("selective_state_update", id, partial(make_step, **facts), partial(call_step, tied, extra),
-                partial(step_reference, tied, extra), SCAN, ("state",), quick)
-
-
-def _norm(op: str, id: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
-    extra = extra or {}
-    return Case(op, id, partial(make_norm, **facts), partial(call_norm, op, extra),
-                partial(norm_reference, op, extra), SCAN, (), quick)
-
-
+_scan = Op("mamba_chunk_scan_combined", make_scan, scan_reference, SCAN, ("y", "ht", "states"),
+           {"dt_softplus": True, "return_final_states": True, "chunk_size": 64})
+_selective = Op("selective_scan_fn", partial(make_selective, last=True), selective_reference, SCAN,
+                ("y", "ht"), {"delta_softplus": True, "return_last_state": True})
+_SIZES: dict[str, Any] = {"headdim": 16, "ngroups": 2, "rmsnorm_eps": 1e-5}
+_layer = Op("mamba_split_conv1d_scan_combined", make_layer, partial(layer_reference, **_SIZES), LAYER,
+            ("y", "ht"), {**_SIZES, "conv1d_bias": None, "chunk_size": 64, "return_final_states": True})
+_fn = Op("causal_conv1d_fn", make_fn, fn_reference, SCAN, ("y", "ht"),
+         {"activation": "silu", "return_final_states": True})
+_window = Op("mamba_causal_conv1d_update", make_window, window_reference, SCAN, UPDATE,
+             {"activation": "silu"}, call_window, ("conv_state",))
+_step = Op("selective_state_update", make_step, step_reference, SCAN, UPDATE, {"dt_softplus": True},
+           call_step, ("state",))
+_rmsnorm, _layernorm = (
+    Op(name, make_norm, partial(norm_reference, kind=kind), SCAN, ("y",), {"bias": None})
+    for name, kind in (("rmsnorm_fn", "rms"), ("layernorm_fn", "layer")))
+VARLEN, ONLY_Y = {"return_varlen_states": True}, {"return_final_states": False}
 # Heads enough in a normalised slice: a sequence's first tokens are little more than D x, and of two heads
 # with a small D their norm would divide by next to nothing, which enlarges the rounding of B and C to 16 bits
 # (of 12 seeds dconv1d_weight is off by up to 0.019, with P = 64 by up to 0.034; with eight heads by 0.005).
@@ -501,8 +429,9 @@ CASES: list[Case] = [
     _scan("tiny-steps", step="tiny", T=70), _scan("forgetting", step="forgetting", seq=(5, 1, 40, 24), T=70),
     _scan("sequences", seq=(5, 1, 60, 70, 14)),
     _scan("token-each", seq=(1,) * 66, b=1, T=66, given=("initial_states",)), _scan("one-token", T=1),
-    _scan("packed", edges=(0, 1, 1, 66, 130, 150)), _scan("packed-no-state", edges=(0, 40, 40), given=("z",)),
-    _scan("packed-and-numbered", edges=(0, 30, 70), seq=(10, 20, 40)),
+    _scan("packed", VARLEN, edges=(0, 1, 1, 66, 130, 150)),
+    _scan("packed-no-state", VARLEN, edges=(0, 40, 40), given=("z",)),
+    _scan("packed-and-numbered", VARLEN, edges=(0, 30, 70), seq=(10, 20, 40)),
     _scan("same-dtype", others="same", T=70), _scan("odd", V=36, K=100, T=70),
     _scan("real", b=1, T=70, H=16, V=64, G=1, K=128),
     _scan("real-eight-groups", b=1, T=9, H=80, V=64, G=8, K=128), _selective("random", quick=True),
@@ -516,12 +445,12 @@ CASES: list[Case] = [
     _selective("many-states", N=130, D=5, T=40), _selective("one-channel", D=1, N=3),
     _selective("real", b=1, D=256, T=200), _layer("random", quick=True, wide_D=True),
     _layer("gate-first", GATE_FIRST, seq=(30, 2, 58), H=16), _layer("bare", LINEAR, given=(), T=40),
-    _layer("everything", given=("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight",
-                                "outproj_bias"), M=12, T=40, G=1),
+    _layer("everything", {"ngroups": 1}, given=LAYER_OPTIONAL, M=12, T=40, G=1),
     _fn("random", quick=True), _fn("channels-first", last=False), _fn("bare", LINEAR, given=()),
-    _fn("sequences", seq=(1, 2, 40, 27), given=("bias",)),
-    _fn("sequences-state", seq=(2, 40, 28)), _fn("sequences-channels-first", last=False, seq=(3, 40, 27)),
-    _fn("padding", seq=(20, 3, 47), padding=True),
+    _fn("sequences", ONLY_Y, seq=(1, 2, 40, 27), given=("bias",)),
+    _fn("sequences-state", ONLY_Y, seq=(2, 40, 28)),
+    _fn("sequences-channels-first", ONLY_Y, last=False, seq=(3, 40, 27)),
+    _fn("padding", ONLY_Y, seq=(20, 3, 47), padding=True),
     _fn("one-token", T=1), _fn("short", T=2), _fn("W=2", W=2), _fn("W=1", W=1, given=("bias",)),
     _fn("fp32-others", others="float32"), _window("random", quick=True), _window("W-1", L=3),
     _window("long-state", L=7, D=130), _window("bare", LINEAR, bias=False), _window("ring", L=3, ring=True),
@@ -534,10 +463,10 @@ CASES: list[Case] = [
     _step("pool-general", pool=7, tied=False, H=0), _step("same-dtype", states="same"),
     _step("no-bias", given=("D",)), _step("mamba1", tied=False, H=0, P=130, N=16),
     _step("real", b=2, H=80, P=64, G=8, N=128), _step("real-one-group", b=2, H=8, P=64, G=1, N=128),
-    _norm("rmsnorm_fn", "random", quick=True), _norm("rmsnorm_fn", "gate-first", GATE_FIRST),
-    _norm("rmsnorm_fn", "no-gate", given=()),
-    _norm("rmsnorm_fn", "groups", {"group_size": 24, "eps": 1e-5}, others="float32"),
-    _norm("rmsnorm_fn", "groups-gate-first", {"group_size": 24, **GATE_FIRST}),
-    _norm("layernorm_fn", "random", quick=True, given=("z", "bias")),
-    _norm("layernorm_fn", "groups-gate-first", {"group_size": 32, **GATE_FIRST}, given=("z", "bias")),
-    _norm("layernorm_fn", "rms", {"is_rms_norm": True})]
+    _rmsnorm("random", quick=True), _rmsnorm("gate-first", GATE_FIRST),
+    _rmsnorm("no-gate", given=()),
+    _rmsnorm("groups", {"group_size": 24, "eps": 1e-5}, others="float32"),
+    _rmsnorm("groups-gate-first", {"group_size": 24, **GATE_FIRST}),
+    _layernorm("random", quick=True, given=("z", "bias")),
+    _layernorm("groups-gate-first", {"group_size": 32, **GATE_FIRST}, given=("z", "bias")),
+    _layernorm("rms", {"is_rms_norm": True})]

@@ -7,65 +7,54 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-import flashlin
-from flashlin.kernels.norm.reference import normalise
 from flashlin.testing.cases import norm
+from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.008, "residual_out": 0.005, "d*": 0.012, "dnorm_weight": 0.02, "dnorm_bias": 0.02}
-GATED = ("layer_norm_swish_gate_linear", "rms_norm_swish_gate_linear")
 
 
-def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, E: int = 40,
-         shape: tuple[int, ...] = (3, 5, 64), bias: bool = True, gated: bool = False,
-         **facts: Any) -> Tensors:
+def make(dtype: torch.dtype, generator: torch.Generator, *, E: int = 40, shape: tuple[int, ...] = (3, 5, 64),
+         bias: bool = True, gated: bool = False, **facts: Any) -> Tensors:
     """As the norms' make; E: columns of the linear layer, which has a bias or not."""
-    made = norm.make(device, dtype, generator, shape=shape, **facts)
-    made = {name if name not in ("weight", "bias") else "norm_" + name: x for name, x in made.items()}
+    randn = partial(torch.randn, generator=generator)
+    made = norm.make(dtype, generator, shape=shape, **facts)
+    made = {"norm_" + name if name in ("weight", "bias") else name: x for name, x in made.items()}
     if gated:
-        made["g"] = torch.randn(*shape, generator=generator).to(dtype).to(device)
-    made["linear_weight"] = (torch.randn(E, shape[-1],
-                                         generator=generator) * shape[-1]**-0.5).to(dtype).to(device)
-    return made | ({"linear_bias": torch.randn(E, generator=generator).to(dtype).to(device)} if bias else {})
-
-
-def call(op: str, extra: dict[str, Any], **tensors: torch.Tensor) -> Tensors:
-    found = getattr(flashlin, op)(**{"norm_weight": None, "norm_bias": None, "linear_bias": None, **tensors},
-                                  **extra)
-    return {"out": found[0], "residual_out": found[1]} if extra.get("prenorm") else {"out": found}
+        made["g"] = randn(shape).to(dtype)
+    made["linear_weight"] = (randn(E, shape[-1]) * shape[-1]**-0.5).to(dtype)
+    return made | ({"linear_bias": randn(E).to(dtype)} if bias else {})
 
 
 def reference(
-    op: str,
-    extra: dict[str, Any],
-    x: torch.Tensor,
-    linear_weight: torch.Tensor,
-    norm_weight: torch.Tensor | None = None,
-    norm_bias: torch.Tensor | None = None,
-    linear_bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    g: torch.Tensor | None = None,
-) -> Tensors:
-    kind = "rms" if op.startswith("rms") or extra.get("is_rms_norm") else "layer"
-    y, total = normalise(kind, x, residual, norm_weight, norm_bias,
-                         extra.get("eps", 1e-6 if op in GATED else 1e-5), extra.get("num_groups", 1), g)
-    out = F.linear(y, linear_weight.double(), None if linear_bias is None else linear_bias.double())
-    return {"out": out, "residual_out": total} if extra.get("prenorm") else {"out": out}
+    linear_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    prenorm: bool = False,
+    **given: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    y, total = norm.reference(**given, weight=norm_weight, bias=norm_bias, prenorm=True)
+    out = F.linear(y, linear_weight, linear_bias)
+    return (out, total) if prenorm else out
 
 
-def _case(op: str, name: str, extra: dict[str, Any] | None = None, **facts: Any) -> Case:
-    return Case(op, name, partial(make, gated=op in GATED, **facts), partial(call, op, extra or {}),
-                partial(reference, op, extra or {}), TOLERANCES)
+def _op(name: str) -> Op:
+    gated = name.endswith("swish_gate_linear")
+    kind, eps = "rms" if name.startswith("rms") else "layer", 1e-6 if gated else 1e-5
+    return Op(name, partial(make, gated=gated), partial(reference, kind=kind, eps=eps), TOLERANCES,
+              ("out", "residual_out"), dict.fromkeys(("norm_weight", "norm_bias", "linear_bias")))
 
 
 CASES: list[Case] = []
-for _op in ("layer_norm_linear", "rms_norm_linear", "group_norm_linear", *GATED):
-    _groups = {"num_groups": 4} if _op == "group_norm_linear" else {}
-    CASES += [_case(_op, "random", _groups),
-              _case(_op, "prenorm", {**_groups, "prenorm": True}, residual="float32"),
-              _case(_op, "bare", {**_groups, "eps": 0.1}, weight="", bias=False)]
-CASES += [_case("rms_norm_linear", "D=1100", shape=(7, 1100), E=3),
-          _case("rms_norm_linear", "no-rows", shape=(0, 64)),
-          _case("rms_norm_linear", "residual-in-fp32", {"prenorm": True, "residual_in_fp32": True}),
-          _case("layer_norm_linear", "is-rms-norm", {"is_rms_norm": True, "num_groups": 2})]
+_layer, _rms, _group, *_gated = (_op(name + "_linear") for name in (
+    "layer_norm", "rms_norm", "group_norm", "layer_norm_swish_gate", "rms_norm_swish_gate"))
+for _norm in (_layer, _rms, _group, *_gated):
+    _groups = {"num_groups": 4} if _norm is _group else {}
+    CASES += [_norm("random", _groups), _norm("prenorm", {**_groups, "prenorm": True}, residual="float32"),
+              _norm("bare", {**_groups, "eps": 0.1}, weight="", bias=False)]
+CASES += [_rms("D=1100", shape=(7, 1100), E=3), _rms("no-rows", shape=(0, 64)),
+          _rms("residual-in-fp32", {"prenorm": True, "residual_in_fp32": True}),
+          _layer("is-rms-norm", {"is_rms_norm": True, "num_groups": 2})]

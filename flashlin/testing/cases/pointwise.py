@@ -2,124 +2,92 @@
 far from zero on either side."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-import flashlin
 from flashlin.kernels.pointwise import reference
+from flashlin.testing.cases.inputs import Draw, dtype_of, typed
+from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors
 
-TOLERANCES = {"*": 0.005, "d*": 0.008,
-              **dict.fromkeys(("dA_log", "ddt_bias", "dxr", "dxw", "dxk", "dxv", "dxa", "dxg", "dka", "dr_k"),
-                              0.02)}
 MIXES = ("xr", "xw", "xk", "xv", "xa", "xg")
+PARAMETERS = (*MIXES, "A_log", "dt_bias", "ka", "r_k")
+TOLERANCES = {"*": 0.005, "d*": 0.008, **{"d" + name: 0.02 for name in PARAMETERS}}
 
 
-def make(shapes: Callable[..., dict[str, tuple[int, ...]]], device: torch.device, dtype: torch.dtype,
-         generator: torch.Generator, *, parameters: str = "same", far: float = 1.0,
-         without: tuple[str, ...] = (), **facts: Any) -> Tensors:
-    """shapes: of each tensor, parameters last, from facts. parameters: their dtype, ``same`` for the others'.
-    far: what raw gates are multiplied by. without: tensors to leave out."""
-    made = {}
-    for name, shape in shapes(**facts).items():
-        kept = parameters if name in (*MIXES, "A_log", "dt_bias", "ka",
-                                      "r_k") and parameters != "same" else str(dtype).removeprefix("torch.")
-        x = torch.randn(*shape, generator=generator) * (far if name == "g" else 0.5 if name == "A_log" else 1)
-        if name not in without:
-            made[name] = x.to(getattr(torch, kept)).to(device)
-    return made
+def make(
+    tensors: Mapping[str, str],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    B: int | None = 2,
+    T: int | None = 35,
+    H: int = 3,
+    K: int = 20,
+    D: int = 48,
+    one: int | None = 1,
+    parameters: str = "same",
+    far: float = 1.0,
+    without: Collection[str] = (),
+) -> Tensors:
+    """tensors: their dimensions, by name. B, T, one: None for tensors without that dimension. parameters:
+    their dtype, ``same`` for the others'. far: what raw gates are multiplied by. without: tensors to leave
+    out."""
+    draw, factors = Draw(generator, B=B, T=T, H=H, K=K, D=D, HK=H * K, one=one), {"g": far, "A_log": 0.5}
+    made = {name: draw(dimensions) * factors.get(name, 1) for name, dimensions in tensors.items()}
+    return typed(made, dtype, dict.fromkeys(PARAMETERS, dtype_of(parameters, dtype)), without)
 
 
-def gdn_shapes(rows: tuple[int, ...] = (2, 35), H: int = 6) -> dict[str, tuple[int, ...]]:
-    return {"g": (*rows, H), "A_log": (H,), "dt_bias": (H,)}
+def gdn_reference(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
+    return reference.gate(g[..., None], A_log, dt_bias)[..., 0]
 
 
-def kda_shapes(rows: tuple[int, ...] = (2, 35), H: int = 3, K: int = 20) -> dict[str, tuple[int, ...]]:
-    return {"g": (*rows, H, K), "A_log": (H,), "dt_bias": (H * K,)}
+def mix_reference(hidden_states: Tensor, delta: Tensor, **xs: Tensor) -> tuple[Tensor, ...]:
+    return reference.mix(hidden_states, delta, *xs.values())
 
 
-def mix_shapes(B: int = 2, T: int = 35, D: int = 48,
-               xs: tuple[int, ...] = (1, 1)) -> dict[str, tuple[int, ...]]:
-    return {"hidden_states": (B, T, D), "delta": (B, T, D), **dict.fromkeys(MIXES, (*xs, D))}
+def _op(name: str, expected: Callable[..., Any], tensors: dict[str, str], outputs: tuple[str, ...] = ("y",),
+        **sizes: Any) -> Op:
+    return Op(name, partial(make, tensors, **sizes), expected, TOLERANCES, outputs, {})
 
 
-def key_shapes(B: int = 2, T: int = 35, D: int = 48) -> dict[str, tuple[int, ...]]:
-    return {"k": (B, T, D), "a": (B, T, D), "ka": (D,)}
-
-
-def correction_shapes(B: int = 2, T: int = 35, H: int = 3, D: int = 20) -> dict[str, tuple[int, ...]]:
-    heads = (B, T, H, D)
-    return {"o": (B, T, H * D), "r": heads, "k": heads, "v": heads, "g": (B, T, H * D), "r_k": (H, D)}
-
-
-def call(op: str, extra: dict[str, Any], **tensors: torch.Tensor) -> Tensors:
-    found = getattr(flashlin, op)(**tensors, **extra)
-    return {"y": found} if isinstance(found, torch.Tensor) else {f"y{n}": y
-                                                                 for n, y in enumerate(found)
-                                                                 if y is not None}
-
-
-def gdn_reference(extra: dict[str, Any], g: torch.Tensor, **parameters: torch.Tensor) -> Tensors:
-    return {"y": reference.gate(g[..., None], parameters.get("A_log"), parameters.get("dt_bias"))[..., 0]}
-
-
-def kda_reference(extra: dict[str, Any], g: torch.Tensor, **parameters: torch.Tensor) -> Tensors:
-    return {"y": reference.gate(g, parameters.get("A_log"), parameters.get("dt_bias"),
-                                extra.get("lower_bound"))}
-
-
-def mix_reference(extra: dict[str, Any], hidden_states: torch.Tensor, delta: torch.Tensor,
-                  **xs: torch.Tensor) -> Tensors:
-    return {f"y{n}": y for n, y in enumerate(reference.mix(hidden_states, delta, *xs.values()))}
-
-
-def key_reference(extra: dict[str, Any], **tensors: torch.Tensor) -> Tensors:
-    return {"y": reference.key(**tensors)}
-
-
-def correction_reference(extra: dict[str, Any], **tensors: torch.Tensor) -> Tensors:
-    return {"y": reference.correction(**tensors)}
-
-
-OPS: dict[str, tuple[Callable[..., Any], Callable[..., Tensors]]] = {
-    "fused_gdn_gate": (gdn_shapes, gdn_reference), "fused_kda_gate": (kda_shapes, kda_reference),
-    "fused_addcmul_rwkv7": (mix_shapes, mix_reference), "fused_k_rwkv7": (key_shapes, key_reference),
-    "gate_output_correction": (correction_shapes, correction_reference)}
-
-
-def _case(op: str, name: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
-    shapes, expected = OPS[op]
-    return Case(op, name, partial(make, shapes, **facts), partial(call, op, extra or {}),
-                partial(expected, extra or {}), TOLERANCES, (), quick)
-
-
+_gdn = _op("fused_gdn_gate", gdn_reference, {"g": "B T H", "A_log": "H", "dt_bias": "H"}, H=6)
+_kda = _op("fused_kda_gate", reference.gate, {"g": "B T H K", "A_log": "H", "dt_bias": "HK"})
+_mix = _op("fused_addcmul_rwkv7", mix_reference,
+           {"hidden_states": "B T D", "delta": "B T D", **dict.fromkeys(MIXES, "one one D")},
+           tuple(f"y{n}" for n in range(len(MIXES))))
+_key = _op("fused_k_rwkv7", reference.key, {"k": "B T D", "a": "B T D", "ka": "D"})
+_correction = _op("gate_output_correction", reference.correction,
+                  {"o": "B T HK", **dict.fromkeys(("r", "k", "v"), "B T H K"), "g": "B T HK", "r_k": "H K"})
+OPS = (_gdn, _kda, _mix, _key, _correction)
 BOUND = {"lower_bound": -5.0}
-CASES: list[Case] = [_case(_op, "random", quick=True) for _op in OPS]
-CASES += [_case(_op, "fp32-parameters", parameters="float32") for _op in OPS]
-CASES += [_case("fused_gdn_gate", "no-bias", without=("dt_bias",)), _case("fused_gdn_gate", "far", far=10.0),
-          _case("fused_gdn_gate", "flat", rows=()), _case("fused_gdn_gate", "one-head", H=1, rows=(300,)),
-          _case("fused_gdn_gate", "many-heads", H=2100, rows=(5,)),
-          _case("fused_gdn_gate", "many-rows", H=32, rows=(2, 1500))]
-CASES += [_case("fused_kda_gate", "bounded", BOUND),
-          _case("fused_kda_gate", "bounded-far", {"lower_bound": -0.5}, far=10.0),
-          _case("fused_kda_gate", "bare", without=("A_log", "dt_bias")),
-          _case("fused_kda_gate", "no-A", without=("A_log",)),
-          _case("fused_kda_gate", "bounded-no-A", BOUND, without=("A_log",)),
-          _case("fused_kda_gate", "no-bias", without=("dt_bias",)), _case("fused_kda_gate", "far", far=10.0),
-          _case("fused_kda_gate", "wide", H=8, K=128, rows=(1, 40)),
-          _case("fused_kda_gate", "strips", H=3, K=700, rows=(7,))]
-CASES += [_case("fused_addcmul_rwkv7", "five", without=("xg",)),
-          _case("fused_addcmul_rwkv7", "flat-parameters", xs=()), _case("fused_addcmul_rwkv7", "D=1", D=1),
-          _case("fused_addcmul_rwkv7", "D=2500", D=2500, T=3),
-          _case("fused_addcmul_rwkv7", "one-token", B=3, T=1)]
-CASES += [_case("fused_k_rwkv7", "D=1", D=1), _case("fused_k_rwkv7", "D=2500", D=2500, T=3),
-          _case("fused_k_rwkv7", "one-token", B=3, T=1),
-          _case("fused_k_rwkv7", "many-rows", B=1, T=1500, D=32)]
-CASES += [_case("gate_output_correction", f"D={D}", D=D, T=9) for D in (1, 64, 100, 300, 2100)]
-CASES += [_case("gate_output_correction", "one-head", H=1),
-          _case("gate_output_correction", "many-heads", H=40, D=8, T=5),
-          _case("gate_output_correction", "one-token", B=3, T=1),
-          _case("gate_output_correction", "many-rows", B=1, T=1200, H=2, D=8)]
+CASES: list[Case] = [_any("random", quick=True) for _any in OPS]
+CASES += [_any("fp32-parameters", parameters="float32") for _any in OPS]
+CASES += [_gdn("no-bias", without=("dt_bias",)), _gdn("far", far=10.0),
+          _gdn("flat", B=None, T=None), _gdn("one-head", H=1, B=None, T=300),
+          _gdn("many-heads", H=2100, B=None, T=5),
+          _gdn("many-rows", H=32, T=1500)]
+CASES += [_kda("bounded", BOUND),
+          _kda("bounded-far", {"lower_bound": -0.5}, far=10.0),
+          _kda("bare", without=("A_log", "dt_bias")),
+          _kda("no-A", without=("A_log",)),
+          _kda("bounded-no-A", BOUND, without=("A_log",)),
+          _kda("no-bias", without=("dt_bias",)), _kda("far", far=10.0),
+          _kda("wide", H=8, K=128, B=1, T=40),
+          _kda("strips", H=3, K=700, B=None, T=7)]
+CASES += [_mix("five", without=("xg",)),
+          _mix("flat-parameters", one=None), _mix("D=1", D=1),
+          _mix("D=2500", D=2500, T=3),
+          _mix("one-token", B=3, T=1)]
+CASES += [_key("D=1", D=1), _key("D=2500", D=2500, T=3),
+          _key("one-token", B=3, T=1),
+          _key("many-rows", B=1, T=1500, D=32)]
+CASES += [_correction(f"D={D}", K=D, T=9) for D in (1, 64, 100, 300, 2100)]
+CASES += [_correction("one-head", H=1),
+          _correction("many-heads", H=40, K=8, T=5),
+          _correction("one-token", B=3, T=1),
+          _correction("many-rows", B=1, T=1200, H=2, K=8)]

@@ -2,20 +2,21 @@
 packed sequences."""
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import flashlin
 from flashlin.kernels.rotary.reference import rotate
+from flashlin.testing.cases.inputs import dtype_of
+from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.005, "d*": 0.005}
 
 
 def make(
-    device: torch.device,
     dtype: torch.dtype,
     generator: torch.Generator,
     *,
@@ -32,45 +33,42 @@ def make(
 ) -> Tensors:
     """tables: their dtype, ``same`` for x's. edges: cu_seqlens, of the dtype ``bounds``."""
     angles = torch.rand(TR, R, generator=generator) * 6.3
-    kind = dtype if tables == "same" else getattr(torch, tables)
+    kind = dtype_of(tables, dtype)
     made = {"x": torch.randn(B, T, H, D, generator=generator).to(dtype), "cos": angles.cos().to(kind),
             "sin": angles.sin().to(kind)}
     if offsets:
         made["seqlen_offsets"] = torch.tensor(offsets)
     if edges:
-        made["cu_seqlens"] = torch.tensor(edges, dtype=getattr(torch, bounds))
-    return {name: x.to(device) for name, x in made.items()}
+        made["cu_seqlens"] = torch.tensor(edges, dtype=dtype_of(bounds, dtype))
+    return made
 
 
-def call(extra: dict[str, Any], x: torch.Tensor, **tensors: Any) -> Tensors:
-    return {"y": flashlin.rotary_embedding(x * 1 if extra.get("inplace") else x, **tensors, **extra)}
+def call(x: Tensor, **given: Any) -> Tensor:
+    # a leaf may not be written to
+    return flashlin.rotary_embedding(x * 1 if given.get("inplace") else x, **given)
 
 
-def reference(extra: dict[str, Any], x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-              seqlen_offsets: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None) -> Tensors:
+def reference(x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0,
+              cu_seqlens: Tensor | None = None, interleaved: bool = False, inplace: bool = False) -> Tensor:
     bounds = None if cu_seqlens is None else cu_seqlens.tolist()
     N = x.shape[0] if bounds is None else len(bounds) - 1
-    offsets = [extra.get("seqlen_offsets", 0)] * N if seqlen_offsets is None else seqlen_offsets.tolist()
-    return {"y": rotate(x, cos, sin, extra.get("interleaved", False), offsets, bounds)}
+    offsets = [seqlen_offsets] * N if isinstance(seqlen_offsets, int) else seqlen_offsets.tolist()
+    return rotate(x, cos, sin, interleaved, offsets, bounds)
 
 
-def _case(name: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
-    return Case("rotary_embedding", name, partial(make, **facts), partial(call, extra or {}),
-                partial(reference, extra or {}), TOLERANCES, ("cos", "sin"), quick)
-
-
+_rotary = Op("rotary_embedding", make, reference, TOLERANCES, ("y",), {}, call, ("cos", "sin"))
 PAIRS = {"interleaved": True}
 CASES: list[Case] = [
-    _case("random", quick=True), _case("interleaved", PAIRS), _case("partial", D=40, R=12),
-    _case("partial-interleaved", PAIRS, D=41, R=13), _case("one-pair", D=3, R=1, H=5),
-    _case("D=300", D=300, R=150, T=9), _case("D=1300", D=1300, R=600, T=5, H=2),
-    _case("D=1300-interleaved", PAIRS, D=1300, R=650, T=5, H=2),
-    _case("one-token", B=3, T=1, offsets=(0, 69, 7)), _case("many-heads", B=1, T=4, H=300, D=8, R=4),
-    _case("one-head", B=1, T=70, H=1), _case("fp32-tables", tables="float32"),
-    _case("offset", {"seqlen_offsets": 5}), _case("negative-offset", {"seqlen_offsets": -5}),
-    _case("offsets", B=3, T=20, offsets=(3, -7, 50)), _case("in-place", {"inplace": True}),
-    _case("in-place-partial", {"inplace": True, "interleaved": True}, D=40, R=12),
-    _case("packed", B=1, T=50, edges=(0, 7, 7, 8, 50)),
-    _case("packed-offsets", B=1, T=50, edges=(0, 7, 7, 8, 50), offsets=(60, 3, -1, 28)),
-    _case("packed-one", B=1, T=33, edges=(0, 33), bounds="int64"), _case("no-tokens", T=0),
-    _case("no-batch", B=0)]
+    _rotary("random", quick=True), _rotary("interleaved", PAIRS), _rotary("partial", D=40, R=12),
+    _rotary("partial-interleaved", PAIRS, D=41, R=13), _rotary("one-pair", D=3, R=1, H=5),
+    _rotary("D=300", D=300, R=150, T=9), _rotary("D=1300", D=1300, R=600, T=5, H=2),
+    _rotary("D=1300-interleaved", PAIRS, D=1300, R=650, T=5, H=2),
+    _rotary("one-token", B=3, T=1, offsets=(0, 69, 7)), _rotary("many-heads", B=1, T=4, H=300, D=8, R=4),
+    _rotary("one-head", B=1, T=70, H=1), _rotary("fp32-tables", tables="float32"),
+    _rotary("offset", {"seqlen_offsets": 5}), _rotary("negative-offset", {"seqlen_offsets": -5}),
+    _rotary("offsets", B=3, T=20, offsets=(3, -7, 50)), _rotary("in-place", {"inplace": True}),
+    _rotary("in-place-partial", {"inplace": True, "interleaved": True}, D=40, R=12),
+    _rotary("packed", B=1, T=50, edges=(0, 7, 7, 8, 50)),
+    _rotary("packed-offsets", B=1, T=50, edges=(0, 7, 7, 8, 50), offsets=(60, 3, -1, 28)),
+    _rotary("packed-one", B=1, T=33, edges=(0, 33), bounds="int64"), _rotary("no-tokens", T=0),
+    _rotary("no-batch", B=0)]

@@ -7,34 +7,22 @@ from typing import Any
 import torch
 
 from flashlin.kernels.gla.reference import recurrence
-from flashlin.testing.cases import gla
+from flashlin.testing.cases import gla, sequences
+from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dw": 0.02}
 
 
-def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator, **facts: Any) -> Tensors:
+def make(dtype: torch.dtype, generator: torch.Generator, **facts: Any) -> Tensors:
     """facts: as for gla.make."""
-    made = gla.make(device, dtype, generator, **facts)
-    made["r"], made["w"] = made.pop("q"), made.pop("g")
+    made = gla.make(dtype, generator, gates={"w": "B T H K"}, **facts)
+    made["r"] = made.pop("q")
     # a parameter, so of the model's dtype
-    made["u"] = torch.randn(made["r"].shape[2:], generator=generator).to(dtype).to(device)
-    return made
+    return made | {"u": torch.randn(made["r"].shape[2:], generator=generator).to(dtype)}
 
 
-def reference(extra: dict[str, Any], r: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor,
-              u: torch.Tensor, initial_state: torch.Tensor | None = None,
-              cu_seqlens: torch.Tensor | None = None) -> Tensors:
-    o, ht = recurrence(r, k, v, w, initial_state, cu_seqlens, extra.get("scale", r.shape[3] ** -0.5), u)
-    return {"o": o, "ht": ht}
-
-
-def _chunk(id: str, extra: dict[str, Any] | None = None, quick: bool = False, **facts: Any) -> Case:
-    extra = extra or {}
-    return Case("chunk_rwkv6", id, partial(make, **facts), partial(gla.call, "chunk_rwkv6", extra),
-                partial(reference, extra), TOLERANCES, (), quick)
-
-
+_chunk = Op("chunk_rwkv6", make, partial(sequences.outputs, recurrence, {"q": "r", "g": "w"}), TOLERANCES)
 CASES: list[Case] = [
     _chunk("random", quick=True), _chunk("constant", kind="constant"), _chunk("one-key", kind="one-key"),
     _chunk("w=0", gate="0"), _chunk("w=-20", gate="-20"), _chunk("strong", gate="strong"),

@@ -1,0 +1,53 @@
+"""A public op as its cases see it."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+import flashlin
+from flashlin.testing.compare import Case, Tensors
+
+
+class Op(NamedTuple):
+    """What the cases of one op share; called with what is special about one of them it gives that Case.
+
+    make: the tensors by name, of a dtype, a generator and the facts of a case. reference: the op in float64,
+    with the op's own names for tensors and options. tolerances: see Case. outputs: names of what both return.
+    always: options of every call, which the reference is not told. call: in the place of the op, where there
+    is more to do than to call it with its tensors and options. constant: tensors without gradients.
+    """
+    name: str
+    make: Callable[..., Tensors]
+    reference: Callable[..., Any]
+    tolerances: dict[str, float]
+    outputs: tuple[str, ...] = ("o", "ht")
+    always: Mapping[str, Any] = MappingProxyType({"output_final_state": True})
+    call: Callable[..., Any] | None = None
+    constant: tuple[str, ...] = ()
+
+    def __call__(self, id: str, options: Mapping[str, Any] | None = None, quick: bool = False,
+                 allowed: Mapping[str, float] | None = None, **facts: Any) -> Case:
+        """options: of the call. allowed: tolerances of this case alone."""
+        options, tolerances = options or {}, {**self.tolerances, **(allowed or {})}
+        return Case(self.name, id, partial(self.make, **facts), partial(called, self, options),
+                    partial(expected, self, options), tolerances, self.constant, quick)
+
+
+def called(op: Op, options: Mapping[str, Any], **tensors: Tensor) -> Tensors:
+    function = op.call or getattr(flashlin, op.name)
+    return _by_name(op.outputs, function(**{**op.always, **options, **tensors}))
+
+
+def expected(op: Op, options: Mapping[str, Any], **tensors: Tensor) -> Tensors:
+    return _by_name(op.outputs, op.reference(**tensors, **options))
+
+
+def _by_name(names: tuple[str, ...], returned: Any) -> Tensors:
+    """The tensors among what was returned; None is what the call was not asked for."""
+    values = returned if isinstance(returned, tuple) else (returned,)
+    named = zip(names[:len(values)], values, strict=True)
+    return {name: x for name, x in named if x is not None}
