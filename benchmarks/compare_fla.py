@@ -24,8 +24,6 @@ from typing import Any
 
 import torch
 
-from matrix.peer_table import module_of
-
 FIRST_CALL = """
 import time, torch, json
 import torch.nn.functional as F
@@ -134,6 +132,7 @@ def host(function: Callable[..., Any], D: int, arguments: str, extra: dict[str, 
 def peer_op(family: str, name: str) -> tuple[Callable[..., Any] | None, str]:
     """fla's op with its Hopper refusal off, or mamba_ssm's without that package's __init__, which wants more
     packages; or why there is none."""
+    from matrix.peer_table import module_of
     try:
         if family.startswith("mamba_ssm."):
             return getattr(module_of(family), name), ""

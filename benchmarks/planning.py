@@ -3,8 +3,9 @@ needs a GPU.
 
     python benchmarks/planning.py [--out benchmarks/results/planning.json]
 
-Each row is the median of many runs, in microseconds. ``added to a call`` is what an op does from its tensors
-to its plan when it has seen the call before (the plan is cached); a call with new sizes costs a miss once.
+Each row is the median of many runs, in microseconds of this thread's time, so that other programs count
+less. ``added to a call`` is what an op does from its tensors to its plan when it has seen the call before (the
+plan is cached); a call with new sizes costs a miss once.
 """
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import json
 import platform
 import statistics
 import sys
+import time
 import timeit
 import warnings
 from collections.abc import Callable
@@ -41,7 +43,8 @@ TARGETS = {"H100": "triton=3.6.0,sm=90", "T4": "triton=3.3.1,sm=75"}
 
 
 def microseconds(call: Callable[[], Any], calls: int = CALLS) -> float:
-    return statistics.median(timeit.repeat(call, number=calls, repeat=RUNS)) / calls * 1e6
+    return statistics.median(
+        timeit.repeat(call, number=calls, repeat=RUNS, timer=time.thread_time)) / calls * 1e6
 
 
 def rows() -> dict[str, float]:
