@@ -24,7 +24,7 @@ from flashlin.diagnostics.report import Report
 from flashlin.dispatch import OPS
 from flashlin.kernels.families import PUBLIC
 from flashlin.policy import Policy
-from tests.hostile import arguments
+from tests import hostile
 from tests.machines import BROKEN, H200, NO_TORCH, check, installed, made, package, read, run
 
 pytestmark = pytest.mark.usefixtures("default_settings")
@@ -285,7 +285,7 @@ def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(dispatch, "plan", recording)
     for op in OPS:
         before = len(asked)
-        getattr(flashlin, op)(**arguments(op))
+        getattr(flashlin, op)(**hostile.arguments(op))
         # the ops that auto has chosen, and the convolution inside a layer, ask in their own names; the
         # elementwise parts of a scan in its name
         asked[before:] = [next(problem
