@@ -101,7 +101,7 @@ def test_every_trait_is_one_that_some_launch_can_have() -> None:
     named = {node.value for path in kernels.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     for issue in KNOWN_ISSUES:
-        unknown = (issue.traits | issue.spared) - named - {"autotuned"}  # of no launch: tuning comes before it
+        unknown = (issue.traits | issue.spared) - named - {"autotuned"}  # of no launch: tuned before it
         assert not unknown, f"{issue.id}: nothing in flashlin/kernels gives a launch {', '.join(unknown)}"
 
 
