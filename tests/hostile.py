@@ -31,6 +31,8 @@ def arguments(op: str) -> dict[str, Any]:
     else:
         tensors = _of_tokens(op) if _over_tokens(op) else _special(op) or _of_a_case(op)
     given = {**OPTIONS, **tensors}
+    unknown = [name for name in parameters(op) if name not in given]
+    assert not unknown, f"{op}: need a value for {', '.join(unknown)} in OPTIONS or _special of {__name__}"
     return {name: given[name] for name in parameters(op)}
 
 

@@ -24,6 +24,7 @@ from flashlin.diagnostics.report import Report
 from flashlin.dispatch import OPS
 from flashlin.kernels.families import PUBLIC
 from flashlin.policy import Policy
+from tests import hostile
 from tests.machines import BROKEN, H200, NO_TORCH, check, installed, made, package, read, run
 
 pytestmark = pytest.mark.usefixtures("default_settings")
@@ -275,7 +276,6 @@ def test_what_doctor_says_is_what_dispatch_plans(op: str, target: str) -> None:
 
 
 def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
     asked = []
 
     def recording(problem: Any, target: Target, policy: Policy) -> Any:
@@ -283,49 +283,9 @@ def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatc
         return dispatch_plan(problem, target, policy)
     dispatch_plan = dispatch.plan
     monkeypatch.setattr(dispatch, "plan", recording)
-    x = torch.rand(1, 4, 2, 16)
-    ones = torch.ones
-    mamba = {"mamba_chunk_scan_combined": [x, x[..., 0], -ones(2), x, x, 64],
-             "mamba_split_conv1d_scan_combined": [ones(1, 4, 98), ones(64, 4), None, ones(2), -ones(2),
-                                                  ones(2, 16), 64],
-             "selective_state_update": [ones(4, 2, 16, 16), x[0], x[0], -ones(2, 16, 16), x[0], x[0]],
-             "selective_scan_fn": [ones(1, 16, 4), ones(1, 16, 4), -ones(16, 2), ones(1, 2, 4),
-                                   ones(1, 2, 4)],
-             "causal_conv1d_fn": [x[0], ones(2, 4)],
-             "mamba_causal_conv1d_update": [x[0], ones(4, 2, 4), ones(2, 4)],
-             "rmsnorm_fn": [x, ones(16), None], "layernorm_fn": [x, ones(16), None]}
     for op in OPS:
-        extra = {"layer_idx": 0, "num_layers": 2} if "lightning" in op else {}
-        w, target = torch.ones(16), torch.tensor([0, 1])
-        if op.startswith("parallel_"):
-            extra = {"output_attentions": True}
-        tensors = ([x] if op == "l2norm" else [x, w, w] if op.endswith("_norm") else [x, x, w, w]
-                   if op.endswith("_gated") else
-                   [x[0], torch.ones(16, 4)] if op == "causal_conv1d"
-                   else [x[0, :, 0], torch.ones(4, 16, 3), None, torch.ones(16, 3)]
-                   if op == "causal_conv1d_update" else [x[0]] if op == "token_shift" else [x[0], -x[0]]
-                   if op.endswith("hgrn") else
-                   [x, w] if op == "fused_gdn_gate" else [x] if op == "fused_kda_gate" else
-                   [x[0], x[0], w, w, w, w, w] if op == "fused_addcmul_rwkv7" else [x[0], x[0], w]
-                   if op == "fused_k_rwkv7" else
-                   [x.flatten(2), x, x, x[0, 0], x, x.flatten(2)] if op == "gate_output_correction" else
-                   [x, x[0, :, 0, :8], x[0, :, 0, :8]] if op == "rotary_embedding" else
-                   [x[0, 0], target] if op == "cross_entropy_loss" else [x[0, 0], target, x[0, 1]]
-                   if "cross_entropy" in op else [x, x, x])
-        if "delta_rule" in op:
-            gates = {"beta": x[..., 0]} | ({"g": -x[..., 0]} if "gated" in op else {})
-            extra = {**extra, **gates}
-        if op in ("chunk_gla", "gla"):
-            extra = {"g": -x}
-        own = {"kda": "q g beta", "rwkv6": "r w u", "fused_mul_recurrent_rwkv7": "r w kk a",
-               "rwkv7": "r w a b", "dplr_delta_rule": "q a b gk", "iplr_delta_rule": "q a b"}
-        if names := own.get(op,
-                            own.get(op.removeprefix("fused_").removeprefix("recurrent_").removeprefix(
-                                    "chunk_"))):
-            tensors, extra = [], {name: {"beta": x[..., 0], "u": x[0, 0]}.get(name, x)
-                                  for name in ("k", "v", *names.split())}
         before = len(asked)
-        getattr(flashlin, op)(*mamba.get(op, tensors), **extra)
+        getattr(flashlin, op)(**hostile.arguments(op))
         # the ops that auto has chosen, and the convolution inside a layer, ask in their own names; the
         # elementwise parts of a scan in its name
         asked[before:] = [next(problem

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Upper bounds: what was true when they were written. What gets better gets a new bound.
 FIGURES = {"root files": 6, "custom ops": 3, "positional": 0, "undocumented": 0, "fp32": 4,
            "releases": 11, "width": 0.5, "size": 278_000}
-WALKS = {"a known issue": 3, "a remedy": 1, "an op": 6, "a Triton release": 1}
+WALKS = {"a known issue": 4, "a remedy": 5, "a check": 1, "a limit": 1, "a scalar": 8, "an op": 7,
+         "a Triton release": 1}
 
 
 def house(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -42,7 +43,8 @@ def test_a_figure_keeps_its_bound(name: str, here: dict[str, Any]) -> None:
 @pytest.mark.parametrize("thing", WALKS)
 def test_a_walk_keeps_its_bound(thing: str, here: dict[str, Any]) -> None:
     [walk] = [walk for name, walk in here["walks"].items() if name.startswith(thing)]
-    assert 1 <= len(walk["places"]) <= WALKS[thing]
+    places = walk["places"]
+    assert 1 <= len(places) <= WALKS[thing], f"ARCHITECTURE.md, 'Where a new thing goes': {', '.join(places)}"
 
 
 def test_every_walk_leads_to_what_is_there(here: dict[str, Any]) -> None:
@@ -79,9 +81,9 @@ LINES
 '''.replace("LINES", "\n".join(["    pass"] * 15))
 ARCHITECTURE = """# A house
 ## Where a new thing goes
-| thing | place |
-|---|---|
-| a kernel | `kernels/*/recipe.py`, one of `OPS` in `dispatch.py` (`tests/test_it.py` holds it), `README.md` |
+| thing | edit | run |
+|---|---|---|
+| a kernel | `kernels/*/recipe.py`, one of `OPS` in `dispatch.py`, a line of `tests/test_it.py` | writes `README.md` |
 | a ruin | `nowhere.py`, `README.md` |
 
 Then other things.
@@ -109,7 +111,7 @@ def test_what_is_counted(small: Path) -> None:
     (small / "flashlin" / "__init__.py").write_text("x = 1")  # assignment, name, the name's context, number
     assert counted(small)["figures"]["size"] == size + 4
     assert found["walks"] == {
-        "a kernel": {"places": ["kernels/*/recipe.py", "dispatch.py", "README.md"], "missing": []},
+        "a kernel": {"places": ["kernels/*/recipe.py", "dispatch.py", "tests/test_it.py"], "missing": []},
         "a ruin": {"places": ["nowhere.py", "README.md"], "missing": ["nowhere.py"]}}
 
 

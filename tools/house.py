@@ -21,9 +21,9 @@ An old commit's figures, and today's:
   python tools/house.py FOLDER
   python tools/house.py
 
-A walk is a row of ARCHITECTURE.md's table "Where a new thing goes": the files and folders that its places
-name, each of which must exist. A place is a path in backticks, from the root of the checkout or from
-flashlin/; those in tests/ check a walk and are not counted.
+A walk is a row of ARCHITECTURE.md's table "Where a new thing goes": the files and folders that its second
+column names, which are edited by hand. A place is a path in backticks, from the root of the checkout or from
+flashlin/, and must exist. The third column, commands to run afterwards and what they write, is not counted.
 """
 EXAMPLES = """examples:
   python tools/house.py                        this checkout
@@ -51,7 +51,7 @@ class Source(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """places: what somebody who adds the thing edits. missing: those that are not there, and such tests."""
+    """places: what somebody who adds the thing edits. missing: those of them that are not there."""
     thing: str
     places: list[str]
     missing: list[str]
@@ -138,15 +138,15 @@ class House:
         _, found, rest = (self.root / "ARCHITECTURE.md").read_text(encoding="utf-8").partition(TABLE)
         if not found:
             raise SystemExit(f"house: ARCHITECTURE.md has no section {TABLE.strip()!r}")
-        rows = [line.strip("| ").split(" | ", 1) for line in rest.partition("\n\n")[0].splitlines()[2:]]
-        return [self.walk(thing, text) for thing, text in rows]
+        rows = [line.strip("| ").split(" | ") for line in rest.partition("\n\n")[0].splitlines()[2:]]
+        return [self.walk(thing, text) for thing, text, *_ in rows]
 
     def walk(self, thing: str, text: str) -> Walk:
         named = [name for name in dict.fromkeys(re.findall(r"`([\w./*-]+)`", text))
                  if name.endswith("/") or Path(name).suffix in (".py", ".toml", ".json", ".md", ".yml")]
         bases = (self.root, self.root / "flashlin")
         missing = [name for name in named if not any(any(base.glob(name.rstrip("/"))) for base in bases)]
-        return Walk(thing, [name for name in named if not name.startswith("tests/")], missing)
+        return Walk(thing, named, missing)
 
 
 def last_name(node: ast.AST) -> str:

@@ -34,8 +34,8 @@ def main(folder: str, extras: str) -> None:
     home = Path(folder)
     python = home / ("Scripts" if os.name == "nt" else "bin") / "python"
     note = home / "flashlin-installed"
-    wanted = (
-        f"{extras} {hashlib.sha256(Path(__file__).read_bytes() + (ROOT / 'pyproject.toml').read_bytes()).hexdigest()}\n")
+    sources = Path(__file__).read_bytes() + (ROOT / "pyproject.toml").read_bytes()
+    wanted = f"{extras} {hashlib.sha256(sources).hexdigest()}\n"
     done = note.read_text().splitlines(keepends=True) if python.exists() and note.exists() else []
     if wanted in done:
         return
@@ -61,8 +61,7 @@ def make(home: Path) -> None:
     except subprocess.CalledProcessError:  # Debian and Ubuntu package ensurepip apart from Python
         shutil.rmtree(home, ignore_errors=True)
         raise SystemExit("setup_env: this Python cannot make a virtual environment with pip; on Debian or "
-                         "Ubuntu: "
-                         "apt install python3-venv") from None
+                         "Ubuntu: apt install python3-venv") from None
 
 
 def has_gpu() -> bool:
@@ -83,9 +82,8 @@ def install_cpu_torch(python: Path) -> None:
                      may_fail=True):
         return
     print(f"setup_env: found no CPU build of torch {TORCH} (TORCH_INDEX={index or 'not set'}), so the plain "
-          "one: on Linux it brings "
-          "several gigabytes of CUDA libraries, which TORCH_INDEX=<PyTorch's index of CPU builds> avoids",
-          flush=True)
+          "one: on Linux it brings several gigabytes of CUDA libraries, which TORCH_INDEX=<PyTorch's index of "
+          "CPU builds> avoids", flush=True)
     pip(python, f"torch=={TORCH}")
 
 
