@@ -275,7 +275,7 @@ def outcome(hole: str, side: str) -> str:
     if child.said:
         return str(child.said[-1]["outcome"])
     last = child.stderr.strip().rpartition("\n")[2]
-    return f"error: {child.ending if child.late else last[:200] or child.ending}"
+    return f"error: {child.ending if child.code is None else last[:200] or child.ending}"
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlin.compat.child import python
+from flashlin.compat.child import end, python
 from flashlin.compat.target import Target
 from flashlin.testing.compare import Verdict
 from matrix.results import one_a_line
@@ -64,28 +64,26 @@ def raised(error: Exception, most: int = 200) -> str:
 
 class Child(NamedTuple):
     """said: the JSON objects that it printed, a line each. ending: how it ended, ``""`` if as it should;
-    late: because its time was up."""
+    code: its exit status, None if its time was up."""
     said: list[dict[str, Any]]
     ending: str
     stderr: str
-    late: bool
+    code: int | None
 
 
 def child(module: str, *arguments: str, seconds: float | None = None, **environment: str) -> Child:
     """Run a module in a child process, for so long at most."""
     process = subprocess.Popen(python(module, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, env={**os.environ, **environment})
-    late, ending = False, ""
+                               text=True, start_new_session=True, env={**os.environ, **environment})
     try:
         text, stderr = process.communicate(timeout=seconds)
+        code, ending = process.returncode, f"process ended with {process.returncode}"
     except subprocess.TimeoutExpired:
-        process.kill()
+        end(process)
         text, stderr = process.communicate()
-        late, ending = True, f"no answer in {seconds:.0f} s"
-    if process.returncode and not late:
-        ending = f"process ended with {process.returncode}"
-    return Child([json.loads(line) for line in text.splitlines() if line.startswith("{")], ending, stderr,
-                 late)
+        code, ending = None, f"no answer in {seconds:.0f} s"
+    return Child([json.loads(line) for line in text.splitlines() if line.startswith("{")],
+                 "" if code == 0 else ending, stderr, code)
 
 
 def parser(about: str | None, **out: Any) -> argparse.ArgumentParser:

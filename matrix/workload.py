@@ -90,11 +90,12 @@ def made(op: str, dtype: torch.dtype, arguments: Arguments) -> None:
         backward(*(outputs if isinstance(outputs, tuple) else (outputs,)))
 
 
-def as_in_a_case(case: Case, dtype: torch.dtype) -> None:
+def as_in_a_case(case: Case, dtype: torch.dtype, gradients: bool) -> None:
+    """The call of a case, and backward of its outputs where gradients are wanted."""
     tensors = case.make(torch.device("cpu"), dtype, torch.Generator().manual_seed(0))
-    with torch.set_grad_enabled(not PUBLIC[case.op].in_place):
+    with torch.set_grad_enabled(gradients):
         for name, x in tensors.items():
-            x.requires_grad_(torch.is_grad_enabled() and x.is_floating_point() and name not in case.constant)
+            x.requires_grad_(gradients and x.is_floating_point() and name not in case.constant)
         backward(*case.call(**tensors).values())
 
 
@@ -305,7 +306,7 @@ def calls() -> Iterator[Call]:
     for op in dispatch.OPS:
         cases = [case for case in CASES if case.quick and case.op == op and op not in written]
         for case, dtype in itertools.product(cases, DTYPES):
-            yield _call(op, dtype, case.id, partial(as_in_a_case, case, dtype))
+            yield _call(op, dtype, case.id, partial(as_in_a_case, case, dtype, not PUBLIC[op].in_place))
 
 
 def _written() -> Iterator[Call]:

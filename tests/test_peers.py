@@ -49,8 +49,8 @@ def test_packed_sequences_are_kept_apart() -> None:
 
 def test_a_process_that_ends_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     said = iter([record.Child([{"starting": "forward"}, {"forward": "right"}, {"starting": "backward"}],
-                              "process ended with -6", "", False),
-                 record.Child([], "process ended with 1", "", False)])
+                              "process ended with -6", "", -6),
+                 record.Child([], "process ended with 1", "", 1)])
     monkeypatch.setattr(record, "child", lambda *arguments, **options: next(said))
     monkeypatch.setattr(peers, "ASPECTS", {"forward": "", "backward": "", "CPU": ""})
     assert peers.asked("fla", "chunk_gla", 1.0) == {"op": "chunk_gla", "side": "fla", "forward": "right",
