@@ -6,16 +6,14 @@ import sys
 import time
 from pathlib import Path
 
+from tqdm import tqdm
+
+from matrix import cells, support, workflow
+from matrix import run as runner
+from matrix.results import Matrix, load_result
+from matrix.squares import CellState, Planned
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # the checkout it belongs to, wherever it is started
-
-from tqdm import tqdm  # noqa: E402
-
-from matrix import cells, support, workflow  # noqa: E402
-from matrix import run as runner  # noqa: E402
-from matrix.results import Matrix, load_result  # noqa: E402
-from matrix.squares import Found, Planned  # noqa: E402
-
 RESULTS, PAGE = HERE / "results", HERE.parent / "build" / "support.html"
 
 
@@ -43,12 +41,12 @@ class Bar:
         self._bar = None
 
 
-def planned(whole: Matrix) -> list[Found]:
+def planned(whole: Matrix) -> list[CellState]:
     """Every cell as it was found, with the plans of today, which take two minutes."""
     bar, every = Bar(), []
     for cell in whole.cell:
         bar.cell = cell.triton
-        every.append(Found(load_result(RESULTS, cell),
+        every.append(CellState(load_result(RESULTS, cell),
                            runner.plans(cell, whole.card, bar) if "plan" in cell.layers else Planned()))
         bar.close()
     return every
@@ -104,13 +102,13 @@ def main() -> int:
             (options.out / f"{cell.name}.json").unlink(missing_ok=True)
         bar.cell = cell.triton
         cards = tuple(card for card in whole.card if not options.card or card.name in options.card)
-        found = runner.run(cell, cards, options.out, tuple(options.layer), jobs=options.jobs,
+        state = runner.run(cell, cards, options.out, tuple(options.layer), jobs=options.jobs,
                            timeout=options.timeout, progress=bar)
         bar.close()
-        lines = support.failures(whole, found)
+        lines = support.failures(whole, state)
         failed += len(lines) if cell.kind == "gate" else 0
-        told = [f"{card.name}: {found.untried[card.name]}"
-                for card in cards if card.kind == "report" and card.name in found.untried]
+        told = [f"{card.name}: {state.untried[card.name]}"
+                for card in cards if card.kind == "report" and card.name in state.untried]
         print("\n  ".join([f"{cell.name}: {len(lines)} failed", *lines, *told]), flush=True)
     print(f"{time.monotonic() - began:.0f} s; results in {options.out}")
     return 1 if failed else 0

@@ -110,11 +110,11 @@ def rows_of_worker(of: int, options: list[str], seconds: float, cards: list[str]
     last = child.said[-1] if child.said else {}
     early = dict(zip(("op", "case", "dtype"), last.get("starting", ["?"] * 3), strict=True), ok=False)
     if child.code is None:
-        return [*rows, {**early, "not tried": "the time was up, and what its worker had still to do is not run "
-                                              "either"}]
-    said = child.stderr[-300:]
-    return [*rows, {**early, failure(blame.of_exit(child.code, said)):
-                    f"worker ended with {child.code}: {said}"}]
+        how, why = "not tried", "the time was up, and what its worker had still to do is not run either"
+    else:
+        said = child.stderr[-300:]
+        how, why = failure(blame.of_exit(child.code, said)), f"worker ended with {child.code}: {said}"
+    return [*rows, {**early, how: why}]
 
 
 def key(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -152,8 +152,8 @@ def main() -> int:
                         help="worker processes (default 8; compiling is what takes the time)")
     parser.add_argument("--seconds", type=float, default=540, help="time limit for all of it (default 540)")
     parser.add_argument("--missing", action="store_true",
-                        help="only cases that failed or start something of which the record in --out, made by "
-                        "these versions, does not know that it was right")
+                        help="only cases that failed or start something of which the record in --out, made "
+                        "by these versions, does not know that it was right")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--known", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,7 +1,9 @@
 """What each op does in flash-linear-attention, in mamba_ssm and here, tried on a GPU against float64.
 SUPPORT.md shows it as a table.
 
-    python -m matrix.peers --out matrix/results/        needs an NVIDIA GPU; fla-core and mamba_ssm's Python files for their columns
+    python -m matrix.peers --out matrix/results/
+
+It needs an NVIDIA GPU; fla-core and mamba_ssm's Python files for their columns.
 
 Every op of every package goes through the same questions (``ASPECTS``), in a process of its own that starts
 anew after an answer that ends it. An answer is ``right``, ``wrong: ...`` or ``error: ...``. Tuners of the
@@ -192,7 +194,8 @@ def by_role(op: Op, tensors: Tensors) -> Tensors:
         step, u = tensors["delta"].mT[..., None], tensors["u"].mT[..., None]
         k = tensors["B"].mT[:, :, None]
         sizes = (*step.shape[:3], k.shape[3])
-        return {"q": tensors["C"].mT[:, :, None].expand(sizes), "k": k.expand(sizes), "v": step * u, "gk": step * tensors["A"]}
+        return {"q": tensors["C"].mT[:, :, None].expand(sizes), "k": k.expand(sizes), "v": step * u,
+                "gk": step * tensors["A"]}
     if op.name.startswith("mamba"):
         dt = tensors["dt"]
         return {"q": tensors["C"], "k": tensors["B"], "v": tensors["x"] * dt[..., None],
@@ -307,7 +310,8 @@ def main() -> int:
     work = [(side, op.name) for op in OPS if not given.op or op.name in given.op
             for side in (op.home.partition(".")[0], "flashlin")]
     with ThreadPoolExecutor(given.jobs) as pool:
-        rows = list(tqdm(pool.map(lambda pair: asked(pair[0], pair[1], given.seconds), work), total=len(work)))
+        answers = pool.map(lambda pair: asked(pair[0], pair[1], given.seconds), work)
+        rows = list(tqdm(answers, total=len(work)))
     if given.out:
         card = record.this_card()
         facts = {"packages": {package: _package(package) for package in ("fla-core", "mamba_ssm")},

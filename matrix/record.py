@@ -87,7 +87,7 @@ def child(module: str, *arguments: str, seconds: float | None = None, **environm
 
 
 def parser(about: str | None, **out: Any) -> argparse.ArgumentParser:
-    """Of a script that writes a record; about: the module's docstring."""
+    """The options of a script that writes a record; about: the module's docstring."""
     options = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     options.add_argument("--out", type=Path, help="folder for the record", **out)
     return options
