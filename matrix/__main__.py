@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from matrix import cells, support, workflow
 from matrix import run as runner
-from matrix.results import Matrix, load_result
+from matrix.results import Cell, Matrix, load_result
 from matrix.squares import CellState, Planned
 
 HERE = Path(__file__).resolve().parent
@@ -42,7 +42,7 @@ class Bar:
 
 
 def planned(whole: Matrix) -> list[CellState]:
-    """Every cell as it was found, with the plans of today, which take two minutes."""
+    """What is known of every cell, with the plans of today, which take two minutes."""
     bar, every = Bar(), []
     for cell in whole.cell:
         bar.cell = cell.triton
@@ -52,7 +52,7 @@ def planned(whole: Matrix) -> list[CellState]:
     return every
 
 
-def main() -> int:
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m matrix", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter,
                                      epilog="first time:  python -m matrix run --cell 3.6.0 --card sm90   "
@@ -77,8 +77,12 @@ def main() -> int:
                         help="write nothing; exit with 1 if the first two are not what the results say")
     nightly = commands.add_parser("workflow", help="write the releases into matrix/github-workflow.yml")
     nightly.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is stale")
+    return parser
+
+
+def main() -> int:
+    parser, whole = command_line(), cells.whole()
     options = parser.parse_args()
-    whole = cells.whole()
     if options.command == "workflow":
         return workflow.write(whole, check=options.check)
     if options.command == "report":
@@ -96,12 +100,17 @@ def main() -> int:
         if not cell.runs_on(sys.version_info[:2]):
             parser.error(f"got Python {sys.version_info[0]}.{sys.version_info[1]}, need {cell.python} for "
                          f"Triton {cell.triton}; --cell leaves it out")
+    return run(whole, chosen, options)
+
+
+def run(whole: Matrix, chosen: list[Cell], options: argparse.Namespace) -> int:
+    """Run these cells and tell what failed; 1 if a cell that is a gate did."""
     bar, began, failed = Bar(), time.monotonic(), 0
+    cards = tuple(card for card in whole.card if not options.card or card.name in options.card)
     for cell in chosen:
         if options.afresh:
             (options.out / f"{cell.name}.json").unlink(missing_ok=True)
         bar.cell = cell.triton
-        cards = tuple(card for card in whole.card if not options.card or card.name in options.card)
         state = runner.run(cell, cards, options.out, tuple(options.layer), jobs=options.jobs,
                            timeout=options.timeout, progress=bar)
         bar.close()

@@ -87,7 +87,7 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
         progress("plan", n, len(cards), card.name)
         target = card.target(cell.triton, torch.__version__)
         for call in calls():
-            made, failed = Seen(call, (), ()), ""
+            made, failed = Seen((), ()), ""
             try:
                 made = seen(call, target)
             except Exception as error:  # a call that breaks while it is planned is this row's result

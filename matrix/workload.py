@@ -39,7 +39,6 @@ class Call(NamedTuple):
 class Seen(NamedTuple):
     """A call on a target: the plan of the op itself and of what it calls before (norms, convolutions), and
     the kernels it would start."""
-    call: Call
     plans: tuple[Plan, ...]
     launches: tuple[Recorded, ...]
 
@@ -72,7 +71,7 @@ def seen(call: Call, target: Target) -> Seen:
             pass  # the last of plans says why
         finally:
             vars(dispatch)["plan"] = original
-    return Seen(call, tuple(dict.fromkeys(plans)), tuple(launches))
+    return Seen(tuple(dict.fromkeys(plans)), tuple(launches))
 
 
 def zeros(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
