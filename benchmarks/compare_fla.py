@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -136,20 +135,12 @@ def peer_op(family: str, name: str) -> tuple[Callable[..., Any] | None, str]:
     try:
         if family.startswith("mamba_ssm."):
             return getattr(module_of(family), name), ""
-        module = importlib.import_module("fla.ops.common.chunk_o")
-        for flag in ("IS_NVIDIA_HOPPER",):
-            if hasattr(module, flag):
-                setattr(module, flag, False)
+        module: Any = importlib.import_module("fla.ops.common.chunk_o")
+        if hasattr(module, "IS_NVIDIA_HOPPER"):
+            module.IS_NVIDIA_HOPPER = False
         return getattr(module_of(f"fla.ops.{family}"), name), ""
     except Exception as error:  # the other package not installed or broken here: its column says so
         return None, f"{type(error).__name__}: {error}"
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 MAMBA, MAMBA2 = "mamba_ssm.ops.selective_scan_interface", "mamba_ssm.ops.triton.ssd_combined"
@@ -189,6 +180,7 @@ def main() -> None:
     import triton
 
     import flashlin
+    from matrix.record import version
     rows: list[dict[str, Any]] = []
     record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__,
               "torch": torch.__version__, "fla": version("fla-core"), "mamba_ssm": version("mamba_ssm"),

@@ -6,16 +6,14 @@ import sys
 import time
 from pathlib import Path
 
+from tqdm import tqdm
+
+from matrix import cells, support, workflow
+from matrix import run as runner
+from matrix.results import Cell, Matrix, load_result
+from matrix.squares import CellState, Planned
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # the checkout it belongs to, wherever it is started
-
-from tqdm import tqdm  # noqa: E402
-
-from matrix import cells, support, workflow  # noqa: E402
-from matrix import run as runner  # noqa: E402
-from matrix.results import Matrix, load_result  # noqa: E402
-from matrix.squares import Found, Planned  # noqa: E402
-
 RESULTS, PAGE = HERE / "results", HERE.parent / "build" / "support.html"
 
 
@@ -43,18 +41,18 @@ class Bar:
         self._bar = None
 
 
-def planned(whole: Matrix) -> list[Found]:
-    """Every cell as it was found, with the plans of today, which take two minutes."""
+def planned(whole: Matrix) -> list[CellState]:
+    """What is known of every cell, with the plans of today, which take two minutes."""
     bar, every = Bar(), []
     for cell in whole.cell:
         bar.cell = cell.triton
-        every.append(Found(load_result(RESULTS, cell),
+        every.append(CellState(load_result(RESULTS, cell),
                            runner.plans(cell, whole.card, bar) if "plan" in cell.layers else Planned()))
         bar.close()
     return every
 
 
-def main() -> int:
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m matrix", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter,
                                      epilog="first time:  python -m matrix run --cell 3.6.0 --card sm90   "
@@ -79,8 +77,12 @@ def main() -> int:
                         help="write nothing; exit with 1 if the first two are not what the results say")
     nightly = commands.add_parser("workflow", help="write the releases into matrix/github-workflow.yml")
     nightly.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is stale")
+    return parser
+
+
+def main() -> int:
+    parser, whole = command_line(), cells.whole()
     options = parser.parse_args()
-    whole = cells.whole()
     if options.command == "workflow":
         return workflow.write(whole, check=options.check)
     if options.command == "report":
@@ -98,19 +100,24 @@ def main() -> int:
         if not cell.runs_on(sys.version_info[:2]):
             parser.error(f"got Python {sys.version_info[0]}.{sys.version_info[1]}, need {cell.python} for "
                          f"Triton {cell.triton}; --cell leaves it out")
+    return run(whole, chosen, options)
+
+
+def run(whole: Matrix, chosen: list[Cell], options: argparse.Namespace) -> int:
+    """Run these cells and tell what failed; 1 if a cell that is a gate did."""
     bar, began, failed = Bar(), time.monotonic(), 0
+    cards = tuple(card for card in whole.card if not options.card or card.name in options.card)
     for cell in chosen:
         if options.afresh:
             (options.out / f"{cell.name}.json").unlink(missing_ok=True)
         bar.cell = cell.triton
-        cards = tuple(card for card in whole.card if not options.card or card.name in options.card)
-        found = runner.run(cell, cards, options.out, tuple(options.layer), jobs=options.jobs,
+        state = runner.run(cell, cards, options.out, tuple(options.layer), jobs=options.jobs,
                            timeout=options.timeout, progress=bar)
         bar.close()
-        lines = support.failures(whole, found)
+        lines = support.failures(whole, state)
         failed += len(lines) if cell.kind == "gate" else 0
-        told = [f"{card.name}: {found.untried[card.name]}"
-                for card in cards if card.kind == "report" and card.name in found.untried]
+        told = [f"{card.name}: {state.untried[card.name]}"
+                for card in cards if card.kind == "report" and card.name in state.untried]
         print("\n  ".join([f"{cell.name}: {len(lines)} failed", *lines, *told]), flush=True)
     print(f"{time.monotonic() - began:.0f} s; results in {options.out}")
     return 1 if failed else 0

@@ -8,30 +8,32 @@ repeat the first to the bit. A worker that dies (an abort, an illegal address) i
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
+import math
 import os
-import subprocess
 import sys
-import tempfile
-import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import flashlin
 from flashlin.compat import blame
-from flashlin.compat.child import python
+from flashlin.compat import launch as door
+from flashlin.testing import cases, compare
+from flashlin.testing.compare import Case
+from flashlin.testing.record import recording, source_hash
+from matrix import record
+from matrix.workload import as_in_a_case
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def rows_of_case(case: Any, dtype_name: str) -> dict[str, Any]:
+def row_of_case(case: Case, dtype_name: str) -> dict[str, Any]:
     """One case in one dtype: the worst tensor, whether it passes, whether a second run is bitwise the
     same."""
-    import torch
-
-    from flashlin.compat import launch as door
-    from flashlin.testing.compare import check
-    from flashlin.testing.record import source_hash
     device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, dtype_name)
     row: dict[str, Any] = {"op": case.op, "case": case.id, "dtype": dtype_name, "configs": {}}
 
@@ -40,14 +42,13 @@ def rows_of_case(case: Any, dtype_name: str) -> dict[str, Any]:
         door._start(launch, kernel, *rest)
     door.replace_starter(noting)
     try:
-        verdicts, again = check(case, device, dtype), check(case, device, dtype)
+        verdicts, again = (compare.check(case, device, dtype) for _ in range(2))
     except Exception as error:  # of any kind: it is this row's result, unless a full card or disk raised it
         return {**row, "ok": False,
                 failure(blame.of_error(error)): f"{type(error).__name__}: {str(error)[:300]}"}
     finally:
         door.replace_starter(None)
-    worst = max(verdicts, key=lambda verdict: verdict.rms / verdict.allowed if verdict.rms == verdict.rms
-                else float("inf"))
+    worst = max(verdicts, key=lambda verdict: (math.isnan(verdict.rms), verdict.rms / verdict.allowed))
     return {**row, "ok": all(verdict.ok for verdict in verdicts) and verdicts == again,
             "bitwise": verdicts == again, "worst": worst.tensor, "rms": worst.rms, "row": worst.row,
             "allowed": worst.allowed}
@@ -58,21 +59,11 @@ def failure(fault: blame.Fault) -> str:
     return "error" if fault == "kernel" else "not tried"
 
 
-def planned(case: Any, dtype_name: str) -> dict[str, str]:
-    """The configurations that a case would start on this card, and their sources, as in ``rows_of_case``.
+def planned(case: Case, dtype_name: str) -> dict[str, str]:
+    """The configurations that a case would start on this card, and their sources, as in ``row_of_case``.
     Starts nothing."""
-    import torch
-
-    from flashlin.compat.target import probe
-    from flashlin.testing.record import recording, source_hash
-    target = probe(torch.device("cuda", torch.cuda.current_device()))
-    tensors = case.make(getattr(torch, dtype_name), torch.Generator().manual_seed(0))
-    wanted = {name for name, x in tensors.items() if x.is_floating_point() and name not in case.constant}
-    with recording(target) as launches:
-        found = case.call(**{name: x.clone().requires_grad_(name in wanted) for name, x in tensors.items()})
-        outputs = [x for x in found.values() if x.requires_grad]
-        if outputs:
-            torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
+    with recording(record.this_card()) as launches:
+        as_in_a_case(case, getattr(torch, dtype_name), gradients=True)
     return {launch.config: source_hash(launch.module, launch.kernel) for launch in launches}
 
 
@@ -80,25 +71,20 @@ def work(part: int, of: int, ops: list[str], known: dict[str, Any]) -> None:
     """A worker: its share of the cases, one JSON line each, announced before it starts so that a death names
     its case. Those of which a record knows all that they would start, and that they were right, are left
     out."""
-    import torch
-
-    import flashlin
-    from flashlin.testing.cases import CASES
     flashlin.settings(canary="off")  # this is the trial
     torch.set_num_threads(1)  # the references run on the CPU, one worker a core
     # neighbours share kernels, so a worker takes a run of them and compiles each kernel once
-    todo = [(case, dtype) for dtype in DTYPES for case in CASES if not ops or case.op in ops]
-    right = {(row["op"], row["case"], row["dtype"]) for row in known.get("rows", ()) if row["ok"]}
+    todo = [(case, dtype) for dtype in DTYPES for case in cases.CASES if not ops or case.op in ops]
+    right = {key(row) for row in known.get("rows", ()) if row["ok"]}
     for case, dtype in todo[len(todo) * part // of:len(todo) * (part + 1) // of]:
         if (case.op, case.id, dtype) in right and planned(case, dtype).items() <= known["configs"].items():
             continue
         print(json.dumps({"starting": [case.op, case.id, dtype]}), flush=True)
-        print(json.dumps(rows_of_case(case, dtype)), flush=True)
+        print(json.dumps(row_of_case(case, dtype)), flush=True)
 
 
 def gpus() -> list[str]:
     """What to put into CUDA_VISIBLE_DEVICES for each GPU like the current one."""
-    import torch
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = shown.split(",") if shown else [str(index) for index in range(torch.cuda.device_count())]
     first = torch.cuda.get_device_name()
@@ -108,57 +94,47 @@ def gpus() -> list[str]:
 def collect(jobs: int, ops: list[str], seconds: float, known: Path | None = None) -> list[dict[str, Any]]:
     """Rows of all workers; a worker that ended early leaves a row that says how. A row with ``not tried``
     speaks of no kernel. known: a record, of which what is right is not run again."""
-    cards = gpus()
-    rows: list[dict[str, Any]] = []
-    deadline = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{part}.jsonl" for part in range(jobs)]
-        running = []
-        for part, file in enumerate(files):
-            command = python("matrix.gpu", "--part", f"{part}/{jobs}", *(f"--op={op}" for op in ops),
-                             *([f"--known={known}"] if known else []))
-            running.append(subprocess.Popen(command, stdout=file.open("w"),
-                                            stderr=(Path(folder) / f"{part}.err").open("w"),
-                                            env={**os.environ,
-                                                 "CUDA_VISIBLE_DEVICES": cards[part % len(cards)]}))
-        for part, (process, file) in enumerate(zip(running, files, strict=True)):
-            in_time = True
-            try:
-                code = process.wait(max(1.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                code, in_time = process.wait(), False
-            lines = [json.loads(line) for line in file.read_text().splitlines()]
-            rows += [line for line in lines if "op" in line]
-            if code != 0:
-                op, case, dtype = lines[-1]["starting"] if lines and "starting" in lines[-1] else ("?", "?",
-                                                                                                   "?")
-                said = (Path(folder) / f"{part}.err").read_text()[-300:]
-                how = failure(blame.of_exit(code, said)) if in_time else "not tried"
-                why = (f"worker ended with {code}: {said}" if in_time
-                       else "the time was up, and what its worker had still to do is not run either")
-                rows.append({"op": op, "case": case, "dtype": dtype, "ok": False, how: why})
-    return rows
+    options = [*(f"--op={op}" for op in ops), *([f"--known={known}"] if known else [])]
+    with ThreadPoolExecutor(jobs) as pool:
+        shares = pool.map(partial(rows_of_worker, jobs, options, seconds, gpus()), range(jobs))
+        return [row for rows in shares for row in rows]
+
+
+def rows_of_worker(of: int, options: list[str], seconds: float, cards: list[str],
+                   part: int) -> list[dict[str, Any]]:
+    child = record.child("matrix.gpu", "--part", f"{part}/{of}", *options, seconds=seconds,
+                         CUDA_VISIBLE_DEVICES=cards[part % len(cards)])
+    rows = [line for line in child.said if "op" in line]
+    if not child.ending:
+        return rows
+    last = child.said[-1] if child.said else {}
+    early = dict(zip(("op", "case", "dtype"), last.get("starting", ["?"] * 3), strict=True), ok=False)
+    if child.code is None:
+        how, why = "not tried", "the time was up, and what its worker had still to do is not run either"
+    else:
+        said = child.stderr[-300:]
+        how, why = failure(blame.of_exit(child.code, said)), f"worker ended with {child.code}: {said}"
+    return [*rows, {**early, how: why}]
+
+
+def key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["op"], row["case"], row["dtype"]
 
 
 def merged(before: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A record's cases with these rows in place of older ones. A configuration counts as right until a case
     that uses it is not."""
-    from flashlin.testing.cases import CASES
-
-    def name(row: dict[str, Any]) -> tuple[str, str, str]:
-        return row["op"], row["case"], row["dtype"]
     configs, broken = dict[str, str](before.get("configs", {})), set[str]()
     for row in rows:
         used = row.pop("configs", {})
         configs.update(used)
         broken.update(used if not row["ok"] else ())
-    there = {(case.op, case.id) for case in CASES}
-    every = {name(row): row for row in (*before.get("rows", ()), *rows) if name(row)[:2] in there}
+    there = {(case.op, case.id) for case in cases.CASES}
+    every = {key(row): row for row in (*before.get("rows", ()), *rows) if key(row)[:2] in there}
     passed = sum(row["ok"] for row in every.values())
     return {"passed": passed, "failed": len(every) - passed,
             "configs": {config: source for config, source in sorted(configs.items()) if config not in broken},
-            "rows": [every[key] for key in sorted(every)]}
+            "rows": [row for _, row in sorted(every.items())]}
 
 
 def brief(row: dict[str, Any]) -> dict[str, Any]:
@@ -168,8 +144,7 @@ def brief(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, help="folder for gpu-<card>-triton-<version>.json")
+    parser = record.parser(__doc__)
     parser.add_argument("--op", action="append", default=[],
                         help="only this op (repeatable); the record in --out, if made by these versions, "
                         "keeps the others")
@@ -177,8 +152,8 @@ def main() -> int:
                         help="worker processes (default 8; compiling is what takes the time)")
     parser.add_argument("--seconds", type=float, default=540, help="time limit for all of it (default 540)")
     parser.add_argument("--missing", action="store_true",
-                        help="only cases that failed or start something of which the record in --out, made by "
-                        "these versions, does not know that it was right")
+                        help="only cases that failed or start something of which the record in --out, made "
+                        "by these versions, does not know that it was right")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--known", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -189,35 +164,27 @@ def main() -> int:
         sys.stdout.flush()
         # some pairs of torch and Triton abort while the interpreter is torn down, after all work is done
         os._exit(0)
-    import torch
-
-    from flashlin.compat.target import probe
-    from matrix.results import one_a_line
-    target = probe(torch.device("cuda", torch.cuda.current_device()))
-    made_by = {"device": target.name, "capability": list(target.capability), "triton": target.triton,
-               "ptxas": target.ptxas, "torch": target.torch}
-    place = (arguments.out or Path()) / f"gpu-{target.name.replace(' ', '-')}-triton-{target.triton}.json"
-    before: dict[str, Any] = json.loads(place.read_text()) if arguments.out and place.exists() and (
-        arguments.op or arguments.missing) else {}
-    if {name: before.get(name) for name in made_by} != made_by:
+    card = record.this_card()
+    before: dict[str, Any] = {}
+    place = record.place(arguments.out or Path(), "gpu", card)
+    if arguments.out and place.exists() and (arguments.op or arguments.missing):
+        before = json.loads(place.read_text())
+    if not record.made_by(card).items() <= before.items():
         before = {}
-    found = collect(arguments.jobs, arguments.op, arguments.seconds,
+    tried = collect(arguments.jobs, arguments.op, arguments.seconds,
                     place if before and arguments.missing else None)
-    rows, untried = [row for row in found if "not tried" not in row], [row
-                                                                       for row in found if "not tried" in row]
+    rows, untried = [[row for row in tried if ("not tried" in row) == aside] for aside in (False, True)]
     failed = [row for row in rows if not row["ok"]]
-    record = made_by | {"date": datetime.date.today().isoformat()} | merged(before, rows)
+    facts = merged(before, rows)
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        place.write_text(one_a_line({**record, "rows": [brief(row) for row in record["rows"]]}),
-                         encoding="utf-8")
+        record.write(arguments.out, "gpu", card, **{**facts, "rows": [brief(row) for row in facts["rows"]]})
     for row in failed:
         print(f"FAILED {row['op']} {row['case']} {row['dtype']}: "
               f"{row.get('error') or '{worst} rms {rms:.1e} row {row:.1e} bitwise {bitwise}'.format(**row)}")
     for row in untried:
         print(f"NOT TRIED {row['op']} {row['case']} {row['dtype']}: {row['not tried']}")
-    print(f"{target}: {len(rows)} run, {len(failed)} failed, {len(untried)} not tried; "
-          f"{record['passed']} right of {len(record['rows'])} in the record")
+    print(f"{card}: {len(rows)} run, {len(failed)} failed, {len(untried)} not tried; "
+          f"{facts['passed']} right of {len(facts['rows'])} in the record")
     return 1 if failed or untried else 0
 
 

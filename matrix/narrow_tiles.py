@@ -1,6 +1,6 @@
 """Chunks of 64 tokens in narrow tiles, on a real Hopper card: which of them are right.
 
-    python matrix/narrow_tiles.py --out matrix/results      writes narrow-tiles-<card>-triton-<version>.json
+    python -m matrix.narrow_tiles --out matrix/results      writes narrow-tiles-<card>-triton-<version>.json
 
 The known issues hopper-narrow-* are what this has found. Each tile has a process of its own, which an illegal
 access ends: in one op's forward and backward, one kernel is started with another tile, twice, and compared
@@ -15,14 +15,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+import torch
+from torch.nn.functional import logsigmoid, normalize
+
+import flashlin
+from flashlin.compat import launch as door
+from matrix import record
+
 D = 128  # size of the heads: planned tiles are 64 wide
 ROUNDING = 1e-3  # other tiles sum in another order
 IN_STRIPS = ("dplr_prepare", "dplr_grads")  # kernels whose programs walk through all channels and columns
@@ -56,11 +60,6 @@ def everything() -> list[Tried]:
 
 def process(tried: Tried) -> dict[str, Any]:
     """One tile, in this process."""
-    import torch
-    from torch.nn.functional import logsigmoid, normalize
-
-    import flashlin
-    from flashlin.compat import launch as door
     torch.manual_seed(0)
 
     def new(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -94,51 +93,38 @@ def process(tried: Tried) -> dict[str, Any]:
     error = max(float((mine.float() - right.float()).norm() / right.float().norm())
                 for mine, right in zip(once, planned, strict=True))
     same = all(torch.equal(mine, other) for mine, other in zip(once, again, strict=True))
-    found = "wrong" if not error < ROUNDING else "right" if same else "varies"  # NaN is wrong
-    return {"tile": tiles[0], "found": found, "error": error}
+    verdict = "wrong" if not error < ROUNDING else "right" if same else "varies"  # NaN is wrong
+    return {"tile": tiles[0], "found": verdict, "error": error}
 
 
-def child(number: int) -> dict[str, Any]:
+def row(number: int) -> dict[str, Any]:
+    """What came of a tile, in a child process."""
     tried = everything()[number]
-    ran = subprocess.run([sys.executable, __file__, "--process", str(number)], capture_output=True, text=True,
-                         check=False)
-    if ran.returncode == 0:
-        found = json.loads(ran.stdout.splitlines()[-1])
-    elif "illegal memory access" in ran.stderr:
+    child = record.child("matrix.narrow_tiles", "--process", str(number))
+    if not child.ending:
+        facts = child.said[-1]
+    elif "illegal memory access" in child.stderr:
         whole = {} if tried.kernel in IN_STRIPS else {"BK": D, "BV": D}
-        found = {"tile": {"BT": 64, **whole, **tried.tile}, "found": "illegal access"}
+        facts = {"tile": {"BT": 64, **whole, **tried.tile}, "found": "illegal access"}
     else:
-        raise RuntimeError(f"{tried}: {ran.stderr[-2000:]}")
-    row = {"op": tried.op, "kernel": tried.kernel, "tile": found.pop("tile"), "num_warps": tried.num_warps,
-           "num_stages": tried.num_stages, **found}
-    print(json.dumps(row), flush=True)
-    return row
+        raise RuntimeError(f"{tried}: {child.stderr[-2000:]}")
+    made = {**tried._asdict(), **facts}
+    print(json.dumps(made), flush=True)
+    return made
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "matrix" / "results", help="folder for the record")
+    parser = record.parser(__doc__, default=Path(__file__).with_name("results"))
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.process is not None:
         print(json.dumps(process(everything()[given.process])))
         return 0
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        rows = list(pool.map(child, range(len(everything()))))
-    import torch
-
-    from flashlin.compat.target import probe
-    target = probe(torch.device("cuda:0"))
-    record = {"device": target.name, "capability": list(target.capability), "triton": target.triton,
-              "ptxas": target.ptxas, "torch": target.torch, "date": time.strftime("%Y-%m-%d"), "head_dim": D,
-              "dtype": "bfloat16"}
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
-    text = json.dumps(record)[:-1] + f', "rows": [\n  {lines}]}}\n'
-    name = f"narrow-tiles-{target.name.replace(' ', '-')}-triton-{target.triton}.json"
-    (given.out / name).write_text(text)
+        rows = list(pool.map(row, range(len(everything()))))
+    record.write(given.out, "narrow-tiles", record.this_card(), head_dim=D, dtype="bfloat16", rows=rows)
     return 0
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     sys.exit(main())

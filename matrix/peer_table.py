@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from matrix import markdown
+
 MARKS = {"right": "yes", "none": "-"}
 
 
@@ -25,46 +27,34 @@ def module_of(home: str) -> ModuleType:
 
 def table(folder: Path) -> list[str]:
     """Lines of markdown; none without a record."""
-    lines: list[str] = []
-    for path in sorted(folder.glob("peers-*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        lines += _of_record(record)
-    return lines
+    return [line for path in sorted(folder.glob("peers-*.json"))
+            for line in _of_record(json.loads(path.read_text(encoding="utf-8")))]
 
 
 def _of_record(record: dict[str, Any]) -> list[str]:
     aspects: dict[str, str] = record["aspects"]
     packages = ", ".join(f"{name} {facts['version']} (asks for Triton {facts['triton']})"
                          for name, facts in record["packages"].items())
-    lines = ["", "## Beside fla and mamba_ssm", "",
-             f"Tried on an {record['device']} under Triton {record['triton']}, {record['date']}, by "
-             f"`matrix/peers.py`: {packages}; flashlin has "
-             "kernels for Triton 3.0 to 3.9 and plain torch elsewhere. A cell is the other package, then "
-             "flashlin, where they differ. *wrong*: "
-             "beside float64; *no*: an error.", ""]
-    lines += ["; ".join(f"*{aspect}*: {meaning}" for aspect, meaning in aspects.items()) + ".", ""]
-    lines += ["| op | beside | " + " | ".join(aspects) + " |", "|---" * (len(aspects) + 2) + "|"]
-    rows = {(row["op"], row["side"]): row for row in record["rows"]}
-    reasons: list[str] = []
-    for (op, side), theirs in rows.items():
+    answers = {(row["op"], row["side"]): row for row in record["rows"]}
+    rows, reasons = list[list[str]](), list[tuple[str, ...]]()
+    for (op, side), theirs in answers.items():
         if side == "flashlin":
             continue
-        ours = rows[op, "flashlin"]
-        cells = []
-        for aspect in aspects:
-            pair = [_mark(row[aspect]) for row in (theirs, ours)]
-            cells.append(pair[0] if pair[0] == pair[1] else " / ".join(pair))
-            reasons += [f"| `{op}` | {who} | {aspect} | {_escaped(row[aspect])} |"
-                        for who, row in ((side, theirs), ("flashlin", ours))
-                        if row[aspect] not in MARKS]
-        lines.append(f"| `{op}` | {side} | " + " | ".join(cells) + " |")
-    return [*lines, "", "What is behind everything else than *yes*:", "", "| op | in | asked | answer |",
-            "|---|---|---|---|", *reasons]
+        ours = answers[op, "flashlin"]
+        marks = [dict.fromkeys(_mark(row[aspect]) for row in (theirs, ours)) for aspect in aspects]
+        rows.append([f"`{op}`", side, *map(" / ".join, marks)])
+        reasons += [(f"`{op}`", row["side"], aspect, row[aspect])
+                    for aspect in aspects for row in (theirs, ours) if row[aspect] not in MARKS]
+    return ["", "## Beside fla and mamba_ssm", "",
+            f"Tried on an {record['device']} under Triton {record['triton']}, {record['date']}, by "
+            f"`matrix/peers.py`: {packages}; flashlin has kernels for Triton 3.0 to 3.9 and plain torch "
+            "elsewhere. A cell is the other package, then flashlin, where they differ. *wrong*: beside "
+            "float64; *no*: an error.", "",
+            "; ".join(f"*{aspect}*: {meaning}" for aspect, meaning in aspects.items()) + ".", "",
+            *markdown.table(("op", "beside", *aspects), rows), "",
+            "What is behind everything else than *yes*:", "",
+            *markdown.table(("op", "in", "asked", "answer"), reasons)]
 
 
 def _mark(answer: str) -> str:
     return MARKS.get(answer) or {"wrong": "wrong", "error": "no"}.get(answer.partition(":")[0], "see below")
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")

@@ -1,7 +1,9 @@
 """What each op does in flash-linear-attention, in mamba_ssm and here, tried on a GPU against float64.
 SUPPORT.md shows it as a table.
 
-    python matrix/peers.py --out matrix/results/        needs an NVIDIA GPU; fla-core and mamba_ssm's Python files for their columns
+    python -m matrix.peers --out matrix/results/
+
+It needs an NVIDIA GPU; fla-core and mamba_ssm's Python files for their columns.
 
 Every op of every package goes through the same questions (``ASPECTS``), in a process of its own that starts
 anew after an answer that ends it. An answer is ``right``, ``wrong: ...`` or ``error: ...``. Tuners of the
@@ -11,17 +13,20 @@ whatever only another configuration would do is not seen.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
+from importlib import metadata
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
+
+from flashlin.testing.compare import Case, Tensors, check
+from matrix import record
 from matrix.peer_table import module_of
 
 # What a row of the table asks: sizes, dtype, and what is looked at.
@@ -94,10 +99,14 @@ SIZES = {"packed": Sizes(1, 130, edges=(0, 50, 50, 130)), "B*H > 65,535": Sizes(
 
 
 def function_of(side: str, op: Op) -> Callable[..., Any]:
-    found: Callable[..., Any]
-    if side == "flashlin":
-        found = getattr(importlib.import_module("flashlin"), op.name)
-        return found
+    if side != "flashlin":
+        hold_tuners()
+    function: Callable[..., Any] = getattr(module_of("flashlin" if side == "flashlin" else op.home), op.name)
+    return function
+
+
+def hold_tuners() -> None:
+    """Every autotuner made from now on has one configuration."""
     import triton.runtime.autotuner as tuner
     before = tuner.Autotuner.__init__
 
@@ -105,15 +114,11 @@ def function_of(side: str, op: Op) -> Callable[..., Any]:
         before(self, *args, **kwargs)
         self.configs = [next((config for config in self.configs if config.num_warps == 4), self.configs[0])]
     tuner.Autotuner.__init__ = one_configuration
-    found = getattr(module_of(op.home), op.name)
-    return found
 
 
 def made(op: Op, sizes: Sizes, dtype: Any, generator: Any) -> dict[str, Any]:
     """The op's tensors by public name. Keys and the low-rank vectors have length 1, or the delta rules
     diverge."""
-    import torch
-    import torch.nn.functional as F
     B, T, H, K, V, edges = sizes
     state: tuple[int, ...] = (len(edges) - 1 if edges else B, H, K, V)
 
@@ -153,106 +158,101 @@ def _roles(op: Op) -> dict[str, str]:
     return {name: role or name for name, _, role in pairs}
 
 
-def called(function: Callable[..., Any], op: Op, with_state: bool, **tensors: Any) -> dict[str, Any]:
-    options = dict(op.options)
-    if op.last:
-        options[op.last] = True
+def called(function: Callable[..., Any], op: Op, with_state: bool, **tensors: Any) -> Tensors:
+    options = {**dict(op.options), **({op.last: True} if op.last else {})}
     o, ht = function(**tensors, **options)
     return {"o": o, "ht": ht} if op.last and with_state else {"o": o}
 
 
-def reference(op: Op, with_state: bool, cu_seqlens: Any = None, **tensors: Any) -> dict[str, Any]:
+def reference(op: Op, with_state: bool, cu_seqlens: Any = None, **tensors: Any) -> Tensors:
     """The recurrence in float64, all sequences and heads at once, token by token."""
-    import torch
     if cu_seqlens is not None:
         parts = []
-        names = ("o", "ht") if op.last else ("o",)
-        for n, (first, end) in enumerate(zip(cu_seqlens.tolist()[:-1], cu_seqlens.tolist()[1:], strict=True)):
+        for n, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
             own = {name: x[n:n + 1] if name == "initial_state" else x if name == "u" else x[:, first:end]
                    for name, x in tensors.items()}
-            parts.append(reference(op, True, **own))
-        found = {name: torch.cat([part[name] for part in parts], 1 if name == "o" else 0) for name in names}
-        return found if with_state and op.last else {"o": found["o"]}
+            parts.append(reference(op, with_state, **own))
+        return {name: torch.cat([part[name] for part in parts], 1 if name == "o" else 0) for name in parts[0]}
+    o, ht = recurrence(op, by_role(op, tensors))
     if "hgrn" in op.name:
-        S, outputs = tensors["initial_state"], []
-        for t in range(tensors["x"].shape[1]):
-            S = tensors["g"][:, t].exp() * S + tensors["x"][:, t]
-            outputs.append(S)
-        o = torch.stack(outputs, 1) if outputs else tensors["x"]
-        return {"o": o, "ht": S} if with_state else {"o": o}
-    if op.name == "selective_scan_fn":
-        S, outputs = torch.zeros_like(tensors["A"]), []
-        for t in range(tensors["u"].shape[2]):
-            step = tensors["delta"][:, :, t, None]
-            S = (step * tensors["A"]).exp() * S + step * tensors["u"][:, :, t, None] * tensors["B"][:, None,
-                                                                                                    :, t]
-            outputs.append((S * tensors["C"][:, None, :, t]).sum(-1))
-        o = torch.stack(outputs, 2)
-        return {"o": o, "ht": S} if with_state else {"o": o}
+        o, ht = o[:, :, 0], ht[:, 0, 0]
+    elif op.name == "selective_scan_fn":
+        o, ht = o[..., 0].mT, ht[..., 0]
+    elif op.name.startswith("mamba"):
+        ht = ht.mT
+    return {"o": o, "ht": ht} if op.last and with_state else {"o": o}
+
+
+def by_role(op: Op, tensors: Tensors) -> Tensors:
+    """What an op's tensors are to the recurrence: q, k [B, T, H, K], v [B, T, H, V], the state S [B, H, K, V]
+    and what else ``recurrence`` knows."""
+    if "hgrn" in op.name:  # one head, in which K = 1
+        v, gv = tensors["x"][:, :, None], tensors["g"][:, :, None]
+        one = torch.ones_like(v[..., :1])
+        return {"q": one, "k": one, "v": v, "gv": gv, "S": tensors["initial_state"][:, None, None]}
+    if op.name == "selective_scan_fn":  # a head for each channel, in which V = 1
+        step, u = tensors["delta"].mT[..., None], tensors["u"].mT[..., None]
+        k = tensors["B"].mT[:, :, None]
+        sizes = (*step.shape[:3], k.shape[3])
+        return {"q": tensors["C"].mT[:, :, None].expand(sizes), "k": k.expand(sizes), "v": step * u,
+                "gk": step * tensors["A"]}
     if op.name.startswith("mamba"):
         dt = tensors["dt"]
-        x: dict[str, Any] = {"q": tensors["C"], "k": tensors["B"], "v": tensors["x"] * dt[..., None],
-                             "g": dt * tensors["A"]}
-        S, scale = tensors["initial_states"].mT, 1.0
-    else:
-        x = {role: tensors[name] for name, role in _roles(op).items()}
-        K = x["q"].shape[-1]
-        S = tensors.get("initial_state",
-                        x["q"].new_zeros(x["q"].shape[0], x["q"].shape[2], K, x["v"].shape[-1]))
-        scale = 1.0 if op.name in ("chunk_rwkv7", "fused_mul_recurrent_rwkv7") else K ** -0.5
-        heads = torch.arange(x["q"].shape[2], dtype=torch.float64)
-        if "retention" in op.name:
-            x["gamma"] = torch.log1p(-torch.exp2(-5 - heads))
-        if "lightning" in op.name:
-            x["gamma"] = -(8 / len(heads)) * (1 - 1 / 4) * heads
-        if "kk" in x:
-            x["a"], x["b"] = -x["kk"], x["kk"] * x["rate"]
+        return {"q": tensors["C"], "k": tensors["B"], "v": tensors["x"] * dt[..., None],
+                "g": dt * tensors["A"], "S": tensors["initial_states"].mT}
+    x = {role: tensors[name] for name, role in _roles(op).items()}
+    if "initial_state" in tensors:
+        x["S"] = tensors["initial_state"]
+    if op.name not in ("chunk_rwkv7", "fused_mul_recurrent_rwkv7"):
+        x["q"] = x["q"] * x["q"].shape[-1] ** -0.5
+    heads = torch.arange(x["q"].shape[2], dtype=torch.float64)
+    if "retention" in op.name:
+        x["g"] = torch.log1p(-torch.exp2(-5 - heads)).expand(x["q"].shape[:3])
+    if "lightning" in op.name:
+        x["g"] = (-(8 / len(heads)) * (1 - 1 / 4) * heads).expand(x["q"].shape[:3])
+    if "kk" in x:
+        x["a"], x["b"] = -x["kk"], x["kk"] * x["rate"]
+    return x
+
+
+def recurrence(op: Op, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """o [B, T, H, V] and the state after the last token."""
+    S = x.get("S", x["q"].new_zeros(x["q"].shape[0], *x["q"].shape[2:], x["v"].shape[-1]))
     outputs = []
     for t in range(x["v"].shape[1]):
         q, k, v = x["q"][:, t], x["k"][:, t], x["v"][:, t]
         old = S
         if "g" in x:
             S = x["g"][:, t, :, None, None].exp() * S
-        if "gamma" in x:
-            S = x["gamma"][None, :, None, None].exp() * S
         if "gk" in x:
             S = x["gk"][:, t, :, :, None].exp() * S
+        if "gv" in x:
+            S = x["gv"][:, t, :, None].exp() * S
         if "a" in x:
             S = S + x["b"][:, t, :, :, None] * torch.einsum("bhkv,bhk->bhv", old, x["a"][:, t])[:, :, None, :]
         if op.delta:
             v = x["beta"][:, t, :, None] * (v - torch.einsum("bhkv,bhk->bhv", S, k))
         S = S + k[..., None] * v[:, :, None, :]
         read = old + (x["bonus"][None] * k)[..., None] * v[:, :, None, :] if op.before else S
-        outputs.append(scale * torch.einsum("bhkv,bhk->bhv", read, q))
-    o = torch.stack(outputs, 1) if outputs else x["v"]
-    S = S.mT if op.name.startswith("mamba") else S
-    return {"o": o, "ht": S} if op.last and with_state else {"o": o}
+        outputs.append(torch.einsum("bhkv,bhk->bhv", read, q))
+    return torch.stack(outputs, 1) if outputs else x["v"], S
 
 
 def answer(side: str, op: Op, aspect: str) -> str:
-    import torch
-
-    from flashlin.testing.compare import Case, check
-    function = function_of(side, op)
-    if aspect == "packed" and op.packed not in ("both", "flashlin"):
-        return op.packed
-    device = torch.device("cpu" if aspect == "CPU" else "cuda")
-    dtype = torch.float32 if aspect in ("CPU", "fp32") else torch.bfloat16
-    with_state = aspect != "backward"
-    case = Case(op.name, aspect, partial(made, op, SIZES.get(aspect, Sizes())),
-                partial(called, function, op, with_state), partial(reference, op, with_state),
-                {"*": ALLOWED, "d*": ALLOWED})
-    if aspect == "forward":
-        case = case._replace(constant=(*_roles(op), op.initial))
-    if aspect == "backward":
-        case = case._replace(constant=(op.initial,))
     if not op.last and aspect == "states":
         return "none"
-    if op.packed == "flashlin" and aspect == "packed" and side != "flashlin":
+    if aspect == "packed" and op.packed not in ("both", "flashlin"):
+        return op.packed
+    if aspect == "packed" and op.packed == "flashlin" and side != "flashlin":
         return "error: no cu_seqlens"
-    bad = [verdict for verdict in check(case, device, dtype) if not verdict.ok]
-    return "right" if not bad else "wrong: " + ", ".join(f"{verdict.tensor} {verdict.rms:.2g}"
-                                                         for verdict in bad)
+    with_state = aspect != "backward"
+    constant = {"forward": (*_roles(op), op.initial), "backward": (op.initial,)}.get(aspect, ())
+    case = Case(op.name, aspect, partial(made, op, SIZES.get(aspect, Sizes())),
+                partial(called, function_of(side, op), op, with_state), partial(reference, op, with_state),
+                {"*": ALLOWED, "d*": ALLOWED}, constant)
+    device = torch.device("cpu" if aspect == "CPU" else "cuda")
+    dtype = torch.float32 if aspect in ("CPU", "fp32") else torch.bfloat16
+    return record.told(check(case, device, dtype))
 
 
 def one(side: str, name: str, aspects: list[str]) -> None:
@@ -261,38 +261,32 @@ def one(side: str, name: str, aspects: list[str]) -> None:
     for aspect in aspects:
         print(json.dumps({"starting": aspect}), flush=True)
         try:
-            found = answer(side, op, aspect)
+            text = answer(side, op, aspect)
         except Exception as error:  # whatever is raised is the answer
-            found = f"error: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        print(json.dumps({aspect: found}), flush=True)
-        if "CUDA" in found and found.startswith("error") and "invalid argument" not in found:
+            text = record.raised(error, 160)
+        print(json.dumps({aspect: text}), flush=True)
+        if "CUDA" in text and text.startswith("error") and "invalid argument" not in text:
             return  # the context may be gone
 
 
 def asked(side: str, name: str, seconds: float) -> dict[str, Any]:
+    """A row: what an op answers to every question, in as many children as it ends."""
     answers: dict[str, str] = {}
     while missing := [aspect for aspect in ASPECTS if aspect not in answers]:
-        command = [sys.executable, __file__, "--one", name, "--side", side, *missing]
-        try:
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-            text, code = ran.stdout, f"process ended with {ran.returncode}"
-        except subprocess.TimeoutExpired as late:
-            text, code = (late.stdout or b"").decode() if isinstance(late.stdout,
-                                                                     bytes) else late.stdout or "", f"no answer in {seconds:.0f} s"
-        lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-        for line in lines:
-            answers.update({aspect: found for aspect, found in line.items() if aspect != "starting"})
-        last = lines[-1].get("starting") if lines else missing[0]
-        if last is not None:
-            answers[last] = f"error: {code}"
+        child = record.child("matrix.peers", "--one", name, "--side", side, *missing, seconds=seconds)
+        said = child.said or [{"starting": missing[0]}]
+        for line in said:
+            answers.update({aspect: text for aspect, text in line.items() if aspect != "starting"})
+        if "starting" in said[-1]:
+            answers[said[-1]["starting"]] = f"error: {child.ending or 'process ended with 0'}"
     return {"op": name, "side": side, **answers}
 
 
-def joined(before: dict[str, Any], record: dict[str, Any]) -> list[dict[str, Any]]:
+def joined(before: dict[str, Any], facts: dict[str, Any]) -> list[dict[str, Any]]:
     """The record's rows, and those of other ops from the one before, if that asked the same of the same
     versions."""
-    rows: list[dict[str, Any]] = record["rows"]
-    if any(before[key] != record[key] for key in ("device", "triton", "torch", "packages", "aspects")):
+    rows: list[dict[str, Any]] = facts["rows"]
+    if any(before[key] != facts[key] for key in ("device", "triton", "torch", "packages", "aspects")):
         return rows
     names, new = [op.name for op in OPS], {row["op"] for row in rows}
     return sorted([*(row for row in before["rows"] if row["op"] not in new), *rows],
@@ -300,8 +294,7 @@ def joined(before: dict[str, Any], record: dict[str, Any]) -> list[dict[str, Any
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, help="folder for peers-<card>-triton-<version>.json")
+    parser = record.parser(__doc__)
     parser.add_argument("--jobs", type=int, default=8, help="processes at once (default 8)")
     parser.add_argument("--seconds", type=float, default=240, help="time limit of a process (default 240)")
     parser.add_argument("--op", action="append", default=[],
@@ -309,42 +302,36 @@ def main() -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("aspects", nargs="*", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.one:
-        one(arguments.side, arguments.one, arguments.aspects)
+    given = parser.parse_args()
+    if given.one:
+        one(given.side, given.one, given.aspects)
         return 0
-    import torch
-    import triton
     from tqdm import tqdm
-    names = [op for op in OPS if not arguments.op or op.name in arguments.op]
-    work = [(side, op.name) for op in names for side in (op.home.partition(".")[0], "flashlin")]
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        rows = list(tqdm(pool.map(lambda pair: asked(pair[0], pair[1], arguments.seconds), work),
-                         total=len(work)))
-    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__,
-              "torch": torch.__version__, "date": datetime.date.today().isoformat(),
-              "packages": {package: _package(package) for package in ("fla-core", "mamba_ssm")},
-              "aspects": ASPECTS, "rows": rows}
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        place = (arguments.out
-                 / f"peers-{torch.cuda.get_device_name().replace(' ', '-')}-triton-{triton.__version__}.json")
-        if arguments.op and place.exists():
-            record["rows"] = joined(json.loads(place.read_text()), record)
-        place.write_text(json.dumps(record, indent=1) + "\n")
+    work = [(side, op.name) for op in OPS if not given.op or op.name in given.op
+            for side in (op.home.partition(".")[0], "flashlin")]
+    with ThreadPoolExecutor(given.jobs) as pool:
+        answers = pool.map(lambda pair: asked(pair[0], pair[1], given.seconds), work)
+        rows = list(tqdm(answers, total=len(work)))
+    if given.out:
+        card = record.this_card()
+        facts = {"packages": {package: _package(package) for package in ("fla-core", "mamba_ssm")},
+                 "aspects": ASPECTS, "rows": rows}
+        place = record.place(given.out, "peers", card)
+        if given.op and place.exists():
+            facts["rows"] = joined(json.loads(place.read_text()), {**record.made_by(card), **facts})
+        record.write(given.out, "peers", card, **facts)
     for row in rows:
         print(" ".join(f"{str(row[key])[:40]!s:<14}" for key in ("op", "side", *ASPECTS)))
     return 0
 
 
 def _package(name: str) -> dict[str, str]:
-    from importlib import metadata
-    try:
-        asks = [line for line in metadata.requires(name) or [] if line.startswith("triton>")]
-        return {"version": metadata.version(name),
-                "triton": asks[0].partition(";")[0].removeprefix("triton>=") + " or newer" if asks else "any"}
-    except metadata.PackageNotFoundError:
-        return {"version": "none", "triton": "any"}
+    """Its version, and which Triton it asks for."""
+    installed = record.version(name)
+    wanted = [line for line in (metadata.requires(name) if installed != "none" else None) or []
+              if line.startswith("triton>")]
+    return {"version": installed,
+            "triton": wanted[0].partition(";")[0].removeprefix("triton>=") + " or newer" if wanted else "any"}
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ class Tried(Facts):
 
 
 class Verdict(Facts):
-    """Of a layer that runs things: the import, a case in the interpreter, a case on the torch path."""
+    """What came of what a layer ran: the import, a case in the interpreter, a case on the torch path."""
     layer: Layer
     name: str
     ok: bool
@@ -170,10 +170,10 @@ def _line(launch: str, tried: Tried) -> dict[str, Any]:
 
 
 def _tried(line: dict[str, Any]) -> tuple[str, Tried]:
-    found = {cards: Compiled(shared=shared) for cards, shared in line.get("ok", {}).items()}
-    found |= {cards: Compiled(**fields) for cards, fields in line.get("failed", {}).items()}
+    verdicts = {cards: Compiled(shared=shared) for cards, shared in line.get("ok", {}).items()}
+    verdicts |= {cards: Compiled(**fields) for cards, fields in line.get("failed", {}).items()}
     return f"{line['config'].partition(' ')[0]}-{line['id']}", Tried(config=line["config"], cards={
-        card: one for cards, one in found.items() for card in cards.split()})
+        card: one for cards, one in verdicts.items() for card in cards.split()})
 
 
 def _by_number(card: str) -> tuple[bool, int, str]:

@@ -28,7 +28,7 @@ from flashlin.testing.compile import NOT_TRIED, Job, compiling
 from flashlin.testing.environments import torch_environment, triton_environment
 from flashlin.testing.record import Recorded, source_of
 from matrix.results import Card, Cell, CellResult, Compiled, Layer, Verdict, load_result
-from matrix.squares import Found, Outcome, Planned
+from matrix.squares import CellState, Outcome, Planned
 
 RUNNING: tuple[Layer, ...] = ("interpret", "torch")
 SAVED_EVERY = 5.0  # seconds
@@ -37,25 +37,24 @@ Progress = Callable[[str, int, int, str], None]  # layer, done, of, what was las
 
 
 def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ...] = (), *, jobs: int = 0,
-        timeout: float = 180, progress: Progress = lambda *_: None) -> Found:
+        timeout: float = 180, progress: Progress = lambda *_: None) -> CellState:
     """Run a cell's layers (those named, or all), keep what was found in ``folder`` and return it.
 
     jobs: compilers at a time, 0 for one per core; timeout: seconds for each kernel. Raises NotInstallable,
     which quotes pip.
     """
     import torch
-    result = load_result(folder,
-                         cell).model_copy(update={"date": datetime.date.today().isoformat(),
-                                                  "torch": cell.torch or torch.__version__,
-                                                  "python": platform.python_version()})
+    result = load_result(folder, cell)
+    result.date, result.torch = datetime.date.today().isoformat(), cell.torch or torch.__version__
+    result.python = platform.python_version()
     planned, untried = Planned(), dict[str, str]()
 
     def wanted(layer: Layer) -> bool:
         return layer in cell.layers and (not layers or layer in layers)
 
-    def enter(layer: Layer, found: Callable[[], Iterable[Verdict]]) -> None:
+    def enter(layer: Layer, verdicts: Callable[[], Iterable[Verdict]]) -> None:
         began = time.monotonic()
-        result.verdicts = (*(one for one in result.verdicts if one.layer != layer), *found())
+        result.verdicts = (*(one for one in result.verdicts if one.layer != layer), *verdicts())
         result.layers[layer] = round(time.monotonic() - began, 1)
 
     if wanted("import"):
@@ -73,14 +72,14 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
         if wanted(layer):
             enter(layer, partial(cases, cell, layer, progress))
     result.save(folder)
-    return Found(result, planned, untried)
+    return CellState(result, planned, untried)
 
 
 def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: None) -> Planned:
-    """Of every call on every card, which takes half a second for each card."""
+    """What every call leads to on every card; half a second for each card."""
     import torch
 
-    from matrix.workload import calls, seen
+    from matrix.workload import Seen, calls, seen
     launches: dict[str, Recorded] = {}
     shared: dict[tuple[str, str], int] = {}
     outcomes = []
@@ -88,17 +87,17 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
         progress("plan", n, len(cards), card.name)
         target = card.target(cell.triton, torch.__version__)
         for call in calls():
-            found, failed = None, ""
+            made, failed = Seen((), ()), ""
             try:
-                found = seen(call, target)
+                made = seen(call, target)
             except Exception as error:  # a call that breaks while it is planned is this row's result
                 failed = f"{type(error).__name__}: {str(error)[:300]}"
-            own = [plan for plan in found.plans if plan.asked.op == call.op] if found else []
+            own = [plan for plan in made.plans if plan.asked.op == call.op]
             # what is refused there can be compiled nevertheless
             if target.backend == "hip" and target.triton:
                 with settings(policy="off"):
-                    found = seen(call, target)
-            ids = {identity(launch): launch for launch in found.launches} if found else {}
+                    made = seen(call, target)
+            ids = {identity(launch): launch for launch in made.launches}
             launches.update(ids)
             shared.update({(name, card.name): launch.shared for name, launch in ids.items()})
             steps = [(reason, remedy) for plan in own for reason, remedy in plan.steps if reason.forced]
@@ -112,18 +111,18 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
 
 
 def identity(launch: Recorded) -> str:
-    """Of what is compiled: the kernel's source and all it was specialised for. (The plan's estimates are no
-    part of it.)"""
+    """The id of what is compiled: the kernel's name and a hash of its source and of all it was specialised
+    for. (The plan's estimates are no part of it.)"""
     facts = launch.fields()
     for name in ("shared", "traits", "config"):
         del facts[name]
-    return (
-        f"{launch.kernel}-{hashlib.sha256((source_of(launch.module, launch.kernel) + json.dumps(facts)).encode()).hexdigest()[:10]}")
+    code = source_of(launch.module, launch.kernel) + json.dumps(facts)
+    return f"{launch.kernel}-{hashlib.sha256(code.encode()).hexdigest()[:10]}"
 
 
 def forget(result: CellResult, planned: Planned, cards: Sequence[Card]) -> None:
-    """Of these cards what is planned no more, except refusals: what was refused is planned otherwise only as
-    long as that is remembered."""
+    """Drop what is planned no more on these cards, except refusals: what was refused is planned otherwise
+    only as long as that is remembered."""
     names, places = {card.name for card in cards}, set(planned.places)
     for launch, tried in list(result.launches.items()):
         for card in names & set(tried.cards):
@@ -139,34 +138,32 @@ def compile_all(result: CellResult, planned: Planned, cards: Sequence[Card], fol
     how many launches could not be tried, and why. A first launch for each card goes ahead: where it cannot be
     tried (no linker for AMD, say), neither can the others."""
     names = {card.name: card for card in cards}
-    waiting = [(launch, card) for launch, card in planned.places
+    waiting = [place for place in planned.places
                # a busy machine's, perhaps
-               if (known := result.verdict(launch, card)) is None or known.status == "timeout"]
+               if (known := result.verdict(*place)) is None or known.status == "timeout"]
     done, of = len(planned.places) - len(waiting), len(planned.places)
     progress("compile", done, of, "")
     began = saved = time.monotonic()
     before = result.layers.get("compile", 0.0)
     untried: dict[str, list[str]] = {}
-    first = list({card: (launch, card) for launch, card in reversed(waiting)}.values())
+    first = {card: (launch, card) for launch, card in reversed(waiting)}
     try:
-        for ahead, batch in ((True, first), (False, waiting)):
-            todo = [(launch, card)
-                    for launch, card in batch if ahead
-                    or ((launch, card) not in first and card not in untried)]
+        for ahead in (True, False):
+            todo = [(launch, card) for launch, card in waiting
+                    if (first[card] == (launch, card)) == ahead and card not in untried]
             if not todo:
                 continue
-            for number, found in compiling([Job(names[card].arch, planned.launches[launch])
-                                            for launch, card in todo],
-                                           triton_environment(result.cell.triton), at_once=jobs,
-                                           timeout=timeout):
+            wanted = [Job(names[card].arch, planned.launches[launch]) for launch, card in todo]
+            for number, answer in compiling(wanted, triton_environment(result.cell.triton), at_once=jobs,
+                                            timeout=timeout):
                 launch, card = todo[number]
                 done += 1
-                if found.status == NOT_TRIED:
-                    untried.setdefault(card, []).append(found.message)
-                    why = f"{NOT_TRIED}: {found.message}"
+                if answer.status == NOT_TRIED:
+                    untried.setdefault(card, []).append(answer.message)
+                    why = f"{NOT_TRIED}: {answer.message}"
                 else:
-                    verdict = Compiled(status=found.status, message=found.message[:500],
-                                       cause=found.cause[:300], shared=found.shared)
+                    verdict = Compiled(status=answer.status, message=answer.message[:500],
+                                       cause=answer.cause[:300], shared=answer.shared)
                     result.enter(planned.launches[launch], launch, card, verdict)
                     why = verdict.why(planned.shared[launch, card])
                 progress("compile", done, of, f"{launch} {card} {why or 'ok'}")
@@ -188,7 +185,8 @@ import importlib, json, os, pkgutil, sys
 before = dict(os.environ)
 import torch
 import flashlin
-names = [name for _, name, _ in pkgutil.walk_packages(flashlin.__path__, "flashlin.") if name != "flashlin.__main__" and ".testing" not in name]
+names = [name for _, name, _ in pkgutil.walk_packages(flashlin.__path__, "flashlin.")
+         if name != "flashlin.__main__" and ".testing" not in name]
 for name in names:
     importlib.import_module(name)
 missing = [name for name in flashlin.__all__ if not hasattr(flashlin, name)]
@@ -196,7 +194,8 @@ import triton
 changed = sorted(name for name in set(before) | set(os.environ) if before.get(name) != os.environ.get(name))
 wrong = [text for text in (missing and f"no {missing}", changed and f"environment changed: {changed}",
                            torch.cuda.is_initialized() and "a CUDA context was made") if text]
-print(json.dumps({"triton": triton.__version__, "torch": torch.__version__.partition("+")[0], "modules": len(names), "wrong": wrong}))
+print(json.dumps({"triton": triton.__version__, "torch": torch.__version__.partition("+")[0],
+                  "modules": len(names), "wrong": wrong}))
 """
 
 
@@ -218,8 +217,9 @@ def imports(cell: Cell) -> Verdict:
 
 
 def environment(cell: Cell, interpreter: bool = False) -> dict[str, str]:
-    return torch_environment(cell.torch, cell.triton) if cell.torch else triton_environment(cell.triton,
-                                                                                            interpreter=interpreter)
+    if cell.torch:
+        return torch_environment(cell.torch, cell.triton)
+    return triton_environment(cell.triton, interpreter=interpreter)
 
 
 def cases(cell: Cell, layer: Layer, progress: Progress) -> Iterator[Verdict]:
@@ -227,6 +227,6 @@ def cases(cell: Cell, layer: Layer, progress: Progress) -> Iterator[Verdict]:
     torch path."""
     interpreted = layer == "interpret"
     variables = {**environment(cell, interpreted), "TRITON_INTERPRET": str(int(interpreted))}
-    for found in watch("cpu", None, Policy(), environment=variables, progress=partial(progress, layer)):
-        yield Verdict(layer=layer, name=f"{found.case} {found.dtype}", ok=found.status == "ok",
-                      detail=found.detail[:300])
+    for case in watch("cpu", None, Policy(), environment=variables, progress=partial(progress, layer)):
+        yield Verdict(layer=layer, name=f"{case.case} {case.dtype}", ok=case.status == "ok",
+                      detail=case.detail[:300])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashlin.compat.known_issues import KNOWN_ISSUES, Range
+from matrix import markdown
 
 
 class Seed(NamedTuple):
@@ -45,13 +46,10 @@ SEEDS = (
 def table() -> list[str]:
     """Lines of markdown."""
     known = {issue.id: issue for issue in KNOWN_ISSUES}
-    lines = ["| failure | raw | here | shown by |", "|---|---|---|---|"]
-    for seed in SEEDS:
-        raw = seed.raw or "; ".join(f"{known[name].effect} ({_within(known[name].triton)})"
-                                    for name in seed.issues)
-        lines.append(f"| {seed.failure} | {raw} | {seed.here} | "
-                     f"{', '.join(f'`{path}`' for path in seed.shown)} |")
-    return lines
+    rows = [(seed.failure, seed.raw or "; ".join(f"{known[name].effect} ({_within(known[name].triton)})"
+                                                 for name in seed.issues),
+             seed.here, ", ".join(f"`{path}`" for path in seed.shown)) for seed in SEEDS]
+    return markdown.table(("failure", "raw", "here", "shown by"), rows)
 
 
 def _within(triton: Range) -> str:

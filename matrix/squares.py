@@ -3,7 +3,8 @@ each card. SUPPORT.md and the page are made of it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -64,7 +65,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Found:
+class CellState:
     """A cell: what is known of it and what is planned there. untried: card -> why some of its launches could
     not be tried."""
     result: CellResult
@@ -91,24 +92,24 @@ class Square(NamedTuple):
     calls: int = 0
 
 
-def squares(every: Iterable[Found], ran: dict[tuple[str, str, str], str]) -> list[Square]:
+def squares(every: Iterable[CellState], ran: dict[tuple[str, str, str], str]) -> list[Square]:
     """ran: (op, card, triton) -> the record of a GPU where every case of the op was right."""
     squared = []
-    for found in every:
+    for state in every:
         by_place: dict[tuple[str, str], list[Outcome]] = {}
-        for outcome in found.planned.outcomes:
+        for outcome in state.planned.outcomes:
             by_place.setdefault((outcome.op, outcome.card), []).append(outcome)
         for (op, card), outcomes in by_place.items():
-            squared.append(_square(op, card, found, outcomes,
-                                   ran.get((op, card, found.result.cell.triton), "")))
+            squared.append(_square(op, card, state, outcomes,
+                                   ran.get((op, card, state.result.cell.triton), "")))
     return squared
 
 
-def _square(op: str, card: str, found: Found, outcomes: list[Outcome], record: str) -> Square:
-    judged = [(_status(outcome, found), outcome) for outcome in outcomes]
+def _square(op: str, card: str, state: CellState, outcomes: list[Outcome], record: str) -> Square:
+    judged = [(_status(outcome, state), outcome) for outcome in outcomes]
     status = min((status for (status, _), _ in judged), key=STATUSES.index)
     kernels = {launch for outcome in outcomes for launch in outcome.launches}
-    tried = [verdict for launch in kernels if (verdict := found.verdict(launch, card))]
+    tried = [verdict for launch in kernels if (verdict := state.verdict(launch, card))]
     if record and status == "compiled":
         status = "ran"
     why = dict.fromkeys(reason
@@ -118,10 +119,10 @@ def _square(op: str, card: str, found: Found, outcomes: list[Outcome], record: s
                 else "")
     if len(tried) == len(kernels):  # else a kernel or a plan has changed since: what is new was run by nobody
         evidence = record or evidence
-    return Square(op, card, found.result.cell.triton, status, tuple(why), evidence, len(outcomes))
+    return Square(op, card, state.result.cell.triton, status, tuple(why), evidence, len(outcomes))
 
 
-def _status(outcome: Outcome, found: Found) -> tuple[Status, list[str]]:
+def _status(outcome: Outcome, state: CellState) -> tuple[Status, list[str]]:
     forced = [f"{outcome.call}: {reason}" for reason in outcome.because]
     if outcome.failed:
         return "FAILED", [f"{outcome.call}: {outcome.failed}"]
@@ -129,25 +130,29 @@ def _status(outcome: Outcome, found: Found) -> tuple[Status, list[str]]:
         return "refused", forced
     if outcome.path == "torch":
         return "torch path", forced
-    broken = [f"{outcome.call}: {found.planned.launches[launch]}: {why}"
-              for launch in outcome.launches if (why := found.why(launch, outcome.card))]
+    broken = [f"{outcome.call}: {state.planned.launches[launch]}: {why}"
+              for launch in outcome.launches if (why := state.why(launch, outcome.card))]
     if broken:
         return "FAILED", broken
-    if not all(found.verdict(launch, outcome.card) for launch in outcome.launches):
+    if not all(state.verdict(launch, outcome.card) for launch in outcome.launches):
         return "not run", []
     return ("worked around", forced) if outcome.remedies else ("compiled", [])
 
 
+def gpu_files(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each record of ``python -m matrix.gpu``: its file's name, its card and what it says."""
+    for path in sorted(folder.glob("gpu-*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        yield path.name, "sm{}{}".format(*record["capability"]), record
+
+
 def gpu_records(folder: Path) -> dict[tuple[str, str, str], str]:
     """(op, card, triton) -> in words, out of ``gpu-*.json`` where every case of the op passed."""
-    found = {}
-    for path in sorted(folder.glob("gpu-*.json")):
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        card = "sm{}{}".format(*record["capability"])
-        for op in sorted({row["op"] for row in record["rows"]}):
-            rows = [row for row in record["rows"] if row["op"] == op]
-            if all(row["ok"] for row in rows):
-                found[op, card,
-                      record[
-                          "triton"]] = f"{len(rows)} cases right on {record['device']}, {record['date']} ({path.name})"
-    return found
+    told = {}
+    for name, card, record in gpu_files(folder):
+        wrong = {row["op"] for row in record["rows"] if not row["ok"]}
+        for op, cases in Counter(row["op"] for row in record["rows"]).items():
+            if op not in wrong:
+                told[op, card, record["triton"]] = (f"{cases} cases right on {record['device']}, "
+                                                    f"{record['date']} ({name})")
+    return told

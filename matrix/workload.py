@@ -21,6 +21,8 @@ from flashlin.testing.compare import Case
 from flashlin.testing.record import Recorded, recording
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+Own = Callable[..., torch.Tensor]  # zeros of a shape in the dtype of the call
+Arguments = Callable[[Own], dict[str, Any]]
 
 
 class Call(NamedTuple):
@@ -37,7 +39,6 @@ class Call(NamedTuple):
 class Seen(NamedTuple):
     """A call on a target: the plan of the op itself and of what it calls before (norms, convolutions), and
     the kernels it would start."""
-    call: Call
     plans: tuple[Plan, ...]
     launches: tuple[Recorded, ...]
 
@@ -70,218 +71,71 @@ def seen(call: Call, target: Target) -> Seen:
             pass  # the last of plans says why
         finally:
             vars(dispatch)["plan"] = original
-    return Seen(call, tuple(dict.fromkeys(plans)), tuple(launches))
+    return Seen(tuple(dict.fromkeys(plans)), tuple(launches))
 
 
 def zeros(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
     return torch.zeros(*shape, dtype=dtype, requires_grad=torch.is_grad_enabled())
 
 
+def edges(*tokens: int) -> torch.Tensor:
+    return torch.tensor(tokens, dtype=torch.int32)
+
+
+def made(op: str, dtype: torch.dtype, arguments: Arguments) -> None:
+    """Call an op, and backward of its outputs where gradients are wanted."""
+    with torch.set_grad_enabled(not PUBLIC[op].in_place):
+        outputs = getattr(flashlin, op)(**arguments(partial(zeros, dtype=dtype)))
+        backward(*(outputs if isinstance(outputs, tuple) else (outputs,)))
+
+
+def as_in_a_case(case: Case, dtype: torch.dtype, gradients: bool) -> None:
+    """The call of a case, and backward of its outputs where gradients are wanted."""
+    tensors = case.make(dtype, torch.Generator().manual_seed(0))
+    with torch.set_grad_enabled(gradients):
+        for name, x in tensors.items():
+            x.requires_grad_(gradients and x.is_floating_point() and name not in case.constant)
+        backward(*case.call(**tensors).values())
+
+
 def backward(*outputs: Any) -> None:
     """Backward of all outputs at once, if anything asks for gradients."""
-    found = [x for x in outputs if isinstance(x, torch.Tensor) and x.requires_grad]
-    if found:
-        torch.autograd.backward(found, [torch.zeros_like(x) for x in found])
+    wanted = [x for x in outputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    if wanted:
+        torch.autograd.backward(wanted, [torch.zeros_like(x) for x in wanted])
 
 
 def sequences(
+    own: Own,
     op: str,
-    dtype: torch.dtype,
     D: int,
     *,
     T: int = 128,
-    H: int = 4,
-    HV: int = 0,
+    HV: int = 4,
+    V: int = 0,
     packed: bool = False,
     gates: tuple[str, ...] = (),
     state: bool = True,
-    V: int = 0,
     **options: Any,
-) -> None:
-    """An op over q, k [2, T, H, D] and v [2, T, H, V], V = D if 0; gates: which of g, beta, gk, gv and so on
-    to pass, g_vector being a g for each key channel, and which others like k: a, b, kk. The gates and states
-    are float32, as layers have them."""
-    HV, B = HV or H, 1 if packed else 2
+) -> dict[str, Any]:
+    """Arguments of an op over q, k [B, T, 4, D] and v [B, T, HV, V], V = D if 0. gates: which of g, beta, gk,
+    gv and so on to pass, g_vector being a g for each key channel, and which others like k: a, b, kk. The
+    gates and states are float32, as layers have them."""
+    B, V = 1 if packed else 2, V or D
     shapes = {"g": (B, T, HV), "beta": (B, T, HV), "gk": (B, T, HV, D), "gv": (B, T, HV, D),
               "beta_headwise": (B, T, HV, D), "g_vector": (B, T, HV, D), "w": (B, T, HV, D), "u": (HV, D),
               "A_log": (HV,), "dt_bias": (HV,), "dt_bias_vector": (HV * D,)}
-    given: dict[str, Any] = {gate.removesuffix("_headwise").removesuffix("_vector"): zeros(*shapes[gate])
-                             for gate in gates if gate in shapes}
-    given.update((name, zeros(B, T, HV, D, dtype=dtype)) for name in gates if name not in shapes)
+    given = {"r" if "rwkv" in op else "q": own(B, T, 4, D), "k": own(B, T, 4, D), "v": own(B, T, HV, V)}
+    for gate in gates:
+        name = gate.removesuffix("_headwise").removesuffix("_vector")
+        given[name] = zeros(*shapes[gate]) if gate in shapes else own(B, T, HV, D)
     if packed:
-        given["cu_seqlens"] = torch.tensor([0, 50, T], dtype=torch.int32)
+        given["cu_seqlens"] = edges(0, 50, T)
+    if op.startswith("parallel_"):
+        return {**given, **options}
     if state:
-        given["initial_state"] = zeros(2, HV, D, V or D)
-    q_name = "r" if "rwkv" in op else "q"
-    o, ht = getattr(flashlin, op)(**{q_name: zeros(B, T, H, D, dtype=dtype)},
-                                  k=zeros(B, T, H, D, dtype=dtype), v=zeros(B, T, HV, V or D, dtype=dtype),
-                                  **given, output_final_state=state, **options)
-    backward(o, ht)
-
-
-def scores(op: str, dtype: torch.dtype, D: int, output_attentions: bool = False) -> None:
-    """A ``parallel_`` op: no states."""
-    gate = (zeros(2, 128, 4),) if op.endswith("simple_gla") else ()
-    backward(*getattr(flashlin, op)(*(zeros(2, 128, 4, D, dtype=dtype) for _ in range(3)), *gate,
-                                    output_attentions=output_attentions))
-
-
-def decoding(op: str, dtype: torch.dtype, D: int, **options: Any) -> None:
-    with torch.no_grad():
-        sequences(op, dtype, D, T=1, **options)
-
-
-def norm(op: str, dtype: torch.dtype, D: int, gated: bool = False, **options: Any) -> None:
-    x = zeros(4, 64, D, dtype=dtype)
-    weights = (zeros(D, dtype=dtype), None if "rms" in op else zeros(D, dtype=dtype))
-    found = flashlin.l2norm(x) if op == "l2norm" else getattr(flashlin, op)(x, *((x,) if gated else ()),
-                                                                            *weights, **options)
-    backward(*(found if isinstance(found, tuple) else (found,)))
-
-
-def convolution(dtype: torch.dtype, W: int, packed: bool = False, state: bool = False) -> None:
-    x, given = zeros(1 if packed else 2, 64, 1024, dtype=dtype), dict[str, Any]()
-    if packed:
-        given["cu_seqlens"] = torch.tensor([0, 30, 64], dtype=torch.int32)
-    if state:
-        given["initial_state"] = zeros(2, 1024, W, dtype=dtype)
-    backward(*flashlin.causal_conv1d(x, zeros(1024, W, dtype=dtype), zeros(1024, dtype=dtype),
-                                     activation="silu", output_final_state=state, **given))
-
-
-def shifting(dtype: torch.dtype, packed: bool = False) -> None:
-    given = {"cu_seqlens": torch.tensor([0, 30, 64], dtype=torch.int32),
-             "cache": zeros(2, 1024, dtype=dtype)} if packed else {}
-    found = flashlin.token_shift(zeros(1 if packed else 2, 64, 1024, dtype=dtype), **given,
-                                 output_cache=packed)
-    backward(*(found if isinstance(found, tuple) else (found,)))
-
-
-def recurrence(op: str, dtype: torch.dtype, T: int = 1024, packed: bool = False) -> None:
-    """HGRN's, of as few sequences as make it split them."""
-    B, given = (1, {"cu_seqlens": torch.tensor([0, 50, T], dtype=torch.int32)}) if packed else (2, {})
-    x = zeros(B, T, 1024, dtype=dtype)
-    backward(*getattr(flashlin, op)(x, zeros(B, T, 1024, dtype=dtype), zeros(2, 1024), True, **given))
-
-
-@torch.no_grad()
-def recurring_once(op: str, dtype: torch.dtype) -> None:
-    recurrence(op, dtype, 1)
-
-
-@torch.no_grad()
-def convolving_a_token(dtype: torch.dtype, W: int) -> None:
-    flashlin.causal_conv1d_update(zeros(2, 1024, dtype=dtype), zeros(2, 1024, W, dtype=dtype), None,
-                                  zeros(1024, W, dtype=dtype), activation="silu")
-
-
-def scanning(dtype: torch.dtype, packed: bool = False, numbered: bool = False) -> None:
-    """Heads of Mamba2's size; dt and what belongs to heads in float32."""
-    B, H, P, N = 1 if packed else 2, 8, 64, 128
-    x, groups, heads = zeros(B, 128, H, P, dtype=dtype), zeros(B, 128, 1, N, dtype=dtype), zeros(H)
-    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 50, 128], dtype=torch.int32),
-                             "return_varlen_states": True} if packed else {}
-    given |= {"seq_idx": torch.zeros(B, 128, dtype=torch.int32)} if numbered else {}
-    backward(*flashlin.mamba_chunk_scan_combined(x, zeros(B, 128, H), heads, B=groups, C=groups,
-                                                 chunk_size=256, D=heads, z=x, dt_bias=heads,
-                                                 initial_states=zeros(B, H, P, N), dt_softplus=True,
-                                                 return_final_states=True, **given))
-
-
-def mamba_layer(dtype: torch.dtype, numbered: bool = True) -> None:
-    H, P, N = 8, 64, 128
-    D, C = H * P, H * P + 2 * N
-    seq_idx = torch.zeros(2, 128, dtype=torch.int32) if numbered else None
-    backward(flashlin.mamba_split_conv1d_scan_combined(
-        zeros(2, 128, D + C + H, dtype=dtype), zeros(C, 4, dtype=dtype), zeros(C, dtype=dtype), zeros(H),
-        zeros(H), zeros(H), 256, headdim=P, seq_idx=seq_idx, rmsnorm_weight=zeros(D, dtype=dtype),
-        outproj_weight=zeros(32, D, dtype=dtype), norm_before_gate=False))
-
-
-@torch.no_grad()
-def updating_states(dtype: torch.dtype, heads: bool = True) -> None:
-    """As Mamba2 calls it, or as Mamba1 does."""
-    if not heads:
-        x, state, groups = zeros(2, 5120, dtype=dtype), zeros(2, 5120, 16), zeros(2, 16, dtype=dtype)
-        flashlin.selective_state_update(state, x, x, A=zeros(5120, 16), B=groups, C=groups, D=zeros(5120),
-                                        z=x, dt_bias=zeros(5120), dt_softplus=True)
-        return
-    H, P, N = 80, 64, 128
-    x, state, groups = zeros(2, H, P, dtype=dtype), zeros(2, H, P, N), zeros(2, 1, N, dtype=dtype)
-    dt, of_heads = zeros(2, H, 1, dtype=dtype).expand(2, H, P), zeros(H, 1).expand(H, P)
-    flashlin.selective_state_update(state, x, dt, A=zeros(H, 1, 1).expand(H, P, N), B=groups, C=groups,
-                                    D=of_heads, z=x, dt_bias=of_heads, dt_softplus=True)
-
-
-def scanning_channels(dtype: torch.dtype, N: int = 16) -> None:
-    """As Mamba1's layers call it: u and z are slices of a projection, and what belongs to channels is
-    float32."""
-    D = 1024
-    u, z = zeros(2, 64, 2 * D, dtype=dtype).mT.chunk(2, 1)
-    B, C = zeros(2, 64, 2 * N, dtype=dtype).mT.chunk(2, 1)
-    backward(*flashlin.selective_scan_fn(u, zeros(2, D, 64, dtype=dtype), zeros(D, N), B=B, C=C, D=zeros(D),
-                                         z=z, delta_bias=zeros(D), delta_softplus=True,
-                                         return_last_state=True))
-
-
-def convolving_channels_first(dtype: torch.dtype) -> None:
-    x = zeros(2, 64, 1024, dtype=dtype).transpose(1, 2)
-    backward(*flashlin.causal_conv1d_fn(x, zeros(1024, 4, dtype=dtype), zeros(1024, dtype=dtype),
-                                        initial_states=zeros(2, 1024, 3, dtype=dtype),
-                                        return_final_states=True, activation="silu"))
-
-
-@torch.no_grad()
-def convolving_in_place(dtype: torch.dtype, ring: bool = False) -> None:
-    given = {"cache_seqlens": torch.zeros(2, dtype=torch.int32),
-             "conv_state_indices": torch.arange(2, dtype=torch.int32)} if ring else {}
-    flashlin.mamba_causal_conv1d_update(zeros(2, 1024, dtype=dtype), zeros(2, 1024, 4, dtype=dtype),
-                                        zeros(1024, 4, dtype=dtype), zeros(1024, dtype=dtype), "silu",
-                                        **given)
-
-
-def mamba_norm(op: str, dtype: torch.dtype, **options: Any) -> None:
-    x, weight = zeros(4, 64, 2048, dtype=dtype), zeros(2048, dtype=dtype)
-    backward(getattr(flashlin, op)(x, weight, None, x, **options))
-
-
-def elementwise(op: str, dtype: torch.dtype, H: int = 32, K: int = 64, **options: Any) -> None:
-    """Parameters are float32 for gates, as layers have them, and of the tensors' dtype for RWKV-7."""
-    rows, heads, mix = zeros(2, 64, H * K, dtype=dtype), zeros(2, 64, H, K, dtype=dtype), zeros(H * K,
-                                                                                                dtype=dtype)
-    tensors = {"fused_gdn_gate": (zeros(2, 64, H, dtype=dtype), zeros(H), zeros(H)),
-               "fused_kda_gate": (heads, zeros(H), zeros(H * K)),
-               "fused_addcmul_rwkv7": (rows, rows, *[mix] * 6), "fused_k_rwkv7": (rows, rows, mix),
-               "gate_output_correction": (rows, heads, heads, zeros(H, K, dtype=dtype), heads, rows)}
-    found = getattr(flashlin, op)(*tensors[op], **options)
-    backward(*(found if isinstance(found, tuple) else (found,)))
-
-
-def rotating(dtype: torch.dtype, D: int, R: int, packed: bool = False, **options: Any) -> None:
-    table = torch.zeros(64, R, dtype=dtype)
-    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 30, 64]),
-                             "seqlen_offsets": torch.zeros(2, dtype=torch.int32)} if packed else {}
-    backward(flashlin.rotary_embedding(zeros(1 if packed else 2, 64, 8, D, dtype=dtype), table, table,
-                                       **options, **given))
-
-
-def loss(dtype: torch.dtype, V: int, **options: Any) -> None:
-    backward(flashlin.cross_entropy_loss(zeros(8, V, dtype=dtype), torch.zeros(8, dtype=torch.int64),
-                                         **options)[0])
-
-
-def linear_loss(dtype: torch.dtype, V: int) -> None:
-    backward(flashlin.fused_linear_cross_entropy_loss(zeros(128, 64, dtype=dtype),
-                                                      torch.zeros(128, dtype=torch.int64),
-                                                      zeros(V, 64, dtype=dtype)))
-
-
-def as_in_a_case(case: Case, dtype: torch.dtype) -> None:
-    tensors = case.make(dtype, torch.Generator().manual_seed(0))
-    with torch.set_grad_enabled(not PUBLIC[case.op].in_place):
-        for name, x in tensors.items():
-            x.requires_grad_(torch.is_grad_enabled() and x.is_floating_point() and name not in case.constant)
-        backward(*case.call(**tensors).values())
+        given["initial_state"] = zeros(2, HV, D, V)
+    return {**given, "output_final_state": state, **options}
 
 
 # Head sizes by dtype: training in bf16 at every size, fp32 where somebody checks a model, fp16 once.
@@ -298,7 +152,147 @@ OPTIONS: dict[str, dict[str, Any]] = {"linear_attn": {"normalize": False},
                                       "lightning_attn": {"layer_idx": 1, "num_layers": 4}}
 INSIDE: dict[str, Any] = {"gates": ("g", "beta", "A_log", "dt_bias"), "HV": 8,
                           "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
-          "use_beta_sigmoid_in_kernel": True}
+                          "use_beta_sigmoid_in_kernel": True}
+INSIDE_KDA = {**INSIDE, "gates": ("g_vector", "beta", "A_log", "dt_bias_vector")}
+
+
+def selective_scan(own: Own, N: int) -> dict[str, Any]:
+    """As Mamba1's layers call it: u and z are slices of a projection, and what belongs to channels is
+    float32."""
+    D = 1024
+    u, z = own(2, 64, 2 * D).mT.chunk(2, 1)
+    B, C = own(2, 64, 2 * N).mT.chunk(2, 1)
+    return dict(u=u, delta=own(2, D, 64), A=zeros(D, N), B=B, C=C, D=zeros(D), z=z, delta_bias=zeros(D),
+                delta_softplus=True, return_last_state=True)
+
+
+def state_update_of_mamba2(own: Own) -> dict[str, Any]:
+    H, P, N = 80, 64, 128
+    return dict(state=zeros(2, H, P, N), x=own(2, H, P), dt=own(2, H, 1).expand(2, H, P),
+                A=zeros(H, 1, 1).expand(H, P, N), B=own(2, 1, N), C=own(2, 1, N),
+                D=zeros(H, 1).expand(H, P), z=own(2, H, P), dt_bias=zeros(H, 1).expand(H, P),
+                dt_softplus=True)
+
+
+def state_update_of_mamba1(own: Own) -> dict[str, Any]:
+    D, N = 5120, 16
+    return dict(state=zeros(2, D, N), x=own(2, D), dt=own(2, D), A=zeros(D, N), B=own(2, N), C=own(2, N),
+                D=zeros(D), z=own(2, D), dt_bias=zeros(D), dt_softplus=True)
+
+
+def scan_of_mamba2(own: Own, B: int = 2, **special: Any) -> dict[str, Any]:
+    """dt and what belongs to heads in float32."""
+    H, P, N = 8, 64, 128
+    return dict(x=own(B, 128, H, P), dt=zeros(B, 128, H), A=zeros(H), B=own(B, 128, 1, N),
+                C=own(B, 128, 1, N), chunk_size=256, D=zeros(H), z=own(B, 128, H, P), dt_bias=zeros(H),
+                initial_states=zeros(B, H, P, N), dt_softplus=True, return_final_states=True, **special)
+
+
+def layer_of_mamba2(own: Own, **special: Any) -> dict[str, Any]:
+    H, P, N = 8, 64, 128
+    D, C = H * P, H * P + 2 * N
+    return dict(zxbcdt=own(2, 128, D + C + H), conv1d_weight=own(C, 4), conv1d_bias=own(C), dt_bias=zeros(H),
+                A=zeros(H), D=zeros(H), chunk_size=256, headdim=P, rmsnorm_weight=own(D),
+                outproj_weight=own(32, D), norm_before_gate=False, **special)
+
+
+def hgrn(own: Own, B: int, T: int, **special: Any) -> dict[str, Any]:
+    """As few sequences as make it split them."""
+    return dict(x=own(B, T, 1024), g=own(B, T, 1024), initial_state=zeros(2, 1024), output_final_state=True,
+                **special)
+
+
+def convolution(own: Own, B: int, **special: Any) -> dict[str, Any]:
+    return dict(x=own(B, 64, 1024), weight=own(1024, 4), bias=own(1024), activation="silu", **special)
+
+
+def convolution_of_a_token(own: Own, **special: Any) -> dict[str, Any]:
+    return dict(x=own(2, 1024), conv_state=own(2, 1024, 4), weight=own(1024, 4), bias=own(1024),
+                activation="silu", **special)
+
+
+def rotary(own: Own, B: int, D: int, **special: Any) -> dict[str, Any]:
+    return dict(x=own(B, 64, 8, D), cos=own(64, 64).detach(), sin=own(64, 64).detach(), **special)
+
+
+def targets(rows: int) -> torch.Tensor:
+    return torch.zeros(rows, dtype=torch.int64)
+
+
+# Of the other ops: what is special about a call, and its arguments. Parameters are float32 for gates, as
+# layers have them, and of the tensors' dtype for RWKV-7.
+IN_EVERY_DTYPE: tuple[tuple[str, str, Arguments], ...] = (
+    ("rms_norm", "D=2048", lambda own: dict(x=own(4, 64, 2048), weight=own(2048), bias=None)),
+    ("layer_norm", "D=2048", lambda own: dict(x=own(4, 64, 2048), weight=own(2048), bias=own(2048))),
+    ("l2norm", "D=128", lambda own: dict(x=own(4, 64, 128))),
+    ("rms_norm_gated", "D=128",
+     lambda own: dict(x=own(4, 64, 128), g=own(4, 64, 128), weight=own(128), bias=None)),
+    ("layer_norm_gated", "D=128",
+     lambda own: dict(x=own(4, 64, 128), g=own(4, 64, 128), weight=own(128), bias=own(128))),
+    ("causal_conv1d", "W=4", lambda own: convolution(own, 2)),
+    ("causal_conv1d_update", "W=4",
+     lambda own: dict(x=own(2, 1024), cache=own(2, 1024, 4), weight=own(1024, 4), activation="silu")),
+    ("token_shift", "D=1024", lambda own: dict(x=own(2, 64, 1024))),
+    ("chunk_hgrn", "D=1024", lambda own: hgrn(own, 2, 1024)),
+    ("mamba_chunk_scan_combined", "P=64 N=128", scan_of_mamba2),
+    ("selective_state_update", "P=64 N=128", state_update_of_mamba2),
+    ("selective_scan_fn", "N=16", lambda own: selective_scan(own, 16)),
+    ("causal_conv1d_fn", "W=4, states",
+     lambda own: dict(x=own(2, 64, 1024).mT, weight=own(1024, 4), bias=own(1024),
+                      initial_states=own(2, 1024, 3), return_final_states=True, activation="silu")),
+    ("mamba_causal_conv1d_update", "W=4", convolution_of_a_token),
+    ("fused_gdn_gate", "H=32 K=64", lambda own: dict(g=own(2, 64, 32), A_log=zeros(32), dt_bias=zeros(32))),
+    ("fused_kda_gate", "H=32 K=64",
+     lambda own: dict(g=own(2, 64, 32, 64), A_log=zeros(32), dt_bias=zeros(2048))),
+    ("fused_addcmul_rwkv7", "H=32 K=64",
+     lambda own: dict(hidden_states=own(2, 64, 2048), delta=own(2, 64, 2048),
+                      **{name: own(2048) for name in ("xr", "xw", "xk", "xv", "xa", "xg")})),
+    ("fused_k_rwkv7", "H=32 K=64", lambda own: dict(k=own(2, 64, 2048), a=own(2, 64, 2048), ka=own(2048))),
+    ("gate_output_correction", "H=32 K=64",
+     lambda own: dict(o=own(2, 64, 2048), r=own(2, 64, 32, 64), k=own(2, 64, 32, 64), r_k=own(32, 64),
+                      v=own(2, 64, 32, 64), g=own(2, 64, 2048))),
+    ("rotary_embedding", "D=128", lambda own: rotary(own, 2, 128)),
+    ("cross_entropy_loss", "V=32000", lambda own: dict(logits=own(8, 32000), target=targets(8))))
+IN_BFLOAT16: tuple[tuple[str, str, Arguments], ...] = (
+    ("rotary_embedding", "D=128 of 160, packed, interleaved",
+     lambda own: rotary(own, 1, 160, interleaved=True, cu_seqlens=edges(0, 30, 64).long(),
+                        seqlen_offsets=edges(0, 0))),
+    ("cross_entropy_loss", "V=50257, all terms",
+     lambda own: dict(logits=own(8, 50257), target=targets(8), label_smoothing=0.1, lse_square_scale=1e-4,
+                      logit_softcapping=30.0)),
+    ("fused_linear_cross_entropy_loss", "V=32000",
+     lambda own: dict(x=own(128, 64), target=targets(128), weight=own(32000, 64))),
+    ("group_norm", "D=2048 in 8",
+     lambda own: dict(x=own(4, 64, 2048), weight=own(2048), bias=own(2048), num_groups=8)),
+    ("rms_norm", "D=8192 residual",
+     lambda own: dict(x=own(4, 64, 8192), weight=own(8192), bias=None, prenorm=True,
+                      residual=own(4, 64, 8192).detach())),
+    ("token_shift", "D=1024 packed, cache",
+     lambda own: dict(x=own(1, 64, 1024), cu_seqlens=edges(0, 30, 64), cache=own(2, 1024),
+                      output_cache=True)),
+    ("chunk_hgrn", "D=1024 packed", lambda own: hgrn(own, 1, 1024, cu_seqlens=edges(0, 50, 1024))),
+    ("fused_recurrent_hgrn", "D=1024 decoding", torch.no_grad()(lambda own: hgrn(own, 2, 1))),
+    ("fused_kda_gate", "K=128, lower bound",
+     lambda own: dict(g=own(2, 64, 32, 128), A_log=zeros(32), dt_bias=zeros(4096), lower_bound=-5.0)),
+    ("mamba_chunk_scan_combined", "P=64 N=128 packed",
+     lambda own: scan_of_mamba2(own, 1, cu_seqlens=edges(0, 50, 128), return_varlen_states=True)),
+    ("mamba_chunk_scan_combined", "P=64 N=128 numbered",
+     lambda own: scan_of_mamba2(own, seq_idx=zeros(2, 128).int())),
+    ("mamba_split_conv1d_scan_combined", "P=64 N=128",
+     lambda own: layer_of_mamba2(own, seq_idx=zeros(2, 128).int())),
+    ("mamba_split_conv1d_scan_combined", "P=64 N=128, one sequence", layer_of_mamba2),
+    ("selective_scan_fn", "N=64", lambda own: selective_scan(own, 64)),
+    ("selective_state_update", "5120 channels of N=16", state_update_of_mamba1),
+    ("mamba_causal_conv1d_update", "W=4 ring in a pool",
+     lambda own: convolution_of_a_token(own, cache_seqlens=edges(0, 0), conv_state_indices=edges(0, 1))),
+    ("rmsnorm_fn", "D=2048 in 8",
+     lambda own: dict(x=own(4, 64, 2048), weight=own(2048), bias=None, z=own(4, 64, 2048), group_size=256)),
+    ("layernorm_fn", "D=2048, gate first",
+     lambda own: dict(x=own(4, 64, 2048), weight=own(2048), bias=None, z=own(4, 64, 2048),
+                      norm_before_gate=False)),
+    ("causal_conv1d", "W=4 packed, states",
+     lambda own: convolution(own, 1, cu_seqlens=edges(0, 30, 64), initial_state=own(2, 1024, 4),
+                             output_final_state=True)))
 
 
 def calls() -> Iterator[Call]:
@@ -311,7 +305,7 @@ def calls() -> Iterator[Call]:
     for op in dispatch.OPS:
         cases = [case for case in CASES if case.quick and case.op == op and op not in written]
         for case, dtype in itertools.product(cases, DTYPES):
-            yield _call(op, dtype, case.id, as_in_a_case, case, dtype)
+            yield _call(op, dtype, case.id, partial(as_in_a_case, case, dtype, not PUBLIC[op].in_place))
 
 
 def _written() -> Iterator[Call]:
@@ -322,78 +316,33 @@ def _written() -> Iterator[Call]:
     for op in ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla"):
         yield _sequences(op, BF16, 64, "V=32", V=32)
     yield _sequences("chunk_gated_delta_rule", BF16, 128, "HV=8, gates in kernel", **INSIDE)
-    yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "decoding, HV=8, gates in kernel",
-                     decode=True, **INSIDE)
+    yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "decoding, HV=8, gates in kernel", T=1,
+                     **INSIDE)
     yield _sequences("fused_recurrent_gated_delta_rule", BF16, 128, "gk gv", gates=("gk", "gv", "beta"))
-    yield _sequences("chunk_kda", BF16, 128, "HV=8, gates in kernel",
-                     **{**INSIDE, "gates": ("g_vector", "beta", "A_log", "dt_bias_vector")})
-    yield _sequences("fused_recurrent_kda", BF16, 128, "decoding, HV=8, gates in kernel", decode=True,
-                     lower_bound=-5.0, **{**INSIDE, "gates": ("g_vector", "beta", "A_log", "dt_bias_vector")})
+    yield _sequences("chunk_kda", BF16, 128, "HV=8, gates in kernel", **INSIDE_KDA)
+    yield _sequences("fused_recurrent_kda", BF16, 128, "decoding, HV=8, gates in kernel", T=1,
+                     lower_bound=-5.0, **INSIDE_KDA)
     yield _sequences("fused_recurrent_gla", BF16, 128, "gk gv", gates=("gk", "gv"))
     yield _sequences("fused_recurrent_delta_rule", FP32, 64, "headwise beta", gates=("beta_headwise",))
-    for dtype in DTYPES:
-        for op, D in (("rms_norm", 2048), ("layer_norm", 2048), ("l2norm", 128)):
-            yield _call(op, dtype, f"D={D}", norm, op, dtype, D)
-        for op in ("rms_norm_gated", "layer_norm_gated"):
-            yield _call(op, dtype, "D=128", norm, op, dtype, 128, gated=True)
-        yield _call("causal_conv1d", dtype, "W=4", convolution, dtype, 4)
-        yield _call("causal_conv1d_update", dtype, "W=4", convolving_a_token, dtype, 4)
-        yield _call("token_shift", dtype, "D=1024", shifting, dtype)
-        yield _call("chunk_hgrn", dtype, "D=1024", recurrence, "chunk_hgrn", dtype)
-        yield _call("mamba_chunk_scan_combined", dtype, "P=64 N=128", scanning, dtype)
-        yield _call("selective_state_update", dtype, "P=64 N=128", updating_states, dtype)
-        yield _call("selective_scan_fn", dtype, "N=16", scanning_channels, dtype)
-        yield _call("causal_conv1d_fn", dtype, "W=4, states", convolving_channels_first, dtype)
-        yield _call("mamba_causal_conv1d_update", dtype, "W=4", convolving_in_place, dtype)
-        for op in ("fused_gdn_gate", "fused_kda_gate", "fused_addcmul_rwkv7", "fused_k_rwkv7",
-                   "gate_output_correction"):
-            yield _call(op, dtype, "H=32 K=64", elementwise, op, dtype)
-        yield _call("rotary_embedding", dtype, "D=128", rotating, dtype, 128, 64)
-        yield _call("cross_entropy_loss", dtype, "V=32000", loss, dtype, 32000)
-    yield _call("rotary_embedding", BF16, "D=128 of 160, packed, interleaved", rotating, BF16, 160, 64,
-                packed=True, interleaved=True)
-    yield _call("cross_entropy_loss", BF16, "V=50257, all terms", loss, BF16, 50257, label_smoothing=0.1,
-                lse_square_scale=1e-4, logit_softcapping=30.0)
-    yield _call("fused_linear_cross_entropy_loss", BF16, "V=32000", linear_loss, BF16, 32000)
-    yield _call("group_norm", BF16, "D=2048 in 8", norm, "group_norm", BF16, 2048, num_groups=8)
-    yield _call("rms_norm", BF16, "D=8192 residual", norm, "rms_norm", BF16, 8192, prenorm=True,
-                residual=torch.zeros(4, 64, 8192, dtype=BF16))
-    yield _call("token_shift", BF16, "D=1024 packed, cache", shifting, BF16, packed=True)
-    yield _call("chunk_hgrn", BF16, "D=1024 packed", recurrence, "chunk_hgrn", BF16, packed=True)
-    yield _call("fused_recurrent_hgrn", BF16, "D=1024 decoding", recurring_once, "fused_recurrent_hgrn", BF16)
-    yield _call("fused_kda_gate", BF16, "K=128, lower bound", elementwise, "fused_kda_gate", BF16, K=128,
-                lower_bound=-5.0)
-    yield _call("mamba_chunk_scan_combined", BF16, "P=64 N=128 packed", scanning, BF16, packed=True)
-    yield _call("mamba_chunk_scan_combined", BF16, "P=64 N=128 numbered", scanning, BF16, numbered=True)
-    yield _call("mamba_split_conv1d_scan_combined", BF16, "P=64 N=128", mamba_layer, BF16)
-    yield _call("mamba_split_conv1d_scan_combined", BF16, "P=64 N=128, one sequence", mamba_layer, BF16,
-                numbered=False)
-    yield _call("selective_scan_fn", BF16, "N=64", scanning_channels, BF16, 64)
-    yield _call("selective_state_update", BF16, "5120 channels of N=16", updating_states, BF16, heads=False)
-    yield _call("mamba_causal_conv1d_update", BF16, "W=4 ring in a pool", convolving_in_place, BF16,
-                ring=True)
-    yield _call("rmsnorm_fn", BF16, "D=2048 in 8", mamba_norm, "rmsnorm_fn", BF16, group_size=256)
-    yield _call("layernorm_fn", BF16, "D=2048, gate first", mamba_norm, "layernorm_fn", BF16,
-                norm_before_gate=False)
-    yield _call("causal_conv1d", BF16, "W=4 packed, states", convolution, BF16, 4, packed=True, state=True)
+    for dtype, others in (*((dtype, IN_EVERY_DTYPE) for dtype in DTYPES), (BF16, IN_BFLOAT16)):
+        for op, special, arguments in others:
+            yield _call(op, dtype, special, partial(made, op, dtype, arguments))
 
 
 def _over_sequences(op: str, mode: str) -> Iterator[Call]:
-    if op.startswith("parallel_"):
-        yield _call(op, BF16, "D=128", scores, op, BF16, 128)
-        yield _call(op, BF16, "D=128 scores", scores, op, BF16, 128, output_attentions=True)
-        return
     yield _sequences(op, BF16, 128)
-    if op.startswith("fused_chunk_"):  # the kernels of chunk_
+    if op.startswith("parallel_"):
+        yield _sequences(op, BF16, 128, "scores", output_attentions=True)
+    elif op.startswith("fused_chunk_"):  # the kernels of chunk_
         return
-    if mode == "chunk":
+    elif mode == "chunk":
         yield _sequences(op, BF16, 128, "packed", packed=True)
+        if GATES[_family(op)]:
+            yield _sequences(op, BF16, 128, "no state", state=False)
+            for dtype, D in SIZES[1:]:
+                yield _sequences(op, dtype, D)
     else:
-        yield _sequences(op, BF16, 128, "decoding", decode=True)
-    if mode == "chunk" and GATES[_family(op)]:
-        yield _sequences(op, BF16, 128, "no state", state=False)
-        for dtype, D in SIZES[1:]:
-            yield _sequences(op, dtype, D)
+        yield _sequences(op, BF16, 128, "decoding", T=1)
 
 
 def _family(op: str) -> str:
@@ -402,13 +351,14 @@ def _family(op: str) -> str:
     return op
 
 
-def _sequences(op: str, dtype: torch.dtype, D: int, special: str = "", decode: bool = False,
-               **options: Any) -> Call:
+def _sequences(op: str, dtype: torch.dtype, D: int, special: str = "", **options: Any) -> Call:
+    """T = 1: a step of decoding, without gradients."""
     given = {"gates": GATES.get(op, GATES.get(_family(op), ())), **OPTIONS.get(_family(op), {}), **options}
-    return _call(op, dtype, f"D={D} {special}", decoding if decode else sequences, op, dtype, D, **given)
+    arguments: Arguments = partial(sequences, op=op, D=D, **given)
+    if given.get("T") == 1:
+        arguments = torch.no_grad()(arguments)
+    return _call(op, dtype, f"D={D} {special}", partial(made, op, dtype, arguments))
 
 
-def _call(op: str, dtype: torch.dtype, special: str, function: Callable[..., None], *args: Any,
-          **options: Any) -> Call:
-    return Call(op, f"{str(dtype).removeprefix('torch.')} {special}".strip(),
-                partial(function, *args, **options))
+def _call(op: str, dtype: torch.dtype, special: str, run: Callable[[], None]) -> Call:
+    return Call(op, f"{str(dtype).removeprefix('torch.')} {special}".strip(), run)

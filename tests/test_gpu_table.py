@@ -13,7 +13,7 @@ from flashlin import settings
 from flashlin.compat import target
 from flashlin.compat.target import parse
 from flashlin.testing import cases
-from matrix import gpu
+from matrix import gpu, record
 
 
 @pytest.mark.parametrize(("shown", "names"), [(None, ["0", "2"]), ("4,5,7", ["4", "7"])])
@@ -52,7 +52,7 @@ def test_what_a_record_knows_to_be_right_is_not_run_again(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(target, "probe", lambda device: HERE)
     monkeypatch.setattr(gpu, "DTYPES", ("bfloat16",))
-    monkeypatch.setattr(gpu, "rows_of_case", lambda case, dtype: {"ran": case.id})
+    monkeypatch.setattr(gpu, "row_of_case", lambda case, dtype: {"ran": case.id})
     monkeypatch.setattr(cases, "CASES",
                         [case for case in cases.CASES if case.op == "chunk_gla"
                          and case.id in ("random", "wide", "narrow")])
@@ -65,7 +65,7 @@ def test_what_a_record_knows_to_be_right_is_not_run_again(monkeypatch: pytest.Mo
             gpu.work(0, 1, [], known)
         return [line["ran"] for line in map(json.loads, capsys.readouterr().out.splitlines())
                 if "ran" in line]
-    record = {"rows": [row("random", True), row("wide", True), row("narrow", False)],
+    record: dict[str, Any] = {"rows": [row("random", True), row("wide", True), row("narrow", False)],
               "configs": would["random"] | would["wide"] | would["narrow"]}
     assert sorted(ran({})) == ["narrow", "random", "wide"] and ran(record) == ["narrow"]
     stale = {config: source if "gla_grads" not in config else "elsewhere"
@@ -82,12 +82,12 @@ def test_a_full_card_a_killed_worker_and_the_end_of_the_time_are_no_verdicts(
         def failing(*args: Any, error: Exception = error) -> Any:
             raise error
         monkeypatch.setattr("flashlin.testing.compare.check", failing)
-        assert str(error) in gpu.rows_of_case(case, "float32")[name]
+        assert str(error) in gpu.row_of_case(case, "float32")[name]
     monkeypatch.setattr(gpu, "gpus", lambda: ["0"])
     begin = "import json, os, time; print(json.dumps({'starting': ['op', 'case', 'float32']}), flush=True); "
     for how, seconds, name, why in (("time.sleep(60)", 1.0, "not tried", "the time was up"),
                                     ("os.kill(os.getpid(), 9)", 60.0, "not tried", "-9"),
                                     ("os.abort()", 60.0, "error", "worker ended with -6")):
-        monkeypatch.setattr(gpu, "python", lambda *arguments, how=how: [sys.executable, "-c", begin + how])
+        monkeypatch.setattr(record, "python", lambda *arguments, how=how: [sys.executable, "-c", begin + how])
         [row] = gpu.collect(1, [], seconds)
         assert row["op"] == "op" and why in row[name] and not row["ok"]

@@ -18,7 +18,7 @@ from flashlin.testing.record import Recorded
 from matrix import cells, results, seeds, support, workload
 from matrix import run as matrix
 from matrix.results import Card, Cell, CellResult, Compiled, Matrix, Tried, load_result
-from matrix.squares import STATUSES, Found, Outcome, Planned, gpu_records, squares
+from matrix.squares import STATUSES, CellState, Outcome, Planned, gpu_records, squares
 from tests.share import WHOLE as ALL
 from tests.share import share
 
@@ -103,7 +103,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(one_call: list[workload.Call]
     with pytest.raises(KeyboardInterrupt):
         matrix.run(CELL, (CARD,), tmp_path)
     kept = load_result(tmp_path, CELL)
-    assert len(kept.launches) == 2 and squares([Found(kept, matrix.plans(CELL, [CARD]))],
+    assert len(kept.launches) == 2 and squares([CellState(kept, matrix.plans(CELL, [CARD]))],
                                                {})[0].status == "not run"
     monkeypatch.setattr(matrix, "compiling", compiler(fine, seen))
     found = matrix.run(CELL, (CARD,), tmp_path)
@@ -259,7 +259,7 @@ def test_a_square_is_the_worst_of_its_calls(outcomes: list[Outcome], record: str
     tried = {"a": Tried(config="", cards={"sm90": Compiled()}),
              "c": Tried(config="", cards={"sm90": Compiled(status="exception", message="no")})}
     planned = Planned(tuple(outcomes), dict.fromkeys("abc", LAUNCH), {(name, "sm90"): 0 for name in "abc"})
-    found = Found(CellResult(cell=CELL, launches=tried), planned)
+    found = CellState(CellResult(cell=CELL, launches=tried), planned)
     [square] = squares([found], {("op", "sm90", "3.6.0"): record} if record else {})
     assert square.status == status and square.status in STATUSES and square.calls == len(outcomes)
 
@@ -268,7 +268,7 @@ def test_what_ran_before_its_kernel_changed_says_nothing_of_it_now() -> None:
     """What has changed since has another id, of which nothing is known."""
     result = CellResult(cell=CELL, launches={"a": Tried(config="", cards={"sm90": Compiled()})})
     ran = {("op", "sm90", "3.6.0"): "a record"}
-    then, now = (squares([Found(result, Planned((outcome(launches=(name,)),), {}, {(name, "sm90"): 0}))],
+    then, now = (squares([CellState(result, Planned((outcome(launches=(name,)),), {}, {(name, "sm90"): 0}))],
                          ran)[0] for name in "ab")
     assert (now.status, now.evidence, then.status, then.evidence) == ("not run", "", "ran", "a record")
 
@@ -282,7 +282,7 @@ def test_a_gpu_record_counts_only_where_all_of_an_op_is_right(tmp_path: Path) ->
 
 
 def test_the_table_leaves_nothing_blank() -> None:
-    text = support.support_table(WHOLE, [Found(CellResult(cell=cell), Planned()) for cell in WHOLE.cell], [],
+    text = support.support_table(WHOLE, [CellState(CellResult(cell=cell), Planned()) for cell in WHOLE.cell], [],
                                  Path("nowhere"))
     rows = [line for line in text.splitlines()
             if line.startswith(tuple(f"| {cell.triton} |" for cell in WHOLE.cell))]
@@ -303,14 +303,14 @@ RESULTS, TABLE = ROOT / "matrix" / "results", ROOT / "SUPPORT.md"
 
 
 @pytest.fixture(scope="module")
-def some() -> list[Found]:
+def some() -> list[CellState]:
     """Every release with a card, each another one; with TEST_WHOLE=1 every release with every card."""
-    return [Found(load_result(RESULTS, cell),
+    return [CellState(load_result(RESULTS, cell),
                   matrix.plans(cell, share(WHOLE.card, n, len(WHOLE.card)) if "plan" in cell.layers else ()))
             for n, cell in enumerate(WHOLE.cell)]
 
 
-def test_the_support_table_is_current(some: list[Found], tmp_path: Path) -> None:
+def test_the_support_table_is_current(some: list[CellState], tmp_path: Path) -> None:
     assert support.stale(some, RESULTS, TABLE) == [], "run: python -m matrix report"
     if ALL:
         assert support.write(WHOLE, some, RESULTS, TABLE, tmp_path / "support.html",
@@ -325,7 +325,7 @@ def test_the_support_table_is_current(some: list[Found], tmp_path: Path) -> None
     ("proven.json", '"failed": ["sm70"]', '"failed": ["sm80"]', " 3.0.0 failed sm70"),
     ("proven.json", '"sm75", ', "", " 3.0.0 compiled sm75"),
     ("proven.json", '"ran": ["sm90"]', '"ran": []', " 3.6.0 ran sm90")])
-def test_what_is_not_current_is_noticed(file: str, old: str, new: str, says: str, some: list[Found],
+def test_what_is_not_current_is_noticed(file: str, old: str, new: str, says: str, some: list[CellState],
                                         tmp_path: Path) -> None:
     files = {path.name: tmp_path / path.name for path in (TABLE, support.PROVEN)}
     for path in (TABLE, support.PROVEN):

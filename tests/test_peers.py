@@ -1,10 +1,8 @@
 """The table beside other packages: what it shows, and that the questions behind it tell right from wrong."""
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,20 +11,10 @@ import torch
 import flashlin
 from flashlin import dispatch
 from matrix import peer_table as table
-
-HERE = Path(__file__).parent.parent / "matrix" / "peers.py"
-
-
-@pytest.fixture(scope="module")
-def peers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("peers_under_test", HERE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from matrix import peers, record
 
 
-def test_every_op_over_sequences_is_asked_about(peers: ModuleType) -> None:
+def test_every_op_over_sequences_is_asked_about() -> None:
     """fused_chunk_ ops are chunk_ ops under another name, Mamba2's layer is its scan among others, and ops by
     mode are one of the others."""
     aside = ("fused_chunk_", "mamba_split_")
@@ -38,8 +26,7 @@ def test_every_op_over_sequences_is_asked_about(peers: ModuleType) -> None:
 @pytest.mark.parametrize("name",
                          ["chunk_rwkv6", "fused_mul_recurrent_rwkv7", "chunk_kda", "fused_recurrent_hgrn",
                           "mamba_chunk_scan_combined", "selective_scan_fn"])
-def test_the_other_reference_agrees_on_the_cpu(peers: ModuleType, monkeypatch: pytest.MonkeyPatch,
-                                               name: str) -> None:
+def test_the_other_reference_agrees_on_the_cpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Written apart from those the cases use: two derivations of the same recurrence."""
     op = next(op for op in peers.OPS if op.name == name)
     monkeypatch.setitem(peers.SIZES, "CPU", peers.Sizes(T=9, K=8, V=8))
@@ -50,7 +37,7 @@ def test_the_other_reference_agrees_on_the_cpu(peers: ModuleType, monkeypatch: p
     assert peers.answer("flashlin", op, "CPU").startswith("wrong: o 0.1")
 
 
-def test_packed_sequences_are_kept_apart(peers: ModuleType) -> None:
+def test_packed_sequences_are_kept_apart() -> None:
     op = next(op for op in peers.OPS if op.name == "chunk_gla")
     made = peers.made(op, peers.Sizes(1, 6, 1, 4, 4, (0, 2, 6)), torch.float32,
                       torch.Generator().manual_seed(0))
@@ -60,21 +47,18 @@ def test_packed_sequences_are_kept_apart(peers: ModuleType) -> None:
     assert torch.equal(found["o"][:, 2:], peers.reference(op, True, **tail)["o"])
 
 
-def test_a_process_that_ends_is_an_answer(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = iter([('{"starting": "forward"}\n{"forward": "right"}\n{"starting": "backward"}\n', -6), ("", 1)])
-
-    def run(*args: Any, **options: Any) -> Any:
-        text, code = next(said)
-        return type("Ran", (), {"stdout": text, "returncode": code})
-
-    monkeypatch.setattr(peers.subprocess, "run", run)
+def test_a_process_that_ends_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = iter([record.Child([{"starting": "forward"}, {"forward": "right"}, {"starting": "backward"}],
+                              "process ended with -6", "", -6),
+                 record.Child([], "process ended with 1", "", 1)])
+    monkeypatch.setattr(record, "child", lambda *arguments, **options: next(said))
     monkeypatch.setattr(peers, "ASPECTS", {"forward": "", "backward": "", "CPU": ""})
     assert peers.asked("fla", "chunk_gla", 1.0) == {"op": "chunk_gla", "side": "fla", "forward": "right",
                                                     "backward": "error: process ended with -6",
                                                     "CPU": "error: process ended with 1"}
 
 
-def test_a_record_keeps_the_ops_that_were_not_asked_again(peers: ModuleType) -> None:
+def test_a_record_keeps_the_ops_that_were_not_asked_again() -> None:
     def record(*rows: tuple[str, str], torch: str = "2.11.0") -> dict[str, Any]:
         return {"device": "NVIDIA H200", "triton": "3.6.0", "torch": torch, "packages": {}, "aspects": {},
                 "rows": [{"op": op, "forward": answer} for op, answer in rows]}

@@ -18,7 +18,7 @@ from flashlin.testing import record
 from flashlin.testing.record import Recorded
 from matrix import support
 from matrix.results import Cell, CellResult, Compiled, load_result
-from matrix.squares import Found, Outcome, Planned
+from matrix.squares import CellState, Outcome, Planned
 
 LAUNCH = Launch("scan", (1,), 4, 2, (("BT", 64),), 0, 0, frozenset({"dot", "bf16"}))
 TABLE = {LAUNCH.config: {"3.6.0": {"compiled": ["sm80", "sm90"], "ran": ["sm90"]},
@@ -75,7 +75,7 @@ def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch,
         assert outlook.evidence([plan]) == told
 
 
-def found(**compiled: Compiled) -> Found:
+def found(**compiled: Compiled) -> CellState:
     """Two launches of one configuration; the verdicts on them: n1, n2."""
     outcomes = (Outcome(op="op", call="", card="sm90", path="triton",
                         launches=("gate_cumsum-1", "gate_cumsum-2")),)
@@ -84,7 +84,7 @@ def found(**compiled: Compiled) -> Found:
     result = CellResult(cell=Cell(triton="3.6.0", kind="gate"))
     for name, one in compiled.items():
         result.enter(launches[f"gate_cumsum-{name[1:]}"], f"gate_cumsum-{name[1:]}", "sm90", one)
-    return Found(result, Planned(outcomes, launches, {(name, "sm90"): 0 for name in launches}))
+    return CellState(result, Planned(outcomes, launches, {(name, "sm90"): 0 for name in launches}))
 
 
 CONFIG = "gate_cumsum BT=64 warps=4 stages=1"
@@ -110,7 +110,7 @@ def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path,
     path.write_text(path.read_text().replace(whole.result.kernels["gate_cumsum"],
                                              "flashlin.kernels.pieces:0123"))
     old = load_result(tmp_path, whole.result.cell)
-    assert not old.launches and json.loads(support.launch_table([Found(old, whole.planned)], tmp_path)) == {}
+    assert not old.launches and json.loads(support.launch_table([CellState(old, whole.planned)], tmp_path)) == {}
     for gone in ("flashlin.kernels.gone:0123", ""):
         assert not record.is_current(gone, "gate_cumsum")
     gpu = {"triton": "3.6.0", "capability": [9, 0],
