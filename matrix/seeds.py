@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashlin.compat.known_issues import KNOWN_ISSUES, Range
+from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
 
 
 class Seed(NamedTuple):
@@ -47,16 +47,16 @@ def table() -> list[str]:
     known = {issue.id: issue for issue in KNOWN_ISSUES}
     lines = ["| failure | raw | here | shown by |", "|---|---|---|---|"]
     for seed in SEEDS:
-        raw = seed.raw or "; ".join(f"{known[name].effect} ({_within(known[name].triton)})"
+        raw = seed.raw or "; ".join(f"{known[name].effect} ({_within(known[name])})"
                                     for name in seed.issues)
         lines.append(f"| {seed.failure} | {raw} | {seed.here} | "
                      f"{', '.join(f'`{path}`' for path in seed.shown)} |")
     return lines
 
 
-def _within(triton: Range) -> str:
+def _within(issue: KnownIssue) -> str:
     """In words; the release that mends it is not one of those that have it."""
-    if triton.fixed_in is None:
-        return f"Triton {triton.since} and newer" if triton.since else "every Triton"
-    return (f"Triton {triton.since} and newer, before {triton.fixed_in}" if triton.since
-            else f"Triton before {triton.fixed_in}")
+    if issue.fixed_in is None:
+        return f"Triton {issue.since} and newer" if issue.since else "every Triton"
+    return (f"Triton {issue.since} and newer, before {issue.fixed_in}" if issue.since
+            else f"Triton before {issue.fixed_in}")
