@@ -138,7 +138,7 @@ def evidence(plans: Iterable[Plan]) -> str:
         return "plain torch"
     if kernels[0].target.backend == "interpreter":
         return "interpreter"
-    known = [max((trust(launch, plan.target) for launch in plan.launches), key=TRUST.index, default="unknown")
+    known = [max((trust(launch.config, plan.target) for launch in plan.launches), key=TRUST.index, default="unknown")
              for plan in kernels]
     levels = sorted(set(known), key=TRUST.index)
     words = {"unknown": "no record", "failed": "does not hold"}

@@ -48,7 +48,7 @@ def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
                 verdicts.read_again()
                 if _doubtful(the_plan, trial):
                     _try(the_plan, trial, device, stacklevel + 1)
-            if not any(proven.trust(launch, target) == "failed" for launch in the_plan.launches):
+            if not any(proven.trust(launch.config, target) == "failed" for launch in the_plan.launches):
                 break
             dispatch.plan.cache_clear()
             the_plan = dispatch.plan(asked, target, policy.current())
@@ -82,7 +82,7 @@ def _doubtful(the_plan: Plan, trial: run.Trial) -> bool:
     if last is not None and (last.word in ("ran", "torch path")
                              or (last.word == "not tried" and time.time() - last.when < verdicts.A_DAY)):
         return False
-    return any(launch.config not in here.kernels and proven.trust(launch, the_plan.target) != "ran"
+    return any(launch.config not in here.kernels and proven.trust(launch.config, the_plan.target) != "ran"
                for launch in the_plan.launches)
 
 

@@ -117,7 +117,7 @@ def _keep(found: Iterable[Tried], target: Target) -> None:
             kernels.update(dict.fromkeys(one.configs, verdict))
         elif one.verdict == "wrong numbers":
             doubtful = [config for config in one.configs if config not in ran
-                        and proven.level(config, target) != "ran"]
+                        and proven.trust(config, target) != "ran"]
             bad += [(config, verdict) for config in doubtful or one.configs]
         elif one.verdict in BAD:
             bad.append((one.struck, verdict))

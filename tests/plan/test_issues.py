@@ -136,7 +136,7 @@ def test_a_known_issue_with_remedies_is_met_wherever_it_is_triggered(issue: Know
     assert (issue.id in met()) == ours(issue)
     asked = few()[0]
     on, family = afflicted(issue), FAMILIES[asked.family]
-    found = limits.check_known_issues(asked, (trigger(issue),), on, AUTO, family)
+    found = limits.check_known_issues(limits.Draft(asked, family, (trigger(issue),), on, AUTO))
     assert found is not None and found.remedies  # whoever launches it
 
 
