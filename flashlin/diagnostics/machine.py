@@ -296,7 +296,7 @@ f", {ran[0]} to {ran[-1]}" if ran else " in trials of this machine's own"))
         for config, one in here.kernels.items():
             if one.word in verdicts.BAD:
                 yield Check(name="tried here", status="worked around",
-                            fix=f"flashlin warmup --forget --op {one.trial.partition(' ')[0]}",
+                            fix=f"flashlin warmup --forget --op {one.op}",
                             detail=f"{where}: {config}: {one.word} on {one.date} ({one.said or one.trial}); "
                                    "it is planned otherwise")
         for trial, one in here.trials.items():

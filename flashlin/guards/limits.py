@@ -149,7 +149,7 @@ def _known(issue: KnownIssue, launch: Launch, draft: Draft) -> Reason:
     """What a known issue says of a launch. As long as the recipe may have a tile without the issue's facts,
     passing this one over is a choice."""
     facts = issue.traits & TILE_FACTS - draft.problem.avoid
-    tile = "".join(f" {name}={size}" for name, size in launch.tile) if facts else ""
+    tile = f" {launch.tile_text}" if facts and launch.tile else ""
     got = (f"{launch.kernel}{tile} with {launch.num_warps} warps, {draft.problem.dtype} on {draft.target.sm}, "
            f"triton {draft.target.triton} ({issue.effect})")
     return Reason(issue.id, got, issue.need, issue.remedies, issue.url, forced=not facts, avoid=facts)
