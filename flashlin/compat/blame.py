@@ -38,12 +38,12 @@ SENT = {name for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "
 
 
 def of_error(error: BaseException) -> Fault:
-    """Of an exception that came out of compiling or starting a kernel."""
+    """Whose fault an exception is that came out of compiling or starting a kernel."""
     for one in filter(None, (error, error.__cause__)):
         quotes_kernel = type(one).__name__ == "CompilationError"  # comments and all
-        found = "kernel" if quotes_kernel else of_text(f"{type(one).__name__}: {one}")
-        if found != "kernel":
-            return found
+        fault = "kernel" if quotes_kernel else of_text(f"{type(one).__name__}: {one}")
+        if fault != "kernel":
+            return fault
         # a library that does not load, no compiler of launchers
         if isinstance(one, (OSError, ImportError, subprocess.CalledProcessError)):
             return "surroundings"
@@ -51,13 +51,13 @@ def of_error(error: BaseException) -> Fault:
 
 
 def of_text(text: str) -> Fault:
-    """Of what a compiler or a dying process has printed."""
+    """Whose fault it is, by what a compiler or a dying process has printed."""
     return "memory" if MEMORY.search(text) else "surroundings" if SURROUNDINGS.search(text) else "kernel"
 
 
 def of_exit(code: int, said: str) -> Fault:
-    """Of a process that ended with ``code``, minus the number of a signal or an exit status, while it
-    compiled or ran a kernel."""
+    """Whose fault it is that a process ended while it compiled or ran a kernel. code: its exit status, or
+    minus the number of a signal."""
     if code < 0:
         name = signal.Signals(-code).name
         if name == "SIGKILL":

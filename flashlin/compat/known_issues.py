@@ -22,6 +22,7 @@ from flashlin.compat.versions import affected
 TILE_FACTS = frozenset({"narrow_state", "narrow_scores", "narrow_grads"})
 PRE_VOLTA, VOLTA, TURING, AMPERE, HOPPER, BLACKWELL, GB300, SM11, SM12, SM121, END = (
     (0, 0), (7, 0), (7, 5), (8, 0), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (99, 0))
+PRE_AMPERE, ON_HOPPER, ON_BLACKWELL = (VOLTA, AMPERE), (HOPPER, BLACKWELL), (BLACKWELL, SM11)
 
 
 class KnownIssue(NamedTuple):
@@ -87,7 +88,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="bf16-pre-ampere-32",
         effect="ptxas: Feature '.bf16' requires .target sm_80 or higher; dots raise IndexError: map::at on "
                "sm_75",
-        fixed_in="3.3.0", capabilities=(VOLTA, AMPERE), traits=frozenset({"bf16"}),
+        fixed_in="3.3.0", capabilities=PRE_AMPERE, traits=frozenset({"bf16"}),
         need="no bf16 tensor in a kernel, or Triton 3.4", remedies=("via_fp32", "torch_path"),
         url="https://github.com/Lightning-AI/pytorch-lightning/issues/18070",
         proof=_PROVEN + ", which also sees that sm_70 would multiply the bits of bf16 as fp16",
@@ -115,14 +116,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="half-dot-33-pre-ampere",
         effect="'Unsupported conversion from bf16 to f16', 'Unsupported rounding mode for conversion': "
                "every dot on 16-bit operands fails to compile",
-        since="3.3.0", fixed_in="3.4.0", capabilities=(VOLTA, AMPERE), traits=_HALF_DOT,
+        since="3.3.0", fixed_in="3.4.0", capabilities=PRE_AMPERE, traits=_HALF_DOT,
         need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=_FLA + "458",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="half-dot-34-pre-ampere",
         effect="no tensor cores: dots on 16-bit operands become scalar code that spills tens of kilobytes "
                "a thread",
-        since="3.4.0", capabilities=(VOLTA, AMPERE), traits=_HALF_DOT,
+        since="3.4.0", capabilities=PRE_AMPERE, traits=_HALF_DOT,
         spared=frozenset({"foreign"}),  # what its own author has asked for runs, if slowly
         need="fp32 operands, which spill a tenth of that", remedies=("via_fp32",), url=_TRITON + "6698",
         proof=_PROVEN, confidence="compiled"),
@@ -135,24 +136,24 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="mma-to-mma-31",
         effect="the process aborts: mma -> mma layout conversion is only supported on Ampere",
-        fixed_in="3.2.0", capabilities=(HOPPER, BLACKWELL), traits=_DOT, min_warps=8,
+        fixed_in="3.2.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
         need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"),
         url=_TRITON + "4492", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="reshape-outs-32", effect="the process aborts: assertion in LinearLayout::reshapeOuts",
-        since="3.2.0", fixed_in="3.3.0", capabilities=(HOPPER, BLACKWELL), traits=_DOT, min_warps=8,
+        since="3.2.0", fixed_in="3.3.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
         need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_FLA + "196",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="stmatrix-33", effect="PassManager::run failed: chooseStMatrixLayoutLeadingOffset",
-        since="3.3.0", fixed_in="3.4.0", capabilities=(HOPPER, BLACKWELL), traits=_DOT, min_warps=8,
+        since="3.3.0", fixed_in="3.4.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
         need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_FLA + "196",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="tall-state-32",
         effect="the compiler aborts: 'Failed to emit transfer from register to shared' (3.2), UNREACHABLE "
                "(3.0, 3.1)",
-        fixed_in="3.3.0", capabilities=(HOPPER, BLACKWELL), traits=frozenset({"tall_state", "half_dot"}),
+        fixed_in="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"tall_state", "half_dot"}),
         min_warps=4,
         need="at most 2 warps for a state of 64 rows or more beside shorter chunks, or Triton 3.3",
         remedies=("limit_num_warps", "torch_path"), proof=_PROVEN + ", and an H200; no public thread known",
@@ -162,14 +163,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="the compiler aborts: chunks of 64 beside a state of fewer than 64 rows ('Failed to emit "
                "transfer from register to shared' in 3.2, UNREACHABLE or a segmentation fault in 3.0 and "
                "3.1); beside fewer columns it compiles, and nobody has run it",
-        fixed_in="3.3.0", capabilities=(HOPPER, BLACKWELL), traits=frozenset({"half_dot", "narrow_state"}),
+        fixed_in="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_state"}),
         min_warps=4, need="chunks of 32 tokens, or Triton 3.3", remedies=("other_tile", "torch_path"),
         proof=_PROVEN_HERE_ONLY, confidence="compiled"),
     KnownIssue(
         id="hopper-narrow-state",
         effect="illegal access or silently wrong results: chunks of 64 beside a state of fewer than 64 "
                "columns, with one stage",
-        since="3.3.0", capabilities=(HOPPER, BLACKWELL), traits=frozenset({"half_dot", "narrow_state"}),
+        since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_state"}),
         min_warps=4,
         need="chunks of 32 tokens (in 3.6.0 two stages are right, too, and so are few rows; nobody has run "
              "another release)", remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW,
@@ -178,14 +179,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="hopper-narrow-scores",
         effect="illegal access, with 8 warps results that vary: scores of chunks of 64, fewer than 64 "
                "channels at a time",
-        since="3.3.0", capabilities=(HOPPER, BLACKWELL), traits=frozenset({"half_dot", "narrow_scores"}),
+        since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_scores"}),
         min_warps=4, need="64 channels at a time, or chunks of 32 tokens",
         remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
     KnownIssue(
         id="hopper-narrow-grads",
         effect="illegal access or silently wrong gradients: 4 warps for a chunk of 64, with fewer than 32 "
                "channels at a time, or fewer than 64 beside more than 32 columns",
-        since="3.3.0", capabilities=(HOPPER, BLACKWELL), traits=frozenset({"half_dot", "narrow_grads"}),
+        since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_grads"}),
         min_warps=4,
         need="64 channels, 32 beside 32 columns, or chunks of 32 tokens (in 3.6.0 8 warps are right, too)",
         remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
@@ -237,19 +238,19 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="hoist-tmem-34",
         effect="Failed to hoist tmem_store: a state that takes the difference of two products",
-        since="3.4.0", fixed_in="3.5.0", capabilities=(BLACKWELL, SM11),
+        since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL,
         traits=frozenset({"half_dot", "rmw_acc"}), min_warps=4, need="at most 2 warps, or Triton 3.5",
         remedies=("limit_num_warps", "torch_path"), url=_FLA + "607",
         proof=_PROVEN + "; the reverse scan of our own delta rule has it, too", confidence="compiled"),
     KnownIssue(
         id="hoist-tmem-34-tf32", effect="Failed to hoist tmem_store: as hoist-tmem-34, with tf32 products",
-        since="3.4.0", fixed_in="3.5.0", capabilities=(BLACKWELL, SM11),
+        since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL,
         traits=frozenset({"tf32_dot", "rmw_acc"}), min_warps=4, need="at most 2 warps, or Triton 3.5",
         remedies=("limit_num_warps",), url=_FLA + "607", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="latencies-35-tf32",
         effect="PassManager::run failed in TritonGPUAssignLatencies: a state in a loop of tf32 products",
-        since="3.5.0", fixed_in="3.6.0", capabilities=(BLACKWELL, SM11),
+        since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL,
         traits=frozenset({"tf32_dot", "rmw_acc"}), min_warps=4, min_stages=2,
         need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps",),
         proof=_PROVEN_HERE_ONLY, confidence="compiled"),
@@ -257,7 +258,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="dominance-35",
         effect="operand #2 does not dominate this use: a product is added to what the same turn of a short "
                "loop has made",
-        since="3.5.0", fixed_in="3.6.0", capabilities=(BLACKWELL, SM11),
+        since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL,
         traits=frozenset({"dot", "fresh_acc"}), min_warps=4, min_stages=2,
         need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps", "torch_path"),
         url=_FLA + "638", proof=_PROVEN, confidence="compiled"),
@@ -282,75 +283,75 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="wgmma-register-hazard",
         effect="sporadic wrong values: ptxas before 13.3 may overwrite wgmma operands still being read",
-        fixed_in="3.9.0", ptxas_fixed_in="13.3", capabilities=(HOPPER, BLACKWELL), traits=_DOT, min_warps=4,
+        fixed_in="3.9.0", ptxas_fixed_in="13.3", capabilities=ON_HOPPER, traits=_DOT, min_warps=4,
         min_stages=2,
         need="ptxas 13.3 (TRITON_PTXAS_PATH) or Triton 3.9 for certainty; our own configurations were run",
         url=_TRITON + "9433", proof="matrix/results: launches repeated bitwise on an H200",
         confidence="thread"),
     KnownIssue(
         id="blackwell-eight-warps", effect="results vary from run to run: products of products with 8 warps",
-        since="3.3.0", fixed_in="3.8.0", capabilities=(BLACKWELL, SM11), traits=_FOREIGN_DOT, min_warps=8,
+        since="3.3.0", fixed_in="3.8.0", capabilities=ON_BLACKWELL, traits=_FOREIGN_DOT, min_warps=8,
         min_stages=2, need="at most 4 warps for a kernel that shows it, or Triton 3.8", url=_FLA + "1228",
         proof="the thread, also #1229, #1327", confidence="thread"),
     KnownIssue(
         id="blackwell-backward-913",
         effect="illegal access, NaN or a hang: backward kernels of other packages with 4 warps and more",
-        since="3.3.0", capabilities=(BLACKWELL, SM11), traits=_FOREIGN_DOT, min_warps=4,
+        since="3.3.0", capabilities=ON_BLACKWELL, traits=_FOREIGN_DOT, min_warps=4,
         need="2 warps for a kernel that shows it", url=_FLA + "913", proof="threads, also #727 and #1000",
         confidence="thread"),
     KnownIssue(
         id="ptxas-131-bits", effect="now and then results differ in bits from run to run",
-        ptxas_since="13.0", ptxas_fixed_in="13.3", capabilities=(BLACKWELL, SM11), traits=_DOT,
+        ptxas_since="13.0", ptxas_fixed_in="13.3", capabilities=ON_BLACKWELL, traits=_DOT,
         need="another ptxas (TRITON_PTXAS_BLACKWELL_PATH)",
         url="https://github.com/pytorch/pytorch/issues/181248",
         proof="the thread; that 13.3 is free of it is not stated", confidence="thread"),
     KnownIssue(
         id="hopper-gated-backward-640",
         effect="silently wrong gradients of q, k and gate: a gated backward with tiles of 64 columns",
-        since="3.4.0", fixed_in="3.7.1", capabilities=(HOPPER, BLACKWELL), traits=_FOREIGN_DOT, min_warps=4,
+        since="3.4.0", fixed_in="3.7.1", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
         need="tiles of 32 or 128 columns, or Triton 3.7.1; flashlin's own backward was compared on an H200",
         url=_FLA + "640", proof="the thread; fla itself refuses this backward there", confidence="thread"),
     KnownIssue(
         id="hopper-wy-backward-984",
         effect="silently wrong gradients or an illegal access: the delta rule's backward with 4 warps, 64 "
                "tokens",
-        since="3.4.0", capabilities=(HOPPER, BLACKWELL), traits=_FOREIGN_DOT, min_warps=4,
+        since="3.4.0", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
         need="2 warps for that kernel; nobody has tried 3.8 and 3.9", url=_FLA + "984", proof="the thread",
         confidence="thread"),
     KnownIssue(
         id="hopper-32-columns",
         effect="illegal access: kernels of several products with tiles of 32 columns and 4 warps",
-        since="3.3.0", fixed_in="3.8.0", capabilities=(HOPPER, BLACKWELL), traits=_FOREIGN_DOT, min_warps=4,
+        since="3.3.0", fixed_in="3.8.0", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
         need="other tiles, or Triton 3.8", url=_TRITON + "11366",
         proof="the thread, and fla #807 for 3.3 to 3.5", confidence="thread"),
     KnownIssue(
         id="hopper-dot-trans-dot-32",
         effect="silently wrong values: a product whose operand is a transposed product",
-        since="3.2.0", fixed_in="3.3.0", capabilities=(HOPPER, BLACKWELL),
+        since="3.2.0", fixed_in="3.3.0", capabilities=ON_HOPPER,
         traits=frozenset({"foreign", "dot"}), min_warps=4, need="at most 2 warps, or another Triton",
         url=_TRITON + "6124", proof="the thread", confidence="thread"),
     KnownIssue(
         id="hopper-odd-columns-1262", effect="illegal access: 16-bit tiles of an odd number of columns",
-        since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.0", capabilities=(HOPPER, BLACKWELL),
+        since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.0", capabilities=ON_HOPPER,
         traits=_FOREIGN_DOT, need="an even number of columns, as flashlin pads them, or ptxas 13.0",
         url=_FLA + "1262", proof="the thread", confidence="thread"),
     KnownIssue(
         id="hopper-unit-scale-1262",
         effect="writes out of range: an integer scale of 1, which Triton makes a constant",
-        since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.1", capabilities=(HOPPER, BLACKWELL),
+        since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.1", capabilities=ON_HOPPER,
         traits=_FOREIGN_DOT, need="scale=1.0, or ptxas 13.1", url=_FLA + "1262", proof="the thread",
         confidence="thread"),
     KnownIssue(
         id="ptxas-1296-16-bit-sums",
         effect="values off by one: ptxas drops a constant from sums of packed 16-bit integers",
-        ptxas_since="12.9.86", ptxas_fixed_in="13.3", capabilities=(HOPPER, BLACKWELL),
+        ptxas_since="12.9.86", ptxas_fixed_in="13.3", capabilities=ON_HOPPER,
         traits=frozenset({"foreign"}),
         need="ptxas 13.3 (3.8.0 carries it as ptxas-blackwell: TRITON_PTXAS_PATH), or Triton 3.9",
         url=_TRITON + "11581", proof="the thread, which knows 12.9.86 and 13.3.33", confidence="thread"),
     KnownIssue(
         id="both-halves-39",
         effect="ptxas: Feature '.bf16' requires .target sm_80 or higher: fp16 values cast to bf16",
-        since="3.9.0", capabilities=(VOLTA, AMPERE), traits=frozenset({"both_halves"}),
+        since="3.9.0", capabilities=PRE_AMPERE, traits=frozenset({"both_halves"}),
         need="a cast through fp32, or Triton 3.8", remedies=("via_fp32",), proof=_PROVEN_HERE_ONLY,
         confidence="compiled"),
     KnownIssue(

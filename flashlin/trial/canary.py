@@ -88,17 +88,15 @@ def _doubtful(the_plan: Plan, trial: run.Trial) -> bool:
 
 def _try(the_plan: Plan, trial: run.Trial, device: torch.device, stacklevel: int) -> None:
     target = the_plan.target
-    why = f"with these sizes has not been run on {target.sm} under Triton {target.triton} yet" if proven.knows(target.triton) else \
-        f"is new to Triton {target.triton}, which is not known to flashlin"
+    why = (f"with these sizes has not been run on {target.sm} under Triton {target.triton} yet"
+           if proven.knows(target.triton) else
+           f"is new to Triton {target.triton}, which is not known to flashlin")
     _log.warning("flashlin: %s %s: it is tried once on this machine, in a child process; flashlin warmup "
-                 "does so beforehand, FLASHLIN_CANARY=off "
-                 "leaves it out", trial.op, why)
-    [found] = run.run([trial], device, target)
-    if found.verdict == "not tried":
-        warnings.warn(f"{trial.op} {why}, and could not be tried: {found.detail}. It is used as planned, and "
-                      "tried again after a day or by "
-                      "flashlin warmup", stacklevel=stacklevel)
-    elif not found.fine:
-        warnings.warn(f"{trial.op} {why}, and was tried: {found.verdict}, {found.detail}. It is planned "
-                      "otherwise on this machine until "
-                      "flashlin warmup --forget", stacklevel=stacklevel)
+                 "does so beforehand, FLASHLIN_CANARY=off leaves it out", trial.op, why)
+    [outcome] = run.run([trial], device, target)
+    if outcome.verdict == "not tried":
+        warnings.warn(f"{trial.op} {why}, and could not be tried: {outcome.detail}. It is used as planned, "
+                      "and tried again after a day or by flashlin warmup", stacklevel=stacklevel)
+    elif not outcome.fine:
+        warnings.warn(f"{trial.op} {why}, and was tried: {outcome.verdict}, {outcome.detail}. It is planned "
+                      "otherwise on this machine until flashlin warmup --forget", stacklevel=stacklevel)
