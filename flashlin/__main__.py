@@ -119,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class Version(argparse.Action):
-    """Of flashlin, torch and Triton, as they are when imported, in one line."""
+    """Prints the versions of flashlin, torch and Triton, as they are when imported, in one line."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         with redirect_stdout(sys.stderr):
@@ -156,7 +156,7 @@ def load(module: str) -> Any:
         broken = next((f'"{NEEDED[name]}"' for name in (named, *bad) if name in NEEDED), "--no-deps flashlin")
         raise Unloadable(
             f"flashlin cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}   "
-                         f"fix: pip install --force-reinstall {broken}") from error
+            f"fix: pip install --force-reinstall {broken}") from error
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,7 +29,8 @@ SURROUNDINGS = re.compile(
 # What a device says of a kernel that broke it. The context is lost with it.
 ILLEGAL = re.compile(r"illegal memory access|illegal address|misaligned address|illegal "
                      r"instruction|unspecified launch failure|launch failure"
-                     r"|device-side assert|invalid program counter|hardware stack error|invalid address space", re.I)
+                     r"|device-side assert|invalid program counter|hardware stack error|invalid address "
+                     r"space", re.I)
 STOPPED = re.compile(r"launch timed out", re.I)  # by the watchdog of a card that also draws a screen
 # Signals that others send: the system when memory or a limit is used up, or a person; and a bus error, which
 # a full disk behind a mapped file makes.

@@ -120,19 +120,19 @@ class Report(Facts):
             return values
         return {name: value for name, value in values.items() if name not in cls.model_computed_fields}
 
-    @computed_field  # type: ignore[prop-decorator]
+    @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated property
     @property
     def ok(self) -> bool:
         """Whether every op runs here and nothing is known to be wrong."""
         return not self.fails()
 
-    @computed_field  # type: ignore[prop-decorator]
+    @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated property
     @property
     def status(self) -> Status:
         """The worst of all that was found."""
         return min(self._statuses(), key=STATUSES.index, default="ok")
 
-    @computed_field  # type: ignore[prop-decorator]
+    @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated property
     @property
     def verdict(self) -> str:
         """One sentence."""

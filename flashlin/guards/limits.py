@@ -150,8 +150,9 @@ def _known(issue: KnownIssue, launch: Launch, draft: Draft) -> Reason:
     passing this one over is a choice."""
     facts = issue.traits & TILE_FACTS - draft.problem.avoid
     tile = f" {launch.tile_text}" if facts and launch.tile else ""
-    got = (f"{launch.kernel}{tile} with {launch.num_warps} warps, {draft.problem.dtype} on {draft.target.sm}, "
-           f"triton {draft.target.triton} ({issue.effect})")
+    target = draft.target
+    got = (f"{launch.kernel}{tile} with {launch.num_warps} warps, {draft.problem.dtype} on {target.sm}, "
+           f"triton {target.triton} ({issue.effect})")
     return Reason(issue.id, got, issue.need, issue.remedies, issue.url, forced=not facts, avoid=facts)
 
 

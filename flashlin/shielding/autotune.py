@@ -394,8 +394,8 @@ def _benchmark(call: Callable[[], None], quantiles: Any) -> Any:
 
 
 def _compiled(call: Call, configs: list[Any]) -> list[Result]:
-    """How each configuration compiles in a child; empty where that is not asked. What a child compiles lies in
-    Triton's cache afterwards."""
+    """How each configuration compiles in a child; empty where that is not asked. What a child compiles lies
+    in Triton's cache afterwards."""
     device = next((value.device for value in (*call.args, *call.kwargs.values())
                    if isinstance(value, torch.Tensor)), None)
     target = None if device is None else probe(device)

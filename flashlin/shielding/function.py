@@ -111,7 +111,7 @@ def hook(shield: Callable[[Any], Any]) -> None:
         for kind in kinds:
             if kind not in _hooked:
                 _hooked.add(kind)
-                kind.run = _asking(kind.run, shield)  # type: ignore[attr-defined]
+                kind.run = _asking(kind.run, shield)  # type: ignore[attr-defined]  # Triton's
     tuning.hook("functions", lambda: _inside.depth > 0)
 
 

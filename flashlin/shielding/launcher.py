@@ -175,13 +175,13 @@ class Launcher:
             return self._start(*args, grid=grid, warmup=warmup, **kwargs)
         named = self._named(args, kwargs)
         if decision.warps is not None:
-            named = {**named, "num_warps": decision.warps}
+            named["num_warps"] = decision.warps
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
         if decision.fp32:
             copies = fp32_copies({name: value
                                   for name, value in named.items() if isinstance(value, torch.Tensor)})
             written = [(named[name], copies[name]) for name in self.declared.outputs if name in copies]
-            named = {**named, **copies}
+            named.update(copies)
         result = None
         for part, programs in self._parts(named, grid, decision.part):
             result = self._start(**part, grid=programs, warmup=warmup)
