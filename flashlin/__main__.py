@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from importlib import import_module
@@ -118,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class Version(argparse.Action):
-    """Of flashlin, torch and Triton, as they are when imported, in one line."""
+    """Prints the versions of flashlin, torch and Triton, as they are when imported, in one line."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         with redirect_stdout(sys.stderr):
@@ -155,7 +156,7 @@ def load(module: str) -> Any:
         broken = next((f'"{NEEDED[name]}"' for name in (named, *bad) if name in NEEDED), "--no-deps flashlin")
         raise Unloadable(
             f"flashlin cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}   "
-                         f"fix: pip install --force-reinstall {broken}") from error
+            f"fix: pip install --force-reinstall {broken}") from error
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -184,15 +185,14 @@ def run(argv: list[str] | None) -> int:
     return code
 
 
-def doctor(run: bool, target: str | None, op: str | None, fail_on: Any, json: bool,
-           markdown: bool) -> tuple[str, int]:
-    report = load("diagnostics.doctor").doctor(run=run, target=target, op=op)
-    return report.model_dump_json(
-        indent=2) if json else report.markdown() if markdown else report.text(), int(report.fails(fail_on))
+def doctor(fail_on: Any, json: bool, markdown: bool, **given: Any) -> tuple[str, int]:
+    report = load("diagnostics.doctor").doctor(**given)
+    text = report.model_dump_json(indent=2) if json else report.markdown() if markdown else report.text()
+    return text, int(report.fails(fail_on))
 
 
-def warmup(op: list[str], dtype: list[str], head_dim: list[int], device: str, jobs: int, limit: float,
-           forget: bool, json: bool) -> tuple[str, int]:
+def warmup(op: list[str], dtype: list[str], head_dim: list[int], forget: bool, json: bool,
+           **given: Any) -> tuple[str, int]:
     from json import dumps
 
     trial, verdicts = load("trial.warmup"), load("guards.verdicts")
@@ -200,38 +200,21 @@ def warmup(op: list[str], dtype: list[str], head_dim: list[int], device: str, jo
     if forget:
         gone = trial.forget(op)
         return dumps({"forgotten": gone}) if json else f"{gone} verdicts taken back in {folder}", 0
-    found = trial.warmup(op, dtype or ("bfloat16",), head_dim or trial.HEAD_DIMS, device=device, jobs=jobs,
-                         limit=limit,
-                         progress=lambda one: print(f"flashlin: {one}", file=sys.stderr, flush=True))
+    trials = trial.warmup(op, dtype or ("bfloat16",), head_dim or trial.HEAD_DIMS, **given,
+                          progress=lambda one: print(f"flashlin: {one}", file=sys.stderr, flush=True))
     if json:
-        text = dumps([{**one._asdict(), **one.trial._asdict(), "trial": str(one.trial)} for one in found],
+        text = dumps([{**one._asdict(), **one.trial._asdict(), "trial": str(one.trial)} for one in trials],
                      indent=1)
     else:
-        count = {word: sum(one.verdict == word for one in found)
-                 for word in dict.fromkeys(one.verdict for one in found)}
-        text = "\n".join([f"{', '.join(f'{number} {word}' for word, number in count.items())}; "
-                          f"{f'kept in {folder}' if folder else why}",
-                          *(str(one) for one in found if not one.fine)])
-    return text, 0 if all(one.fine for one in found) else 1
+        counts = ", ".join(f"{number} {word}" for word, number in
+                           Counter(one.verdict for one in trials).items())
+        text = "\n".join([f"{counts}; {f'kept in {folder}' if folder else why}",
+                          *(str(one) for one in trials if not one.fine)])
+    return text, 0 if all(one.fine for one in trials) else 1
 
 
-def explain(
-    op: str,
-    target: str | None,
-    B: int,
-    T: int | None,
-    H: int | None,
-    K: int | None,
-    V: int | None,
-    N: int | None,
-    dtype: str,
-    varlen: bool,
-    needs_grad: bool,
-    mode: str | None,
-) -> tuple[str, int]:
-    return load("diagnostics.doctor").explain(op, target=target, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype,
-                                              varlen=varlen, needs_grad=needs_grad,
-                                     mode=mode), 0
+def explain(op: str, **given: Any) -> tuple[str, int]:
+    return load("diagnostics.doctor").explain(op, **given), 0
 
 
 COMMANDS: dict[str, Callable[..., tuple[str, int]]] = {"doctor": doctor, "explain": explain, "warmup": warmup}

@@ -12,9 +12,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from flashlin.compat.target import Target
-from flashlin.guards.family import Family
-from flashlin.guards.limits import CHECKS
-from flashlin.guards.problem import Launch, Plan, Problem, Reason
+from flashlin.guards.limits import CHECKS, Draft
+from flashlin.guards.problem import Plan, Problem, Reason
 from flashlin.kernels.families import FAMILIES, PUBLIC
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
@@ -34,39 +33,30 @@ def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
     family = FAMILIES[problem.family]
     asked, steps = problem, list[tuple[Reason, str]]()
     while True:
-        launches = family.launches(problem, target) if problem.path == "triton" else ()
-        found = _first_reason(problem, family, launches, target, policy)
-        if found is None:
-            return Plan(asked, problem, target, launches, tuple(steps))
-        remedy = _remedy(found, problem, target, policy)
+        if problem.path == "torch":  # none of the limits of a kernel applies
+            return Plan(asked, problem, target, (), tuple(steps))
+        draft = Draft(problem, family, family.launches(problem, target), target, policy)
+        reason = next(filter(None, (check(draft) for check in CHECKS)), None)
+        if reason is None:
+            return Plan(asked, problem, target, draft.launches, tuple(steps))
+        remedy = _remedy(reason, draft)
         if remedy is None:
-            return Plan(asked, problem, target, (), tuple(steps), (found,))
+            return Plan(asked, problem, target, (), tuple(steps), (reason,))
         name, problem = remedy
         # 8 warps allowed, then 4: one step to the reader where 4 are in use
-        if not steps or steps[-1] != (found, name):
-            steps.append((found, name))
+        if not steps or steps[-1] != (reason, name):
+            steps.append((reason, name))
 
 
-def _first_reason(
-    problem: Problem, family: Family, launches: tuple[Launch, ...], target: Target, policy: Policy
-) -> Reason | None:
-    if problem.path == "torch":  # plain torch: none of the limits of a kernel applies
-        return None
-    for check in CHECKS:
-        found = check(problem, launches, target, policy, family)
-        if found is not None:
-            return found
-    return None
-
-
-def _remedy(found: Reason, problem: Problem, target: Target, policy: Policy) -> tuple[str, Problem] | None:
-    for name in found.remedies:
+def _remedy(reason: Reason, draft: Draft) -> tuple[str, Problem] | None:
+    """The best remedy that the policy allows, and the smaller problem that it makes."""
+    for name in reason.remedies:
         variant = VARIANTS[name]
-        if policy.policy == "strict" and found.forced and not variant.exact:
+        if draft.policy.policy == "strict" and reason.forced and not variant.exact:
             continue
-        if policy.path == "triton" and name == "torch_path":
+        if draft.policy.path == "triton" and name == "torch_path":
             continue
-        smaller = variant.rewrite(problem, target, found)
+        smaller = variant.rewrite(draft.problem, draft.target, reason)
         if smaller is not None:
             return name, smaller
     return None

@@ -97,17 +97,17 @@ def _checked(given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     if unknown:
         raise ValueError(f"settings: got {', '.join(sorted(unknown))}, need some of "
                          f"{', '.join(Policy._fields)}")
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in given.items():
         shown = prefix + (name.upper() if prefix else name)
         if name == "ignore":
-            found[name] = _known(shown, value.split(",") if isinstance(value, str) else value)
+            fields[name] = _known(shown, value.split(",") if isinstance(value, str) else value)
             continue
         text = {True: "1", False: "0"}.get(value, value) if name == "debug" else value
         if text not in CHOICES[name]:
             raise ValueError(f"{shown}: got {value!r}, need one of {', '.join(CHOICES[name])}")
-        found[name] = text == "1" if name == "debug" else text
-    return found
+        fields[name] = text == "1" if name == "debug" else text
+    return fields
 
 
 def _known(shown: str, given: Iterable[str]) -> frozenset[str]:

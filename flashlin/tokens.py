@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from types import MethodType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -76,8 +76,17 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, max
 
     A host sync happens only where torch itself has one (max_norm), and in the backward of sparse=True.
     """
-    return _embedding("embedding", input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq,
-                      sparse)
+    options = Options(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return _embedding("embedding", input, weight, options)
+
+
+class Options(NamedTuple):
+    """The arguments of ``torch.nn.functional.embedding`` behind the tensors, in its order."""
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
+    sparse: bool
 
 
 class guard_embeddings:
@@ -131,33 +140,32 @@ class guard_embeddings:
 
 def forward(self: Any, input: Tensor) -> Tensor:
     """What a guarded nn.Embedding runs instead of its own forward, under the same name."""
-    return _embedding(f"embedding {self._flashlin_name!r}", input, self.weight, self.padding_idx,
-                      self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
+    options = Options(self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
+    return _embedding(f"embedding {self._flashlin_name!r}", input, self.weight, options)
 
 
 def _is_guarded(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "__func__", None) is forward
 
 
-def _embedding(op: str, input: Tensor, weight: Tensor, padding_idx: int | None, max_norm: float | None,
-               norm_type: float, scale_grad_by_freq: bool, sparse: bool) -> Tensor:
+def _embedding(op: str, input: Tensor, weight: Tensor, options: Options) -> Tensor:
     compiling = torch.compiler.is_compiling()
     if not compiling:
         pending.poll()
     if mode() == "off":
-        return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return F.embedding(input, weight, *options)
     check_dtype("input", input)
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight: got {type(weight).__name__}, need a tensor of shape [V, D]")
     if weight.ndim != 2:
         raise ValueError(f"weight: got shape {shown(weight.shape)}, need [V, D]")
-    V = weight.shape[0]
+    V, padding_idx = weight.shape[0], options.padding_idx
     if padding_idx is not None and not -V <= padding_idx < max(V, 1):
         raise ValueError(
             f"padding_idx: got {padding_idx}, need {-V} <= padding_idx < {V}, the rows of weight")
     if not compiling:
         if not readable(input, weight) or input.numel() == 0:
-            return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+            return F.embedding(input, weight, *options)
         if input.device != weight.device:
             raise ValueError(f"input: got device {input.device}, need {weight.device}, where weight is")
         if V == 0:
@@ -168,23 +176,22 @@ def _embedding(op: str, input: Tensor, weight: Tensor, padding_idx: int | None, 
         # the same mask; taken from the operator, so that the compiler keeps it
         bad = _bad_op(input, V, op, traced_place())
     elif torch._C._are_functorch_transforms_active():   # what autograd.Function asks itself
-        return F.embedding(index, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq,
-                           sparse).masked_fill(bad.unsqueeze(-1), 0)
+        return F.embedding(index, weight, *options).masked_fill(bad.unsqueeze(-1), 0)
     elif report(input, bad, call_of(op, "input", input, V, None)):
-        return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    return masked_embedding(weight, index, bad, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return F.embedding(input, weight, *options)
+    return masked_embedding(weight, index, bad, options)
 
 
-def masked_embedding(weight: Tensor, index: Tensor, bad: Tensor, padding_idx: int | None,
-                     max_norm: float | None, norm_type: float, scale_grad_by_freq: bool,
-                     sparse: bool) -> Tensor:
+def masked_embedding(weight: Tensor, index: Tensor, bad: Tensor, options: Options) -> Tensor:
     """F.embedding where ``bad`` positions, whatever their index (in range), give zero rows and touch no row
     of weight. Reads nothing on the host. weight [V, D], index int32 or int64 and bad bool of one shape."""
-    if max_norm is not None:
-        _renorm(weight, index, bad, max_norm, norm_type)
+    if options.max_norm is not None:
+        _renorm(weight, index, bad, options.max_norm, options.norm_type)
     V = weight.shape[0]
-    skip = V if padding_idx is None else padding_idx % V
-    return _Masked.apply(weight, index, bad, skip, scale_grad_by_freq, sparse)  # type: ignore[no-any-return, no-untyped-call]
+    skip = V if options.padding_idx is None else options.padding_idx % V
+    rows: Tensor = _Masked.apply(  # type: ignore[no-untyped-call]  # torch has no type for apply
+        weight, index, bad, skip, options.scale_grad_by_freq, options.sparse)
+    return rows
 
 
 def _renorm(weight: Tensor, index: Tensor, bad: Tensor, max_norm: float, norm_type: float) -> None:
@@ -215,11 +222,11 @@ class _Masked(torch.autograd.Function):
         index, bad = ctx.saved_tensors
         index, V = index.masked_fill(bad, ctx.skip), ctx.rows
         if ctx.sparse:
-            return torch.ops.aten.embedding_sparse_backward(grad, index, V, ctx.skip,
-                                                            ctx.scale), None, None, None, None, None
-        found = torch.ops.aten.embedding_dense_backward(grad, index, max(V, ctx.skip + 1), ctx.skip,
-                                                        ctx.scale)
-        return found[:V], None, None, None, None, None
+            rows = torch.ops.aten.embedding_sparse_backward(grad, index, V, ctx.skip, ctx.scale)
+        else:
+            rows = torch.ops.aten.embedding_dense_backward(grad, index, max(V, ctx.skip + 1), ctx.skip,
+                                                           ctx.scale)[:V]
+        return rows, None, None, None, None, None
 
 
 @torch.library.custom_op("flashlin::out_of_range", mutates_args=(),

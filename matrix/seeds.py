@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashlin.compat.known_issues import KNOWN_ISSUES, Range
+from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
 from matrix import markdown
 
 
@@ -46,15 +46,15 @@ SEEDS = (
 def table() -> list[str]:
     """Lines of markdown."""
     known = {issue.id: issue for issue in KNOWN_ISSUES}
-    rows = [(seed.failure, seed.raw or "; ".join(f"{known[name].effect} ({_within(known[name].triton)})"
+    rows = [(seed.failure, seed.raw or "; ".join(f"{known[name].effect} ({_within(known[name])})"
                                                  for name in seed.issues),
              seed.here, ", ".join(f"`{path}`" for path in seed.shown)) for seed in SEEDS]
     return markdown.table(("failure", "raw", "here", "shown by"), rows)
 
 
-def _within(triton: Range) -> str:
+def _within(issue: KnownIssue) -> str:
     """In words; the release that mends it is not one of those that have it."""
-    if triton.fixed_in is None:
-        return f"Triton {triton.since} and newer" if triton.since else "every Triton"
-    return (f"Triton {triton.since} and newer, before {triton.fixed_in}" if triton.since
-            else f"Triton before {triton.fixed_in}")
+    if issue.fixed_in is None:
+        return f"Triton {issue.since} and newer" if issue.since else "every Triton"
+    return (f"Triton {issue.since} and newer, before {issue.fixed_in}" if issue.since
+            else f"Triton before {issue.fixed_in}")

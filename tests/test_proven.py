@@ -34,8 +34,8 @@ PROBLEM = Problem("chunk_simple_gla", "simple_gla", "chunk", 2, 128, 4, 64, 64, 
     ("triton=3.6.0+git1234,sm=90", "unknown"), ("backend=cpu", "unknown")])
 def test_trust_in_a_launch(place: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proven, "table", lambda: TABLE)
-    assert proven.trust(LAUNCH, parse(place)) == level
-    assert proven.trust(LAUNCH._replace(num_warps=8), parse(place)) == "unknown"
+    assert proven.trust(LAUNCH.config, parse(place)) == level
+    assert proven.trust(LAUNCH._replace(num_warps=8).config, parse(place)) == "unknown"
 
 
 def plan_on(text: str, policy: Policy = Policy()) -> Plan:

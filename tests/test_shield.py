@@ -540,9 +540,9 @@ def test_on_every_machine_a_planned_launch_answers_every_check_and_a_refusal_has
                                     launch=asked.given.launch._replace(grid=(70000, 1))))):
                 plan = flashlin.plan(problem, parse(f"triton={triton_version},sm={sm}"))
                 seen.add(plan.path)
+                draft = limits.Draft(plan.problem, FAMILIES["shield"], plan.launches, plan.target, Policy())
                 for check in limits.CHECKS:
-                    found = check(plan.problem, plan.launches, plan.target, Policy(), FAMILIES["shield"])
-                    assert plan.refused or found is None
+                    assert plan.refused or check(draft) is None
                 for reason in plan.refused:
                     for name in reason.remedies:
                         assert VARIANTS[name].rewrite(plan.problem, plan.target, reason) is None, reason

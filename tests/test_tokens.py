@@ -160,7 +160,8 @@ OPTIONS = [{}, {"padding_idx": 2}, {"padding_idx": -3}, {"scale_grad_by_freq": T
 def masked(ids: Tensor, weight: Tensor, padding_idx=None, max_norm=None, norm_type=2.0,
            scale_grad_by_freq=False, sparse=False) -> Tensor:
     index, bad = out_of_range(ids, weight.shape[0])
-    return masked_embedding(weight, index, bad, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    options = tokens.Options(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return masked_embedding(weight, index, bad, options)
 
 
 def run(op, ids, start, upstream, options):

@@ -138,9 +138,8 @@ def test_first_compiles_one_configuration_after_the_other(monkeypatch: pytest.Mo
     pretend(parse("triton=3.6.0,sm=90"))
     tried: list[int] = []
     monkeypatch.setattr(tuning, "_compiled",
-                        lambda tuner, configs, *args, kept=tuning._compiled: tried.append(len(configs))
-                        or kept(
-tuner, configs, *args))
+                        lambda call, configs, kept=tuning._compiled: tried.append(len(configs))
+                        or kept(call, configs))
     call(tuned(Kernel(), (64, 32), deterministic="first"))
     assert tried == [1]
 

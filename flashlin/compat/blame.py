@@ -29,7 +29,8 @@ SURROUNDINGS = re.compile(
 # What a device says of a kernel that broke it. The context is lost with it.
 ILLEGAL = re.compile(r"illegal memory access|illegal address|misaligned address|illegal "
                      r"instruction|unspecified launch failure|launch failure"
-                     r"|device-side assert|invalid program counter|hardware stack error|invalid address space", re.I)
+                     r"|device-side assert|invalid program counter|hardware stack error|invalid address "
+                     r"space", re.I)
 STOPPED = re.compile(r"launch timed out", re.I)  # by the watchdog of a card that also draws a screen
 # Signals that others send: the system when memory or a limit is used up, or a person; and a bus error, which
 # a full disk behind a mapped file makes.
@@ -38,12 +39,12 @@ SENT = {name for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "
 
 
 def of_error(error: BaseException) -> Fault:
-    """Of an exception that came out of compiling or starting a kernel."""
+    """Whose fault an exception is that came out of compiling or starting a kernel."""
     for one in filter(None, (error, error.__cause__)):
         quotes_kernel = type(one).__name__ == "CompilationError"  # comments and all
-        found = "kernel" if quotes_kernel else of_text(f"{type(one).__name__}: {one}")
-        if found != "kernel":
-            return found
+        fault = "kernel" if quotes_kernel else of_text(f"{type(one).__name__}: {one}")
+        if fault != "kernel":
+            return fault
         # a library that does not load, no compiler of launchers
         if isinstance(one, (OSError, ImportError, subprocess.CalledProcessError)):
             return "surroundings"
@@ -51,13 +52,13 @@ def of_error(error: BaseException) -> Fault:
 
 
 def of_text(text: str) -> Fault:
-    """Of what a compiler or a dying process has printed."""
+    """Whose fault it is, by what a compiler or a dying process has printed."""
     return "memory" if MEMORY.search(text) else "surroundings" if SURROUNDINGS.search(text) else "kernel"
 
 
 def of_exit(code: int, said: str) -> Fault:
-    """Of a process that ended with ``code``, minus the number of a signal or an exit status, while it
-    compiled or ran a kernel."""
+    """Whose fault it is that a process ended while it compiled or ran a kernel. code: its exit status, or
+    minus the number of a signal."""
     if code < 0:
         name = signal.Signals(-code).name
         if name == "SIGKILL":

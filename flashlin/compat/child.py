@@ -2,10 +2,12 @@
 ended with all they have started."""
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +25,17 @@ def python(module: str, *arguments: str, first: str = "") -> list[str]:
     """
     folders = [*filter(None, first.split(os.pathsep)), *(str(folder) for folder in sys.path)]
     return [sys.executable, "-c", _BEGIN, str(len(folders)), *folders, module, *arguments]
+
+
+def channel() -> Callable[..., None]:
+    """In a child: what it tells its parent, keywords that become one JSON line on stdout. What a library
+    prints goes to stderr from now on, so that it does not end up between these lines."""
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(**message: Any) -> None:
+        print(json.dumps(message), file=lines, flush=True)
+    return say
 
 
 def end(process: subprocess.Popen[Any]) -> None:

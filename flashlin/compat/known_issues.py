@@ -9,8 +9,7 @@ to hear.
 from __future__ import annotations
 
 from functools import lru_cache
-
-from pydantic import BaseModel, ConfigDict
+from typing import NamedTuple
 
 from flashlin.compat.target import Target
 from flashlin.compat.versions import affected
@@ -21,41 +20,41 @@ from flashlin.compat.versions import affected
 # narrow_scores: a program multiplies fewer than 64 channels at a time.
 # narrow_grads: a program takes fewer than 32 channels at a time, or fewer than 64 and more than 32 columns.
 TILE_FACTS = frozenset({"narrow_state", "narrow_scores", "narrow_grads"})
+PRE_VOLTA, VOLTA, TURING, AMPERE, HOPPER, BLACKWELL, GB300, SM11, SM12, SM121, END = (
+    (0, 0), (7, 0), (7, 5), (8, 0), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (99, 0))
+PRE_AMPERE, ON_HOPPER, ON_BLACKWELL = (VOLTA, AMPERE), (HOPPER, BLACKWELL), (BLACKWELL, SM11)
 
 
-class Range(BaseModel):
-    """Versions ``since`` .. ``fixed_in``; None leaves a side open."""
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    since: str | None = None
-    fixed_in: str | None = None
-
-
-class KnownIssue(BaseModel):
+class KnownIssue(NamedTuple):
     """One failure of Triton, ptxas or a kernel. effect: what the user sees. traits: all must be on the
-    launch. spared: none of these may be. capabilities: half-open range of (major, minor). proof: the test,
-    record or thread behind it. confidence: how sure that makes us."""
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    launch. spared: none of these may be. since, fixed_in: the releases of Triton from .. to (excluded);
+    ptxas_since, ptxas_fixed_in: where an assembler decides, those of ptxas. None leaves a side open.
+    capabilities: half-open range of (major, minor), by default every card. proof: the test, record or thread
+    behind it. confidence: how sure that makes us."""
     id: str
     effect: str
-    triton: Range = Range()
-    ptxas: Range | None = None
-    capabilities: tuple[tuple[int, int], tuple[int, int]]
+    need: str
+    proof: str
+    confidence: str
+    since: str | None = None
+    fixed_in: str | None = None
+    ptxas_since: str | None = None
+    ptxas_fixed_in: str | None = None
+    capabilities: tuple[tuple[int, int], tuple[int, int]] = (PRE_VOLTA, END)
     traits: frozenset[str] = frozenset()
     spared: frozenset[str] = frozenset()
     min_warps: int = 1
     min_stages: int = 1
-    need: str
-    remedies: tuple[str, ...]
-    url: str
-    proof: str
-    confidence: str
+    remedies: tuple[str, ...] = ()
+    url: str = ""
 
     def here(self, target: Target) -> bool:
         """Whether this machine is one of those affected, whatever is launched."""
         low, high = self.capabilities
         return (target.backend == "cuda" and low <= target.capability < high
-                and affected(target.triton, self.triton.since, self.triton.fixed_in)
-                and (self.ptxas is None or affected(target.ptxas, self.ptxas.since, self.ptxas.fixed_in)))
+                and affected(target.triton, self.since, self.fixed_in)
+                and (self.ptxas_since is self.ptxas_fixed_in is None
+                     or affected(target.ptxas, self.ptxas_since, self.ptxas_fixed_in)))
 
     def hits(self, traits: frozenset[str], num_warps: int, num_stages: int) -> bool:
         """Whether a launch with these facts triggers it."""
@@ -71,12 +70,13 @@ def issues_here(target: Target) -> tuple[KnownIssue, ...]:
 _FLA = "https://github.com/fla-org/flash-linear-attention/issues/"
 _TRITON = "https://github.com/triton-lang/triton/issues/"
 _PROVEN = "tests/matrix/test_known_issues.py"
+_PROVEN_HERE_ONLY = _PROVEN + "; no public thread known"
 _NARROW = "an H200 with Triton 3.6.0: matrix/results/narrow-tiles-NVIDIA-H200-triton-3.6.0.json"
 _TUNING = "tests/matrix/test_shield_releases.py"
 _OUR_TUNER = "flashlin.autotune, or flashlin.patched('triton')"
 _TUNED = frozenset({"autotuned"})  # of no launch: tuning comes before it
-PRE_VOLTA, VOLTA, TURING, AMPERE, HOPPER, BLACKWELL, GB300, SM11, SM12, SM121, END = (
-    (0, 0), (7, 0), (7, 5), (8, 0), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (99, 0))
+_DOT, _HALF_DOT = frozenset({"dot"}), frozenset({"half_dot"})
+_FOREIGN_DOT = frozenset({"foreign", "half_dot"})  # of other packages' kernels only
 
 KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
@@ -88,7 +88,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="bf16-pre-ampere-32",
         effect="ptxas: Feature '.bf16' requires .target sm_80 or higher; dots raise IndexError: map::at on "
                "sm_75",
-        triton=Range(fixed_in="3.3.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"bf16"}),
+        fixed_in="3.3.0", capabilities=PRE_AMPERE, traits=frozenset({"bf16"}),
         need="no bf16 tensor in a kernel, or Triton 3.4", remedies=("via_fp32", "torch_path"),
         url="https://github.com/Lightning-AI/pytorch-lightning/issues/18070",
         proof=_PROVEN + ", which also sees that sm_70 would multiply the bits of bf16 as fp16",
@@ -96,171 +96,169 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="half-dot-volta-32",
         effect="the compiler aborts: Failed to compute parent layout for slice layout",
-        triton=Range(since="3.2.0", fixed_in="3.3.0"), capabilities=(VOLTA, TURING),
-        traits=frozenset({"half_dot"}), need="fp32 operands, or Triton 3.4",
-        remedies=("via_fp32", "torch_path"), url="", proof=_PROVEN, confidence="compiled"),
+        since="3.2.0", fixed_in="3.3.0", capabilities=(VOLTA, TURING), traits=_HALF_DOT,
+        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), proof=_PROVEN,
+        confidence="compiled"),
     KnownIssue(
         id="mma-to-mma-volta",
         effect="the process aborts: mma -> mma layout conversion is only supported on Ampere",
-        triton=Range(fixed_in="3.2.0"), capabilities=(VOLTA, TURING),
-        traits=frozenset({"half_dot", "mixed_sum"}), need="fp32 operands, or Triton 3.4",
-        remedies=("via_fp32", "torch_path"), url=_TRITON + "4492", proof=_PROVEN, confidence="compiled"),
+        fixed_in="3.2.0", capabilities=(VOLTA, TURING), traits=frozenset({"half_dot", "mixed_sum"}),
+        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=_TRITON + "4492",
+        proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="v-first-volta",
-        effect="Unsupported Shared -> DotOperand[MMAv1] conversion, or an abort (3.2): products with a state "
-               "stored [V, K]",
-        triton=Range(fixed_in="3.3.0"), capabilities=(VOLTA, TURING),
-        traits=frozenset({"half_dot", "v_first"}), need="fp32 operands, or Triton 3.4",
-        remedies=("via_fp32", "torch_path"), url="", proof=_PROVEN + "; no public thread known",
+        effect="Unsupported Shared -> DotOperand[MMAv1] conversion, or an abort (3.2): products with a "
+               "state stored [V, K]",
+        fixed_in="3.3.0", capabilities=(VOLTA, TURING), traits=frozenset({"half_dot", "v_first"}),
+        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), proof=_PROVEN_HERE_ONLY,
         confidence="compiled"),
     KnownIssue(
         id="half-dot-33-pre-ampere",
-        effect="'Unsupported conversion from bf16 to f16', 'Unsupported rounding mode for conversion': every "
-               "dot "
-        "on 16-bit operands fails to compile",
-        triton=Range(since="3.3.0", fixed_in="3.4.0"), capabilities=(VOLTA, AMPERE),
-        traits=frozenset({"half_dot"}), need="fp32 operands, or Triton 3.4",
-        remedies=("via_fp32", "torch_path"), url=_FLA + "458", proof=_PROVEN, confidence="compiled"),
+        effect="'Unsupported conversion from bf16 to f16', 'Unsupported rounding mode for conversion': "
+               "every dot on 16-bit operands fails to compile",
+        since="3.3.0", fixed_in="3.4.0", capabilities=PRE_AMPERE, traits=_HALF_DOT,
+        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=_FLA + "458",
+        proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="half-dot-34-pre-ampere",
-        effect="no tensor cores: dots on 16-bit operands become scalar code that spills tens of kilobytes a "
-               "thread",
-        triton=Range(since="3.4.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"half_dot"}),
+        effect="no tensor cores: dots on 16-bit operands become scalar code that spills tens of kilobytes "
+               "a thread",
+        since="3.4.0", capabilities=PRE_AMPERE, traits=_HALF_DOT,
         spared=frozenset({"foreign"}),  # what its own author has asked for runs, if slowly
         need="fp32 operands, which spill a tenth of that", remedies=("via_fp32",), url=_TRITON + "6698",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="tf32-dot-turing-32",
         effect="IndexError: map::at while compiling a dot on fp32 operands with tf32 products",
-        triton=Range(fixed_in="3.3.0"), capabilities=(TURING, AMPERE), traits=frozenset({"tf32_dot"}),
+        fixed_in="3.3.0", capabilities=(TURING, AMPERE), traits=frozenset({"tf32_dot"}),
         need="input_precision='ieee', as flashlin's own kernels have it, or Triton 3.4",
         remedies=("torch_path",), url=_FLA + "75", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="mma-to-mma-31",
         effect="the process aborts: mma -> mma layout conversion is only supported on Ampere",
-        triton=Range(fixed_in="3.2.0"), capabilities=(HOPPER, BLACKWELL), traits=frozenset({"dot"}),
-        min_warps=8, need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"),
+        fixed_in="3.2.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
+        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"),
         url=_TRITON + "4492", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="reshape-outs-32", effect="the process aborts: assertion in LinearLayout::reshapeOuts",
-        triton=Range(since="3.2.0", fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL),
-        traits=frozenset({"dot"}), min_warps=8, need="at most 4 warps, or Triton 3.4",
-        remedies=("limit_num_warps", "torch_path"), url=_FLA + "196", proof=_PROVEN, confidence="compiled"),
+        since="3.2.0", fixed_in="3.3.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
+        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_FLA + "196",
+        proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="stmatrix-33", effect="PassManager::run failed: chooseStMatrixLayoutLeadingOffset",
-        triton=Range(since="3.3.0", fixed_in="3.4.0"), capabilities=(HOPPER, BLACKWELL),
-        traits=frozenset({"dot"}), min_warps=8, need="at most 4 warps, or Triton 3.4",
-        remedies=("limit_num_warps", "torch_path"), url=_FLA + "196", proof=_PROVEN, confidence="compiled"),
+        since="3.3.0", fixed_in="3.4.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
+        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_FLA + "196",
+        proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="tall-state-32",
         effect="the compiler aborts: 'Failed to emit transfer from register to shared' (3.2), UNREACHABLE "
                "(3.0, 3.1)",
-        triton=Range(fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL),
-        traits=frozenset({"tall_state", "half_dot"}), min_warps=4,
+        fixed_in="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"tall_state", "half_dot"}),
+        min_warps=4,
         need="at most 2 warps for a state of 64 rows or more beside shorter chunks, or Triton 3.3",
-        remedies=("limit_num_warps", "torch_path"), url="",
-        proof=_PROVEN + ", and an H200; no public thread known", confidence="compiled"),
+        remedies=("limit_num_warps", "torch_path"), proof=_PROVEN + ", and an H200; no public thread known",
+        confidence="compiled"),
     KnownIssue(
-        id="narrow-state-32", effect="the compiler aborts: chunks of 64 beside a state of fewer than 64 rows "
-        "('Failed to emit transfer from register to shared' in 3.2, UNREACHABLE or a segmentation fault in "
-        "3.0 and 3.1); beside fewer columns it compiles, and nobody has run it",
-        triton=Range(fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL),
-        traits=frozenset({"half_dot", "narrow_state"}), min_warps=4,
-        need="chunks of 32 tokens, or Triton 3.3", remedies=("other_tile", "torch_path"), url="",
-        proof=_PROVEN + "; no public thread known", confidence="compiled"),
+        id="narrow-state-32",
+        effect="the compiler aborts: chunks of 64 beside a state of fewer than 64 rows ('Failed to emit "
+               "transfer from register to shared' in 3.2, UNREACHABLE or a segmentation fault in 3.0 and "
+               "3.1); beside fewer columns it compiles, and nobody has run it",
+        fixed_in="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_state"}),
+        min_warps=4, need="chunks of 32 tokens, or Triton 3.3", remedies=("other_tile", "torch_path"),
+        proof=_PROVEN_HERE_ONLY, confidence="compiled"),
     KnownIssue(
-        id="hopper-narrow-state", effect="illegal access or silently wrong results: chunks of 64 beside a "
-        "state of fewer than 64 columns, with one stage", triton=Range(since="3.3.0"),
-        capabilities=(HOPPER, BLACKWELL), traits=frozenset({"half_dot", "narrow_state"}), min_warps=4,
+        id="hopper-narrow-state",
+        effect="illegal access or silently wrong results: chunks of 64 beside a state of fewer than 64 "
+               "columns, with one stage",
+        since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_state"}),
+        min_warps=4,
         need="chunks of 32 tokens (in 3.6.0 two stages are right, too, and so are few rows; nobody has run "
-        "another release)", remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW,
+             "another release)", remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW,
         confidence="ran"),
     KnownIssue(
-        id="hopper-narrow-scores", effect="illegal access, with 8 warps results that vary: scores of chunks "
-        "of 64, fewer than 64 channels at a time",
-        triton=Range(since="3.3.0"), capabilities=(HOPPER, BLACKWELL),
-        traits=frozenset({"half_dot", "narrow_scores"}), min_warps=4,
-        need="64 channels at a time, or chunks of 32 tokens", remedies=("other_tile", "torch_path"),
-        url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
+        id="hopper-narrow-scores",
+        effect="illegal access, with 8 warps results that vary: scores of chunks of 64, fewer than 64 "
+               "channels at a time",
+        since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_scores"}),
+        min_warps=4, need="64 channels at a time, or chunks of 32 tokens",
+        remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
     KnownIssue(
-        id="hopper-narrow-grads", effect="illegal access or silently wrong gradients: 4 warps for a chunk "
-        "of 64, with fewer than 32 channels at a time, or fewer than 64 beside more than 32 columns",
-        triton=Range(since="3.3.0"), capabilities=(HOPPER, BLACKWELL),
-        traits=frozenset({"half_dot", "narrow_grads"}), min_warps=4,
+        id="hopper-narrow-grads",
+        effect="illegal access or silently wrong gradients: 4 warps for a chunk of 64, with fewer than 32 "
+               "channels at a time, or fewer than 64 beside more than 32 columns",
+        since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_grads"}),
+        min_warps=4,
         need="64 channels, 32 beside 32 columns, or chunks of 32 tokens (in 3.6.0 8 warps are right, too)",
         remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
     KnownIssue(
         id="blackwell-unknown-32", effect="the compiler aborts: the architecture is unknown to it",
-        triton=Range(fixed_in="3.3.0"), capabilities=(BLACKWELL, END), need="Triton 3.4",
-        remedies=("torch_path",), url=_TRITON + "6120", proof=_PROVEN, confidence="compiled"),
+        fixed_in="3.3.0", capabilities=(BLACKWELL, END), need="Triton 3.4", remedies=("torch_path",),
+        url=_TRITON + "6120", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="sm120-dot-330", effect="every dot fails to compile",
-        triton=Range(since="3.3.0", fixed_in="3.3.1"), capabilities=(SM12, END), traits=frozenset({"dot"}),
-        need="Triton 3.3.1", remedies=("torch_path",), url=_TRITON + "6120", proof=_PROVEN,
-        confidence="compiled"),
+        since="3.3.0", fixed_in="3.3.1", capabilities=(SM12, END), traits=_DOT, need="Triton 3.3.1",
+        remedies=("torch_path",), url=_TRITON + "6120", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="sm103-llvm-33", effect="the compiler aborts: Cannot select",
-        triton=Range(since="3.3.0", fixed_in="3.4.0"), capabilities=(GB300, SM11), traits=frozenset({"dot"}),
-        need="Triton 3.6", remedies=("torch_path",), url=_TRITON + "8473", proof=_PROVEN,
-        confidence="compiled"),
+        since="3.3.0", fixed_in="3.4.0", capabilities=(GB300, SM11), traits=_DOT, need="Triton 3.6",
+        remedies=("torch_path",), url=_TRITON + "8473", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="sm103-llvm-350", effect="the compiler aborts: Cannot select: tcgen05.wait.st",
-        triton=Range(since="3.5.0", fixed_in="3.5.1"), capabilities=(GB300, SM11), traits=frozenset({"dot"}),
-        need="Triton 3.6", remedies=("torch_path",), url=_TRITON + "8473",
+        since="3.5.0", fixed_in="3.5.1", capabilities=(GB300, SM11), traits=_DOT, need="Triton 3.6",
+        remedies=("torch_path",), url=_TRITON + "8473",
         proof="the thread; seen once with the product of matrix/proofs, and no test has 3.5.0",
         confidence="thread"),
     KnownIssue(
-        id="sm103-ptxas", effect="ptxas does not know sm_103", triton=Range(since="3.3.0"),
-        ptxas=Range(fixed_in="12.9"), capabilities=(GB300, SM11),
+        id="sm103-ptxas", effect="ptxas does not know sm_103",
+        since="3.3.0", ptxas_fixed_in="12.9", capabilities=(GB300, SM11),
         need="Triton 3.6, or from 3.4 on a ptxas 12.9 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
         url=_TRITON + "8473", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
-        id="sm110-ptxas", effect="ptxas does not know sm_110", triton=Range(since="3.3.0"),
-        ptxas=Range(fixed_in="13.0"), capabilities=(SM11, SM12),
-        need="Triton 3.7, or from 3.5 on a ptxas 13.0 (TRITON_PTXAS_PATH)", remedies=("torch_path",), url="",
-        proof=_PROVEN + "; no public thread known", confidence="compiled"),
+        id="sm110-ptxas", effect="ptxas does not know sm_110",
+        since="3.3.0", ptxas_fixed_in="13.0", capabilities=(SM11, SM12),
+        need="Triton 3.7, or from 3.5 on a ptxas 13.0 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
+        proof=_PROVEN_HERE_ONLY, confidence="compiled"),
     KnownIssue(
-        id="sm121-ptxas", effect="ptxas does not know sm_121", triton=Range(since="3.3.0"),
-        ptxas=Range(fixed_in="12.9"), capabilities=(SM121, END),
+        id="sm121-ptxas", effect="ptxas does not know sm_121",
+        since="3.3.0", ptxas_fixed_in="12.9", capabilities=(SM121, END),
         need="Triton 3.6, or from 3.4 on a ptxas 12.9 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
         url=_TRITON + "10331", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="ptxas-127-32",
-        effect="Unsupported .version, or Triton only support CUDA 10.0 or higher: it cannot use an assembler "
-               "newer than 12.6",
-        triton=Range(fixed_in="3.3.0"), ptxas=Range(since="12.7"), capabilities=(PRE_VOLTA, END),
-        need="TRITON_PTXAS_PATH unset or at a ptxas 12.6, or Triton 3.3", remedies=("torch_path",), url="",
-        proof=_PROVEN + "; no public thread known", confidence="compiled"),
+        effect="Unsupported .version, or Triton only support CUDA 10.0 or higher: it cannot use an "
+               "assembler newer than 12.6",
+        fixed_in="3.3.0", ptxas_since="12.7",
+        need="TRITON_PTXAS_PATH unset or at a ptxas 12.6, or Triton 3.3", remedies=("torch_path",),
+        proof=_PROVEN_HERE_ONLY, confidence="compiled"),
     KnownIssue(
         id="ptxas-13-34",
         effect="Triton only support CUDA 10.0 or higher: it refuses an assembler of CUDA 13",
-        triton=Range(fixed_in="3.5.0"), ptxas=Range(since="13.0"), capabilities=(PRE_VOLTA, END),
-        need="TRITON_PTXAS_PATH unset or at a ptxas 12, or Triton 3.5", remedies=("torch_path",), url="",
-        proof=_PROVEN + "; no public thread known", confidence="compiled"),
+        fixed_in="3.5.0", ptxas_since="13.0", need="TRITON_PTXAS_PATH unset or at a ptxas 12, or Triton 3.5",
+        remedies=("torch_path",), proof=_PROVEN_HERE_ONLY, confidence="compiled"),
     KnownIssue(
         id="hoist-tmem-34",
         effect="Failed to hoist tmem_store: a state that takes the difference of two products",
-        triton=Range(since="3.4.0", fixed_in="3.5.0"), capabilities=(BLACKWELL, SM11),
+        since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL,
         traits=frozenset({"half_dot", "rmw_acc"}), min_warps=4, need="at most 2 warps, or Triton 3.5",
         remedies=("limit_num_warps", "torch_path"), url=_FLA + "607",
         proof=_PROVEN + "; the reverse scan of our own delta rule has it, too", confidence="compiled"),
     KnownIssue(
         id="hoist-tmem-34-tf32", effect="Failed to hoist tmem_store: as hoist-tmem-34, with tf32 products",
-        triton=Range(since="3.4.0", fixed_in="3.5.0"), capabilities=(BLACKWELL, SM11),
+        since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL,
         traits=frozenset({"tf32_dot", "rmw_acc"}), min_warps=4, need="at most 2 warps, or Triton 3.5",
         remedies=("limit_num_warps",), url=_FLA + "607", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="latencies-35-tf32",
         effect="PassManager::run failed in TritonGPUAssignLatencies: a state in a loop of tf32 products",
-        triton=Range(since="3.5.0", fixed_in="3.6.0"), capabilities=(BLACKWELL, SM11),
+        since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL,
         traits=frozenset({"tf32_dot", "rmw_acc"}), min_warps=4, min_stages=2,
-        need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps",), url="",
-        proof=_PROVEN + "; no public thread known", confidence="compiled"),
+        need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps",),
+        proof=_PROVEN_HERE_ONLY, confidence="compiled"),
     KnownIssue(
         id="dominance-35",
         effect="operand #2 does not dominate this use: a product is added to what the same turn of a short "
                "loop has made",
-        triton=Range(since="3.5.0", fixed_in="3.6.0"), capabilities=(BLACKWELL, SM11),
+        since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL,
         traits=frozenset({"dot", "fresh_acc"}), min_warps=4, min_stages=2,
         need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps", "torch_path"),
         url=_FLA + "638", proof=_PROVEN, confidence="compiled"),
@@ -268,7 +266,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="blackwell-chained-acc",
         effect="silently wrong results: two products a turn into one accumulator, which also take a third "
                "buffer",
-        triton=Range(since="3.4.0", fixed_in="3.9.0"), capabilities=(BLACKWELL, SM12),
+        since="3.4.0", fixed_in="3.9.0", capabilities=(BLACKWELL, SM12),
         traits=frozenset({"dot", "chained_acc"}), min_warps=4, min_stages=2,
         need="at most 2 warps, an accumulator for each, or Triton 3.9", remedies=("limit_num_warps",),
         url=_TRITON + "10821",
@@ -277,143 +275,130 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="blackwell-tcgen05-state",
         effect="silently wrong or varying results: a state that is decayed and read by a dot in one loop",
-        triton=Range(since="3.3.0"), capabilities=(BLACKWELL, SM12), traits=frozenset({"dot", "rmw_acc"}),
-        min_warps=4, min_stages=2, need="at most 2 warps, which keeps the loop off tcgen05",
-        remedies=("limit_num_warps",), url=_TRITON + "10993",
+        since="3.3.0", capabilities=(BLACKWELL, SM12), traits=frozenset({"dot", "rmw_acc"}), min_warps=4,
+        min_stages=2, need="at most 2 warps, which keeps the loop off tcgen05", remedies=("limit_num_warps",),
+        url=_TRITON + "10993",
         proof="issue threads (also #9871, #10590, #10821 and fla #607); no hardware at hand",
         confidence="thread"),
     KnownIssue(
         id="wgmma-register-hazard",
         effect="sporadic wrong values: ptxas before 13.3 may overwrite wgmma operands still being read",
-        triton=Range(fixed_in="3.9.0"), ptxas=Range(fixed_in="13.3"), capabilities=(HOPPER, BLACKWELL),
-        traits=frozenset({"dot"}), min_warps=4, min_stages=2,
+        fixed_in="3.9.0", ptxas_fixed_in="13.3", capabilities=ON_HOPPER, traits=_DOT, min_warps=4,
+        min_stages=2,
         need="ptxas 13.3 (TRITON_PTXAS_PATH) or Triton 3.9 for certainty; our own configurations were run",
-        remedies=(), url=_TRITON + "9433", proof="matrix/results: launches repeated bitwise on an H200",
+        url=_TRITON + "9433", proof="matrix/results: launches repeated bitwise on an H200",
         confidence="thread"),
     KnownIssue(
         id="blackwell-eight-warps", effect="results vary from run to run: products of products with 8 warps",
-        triton=Range(since="3.3.0", fixed_in="3.8.0"), capabilities=(BLACKWELL, SM11),
-        traits=frozenset({"foreign", "half_dot"}), min_warps=8, min_stages=2,
-        need="at most 4 warps for a kernel that shows it, or Triton 3.8", remedies=(), url=_FLA + "1228",
+        since="3.3.0", fixed_in="3.8.0", capabilities=ON_BLACKWELL, traits=_FOREIGN_DOT, min_warps=8,
+        min_stages=2, need="at most 4 warps for a kernel that shows it, or Triton 3.8", url=_FLA + "1228",
         proof="the thread, also #1229, #1327", confidence="thread"),
     KnownIssue(
         id="blackwell-backward-913",
         effect="illegal access, NaN or a hang: backward kernels of other packages with 4 warps and more",
-        triton=Range(since="3.3.0"), capabilities=(BLACKWELL, SM11),
-        traits=frozenset({"foreign", "half_dot"}), min_warps=4, need="2 warps for a kernel that shows it",
-        remedies=(), url=_FLA + "913", proof="threads, also #727 and #1000", confidence="thread"),
+        since="3.3.0", capabilities=ON_BLACKWELL, traits=_FOREIGN_DOT, min_warps=4,
+        need="2 warps for a kernel that shows it", url=_FLA + "913", proof="threads, also #727 and #1000",
+        confidence="thread"),
     KnownIssue(
         id="ptxas-131-bits", effect="now and then results differ in bits from run to run",
-        ptxas=Range(since="13.0", fixed_in="13.3"), capabilities=(BLACKWELL, SM11), traits=frozenset({"dot"}),
-        need="another ptxas (TRITON_PTXAS_BLACKWELL_PATH)", remedies=(),
+        ptxas_since="13.0", ptxas_fixed_in="13.3", capabilities=ON_BLACKWELL, traits=_DOT,
+        need="another ptxas (TRITON_PTXAS_BLACKWELL_PATH)",
         url="https://github.com/pytorch/pytorch/issues/181248",
         proof="the thread; that 13.3 is free of it is not stated", confidence="thread"),
     KnownIssue(
         id="hopper-gated-backward-640",
         effect="silently wrong gradients of q, k and gate: a gated backward with tiles of 64 columns",
-        triton=Range(since="3.4.0", fixed_in="3.7.1"), capabilities=(HOPPER, BLACKWELL),
-        traits=frozenset({"foreign", "half_dot"}), min_warps=4,
+        since="3.4.0", fixed_in="3.7.1", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
         need="tiles of 32 or 128 columns, or Triton 3.7.1; flashlin's own backward was compared on an H200",
-        remedies=(), url=_FLA + "640", proof="the thread; fla itself refuses this backward there",
-        confidence="thread"),
+        url=_FLA + "640", proof="the thread; fla itself refuses this backward there", confidence="thread"),
     KnownIssue(
         id="hopper-wy-backward-984",
         effect="silently wrong gradients or an illegal access: the delta rule's backward with 4 warps, 64 "
                "tokens",
-        triton=Range(since="3.4.0"), capabilities=(HOPPER, BLACKWELL),
-        traits=frozenset({"foreign", "half_dot"}), min_warps=4,
-        need="2 warps for that kernel; nobody has tried 3.8 and 3.9", remedies=(), url=_FLA + "984",
-        proof="the thread", confidence="thread"),
+        since="3.4.0", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
+        need="2 warps for that kernel; nobody has tried 3.8 and 3.9", url=_FLA + "984", proof="the thread",
+        confidence="thread"),
     KnownIssue(
         id="hopper-32-columns",
         effect="illegal access: kernels of several products with tiles of 32 columns and 4 warps",
-        triton=Range(since="3.3.0", fixed_in="3.8.0"), capabilities=(HOPPER, BLACKWELL),
-        traits=frozenset({"foreign", "half_dot"}), min_warps=4, need="other tiles, or Triton 3.8",
-        remedies=(), url=_TRITON + "11366", proof="the thread, and fla #807 for 3.3 to 3.5",
-        confidence="thread"),
+        since="3.3.0", fixed_in="3.8.0", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
+        need="other tiles, or Triton 3.8", url=_TRITON + "11366",
+        proof="the thread, and fla #807 for 3.3 to 3.5", confidence="thread"),
     KnownIssue(
         id="hopper-dot-trans-dot-32",
         effect="silently wrong values: a product whose operand is a transposed product",
-        triton=Range(since="3.2.0", fixed_in="3.3.0"), capabilities=(HOPPER, BLACKWELL),
+        since="3.2.0", fixed_in="3.3.0", capabilities=ON_HOPPER,
         traits=frozenset({"foreign", "dot"}), min_warps=4, need="at most 2 warps, or another Triton",
-        remedies=(), url=_TRITON + "6124", proof="the thread", confidence="thread"),
+        url=_TRITON + "6124", proof="the thread", confidence="thread"),
     KnownIssue(
         id="hopper-odd-columns-1262", effect="illegal access: 16-bit tiles of an odd number of columns",
-        triton=Range(since="3.7.0", fixed_in="3.8.0"), ptxas=Range(fixed_in="13.0"),
-        capabilities=(HOPPER, BLACKWELL), traits=frozenset({"foreign", "half_dot"}),
-        need="an even number of columns, as flashlin pads them, or ptxas 13.0", remedies=(),
+        since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.0", capabilities=ON_HOPPER,
+        traits=_FOREIGN_DOT, need="an even number of columns, as flashlin pads them, or ptxas 13.0",
         url=_FLA + "1262", proof="the thread", confidence="thread"),
     KnownIssue(
         id="hopper-unit-scale-1262",
         effect="writes out of range: an integer scale of 1, which Triton makes a constant",
-        triton=Range(since="3.7.0", fixed_in="3.8.0"), ptxas=Range(fixed_in="13.1"),
-        capabilities=(HOPPER, BLACKWELL), traits=frozenset({"foreign", "half_dot"}),
-        need="scale=1.0, or ptxas 13.1", remedies=(), url=_FLA + "1262", proof="the thread",
+        since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.1", capabilities=ON_HOPPER,
+        traits=_FOREIGN_DOT, need="scale=1.0, or ptxas 13.1", url=_FLA + "1262", proof="the thread",
         confidence="thread"),
     KnownIssue(
         id="ptxas-1296-16-bit-sums",
         effect="values off by one: ptxas drops a constant from sums of packed 16-bit integers",
-        ptxas=Range(since="12.9.86", fixed_in="13.3"), capabilities=(HOPPER, BLACKWELL),
+        ptxas_since="12.9.86", ptxas_fixed_in="13.3", capabilities=ON_HOPPER,
         traits=frozenset({"foreign"}),
         need="ptxas 13.3 (3.8.0 carries it as ptxas-blackwell: TRITON_PTXAS_PATH), or Triton 3.9",
-        remedies=(), url=_TRITON + "11581", proof="the thread, which knows 12.9.86 and 13.3.33",
-        confidence="thread"),
+        url=_TRITON + "11581", proof="the thread, which knows 12.9.86 and 13.3.33", confidence="thread"),
     KnownIssue(
         id="both-halves-39",
         effect="ptxas: Feature '.bf16' requires .target sm_80 or higher: fp16 values cast to bf16",
-        triton=Range(since="3.9.0"), capabilities=(VOLTA, AMPERE), traits=frozenset({"both_halves"}),
-        need="a cast through fp32, or Triton 3.8", remedies=("via_fp32",), url="",
-        proof=_PROVEN + "; no public thread known", confidence="compiled"),
+        since="3.9.0", capabilities=PRE_AMPERE, traits=frozenset({"both_halves"}),
+        need="a cast through fp32, or Triton 3.8", remedies=("via_fp32",), proof=_PROVEN_HERE_ONLY,
+        confidence="compiled"),
     KnownIssue(
         id="block-pointers-39", effect="NotImplementedError: Block pointers have been removed",
-        triton=Range(since="3.9.0"), capabilities=(PRE_VOLTA, END), traits=frozenset({"make_block_ptr"}),
-        need="pointers and masks, or Triton 3.8", remedies=(), url=_TRITON + "10833",
-        proof=_PROVEN + "; builds of main call themselves 3.8.0 and refuse them too", confidence="compiled"),
+        since="3.9.0", traits=frozenset({"make_block_ptr"}), need="pointers and masks, or Triton 3.8",
+        url=_TRITON + "10833", proof=_PROVEN + "; builds of main call themselves 3.8.0 and refuse them too",
+        confidence="compiled"),
     KnownIssue(
         id="gather-32", effect="AttributeError: triton.language has no gather",
-        triton=Range(fixed_in="3.3.0"), capabilities=(PRE_VOLTA, END), traits=frozenset({"gather"}),
-        need="Triton 3.3", remedies=(), url=_FLA + "329", proof=_PROVEN, confidence="compiled"),
+        fixed_in="3.3.0", traits=frozenset({"gather"}), need="Triton 3.3", url=_FLA + "329", proof=_PROVEN,
+        confidence="compiled"),
     KnownIssue(
         id="descriptors-33", effect="AttributeError: triton.language has no make_tensor_descriptor",
-        triton=Range(fixed_in="3.4.0"), capabilities=(PRE_VOLTA, END),
-        traits=frozenset({"make_tensor_descriptor"}), need="Triton 3.4", remedies=(), url=_FLA + "550",
+        fixed_in="3.4.0", traits=frozenset({"make_tensor_descriptor"}), need="Triton 3.4", url=_FLA + "550",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="descriptors-allocator",
         effect="Kernel requires a runtime memory allocation, but no allocator was set",
-        triton=Range(since="3.4.0"), capabilities=(HOPPER, END), traits=frozenset({"make_tensor_descriptor"}),
-        need="triton.set_allocator(...) before the first launch", remedies=(), url=_TRITON + "10002",
-        proof="the thread", confidence="thread"),
+        since="3.4.0", capabilities=(HOPPER, END), traits=frozenset({"make_tensor_descriptor"}),
+        need="triton.set_allocator(...) before the first launch", url=_TRITON + "10002", proof="the thread",
+        confidence="thread"),
     KnownIssue(
-        id="bf16-atomics-33", effect="atomic_add does not support bf16", triton=Range(fixed_in="3.4.0"),
-        capabilities=(PRE_VOLTA, END), traits=frozenset({"atomic_add", "bf16"}),
-        need="sums in fp32, or Triton 3.4", remedies=(),
+        id="bf16-atomics-33", effect="atomic_add does not support bf16",
+        fixed_in="3.4.0", traits=frozenset({"atomic_add", "bf16"}), need="sums in fp32, or Triton 3.4",
         url="https://github.com/fla-org/flash-linear-attention/commit/a9dac8b1", proof=_PROVEN,
         confidence="compiled"),
     KnownIssue(
         id="autotune-keys-31",
         effect="IndexError, or silently tuned for the wrong key: a key behind an argument that "
                "configurations give",
-        triton=Range(fixed_in="3.2.0"), capabilities=(PRE_VOLTA, END), traits=_TUNED,
-        need=_OUR_TUNER + ", or Triton 3.2", remedies=(), url=_FLA + "354", proof=_TUNING, confidence="ran"),
+        fixed_in="3.2.0", traits=_TUNED, need=_OUR_TUNER + ", or Triton 3.2", url=_FLA + "354", proof=_TUNING,
+        confidence="ran"),
     KnownIssue(
         id="autotune-unknown-keys-31", effect="ValueError at import: a key is not in list",
-        triton=Range(fixed_in="3.2.0"), capabilities=(PRE_VOLTA, END), traits=_TUNED,
-        need=_OUR_TUNER + ", or Triton 3.2", remedies=(), url="", proof=_TUNING, confidence="ran"),
+        fixed_in="3.2.0", traits=_TUNED, need=_OUR_TUNER + ", or Triton 3.2", proof=_TUNING,
+        confidence="ran"),
     KnownIssue(
         id="autotune-unknown-keys-39",
         effect="ValueError at import: key contains names that are not kernel arguments",
-        triton=Range(since="3.9.0"), capabilities=(PRE_VOLTA, END), traits=_TUNED,
-        need=_OUR_TUNER + ", or fla-core 0.6.0", remedies=(), url=_TRITON + "11602", proof=_TUNING,
-        confidence="ran"),
+        since="3.9.0", traits=_TUNED, need=_OUR_TUNER + ", or fla-core 0.6.0", url=_TRITON + "11602",
+        proof=_TUNING, confidence="ran"),
     KnownIssue(
         id="autotune-driver-33",
         effect="RuntimeError: 0 active drivers, where a module with a tuned kernel is imported without a GPU",
-        triton=Range(since="3.2.0", fixed_in="3.4.0"), capabilities=(PRE_VOLTA, END), traits=_TUNED,
-        need=_OUR_TUNER, remedies=(), url="", proof=_TUNING, confidence="ran"),
+        since="3.2.0", fixed_in="3.4.0", traits=_TUNED, need=_OUR_TUNER, proof=_TUNING, confidence="ran"),
     KnownIssue(
         id="autotune-one-bad-configuration",
         effect="one configuration that does not compile ends the call, or the process",
-        capabilities=(PRE_VOLTA, END), traits=_TUNED, need=_OUR_TUNER, remedies=(), url=_FLA + "552",
-        proof=_TUNING, confidence="ran"),
+        traits=_TUNED, need=_OUR_TUNER, url=_FLA + "552", proof=_TUNING, confidence="ran"),
 )

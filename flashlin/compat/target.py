@@ -97,9 +97,8 @@ def ptxas_version(path: str) -> str:
                               check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    found = [word.strip("V,") for line in text.splitlines() if "release" in line
-             for word in line.split() if word.startswith("V")]
-    return found[0] if found else ""
+    return next((word.strip("V,") for line in text.splitlines() if "release" in line
+                 for word in line.split() if word.startswith("V")), "")
 
 
 def bundled_ptxas(triton: str, capability: tuple[int, int]) -> str:
@@ -133,10 +132,10 @@ def probe(device: torch.device) -> Target:
     at import."""
     if _pretended is not None:
         return _pretended
-    found = _probed.get(device)
-    if found is None:
-        found = _probed[device] = _ask(device)
-    return found
+    target = _probed.get(device)
+    if target is None:
+        target = _probed[device] = _ask(device)
+    return target
 
 
 def pretend(target: Target | None) -> None:

@@ -45,44 +45,45 @@ def doctor(*, run: bool = False, target: str | Target | None = None, op: str | N
     if target is not None and run:
         raise ValueError(f"run: got True with target {target}, need no target: only this machine can run "
                          "anything")
-    machine = examine() if target is None else described(parse(target) if isinstance(target, str) else target)
+    machine = examine() if target is None else described(_named(target))
     checks = checkup(machine, CHECKS if target is None else (check_policy,))
-    # Equal cards are one device to the report, and a machine that cannot be asked is planned for as if it had
-    # no GPU.
-    alike = {found: [name for name in machine.targets if machine.targets[name] == found]
-             for found in machine.targets.values()}
-    devices = {", ".join(names): found for found, names in alike.items()}
-    devices = devices or {"this machine": Target(machine.triton, "", "", "cpu", (0, 0), "cpu", 0, 1)}
+    # a machine that cannot be asked is planned for as if it had no GPU
+    devices = {", ".join(names): card for card, names in machine.names.items()} or {
+        "this machine": Target(machine.triton, "", "", "cpu", (0, 0), "cpu", 0, 1)}
     kernels = machine.on_gpu and not machine.triton_error
     stopped = {name: machine.stops_everything
                or ("" if target is not None else attempt(_load, name, kernels)[1]) for name in ops}
     rows, issues, ran = [], [], []
-    for where, found in devices.items():
-        planned = {name: outlook.typical(name, found, machine.policy) for name in ops}
+    for where, card in devices.items():
+        planned = {name: outlook.typical(name, card, machine.policy) for name in ops}
         rows += [outlook.summary(name, where, planned[name]) if not stopped[name] else
                  OpPlan(op=name, where=where, path="cannot run", verdict="problem", because=stopped[name],
                         remedy="see the checks", evidence="no record") for name in ops]
         issues += [outlook.issue_row(issue, where,
-                                     [plan for some in planned.values() for plan in some.values()])
-                   for issue in issues_here(found)]
-        checks += outlook.unreleased(where, found)
+                                     [plan for plans in planned.values() for plan in plans.values()])
+                   for issue in issues_here(card)]
+        checks += outlook.unreleased(where, card)
         if not machine.stops_everything:
-            checks += outlook.upgrade(where, found, planned, machine.policy)
+            checks += outlook.upgrade(where, card, planned, machine.policy)
             if run:
                 device = where.split(", ")[0]
                 ran += [Ran(where=device, **outcome._asdict())
                         for outcome in quick.watch(device, op, machine.policy)]
-    return Report(version=flashlin.__version__, checks=tuple(checks), plans=_merged(rows),
-                  issues=tuple(issues), ran=tuple(ran), devices=tuple(
-Device(where=where, sm=found.sm,
-       **{name: value for name, value in found._asdict().items() if name != "capability"})
-for where, found in devices.items()))
+    shown = [Device(where=where, sm=card.sm, **{name: getattr(card, name) for name in Device.model_fields
+                                                if name not in ("where", "sm")})
+             for where, card in devices.items()]
+    return Report(version=flashlin.__version__, devices=tuple(shown), checks=tuple(checks),
+                  plans=_merged(rows), issues=tuple(issues), ran=tuple(ran))
 
 
 def described(target: Target) -> Machine:
     """A machine that is planned for without being asked."""
     policy, error = attempt(in_force)
     return Machine(None, "", target.triton, "", {"named": target}, {}, policy or Policy(), error)
+
+
+def _named(target: str | Target) -> Target:
+    return parse(target) if isinstance(target, str) else target
 
 
 def _load(op: str, kernels: bool) -> None:
@@ -152,17 +153,18 @@ def explain(
     ignored = ", ".join(sorted(policy.ignore)) or "nothing"
     lines.append(f"Policy {policy.policy}, path {policy.path}, ignoring {ignored}.")
     for reason, remedy in plan.steps:
-        how = "the usual way" if not reason.forced else "exact" if VARIANTS[
-            remedy].exact else "other arithmetic: equal up to rounding, another speed"
+        how = ("the usual way" if not reason.forced else "exact" if VARIANTS[remedy].exact
+               else "other arithmetic: equal up to rounding, another speed")
         lines.append(f"{reason.code}: {'needs' if reason.forced else 'takes'} {reason.need}; so it "
                      f"{VARIANTS[remedy].means} ({how}).")
-    lines += [f"It cannot run. {advice(plan)}." for _ in plan.refused[:1]]
+    if plan.refused:
+        lines.append(f"It cannot run. {advice(plan)}.")
     lines += [f"It may be wrong: {issue.id}, whose check is switched off."
               for issue in outlook.unguarded(plan)]
     with_gradients = PUBLIC[op].in_place
     if needs_grad and with_gradients:
-        lines.append(
-            f"That is a call without gradients; one with them is {with_gradients}, and copies the state.")
+        lines.append(f"That is a call without gradients; one with them is {with_gradients}, and copies the "
+                     "state.")
     if not plan.refused:
         starts = (f": {len(plan.launches)} launches{', backward included' if problem.needs_grad else ''}"
                   if plan.launches else "")
@@ -175,7 +177,7 @@ def explain(
 
 def _machine_of(target: str | Target | None) -> Target:
     if target is not None:
-        return parse(target) if isinstance(target, str) else target
+        return _named(target)
     machine = examine()
     if not machine.targets:
         why = machine.torch_error or "; ".join(f"{name}: {error}" for name, error in machine.lost.items())

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import flashlin
 from flashlin import policy
 from flashlin.compat import releases
+from flashlin.compat.known_issues import KNOWN_ISSUES
 from flashlin.compat.target import Target, interpreting, probe, ptxas_path, triton_state
-from flashlin.compat.versions import affected, release
+from flashlin.compat.versions import release
 from flashlin.diagnostics.report import Check
 from flashlin.guards import verdicts
 from flashlin.testing import environments
@@ -29,6 +30,7 @@ OLDEST_TORCH = release(releases.RELEASES[0].torch[0])[:2]
 # Names under which Triton's files have been published: two of them in one folder overwrite each other.
 TRITON_NAMES = ("triton", "pytorch-triton", "triton-nightly", "triton-windows", "pytorch-triton-rocm",
                 "pytorch-triton-xpu")
+GATED_BACKWARD = next(issue for issue in KNOWN_ISSUES if issue.id == "hopper-gated-backward-640")
 PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 
 
@@ -47,6 +49,24 @@ class Machine(NamedTuple):
     @property
     def on_gpu(self) -> bool:
         return any(target.backend == "cuda" for target in self.targets.values())
+
+    @property
+    def names(self) -> dict[Target, list[str]]:
+        """The names of the devices that are alike: equal cards are one to the report."""
+        names: dict[Target, list[str]] = {}
+        for name, target in self.targets.items():
+            names.setdefault(target, []).append(name)
+        return names
+
+    @property
+    def cards(self) -> list[tuple[str, Target]]:
+        """NVIDIA GPUs, one of those that are alike, each with its name."""
+        return [(names[-1], target) for target, names in self.names.items() if target.backend == "cuda"]
+
+    @property
+    def triton_of_torch(self) -> str:
+        """The Triton that this torch was made with, see ``triton_for``; ``""`` without torch."""
+        return triton_for(self.torch.__version__) if self.torch is not None else ""
 
     @property
     def stops_everything(self) -> str:
@@ -103,8 +123,8 @@ def triton_for(torch_version: str) -> str:
     """The Triton that torch release was made with: ``3.7.1``, or ``3.8`` for any patch release of it; ``""``
     for a torch nobody has looked at."""
     numbers = release(torch_version)[:3]
-    found = next((one.version for one in releases.RELEASES if numbers in map(release, one.torch)), "")
-    return found.rpartition(".")[0] if numbers >= release(releases.MINOR_IS_ENOUGH_FROM) else found
+    triton = next((one.version for one in releases.RELEASES if numbers in map(release, one.torch)), "")
+    return triton.rpartition(".")[0] if numbers >= release(releases.MINOR_IS_ENOUGH_FROM) else triton
 
 
 def is_that(triton: str, wanted: str) -> bool:
@@ -113,8 +133,10 @@ def is_that(triton: str, wanted: str) -> bool:
 
 
 def pip_triton(wanted: str) -> str:
-    return ('pip install '
-            f'"triton{"==" if wanted.count(".") > 1 else "~="}{wanted}{"" if wanted.count(".") > 1 else ".0"}"')
+    """The command that installs the Triton that ``triton_for`` names, any if that is ``""``."""
+    if not wanted:
+        return "pip install triton"
+    return f'pip install "triton=={wanted}"' if wanted.count(".") > 1 else f'pip install "triton~={wanted}.0"'
 
 
 def check_python(machine: Machine) -> Iterator[Check]:
@@ -135,43 +157,44 @@ def check_torch(machine: Machine) -> Iterator[Check]:
 
 
 def check_triton(machine: Machine) -> Iterator[Check]:
-    wanted = triton_for(machine.torch.__version__) if machine.torch is not None else ""
+    wanted = machine.triton_of_torch
     if machine.triton_error:
-        missing = machine.triton_error == "not installed"
-        fix = pip_triton(wanted) if wanted else "pip install triton"
+        missing, fix = machine.triton_error == "not installed", pip_triton(wanted)
+        if not missing:
+            fix = fix.replace("install", "install --force-reinstall")
+        elif not machine.on_gpu:
+            fix = ""
         yield Check(name="triton",
                     status="degraded" if machine.on_gpu else "ok" if missing else "worked around",
-                    fix="" if missing and not machine.on_gpu else fix if missing
-                    else fix.replace("install", "install --force-reinstall"),
-                    detail=f"{machine.triton_error}; without it every op runs in plain torch")
+                    fix=fix, detail=f"{machine.triton_error}; without it every op runs in plain torch")
         return
     yield Check(name="triton", status="ok", detail=f"{machine.triton} from {_folder_of('triton')}")
     if not wanted:
         return
-    fits = is_that(machine.triton, wanted)
-    yield Check(name="pair", status="ok" if fits else "worked around", fix="" if fits else pip_triton(wanted),
-                detail=(
-f"torch {machine.torch.__version__} was made with triton {wanted}" + ("" if fits else
-f", loaded is {machine.triton}: flashlin runs on either, torch.compile may not")))
+    pair = f"torch {machine.torch.__version__} was made with triton {wanted}"
+    if is_that(machine.triton, wanted):
+        yield Check(name="pair", status="ok", detail=pair)
+    else:
+        yield Check(name="pair", status="worked around", fix=pip_triton(wanted),
+                    detail=f"{pair}, loaded is {machine.triton}: flashlin runs on either, torch.compile may "
+                           "not")
 
 
 def check_copies(machine: Machine) -> Iterator[Check]:
     """Two Tritons on the path, and a loaded one that is not the installed one."""
-    found = {(name, dist.version, str(dist.locate_file(""))) for name in TRITON_NAMES
-             for dist in metadata.distributions(name=name)}
-    listed = ", ".join(f"{name} {version} in {folder}" for name, version, folder in sorted(found))
-    folders = [folder for _, _, folder in found]
-    mixed = len(folders) > len(set(folders))
-    repair = "pip uninstall -y " + " ".join(sorted({name for name, _, _ in found}))
-    wanted = triton_for(machine.torch.__version__) if machine.torch is not None else ""
-    if len(found) > 1:
+    copies = sorted({(name, dist.version, str(dist.locate_file(""))) for name in TRITON_NAMES
+                     for dist in metadata.distributions(name=name)})
+    if len(copies) > 1:
+        listed = ", ".join(f"{name} {version} in {folder}" for name, version, folder in copies)
+        mixed = len(copies) > len({folder for _, _, folder in copies})
         what = ("their files overwrite each other" if mixed
                 else f"the first on the path wins, which is {machine.triton or 'unusable'}")
+        names = " ".join(sorted({name for name, _, _ in copies}))
         yield Check(name="two Tritons", status="problem" if mixed else "worked around",
                     detail=f"{listed}: {what}",
-                    fix=f"{repair} && {pip_triton(wanted) if wanted else 'pip install triton'}")
-    elif found and machine.triton:
-        _, version, folder = next(iter(found))
+                    fix=f"pip uninstall -y {names} && {pip_triton(machine.triton_of_torch)}")
+    elif copies and machine.triton:
+        [(_, version, folder)] = copies
         if release(version) != release(machine.triton):
             yield Check(name="loaded Triton", status="worked around", detail=(
                 f"loaded is {machine.triton} from {_folder_of('triton')}, installed is {version} in "
@@ -187,12 +210,11 @@ def check_ptxas(machine: Machine) -> Iterator[Check]:
                         fix=f"unset {variable}",
                         detail=f"{variable}={path} cannot be executed: Triton fails on it or, from 3.4 on, "
                                "takes its own ptxas instead")
-    for where, target in {target: (where, target) for where, target in machine.targets.items()}.values():
-        if target.backend == "cuda" and target.triton:
+    for where, target in machine.cards:
+        if target.triton:
             path = ptxas_path(target.triton, target.capability)
-            source = next((f"by {variable}"
-                           for variable in PTXAS_VARIABLES if os.environ.get(variable) == path),
-                          "Triton's own")
+            source = next((f"by {variable}" for variable in PTXAS_VARIABLES
+                           if os.environ.get(variable) == path), "Triton's own")
             yield Check(name="ptxas", status="ok" if target.ptxas else "could not check",
                         detail=f"{where}: {target.ptxas or 'version unknown'}, {source}, "
                                f"{path or 'not found'}")
@@ -218,12 +240,15 @@ def check_driver(machine: Machine) -> Iterator[Check]:
     if machine.on_gpu or machine.lost or machine.torch is None:
         yield Check(name="driver", status="ok", detail=shown)
         return
-    built, hidden = machine.torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES")
-    why, fix = (("is a CPU build", "pip install --force-reinstall torch") if not built else
-                (f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden}",
-                 "unset CUDA_VISIBLE_DEVICES") if hidden is not None else
-                (f"(CUDA {built}) finds none: the driver is too old for it, or does not let this user or "
-                 "container in", ""))
+    built, hidden, fix = machine.torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"), ""
+    if not built:
+        why, fix = "is a CPU build", "pip install --force-reinstall torch"
+    elif hidden is not None:
+        why = f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden}"
+        fix = "unset CUDA_VISIBLE_DEVICES"
+    else:
+        why = (f"(CUDA {built}) finds none: the driver is too old for it, or does not let this user or "
+               "container in")
     yield Check(name="driver", status="degraded", fix=fix,
                 detail=f"{shown}; but torch {machine.torch.__version__} {why}: every op runs in plain torch "
                        "on the CPU")
@@ -237,14 +262,13 @@ def check_policy(machine: Machine) -> Iterator[Check]:
     values = {**machine.policy._asdict(), "ignore": ",".join(sorted(machine.policy.ignore)) or "nothing"}
     yield Check(name="policy", status="ok",
                 detail=", ".join(f"{name} {value}" for name, value in values.items()))
-    valid = sorted(name.upper() for name in (*policy.Policy._fields, *policy.FOLDERS))
-    for given in sorted(name.removeprefix("FLASHLIN_")
-                        for name in os.environ if name.startswith("FLASHLIN_")):
-        if given not in valid:
-            meant = get_close_matches(given, valid, 1)
-            yield Check(name="policy", status="worked around", fix=f"unset FLASHLIN_{given}",
-                        detail=f"FLASHLIN_{given} means nothing; " + (
-f"FLASHLIN_{meant[0]} does" if meant else f"known are {', '.join(f'FLASHLIN_{name}' for name in valid)}"))
+    valid = sorted(f"FLASHLIN_{name.upper()}" for name in (*policy.Policy._fields, *policy.FOLDERS))
+    for given in sorted(name for name in os.environ if name.startswith("FLASHLIN_") and name not in valid):
+        meant = get_close_matches(given.removeprefix("FLASHLIN_"),
+                                  [name.removeprefix("FLASHLIN_") for name in valid], 1)
+        instead = f"FLASHLIN_{meant[0]} does" if meant else f"known are {', '.join(valid)}"
+        yield Check(name="policy", status="worked around", fix=f"unset {given}",
+                    detail=f"{given} means nothing; {instead}")
 
 
 def check_interpreter(machine: Machine) -> Iterator[Check]:
@@ -286,17 +310,16 @@ def check_folders(machine: Machine) -> Iterator[Check]:
 
 def check_tried(machine: Machine) -> Iterator[Check]:
     """What was found out about kernels on this machine, and when."""
-    for where, target in {target: (where, target)
-                          for where, target in machine.targets.items() if target.backend == "cuda"}.values():
+    for where, target in machine.cards:
         here = verdicts.local(target)
         ran = sorted(one.date for one in here.kernels.values() if one.word == "ran")
+        when = f", {ran[0]} to {ran[-1]}" if ran else " in trials of this machine's own"
         yield Check(name="tried here", status="ok",
-                    detail=f"{where}: {len(ran)} configurations of kernels ran" + (
-f", {ran[0]} to {ran[-1]}" if ran else " in trials of this machine's own"))
+                    detail=f"{where}: {len(ran)} configurations of kernels ran{when}")
         for config, one in here.kernels.items():
             if one.word in verdicts.BAD:
                 yield Check(name="tried here", status="worked around",
-                            fix=f"flashlin warmup --forget --op {one.trial.partition(' ')[0]}",
+                            fix=f"flashlin warmup --forget --op {one.op}",
                             detail=f"{where}: {config}: {one.word} on {one.date} ({one.said or one.trial}); "
                                    "it is planned otherwise")
         for trial, one in here.trials.items():
@@ -332,9 +355,7 @@ def check_fla(machine: Machine) -> Iterator[Check]:
         version, missing = attempt(metadata.version, name)
         if missing:
             continue
-        hit = [where for where, target in machine.targets.items() if target.backend == "cuda"
-               and target.capability[0] == 9
-               and affected(target.triton, "3.4.0", "3.7.1")]
+        hit = [where for where, target in machine.targets.items() if GATED_BACKWARD.here(target)]
         yield Check(name="fla", status="ok", detail=f"{name} {version}" + (
             f"; called directly, its gated chunked backward gives wrong gradients on {', '.join(hit)} "
             "(Hopper, 3.4.0 <= Triton < 3.7.1), which "
@@ -350,13 +371,13 @@ CHECKS: tuple[Callable[[Machine], Iterator[Check]], ...] = (
 
 def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Check]]]) -> list[Check]:
     """What the checks say; one that fails is a line of its own."""
-    found: list[Check] = []
+    said: list[Check] = []
     for check in checks:
         lines, error = attempt(lambda check=check: list(check(machine)))
-        name = check.__name__.removeprefix("check_")
-        found += lines if lines is not None else [Check(name=name, status="could not check",
-                                                        detail=f"could not check: {error}")]
-    return found
+        said += lines if lines is not None else [
+            Check(name=check.__name__.removeprefix("check_"), status="could not check",
+                  detail=f"could not check: {error}")]
+    return said
 
 
 def _folder_of(package: str) -> str:

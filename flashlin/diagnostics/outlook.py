@@ -3,7 +3,7 @@ helps. Pure: asks no machine."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from flashlin import dispatch
@@ -37,35 +37,34 @@ ISSUES = {issue.id for issue in KNOWN_ISSUES}
 
 def typical(op: str, target: Target, policy: Policy) -> Planned:
     """The plans of an op's typical calls."""
-    this, found = PUBLIC[op], {}
+    planned: Planned = {}
     for use, sizes in usual(op).items():
         for grad in (False,) if use == "decoding" else (False, True):
             for dtype in DTYPES:
-                problem = problem_of(family_of(op), this, sizes, dtype, grad)
-                found[Kind(dtype, use, grad)] = dispatch.plan(problem, target, policy)
-    return found
+                problem = problem_of(family_of(op), PUBLIC[op], sizes, dtype, grad)
+                planned[Kind(dtype, use, grad)] = dispatch.plan(problem, target, policy)
+    return planned
 
 
 def summary(op: str, where: str, planned: Planned) -> OpPlan:
     """One line for all the typical calls of an op."""
-    because: dict[str, None] = {}
-    remedies: dict[str, None] = {}
-    costs: dict[str, None] = {}
+    told: list[tuple[str, str]] = []  # what is in the way, and the way around
     for plan in planned.values():
-        for reason, remedy in plan.steps:
-            if reason.forced or remedy == "torch_path":
-                because[reason.code if reason.code in ISSUES
-                        else f"{reason.code}: {reason.got}"] = remedies[VARIANTS[remedy].means] = None
-        if cost(plan):
-            costs[cost(plan)] = None
-        for reason in plan.refused:
-            because[str(reason)] = remedies[advice(plan)] = None
-        for issue in unguarded(plan):
-            because[f"may be wrong: {issue.id}, whose check is switched off"] = remedies[
-                "FLASHLIN_POLICY=auto and no FLASHLIN_IGNORE"] = None
+        told += [(reason.code if reason.code in ISSUES else f"{reason.code}: {reason.got}",
+                  VARIANTS[remedy].means)
+                 for reason, remedy in plan.steps if reason.forced or remedy == "torch_path"]
+        told += [(str(reason), advice(plan)) for reason in plan.refused]
+        told += [(f"may be wrong: {issue.id}, whose check is switched off",
+                  "FLASHLIN_POLICY=auto and no FLASHLIN_IGNORE") for issue in unguarded(plan)]
     return OpPlan(op=op, where=where, path=ways(planned),
-                  verdict=min(map(judged, planned.values()), key=STATUSES.index), because="; ".join(because),
-                  remedy="; ".join(remedies), cost="; ".join(costs), evidence=evidence(planned.values()))
+                  verdict=min(map(judged, planned.values()), key=STATUSES.index),
+                  because=_once(because for because, _ in told), remedy=_once(remedy for _, remedy in told),
+                  cost=_once(filter(None, map(cost, planned.values()))), evidence=evidence(planned.values()))
+
+
+def _once(texts: Iterable[str]) -> str:
+    """Each of them once, in the order of their first use."""
+    return "; ".join(dict.fromkeys(texts))
 
 
 def judged(plan: Plan) -> Status:
@@ -138,15 +137,14 @@ def evidence(plans: Iterable[Plan]) -> str:
         return "plain torch"
     if kernels[0].target.backend == "interpreter":
         return "interpreter"
-    known = [max((trust(launch, plan.target) for launch in plan.launches), key=TRUST.index, default="unknown")
-             for plan in kernels]
+    known = [max((trust(launch.config, plan.target) for launch in plan.launches), key=TRUST.index,
+                 default="unknown") for plan in kernels]
     levels = sorted(set(known), key=TRUST.index)
     words = {"unknown": "no record", "failed": "does not hold"}
-    told = [words.get(level, level) for level in levels]
     if len(levels) == 1:
-        return told[0]
-    return ", ".join(f"{one} ({known.count(level)} of {len(known)} calls)"
-                     for one, level in zip(told, levels, strict=True))
+        return words.get(levels[0], levels[0])
+    return ", ".join(f"{words.get(level, level)} ({known.count(level)} of {len(known)} calls)"
+                     for level in levels)
 
 
 def issue_row(issue: KnownIssue, where: str, plans: list[Plan]) -> Issue:
@@ -161,55 +159,54 @@ def issue_row(issue: KnownIssue, where: str, plans: list[Plan]) -> Issue:
     return Issue(id=issue.id, where=where, status=status, effect=issue.effect, detail=detail, url=issue.url)
 
 
-def unreleased(where: str, target: Target) -> list[Check]:
+def unreleased(where: str, target: Target) -> Iterator[Check]:
     """A nightly or a build from git: which fixes are in it, nobody can say."""
     if not is_unreleased(target.triton):
-        return []
+        return
     fixed = ".".join(map(str, release(target.triton)))
     doubtful = [issue.id for issue in issues_here(target)
                 if issue not in issues_here(target._replace(triton=fixed))]
-    detail = f"{where}: triton {target.triton} is an unreleased build: treated as affected by " + (
-        f"{', '.join(doubtful)}, fixed in {fixed}" if doubtful else "no more than a release would be")
-    return [Check(name="unreleased", status="worked around" if doubtful else "ok", detail=detail)]
+    by = f"{', '.join(doubtful)}, fixed in {fixed}" if doubtful else "no more than a release would be"
+    yield Check(name="unreleased", status="worked around" if doubtful else "ok",
+                detail=f"{where}: triton {target.triton} is an unreleased build: treated as affected by {by}")
 
 
-def upgrade(where: str, target: Target, planned: dict[str, Planned], policy: Policy) -> list[Check]:
+def upgrade(where: str, target: Target, planned: dict[str, Planned], policy: Policy) -> Iterator[Check]:
     """The newer Triton with the fewest ways around: of several such the one made for this torch, else the
     oldest."""
-    here = {op: burden(found)
-            for op, found in planned.items() if any(judged(plan) != "ok" for plan in found.values())}
+    here = {op: burden(plans)
+            for op, plans in planned.items() if any(judged(plan) != "ok" for plan in plans.values())}
     if target.backend != "cuda" or not here:
-        return []
+        return
     best, left = "", here
     made_for_torch = triton_for(target.torch)
-    versions = [one.version for one in releases.RELEASES]
-    for candidate in sorted(versions, key=lambda version: not is_that(version, made_for_torch)):
-        if release(candidate) > release(target.triton):
-            ptxas = target.ptxas if any(map(os.environ.get, PTXAS_VARIABLES)) else bundled_ptxas(candidate,
-                                                                                                 target.capability)
-            then = {op: burden(typical(op, target._replace(triton=candidate, ptxas=ptxas), policy))
-                    for op in here}
-            if sum(then.values()) < sum(left.values()):
-                best, left = candidate, then
+    versions = [one.version for one in releases.RELEASES if release(one.version) > release(target.triton)]
+    for version in sorted(versions, key=lambda version: not is_that(version, made_for_torch)):
+        ptxas = (target.ptxas if any(map(os.environ.get, PTXAS_VARIABLES))
+                 else bundled_ptxas(version, target.capability))
+        then = {op: burden(typical(op, target._replace(triton=version, ptxas=ptxas), policy)) for op in here}
+        if sum(then.values()) < sum(left.values()):
+            best, left = version, then
     if not best:
-        return []
-    cleared, eased = [op for op in here if not left[op]], [op for op in here if 0 < left[op] < here[op]]
-    words = [f"{what} {len(ops)} of {len(here)}" + (f" ({', '.join(ops)})" if len(ops) <= 3 < len(here)
-                                                    else "")
-             for what, ops in (("clears", cleared), ("eases", eased)) if ops]
+        return
+    words = []
+    for what, ops in (("clears", [op for op in here if not left[op]]),
+                      ("eases", [op for op in here if 0 < left[op] < here[op]])):
+        names = f" ({', '.join(ops)})" if len(ops) <= 3 < len(here) else ""
+        words += [f"{what} {len(ops)} of {len(here)}{names}"] if ops else []
     torches = [torch for one in releases.RELEASES for torch in one.torch]
     comes = next((f"; torch {one} comes with it" for one in torches if is_that(best, triton_for(one))), "")
-    return [Check(name="upgrade", status="worked around", fix=pip_triton(best),
-                  detail=f"{where}: of the ops that are worked around, triton {best} "
-                         f"{' and '.join(words)}{comes}")]
+    yield Check(name="upgrade", status="worked around", fix=pip_triton(best),
+                detail=f"{where}: of the ops that are worked around, triton {best} "
+                       f"{' and '.join(words)}{comes}")
 
 
 def burden(planned: Planned) -> int:
     """How far an op's calls are from the plain way: 0 nothing in the way, then fewer warps, fp32 copies or an
     issue that nothing avoids, plain torch, not at all."""
-    def of(plan: Plan) -> int:
+    total = 0
+    for plan in planned.values():
         met = [2 for issue in issues_here(plan.target) if not issue.remedies and meets(issue, plan)]
-        return 4 if plan.refused else max([*met,
-                                           *(VARIANTS[remedy].burden
-                                             for reason, remedy in plan.steps if reason.forced)], default=0)
-    return sum(map(of, planned.values()))
+        forced = [VARIANTS[remedy].burden for reason, remedy in plan.steps if reason.forced]
+        total += 4 if plan.refused else max([*met, *forced], default=0)
+    return total

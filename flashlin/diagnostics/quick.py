@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from queue import Empty, Queue
 from threading import Thread
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from flashlin.compat import blame
-from flashlin.compat.child import python
+from flashlin.compat.child import channel, python
 from flashlin.diagnostics.machine import attempt
 from flashlin.diagnostics.report import Status
 from flashlin.policy import Policy
@@ -144,9 +144,8 @@ class _Child:
 def _ending(code: int, grumbled: deque[str]) -> str:
     names = {int(number): number.name for number in signal.Signals}
     how = f"ended by {names.get(-code, f'signal {-code}')}" if code < 0 else f"ended with exit code {code}"
-    telling = [line for line in grumbled if "rror" in line or "ssert" in line] or [line
-                                                                                   for line in grumbled
-                                                                                   if line]
+    lines = list(filter(None, grumbled))
+    telling = [line for line in lines if "rror" in line or "ssert" in line] or lines
     return f"{how}: {telling[-1][:300]}" if telling else how
 
 
@@ -156,8 +155,8 @@ def run(case: Any, device: Any, dtype: Any) -> tuple[bool, str]:
     verdicts = check(case, device, dtype)
     worst = max(verdicts, key=lambda verdict: (not verdict.ok, verdict.rms != verdict.rms,
                                                verdict.rms / verdict.allowed))
-    return worst.ok, f"worst is {worst.tensor}, error {worst.rms:.1e} of {worst.allowed:.1e} allowed" + (""
-                                                                                                         if worst.ok else f", row {worst.row:.1e}")
+    row = "" if worst.ok else f", row {worst.row:.1e}"
+    return worst.ok, f"worst is {worst.tensor}, error {worst.rms:.1e} of {worst.allowed:.1e} allowed{row}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -167,8 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--op")
     parser.add_argument("--first", type=int, default=0)
     given = parser.parse_args(argv)
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not end up between the JSON lines
+    say = channel()
     import torch
 
     import flashlin
@@ -181,19 +179,15 @@ def main(argv: list[str] | None = None) -> None:
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])
     jobs = [(case, dtype) for case in cases.CASES if case.quick and given.op in (None, case.op)
             for dtype in dtypes]
-    _say(channel, jobs=[[str(case), str(dtype).removeprefix("torch.")] for case, dtype in jobs])
+    say(jobs=[[str(case), str(dtype).removeprefix("torch.")] for case, dtype in jobs])
     for index, (case, dtype) in list(enumerate(jobs))[given.first:]:
-        _say(channel, start=index)
+        say(start=index)
         started = time.monotonic()
         result, error = attempt(run, case, device, dtype)
         ok, detail = result or (False, error)
-        _say(channel, done=index, ok=ok, detail=detail, seconds=round(time.monotonic() - started, 3))
+        say(done=index, ok=ok, detail=detail, seconds=round(time.monotonic() - started, 3))
         if "CUDA error" in detail:  # the context is lost: the next child has a new one
             return
-
-
-def _say(channel: TextIO, **message: Any) -> None:
-    print(json.dumps(message), file=channel, flush=True)
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ class Device(Facts):
     sms: int
 
     def __str__(self) -> str:
-        card = f"{self.name} {self.sm}, " if self.backend in ("cuda",
-                                                              "hip") else "Triton's interpreter, " if self.backend == "interpreter" else ""
+        gpu = f"{self.name} {self.sm}, "
+        card = {"cuda": gpu, "hip": gpu, "interpreter": "Triton's interpreter, "}.get(self.backend, "")
         ptxas = f", ptxas {self.ptxas}" if self.ptxas else ""
         return f"{self.where}: {card}triton {self.triton or 'none'}{ptxas}, torch {self.torch or 'unknown'}"
 
@@ -116,24 +116,23 @@ class Report(Facts):
     @model_validator(mode="before")
     @classmethod
     def _computed_anew(cls, values: Any) -> Any:
-        return {name: value
-                for name, value in values.items()
-                if name not in ("ok", "status", "verdict")} if isinstance(values,
-                                                                dict) else values
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if name not in cls.model_computed_fields}
 
-    @computed_field  # type: ignore[prop-decorator]
+    @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated property
     @property
     def ok(self) -> bool:
         """Whether every op runs here and nothing is known to be wrong."""
         return not self.fails()
 
-    @computed_field  # type: ignore[prop-decorator]
+    @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated property
     @property
     def status(self) -> Status:
         """The worst of all that was found."""
         return min(self._statuses(), key=STATUSES.index, default="ok")
 
-    @computed_field  # type: ignore[prop-decorator]
+    @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated property
     @property
     def verdict(self) -> str:
         """One sentence."""
@@ -146,8 +145,8 @@ class Report(Facts):
             why = "" if bad else f" ({stopped[0].because})"
             bad.append(f"{len(stopped)} of {len(self.plans)} ops cannot run, or may be wrong{why}")
         if bad:
-            return "Not everything works here. " + "; ".join(bad[:2] + ([f"and {len(bad) - 2} more"]
-                                                                        if len(bad) > 2 else [])) + "."
+            more = [f"and {len(bad) - 2} more"] if len(bad) > 2 else []
+            return f"Not everything works here. {'; '.join(bad[:2] + more)}."
         idle = [f"{check.name}: {check.detail}" for check in self.checks if check.status == "degraded"]
         slower = [plan for plan in self.plans if plan.verdict == "degraded"]
         if slower:
@@ -181,9 +180,8 @@ class Report(Facts):
         yield ("Ops", ("", "op", *["where"] * many, "path", "evidence", "because", "remedy", "cost"),
                [(p.verdict, p.op, *[p.where] * many, p.path, p.evidence, p.because, p.remedy,
                  p.cost and f"cost: {p.cost}") for p in self.plans])
-        yield "Checks", ("", "check", "found",
-                         "fix"), [(c.status, c.name, c.detail, c.fix and f"fix: {c.fix}")
-                                  for c in self.checks]
+        yield ("Checks", ("", "check", "found", "fix"),
+               [(c.status, c.name, c.detail, c.fix and f"fix: {c.fix}") for c in self.checks])
         yield ("Known issues of this machine", ("", "issue", *["where"] * many, "effect", "here", "source"),
                [(i.status, i.id, *[i.where] * many, i.effect, i.detail, i.url) for i in self.issues])
         yield ("Ran here, against the float64 reference", ("", "case", "where", "dtype", "found", "time"),

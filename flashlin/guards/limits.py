@@ -7,6 +7,7 @@ Adding one is a function in CHECKS.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from flashlin.compat.known_issues import TILE_FACTS, KnownIssue, issues_here
 from flashlin.compat.target import Target
@@ -16,7 +17,17 @@ from flashlin.guards.problem import Launch, Problem, Reason
 from flashlin.guards.proven import failure, trust
 from flashlin.policy import Policy
 
-Check = Callable[[Problem, tuple[Launch, ...], Target, Policy, Family], "Reason | None"]
+
+class Draft(NamedTuple):
+    """A plan that is not checked yet: the launches that a problem of a family would make on a target."""
+    problem: Problem
+    family: Family
+    launches: tuple[Launch, ...]
+    target: Target
+    policy: Policy
+
+
+Check = Callable[[Draft], "Reason | None"]
 
 AXIS_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA's maximum grid, by axis
 OFFSET_LIMIT = 2**31 - 1
@@ -26,91 +37,78 @@ MAX_HEAD_DIM = 512
 FEW_TOKENS = 16
 
 
-def check_path(
-    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-) -> Reason | None:
+def check_path(draft: Draft) -> Reason | None:
     # a user's kernel has no other path: the setting is not about it
-    if policy.path == "torch" and problem.given is None:
+    if draft.policy.path == "torch" and draft.problem.given is None:
         return Reason("setting", "path=torch", "a path other than torch for kernels", ("torch_path",),
                       forced=False)
     return None
 
 
-def check_backend(
-    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-) -> Reason | None:
-    if target.backend == "cpu":
+def check_backend(draft: Draft) -> Reason | None:
+    if draft.target.backend == "cpu":
         return Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels",
                       ("torch_path",), forced=False)
     # whether a user's own kernel runs on AMD is for its author to say
-    if target.backend == "hip" and problem.given is None and policy.policy != "off":
+    if draft.target.backend == "hip" and draft.problem.given is None and draft.policy.policy != "off":
         return Reason("backend", "an AMD GPU",
                       "an NVIDIA GPU: nobody has run these kernels on AMD yet (policy=off tries them)",
                       ("torch_path",))
-    if not target.triton or release(target.triton)[:2] < (3, 0):
-        return Reason("triton", f"Triton {target.triton or 'not usable'}", "Triton 3.0 or newer",
+    if not draft.target.triton or release(draft.target.triton)[:2] < (3, 0):
+        return Reason("triton", f"Triton {draft.target.triton or 'not usable'}", "Triton 3.0 or newer",
                       ("torch_path",))
     return None
 
 
-def check_mode(
-    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-) -> Reason | None:
-    if problem.mode != "auto":
+def check_mode(draft: Draft) -> Reason | None:
+    if draft.problem.mode != "auto":
         return None
-    if problem.needs_grad:
+    if draft.problem.needs_grad:
         return Reason("mode", "mode=auto with gradients", "chunk, whose matmuls backward needs anyway",
                       ("chunk_mode",), forced=False)
-    if problem.T <= FEW_TOKENS:
-        return Reason("mode", f"mode=auto and T={problem.T}",
+    if draft.problem.T <= FEW_TOKENS:
+        return Reason("mode", f"mode=auto and T={draft.problem.T}",
                       f"fused_recurrent for T <= {FEW_TOKENS} without gradients", ("recurrent_mode",),
                       forced=False)
-    if target.backend == "cuda" and target.capability < (8, 0):
-        return Reason("mode", f"mode=auto on {target.sm}",
+    if draft.target.backend == "cuda" and draft.target.capability < (8, 0):
+        return Reason("mode", f"mode=auto on {draft.target.sm}",
                       "fused_recurrent below sm80: Triton has no tensor cores there "
                       "(users measured 9 s against 22 s chunked on a V100)", ("recurrent_mode",),
                       "https://github.com/fla-org/flash-linear-attention/issues/458", forced=False)
-    return Reason("mode", f"mode=auto and T={problem.T}", f"chunk for T > {FEW_TOKENS}", ("chunk_mode",),
-                  forced=False)
+    return Reason("mode", f"mode=auto and T={draft.problem.T}", f"chunk for T > {FEW_TOKENS}",
+                  ("chunk_mode",), forced=False)
 
 
-def check_dtype(
-    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-) -> Reason | None:
-    if problem.dtype not in ("float16", "bfloat16", "float32"):
-        return Reason("dtype", problem.dtype, "float16, bfloat16 or float32 for the kernels", ("torch_path",))
-    if target.backend == "interpreter" and any("bf16" in launch.traits for launch in launches):
+def check_dtype(draft: Draft) -> Reason | None:
+    if draft.problem.dtype not in ("float16", "bfloat16", "float32"):
+        return Reason("dtype", draft.problem.dtype, "float16, bfloat16 or float32 for the kernels",
+                      ("torch_path",))
+    if draft.target.backend == "interpreter" and any("bf16" in launch.traits for launch in draft.launches):
         return Reason("interpreter-bf16", "bf16 in Triton's interpreter, which multiplies the raw bits",
                       "fp32 operands", ("via_fp32",))
     return None
 
 
-def check_head_dim(
-    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-) -> Reason | None:
-    if family.head_dim and max(problem.K, problem.V) > MAX_HEAD_DIM:
-        return Reason("head-dim", f"K={problem.K} V={problem.V}",
+def check_head_dim(draft: Draft) -> Reason | None:
+    if draft.family.head_dim and max(draft.problem.K, draft.problem.V) > MAX_HEAD_DIM:
+        return Reason("head-dim", f"K={draft.problem.K} V={draft.problem.V}",
                       f"K and V up to {MAX_HEAD_DIM} for the kernels", ("torch_path",))
     return None
 
 
-def check_family(
-    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-) -> Reason | None:
-    for option, got, need in family.unsupported:
-        if option in problem.options:
+def check_family(draft: Draft) -> Reason | None:
+    for option, got, need in draft.family.unsupported:
+        if option in draft.problem.options:
             return Reason(option, got, f"{need} for the kernels", ("torch_path",))
-    for axis, most, got in family.limits:
-        size = getattr(problem, axis)
+    for axis, most, got in draft.family.limits:
+        size = getattr(draft.problem, axis)
         if size > most:
             return Reason("width", got.format(size), f"up to {most} for the kernels", ("torch_path",))
     return None
 
 
-def check_grid(
-    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-) -> Reason | None:
-    for launch in launches:
+def check_grid(draft: Draft) -> Reason | None:
+    for launch in draft.launches:
         for axis, (size, limit) in enumerate(zip(launch.grid, AXIS_LIMITS, strict=False)):
             if size > limit:
                 return Reason("grid", f"{launch.kernel} starts {size} programs on grid axis {axis}",
@@ -118,59 +116,52 @@ def check_grid(
     return None
 
 
-def check_offsets(
-    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-) -> Reason | None:
-    for launch in launches:
+def check_offsets(draft: Draft) -> Reason | None:
+    for launch in draft.launches:
         if launch.span > OFFSET_LIMIT:
-            remedies = ("torch_path",) if problem.given is None else ("chunk_batch",)
+            remedies = ("torch_path",) if draft.problem.given is None else ("chunk_batch",)
             return Reason("offset", f"{launch.kernel} reaches element {launch.span} with 32-bit offsets",
                           f"at most {OFFSET_LIMIT}", remedies)
     return None
 
 
-def check_shared(
-    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-) -> Reason | None:
-    for launch in launches:
-        if launch.shared > target.shared:
+def check_shared(draft: Draft) -> Reason | None:
+    for launch in draft.launches:
+        if launch.shared > draft.target.shared:
             return Reason("shared-memory", f"{launch.kernel} needs {launch.shared} bytes per block",
-                          f"at most {target.shared} on {target.sm}", ("torch_path",))
+                          f"at most {draft.target.shared} on {draft.target.sm}", ("torch_path",))
     return None
 
 
-def check_known_issues(
-    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-) -> Reason | None:
-    if policy.policy == "off":
+def check_known_issues(draft: Draft) -> Reason | None:
+    if draft.policy.policy == "off":
         return None
-    for issue in issues_here(target):
-        if not issue.remedies or issue.id in policy.ignore:
+    for issue in issues_here(draft.target):
+        if not issue.remedies or issue.id in draft.policy.ignore:
             continue
-        for launch in launches:
+        for launch in draft.launches:
             if issue.hits(launch.traits, launch.num_warps, launch.num_stages):
-                return _known(issue, problem, launch, target)
+                return _known(issue, launch, draft)
     return None
 
 
-def _known(issue: KnownIssue, problem: Problem, launch: Launch, target: Target) -> Reason:
+def _known(issue: KnownIssue, launch: Launch, draft: Draft) -> Reason:
     """What a known issue says of a launch. As long as the recipe may have a tile without the issue's facts,
     passing this one over is a choice."""
-    facts = issue.traits & TILE_FACTS - problem.avoid
-    tile = "".join(f" {name}={size}" for name, size in launch.tile) if facts else ""
-    got = (f"{launch.kernel}{tile} with {launch.num_warps} warps, {problem.dtype} on {target.sm}, "
+    facts = issue.traits & TILE_FACTS - draft.problem.avoid
+    tile = f" {launch.tile_text}" if facts and launch.tile else ""
+    target = draft.target
+    got = (f"{launch.kernel}{tile} with {launch.num_warps} warps, {draft.problem.dtype} on {target.sm}, "
            f"triton {target.triton} ({issue.effect})")
     return Reason(issue.id, got, issue.need, issue.remedies, issue.url, forced=not facts, avoid=facts)
 
 
-def check_launch_table(
-    problem: Problem, launches: tuple[Launch, ...], target: Target, policy: Policy, family: Family
-) -> Reason | None:
-    if problem.given is not None or policy.policy == "off":  # the table is about our own kernels
+def check_launch_table(draft: Draft) -> Reason | None:
+    if draft.problem.given is not None or draft.policy.policy == "off":  # the table is about our own kernels
         return None
-    for launch in launches:
-        if trust(launch, target) == "failed":
-            return Reason("launch-table", failure(launch, target), "a configuration that holds",
+    for launch in draft.launches:
+        if trust(launch.config, draft.target) == "failed":
+            return Reason("launch-table", failure(launch.config, draft.target), "a configuration that holds",
                           ("limit_num_warps", "torch_path"))
     return None
 

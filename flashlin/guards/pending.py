@@ -69,15 +69,15 @@ def synchronize() -> None:
     """
     for slot, _ in tuple(_owed):
         slot.event.synchronize()
-    found = _arrived()
+    messages = _arrived()
     for device, flags in _flags.items():
         if flags.calls:
             torch.cuda.synchronize(device)
             bad = _judge(flags, flags.table)
-            found += [message for _, message in bad]
+            messages += [message for _, message in bad]
             for row, _ in bad:
                 flags.table[row].fill_(-1)
-    _raise(found)
+    _raise(messages)
 
 
 def take(device: torch.device) -> Slot:

@@ -55,13 +55,14 @@ class Problem(NamedTuple):
     def __str__(self) -> str:
         if self.given is not None:
             launch = self.given.launch
-            return f"grid={launch.grid} {self.dtype} num_warps={launch.num_warps} num_stages={launch.num_stages}" + (
-                f" batch={self.B} on axis {self.given.axis}" if self.given.axis >= 0 else "")
+            batch = f" batch={self.B} on axis {self.given.axis}" if self.given.axis >= 0 else ""
+            return (f"grid={launch.grid} {self.dtype} num_warps={launch.num_warps} "
+                    f"num_stages={launch.num_stages}{batch}")
         flags = [flag for flag, on in (("varlen", self.varlen), ("needs_grad", self.needs_grad)) if on]
         mode = [f"mode={self.mode}"] if self.mode else []
-        sizes = f"B={self.B} T={self.T} H={self.H} K={self.K} V={self.V}" + (f" N={self.N}"
-                                                                             if self.N != self.B else "")
-        return " ".join([sizes, self.dtype, *self.options, *flags, *mode, f"path={self.path}"])
+        sizes = f"B={self.B} T={self.T} H={self.H} K={self.K} V={self.V}"
+        number = [f"N={self.N}"] if self.N != self.B else []
+        return " ".join([sizes, *number, self.dtype, *self.options, *flags, *mode, f"path={self.path}"])
 
 
 class Launch(NamedTuple):
@@ -81,12 +82,19 @@ class Launch(NamedTuple):
         return dict(self.tile)[name]
 
     @property
+    def tile_text(self) -> str:
+        return " ".join(f"{name}={size}" for name, size in self.tile)
+
+    @property
     def config(self) -> str:
         """What the launch table knows it by: the kernel, its tile, warps, stages and what its operands
         are."""
-        tile = " ".join(f"{name}={size}" for name, size in self.tile)
-        return (
-            f"{self.kernel} {tile} warps={self.num_warps} stages={self.num_stages} {' '.join(sorted(self.traits))}".strip())
+        return (f"{self.kernel} {self.tile_text} warps={self.num_warps} stages={self.num_stages} "
+                f"{' '.join(sorted(self.traits))}").strip()
+
+    def __str__(self) -> str:
+        return (f"{self.kernel} grid={self.grid} {self.tile_text} num_warps={self.num_warps} "
+                f"num_stages={self.num_stages}")
 
 
 class Given(NamedTuple):
@@ -147,14 +155,8 @@ class Plan(NamedTuple):
                  f"  call     {self.asked}", f"  target   {self.target}"]
         lines += [f"  because  {reason}\n  so       {remedy}" for reason, remedy in self.steps]
         lines += [f"  because  {reason}" for reason in self.refused]
-        lines += [f"  launch   {_shown(launch)}" for launch in self.launches]
+        lines += [f"  launch   {launch}" for launch in self.launches]
         return "\n".join(lines)
-
-
-def _shown(launch: Launch) -> str:
-    tile = " ".join(f"{name}={size}" for name, size in launch.tile)
-    return (f"{launch.kernel} grid={launch.grid} {tile} num_warps={launch.num_warps} "
-            f"num_stages={launch.num_stages}")
 
 
 class UnsupportedError(NotImplementedError):

@@ -12,7 +12,6 @@ from flashlin.compat import releases
 from flashlin.compat.target import Target
 from flashlin.compat.versions import is_unreleased, release
 from flashlin.guards import verdicts
-from flashlin.guards.problem import Launch
 
 PROVEN = Path(__file__).parents[1] / "kernels" / "proven.json"
 # ran: right on such a card. compiled: machine code was made of every use of it. failed: of one it was not, or
@@ -27,28 +26,23 @@ def knows(triton: str) -> bool:
     return not is_unreleased(triton) and release(triton)[:2] <= release(releases.RELEASES[-1].version)[:2]
 
 
-def trust(launch: Launch, target: Target) -> Trust:
-    """What is known of a launch's configuration: on this very machine, else on that card under that release
-    or, where it was not tried, others of the same minor version. Of nightlies only what was found on this
-    machine."""
-    return level(launch.config, target)
-
-
-def level(config: str, target: Target) -> Trust:
-    """``trust`` in a launch of that configuration."""
+def trust(config: str, target: Target) -> Trust:
+    """What is known of a configuration (``Launch.config``): on this very machine, else on that card under
+    that release or, where it was not tried, others of the same minor version. Of nightlies only what was
+    found on this machine."""
     here = verdicts.local(target).kernels.get(config)
-    return _shipped(config, target.triton,
-                    target.sm) if here is None else "ran" if here.word == "ran" else "failed"
-
-
-def failure(launch: Launch, target: Target) -> str:
-    """Where and how a configuration that is not trusted failed."""
-    here = verdicts.local(target).kernels.get(launch.config)
     if here is None:
-        return f"{launch.config} does not compile on {target.sm} with triton {target.triton}"
-    return (f"{launch.config} was tried on this machine with triton {target.triton} on {here.date}: "
-            f"{here.word}"
-            f" ({here.said or here.trial}; flashlin warmup --forget takes it back)")
+        return _shipped(config, target.triton, target.sm)
+    return "ran" if here.word == "ran" else "failed"
+
+
+def failure(config: str, target: Target) -> str:
+    """Where and how a configuration that is not trusted failed."""
+    here = verdicts.local(target).kernels.get(config)
+    if here is None:
+        return f"{config} does not compile on {target.sm} with triton {target.triton}"
+    return (f"{config} was tried on this machine with triton {target.triton} on {here.date}: {here.word} "
+            f"({here.said or here.trial}; flashlin warmup --forget takes it back)")
 
 
 @lru_cache(maxsize=4096)
@@ -56,11 +50,9 @@ def _shipped(config: str, triton: str, card: str) -> Trust:
     known = table().get(config, {})
     if not triton or is_unreleased(triton):
         return "unknown"
-    own = known.get(triton)
-    tried = [own] if own else [one
-                               for version, one in known.items()
-                               if release(version)[:2] == release(triton)[:2]]
-    levels = [level for one in tried for level in TRUST if card in one.get(level, ())]
+    records = [known[triton]] if triton in known else [
+        record for version, record in known.items() if release(version)[:2] == release(triton)[:2]]
+    levels = [level for record in records for level in TRUST if card in record.get(level, ())]
     return "failed" if "failed" in levels else min(levels, key=TRUST.index, default="unknown")
 
 

@@ -18,26 +18,24 @@ def number(name: str, value: Any, low: float = -LARGEST, high: float = LARGEST,
            need: str = "a finite number") -> float:
     """value as a float in low .. high, which is never NaN and, unless those are, never infinite. numpy's
     numbers will do, a bool will not: it is a flag in a number's place."""
-    found = value
-    if type(value) is not float:
-        if isinstance(value, bool) or not isinstance(value, (Real, torch.SymFloat, torch.SymInt)):
-            raise TypeError(f"{name}: got {_shown(value)}, need {need}")
-        found = float(value)
-    if not low <= found <= high:
+    if type(value) is not float and (isinstance(value, bool)
+                                     or not isinstance(value, (Real, torch.SymFloat, torch.SymInt))):
+        raise TypeError(f"{name}: got {_shown(value)}, need {need}")
+    result = float(value)
+    if not low <= result <= high:
         raise ValueError(f"{name}: got {value}, need {need}")
-    return found  # type: ignore[no-any-return]
+    return result
 
 
 def integer(name: str, value: Any, low: int | None = None, need: str = "an integer") -> int:
     """value as an int of at least low (None: any)."""
-    found = value
-    if type(value) is not int:
-        if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
-            raise TypeError(f"{name}: got {_shown(value)}, need {need}")
-        found = int(value)
-    if low is not None and found < low:
+    if type(value) is not int and (isinstance(value, bool)
+                                   or not isinstance(value, (Integral, torch.SymInt))):
+        raise TypeError(f"{name}: got {_shown(value)}, need {need}")
+    result = int(value)
+    if low is not None and result < low:
         raise ValueError(f"{name}: got {value}, need {need}")
-    return found  # type: ignore[no-any-return]
+    return result
 
 
 def choice(name: str, value: Any, choices: Collection[Any], need: str = "") -> None:
@@ -65,5 +63,5 @@ def flags(**given: Any) -> None:
 
 def _shown(value: Any) -> str:
     """Values that fit into a sentence; of others what they are."""
-    return repr(value) if value is None or isinstance(value,
-                                                      (bool, int, float, str)) else type(value).__name__
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return repr(value) if plain else type(value).__name__

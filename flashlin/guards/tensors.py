@@ -3,6 +3,7 @@ TypeError that name the argument, what it got and what it needs. Metadata is alw
 no GPU has to be waited for, or in debug mode."""
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,11 +44,16 @@ def check_dtype(name: str, dtype: Any, prefix: str = "") -> None:
 def check_integers(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, device: torch.device,
                    beside: str) -> None:
     """``x`` is a dense int32 or int64 tensor of that shape (None: any size) on that device."""
-    check_dense(name, x, f"an int32 or int64 tensor of shape {meaning}")
-    if x.dtype not in INTEGERS:
-        raise TypeError(f"{name}: got {x.dtype}, need an int32 or int64 tensor of shape {meaning}")
+    _check_integer(name, x, meaning)
     _check_shape(name, x, shape, meaning)
     check_device(name, x, device, beside)
+
+
+def _check_integer(name: str, x: Any, meaning: str) -> None:
+    need = f"an int32 or int64 tensor of shape {meaning}"
+    check_dense(name, x, need)
+    if x.dtype not in INTEGERS:
+        raise TypeError(f"{name}: got {x.dtype}, need {need}")
 
 
 def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, device: torch.device,
@@ -106,9 +112,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
     for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
         if x is None:
             continue
-        check_dense(name, x, "an int32 or int64 tensor of shape [N + 1]")
-        if x.dtype not in INTEGERS:
-            raise TypeError(f"{name}: got {x.dtype}, need an int32 or int64 tensor of shape [N + 1]")
+        _check_integer(name, x, "[N + 1]")
         if x.ndim != 1 or x.numel() == 0:
             raise ValueError(f"{name}: got shape {shown(x.shape)}, need [N + 1]")
     check_device("cu_seqlens", cu_seqlens, device, packed)
@@ -137,10 +141,10 @@ def check_bounds(edges: list[int], T: int) -> None:
     """Raises ValueError that names the first entry that is wrong."""
     if edges[0] != 0:
         raise ValueError(f"cu_seqlens: got a first value of {edges[0]}, need 0")
-    for n in range(1, len(edges)):
-        if edges[n] < edges[n - 1]:
-            raise ValueError(f"cu_seqlens: got {edges[n]} after {edges[n - 1]} at position {n}, need values "
-                             "that never fall")
+    for n, (before, edge) in enumerate(pairwise(edges), 1):
+        if edge < before:
+            raise ValueError(f"cu_seqlens: got {edge} after {before} at position {n}, need values that never "
+                             "fall")
     if edges[-1] != T:
         raise ValueError(f"cu_seqlens: got a last value of {edges[-1]}, need T = {T}: sequences must cover "
                          "the packed tensor")
@@ -216,8 +220,8 @@ def check_indices(indices: torch.Tensor, N: int, P: int, device: torch.device, r
 
 
 def check_chunk_size(chunk_size: int) -> None:
-    """Of the ops whose fla twins take any power of two. It changes nothing but rounding, so ours only have to
-    accept it."""
+    """chunk_size is a power of two of at least 16, as fla takes it. It changes nothing but rounding, so our
+    ops only have to accept it."""
     if not isinstance(chunk_size, int) or chunk_size < 16 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size: got {chunk_size}, need a power of two of at least 16")
 

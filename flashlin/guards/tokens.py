@@ -169,7 +169,7 @@ def traced_place() -> str:
 
 # torch.compiler.assume_constant_result does just this, after loading the whole compiler, which eager calls do
 # not need.
-traced_place._dynamo_marked_constant = True  # type: ignore[attr-defined]
+traced_place._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch sets it on any function
 
 _INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent.parent, Path(torch.__file__).parent))
 

@@ -39,6 +39,10 @@ class Verdict(NamedTuple):
     said: str = ""
 
     @property
+    def op(self) -> str:
+        return self.trial.partition(" ")[0]
+
+    @property
     def date(self) -> str:
         return time.strftime("%Y-%m-%d", time.localtime(self.when))
 
@@ -48,19 +52,30 @@ class Table(NamedTuple):
     kernels: dict[str, Verdict]
     trials: dict[str, Verdict]
 
+    def updated(self, newer: Table) -> Table:
+        return Table({**self.kernels, **newer.kernels}, {**self.trials, **newer.trials})
 
+    def without(self, ops: Collection[str]) -> Table:
+        """What is left when the verdicts of these ops, or of all where none is named, are taken back."""
+        return Table(*({name: verdict for name, verdict in part.items() if ops and verdict.op not in ops}
+                       for part in self))
+
+    @property
+    def size(self) -> int:
+        return len(self.kernels) + len(self.trials)
+
+
+NOTHING = Table({}, {})
 _unwritten: dict[Target, Table] = {}  # what could not be kept holds in this process
 
 
 @lru_cache(maxsize=16)
 def local(target: Target) -> Table:
-    """What is known on this machine. A table of its own for whoever asks first, until ``read_again``."""
-    found, (folder, _) = Table({}, {}), place()
+    """What is known on this machine, as read once, until ``read_again``."""
+    folder, _ = place()
     # else nobody has tried anything here, and our own sources need not be read
-    if folder is not None and folder.is_dir():
-        found = _read(_file(folder, target))
-    mine = _unwritten.get(target, Table({}, {}))
-    return Table({**found.kernels, **mine.kernels}, {**found.trials, **mine.trials})
+    written = _read(_file(folder, target)) if folder is not None and folder.is_dir() else NOTHING
+    return written.updated(_unwritten.get(target, NOTHING))
 
 
 def read_again() -> None:
@@ -68,7 +83,7 @@ def read_again() -> None:
     local.cache_clear()
 
 
-def keep(found: Table, target: Target) -> None:
+def keep(new: Table, target: Target) -> None:
     """Add to this machine's table. Several processes may do so at once. Where nothing can be written, a
     warning says so and what was found holds in this process."""
     folder, why = place()
@@ -77,15 +92,12 @@ def keep(found: Table, target: Target) -> None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = _file(folder, target)
             with locked(file.with_suffix(".lock")):
-                before = _read(file)
-                _write(file, Table({**before.kernels, **found.kernels}, {**before.trials, **found.trials}))
+                _write(file, _read(file).updated(new))
             local.cache_clear()
             return
         except OSError as error:
             why = f"{folder} cannot be written: {error}"
-    mine = _unwritten.setdefault(target, Table({}, {}))
-    mine.kernels.update(found.kernels)
-    mine.trials.update(found.trials)
+    _unwritten[target] = _unwritten.get(target, NOTHING).updated(new)
     local.cache_clear()
     warnings.warn(f"flashlin: what was found out about kernels holds in this process only: {why}",
                   stacklevel=3)
@@ -106,8 +118,6 @@ def forget(ops: Collection[str] = ()) -> int:
     """Take back what trials of these ops (all by default) have found, in every table of this machine; returns
     how many verdicts that were. Raises OSError where a table cannot be written, or there is no place for
     one."""
-    def kept(some: dict[str, Verdict]) -> dict[str, Verdict]:
-        return {name: one for name, one in some.items() if ops and one.trial.partition(" ")[0] not in ops}
     folder, why = place()
     if folder is None:
         raise OSError(why)
@@ -115,18 +125,15 @@ def forget(ops: Collection[str] = ()) -> int:
     for file in sorted(folder.glob("launches-*.json")):
         with locked(file.with_suffix(".lock")):
             before = _read(file)
-            after = Table(kept(before.kernels), kept(before.trials))
-            gone += sum(map(len, before)) - sum(map(len, after))
-            if any(after):
-                _write(file, after)
+            left = before.without(ops)
+            gone += before.size - left.size
+            if left.size:
+                _write(file, left)
             else:
                 file.unlink()
-    for table in _unwritten.values():
-        for some in table:
-            rest = kept(some)
-            gone += len(some) - len(rest)
-            some.clear()
-            some.update(rest)
+    for target, before in _unwritten.items():
+        _unwritten[target] = before.without(ops)
+        gone += before.size - _unwritten[target].size
     local.cache_clear()
     return gone
 
@@ -156,19 +163,19 @@ def place(warn: bool = True) -> tuple[Path | None, str]:
     named = os.environ.get("FLASHLIN_HOME")
     try:
         folder = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flashlin"))
-        found = folder.stat()
+        status = folder.stat()
     except (FileNotFoundError, NotADirectoryError):  # to be made, or a sentence once that fails
         return folder, ""
     # no home; not ours to look into; longer than names may be; a zero byte
     except (OSError, RuntimeError, ValueError) as error:
         return None, f"{'FLASHLIN_HOME' if named else 'the cache of this user'} cannot be used: {error}"
     what = f"FLASHLIN_HOME={folder}" if named else str(folder)
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         return None, f"{what} is no folder"
     why = ""
-    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
-        why = f"{what} belongs to another user (number {found.st_uid}), need a folder of your own"
-    elif hasattr(os, "geteuid") and found.st_mode & stat.S_IWOTH:
+    if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
+        why = f"{what} belongs to another user (number {status.st_uid}), need a folder of your own"
+    elif hasattr(os, "geteuid") and status.st_mode & stat.S_IWOTH:
         why = f"{what} can be written by everyone, need a folder that only you can write (chmod o-w)"
     if why and warn:
         _tell(why)
@@ -188,7 +195,7 @@ def _file(folder: Path, target: Target) -> Path:
 
 @lru_cache(maxsize=1)
 def _kernels() -> str:
-    """Of all our kernels' sources: with other kernels, verdicts mean nothing."""
+    """A hash of all our kernels' sources: with other kernels, verdicts mean nothing."""
     files = sorted(KERNELS.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
@@ -202,19 +209,19 @@ def _read(file: Path) -> Table:
             text = opened.read(LARGEST + 1)
         return _table(json.loads(text) if len(text) <= LARGEST else {})
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return Table({}, {})
+        return NOTHING
 
 
-def _table(found: dict[str, dict[str, list[object]]]) -> Table:
-    return Table(*({str(name): _verdict(fields) for name, fields in found[part].items()}
+def _table(parts: dict[str, dict[str, list[object]]]) -> Table:
+    return Table(*({str(name): _verdict(fields) for name, fields in parts[part].items()}
                    for part in Table._fields))
 
 
 def _verdict(fields: list[object]) -> Verdict:
     word, when, trial, said = fields
     known = next((one for one in WORDS if one == word), None)
-    if known is None or not isinstance(when, (int, float)) or not 0 <= when < 2**33 or not isinstance(trial,
-                                                                                                      str) or not isinstance(said, str):
+    if (known is None or not isinstance(when, (int, float)) or not 0 <= when < 2**33
+        or not isinstance(trial, str) or not isinstance(said, str)):
         raise ValueError(f"got {fields}, need a word, a date, a trial and what it said")
     return Verdict(known, float(when), trial, said)
 

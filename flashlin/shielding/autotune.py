@@ -16,7 +16,7 @@ import os
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +37,7 @@ USUAL = ("OutOfResources", "CompileTimeAssertionFailure", "PTXASError")
 
 
 class Tuned(NamedTuple):
-    """What a tuner has found: a configuration per key, and the lock under which another one is looked for."""
+    """A tuner's configurations by key, and the lock under which another one is looked for."""
     chosen: dict[Any, Any]
     lock: threading.RLock
 
@@ -116,26 +116,42 @@ def around(tuner: Any, fn: Any) -> Any:
     return fixed(another)
 
 
+class Call(NamedTuple):
+    """A call of a tuned kernel. given: its positional arguments by name."""
+    tuner: Any
+    given: dict[str, Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def named(self, config: Any) -> dict[str, Any]:
+        """All arguments by name, with those of a configuration."""
+        return {**self.given, **self.kwargs, **config.all_kwargs()}
+
+    def start(self, config: Any) -> Any:
+        return self.tuner.fn.run(*self.args, **self.kwargs, **config.all_kwargs())
+
+
 def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of ``Autotuner.run``: the kernel with the configuration for these arguments, which may have to
     be found first."""
-    given = dict(zip(tuner.arg_names, args, strict=False))
-    if len(tuner.configs) > 1:
-        state = tuner.__dict__.get("flashlin") or tuner.__dict__.setdefault("flashlin",
-                                                                            Tuned({}, threading.RLock()))
-        key = _key_of(tuner, {**given, **kwargs})
-        config = state.chosen.get(key)
-        if config is None:
-            with state.lock:
-                config = state.chosen.get(key)
-                if config is None:
-                    config = state.chosen[key] = tuner.cache[key] = _found(tuner, key, given, args, kwargs)
-    else:
-        config = tuner.configs[0]
+    call = Call(tuner, dict(zip(tuner.arg_names, args, strict=False)), args, kwargs)
+    config = _chosen(call) if len(tuner.configs) > 1 else tuner.configs[0]
     tuner.best_config = config
     if config.pre_hook is not None:
-        config.pre_hook({**given, **kwargs, **config.all_kwargs()})
-    return tuner.fn.run(*args, **kwargs, **config.all_kwargs())
+        config.pre_hook(call.named(config))
+    return call.start(config)
+
+
+def _chosen(call: Call) -> Any:
+    """The configuration for a call's key, as found before or now; one thread looks for it at a time."""
+    attributes = call.tuner.__dict__
+    state = attributes.get("flashlin") or attributes.setdefault("flashlin", Tuned({}, threading.RLock()))
+    key = _key_of(call.tuner, {**call.given, **call.kwargs})
+    if key not in state.chosen:
+        with state.lock:
+            if key not in state.chosen:
+                state.chosen[key] = call.tuner.cache[key] = _found(call, key)
+    return state.chosen[key]
 
 
 _wanted: dict[str, Callable[[], bool]] = {}
@@ -187,8 +203,8 @@ def _python(fn: Any) -> Any:
 def _names(tuner: Any, by_name: str, by_position: str) -> list[str]:
     """key, reset_to_zero or restore_value of a tuner: names from Triton 3.2 on, positions in the kernel's
     signature before."""
-    found = getattr(tuner, by_name, None)
-    return list(found) if found is not None else [tuner.arg_names[at] for at in getattr(tuner, by_position)]
+    names = getattr(tuner, by_name, None)
+    return list(names) if names is not None else [tuner.arg_names[at] for at in getattr(tuner, by_position)]
 
 
 def _key_of(tuner: Any, given: dict[str, Any]) -> tuple[Any, ...]:
@@ -203,20 +219,20 @@ def _key_of(tuner: Any, given: dict[str, Any]) -> tuple[Any, ...]:
     return (*values, *(pair for pair in dtypes if pair[1] is not None))
 
 
-def _found(tuner: Any, key: tuple[Any, ...], given: dict[str, Any], args: tuple[Any, ...],
-           kwargs: dict[str, Any]) -> Any:
+def _found(call: Call, key: tuple[Any, ...]) -> Any:
     """The configuration for a key: found here, or by rank 0 of the job."""
-    twice = kwargs.keys() & {name for config in tuner.configs for name in config.kwargs}
+    tuner = call.tuner
+    twice = call.kwargs.keys() & {name for config in tuner.configs for name in config.kwargs}
     if twice:
         raise ValueError(f"{', '.join(sorted(twice))}: given in the call to {_name(tuner)} and by a "
                          "configuration, need one of the two")
-    tuner.nargs = given  # prune_configs of every release reads it
+    tuner.nargs = call.given  # prune_configs of every release reads it
     try:
-        pruned = list(tuner.prune_configs(kwargs))
+        pruned = list(tuner.prune_configs(call.kwargs))
     finally:
         tuner.nargs = None
     how = tuner.__dict__.get("flashlin_deterministic") or policy.current().autotune
-    tune = partial(_tune, tuner, key, pruned, how == "first", given, args, kwargs)
+    tune = partial(_tune, call, key, pruned, how == "first")
     if (how == "rank0" and distributed.is_available() and distributed.is_initialized()
         and distributed.get_world_size() > 1):
         return _of_rank0(tune, f"{_name(tuner)} for {key}", pruned)
@@ -249,83 +265,87 @@ def _of_rank0(tune: Callable[[], Any], asked: str, pruned: list[Any]) -> Any:
                        f"rank {rank}, need the same on all ranks")
 
 
-def _tune(tuner: Any, key: tuple[Any, ...], pruned: list[Any], first: bool, given: dict[str, Any],
-          args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _tune(call: Call, key: tuple[Any, ...], pruned: list[Any], first: bool) -> Any:
     """The fastest of the configurations that work, measured, or read from disk where the tuner is told to
     keep its results there."""
+    tuner = call.tuner
     if first or not getattr(tuner, "cache_results", False):
-        return _measured(tuner, pruned, first, given, args, kwargs)
+        return _measured(call, pruned, first)
     written = tuple(map(str, key))  # it is written down as JSON
 
     def measure() -> None:
-        tuner.cache[written] = _measured(tuner, pruned, first, given, args, kwargs)
+        tuner.cache[written] = _measured(call, pruned, first)
     tuner.check_disk_cache(written, pruned, measure)
     return tuner.cache.pop(written)
 
 
-def _measured(tuner: Any, pruned: list[Any], first: bool, given: dict[str, Any], args: tuple[Any, ...],
-              kwargs: dict[str, Any]) -> Any:
+def _measured(call: Call, pruned: list[Any], first: bool) -> Any:
     """The fastest, or the first, one at a time. Raises the first configuration's error where none works."""
     errors = list[Exception]()
     for together in [[config] for config in pruned] if first else [pruned]:
-        configs, seconds = _compiling(tuner, together, errors, args, kwargs), dict[Any, float]()
+        configs, seconds = _compiling(call, together, errors), dict[Any, float]()
         if len(configs) == 1 and not first:
-            tuner.configs_timings = {configs[0]: 0.0}
+            call.tuner.configs_timings = {configs[0]: 0.0}
             return configs[0]
         for config in configs:
             try:
-                timed = _timed(tuner, config, first, given, args, kwargs)
+                timed = _timed(call, config, first)
             except Exception as error:  # told, and raised if no configuration is left
                 errors.append(error)
                 if type(error).__name__ not in USUAL:
-                    _tell(f"{_name(tuner)}: configuration {config} fails ({type(error).__name__}: {error})")
+                    _tell(f"{_name(call.tuner)}: configuration {config} fails "
+                          f"({type(error).__name__}: {error})")
             else:
                 seconds[config] = timed[0] if isinstance(timed, (list, tuple)) else timed
         if seconds:
             best = min(seconds, key=lambda config: seconds[config])
-            _reset(tuner, {**given, **kwargs, **best.all_kwargs()}, args, reset_only=True)
-            tuner.configs_timings = seconds
+            _reset(call, call.named(best), reset_only=True)
+            call.tuner.configs_timings = seconds
             return best
     raise errors[0] if errors else ValueError(
-        f"{_name(tuner)}: prune_configs_by leaves no configuration, need one at least")
+        f"{_name(call.tuner)}: prune_configs_by leaves no configuration, need one at least")
 
 
-def _compiling(tuner: Any, configs: list[Any], errors: list[Exception], args: tuple[Any, ...],
-               kwargs: dict[str, Any]) -> list[Any]:
-    """Those of the configurations that a child has compiled, and did not end."""
-    found = list[Any]()
-    for config, result in _compiled(tuner, configs, args, kwargs):
-        if result is None or result.status not in ("abort", "timeout", "not tried"):
-            found.append(config)
-        else:
-            why = f"{result.status}: {result.cause or result.message}"
-            what = "could not be compiled ahead" if result.status == "not tried" else "ends the compiler"
-            errors.append(RuntimeError(f"{_name(tuner)}: configuration {config} {what} ({why})"))
-            _tell(errors[-1])
-    return found
+def _compiling(call: Call, configs: list[Any], errors: list[Exception]) -> list[Any]:
+    """Those of the configurations that do not end the child in which they are compiled first; the others are
+    told and put into ``errors``."""
+    results = _compiled(call, configs)
+    # Where no child ends at all, forking is what fails: a lock that another thread held. Where none can try,
+    # the machine.
+    if all(result.status in ("timeout", "not tried") for result in results):
+        return configs
+    left = list[Any]()
+    for config, result in zip(configs, results, strict=True):
+        if result.status not in ("abort", "timeout", "not tried"):
+            left.append(config)
+            continue
+        what = "could not be compiled ahead" if result.status == "not tried" else "ends the compiler"
+        errors.append(RuntimeError(f"{_name(call.tuner)}: configuration {config} {what} "
+                                   f"({result.status}: {result.cause or result.message})"))
+        _tell(errors[-1])
+    return left
 
 
 def _tell(why: object) -> None:
     warnings.warn(f"{why}; it is left out", stacklevel=2)
 
 
-def _timed(tuner: Any, config: Any, first: bool, given: dict[str, Any], args: tuple[Any, ...],
-           kwargs: dict[str, Any]) -> Any:
+def _timed(call: Call, config: Any, first: bool) -> Any:
     """Milliseconds, by the timer of the release; 0 where the first that works is taken. The user's hooks are
     called as that release does."""
-    full = {**given, **kwargs, **config.all_kwargs()}
+    tuner, named = call.tuner, call.named(config)
     ours = not _own(tuner.pre_hook) and not _own(tuner.post_hook)
-    kept = [full[name] for name in _names(tuner, "restore_value", "restore_idx") if ours
-            and full.get(name) is not None]
+    kept = [named[name] for name in _names(tuner, "restore_value", "restore_idx") if ours
+            and named.get(name) is not None]
 
-    def call() -> None:
+    def once() -> None:
         if config.pre_hook:
-            config.pre_hook(full)
+            config.pre_hook(named)
         copies = [tensor.clone() for tensor in kept]
-        _reset(tuner, full, args)
+        _reset(call, named)
         failed: Exception | None = None
         try:
-            tuner.fn.run(*args, **kwargs, **config.all_kwargs())
+            call.start(config)
         except Exception as error:
             failed = error
             raise
@@ -333,34 +353,34 @@ def _timed(tuner: Any, config: Any, first: bool, given: dict[str, Any], args: tu
             for tensor, before in zip(kept, copies, strict=True):
                 tensor.copy_(before)
             if _own(tuner.post_hook):
-                tuner.post_hook(_told(tuner, full, args), exception=failed)
+                tuner.post_hook(_told(call, named), exception=failed)
     if first:
-        call()
+        once()
         return 0.0
     timer = getattr(tuner, "do_bench", None)
     if timer is not None:
-        return timer(call, quantiles=(0.5, 0.2, 0.8))
+        return timer(once, quantiles=(0.5, 0.2, 0.8))
     import triton.testing
     if tuner.use_cuda_graph:
-        return triton.testing.do_bench_cudagraph(call, rep=tuner.num_reps, return_mode="median")
-    return triton.testing.do_bench(call, warmup=tuner.num_warmups, rep=tuner.num_reps,
+        return triton.testing.do_bench_cudagraph(once, rep=tuner.num_reps, return_mode="median")
+    return triton.testing.do_bench(once, warmup=tuner.num_warmups, rep=tuner.num_reps,
                                    quantiles=(0.5, 0.2, 0.8))
 
 
-def _reset(tuner: Any, full: dict[str, Any], args: tuple[Any, ...], **how: bool) -> None:
+def _reset(call: Call, named: dict[str, Any], **how: bool) -> None:
     """Before a launch whose result counts, in tuning or after it: the user's hook, or what reset_to_zero
     names."""
-    if _own(tuner.pre_hook):
-        tuner.pre_hook(_told(tuner, full, args), **how)
+    if _own(call.tuner.pre_hook):
+        call.tuner.pre_hook(_told(call, named), **how)
         return
-    for name in _names(tuner, "reset_to_zero", "reset_idx"):
-        if full.get(name) is not None:
-            full[name].zero_()
+    for name in _names(call.tuner, "reset_to_zero", "reset_idx"):
+        if named.get(name) is not None:
+            named[name].zero_()
 
 
-def _told(tuner: Any, full: dict[str, Any], args: tuple[Any, ...]) -> Any:
+def _told(call: Call, named: dict[str, Any]) -> Any:
     """What a hook is handed: arguments by name from Triton 3.2 on, by position before."""
-    return full if hasattr(tuner, "keys") else args
+    return named if hasattr(call.tuner, "keys") else call.args
 
 
 def _own(hook: Any) -> bool:
@@ -373,29 +393,23 @@ def _benchmark(call: Callable[[], None], quantiles: Any) -> Any:
     return driver.active.get_benchmarker()(call, quantiles=quantiles)
 
 
-def _compiled(tuner: Any, configs: list[Any], args: tuple[Any, ...],
-              kwargs: dict[str, Any]) -> Iterator[tuple[Any, Result | None]]:
-    """Each configuration compiled in a child first; None where that is not done. What a child compiles lies
+def _compiled(call: Call, configs: list[Any]) -> list[Result]:
+    """How each configuration compiles in a child; empty where that is not asked. What a child compiles lies
     in Triton's cache afterwards."""
-    device = next((value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)),
-                  None)
+    device = next((value.device for value in (*call.args, *call.kwargs.values())
+                   if isinstance(value, torch.Tensor)), None)
     target = None if device is None else probe(device)
-    if target is None or target.backend != "cuda" or not hasattr(os,
-                                                                 "fork") or policy.current().policy == "off":
-        yield from ((config, None) for config in configs)
-        return
+    if (target is None or target.backend != "cuda" or not hasattr(os, "fork")
+        or policy.current().policy == "off"):
+        return []
     from flashlin.testing.compile import forked
     sm = 10 * target.capability[0] + target.capability[1]
-    works = [partial(_compile, tuner, args, {**kwargs, **config.all_kwargs(), "warmup": True}, sm)
-             for config in configs]
+    works = [partial(_compile, call, config, sm) for config in configs]
     results = dict(forked(works, min(os.cpu_count() or 1, CHILDREN), CHILD_SECONDS))
-    # Where no child ends at all, forking is what fails: a lock that another thread held. Where none can try,
-    # the machine.
-    stuck = all(result.status in ("timeout", "not tried") for result in results.values())
-    yield from ((config, None if stuck else results[number]) for number, config in enumerate(configs))
+    return [results[number] for number in range(len(configs))]
 
 
-def _compile(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sm: int, folder: Path) -> Result:
+def _compile(call: Call, config: Any, sm: int, folder: Path) -> Result:
     """In the child. An exception is no reason to leave a configuration out: it is met again, and caught,
     where it is timed."""
     from triton.runtime import driver
@@ -403,7 +417,7 @@ def _compile(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sm: int,
     from flashlin.testing.compile import Driver, Result
     driver.set_active(Driver(sm))
     try:
-        tuner.fn.run(*args, **kwargs)
+        call.tuner.fn.run(*call.args, **{**call.kwargs, **config.all_kwargs(), "warmup": True})
     except Exception as error:
         return Result("exception", f"{type(error).__name__}: {error}"[:2000])
     return Result("ok")

@@ -65,7 +65,7 @@ class ShieldedFunction:
         while True:
             counts = [min(part, whole - begin) for begin in range(0, whole, part)]
             try:
-                found = [self._guarded(*self._cut(bound, sizes, number * part, count))
+                results = [self._guarded(*self._cut(bound, sizes, number * part, count))
                          for number, count in enumerate(counts)]
             # planned, and nothing of that launch started: half as many may do
             except UnsupportedError as error:
@@ -73,7 +73,7 @@ class ShieldedFunction:
                     raise
                 part = self._parts[key] = -(-part // 2)
             else:
-                return _joined(found, counts, self.__name__)
+                return _joined(results, counts, self.__name__)
 
     def _cut(self, bound: inspect.BoundArguments, names: Iterable[str], begin: int,
              count: int) -> tuple[Any, dict[str, Any]]:
@@ -111,7 +111,7 @@ def hook(shield: Callable[[Any], Any]) -> None:
         for kind in kinds:
             if kind not in _hooked:
                 _hooked.add(kind)
-                kind.run = _asking(kind.run, shield)  # type: ignore[attr-defined]
+                kind.run = _asking(kind.run, shield)  # type: ignore[attr-defined]  # Triton's
     tuning.hook("functions", lambda: _inside.depth > 0)
 
 
@@ -165,24 +165,24 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(tuple(value.values()))
 
 
-def _joined(found: list[Any], sizes: list[int], name: str) -> Any:
+def _joined(results: list[Any], sizes: list[int], name: str) -> Any:
     """Results of the parts as one result: tensors along their first dimension, tuples and dicts part by
     part."""
-    first = found[0]
-    if len(found) == 1:
+    first = results[0]
+    if len(results) == 1:
         return first
     if isinstance(first, torch.Tensor):
-        for tensor, size in zip(found, sizes, strict=True):
+        for tensor, size in zip(results, sizes, strict=True):
             if not tensor.dim() or tensor.shape[0] != size:
                 raise ValueError(f"{name}: returns a tensor of shape {tuple(tensor.shape)} for a batch of "
                                  f"{size}, need the batch first")
-        return torch.cat(found)
+        return torch.cat(results)
     if isinstance(first, dict):
-        return {key: _joined([part[key] for part in found], sizes, name) for key in first}
+        return {key: _joined([part[key] for part in results], sizes, name) for key in first}
     if isinstance(first, (tuple, list)):
-        joined = [_joined([part[at] for part in found], sizes, name) for at in range(len(first))]
+        joined = [_joined([part[at] for part in results], sizes, name) for at in range(len(first))]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
-    if any(part != first for part in found):
+    if any(part != first for part in results):
         raise ValueError(f"{name}: returns {first!r} for one part of the batch and another value for the "
                          "next, need tensors with the batch first")
     return first

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,13 +71,13 @@ def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_
             raise TypeError(f"kernel: got {kernel!r}, which Python knows no arguments of, need a Triton "
                             "kernel or a Python function that "
                             "launches some") from None
-        _checked("batch_size", {} if batch_size is None else {batch_size: None}, names)
+        _checked("batch_size", [] if batch_size is None else [batch_size], names)
         return ShieldedFunction(kernel, _batch(batch, names), batch_size, shield)
     names = list(kernel.arg_names)
     declared = Declared(_batch(batch, names), -1 if batch_axis is None else batch_axis, batch_size,
                         tuple(outputs))
-    _checked("outputs", dict.fromkeys(outputs), names)
-    _checked("batch_size", {} if batch_size is None else {batch_size: None}, names)
+    _checked("outputs", outputs, names)
+    _checked("batch_size", [] if batch_size is None else [batch_size], names)
     if declared.batch and declared.axis not in (0, 1, 2):
         raise ValueError(f"batch_axis: got {batch_axis}, need 0, 1 or 2: the grid axis that counts the batch")
     return _around(kernel, declared)
@@ -135,19 +135,19 @@ class Launcher:
             grid = grid({**self._defaults, **self._named(args, kwargs)})
         grid = tuple(grid)
         key = self._facts(grid, args, kwargs)
-        found = self._decided.get(key)
+        decision = self._decided.get(key)
         # Whether a batch can be split depends on shapes, which are not among the facts: the odd large launch
         # is decided each time.
-        if found is None or found.part or found.policy is not policy.current() or found.target is not probe(
-                found.device):
-            found = self._decide(self._named(args, kwargs), grid)
+        if (decision is None or decision.part or decision.policy is not policy.current()
+            or decision.target is not probe(decision.device)):
+            decision = self._decide(self._named(args, kwargs), grid)
             if len(self._decided) >= REMEMBERED:
                 self._decided.clear()
-            self._decided[key] = found
-        if found.card is not None and not warmup and found.card != torch.cuda.current_device():
-            with torch.cuda.device(found.card):
-                return self._launch(found, args, kwargs, grid, warmup)
-        return self._launch(found, args, kwargs, grid, warmup)
+            self._decided[key] = decision
+        if decision.card is not None and not warmup and decision.card != torch.cuda.current_device():
+            with torch.cuda.device(decision.card):
+                return self._launch(decision, args, kwargs, grid, warmup)
+        return self._launch(decision, args, kwargs, grid, warmup)
 
     def _facts(self, grid: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """All that a decision depends on, as fast as can be: types and devices, options and constants,
@@ -175,13 +175,13 @@ class Launcher:
             return self._start(*args, grid=grid, warmup=warmup, **kwargs)
         named = self._named(args, kwargs)
         if decision.warps is not None:
-            named = {**named, "num_warps": decision.warps}
+            named["num_warps"] = decision.warps
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
         if decision.fp32:
             copies = fp32_copies({name: value
                                   for name, value in named.items() if isinstance(value, torch.Tensor)})
             written = [(named[name], copies[name]) for name in self.declared.outputs if name in copies]
-            named = {**named, **copies}
+            named.update(copies)
         result = None
         for part, programs in self._parts(named, grid, decision.part):
             result = self._start(**part, grid=programs, warmup=warmup)
@@ -225,14 +225,16 @@ class Launcher:
 
     def _device(self, tensors: dict[str, torch.Tensor]) -> torch.device:
         """The one device of the tensors. Pinned host memory, which a GPU reads too, may stand beside it."""
-        found = {tensor.device: name
-                 for name, tensor in reversed(tensors.items()) if tensor.device.type != "cpu"
-                 or not tensor.is_pinned()}
-        if len(found) > 1:
-            shown = ", ".join(f"{name} on {device}" for device, name in found.items())
+        devices = {tensor.device: name for name, tensor in reversed(tensors.items())
+                   if tensor.device.type != "cpu" or not tensor.is_pinned()}
+        if len(devices) > 1:
+            shown = ", ".join(f"{name} on {device}" for device, name in devices.items())
             raise ValueError(f"{_name(self.kernel)}: got {shown}, need all tensors on one device")
-        return next(iter(found), None) or torch.device(*(("cuda", torch.cuda.current_device())
-                                                         if torch.cuda.is_available() else ("cpu",)))
+        for device in devices:
+            return device
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
 
 
 def _around(kernel: Any, declared: Declared) -> Any:
@@ -260,7 +262,7 @@ def _batch(given: Mapping[str, int | None] | None, names: list[str]) -> dict[str
     if not isinstance(given, Mapping):
         raise TypeError(f'batch: got {given!r}, need a dict of dimensions by name of the argument, such as '
                         f'{{"q": 0}}')
-    _checked("batch", dict(given), names)
+    _checked("batch", given, names)
     for name, dimension in given.items():
         if dimension is not None and type(dimension) is not int:
             raise TypeError(f"batch: got {dimension!r} for {name}, need the number of a dimension, or None")
@@ -270,9 +272,8 @@ def _batch(given: Mapping[str, int | None] | None, names: list[str]) -> dict[str
     return dict(given)
 
 
-def _checked(what: str, given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _checked(what: str, given: Iterable[str], names: list[str]) -> None:
     unknown = [name for name in given if name not in names]
     if unknown:
         raise ValueError(f"{what}: got {', '.join(map(repr, unknown))}, need names of arguments: "
                          f"{', '.join(names)}")
-    return given

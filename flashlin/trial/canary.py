@@ -48,7 +48,7 @@ def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
                 verdicts.read_again()
                 if _doubtful(the_plan, trial):
                     _try(the_plan, trial, device, stacklevel + 1)
-            if not any(proven.trust(launch, target) == "failed" for launch in the_plan.launches):
+            if not any(proven.trust(launch.config, target) == "failed" for launch in the_plan.launches):
                 break
             dispatch.plan.cache_clear()
             the_plan = dispatch.plan(asked, target, policy.current())
@@ -82,23 +82,21 @@ def _doubtful(the_plan: Plan, trial: run.Trial) -> bool:
     if last is not None and (last.word in ("ran", "torch path")
                              or (last.word == "not tried" and time.time() - last.when < verdicts.A_DAY)):
         return False
-    return any(launch.config not in here.kernels and proven.trust(launch, the_plan.target) != "ran"
+    return any(launch.config not in here.kernels and proven.trust(launch.config, the_plan.target) != "ran"
                for launch in the_plan.launches)
 
 
 def _try(the_plan: Plan, trial: run.Trial, device: torch.device, stacklevel: int) -> None:
     target = the_plan.target
-    why = f"with these sizes has not been run on {target.sm} under Triton {target.triton} yet" if proven.knows(target.triton) else \
-        f"is new to Triton {target.triton}, which is not known to flashlin"
+    why = (f"with these sizes has not been run on {target.sm} under Triton {target.triton} yet"
+           if proven.knows(target.triton) else
+           f"is new to Triton {target.triton}, which is not known to flashlin")
     _log.warning("flashlin: %s %s: it is tried once on this machine, in a child process; flashlin warmup "
-                 "does so beforehand, FLASHLIN_CANARY=off "
-                 "leaves it out", trial.op, why)
-    [found] = run.run([trial], device, target)
-    if found.verdict == "not tried":
-        warnings.warn(f"{trial.op} {why}, and could not be tried: {found.detail}. It is used as planned, and "
-                      "tried again after a day or by "
-                      "flashlin warmup", stacklevel=stacklevel)
-    elif not found.fine:
-        warnings.warn(f"{trial.op} {why}, and was tried: {found.verdict}, {found.detail}. It is planned "
-                      "otherwise on this machine until "
-                      "flashlin warmup --forget", stacklevel=stacklevel)
+                 "does so beforehand, FLASHLIN_CANARY=off leaves it out", trial.op, why)
+    [outcome] = run.run([trial], device, target)
+    if outcome.verdict == "not tried":
+        warnings.warn(f"{trial.op} {why}, and could not be tried: {outcome.detail}. It is used as planned, "
+                      "and tried again after a day or by flashlin warmup", stacklevel=stacklevel)
+    elif not outcome.fine:
+        warnings.warn(f"{trial.op} {why}, and was tried: {outcome.verdict}, {outcome.detail}. It is planned "
+                      "otherwise on this machine until flashlin warmup --forget", stacklevel=stacklevel)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
-import os
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from flashlin.compat import blame
+from flashlin.compat.child import channel
 
 # at most, of a case for a card that is full; makers without these sizes are small as they are
 SMALL = {"B": 1, "T": 32}
@@ -29,11 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="a smaller case, for a card that is full")
     parser.add_argument("--known", help="verdicts that the parent could write nowhere")
     given = parser.parse_args(argv)
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not end up between the JSON lines
-
-    def say(**message: Any) -> None:
-        print(json.dumps(message), file=channel, flush=True)
+    say = channel()
     _no_core_dump()
     struck: list[BaseException] = []
     try:
@@ -46,8 +41,8 @@ def main(argv: list[str] | None = None) -> None:
             first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
             say(verdict="not tried", detail=first_line, memory=fault == "memory")
         else:
-            word = "abort or illegal access" if blame.ILLEGAL.search(
-                text) else "hang" if blame.STOPPED.search(text) else "compiler error"
+            word = ("abort or illegal access" if blame.ILLEGAL.search(text) else
+                    "hang" if blame.STOPPED.search(text) else "compiler error")
             say(verdict=word, detail=text, memory=False)
     else:
         say(verdict=verdict, detail=detail, memory=False)

@@ -12,8 +12,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,10 +62,15 @@ class Tried(NamedTuple):
     def fine(self) -> bool:
         return self.verdict in ("ran", "torch path")
 
+    @property
+    def again(self) -> bool:
+        """Whether a second child, alone, may come to another verdict."""
+        return self.memory or self.verdict == "hang"
+
     def __str__(self) -> str:
         D = f" D={self.trial.head_dim}" if self.trial.head_dim else ""
-        return f"{self.verdict:14} {self.trial.op} {self.trial.dtype}{D}  {self.seconds:.0f} s" + (
-            f"  {self.detail}" if self.detail else "")
+        detail = f"  {self.detail}" if self.detail else ""
+        return f"{self.verdict:14} {self.trial.op} {self.trial.dtype}{D}  {self.seconds:.0f} s{detail}"
 
 
 def run(trials: Sequence[Trial], device: torch.device, target: Target, *, jobs: int = 1, limit: float = LIMIT,
@@ -73,25 +79,21 @@ def run(trials: Sequence[Trial], device: torch.device, target: Target, *, jobs: 
     again alone, with a smaller case and after this process has given back what it does not use; what seems to
     hang, alone and with a longer limit."""
     def first(trial: Trial) -> Tried:
-        found = _child(trial, device, target, limit)
-        if not _again(found):
-            progress(found)
-        return found
+        tried = _child(trial, device, target, limit)
+        if not tried.again:
+            progress(tried)
+        return tried
     with ThreadPoolExecutor(jobs) as pool:
-        found = list(pool.map(first, trials))
-    for number, one in enumerate(found):
-        if _again(one):
+        outcomes = list(pool.map(first, trials))
+    for number, one in enumerate(outcomes):
+        if one.again:
             if one.memory:
                 _give_back_memory(device)
-            found[number] = _child(one.trial, device, target, limit if one.memory else limit * LONGER,
-                                   small=one.memory)
-            progress(found[number])
-    _keep(found, target)
-    return found
-
-
-def _again(found: Tried) -> bool:
-    return found.memory or found.verdict == "hang"
+            outcomes[number] = _child(one.trial, device, target, limit if one.memory else limit * LONGER,
+                                      small=one.memory)
+            progress(outcomes[number])
+    _keep(outcomes, target)
+    return outcomes
 
 
 def _give_back_memory(device: torch.device) -> None:
@@ -101,27 +103,26 @@ def _give_back_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _keep(found: Iterable[Tried], target: Target) -> None:
+def _keep(outcomes: Sequence[Tried], target: Target) -> None:
     """What ended a child is the fault of the launch that it was in. Wrong numbers may be that of any kernel
-    that was started: of those that have not been right elsewhere, or of all where there is none such."""
+    that was started: of those that have not been right elsewhere, or of all where there is none such. A
+    kernel that failed in one trial and ran in another has failed."""
     now = time.time()
-    kernels: dict[str, Verdict] = {}
-    trials: dict[str, Verdict] = {}
-    bad: list[tuple[str, Verdict]] = []
-    found = list(found)
-    ran = {config for one in found if one.verdict == "ran" for config in one.configs}
-    for one in found:
-        name = str(one.trial)
-        trials[name] = verdict = Verdict(one.verdict, now, name, one.detail)
+    ran: dict[str, Verdict] = {}
+    bad: dict[str, Verdict] = {}
+    trials = {str(one.trial): Verdict(one.verdict, now, str(one.trial), one.detail) for one in outcomes}
+    for one in outcomes:
         if one.verdict == "ran":
-            kernels.update(dict.fromkeys(one.configs, verdict))
-        elif one.verdict == "wrong numbers":
-            doubtful = [config for config in one.configs if config not in ran
-                        and proven.level(config, target) != "ran"]
-            bad += [(config, verdict) for config in doubtful or one.configs]
+            ran.update(dict.fromkeys(one.configs, trials[str(one.trial)]))
+    for one in outcomes:
+        blamed: Sequence[str] = ()
+        if one.verdict == "wrong numbers":
+            blamed = [config for config in one.configs if config not in ran
+                      and proven.trust(config, target) != "ran"] or one.configs
         elif one.verdict in BAD:
-            bad.append((one.struck, verdict))
-    verdicts.keep(Table({**kernels, **dict(bad)}, trials), target)
+            blamed = (one.struck,)
+        bad.update(dict.fromkeys(blamed, trials[str(one.trial)]))
+    verdicts.keep(Table({**ran, **bad}, trials), target)
     dispatch.plan.cache_clear()
 
 
@@ -184,10 +185,8 @@ def _judged(trial: Trial, code: int | None, said: str, grumbled: str, limit: flo
 
 def _messages(said: str) -> list[dict[str, Any]]:
     """The lines of a child; the last one may be half written."""
-    found = []
-    for line in said.splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            break
-    return found
+    messages = []
+    with suppress(ValueError):
+        for line in said.splitlines():
+            messages.append(json.loads(line))
+    return messages

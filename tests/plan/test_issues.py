@@ -36,8 +36,8 @@ def before(version: str) -> str:
 def afflicted(issue: KnownIssue) -> Target:
     """A machine that has it: the oldest card and Triton of its ranges."""
     major, minor = issue.capabilities[0]
-    return target(issue.triton.since or "3.0.0",
-                  10 * major + minor)._replace(ptxas=(issue.ptxas and issue.ptxas.since) or "12.8.93")
+    return target(issue.since or "3.0.0",
+                  10 * major + minor)._replace(ptxas=issue.ptxas_since or "12.8.93")
 
 
 def trigger(issue: KnownIssue) -> Launch:
@@ -56,7 +56,7 @@ def test_ids_of_known_issues_are_unique() -> None:
 def test_a_known_issue_begins_at_since_and_ends_at_fixed_in(issue: KnownIssue) -> None:
     on = afflicted(issue)
     assert issue.here(on)
-    since, fixed_in = issue.triton.since, issue.triton.fixed_in
+    since, fixed_in = issue.since, issue.fixed_in
     if since:
         assert issue.here(on._replace(triton=since
                                       + "rc1")) and not issue.here(on._replace(triton=before(since)))
@@ -66,8 +66,8 @@ def test_a_known_issue_begins_at_since_and_ends_at_fixed_in(issue: KnownIssue) -
         assert all(issue.here(on._replace(triton=fixed_in + build))
                    for build in (".dev20250401", "rc1", "+git1a2b3c"))
         assert issue.here(on._replace(triton=before(fixed_in)))
-    if issue.ptxas and issue.ptxas.fixed_in:
-        assert not issue.here(on._replace(ptxas=issue.ptxas.fixed_in))
+    if issue.ptxas_fixed_in:
+        assert not issue.here(on._replace(ptxas=issue.ptxas_fixed_in))
     assert not issue.here(on._replace(triton=""))
 
 
@@ -149,7 +149,7 @@ def test_a_known_issue_with_remedies_is_met_wherever_it_is_triggered(issue: Know
         "no plan meets what triggers it: another issue, earlier in KNOWN_ISSUES, hits the same launches")
     asked = few()[0]
     on, family = afflicted(issue), FAMILIES[asked.family]
-    found = limits.check_known_issues(asked, (trigger(issue),), on, AUTO, family)
+    found = limits.check_known_issues(limits.Draft(asked, family, (trigger(issue),), on, AUTO))
     assert found is not None and found.remedies  # whoever launches it
 
 

@@ -126,9 +126,8 @@ def it_is_short(plan: Plan, policy: Policy) -> bool:
 def no_reason_stands(plan: Plan, policy: Policy) -> bool:
     """Every check asked again about what the plan would start: nothing is left to say. A plan of no path
     answers no check."""
-    family = FAMILIES[plan.problem.family]
-    return bool(plan.refused) or plan.path == "torch" or all(
-        check(plan.problem, plan.launches, plan.target, policy, family) is None for check in CHECKS)
+    draft = limits.Draft(plan.problem, FAMILIES[plan.problem.family], plan.launches, plan.target, policy)
+    return bool(plan.refused) or plan.path == "torch" or all(check(draft) is None for check in CHECKS)
 
 
 def the_launches_are_those_of_the_problem(plan: Plan, policy: Policy) -> bool:
@@ -347,12 +346,13 @@ def test_where_no_tile_is_without_a_fault_plain_torch_is_left() -> None:
     on = target("3.6.0", 90)
     asked = problem("chunk_simple_gla", "bfloat16", 256, 256)
     launch = Launch("some_scan", (1,), 4, 1, (("BT", 64),), 0, 0, issue.traits)
-    first, then = (limits.check_known_issues(one, (launch,), on, AUTO, FAMILIES[one.family])
+    draft = limits.Draft(asked, FAMILIES[asked.family], (launch,), on, AUTO)
+    first, then = (limits.check_known_issues(draft._replace(problem=one))
                    for one in (asked, asked._replace(avoid=TILE_FACTS)))
     assert first is not None and not first.forced and then is not None and then.forced
     again = asked._replace(avoid=frozenset({"narrow_state"}))
-    assert dispatch._remedy(first, asked, on, AUTO) == ("other_tile", again)
-    assert dispatch._remedy(then, again, on, AUTO) == ("torch_path", again._replace(path="torch"))
+    assert dispatch._remedy(first, draft) == ("other_tile", again)
+    assert dispatch._remedy(then, draft._replace(problem=again)) == ("torch_path", again._replace(path="torch"))
 
 
 def test_volta_before_32_cannot_add_products_of_transposed_operands() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -158,7 +159,7 @@ def test_where_no_process_can_be_started_nothing_is_tried(monkeypatch: pytest.Mo
 
 
 def test_wrong_numbers_are_not_the_fault_of_what_is_right_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proven, "level", lambda config, target: "ran" if config == "shipped" else "unknown")
+    monkeypatch.setattr(proven, "trust", lambda config, target: "ran" if config == "shipped" else "unknown")
     started = [f"say(launch='{name}'); " for name in ("first", "shipped", "other")]
     plant(monkeypatch, "".join(started) + says("wrong numbers"), started[0] + says("ran"))
     flashlin.warmup(["chunk_simple_gla", "chunk_gla"], head_dims=[64], device="cpu", jobs=1)
@@ -206,7 +207,7 @@ def test_what_a_child_makes_of_an_error(error: Exception, inside: bool, word: st
         struck += [error] if inside else []
         raise error
     monkeypatch.setattr(child, "attempt", attempt)
-    monkeypatch.setattr(child.os, "dup2", lambda *handles: None)
+    monkeypatch.setattr(os, "dup2", lambda *handles: None)
     child.main(["--device", "cpu", "--op", "chunk_simple_gla", "--dtype", "float32"])
     said = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert said[-1] == {"verdict": word, "detail": said[-1]["detail"],
