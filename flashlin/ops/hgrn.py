@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, shown
+from flashlin.guards.tensors import check_floats, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
+from flashlin.ops._common.calls import call_of, check_optional, contiguous, count_of, dense, sequences, traced_route
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
-from flashlin.ops._common.planned import as_planned, constant_while_tracing, exporting, name_of, planned, wants_grad
+from flashlin.ops._common.planned import as_planned, exporting, name_of, planned, wants_grad
 
 Found = tuple[Tensor, "Tensor | None"]
 
@@ -66,25 +66,21 @@ def _run(op: str, x: Tensor, g: Tensor, h0: Tensor | None, has_ht: bool, cu_seql
     if x.shape[2] == 0:
         raise ValueError(f"x: got shape {shown(x.shape)}, need [B, T, D] with D of at least 1")
     need_tensor("g", g, tuple(x.shape), "[B, T, D]", x.device, "x")
-    bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, None, x.shape, x.device,
-                                                              policy.current().debug, "x")
-    if h0 is not None:
-        need_tensor("initial_state", h0, (x.shape[0] if bounds is None else bounds.shape[0] - 1, x.shape[2]),
-                    "[N, D]", x.device, "x")
-    out_dtype = x.dtype
-    given, how = Tensors(x, g, h0, bounds), Scalars(has_ht, wants_grad(x, g, h0), op)
+    bounds, N = sequences(x, cu_seqlens)
+    check_optional("x", x, [("initial_state", h0, (N, x.shape[2]), "[N, D]")])
+    given, how, out_dtype = Tensors(x, g, h0, bounds), Scalars(has_ht, wants_grad(x, g, h0), op), x.dtype
     if torch.compiler.is_compiling():
-        plan, (path, dot) = None, _route(op, name_of(x.dtype), x.device)
+        plan, (path, dot) = None, traced_route(call_of(op, {x.dtype}), "hgrn", x.device, 64, 64)
     else:
         plan = planned(problem_of(given, how), x.device)
         path, dot = plan.problem.path, plan.problem.dot
     if path == "torch" and not exporting():
         o, ht = torch_path.run(*given)
-        return o.to(out_dtype), ht if has_ht else None
-    x, g, h0, bounds = as_planned(given, dot)
-    g = g if g.dtype in (x.dtype, torch.float32) else g.float()
-    h0 = None if h0 is None else h0.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-    o, ht = OPERATOR(plan, (x.contiguous(), g.contiguous(), h0, bounds), how)
+    else:
+        x, g, h0, bounds = as_planned(given, dot)
+        g = g if g.dtype in (x.dtype, torch.float32) else g.float()
+        h0 = None if h0 is None else h0.to(torch.promote_types(x.dtype, torch.float32))
+        o, ht = OPERATOR(plan, contiguous(x, g, h0, bounds), how)
     return o.to(out_dtype), ht if has_ht else None
 
 
@@ -109,17 +105,8 @@ class Outputs(NamedTuple):
 def problem_of(x: Tensors, how: Scalars) -> Problem:
     """K and V are both the number of channels."""
     B, T, D = x.x.shape
-    N = B if x.bounds is None else x.bounds.shape[0] - 1
-    return Problem(how.call, "hgrn", "", B=B, T=T, H=1, K=D, V=D, N=N, dtype=name_of(x.x.dtype),
-                   varlen=x.bounds is not None, needs_grad=how.needs_grad)
-
-
-@constant_while_tracing
-def _route(op: str, dtype: str, device: torch.device) -> tuple[str, str]:
-    """What torch.compile may know while tracing: no size, which may be symbolic."""
-    problem = planned(Problem(op, "hgrn", "", B=1, T=1, H=1, K=64, V=64, N=1, dtype=dtype, varlen=False,
-                              needs_grad=True), device).problem
-    return problem.path, problem.dot
+    return Problem(how.call, "hgrn", "", B=B, T=T, H=1, K=D, V=D, N=count_of(x.x, x.bounds),
+                   dtype=name_of(x.x.dtype), varlen=x.bounds is not None, needs_grad=how.needs_grad)
 
 
 def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
@@ -127,7 +114,7 @@ def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
 
 
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
-    N = x.x.shape[0] if x.bounds is None else x.bounds.shape[0] - 1
+    N = count_of(x.x, x.bounds)
     wide = torch.promote_types(x.x.dtype, torch.float32)
     return x.x.new_empty(x.x.shape), x.x.new_empty((N, x.x.shape[2]), dtype=wide) if how.has_ht else None
 
@@ -140,11 +127,9 @@ def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
     o, g, h0, bounds = x
-    do = torch.zeros_like(o) if grads.o is None else grads.o.contiguous()
-    dht = None if grads.ht is None else grads.ht.contiguous()
-    return dict(zip(("x", "g", "h0"),
-                    kernels("hgrn", "backward").run(plan, g, o, h0, bounds, do, dht, "h0" in wanted),
-                    strict=True))
+    gradients = kernels("hgrn", "backward").run(plan, g, o, h0, bounds, dense(grads.o, o),
+                                                *contiguous(grads.ht), "h0" in wanted)
+    return dict(zip(("x", "g", "h0"), gradients, strict=True))
 
 
 def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
