@@ -13,10 +13,18 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.problem import Problem
-from flashlin.guards.tensors import check_dense, check_device, check_floats, check_integers, need_tensor, shown
+from flashlin.guards.tensors import check_dense, check_device, check_integers, need_tensor, shown
 from flashlin.kernels.mamba.recipe import WINDOW
 from flashlin.ops import conv
-from flashlin.ops._common.calls import call_of, check_optional, check_written, contiguous, parsed, traced_route
+from flashlin.ops._common.calls import (
+    call_of,
+    check_nonempty,
+    check_optional,
+    check_written,
+    contiguous,
+    parsed,
+    traced_route,
+)
 from flashlin.ops._common.operator import kernels, writing_operator
 from flashlin.ops._common.planned import as_planned, planned, wants_grad
 from flashlin.ops._common.pool import put_back, taken
@@ -59,7 +67,7 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
     together with seq_idx, as from 1.7 on; a number of seq_idx may be used again for a later sequence; CPU
     tensors.
     """
-    check_channels(x)
+    check_nonempty("x", x, "[b, D, T]", (3,), at=1)
     return_final_states = scalars.flag("return_final_states", return_final_states)
     b, D, T = x.shape
     check_filters(x, weight, bias, activation)
@@ -120,7 +128,7 @@ def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Te
     Differs from causal_conv1d: x, weight and bias have gradients, where there they are silently none; any D,
     W and dtypes; CPU tensors.
     """
-    check_channels(x, "[b, D] or [b, D, T]", (2, 3))
+    check_nonempty("x", x, "[b, D] or [b, D, T]", (2, 3), at=1)
     check_filters(x, weight, bias, activation)
     rows = x if x.ndim == 3 else x.unsqueeze(-1)
     b, D, T = rows.shape
@@ -140,12 +148,6 @@ def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Te
 
 
 mamba_causal_conv1d_update = causal_conv1d_update  # its name beside fla's function
-
-
-def check_channels(x: Any, meaning: str = "[b, D, T]", dims: tuple[int, ...] = (3,)) -> None:
-    check_floats("x", x, meaning)
-    if x.ndim not in dims or x.shape[1] == 0:
-        raise ValueError(f"x: got shape {shown(x.shape)}, need {meaning} with D of at least 1")
 
 
 def check_filters(x: Tensor, weight: Any, bias: Any, activation: str | None,

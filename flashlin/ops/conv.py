@@ -19,6 +19,7 @@ from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR, MAX_WIDTH
 from flashlin.ops._common.calls import (
     call_of,
+    check_nonempty,
     check_optional,
     check_written,
     contiguous,
@@ -91,9 +92,7 @@ def causal_conv1d(
         scalars.choice("backend", backend, BACKENDS)
     output_final_state = scalars.flag("output_final_state", output_final_state)
     silu = _silu(activation)
-    check_floats("x", x, "[B, T, D]")
-    if x.ndim != 3 or x.shape[2] == 0:
-        raise ValueError(f"x: got shape {shown(x.shape)}, need [B, T, D] with D of at least 1")
+    check_nonempty("x", x, "[B, T, D]", (3,))
     weight = _check(x, weight, bias, residual)
     bounds, N = sequences(x, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_dtype, check_floats, need_tensor, shown
+from flashlin.guards.tensors import check_dtype, need_tensor
 from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
-from flashlin.ops._common.calls import call_of, check_optional, contiguous, parsed, traced_route
+from flashlin.ops._common.calls import call_of, check_nonempty, check_optional, contiguous, parsed, traced_route
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
 from flashlin.ops._common.planned import as_planned, dtype_as_planned, planned, wants_grad
@@ -269,9 +269,7 @@ def checked(given: Tensors, asked: Asked, weight: str = "weight", bias: str = "b
     """What is asked for, eps as a float. weight, bias: what they are called."""
     scalars.flags(prenorm=asked.prenorm, residual_in_fp32=asked.residual_in_fp32)
     x, activation = given.x, asked.activation
-    check_floats("x", x, "[..., D]")
-    if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x: got shape {shown(x.shape)}, need [..., D] with D of at least 1")
+    check_nonempty("x", x, "[..., D]", ())
     D, shape = x.shape[-1], tuple(x.shape)
     check_optional("x", x, ((weight, given.weight, (D,), "[D]"), (bias, given.bias, (D,), "[D]"),
                             ("residual", given.residual, shape, "x's shape")))

@@ -13,10 +13,10 @@ from torch import Tensor
 from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_apart, check_device, check_floats, check_integers, shown
+from flashlin.guards.tensors import check_apart, check_device, check_integers, shown
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
-from flashlin.ops._common.calls import contiguous, sequences, strictest
+from flashlin.ops._common.calls import check_nonempty, contiguous, sequences, strictest
 from flashlin.ops._common.operator import Gradients, Kept, Operator, kernels
 from flashlin.ops._common.planned import as_planned, planned, wants_grad
 
@@ -84,12 +84,10 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
 
 def _check(x: Any, cos: Any, sin: Any) -> None:
-    for name, given, meaning in (("x", x, "[B, T, H, D]"), ("cos", cos, "[TR, R]"), ("sin", sin, "[TR, R]")):
-        check_floats(name, given, meaning)
-        if given.ndim != (4 if name == "x" else 2) or given.shape[-1] == 0:
-            raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning} with {meaning[-2]} of "
-                             "at least 1")
-        check_device(name, given, x.device, "x")
+    check_nonempty("x", x, "[B, T, H, D]", (4,))
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_nonempty(name, table, "[TR, R]", (2,), "R")
+        check_device(name, table, x.device, "x")
     if 2 * cos.shape[1] > x.shape[3]:
         raise ValueError(f"cos: got R = {cos.shape[1]} pairs, need at most {x.shape[3] // 2}, half of x's D "
                          f"= {x.shape[3]}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards.problem import Problem
-from flashlin.guards.tensors import check_apart, check_cu_seqlens, need_tensor
+from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_floats, need_tensor, shown
 from flashlin.ops._common.planned import constant_while_tracing, name_of, planned
 
 # the dtype that machines have most to say about first
@@ -73,6 +73,15 @@ def sequences(x: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any = None) -> tuple[T
     else:
         bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, x.shape, x.device, policy.current().debug, "x")
     return bounds, count_of(x, bounds)
+
+
+def check_nonempty(name: str, x: Any, meaning: str, dims: Collection[int], letter: str = "D",
+                   at: int = -1) -> None:
+    """x is a floating-point tensor of one of these numbers of dimensions (none: any but 0), and dimension
+    ``at``, which ``meaning`` calls by that letter, is not empty."""
+    check_floats(name, x, meaning)
+    if x.ndim == 0 or (dims and x.ndim not in dims) or x.shape[at] == 0:
+        raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning} with {letter} of at least 1")
 
 
 def check_optional(beside: str, first: Tensor,
