@@ -70,7 +70,7 @@ class _GatedLinear(_Affine):
         """out, or with prenorm (out, x + residual); weight [E, D], which has to be there, and bias [E] or
         None are the linear layer's."""
         return self._with_linear(x, g, self.weight, self.bias, weight, bias, residual, prenorm,
-                                 residual_in_fp32, self.eps)
+                                 residual_in_fp32, eps=self.eps)
 
 
 class FusedLayerNormGatedLinear(_GatedLinear):

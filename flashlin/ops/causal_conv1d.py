@@ -23,10 +23,10 @@ from flashlin.ops._common.calls import (
     check_written,
     contiguous,
     parsed,
-    traced_route,
+    route,
 )
 from flashlin.ops._common.operator import kernels, writing_operator
-from flashlin.ops._common.planned import as_planned, planned, wants_grad
+from flashlin.ops._common.planned import as_planned, wants_grad
 from flashlin.ops._common.pool import put_back, taken
 from flashlin.ops.conv import ACTIVATIONS
 
@@ -246,22 +246,24 @@ class Scalars(NamedTuple):
 
 
 def _run(given: Tensors, how: Scalars) -> Tensor:
-    x, state, weight, *_ = given
     call = call_of(OP, {t.dtype for t in given if t is not None})
-    if torch.compiler.is_compiling():
-        if traced_route(call, WINDOW, x.device, V=conv.width_class(weight))[0] == "torch":
-            return _in_parts(given, how)
-        return cast(Tensor, _library_op(*given, *how))
-    (b, D, T), W = x.shape, weight.shape[1]
-    plan = planned(Problem(OP, WINDOW, "", B=b, T=T, H=1, K=D, V=W, N=b, dtype=parsed(call)[1]), x.device)
-    if plan.problem.path == "torch":
+    plan, path, dot = route(call, WINDOW, given.x.device, lambda: problem_of(given, call),
+                            V=conv.width_class(given.weight))
+    if path == "torch":
         return _in_parts(given, how)
-    loaded, window, *others = as_planned(given, plan.problem.dot)
+    if plan is None:
+        return cast(Tensor, _library_op(*given, *how))
+    loaded, window, *others = as_planned(given, dot)
     y: Tensor = kernels("mamba", "forward").convolve(plan, loaded, window, *contiguous(*others), how.silu,
                                                      loaded.dtype)
-    if window is not state:
-        state.copy_(window)
-    return y.to(x.dtype)
+    if window is not given.state:
+        given.state.copy_(window)
+    return y.to(given.x.dtype)
+
+
+def problem_of(given: Tensors, call: str) -> Problem:
+    (b, D, T), W = given.x.shape, given.weight.shape[1]
+    return Problem(OP, WINDOW, "", B=b, T=T, H=1, K=D, V=W, N=b, dtype=parsed(call)[1])
 
 
 _library_op = writing_operator("conv_window", Tensors, Scalars, "state", _run,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
@@ -26,11 +25,11 @@ from flashlin.ops._common.calls import (
     count_of,
     dense,
     parsed,
+    route,
     sequences,
-    traced_route,
 )
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels, writing_operator
-from flashlin.ops._common.planned import as_planned, planned, wants_grad
+from flashlin.ops._common.planned import as_planned, wants_grad
 
 ACTIVATIONS = (None, "silu", "swish")
 BACKENDS = ("triton", "mix", "cuda")
@@ -160,14 +159,11 @@ def _check_state(name: str, state: Any, N: int, x: Tensor, weight: Tensor) -> No
 
 def planned_run(op: str, given: Tensors, silu: bool, has_ht: bool = False) -> tuple[Tensor, Tensor | None]:
     """Every op that is a convolution: plan and run what has been checked."""
-    dtype, device = given.x.dtype, given.x.device
+    dtype = given.x.dtype
     call = _call_of(op, given, silu, has_ht)
     how = Scalars(silu, has_ht, wants_grad(*given), call)
-    if torch.compiler.is_compiling():
-        plan, (path, dot) = None, traced_route(call, "conv", device, V=width_class(given.weight))
-    else:
-        plan = planned(problem_of(given, how), device)
-        path, dot = plan.problem.path, plan.problem.dot
+    plan, path, dot = route(call, "conv", given.x.device, lambda: problem_of(given, how),
+                            V=width_class(given.weight))
     if path == "torch":
         y, ht = torch_path.run(*given, silu)
     else:
@@ -187,26 +183,27 @@ def _differentiable_update(given: Token, how: Activation) -> Tensor:
 def _update(given: Token, how: Activation) -> Tensor:
     x, weight, bias, residual, cache = given
     call = _call_of("causal_conv1d_update", given, how.silu, False)
-    if torch.compiler.is_compiling():
-        path, dot = traced_route(call, "conv_update", x.device, V=width_class(weight))
-        if path != "torch":
-            return cast(Tensor, _library_update(*given, *how))
-    else:
-        (op, dtype, options), (N, D) = parsed(call), x.shape
-        plan = planned(Problem(op, "conv_update", "", B=N, T=1, H=1, K=D, V=weight.shape[1], N=N, dtype=dtype,
-                               options=options), x.device)
-        path, dot = plan.problem.path, plan.problem.dot
+    plan, path, dot = route(call, "conv_update", x.device, lambda: _problem_of_update(given, call),
+                            V=width_class(weight))
     if path == "torch":
         of_rows, state = torch_path.run(x[:, None], weight, bias,
                                         None if residual is None else residual[:, None], cache, None, how.silu)
         cache.copy_(state)
         return of_rows[:, 0].to(x.dtype)
+    if plan is None:
+        return cast(Tensor, _library_update(*given, *how))
     loaded = as_planned(given, dot)
     tensors = contiguous(loaded.x, loaded.weight, loaded.bias, loaded.residual)
     y: Tensor = kernels("conv", "forward").update(plan, *tensors, loaded.cache, how.silu, loaded.x.dtype)
     if loaded.cache is not cache:
         cache.copy_(loaded.cache)
     return y.to(x.dtype)
+
+
+def _problem_of_update(given: Token, call: str) -> Problem:
+    (op, dtype, options), (N, D) = parsed(call), given.x.shape
+    return Problem(op, "conv_update", "", B=N, T=1, H=1, K=D, V=given.weight.shape[1], N=N, dtype=dtype,
+                   options=options)
 
 
 def evenly_spaced(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_device, check_floats, shown
 from flashlin.kernels.cross_entropy import torch_path
 from flashlin.kernels.cross_entropy.recipe import FAR
-from flashlin.ops._common.calls import call_of, check_nonempty, check_optional, parsed, traced_route
+from flashlin.ops._common.calls import call_of, check_nonempty, check_optional, parsed, route
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
 from flashlin.ops._common.planned import as_planned, linear_dtype, planned, wants_grad
 
@@ -85,11 +85,7 @@ def cross_entropy_loss(
     _check_target(target, logits, "logits")
     tokens.check("cross_entropy_loss", target, logits.shape[1], "target", ignore_index)
     call, needs_grad = call_of("cross_entropy_loss", {logits.dtype}), wants_grad(logits)
-    if torch.compiler.is_compiling():
-        plan, (path, dot) = None, traced_route(call, FAMILY, logits.device)
-    else:
-        plan = planned(_problem(call, logits.shape, needs_grad), logits.device)
-        path, dot = plan.problem.path, plan.problem.dot
+    plan, path, dot = route(call, FAMILY, logits.device, lambda: _problem(call, logits.shape, needs_grad))
     if path == "torch":
         loss, z_loss, _ = torch_path.run(logits, target, *terms)
     else:

@@ -14,10 +14,10 @@ from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_floats, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
-from flashlin.ops._common.calls import call_of, check_optional, contiguous, count_of, dense, sequences, traced_route
+from flashlin.ops._common.calls import call_of, check_optional, contiguous, count_of, dense, route, sequences
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
-from flashlin.ops._common.planned import as_planned, exporting, name_of, planned, wants_grad
+from flashlin.ops._common.planned import as_planned, exporting, name_of, wants_grad
 
 Found = tuple[Tensor, "Tensor | None"]
 
@@ -69,11 +69,7 @@ def _run(op: str, x: Tensor, g: Tensor, h0: Tensor | None, has_ht: bool, cu_seql
     bounds, N = sequences(x, cu_seqlens)
     check_optional("x", x, [("initial_state", h0, (N, x.shape[2]), "[N, D]")])
     given, how, out_dtype = Tensors(x, g, h0, bounds), Scalars(has_ht, wants_grad(x, g, h0), op), x.dtype
-    if torch.compiler.is_compiling():
-        plan, (path, dot) = None, traced_route(call_of(op, {x.dtype}), "hgrn", x.device, 64, 64)
-    else:
-        plan = planned(problem_of(given, how), x.device)
-        path, dot = plan.problem.path, plan.problem.dot
+    plan, path, dot = route(call_of(op, {x.dtype}), "hgrn", x.device, lambda: problem_of(given, how), 64, 64)
     if path == "torch" and not exporting():
         o, ht = torch_path.run(*given)
     else:

@@ -18,10 +18,10 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_dtype, need_tensor
 from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
-from flashlin.ops._common.calls import call_of, check_nonempty, check_optional, contiguous, parsed, traced_route
+from flashlin.ops._common.calls import call_of, check_nonempty, check_optional, contiguous, parsed, route
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
-from flashlin.ops._common.planned import as_planned, dtype_as_planned, planned, wants_grad
+from flashlin.ops._common.planned import as_planned, dtype_as_planned, wants_grad
 
 ACTIVATIONS = {"swish": SWISH, "silu": SWISH, "sigmoid": SIGMOID}
 
@@ -239,11 +239,7 @@ def run(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
     if groups > 1:
         x = x.unflatten(-1, (groups, -1))
         residual, gate = (None if t is None else t.unflatten(-1, (groups, -1)) for t in (residual, gate))
-    if torch.compiler.is_compiling():
-        plan, (path, dot) = None, traced_route(call, "norm", x.device)
-    else:
-        plan = planned(problem_of(call, x, groups, needs_grad), x.device)
-        path, dot = plan.problem.path, plan.problem.dot
+    plan, path, dot = route(call, "norm", x.device, lambda: problem_of(call, x, groups, needs_grad))
     if path == "torch":
         y, total = torch_path.run(x, residual, weight, bias, gate, asked.eps, asked.kind, activation, groups)
     else:

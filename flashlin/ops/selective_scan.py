@@ -16,9 +16,9 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import need_tensor, shown
 from flashlin.kernels.selective import torch_path
 from flashlin.kernels.selective.recipe import FAMILY, kept
-from flashlin.ops._common.calls import call_of, check_optional, contiguous, parsed, traced_route
+from flashlin.ops._common.calls import call_of, check_optional, contiguous, parsed, route
 from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
-from flashlin.ops._common.planned import as_planned, head_size_class, planned, wants_grad
+from flashlin.ops._common.planned import as_planned, head_size_class, wants_grad
 from flashlin.ops._common.pointwise import check_rows
 
 OP = "selective_scan_fn"
@@ -120,16 +120,13 @@ class Outputs(NamedTuple):
 
 
 def _run(given: Tensors, softplus: bool) -> tuple[Tensor, Tensor]:
-    dtype, device = given.u.dtype, given.u.device
+    asked, dtype = given, given.u.dtype
     # kernels do not take a B or C without tokens
     call = call_of(OP, {x.dtype for x in given if x is not None},
                    ["fixed"] * (given.B.ndim == 2 or given.C.ndim == 2))
     how = Scalars(softplus, wants_grad(*given), call)
-    if torch.compiler.is_compiling():
-        plan, (path, dot) = None, traced_route(call, FAMILY, device, head_size_class(given.A.shape[1]), 64)
-    else:
-        plan = planned(problem_of(given, how), device)
-        path, dot = plan.problem.path, plan.problem.dot
+    plan, path, dot = route(call, FAMILY, given.u.device, lambda: problem_of(asked, how),
+                            head_size_class(given.A.shape[1]), 64)
     if path == "torch":
         y, last = torch_path.run(*given, softplus)
     else:

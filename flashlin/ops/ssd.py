@@ -86,7 +86,7 @@ def mamba_chunk_scan_combined(
     op = "mamba_chunk_scan_combined"
     scalars.flags(dt_softplus=dt_softplus, return_final_states=return_final_states,
                   return_varlen_states=return_varlen_states)
-    given = Scan(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx)
+    given = Scan(x, dt, A, B, C, D, z, dt_bias, initial_states=initial_states, seq_idx=seq_idx)
     limits = _check(given, dt_limit, chunk_size)
     if not return_varlen_states:
         y, final = _scan(op, given, limits, dt_softplus, return_final_states)
@@ -172,7 +172,7 @@ def mamba_split_conv1d_scan_combined(
     x, B, C = xBC.split([dim, ngroups * N, ngroups * N], -1)
     x, z = x.unflatten(-1, (H, P)), z.unflatten(-1, (H, P))
     B, C = B.unflatten(-1, (ngroups, N)), C.unflatten(-1, (ngroups, N))
-    given = Scan(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx)
+    given = Scan(x, dt, A, B, C, D, z, dt_bias, initial_states=initial_states, seq_idx=seq_idx)
     limits = _check(given, dt_limit, chunk_size)
     if rmsnorm_weight is None:
         y, final = _scan(op, given, limits, True, return_final_states)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
@@ -15,9 +14,9 @@ from flashlin.guards.problem import Problem
 from flashlin.guards.tensors import check_device, check_floats, check_integers, need_tensor, shown
 from flashlin.kernels.mamba import torch_path
 from flashlin.kernels.mamba.recipe import STATE_UPDATE
-from flashlin.ops._common.calls import call_of, check_written, contiguous, parsed, traced_route
+from flashlin.ops._common.calls import call_of, check_written, contiguous, parsed, route
 from flashlin.ops._common.operator import kernels, writing_operator
-from flashlin.ops._common.planned import as_planned, planned, wants_grad
+from flashlin.ops._common.planned import as_planned, wants_grad
 from flashlin.ops._common.pool import put_back, taken
 
 OP = "selective_state_update"
@@ -139,15 +138,12 @@ def _in_torch(given: Tensors, how: Scalars) -> Tensor:
 
 def _run(given: Tensors, how: Scalars) -> Tensor:
     call = call_of(OP, {t.dtype for t in given if t is not None})
-    dtype, device = given.x.dtype, given.x.device
-    if torch.compiler.is_compiling():
-        if traced_route(call, STATE_UPDATE, device)[0] == "torch":
-            return _in_torch(given, how)
-        return cast(Tensor, _library_op(*given, *how))
-    plan = planned(problem_of(given, call), device)
-    if plan.problem.path == "torch":
+    plan, path, dot = route(call, STATE_UPDATE, given.x.device, lambda: problem_of(given, call))
+    if path == "torch":
         return _in_torch(given, how)
-    states, x, dt, A, B, C, D, z, dt_bias, indices = as_planned(given, plan.problem.dot)
+    if plan is None:
+        return cast(Tensor, _library_op(*given, *how))
+    states, x, dt, A, B, C, D, z, dt_bias, indices = as_planned(given, dot)
     x, B, C = (_rows_contiguous(t) for t in (x, B, C))
     z = None if z is None else _rows_contiguous(z)
     indices, = contiguous(indices)
@@ -156,7 +152,7 @@ def _run(given: Tensors, how: Scalars) -> Tensor:
                                                    dtype=x.dtype)
     if states is not given.pool:
         given.pool.copy_(states)
-    return y.to(dtype)
+    return y.to(given.x.dtype)
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

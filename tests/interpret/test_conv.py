@@ -137,7 +137,7 @@ def test_the_library_operators_of_the_convolution(packed: bool, bare: bool) -> N
     torch.library.opcheck(torch.ops.flashlin.conv.default, (x, weight, *options, bounds, *how))
     optional = [None if t is None else t.detach() for t in (options[0], options[2])]
     kept = (x.detach(), weight.detach(), optional[0], None, optional[1], bounds, None, None)
-    for wanted in ("x weight" if bare else "x weight bias h0", "weight"):
+    for wanted in ("x weight" if bare else "x weight bias initial_state", "weight"):
         torch.library.opcheck(torch.ops.flashlin.conv_backward.default, (
             *kept, torch.ones_like(x), None if bare else torch.ones_like(h0), *how, wanted))
 

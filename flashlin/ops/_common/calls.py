@@ -2,7 +2,7 @@
 torch.compile may know, tensors as kernels read them, packed sequences, tensors that are written to."""
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashlin import policy
-from flashlin.guards.problem import Problem
+from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_floats, need_tensor, shown
 from flashlin.ops._common.planned import constant_while_tracing, name_of, planned
 
@@ -38,10 +38,19 @@ def parsed(call: str) -> tuple[str, str, tuple[str, ...]]:
     return op, dtype, tuple(sorted(options))
 
 
+def route(call: str, family: str, device: torch.device, problem: Callable[[], Problem], K: int = 1,
+          V: int = 1) -> tuple[Plan | None, str, str]:
+    """(plan, path, dot). While torch.compile traces, library operators plan when they run, and there is only
+    what may be known without sizes, which may be symbolic. K, V: what then stands for those of which kernels
+    have limits, as classes of sizes."""
+    if torch.compiler.is_compiling():
+        return None, *_route_while_tracing(call, family, device, K, V)
+    plan = planned(problem(), device)
+    return plan, plan.problem.path, plan.problem.dot
+
+
 @constant_while_tracing
-def traced_route(call: str, family: str, device: torch.device, K: int = 1, V: int = 1) -> tuple[str, str]:
-    """Path and dot, as far as torch.compile may know them while tracing: no size, which may be symbolic,
-    decides. K, V: what stands for sizes that have limits in kernels, as a class of sizes."""
+def _route_while_tracing(call: str, family: str, device: torch.device, K: int, V: int) -> tuple[str, str]:
     op, dtype, options = parsed(call)
     problem = planned(Problem(op, family, "", B=1, T=1, H=1, K=K, V=V, N=1, dtype=dtype, varlen=False,
                               needs_grad=True, options=options), device).problem
