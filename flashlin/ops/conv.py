@@ -147,7 +147,7 @@ def _check(x: Tensor, weight: Any, bias: Any, residual: Any) -> Tensor:
     """The weight, which is a tensor by then."""
     D = x.shape[-1]
     need_tensor("weight", weight, (D, None), "[D, W]", x.device, "x")
-    check_optional("x", x, (("bias", bias, (D,), "[D]"), ("residual", residual, tuple(x.shape), "x's shape")))
+    check_optional("x", x, (("bias", bias, (D,), "[D]"), ("residual", residual, x.shape, "x's shape")))
     if weight.shape[1] == 0:
         raise ValueError(f"weight: got shape {shown(weight.shape)}, need [D, W] with W of at least 1")
     return cast(Tensor, weight)

@@ -14,7 +14,7 @@ from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_floats, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
-from flashlin.ops._common.calls import call_of, check_optional, contiguous, count_of, dense, route, sequences
+from flashlin.ops._common.calls import contiguous, count_of, dense, route, sequences
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
 from flashlin.ops._common.planned import as_planned, exporting, name_of, wants_grad
@@ -65,11 +65,12 @@ def _run(op: str, x: Tensor, g: Tensor, h0: Tensor | None, has_ht: bool, cu_seql
     check_floats("x", x, "[B, T, D]", 3)
     if x.shape[2] == 0:
         raise ValueError(f"x: got shape {shown(x.shape)}, need [B, T, D] with D of at least 1")
-    need_tensor("g", g, tuple(x.shape), "[B, T, D]", x.device, "x")
+    need_tensor("g", g, x.shape, "[B, T, D]", x.device, "x")
     bounds, N = sequences(x, cu_seqlens)
-    check_optional("x", x, [("initial_state", h0, (N, x.shape[2]), "[N, D]")])
+    if h0 is not None:
+        need_tensor("initial_state", h0, (N, x.shape[2]), "[N, D]", x.device, "x")
     given, how, out_dtype = Tensors(x, g, h0, bounds), Scalars(has_ht, wants_grad(x, g, h0), op), x.dtype
-    plan, path, dot = route(call_of(op, {x.dtype}), "hgrn", x.device, lambda: problem_of(given, how), 64, 64)
+    plan, path, dot = route(f"{op} {name_of(x.dtype)}", "hgrn", x.device, lambda: problem_of(given, how), 64, 64)
     if path == "torch" and not exporting():
         o, ht = torch_path.run(*given)
     else:

@@ -196,7 +196,7 @@ def mamba_norm(
         raise ValueError(f"group_size: got {group_size}, need a divisor of D = {D}")
     gate = None
     if z is not None:
-        need_tensor("z", z, tuple(x.shape), "x's shape", x.device, "x")
+        need_tensor("z", z, x.shape, "x's shape", x.device, "x")
         if norm_before_gate:
             gate, asked = z, asked._replace(activation="silu")
         else:
@@ -263,10 +263,11 @@ def run(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
 
 def checked(given: Tensors, asked: Asked, weight: str = "weight", bias: str = "bias") -> Asked:
     """What is asked for, eps as a float. weight, bias: what they are called."""
-    scalars.flags(prenorm=asked.prenorm, residual_in_fp32=asked.residual_in_fp32)
+    scalars.flag("prenorm", asked.prenorm)
+    scalars.flag("residual_in_fp32", asked.residual_in_fp32)
     x, activation = given.x, asked.activation
     check_nonempty("x", x, "[..., D]", ())
-    D, shape = x.shape[-1], tuple(x.shape)
+    D, shape = x.shape[-1], x.shape
     check_optional("x", x, ((weight, given.weight, (D,), "[D]"), (bias, given.bias, (D,), "[D]"),
                             ("residual", given.residual, shape, "x's shape")))
     if activation is not None:
@@ -275,16 +276,17 @@ def checked(given: Tensors, asked: Asked, weight: str = "weight", bias: str = "b
         raise ValueError(f"num_groups: got {asked.groups}, need a divisor of D = {D}")
     if activation is not None:
         scalars.choice("activation", activation, ACTIVATIONS)
-    return asked._replace(eps=scalars.number("eps", asked.eps, 0.0, need="a number of at least 0"))
+    eps = scalars.number("eps", asked.eps, 0.0, need="a number of at least 0")
+    return asked if eps is asked.eps else asked._replace(eps=eps)
 
 
 def _call_of(given: Tensors, asked: Asked, y_dtype: torch.dtype) -> str:
-    dtypes, options = {y_dtype}, []
-    for name, x in zip(Tensors._fields, given, strict=True):
+    dtypes, options = {y_dtype, given.x.dtype}, []
+    for name in ("residual", "weight", "bias", "gate"):
+        x = getattr(given, name)
         if x is not None:
             dtypes.add(x.dtype)
             options.append(name)
-    options.remove("x")
     if asked.kind == RMS and asked.op in ("layer_norm", "group_norm", "layernorm_fn"):
         options.append("is_rms_norm")
     return call_of(asked.op, dtypes, options)

@@ -36,7 +36,7 @@ def fused_addcmul_rwkv7(hidden_states: Tensor, delta: Tensor, xr: Tensor, xw: Te
     """
     check_rows("hidden_states", hidden_states, "[B, T, D]", 3)
     D = hidden_states.shape[2]
-    need_tensor("delta", delta, tuple(hidden_states.shape), "hidden_states' shape", hidden_states.device,
+    need_tensor("delta", delta, hidden_states.shape, "hidden_states' shape", hidden_states.device,
                 "hidden_states")
     for name, x in (("xr", xr), ("xw", xw), ("xk", xk), ("xv", xv), ("xa", xa), ("xg", xg)):
         if x is not None or name != "xg":
@@ -58,7 +58,7 @@ def fused_k_rwkv7(k: Tensor, a: Tensor, ka: Tensor, cu_seqlens: Tensor | None = 
     """
     check_rows("k", k, "[B, T, D]", 3)
     D = k.shape[2]
-    need_tensor("a", a, tuple(k.shape), "k's shape", k.device, "k")
+    need_tensor("a", a, k.shape, "k's shape", k.device, "k")
     check_parameter("ka", ka, D, "D", "k", k)
     y, = run("fused_k_rwkv7", 1, D, k.dtype, k, a, ka.reshape(D))
     return y

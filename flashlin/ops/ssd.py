@@ -225,7 +225,7 @@ def _check(given: Scan, limit: Any, chunk_size: int) -> tuple[float, float]:
         raise ValueError(f"B: got shape {shown(B.shape)}, need [b, T, G, N] with G a divisor of the {H} "
                          "heads of x and N of at least 1")
     for name, tensor, shape, meaning in (("dt", dt, (b, T, H), "[b, T, H]"), ("A", A, (H,), "[H]"),
-                                         ("C", C, tuple(B.shape), "B's shape")):
+                                         ("C", C, B.shape, "B's shape")):
         need_tensor(name, tensor, shape, meaning, x.device, "x")
     check_optional("x", x, (
         ("D", D, (H, P) if isinstance(D, Tensor) and D.ndim == 2 else (H,), "[H, P] or [H]"),

@@ -78,10 +78,9 @@ def sequences(x: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any = None) -> tuple[T
     if cu_seqlens is None:
         if cu_seqlens_cpu is not None:
             raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
-        bounds = None
-    else:
-        bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, x.shape, x.device, policy.current().debug, "x")
-    return bounds, count_of(x, bounds)
+        return None, x.shape[0]
+    bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, x.shape, x.device, policy.current().debug, "x")
+    return bounds, bounds.shape[0] - 1
 
 
 def check_nonempty(name: str, x: Any, meaning: str, dims: Collection[int], letter: str = "D",
