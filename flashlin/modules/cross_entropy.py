@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flashlin.guards import scalars
 from flashlin.guards.tensors import check_dense, check_floats
 from flashlin.ops.cross_entropy import counted, cross_entropy_loss, fused_linear_cross_entropy_loss
 
@@ -81,8 +82,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         process_group: Any = None,
     ) -> None:
         super().__init__()
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction: got {reduction!r}, need 'mean' or 'sum'")
+        scalars.choice("reduction", reduction, ("mean", "sum"), "'mean' or 'sum'")
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.logit_scale = logit_scale

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashlin.guards import scalars
 from flashlin.ops.norm import ACTIVATIONS, group_norm, l2norm, layer_norm, layer_norm_gated, rms_norm, rms_norm_gated
 
 Normed = Tensor | tuple[Tensor, Tensor]
@@ -110,8 +111,7 @@ class _Gated(_Affine):
     def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False,
                  activation: str = "swish", eps: float = 1e-5, device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None) -> None:
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation: got {activation!r}, need one of {', '.join(ACTIVATIONS)}")
+        scalars.choice("activation", activation, ACTIVATIONS)
         super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
         self.activation = activation
 

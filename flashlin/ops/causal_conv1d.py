@@ -28,7 +28,6 @@ from flashlin.ops._common.calls import (
 from flashlin.ops._common.operator import kernels, writing_operator
 from flashlin.ops._common.planned import as_planned, wants_grad
 from flashlin.ops._common.pool import put_back, taken
-from flashlin.ops.conv import ACTIVATIONS
 
 OP, CONVOLUTION = "mamba_causal_conv1d_update", "causal_conv1d_fn"
 
@@ -70,8 +69,8 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
     check_nonempty("x", x, "[b, D, T]", (3,), at=1)
     return_final_states = scalars.flag("return_final_states", return_final_states)
     b, D, T = x.shape
-    check_filters(x, weight, bias, activation)
-    W = weight.shape[1]
+    conv.check_filters(x, D, weight, bias)
+    silu, W = conv.is_silu(activation), weight.shape[1]
     check_optional("x", x, ((name, states, (b, D, W - 1), "[b, D, W - 1]") for name, states in (
         ("initial_states", initial_states), ("final_states_out", final_states_out))))
     if final_states_out is not None:
@@ -82,12 +81,12 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
         if return_final_states:
             raise ValueError("return_final_states: got True with seq_idx, need one of them: a row of several "
                              "sequences has no one final state")
-        y = separated(rows, weight, bias, seq_idx, initial_states, activation is not None)
+        y = separated(rows, weight, bias, seq_idx, initial_states, silu)
     else:
         # ours have a slot more, which no token sees
         state = None if initial_states is None else F.pad(initial_states, (1, 0))
-        y, final = conv.planned_run(CONVOLUTION, conv.Tensors(rows, weight, bias, initial_state=state),
-                                    activation is not None, return_final_states)
+        y, final = conv.planned_run(CONVOLUTION, conv.Tensors(rows, weight, bias, initial_state=state), silu,
+                                    return_final_states)
     y = y.transpose(1, 2)
     y = y.contiguous() if x.is_contiguous() else y
     if final is None:
@@ -129,7 +128,8 @@ def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Te
     W and dtypes; CPU tensors.
     """
     check_nonempty("x", x, "[b, D] or [b, D, T]", (2, 3), at=1)
-    check_filters(x, weight, bias, activation)
+    conv.check_filters(x, x.shape[1], weight, bias)
+    silu = conv.is_silu(activation)
     rows = x if x.ndim == 3 else x.unsqueeze(-1)
     b, D, T = rows.shape
     need_tensor("conv_state", conv_state, (None if conv_state_indices is not None else b, D, None),
@@ -143,22 +143,11 @@ def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Te
         if given is not None:
             check_integers(name, given, (b,), "[b]", x.device, "x")  # kernels skip values outside of the pool
     tensors = Tensors(rows, conv_state, weight, bias, cache_seqlens, conv_state_indices)
-    y = (_in_parts if wants_grad(*tensors) else _run)(tensors, Scalars(activation is not None))
+    y = (_in_parts if wants_grad(*tensors) else _run)(tensors, conv.Activation(silu))
     return y if x.ndim == 3 else y.squeeze(-1)
 
 
 mamba_causal_conv1d_update = causal_conv1d_update  # its name beside fla's function
-
-
-def check_filters(x: Tensor, weight: Any, bias: Any, activation: str | None,
-                  names: tuple[str, str, str] = ("weight", "bias", "x")) -> None:
-    """weight [D, W] and bias [D] or None, for x of D channels."""
-    D = x.shape[1]
-    need_tensor(names[0], weight, (D, None), "[D, W]", x.device, names[2])
-    if weight.shape[1] == 0:
-        raise ValueError(f"{names[0]}: got shape {shown(weight.shape)}, need [D, W] with W of at least 1")
-    check_optional(names[2], x, [(names[1], bias, (D,), "[D]")])
-    scalars.choice("activation", activation, ACTIVATIONS, "None, 'silu' or 'swish'")
 
 
 def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:
@@ -172,11 +161,11 @@ def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None,
-              activation: str | None) -> Tensor:
+              silu: bool) -> Tensor:
     """y [b, T, D] of x [b, T, D], which have been checked."""
     if seq_idx is not None:
-        return separated(x, weight, bias, seq_idx, None, activation is not None)
-    return conv.planned_run(CONVOLUTION, conv.Tensors(x, weight, bias), activation is not None)[0]
+        return separated(x, weight, bias, seq_idx, None, silu)
+    return conv.planned_run(CONVOLUTION, conv.Tensors(x, weight, bias), silu)[0]
 
 
 def begins(seq_idx: Tensor, first: bool) -> Tensor:
@@ -212,7 +201,7 @@ def separated(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, s
     return torch.where((seq_idx < 0)[:, before:, None], 0, y)
 
 
-def _in_parts(given: Tensors, how: Scalars) -> Tensor:
+def _in_parts(given: Tensors, how: conv.Activation) -> Tensor:
     """The convolution with a state taken out of the pool before, and the pool written to after: for gradients
     and for plain torch."""
     x, pool, weight, bias, seqlens, indices = given
@@ -241,11 +230,7 @@ class Tensors(NamedTuple):
     indices: Tensor | None
 
 
-class Scalars(NamedTuple):
-    silu: bool
-
-
-def _run(given: Tensors, how: Scalars) -> Tensor:
+def _run(given: Tensors, how: conv.Activation) -> Tensor:
     call = call_of(OP, {t.dtype for t in given if t is not None})
     plan, path, dot = route(call, WINDOW, given.x.device, lambda: problem_of(given, call),
                             V=conv.width_class(given.weight))
@@ -266,5 +251,5 @@ def problem_of(given: Tensors, call: str) -> Problem:
     return Problem(OP, WINDOW, "", B=b, T=T, H=1, K=D, V=W, N=b, dtype=parsed(call)[1])
 
 
-_library_op = writing_operator("conv_window", Tensors, Scalars, "state", _run,
+_library_op = writing_operator("conv_window", Tensors, conv.Activation, "state", _run,
                                lambda x, how: x.x.new_empty(x.x.shape))

@@ -28,7 +28,7 @@ from flashlin.ops._common.calls import (
     route,
     sequences,
 )
-from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels, writing_operator
+from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels, writing_operator
 from flashlin.ops._common.planned import as_planned, wants_grad
 
 ACTIVATIONS = (None, "silu", "swish")
@@ -90,9 +90,10 @@ def causal_conv1d(
     if backend is not None:
         scalars.choice("backend", backend, BACKENDS)
     output_final_state = scalars.flag("output_final_state", output_final_state)
-    silu = _silu(activation)
+    silu = is_silu(activation)
     check_nonempty("x", x, "[B, T, D]", (3,))
-    weight = _check(x, weight, bias, residual)
+    weight = check_filters(x, x.shape[2], weight, bias)
+    check_optional("x", x, [("residual", residual, x.shape, "x's shape")])
     bounds, N = sequences(x, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None:
         _check_state("initial_state", initial_state, N, x, weight)
@@ -122,13 +123,14 @@ def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = Non
 
     Differs from fla: there are gradients for x, weight, bias and residual, where fla's are silently none.
     """
-    silu = _silu(activation)
+    silu = is_silu(activation)
     check_floats("x", x, "[N, D], [N, 1, D] or [1, N, D]")
     if x.ndim not in (2, 3) or x.shape[-1] == 0 or (x.ndim == 3 and 1 not in x.shape[:2] and x.numel()):
         raise ValueError(f"x: got shape {shown(x.shape)}, need [N, D], [N, 1, D] or [1, N, D] with D of at "
                          "least 1")
-    weight = _check(x, weight, bias, residual)
     D = x.shape[-1]
+    weight = check_filters(x, D, weight, bias)
+    check_optional("x", x, [("residual", residual, x.shape, "x's shape")])
     N = x.numel() // D
     _check_state("cache", cache, N, x, weight)
     check_written("cache", cache, "causal_conv1d_update",
@@ -138,18 +140,20 @@ def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = Non
     return y.reshape(x.shape), cache
 
 
-def _silu(activation: str | None) -> bool:
+def is_silu(activation: str | None) -> bool:
+    """Whether there is an activation, since there is only one."""
     scalars.choice("activation", activation, ACTIVATIONS, "None, 'silu' or 'swish'")
     return activation is not None
 
 
-def _check(x: Tensor, weight: Any, bias: Any, residual: Any) -> Tensor:
-    """The weight, which is a tensor by then."""
-    D = x.shape[-1]
-    need_tensor("weight", weight, (D, None), "[D, W]", x.device, "x")
-    check_optional("x", x, (("bias", bias, (D,), "[D]"), ("residual", residual, x.shape, "x's shape")))
+def check_filters(x: Tensor, D: int, weight: Any, bias: Any,
+                  names: tuple[str, str, str] = ("weight", "bias", "x")) -> Tensor:
+    """The weight [D, W]; bias is [D] or None. names: what they and x are called."""
+    need_tensor(names[0], weight, (D, None), "[D, W]", x.device, names[2])
     if weight.shape[1] == 0:
-        raise ValueError(f"weight: got shape {shown(weight.shape)}, need [D, W] with W of at least 1")
+        raise ValueError(f"{names[0]}: got shape {shown(weight.shape)}, need [D, W] with W of at least 1")
+    if bias is not None:
+        need_tensor(names[1], bias, (D,), "[D]", x.device, names[2])
     return cast(Tensor, weight)
 
 
@@ -269,17 +273,9 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
                    dtype=dtype, varlen=x.bounds is not None, needs_grad=how.needs_grad, options=options)
 
 
-def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
-    return kernels("conv", "forward").run(plan, evenly_spaced(x.x), *x[1:], how.silu, how.has_ht, x.x.dtype)
-
-
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
     N = count_of(x.x, x.bounds)
     return x.x.new_empty(x.x.shape), x.x.new_empty((N, *x.weight.shape)) if how.has_ht else None
-
-
-def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
-    return x._replace(residual=None), (None, None)
 
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
@@ -294,7 +290,10 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 
 OPERATOR = Operator(
-    "conv", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward,
+    "conv", Tensors, Scalars, Outputs, 2,
+    forward=lambda plan, x, how: kernels("conv", "forward").run(
+        plan, evenly_spaced(x.x), *x[1:], how.silu, how.has_ht, x.x.dtype),
+    kept=lambda x, y, how: (x._replace(residual=None), (None, None)), backward=_backward,
     traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x, how.silu)),
     same=lambda how: {"residual": "y"})
 _library_update = writing_operator("conv_update", Token, Activation, "cache", _update,

@@ -22,7 +22,7 @@ from flashlin.guards.tensors import check_device, check_floats, shown
 from flashlin.kernels.cross_entropy import torch_path
 from flashlin.kernels.cross_entropy.recipe import FAR
 from flashlin.ops._common.calls import call_of, check_nonempty, check_optional, parsed, route
-from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
+from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
 from flashlin.ops._common.planned import as_planned, linear_dtype, planned, wants_grad
 
 FAMILY = "cross_entropy"
@@ -245,10 +245,6 @@ def _empty(x: Tensors, how: Scalars) -> list[Tensor]:
     return [x.logits.new_empty(x.logits.shape[:1], dtype=torch.float32) for _ in Outputs._fields]
 
 
-def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
-    return x, (None, None, y.lse)
-
-
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
     """z_loss has no gradient of its own."""
@@ -268,7 +264,8 @@ def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 
 OPERATOR = Operator(
-    "cross_entropy", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward,
+    "cross_entropy", Tensors, Scalars, Outputs, 2, forward=_forward,
+    kept=lambda x, y, how: (x, (None, None, y.lse)), backward=_backward,
     traced=Traced(lambda x, how: _problem(how.call, x.logits.shape, how.needs_grad), _empty,
                   lambda x, how: torch_path.run(x.logits, x.target, *terms_of(how)), _backward_on_torch))
 

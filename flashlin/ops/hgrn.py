@@ -5,7 +5,7 @@ Source: Qin et al. 2023 (arXiv 2311.04823).
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,10 +106,6 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
                    dtype=name_of(x.x.dtype), varlen=x.bounds is not None, needs_grad=how.needs_grad)
 
 
-def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
-    return kernels("hgrn", "forward").run(plan, *x, how.has_ht)
-
-
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
     N = count_of(x.x, x.bounds)
     wide = torch.promote_types(x.x.dtype, torch.float32)
@@ -135,5 +131,7 @@ def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 
 OPERATOR = Operator(
-    "hgrn", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward,
+    "hgrn", Tensors, Scalars, Outputs, 2,
+    forward=lambda plan, x, how: kernels("hgrn", "forward").run(plan, *x, how.has_ht), kept=_kept,
+    backward=_backward,
     traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x), _backward_on_torch))

@@ -386,10 +386,9 @@ def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
     s = x._replace(x=x.x.float() / y.rstd[..., None] if _normed(how) else x.x.float(),
                    weight=zeros + 1 if x.weight is None else x.weight.float(),
                    bias=zeros if x.bias is None else x.bias.float())
-    found = pulled_back(lambda s: torch_path.run(*s, how.eps, how.kind, how.activation, how.groups), s,
-                        wanted - {"residual"} | {"x"},
-                                grads[:2])
-    return {**found, "residual": found["x"]}
+    gradients = pulled_back(lambda s: torch_path.run(*s, how.eps, how.kind, how.activation, how.groups), s,
+                            wanted - {"residual"} | {"x"}, grads[:2])
+    return {**gradients, "residual": gradients["x"]}
 
 
 def _like(x: Tensors, how: Scalars, name: str) -> Tensor:

@@ -5,7 +5,7 @@ sequence.
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from flashlin.guards.tensors import check_apart, check_device, check_integers, s
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
 from flashlin.ops._common.calls import check_nonempty, contiguous, sequences, strictest
-from flashlin.ops._common.operator import Gradients, Kept, Operator, kernels
+from flashlin.ops._common.operator import Gradients, Operator, kernels
 from flashlin.ops._common.planned import as_planned, planned, wants_grad
 
 
@@ -101,7 +101,7 @@ def _offsets(given: Any, N: int, device: torch.device) -> tuple[int, Tensor | No
         if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
             raise TypeError(f"seqlen_offsets: got {type(given).__name__}, need an int, or an int32 or int64 "
                             "tensor of shape [N]")
-        return given, None  # type: ignore[return-value]
+        return cast(int, given), None  # a SymInt while torch.compile traces
     check_integers("seqlen_offsets", given, (N,), "[N]", device, "x")
     return 0, given.contiguous()
 
@@ -157,24 +157,19 @@ class Outputs(NamedTuple):
     y: Tensor
 
 
-def _forward(plan: Plan, x: Tensors, how: Scalars) -> tuple[Tensor]:
-    return kernels("rotary", "forward").run(plan, x.x, x.cos, sin=x.sin, offset=how.offset, offsets=x.offsets,
-                                            bounds=x.bounds, interleaved=how.interleaved, back=False,
-                                            in_place=how.in_place),
-
-
-def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
-    return (None, *x[1:]), (None,)
+def _rotated(plan: Plan, rows: Tensor, x: Tensors, how: Scalars, back: bool, in_place: bool) -> Any:
+    """The rows, turned as x is or back."""
+    return kernels("rotary", "forward").run(
+        plan, rows, x.cos, sin=x.sin, offset=how.offset, offsets=x.offsets, bounds=x.bounds,
+        interleaved=how.interleaved, back=back, in_place=in_place)
 
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
-    if grads.y is None:
-        return {"x": None}
-    return {"x": kernels("rotary", "forward").run(
-        plan, _evenly(grads.y), x.cos, sin=x.sin, offset=how.offset, offsets=x.offsets, bounds=x.bounds,
-        interleaved=how.interleaved, back=True, in_place=False)}
+    return {"x": None if grads.y is None else _rotated(plan, _evenly(grads.y), x, how, True, False)}
 
 
-OPERATOR = Operator("rotary", Tensors, Scalars, Outputs, 1, forward=_forward, kept=_kept, backward=_backward,
-                    in_place="x")
+OPERATOR = Operator(
+    "rotary", Tensors, Scalars, Outputs, 1,
+    forward=lambda plan, x, how: (_rotated(plan, x.x, x, how, False, how.in_place),),
+    kept=lambda x, y, how: ((None, *x[1:]), (None,)), backward=_backward, in_place="x")

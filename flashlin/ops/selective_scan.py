@@ -143,10 +143,6 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
                    varlen=False, needs_grad=how.needs_grad, options=options)
 
 
-def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
-    return kernels("selective", "forward").run(plan, *x, how.softplus)
-
-
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor, Tensor | None]:
     (b, channels, T), N = x.u.shape, x.A.shape[1]
     return (torch.empty_like(x.u), x.A.new_empty(b, channels, N),
@@ -163,6 +159,7 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 
 OPERATOR = Operator(
-    "selective_scan", Tensors, Scalars, Outputs, 2, forward=_forward,
+    "selective_scan", Tensors, Scalars, Outputs, 2,
+    forward=lambda plan, x, how: kernels("selective", "forward").run(plan, *x, how.softplus),
     kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
     traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x, how.softplus)))

@@ -23,7 +23,8 @@ from flashlin.ops import simple_gla
 from flashlin.ops._common import chunked
 from flashlin.ops._common.calls import check_optional
 from flashlin.ops._common.pointwise import check_rows, scaled, skipped
-from flashlin.ops.causal_conv1d import begins, check_filters, check_seq_idx, convolved
+from flashlin.ops.causal_conv1d import begins, check_seq_idx, convolved
+from flashlin.ops.conv import check_filters, is_silu
 from flashlin.ops.norm import mamba_norm
 
 
@@ -164,11 +165,12 @@ def mamba_split_conv1d_scan_combined(
     H, P, N, M = _layout(zxbcdt, conv1d_weight, D, headdim, ngroups)
     dim = H * P
     mlp, z, xBC, dt = zxbcdt.split([2 * M, dim, dim + 2 * ngroups * N, H], -1)
-    check_filters(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, activation,
+    check_filters(zxbcdt, xBC.shape[2], conv1d_weight, conv1d_bias,
                   ("conv1d_weight", "conv1d_bias", "zxbcdt"))
+    silu = is_silu(activation)
     if seq_idx is not None:
         check_seq_idx(seq_idx, zxbcdt.shape[0], zxbcdt.shape[1], zxbcdt)
-    xBC = convolved(xBC, conv1d_weight, conv1d_bias, seq_idx, activation)
+    xBC = convolved(xBC, conv1d_weight, conv1d_bias, seq_idx, silu)
     x, B, C = xBC.split([dim, ngroups * N, ngroups * N], -1)
     x, z = x.unflatten(-1, (H, P)), z.unflatten(-1, (H, P))
     B, C = B.unflatten(-1, (ngroups, N)), C.unflatten(-1, (ngroups, N))
@@ -295,12 +297,12 @@ def _released(marks: Tensor, anew: Tensor, ht: Tensor | None,
     if bounds is not None:
         anew = F.pad(anew, (0, 1)).index_fill(1, bounds.long(), True)[:, :-1]
     up_to = spread(marks, anew)
-    if ht is not None and bounds is None:
-        ht = released(ht, up_to[:, -1])
-    elif ht is not None and bounds is not None:
-        last = up_to[0, (bounds[1:] - 1).clamp(min=0)]
-        ht = torch.where((bounds.diff() == 0)[:, None, None, None], ht, released(ht, last))
-    return up_to, ht
+    if ht is None:
+        return up_to, None
+    if bounds is None:
+        return up_to, released(ht, up_to[:, -1])
+    last = up_to[0, (bounds[1:] - 1).clamp(min=0)]
+    return up_to, torch.where((bounds.diff() == 0)[:, None, None, None], ht, released(ht, last))
 
 
 def _layout(zxbcdt: Any, weight: Any, D: Any, headdim: int | None, ngroups: int) -> tuple[int, int, int, int]:

@@ -129,11 +129,9 @@ class Scalars(NamedTuple):
 
 
 def _in_torch(given: Tensors, how: Scalars) -> Tensor:
-    pool, x, dt, A, B, C, D, z, dt_bias, indices = given
-    rows = taken(pool, indices)
-    y, states = torch_path.step(rows.states, x, dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias,
-                                softplus=how.softplus)
-    return put_back(rows, states, y).to(x.dtype)
+    rows = taken(given.pool, given.indices)
+    y, states = torch_path.step(rows.states, *given[1:-1], how.softplus)
+    return put_back(rows, states, y).to(given.x.dtype)
 
 
 def _run(given: Tensors, how: Scalars) -> Tensor:

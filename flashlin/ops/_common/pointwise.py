@@ -15,7 +15,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_dense, check_device, check_dtype, check_floats, shown
 from flashlin.kernels.pointwise import torch_path
 from flashlin.kernels.pointwise.recipe import APART, MIX, SCALE, SKIP
-from flashlin.ops._common.calls import strictest
+from flashlin.ops._common.calls import contiguous, strictest
 from flashlin.ops._common.gradients import INSTEAD, once
 from flashlin.ops._common.operator import kernels
 from flashlin.ops._common.planned import as_planned, dtype_as_planned, planned, wants_grad
@@ -35,9 +35,11 @@ def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bo
                               wants_grad(*tensors)), first.device)
     if plan.problem.path == "torch":
         return torch_path.run(family, tensors, bound, dtype)
-    found: tuple[Tensor, ...] = _Pointwise.apply(plan, bound, dtype_as_planned(dtype, plan.problem.dot), *(
-        x if x is None or family in APART else x.contiguous() for x in as_planned(tensors, plan.problem.dot)))
-    return tuple(y.to(dtype) for y in found)
+    dot = plan.problem.dot
+    loaded = as_planned(tensors, dot)
+    outputs: tuple[Tensor, ...] = _Pointwise.apply(plan, bound, dtype_as_planned(dtype, dot), *(
+        loaded if family in APART else contiguous(*loaded)))
+    return tuple(y.to(dtype) for y in outputs)
 
 
 def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype,
@@ -102,6 +104,5 @@ class _Pointwise(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple[Any, ...], *dys: Tensor) -> Any:
         parameters = kernels("pointwise", "backward").PARAMETERS[ctx.plan.problem.family]
         sums = any(ctx.needs_input_grad[3 + at] for at in parameters)
-        found = kernels("pointwise", "backward").run(ctx.plan, saved, tuple(dy.contiguous() for dy in dys),
-                                                     ctx.bound, sums)
-        return None, None, None, *found
+        gradients = kernels("pointwise", "backward").run(ctx.plan, saved, contiguous(*dys), ctx.bound, sums)
+        return None, None, None, *gradients
