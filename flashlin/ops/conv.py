@@ -176,24 +176,27 @@ def planned_run(op: str, given: Tensors, silu: bool, has_ht: bool = False) -> tu
     return y.to(dtype), ht.to(dtype) if has_ht else None
 
 
+def _of_one_token(given: Token, state: Tensor) -> Tensors:
+    """An update as a convolution of sequences of one token, which begin with that state."""
+    x, weight, bias, residual, _ = given
+    return Tensors(x[:, None], weight, bias, None if residual is None else residual[:, None], state)
+
+
 def _differentiable_update(given: Token, how: Activation) -> Tensor:
-    x, weight, bias, residual, cache = given
-    rows = Tensors(x[:, None], weight, bias, None if residual is None else residual[:, None], cache.clone())
-    y, state = planned_run("causal_conv1d", rows, how.silu, True)
-    cache.copy_(cast(Tensor, state).detach())
+    y, state = planned_run("causal_conv1d", _of_one_token(given, given.cache.clone()), how.silu, True)
+    given.cache.copy_(cast(Tensor, state).detach())
     return y
 
 
 def _update(given: Token, how: Activation) -> Tensor:
-    x, weight, bias, residual, cache = given
+    x, cache = given.x, given.cache
     call = _call_of("causal_conv1d_update", given, how.silu, False)
     plan, path, dot = route(call, "conv_update", x.device, lambda: _problem_of_update(given, call),
-                            V=width_class(weight))
+                            V=width_class(given.weight))
     if path == "torch":
-        of_rows, state = torch_path.run(x[:, None], weight, bias,
-                                        None if residual is None else residual[:, None], cache, None, how.silu)
+        of_token, state = torch_path.run(*_of_one_token(given, cache), how.silu)
         cache.copy_(state)
-        return of_rows[:, 0].to(x.dtype)
+        return of_token[:, 0].to(x.dtype)
     if plan is None:
         return cast(Tensor, _library_update(*given, *how))
     loaded = as_planned(given, dot)

@@ -92,7 +92,8 @@ def cross_entropy_loss(
         readable, = as_planned((logits,), dot)
         rows = _rows(readable)
         in_place = plan is not None and inplace_backward and rows is logits
-        loss, z_loss = OPERATOR(plan, (rows, target.contiguous()), Scalars(*terms, in_place, needs_grad, call))
+        how = Scalars(*terms, in_place, needs_grad, call)
+        loss, z_loss = OPERATOR(plan, (rows, target.contiguous()), how)
     return loss, z_loss.detach()
 
 
@@ -357,9 +358,9 @@ def _empty_linear(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | No
 
 def _of_chunk(logits: Tensor, target: Tensor, how: LinearScalars,
               penalty: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Losses of a chunk and, where backward may follow, their gradient for a gradient of one, which is written
-    over the logits where it can be. penalty: times each row's highest logit it is added to the gradient of
-    that logit."""
+    """Losses of a chunk and, where backward may follow, their gradient for a gradient of one, which is
+    written over the logits where it can be. penalty: times each row's highest logit it is added to the
+    gradient of that logit."""
     terms, plan = terms_of(how), planned(_problem(how.call, logits.shape, how.needs_grad), logits.device)
     on_torch = plan.problem.path == "torch"
     # before they are written over

@@ -70,7 +70,8 @@ def _run(op: str, x: Tensor, g: Tensor, h0: Tensor | None, has_ht: bool, cu_seql
     if h0 is not None:
         need_tensor("initial_state", h0, (N, x.shape[2]), "[N, D]", x.device, "x")
     given, how, out_dtype = Tensors(x, g, h0, bounds), Scalars(has_ht, wants_grad(x, g, h0), op), x.dtype
-    plan, path, dot = route(f"{op} {name_of(x.dtype)}", "hgrn", x.device, lambda: problem_of(given, how), 64, 64)
+    plan, path, dot = route(f"{op} {name_of(x.dtype)}", "hgrn", x.device, lambda: problem_of(given, how),
+                            64, 64)
     if path == "torch" and not exporting():
         o, ht = torch_path.run(*given)
     else:

@@ -105,5 +105,6 @@ def check_written(name: str, x: Tensor, op: str, why: str) -> None:
     """x, which the op overwrites, wants no gradient, and each of its elements has a place of its own. why:
     the end of the sentence that says so."""
     if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: got a tensor that requires a gradient, need one that does not: it is {why}")
+        raise ValueError(f"{name}: got a tensor that requires a gradient, need one that does not: "
+                         f"it is {why}")
     check_apart(name, x, op)
