@@ -77,8 +77,8 @@ def _run(op: str, x: Tensor, g: Tensor, h0: Tensor | None, has_ht: bool, cu_seql
     else:
         x, g, h0, bounds = as_planned(given, dot)
         g = g if g.dtype in (x.dtype, torch.float32) else g.float()
-        h0 = None if h0 is None else h0.to(torch.promote_types(x.dtype, torch.float32))
-        o, ht = OPERATOR(plan, contiguous(x, g, h0, bounds), how)
+        h0 = None if h0 is None else h0.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+        o, ht = OPERATOR(plan, (x.contiguous(), g.contiguous(), h0, bounds), how)
     return o.to(out_dtype), ht if has_ht else None
 
 
