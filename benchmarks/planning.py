@@ -49,15 +49,15 @@ def microseconds(call: Callable[[], Any], calls: int = CALLS) -> float:
 
 def rows() -> dict[str, float]:
     q = torch.zeros(2, 128, 4, 64, dtype=torch.bfloat16, requires_grad=True)
-    call = norm._call_of("rms_norm", RMS, q, None, None, None, None, q.dtype)
+    call = norm._call_of(norm.Tensors(q), norm.Asked("rms_norm", RMS, 1e-5), q.dtype)
 
     def gla() -> Problem:
         return chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (q, q, q, q, None), None,
                                   wants_grad(q, q, q, None, None))
 
     def rms() -> Problem:
-        return norm.problem_of(norm._call_of("rms_norm", RMS, q, None, None, None, None, q.dtype), q, 1,
-                               wants_grad(q, None, None, None))
+        return norm.problem_of(norm._call_of(norm.Tensors(q), norm.Asked("rms_norm", RMS, 1e-5), q.dtype), q,
+                               1, wants_grad(q, None, None, None))
 
     here, now, problem = probe(q.device), policy.current(), gla()
     # more than the cache holds: always a miss

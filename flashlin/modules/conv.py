@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_dense, check_device, check_floats
-from flashlin.ops.conv import BACKENDS, causal_conv1d, causal_conv1d_update
+from flashlin.ops.conv import ACTIVATIONS, BACKENDS, causal_conv1d, causal_conv1d_update
 
 
 class ShortConvolution(nn.Conv1d):
@@ -36,10 +36,9 @@ class ShortConvolution(nn.Conv1d):
         dtype: torch.dtype | None = None,
         **unknown: Any,
     ) -> None:
-        if activation not in (None, "silu", "swish"):
-            raise ValueError(f"activation: got {activation!r}, need None, 'silu' or 'swish'")
-        if backend is not None and backend not in BACKENDS:
-            raise ValueError(f"backend: got {backend!r}, need one of {', '.join(BACKENDS)}")
+        scalars.choice("activation", activation, ACTIVATIONS, "None, 'silu' or 'swish'")
+        if backend is not None:
+            scalars.choice("backend", backend, BACKENDS)
         if unknown.pop("use_fast_conv1d", None) is not None:
             warnings.warn("ShortConvolution: use_fast_conv1d has no effect", DeprecationWarning, stacklevel=2)
         if unknown:
@@ -57,6 +56,7 @@ class ShortConvolution(nn.Conv1d):
         """Elements of one sequence's state."""
         return self.hidden_size * self.kernel_size[0]
 
+    # override is ignored: a torch.nn.Conv1d takes only x
     def forward(self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None,  # type: ignore[override]
                 cache: Tensor | None = None, output_final_state: bool = False,
                 cu_seqlens: Tensor | None = None, chunk_indices: Tensor | None = None,
@@ -90,8 +90,8 @@ class ShortConvolution(nn.Conv1d):
             assert cache is not None  # for the type checker
             y, state = causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation)
             return y, state if output_final_state else None
-        packed_tokens = in_place and cu_seqlens is not None and x.ndim == 3 and x.shape[
-            1] == cu_seqlens.numel() - 1
+        packed_tokens = (in_place and cu_seqlens is not None and x.ndim == 3
+                         and x.shape[1] == cu_seqlens.numel() - 1)
         y, ht = causal_conv1d(x, weight, self.bias, residual, cache, output_final_state or packed_tokens,
                               self.activation, self.backend, cu_seqlens, chunk_indices=chunk_indices,
                               **options)

@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flashlin.guards import scalars
 from flashlin.guards.tensors import check_dense, check_floats
-from flashlin.ops.cross_entropy import cross_entropy_loss, fused_linear_cross_entropy_loss
+from flashlin.ops.cross_entropy import counted, cross_entropy_loss, fused_linear_cross_entropy_loss
 
 
 class FusedCrossEntropyLoss(nn.Module):
@@ -36,13 +37,15 @@ class FusedCrossEntropyLoss(nn.Module):
         super().__init__()
         if reduction not in ("mean", "sum", "none"):
             raise NotImplementedError(f"reduction: got {reduction!r}, need 'mean', 'sum' or 'none'")
-        self.ignore_index, self.reduction, self.label_smoothing, self.logit_scale = (ignore_index, reduction,
-                                                                                     label_smoothing,
-                                                                                     logit_scale)
-        self.lse_square_scale, self.logit_softcapping, self.inplace_backward = (lse_square_scale,
-                                                                                logit_softcapping,
-                                                                                inplace_backward)
-        self.process_group, self.return_z_loss = process_group, return_z_loss
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.logit_scale = logit_scale
+        self.lse_square_scale = lse_square_scale
+        self.logit_softcapping = logit_softcapping
+        self.inplace_backward = inplace_backward
+        self.process_group = process_group
+        self.return_z_loss = return_z_loss
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
@@ -56,9 +59,8 @@ class FusedCrossEntropyLoss(nn.Module):
         if self.reduction != "none":
             loss, z_loss = loss.sum(), z_loss.sum()
         if self.reduction == "mean":
-            counted = ((target >= 0) & (target < input.shape[1])
-                       & (target != self.ignore_index)).sum().clamp(min=1)
-            loss, z_loss = loss / counted, z_loss / counted
+            rows = counted(target, input.shape[1], self.ignore_index)
+            loss, z_loss = loss / rows, z_loss / rows
         return (loss, z_loss) if self.return_z_loss else loss
 
 
@@ -80,14 +82,17 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         process_group: Any = None,
     ) -> None:
         super().__init__()
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction: got {reduction!r}, need 'mean' or 'sum'")
-        self.ignore_index, self.label_smoothing, self.logit_scale, self.logit_softcapping = (
-            ignore_index, label_smoothing, logit_scale, logit_softcapping)
-        self.num_chunks, self.reduction, self.use_l2warp, self.l2_penalty_factor = (num_chunks, reduction,
-                                                                                    use_l2warp,
-                                                                                    l2_penalty_factor)
-        self.accumulate_grad_in_fp32, self.process_group = accumulate_grad_in_fp32, process_group
+        scalars.choice("reduction", reduction, ("mean", "sum"), "'mean' or 'sum'")
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.logit_scale = logit_scale
+        self.logit_softcapping = logit_softcapping
+        self.num_chunks = num_chunks
+        self.reduction = reduction
+        self.use_l2warp = use_l2warp
+        self.l2_penalty_factor = l2_penalty_factor
+        self.accumulate_grad_in_fp32 = accumulate_grad_in_fp32
+        self.process_group = process_group
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, num_chunks={self.num_chunks}"

@@ -1,10 +1,17 @@
-"""The norms as modules; parameters are called as in ``fla.modules``, so checkpoints load either way."""
+"""The norms as modules; parameters are called as in ``fla.modules``, so checkpoints load either way. A class
+says in ``_normed`` which function its forward calls."""
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flashlin.guards import scalars
 from flashlin.ops.norm import ACTIVATIONS, group_norm, l2norm, layer_norm, layer_norm_gated, rms_norm, rms_norm_gated
+
+Normed = Tensor | tuple[Tensor, Tensor]
 
 
 class _Affine(nn.Module):
@@ -34,29 +41,34 @@ class _Affine(nn.Module):
         return f"{self.hidden_size}{flags}, eps={self.eps}"
 
 
-class LayerNorm(_Affine):
+class _Plain(_Affine):
+    """A norm without a gate."""
+
+    _normed: Callable[..., Normed]
+
+    def forward(self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False,
+                residual_in_fp32: bool = False) -> Normed:
+        """y, or with prenorm (y, x + residual)."""
+        return self._normed(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32)
+
+
+class LayerNorm(_Plain):
     """``layer_norm`` over the last dimension, of size hidden_size. Drop-in for ``fla.modules.LayerNorm``.
 
     elementwise_affine: have a weight, and with bias a bias, of that device and dtype.
     """
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False,
-                residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """y, or with prenorm (y, x + residual)."""
-        return layer_norm(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32)
+    _normed = staticmethod(layer_norm)
 
 
-class RMSNorm(_Affine):
+class RMSNorm(_Plain):
     """``rms_norm`` over the last dimension, of size hidden_size. Drop-in for ``fla.modules.RMSNorm``;
     arguments as ``LayerNorm``."""
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False,
-                residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """y, or with prenorm (y, x + residual)."""
-        return rms_norm(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32)
+    _normed = staticmethod(rms_norm)
 
 
-class GroupNorm(_Affine):
+class GroupNorm(_Plain):
     """``group_norm`` of num_groups equal slices of the last dimension, of size hidden_size. Drop-in for
     ``fla.modules.GroupNorm``.
 
@@ -84,23 +96,33 @@ class GroupNorm(_Affine):
         return f"{self.num_groups}, {super().extra_repr()}" + (", is_rms_norm=True" if self.is_rms_norm
                                                                else "")
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False,
-                residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """y, or with prenorm (y, x + residual)."""
-        return group_norm(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32,
-                          self.is_rms_norm, self.num_groups)
+    def _normed(self, *given: Any) -> Normed:
+        return group_norm(*given, **self._groups())
+
+    def _groups(self) -> dict[str, Any]:
+        return dict(is_rms_norm=self.is_rms_norm, num_groups=self.num_groups)
 
 
 class _Gated(_Affine):
     """A norm, and the activation of its gate."""
 
-    def _set(self, activation: str) -> None:
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation: got {activation!r}, need one of {', '.join(ACTIVATIONS)}")
+    _normed: Callable[..., Normed]
+
+    def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False,
+                 activation: str = "swish", eps: float = 1e-5, device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None) -> None:
+        scalars.choice("activation", activation, ACTIVATIONS)
+        super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
         self.activation = activation
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
+
+    def forward(self, x: Tensor, g: Tensor, residual: Tensor | None = None, prenorm: bool = False,
+                residual_in_fp32: bool = False) -> Normed:
+        """y, or with prenorm (y, x + residual)."""
+        return self._normed(x, g, self.weight, self.bias, self.activation, residual, prenorm,
+                            residual_in_fp32, self.eps)
 
 
 class FusedLayerNormGated(_Gated):
@@ -111,17 +133,7 @@ class FusedLayerNormGated(_Gated):
     arguments as ``LayerNorm``.
     """
 
-    def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False,
-                 activation: str = "swish", eps: float = 1e-5, device: torch.device | str | None = None,
-                 dtype: torch.dtype | None = None) -> None:
-        super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
-        self._set(activation)
-
-    def forward(self, x: Tensor, g: Tensor, residual: Tensor | None = None, prenorm: bool = False,
-                residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """y, or with prenorm (y, x + residual)."""
-        return layer_norm_gated(x, g, self.weight, self.bias, self.activation, residual, prenorm,
-                                residual_in_fp32, self.eps)
+    _normed = staticmethod(layer_norm_gated)
 
 
 class FusedRMSNormGated(_Gated):
@@ -131,17 +143,12 @@ class FusedRMSNormGated(_Gated):
     Arguments as ``FusedLayerNormGated``, but there is no bias.
     """
 
+    _normed = staticmethod(rms_norm_gated)
+
     def __init__(self, hidden_size: int, elementwise_affine: bool = True, eps: float = 1e-5,
                  activation: str = "swish", device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None) -> None:
-        super().__init__(hidden_size, elementwise_affine, False, eps, device, dtype)
-        self._set(activation)
-
-    def forward(self, x: Tensor, g: Tensor, residual: Tensor | None = None, prenorm: bool = False,
-                residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """y, or with prenorm (y, x + residual)."""
-        return rms_norm_gated(x, g, self.weight, self.bias, self.activation, residual, prenorm,
-                              residual_in_fp32, self.eps)
+        super().__init__(hidden_size, elementwise_affine, False, activation, eps, device, dtype)
 
 
 class FusedLayerNormSwishGate(FusedLayerNormGated):

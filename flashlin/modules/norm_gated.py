@@ -18,6 +18,9 @@ class RMSNormGated(nn.Module):
     ValueError where group_size does not divide hidden_size.
     """
 
+    _normed = staticmethod(rmsnorm_fn)
+    _has_bias = False
+
     def __init__(self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None,
                  norm_before_gate: bool = False, device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None) -> None:
@@ -26,8 +29,8 @@ class RMSNormGated(nn.Module):
             raise ValueError(f"group_size: got {group_size}, need a divisor of hidden_size = {hidden_size}")
         self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        self.bias: nn.Parameter | None
-        self.register_parameter("bias", None)
+        self.bias = (nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if self._has_bias
+                     else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -42,7 +45,7 @@ class RMSNormGated(nn.Module):
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """y of x [..., hidden_size], gated by z if there is one."""
-        return rmsnorm_fn(x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)
+        return self._normed(x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)
 
 
 class RMSNorm(RMSNormGated):
@@ -59,12 +62,5 @@ class LayerNorm(RMSNorm):
     """Drop-in for ``mamba_ssm.ops.triton.layernorm_gated.LayerNorm``: the same with a layer norm and a bias
     [hidden_size]."""
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None,
-                 norm_before_gate: bool = True, device: torch.device | str | None = None,
-                 dtype: torch.dtype | None = None) -> None:
-        super().__init__(hidden_size, eps, group_size, norm_before_gate, device, dtype)
-        self.bias = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
-
-    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """y of x [..., hidden_size], gated by z if there is one."""
-        return layernorm_fn(x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)
+    _normed = staticmethod(layernorm_fn)
+    _has_bias = True

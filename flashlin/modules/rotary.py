@@ -94,9 +94,10 @@ class RotaryEmbedding(nn.Module):
             max_seqlen = q.shape[1] + scalars.integer("seqlen_offset", seqlen_offset,
                                                       need="an integer, or a tensor of shape [N]")
         tables = self._tables_for(max_seqlen, q.device, q.dtype == torch.float64)
-        return tuple(rotary_embedding(x, *table, self.interleaved, False, seqlen_offset, cu_seqlens,
-                                      chunk_indices)  # type: ignore[return-value]
-                     for x, table in ((q, tables.q), (k, tables.k)))
+
+        def rotated(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+            return rotary_embedding(x, *table, self.interleaved, False, seqlen_offset, cu_seqlens)
+        return rotated(q, tables.q), rotated(k, tables.k)
 
     def _tables_for(self, length: int | None, device: torch.device, wide: bool) -> Tables:
         """Tables of at least that many places; None: those that are there."""
@@ -110,10 +111,10 @@ class RotaryEmbedding(nn.Module):
                 raise ValueError("max_seqlen: got None beside a tensor of seqlen_offset, need the number of "
                                  "places that may occur, the first time")
             length = len(kept.q[0])
-        if kept is not None and length <= len(
-                kept.q[0]) and kept.source is self.inv_freq and kept.version == version and (
-kept.q[0].device == device and (kept.q[0].dtype == torch.float64) == wide):
-            return kept
+        if kept is not None and kept.source is self.inv_freq and kept.version == version:
+            cos = kept.q[0]
+            if length <= len(cos) and cos.device == device and (cos.dtype == torch.float64) == wide:
+                return kept
         self._centre = self._centre_of(length)
         # tables made in inference mode would be of no use to autograd
         with torch.inference_mode(False), torch.no_grad():
@@ -138,9 +139,12 @@ kept.q[0].device == device and (kept.q[0].dtype == torch.float64) == wide):
         scale = self._scales(device).to(dtype) ** power
         return (cos * scale, sin * scale), (cos / scale, sin / scale)
 
+    def _channels(self, device: torch.device) -> Tensor:
+        """The first channel of each pair: 0, 2, 4 ..."""
+        return torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+
     def _frequencies(self, device: torch.device) -> Tensor:
-        return 1 / self.base ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+        return 1 / self.base ** (self._channels(device) / self.dim)
 
     def _scales(self, device: torch.device) -> Tensor:
-        return (torch.arange(0, self.dim, 2, device=device,
-                             dtype=torch.float32) + 0.4 * self.dim) / (1.4 * self.dim)
+        return (self._channels(device) + 0.4 * self.dim) / (1.4 * self.dim)

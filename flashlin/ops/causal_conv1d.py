@@ -5,7 +5,7 @@ of ``flashlin.causal_conv1d``.
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,16 +13,21 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.problem import Problem
-from flashlin.guards.tensors import check_apart, check_dense, check_device, check_floats, check_integers, shown
-from flashlin.kernels.conv.recipe import MAX_WIDTH
+from flashlin.guards.tensors import check_dense, check_device, check_integers, need_tensor, shown
 from flashlin.kernels.mamba.recipe import WINDOW
 from flashlin.ops import conv
+from flashlin.ops._common.calls import (
+    call_of,
+    check_nonempty,
+    check_optional,
+    check_written,
+    contiguous,
+    parsed,
+    route,
+)
 from flashlin.ops._common.operator import kernels, writing_operator
-from flashlin.ops._common.planned import as_planned, constant_while_tracing, name_of, planned, wants_grad
-from flashlin.ops._common.pointwise import check_beside
-from flashlin.ops.conv import ACTIVATIONS
-from flashlin.ops.norm import STRICTEST
-from flashlin.ops.state_update import put_rows
+from flashlin.ops._common.planned import as_planned, wants_grad
+from flashlin.ops._common.pool import put_back, taken
 
 OP, CONVOLUTION = "mamba_causal_conv1d_update", "causal_conv1d_fn"
 
@@ -61,31 +66,26 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
     together with seq_idx, as from 1.7 on; a number of seq_idx may be used again for a later sequence; CPU
     tensors.
     """
-    check_channels(x)
+    check_nonempty("x", x, "[b, D, T]", (3,), at=1)
     return_final_states = scalars.flag("return_final_states", return_final_states)
     b, D, T = x.shape
-    check_filters(x, weight, bias, activation)
-    W = weight.shape[1]
-    for name, given in (("initial_states", initial_states), ("final_states_out", final_states_out)):
-        if given is not None:
-            check_beside(name, given, (b, D, W - 1), "[b, D, W - 1]", "x", x)
-    if final_states_out is not None and final_states_out.requires_grad and torch.is_grad_enabled():
-        raise ValueError("final_states_out: got a tensor that requires a gradient, need one that does not: "
-                         "it is written to")
+    conv.check_filters(x, D, weight, bias)
+    silu, W = conv.is_silu(activation), weight.shape[1]
+    check_optional("x", x, ((name, states, (b, D, W - 1), "[b, D, W - 1]") for name, states in (
+        ("initial_states", initial_states), ("final_states_out", final_states_out))))
     if final_states_out is not None:
-        check_apart("final_states_out", final_states_out, CONVOLUTION)
+        check_written("final_states_out", final_states_out, CONVOLUTION, "written to")
+    rows, final = x.transpose(1, 2), None
     if seq_idx is not None:
         check_seq_idx(seq_idx, b, T, x)
-    if seq_idx is not None and return_final_states:
-        raise ValueError("return_final_states: got True with seq_idx, need one of them: a row of several "
-                         "sequences has no one final state")
-    rows = x.transpose(1, 2)
-    if seq_idx is not None:
-        y, final = separated(rows, weight, bias, seq_idx, initial_states, activation is not None), None
+        if return_final_states:
+            raise ValueError("return_final_states: got True with seq_idx, need one of them: a row of several "
+                             "sequences has no one final state")
+        y = separated(rows, weight, bias, seq_idx, initial_states, silu)
     else:
         # ours have a slot more, which no token sees
-        h0 = None if initial_states is None else F.pad(initial_states, (1, 0))
-        y, final = conv.planned_run(CONVOLUTION, rows, weight, bias, None, h0, None, activation is not None,
+        state = None if initial_states is None else F.pad(initial_states, (1, 0))
+        y, final = conv.planned_run(CONVOLUTION, conv.Tensors(rows, weight, bias, initial_state=state), silu,
                                     return_final_states)
     y = y.transpose(1, 2)
     y = y.contiguous() if x.is_contiguous() else y
@@ -127,50 +127,27 @@ def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Te
     Differs from causal_conv1d: x, weight and bias have gradients, where there they are silently none; any D,
     W and dtypes; CPU tensors.
     """
-    check_channels(x, "[b, D] or [b, D, T]", (2, 3))
-    check_filters(x, weight, bias, activation)
+    check_nonempty("x", x, "[b, D] or [b, D, T]", (2, 3), at=1)
+    conv.check_filters(x, x.shape[1], weight, bias)
+    silu = conv.is_silu(activation)
     rows = x if x.ndim == 3 else x.unsqueeze(-1)
     b, D, T = rows.shape
-    check_beside("conv_state", conv_state, (None if conv_state_indices is not None else b, D, None),
-                 "[b, D, L]", "x", x)
+    need_tensor("conv_state", conv_state, (None if conv_state_indices is not None else b, D, None),
+                "[b, D, L]", x.device, "x")
     if conv_state.shape[2] < max(weight.shape[1] - 1, 1):
         raise ValueError(f"conv_state: got {conv_state.shape[2]} slots, need at least W - 1 = "
                          f"{weight.shape[1] - 1}, and one")
-    if conv_state.requires_grad and torch.is_grad_enabled():
-        raise ValueError("conv_state: got a tensor that requires a gradient, need one that does not: it is "
-                         "updated in place. "
-                         "causal_conv1d_fn with initial_states has the gradient")
+    check_written("conv_state", conv_state, "causal_conv1d_update",
+                  "updated in place. causal_conv1d_fn with initial_states has the gradient")
     for name, given in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
         if given is not None:
             check_integers(name, given, (b,), "[b]", x.device, "x")  # kernels skip values outside of the pool
-    check_apart("conv_state", conv_state, "causal_conv1d_update")
-    silu = activation is not None
-    if wants_grad(x, weight, bias):
-        y = _in_parts(rows, conv_state, weight, bias, silu, cache_seqlens, conv_state_indices)
-    else:
-        y = _run(Tensors(rows, conv_state, weight, bias, cache_seqlens, conv_state_indices), Scalars(silu))
+    tensors = Tensors(rows, conv_state, weight, bias, cache_seqlens, conv_state_indices)
+    y = (_in_parts if wants_grad(*tensors) else _run)(tensors, conv.Activation(silu))
     return y if x.ndim == 3 else y.squeeze(-1)
 
 
 mamba_causal_conv1d_update = causal_conv1d_update  # its name beside fla's function
-
-
-def check_channels(x: Any, meaning: str = "[b, D, T]", dims: tuple[int, ...] = (3,)) -> None:
-    check_floats("x", x, meaning)
-    if x.ndim not in dims or x.shape[1] == 0:
-        raise ValueError(f"x: got shape {shown(x.shape)}, need {meaning} with D of at least 1")
-
-
-def check_filters(x: Tensor, weight: Any, bias: Any, activation: str | None,
-                  names: tuple[str, str, str] = ("weight", "bias", "x")) -> None:
-    """weight [D, W] and bias [D] or None, for x of D channels."""
-    D = x.shape[1]
-    check_beside(names[0], weight, (D, None), "[D, W]", names[2], x)
-    if weight.shape[1] == 0:
-        raise ValueError(f"{names[0]}: got shape {shown(weight.shape)}, need [D, W] with W of at least 1")
-    if bias is not None:
-        check_beside(names[1], bias, (D,), "[D]", names[2], x)
-    scalars.choice("activation", activation, ACTIVATIONS, "None, 'silu' or 'swish'")
 
 
 def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:
@@ -184,11 +161,11 @@ def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None,
-              activation: str | None) -> Tensor:
+              silu: bool) -> Tensor:
     """y [b, T, D] of x [b, T, D], which have been checked."""
     if seq_idx is not None:
-        return separated(x, weight, bias, seq_idx, None, activation is not None)
-    return conv.planned_run(CONVOLUTION, x, weight, bias, None, None, None, activation is not None, False)[0]
+        return separated(x, weight, bias, seq_idx, None, silu)
+    return conv.planned_run(CONVOLUTION, conv.Tensors(x, weight, bias), silu)[0]
 
 
 def begins(seq_idx: Tensor, first: bool) -> Tensor:
@@ -218,39 +195,30 @@ def separated(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, s
         slot = torch.where(anew, anew.cumsum(0) - 1, rows)
         bounds = torch.full((rows + 1,), rows, device=x.device).scatter(0, slot,
                                                                         torch.where(anew, place, rows))
-    y, _ = conv.planned_run(CONVOLUTION, conv.evenly_spaced(x).reshape(1, rows, D), weight, bias, None, None,
-                            bounds, silu, False)
+    y, _ = conv.planned_run(CONVOLUTION, conv.Tensors(conv.evenly_spaced(x).reshape(1, rows, D), weight, bias,
+                                                      bounds=bounds), silu)
     y = y.reshape(b, before + T, D)[:, before:]
     return torch.where((seq_idx < 0)[:, before:, None], 0, y)
 
 
-def _in_parts(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool,
-              seqlens: Tensor | None, indices: Tensor | None) -> Tensor:
+def _in_parts(given: Tensors, how: conv.Activation) -> Tensor:
     """The convolution with a state taken out of the pool before, and the pool written to after: for gradients
     and for plain torch."""
-    (b, _, T), L, W = x.shape, state.shape[2], weight.shape[1]
-    known = rows = None
-    before = state.detach().clone()
-    if indices is not None:
-        known, rows = (indices >= 0) & (indices < state.shape[0]), indices.long().clamp(0,
-                                                                                        max(state.shape[0]
-                                                                                            - 1, 0))
-        before = before[rows] if state.shape[0] else state.new_zeros(b, *state.shape[1:])
-    slots = torch.arange(L, device=x.device).expand(b,
-                                                    L) + (0 if seqlens is None else seqlens.long()[:, None])
-    slots = (slots % L)[:, None].expand(before.shape)  # of the tokens, the oldest first
-    ordered = before.gather(2, slots)
-    y, _ = conv.planned_run(CONVOLUTION, x.transpose(1, 2), weight, bias, None,
-                            F.pad(ordered[..., L - W + 1:], (1, 0)), None, silu, False)
-    y = y.transpose(1, 2)
-    after = torch.cat([ordered, x.detach().to(state.dtype)], 2)[..., T:]
+    x, pool, weight, bias, seqlens, indices = given
+    (b, _, T), L, W = x.shape, pool.shape[2], weight.shape[1]
+    rows = taken(pool, indices)
+    # slots of the tokens, the oldest first
+    slots = torch.arange(L, device=x.device).expand(b, L)
     if seqlens is not None:
-        after = before.scatter(2, (slots + T) % L, after)
-    if known is None or rows is None:
-        state.copy_(after)
-        return y
-    put_rows(state, rows, known, after)
-    return torch.where(known[:, None, None], y, 0)
+        slots = slots + seqlens.long()[:, None]
+    slots = (slots % L)[:, None].expand(rows.states.shape)
+    ordered = rows.states.gather(2, slots)
+    y, _ = conv.planned_run(CONVOLUTION, conv.Tensors(x.transpose(1, 2), weight, bias, initial_state=F.pad(
+        ordered[..., L - W + 1:], (1, 0))), how.silu)
+    states = torch.cat([ordered, x.detach().to(pool.dtype)], 2)[..., T:]
+    if seqlens is not None:
+        states = rows.states.scatter(2, (slots + T) % L, states)
+    return put_back(rows, states, y.transpose(1, 2))
 
 
 class Tensors(NamedTuple):
@@ -262,45 +230,26 @@ class Tensors(NamedTuple):
     indices: Tensor | None
 
 
-class Scalars(NamedTuple):
-    silu: bool
+def _run(given: Tensors, how: conv.Activation) -> Tensor:
+    call = call_of(OP, {t.dtype for t in given if t is not None})
+    plan, path, dot = route(call, WINDOW, given.x.device, lambda: problem_of(given, call),
+                            V=conv.width_class(given.weight))
+    if path == "torch":
+        return _in_parts(given, how)
+    if plan is None:
+        return cast(Tensor, _library_op(*given, *how))
+    loaded, window, *others = as_planned(given, dot)
+    y: Tensor = kernels("mamba", "forward").convolve(plan, loaded, window, *contiguous(*others), how.silu,
+                                                     loaded.dtype)
+    if window is not given.state:
+        given.state.copy_(window)
+    return y.to(given.x.dtype)
 
 
-def _run(given: Tensors, how: Scalars) -> Tensor:
-    x, state, weight, bias, seqlens, indices = given
-    dtype = x.dtype
-    dtypes = {t.dtype for t in (x, state, weight, bias) if t is not None}
-    strictest = name_of(next(one for one in STRICTEST if one in dtypes))
-    if torch.compiler.is_compiling():
-        if _path(strictest, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device) == "torch":
-            return _in_parts(x, state, weight, bias, how.silu, seqlens, indices)
-        traced: Tensor = _library_op(*given, *how)
-        return traced
-    plan = planned(problem_of(x, weight, strictest), x.device)
-    if plan.problem.path == "torch":
-        return _in_parts(x, state, weight, bias, how.silu, seqlens, indices)
-    x, window, weight, bias, seqlens, indices = as_planned(given, plan.problem.dot)
-    weight, bias, seqlens, indices = weight.contiguous(), *(None if t is None else t.contiguous()
-                                                            for t in (bias, seqlens, indices))
-    y: Tensor = kernels("mamba", "forward").convolve(plan, x, window, weight, bias, seqlens, indices,
-                                                     how.silu, x.dtype)
-    if window is not state:
-        state.copy_(window)
-    return y.to(dtype)
+def problem_of(given: Tensors, call: str) -> Problem:
+    (b, D, T), W = given.x.shape, given.weight.shape[1]
+    return Problem(OP, WINDOW, "", B=b, T=T, H=1, K=D, V=W, N=b, dtype=parsed(call)[1])
 
 
-def problem_of(x: Tensor, weight: Tensor, dtype: str) -> Problem:
-    """dtype: the strictest of any tensor."""
-    b, D, T = x.shape
-    return Problem(OP, WINDOW, "", B=b, T=T, H=1, K=D, V=weight.shape[1], N=b, dtype=dtype)
-
-
-@constant_while_tracing
-def _path(dtype: str, W: int, device: torch.device) -> str:
-    """What torch.compile may know while tracing: no size, which may be symbolic; only whether W is one for
-    the kernels."""
-    return planned(Problem(OP, WINDOW, "", B=1, T=1, H=1, K=1, V=W, N=1, dtype=dtype), device).problem.path
-
-
-_library_op = writing_operator("conv_window", Tensors, Scalars, "state", _run,
+_library_op = writing_operator("conv_window", Tensors, conv.Activation, "state", _run,
                                lambda x, how: x.x.new_empty(x.x.shape))

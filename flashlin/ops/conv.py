@@ -7,21 +7,29 @@ Source: the depthwise convolution in front of linear attention since H3 (Fu et a
 """
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 
-from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_floats, need_tensor, no_unknown, shown
+from flashlin.guards.tensors import check_floats, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR, MAX_WIDTH
-from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels, writing_operator
-from flashlin.ops._common.planned import as_planned, constant_while_tracing, name_of, planned, wants_grad
-from flashlin.ops.norm import STRICTEST
+from flashlin.ops._common.calls import (
+    call_of,
+    check_nonempty,
+    check_optional,
+    check_written,
+    contiguous,
+    count_of,
+    dense,
+    parsed,
+    route,
+    sequences,
+)
+from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels, writing_operator
+from flashlin.ops._common.planned import as_planned, wants_grad
 
 ACTIVATIONS = (None, "silu", "swish")
 BACKENDS = ("triton", "mix", "cuda")
@@ -82,20 +90,14 @@ def causal_conv1d(
     if backend is not None:
         scalars.choice("backend", backend, BACKENDS)
     output_final_state = scalars.flag("output_final_state", output_final_state)
-    silu = _silu(activation)
-    check_floats("x", x, "[B, T, D]")
-    if x.ndim != 3 or x.shape[2] == 0:
-        raise ValueError(f"x: got shape {shown(x.shape)}, need [B, T, D] with D of at least 1")
-    weight = _check(x, weight, bias, residual)
-    bounds = None
-    if cu_seqlens is not None:
-        bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, x.shape, x.device, policy.current().debug, "x")
-    elif cu_seqlens_cpu is not None:
-        raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
-    N = x.shape[0] if bounds is None else bounds.shape[0] - 1
+    silu = is_silu(activation)
+    check_nonempty("x", x, "[B, T, D]", (3,))
+    weight = check_filters(x, x.shape[2], weight, bias)
+    check_optional("x", x, [("residual", residual, x.shape, "x's shape")])
+    bounds, N = sequences(x, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None:
         _check_state("initial_state", initial_state, N, x, weight)
-    return planned_run("causal_conv1d", x, weight, bias, residual, initial_state, bounds, silu,
+    return planned_run("causal_conv1d", Tensors(x, weight, bias, residual, initial_state, bounds), silu,
                        output_final_state)
 
 
@@ -121,111 +123,94 @@ def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = Non
 
     Differs from fla: there are gradients for x, weight, bias and residual, where fla's are silently none.
     """
-    silu = _silu(activation)
+    silu = is_silu(activation)
     check_floats("x", x, "[N, D], [N, 1, D] or [1, N, D]")
     if x.ndim not in (2, 3) or x.shape[-1] == 0 or (x.ndim == 3 and 1 not in x.shape[:2] and x.numel()):
         raise ValueError(f"x: got shape {shown(x.shape)}, need [N, D], [N, 1, D] or [1, N, D] with D of at "
                          "least 1")
-    weight = _check(x, weight, bias, residual)
     D = x.shape[-1]
+    weight = check_filters(x, D, weight, bias)
+    check_optional("x", x, [("residual", residual, x.shape, "x's shape")])
     N = x.numel() // D
     _check_state("cache", cache, N, x, weight)
-    if cache.requires_grad and torch.is_grad_enabled():
-        raise ValueError("cache: got a tensor that requires a gradient, need one that does not: it is "
-                         "updated in place. "
-                         "causal_conv1d with initial_state=cache has the gradient")
-    check_apart("cache", cache, "causal_conv1d_update")
-    rows, added = x.reshape(N, D), None if residual is None else residual.reshape(N, D)
-    if wants_grad(x, weight, bias, residual):
-        y, state = planned_run("causal_conv1d", rows[:, None], weight, bias,
-                               None if added is None else added[:, None], cache.clone(), None, silu, True)
-        assert state is not None  # for the type checker
-        cache.copy_(state.detach())
-    else:
-        y = _update(Token(rows, weight, bias, added, cache), Activation(silu))
+    check_written("cache", cache, "causal_conv1d_update",
+                  "updated in place. causal_conv1d with initial_state=cache has the gradient")
+    given = Token(x.reshape(N, D), weight, bias, None if residual is None else residual.reshape(N, D), cache)
+    y = (_differentiable_update if wants_grad(*given) else _update)(given, Activation(silu))
     return y.reshape(x.shape), cache
 
 
-def _silu(activation: str | None) -> bool:
+def is_silu(activation: str | None) -> bool:
+    """Whether there is an activation, since there is only one."""
     scalars.choice("activation", activation, ACTIVATIONS, "None, 'silu' or 'swish'")
     return activation is not None
 
 
-def _check(x: Tensor, weight: Any, bias: Any, residual: Any) -> Tensor:
-    """The weight, which is a tensor by then."""
-    D = x.shape[-1]
-    for name, given, shape, meaning in (("weight", weight, (D, None), "[D, W]"), ("bias", bias, (D,), "[D]"),
-                                        ("residual", residual, tuple(x.shape), "x's shape")):
-        if given is not None or name == "weight":
-            need_tensor(name, given, shape, meaning, x.device, "x")
+def check_filters(x: Tensor, D: int, weight: Any, bias: Any,
+                  names: tuple[str, str, str] = ("weight", "bias", "x")) -> Tensor:
+    """The weight [D, W]; bias is [D] or None. names: what they and x are called."""
+    need_tensor(names[0], weight, (D, None), "[D, W]", x.device, names[2])
     if weight.shape[1] == 0:
-        raise ValueError(f"weight: got shape {shown(weight.shape)}, need [D, W] with W of at least 1")
-    checked: Tensor = weight
-    return checked
+        raise ValueError(f"{names[0]}: got shape {shown(weight.shape)}, need [D, W] with W of at least 1")
+    if bias is not None:
+        need_tensor(names[1], bias, (D,), "[D]", x.device, names[2])
+    return cast(Tensor, weight)
 
 
 def _check_state(name: str, state: Any, N: int, x: Tensor, weight: Tensor) -> None:
     need_tensor(name, state, (N, x.shape[-1], weight.shape[1]), "[N, D, W]", x.device, "x")
 
 
-def planned_run(
-    op: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    h0: Tensor | None,
-    bounds: Tensor | None,
-    silu: bool,
-    has_ht: bool,
-) -> tuple[Tensor, Tensor | None]:
+def planned_run(op: str, given: Tensors, silu: bool, has_ht: bool = False) -> tuple[Tensor, Tensor | None]:
     """Every op that is a convolution: plan and run what has been checked."""
-    dtype = x.dtype
-    call = _call_of(op, silu, has_ht, x=x, weight=weight, bias=bias, residual=residual, initial_state=h0)
-    given = Tensors(x, weight, bias, residual, h0, bounds)
-    how = Scalars(silu, has_ht, wants_grad(x, weight, bias, residual, h0), call)
-    if torch.compiler.is_compiling():
-        plan, (path, dot) = None, _route(call, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device)
-    else:
-        plan = planned(problem_of(given, how), x.device)
-        path, dot = plan.problem.path, plan.problem.dot
+    dtype = given.x.dtype
+    call = _call_of(op, given, silu, has_ht)
+    how = Scalars(silu, has_ht, wants_grad(*given), call)
+    plan, path, dot = route(call, "conv", given.x.device, lambda: problem_of(given, how),
+                            V=width_class(given.weight))
     if path == "torch":
-        y, ht = torch_path.run(x, weight, bias, residual, h0, bounds, silu)
-        return y.to(dtype), ht.to(dtype) if has_ht else None
-    x, weight, bias, residual, h0, bounds = as_planned(given, dot)
-    weight = weight.contiguous()
-    bias, residual, h0 = (None if t is None else t.contiguous() for t in (bias, residual, h0))
-    y, ht = OPERATOR(plan, (x if plan is None else evenly_spaced(x), weight, bias, residual, h0, bounds), how)
+        y, ht = torch_path.run(*given, silu)
+    else:
+        x, *others = as_planned(given, dot)
+        y, ht = OPERATOR(plan, (x if plan is None else evenly_spaced(x), *contiguous(*others)), how)
     return y.to(dtype), ht.to(dtype) if has_ht else None
 
 
+def _of_one_token(given: Token, state: Tensor) -> Tensors:
+    """An update as a convolution of sequences of one token, which begin with that state."""
+    x, weight, bias, residual, _ = given
+    return Tensors(x[:, None], weight, bias, None if residual is None else residual[:, None], state)
+
+
+def _differentiable_update(given: Token, how: Activation) -> Tensor:
+    y, state = planned_run("causal_conv1d", _of_one_token(given, given.cache.clone()), how.silu, True)
+    given.cache.copy_(cast(Tensor, state).detach())
+    return y
+
+
 def _update(given: Token, how: Activation) -> Tensor:
-    """Of x [N, D] without gradients."""
-    x, weight, bias, residual, cache = given
-    dtype = x.dtype
-    call = _call_of("causal_conv1d_update", how.silu, False, x=x, weight=weight, bias=bias, residual=residual,
-                    cache=cache)
-    if torch.compiler.is_compiling():
-        path, dot = _route(call, MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1, x.device)
-        if path != "torch":
-            y: Tensor = _library_update(*given, *how)
-            return y
-    else:
-        N, D = x.shape
-        plan = planned(_problem(call, N, 1, D, weight.shape[1], N, False, False), x.device)
-        path, dot = plan.problem.path, plan.problem.dot
+    x, cache = given.x, given.cache
+    call = _call_of("causal_conv1d_update", given, how.silu, False)
+    plan, path, dot = route(call, "conv_update", x.device, lambda: _problem_of_update(given, call),
+                            V=width_class(given.weight))
     if path == "torch":
-        y, ht = torch_path.run(x[:, None], weight, bias, None if residual is None else residual[:, None],
-                               cache, None, how.silu)
-        cache.copy_(ht)
-        return y[:, 0].to(dtype)
-    x, weight, bias, residual, window = as_planned(given, dot)
-    x, weight = x.contiguous(), weight.contiguous()
-    bias, residual = (None if t is None else t.contiguous() for t in (bias, residual))
-    y = kernels("conv", "forward").update(plan, x, weight, bias, residual, window, how.silu, x.dtype)
-    if window is not cache:
-        cache.copy_(window)
-    return y.to(dtype)
+        of_token, state = torch_path.run(*_of_one_token(given, cache), how.silu)
+        cache.copy_(state)
+        return of_token[:, 0].to(x.dtype)
+    if plan is None:
+        return cast(Tensor, _library_update(*given, *how))
+    loaded = as_planned(given, dot)
+    tensors = contiguous(loaded.x, loaded.weight, loaded.bias, loaded.residual)
+    y: Tensor = kernels("conv", "forward").update(plan, *tensors, loaded.cache, how.silu, loaded.x.dtype)
+    if loaded.cache is not cache:
+        cache.copy_(loaded.cache)
+    return y.to(x.dtype)
+
+
+def _problem_of_update(given: Token, call: str) -> Problem:
+    (op, dtype, options), (N, D) = parsed(call), given.x.shape
+    return Problem(op, "conv_update", "", B=N, T=1, H=1, K=D, V=given.weight.shape[1], N=N, dtype=dtype,
+                   options=options)
 
 
 def evenly_spaced(x: Tensor) -> Tensor:
@@ -239,23 +224,25 @@ def evenly_spaced(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and even and stride <= FAR else x.contiguous()
 
 
-def _call_of(op: str, silu: bool, has_ht: bool, **tensors: Tensor | None) -> str:
-    """Op, dtype and options in one string, because a library operator takes no tuple of strings. The dtype is
-    the strictest of any tensor."""
-    dtypes = {x.dtype for x in tensors.values() if x is not None}
-    dtype = next(dtype for dtype in STRICTEST if dtype in dtypes)
-    options = [name for name in ("bias", "residual", "initial_state") if tensors.get(name) is not None]
-    return " ".join([op, name_of(dtype), *options, *["silu"] * silu, *["final_state"] * has_ht,
-                     *["fixed"] * (op == "token_shift")])
+def _call_of(op: str, given: Tensors | Token, silu: bool, has_ht: bool) -> str:
+    options = [name for name in ("bias", "residual", "initial_state")
+               if getattr(given, name, None) is not None]
+    return call_of(op, {x.dtype for x in given if x is not None}, [
+        *options, *["silu"] * silu, *["final_state"] * has_ht, *["fixed"] * (op == "token_shift")])
+
+
+def width_class(weight: Tensor) -> int:
+    """What stands for the number of taps while torch.compile traces: whether it is one for the kernels."""
+    return MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1
 
 
 class Tensors(NamedTuple):
     x: Tensor
     weight: Tensor
-    bias: Tensor | None
-    residual: Tensor | None
-    h0: Tensor | None
-    bounds: Tensor | None
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    initial_state: Tensor | None = None
+    bounds: Tensor | None = None
 
 
 class Scalars(NamedTuple):
@@ -284,61 +271,32 @@ class Activation(NamedTuple):
 
 
 def problem_of(x: Tensors, how: Scalars) -> Problem:
-    B, T, D = x.x.shape
-    N = B if x.bounds is None else x.bounds.shape[0] - 1
-    return _problem(how.call, B, T, D, x.weight.shape[1], N, x.bounds is not None, how.needs_grad)
-
-
-def _problem(call: str, B: int, T: int, D: int, W: int, N: int, varlen: bool, needs_grad: bool) -> Problem:
-    op, dtype, options = _parsed(call)
-    return Problem(op, "conv_update" if op == "causal_conv1d_update" else "conv", "", B=B, T=T, H=1, K=D, V=W,
-                   N=N, dtype=dtype, varlen=varlen, needs_grad=needs_grad, options=options)
-
-
-@lru_cache(maxsize=256)
-def _parsed(call: str) -> tuple[str, str, tuple[str, ...]]:
-    op, dtype, *options = call.split(" ")
-    return op, dtype, tuple(sorted(options))
-
-
-@constant_while_tracing
-def _route(call: str, W: int, device: torch.device) -> tuple[str, str]:
-    """What torch.compile may know while tracing: no size, which may be symbolic; only whether W is one for
-    the kernels."""
-    problem = planned(_problem(call, 1, 1, 1, W, 1, False, True), device).problem
-    return problem.path, problem.dot
-
-
-def _forward(plan: Plan, x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
-    found: tuple[Tensor, Tensor | None] = kernels("conv", "forward").run(plan, evenly_spaced(x.x), *x[1:],
-                                                                         how.silu, how.has_ht, x.x.dtype)
-    return found
+    (op, dtype, options), (B, T, D) = parsed(how.call), x.x.shape
+    return Problem(op, "conv", "", B=B, T=T, H=1, K=D, V=x.weight.shape[1], N=count_of(x.x, x.bounds),
+                   dtype=dtype, varlen=x.bounds is not None, needs_grad=how.needs_grad, options=options)
 
 
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
-    N = x.x.shape[0] if x.bounds is None else x.bounds.shape[0] - 1
+    N = count_of(x.x, x.bounds)
     return x.x.new_empty(x.x.shape), x.x.new_empty((N, *x.weight.shape)) if how.has_ht else None
-
-
-def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
-    return x._replace(residual=None), (None, None)
 
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
-    dy = torch.zeros(x.x.shape, dtype=x.x.dtype,
-                     device=x.x.device) if grads.y is None else grads.y.contiguous()
-    dht = None if grads.ht is None else grads.ht.contiguous()
+    dht, = contiguous(grads.ht)
     dx, dweight, dbias, dh0 = kernels("conv", "backward").run(
-        plan, evenly_spaced(x.x), x.weight, bias=x.bias, h0=x.h0, bounds=x.bounds, dy=dy, dht=dht,
-        silu=how.silu, needs_dx="x" in wanted, needs_dweight="weight" in wanted, needs_dbias="bias" in wanted,
-        needs_dh0="h0" in wanted)
+        plan, evenly_spaced(x.x), x.weight, bias=x.bias, h0=x.initial_state, bounds=x.bounds,
+        dy=dense(grads.y, x.x), dht=dht, silu=how.silu, needs_dx="x" in wanted,
+        needs_dweight="weight" in wanted, needs_dbias="bias" in wanted, needs_dh0="initial_state" in wanted)
     return {"x": dx, "weight": None if dweight is None else dweight.to(x.weight.dtype).contiguous(),
-            "bias": dbias, "h0": dh0}
+            "bias": dbias, "initial_state": dh0}
 
 
 OPERATOR = Operator(
-    "conv", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward,
+    "conv", Tensors, Scalars, Outputs, 2,
+    forward=lambda plan, x, how: kernels("conv", "forward").run(
+        plan, evenly_spaced(x.x), *x[1:], how.silu, how.has_ht, x.x.dtype),
+    kept=lambda x, y, how: (x._replace(residual=None), (None, None)), backward=_backward,
     traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x, how.silu)),
     same=lambda how: {"residual": "y"})
 _library_update = writing_operator("conv_update", Token, Activation, "cache", _update,

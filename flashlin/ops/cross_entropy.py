@@ -10,21 +10,22 @@ softcap of Gemma 2 (2024). Losses of a linear layer in chunks: Wijmans et al. 20
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashlin.dispatch import OPS
 from flashlin.guards import scalars, tokens
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_device, check_floats, need_tensor, shown
+from flashlin.guards.tensors import check_device, check_floats, shown
 from flashlin.kernels.cross_entropy import torch_path
 from flashlin.kernels.cross_entropy.recipe import FAR
-from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
-from flashlin.ops._common.planned import as_planned, constant_while_tracing, linear_dtype, name_of, planned, wants_grad
+from flashlin.ops._common.calls import call_of, check_nonempty, check_optional, parsed, route
+from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
+from flashlin.ops._common.planned import as_planned, linear_dtype, planned, wants_grad
 
+FAMILY = "cross_entropy"
 CHUNK = 64  # rows of logits come in multiples of so many
 
 
@@ -80,20 +81,19 @@ def cross_entropy_loss(
     terms = _terms(label_smoothing, logit_scale, lse_square_scale, logit_softcapping, ignore_index,
                    process_group)
     scalars.flags(inplace_backward=inplace_backward)
-    _check(logits, target)
+    check_nonempty("logits", logits, "[N, V]", (2,), "V")
+    _check_target(target, logits, "logits")
     tokens.check("cross_entropy_loss", target, logits.shape[1], "target", ignore_index)
-    call, needs_grad = _call_of("cross_entropy_loss", logits.dtype), wants_grad(logits)
-    if torch.compiler.is_compiling():
-        plan, (path, dot) = None, _route(call, logits.device)
-    else:
-        plan = planned(_problem(call, logits.shape, needs_grad), logits.device)
-        path, dot = plan.problem.path, plan.problem.dot
+    call, needs_grad = call_of("cross_entropy_loss", {logits.dtype}), wants_grad(logits)
+    plan, path, dot = route(call, FAMILY, logits.device, lambda: _problem(call, logits.shape, needs_grad))
     if path == "torch":
         loss, z_loss, _ = torch_path.run(logits, target, *terms)
-        return loss, z_loss.detach()
-    rows = _rows(as_planned(Tensors(logits, target), dot).logits)
-    in_place = plan is not None and inplace_backward and rows is logits
-    loss, z_loss = OPERATOR(plan, (rows, target.contiguous()), Scalars(*terms, in_place, needs_grad, call))
+    else:
+        readable, = as_planned((logits,), dot)
+        rows = _rows(readable)
+        in_place = plan is not None and inplace_backward and rows is logits
+        how = Scalars(*terms, in_place, needs_grad, call)
+        loss, z_loss = OPERATOR(plan, (rows, target.contiguous()), how)
     return loss, z_loss.detach()
 
 
@@ -144,26 +144,31 @@ def fused_linear_cross_entropy_loss(
     them; it compiles.
     """
     terms = _terms(label_smoothing, logit_scale, 0.0, logit_softcapping, ignore_index, process_group)
-    _check_linear(x, weight, bias)
-    _check_target(target, x.shape[0], x.device, "x")
+    check_nonempty("x", x, "[N, D]", (2,))
+    check_floats("weight", weight, "[V, D]")
+    if weight.ndim != 2 or weight.shape[0] == 0 or weight.shape[1] != x.shape[1]:
+        raise ValueError(f"weight: got shape {shown(weight.shape)}, need [V, D] with V of at least 1 and D = "
+                         f"{x.shape[1]}")
+    check_device("weight", weight, x.device, "x")
+    check_optional("x", x, [("bias", bias, weight.shape[:1], "[V]")])
+    _check_target(target, x, "x")
     scalars.choice("reduction", reduction, ("mean", "sum"), "'mean' or 'sum'")
     num_chunks = scalars.integer("num_chunks", num_chunks, 1, "at least 1")
-    penalty = scalars.number("l2_penalty_factor", l2_penalty_factor) if scalars.flag("use_l2warp",
-                                                                                     use_l2warp) else 0.0
+    penalty = 0.0
+    if scalars.flag("use_l2warp", use_l2warp):
+        penalty = scalars.number("l2_penalty_factor", l2_penalty_factor)
     accumulate_grad_in_fp32 = scalars.flag("accumulate_grad_in_fp32", accumulate_grad_in_fp32)
     tokens.check("fused_linear_cross_entropy_loss", target, weight.shape[0], "target", ignore_index)
     dtype = linear_dtype(x)
-    needs_grad, call = wants_grad(x, weight, bias), _call_of("fused_linear_cross_entropy_loss", dtype)
+    needs_grad, call = wants_grad(x, weight, bias), call_of("fused_linear_cross_entropy_loss", {dtype})
     given = LinearTensors(x, target.contiguous(), weight, bias)
     how = LinearScalars(*terms, num_chunks, mean=reduction == "mean", penalty=penalty,
                         wide=accumulate_grad_in_fp32, dtype=dtype, wants_dx=wants_grad(x),
                         wants_dweight=wants_grad(weight), wants_dbias=wants_grad(bias), needs_grad=needs_grad,
                         call=call)
     # The operator plans again, for its chunks; here the whole call hears of what stands against it.
-    plan = None if torch.compiler.is_compiling() else planned(_problem(call, (x.shape[0], weight.shape[0]),
-                                                                       needs_grad), x.device)
-    loss: Tensor = LINEAR(plan, given, how)[0]
-    return loss
+    plan = None if torch.compiler.is_compiling() else planned(_problem_of_linear(given, how), x.device)
+    return cast(Tensor, LINEAR(plan, given, how)[0])
 
 
 def _terms(label_smoothing: float, logit_scale: float, lse_square_scale: float,
@@ -180,56 +185,30 @@ def _terms(label_smoothing: float, logit_scale: float, lse_square_scale: float,
                  scalars.integer("ignore_index", ignore_index))
 
 
-def _check(logits: Any, target: Any) -> None:
-    check_floats("logits", logits, "[N, V]")
-    if logits.ndim != 2 or logits.shape[1] == 0:
-        raise ValueError(f"logits: got shape {shown(logits.shape)}, need [N, V] with V of at least 1")
-    _check_target(target, logits.shape[0], logits.device, "logits")
-
-
-def _check_target(target: Any, N: int, device: torch.device, beside: str) -> None:
+def _check_target(target: Any, rows: Tensor, beside: str) -> None:
+    """target is [N], a row's each, on the device of the rows, which are called ``beside``."""
     tokens.check_dtype("target", target)
+    N = rows.shape[0]
     if tuple(target.shape) != (N,):
         raise ValueError(f"target: got shape {shown(target.shape)}, need [N] = [{N}]")
-    check_device("target", target, device, beside)
+    check_device("target", target, rows.device, beside)
 
 
-def _check_linear(x: Any, weight: Any, bias: Any) -> None:
-    check_floats("x", x, "[N, D]")
-    if x.ndim != 2 or x.shape[1] == 0:
-        raise ValueError(f"x: got shape {shown(x.shape)}, need [N, D] with D of at least 1")
-    check_floats("weight", weight, "[V, D]")
-    if weight.ndim != 2 or weight.shape[0] == 0 or weight.shape[1] != x.shape[1]:
-        raise ValueError(f"weight: got shape {shown(weight.shape)}, need [V, D] with V of at least 1 and D = "
-                         f"{x.shape[1]}")
-    check_device("weight", weight, x.device, "x")
-    if bias is not None:
-        need_tensor("bias", bias, weight.shape[:1], "[V]", x.device, "x")
+def counted(target: Tensor, V: int, ignore_index: int) -> Tensor:
+    """How many rows have a target that counts, at least 1: what a mean divides by."""
+    return ((target >= 0) & (target < V) & (target != ignore_index)).sum().clamp(min=1)
 
 
 def _rows(logits: Tensor) -> Tensor:
     """With rows that kernels can read: contiguous, apart from each other, and not too far."""
-    return logits if logits.stride(1) == 1 and logits.shape[1] <= logits.stride(
-        0) <= FAR else logits.contiguous()
-
-
-def _call_of(op: str, dtype: torch.dtype) -> str:
-    """Op and dtype in one string, because that is what a library operator takes."""
-    return f"{op} {name_of(dtype)}"
+    apart = logits.shape[1] <= logits.stride(0) <= FAR
+    return logits if logits.stride(1) == 1 and apart else logits.contiguous()
 
 
 def _problem(call: str, shape: tuple[int, ...], needs_grad: bool) -> Problem:
-    (op, dtype), (N, V) = call.split(" "), shape
-    return Problem(op, OPS[op][0], "", B=1, T=N, H=1, K=V, V=V, N=1, dtype=dtype, varlen=False,
+    (op, dtype, _), (N, V) = parsed(call), shape
+    return Problem(op, FAMILY, "", B=1, T=N, H=1, K=V, V=V, N=1, dtype=dtype, varlen=False,
                    needs_grad=needs_grad)
-
-
-@constant_while_tracing
-def _route(call: str, device: torch.device) -> tuple[str, str]:
-    """What torch.compile may know while tracing: no size, which may be symbolic; there are kernels for all of
-    them."""
-    problem = planned(_problem(call, (1, 1), True), device).problem
-    return problem.path, problem.dot
 
 
 class Tensors(NamedTuple):
@@ -248,9 +227,9 @@ class Scalars(NamedTuple):
     needs_grad: bool
     call: str
 
-    @property
-    def terms(self) -> Terms:
-        return Terms(self.scale, self.cap, self.smoothing, self.squares, self.ignore_index)
+
+def terms_of(how: Scalars | LinearScalars) -> Terms:
+    return Terms(how.scale, how.cap, how.smoothing, how.squares, how.ignore_index)
 
 
 class Outputs(NamedTuple):
@@ -260,15 +239,11 @@ class Outputs(NamedTuple):
 
 
 def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
-    return kernels("cross_entropy", "forward").run(plan, _rows(x.logits), x.target, *how.terms)
+    return kernels("cross_entropy", "forward").run(plan, _rows(x.logits), x.target, *terms_of(how))
 
 
 def _empty(x: Tensors, how: Scalars) -> list[Tensor]:
     return [x.logits.new_empty(x.logits.shape[:1], dtype=torch.float32) for _ in Outputs._fields]
-
-
-def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
-    return x, (None, None, y.lse)
 
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
@@ -277,7 +252,7 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
     if grads.loss is None:
         return {"logits": None}
     dlogits = kernels("cross_entropy", "backward").run(plan, _rows(x.logits), x.target, y.lse,
-                                                       grads.loss.contiguous(), *how.terms, how.in_place)
+                                                       grads.loss.contiguous(), *terms_of(how), how.in_place)
     if how.in_place:
         torch.autograd.graph.increment_version(x.logits)  # whoever else has kept them for backward is told so
     return {"logits": dlogits}
@@ -286,14 +261,14 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
                        wanted: frozenset[str]) -> Gradients:
     return {"logits": None if grads.loss is None
-            else torch_path.gradients(x.logits, x.target, y.lse, grads.loss, *how.terms)}
+            else torch_path.gradients(x.logits, x.target, y.lse, grads.loss, *terms_of(how))}
 
 
 OPERATOR = Operator(
-    "cross_entropy", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward,
-    traced=Traced(
-lambda x, how: _problem(how.call, x.logits.shape, how.needs_grad), _empty,
-lambda x, how: torch_path.run(x.logits, x.target, *how.terms), _backward_on_torch))
+    "cross_entropy", Tensors, Scalars, Outputs, 2, forward=_forward,
+    kept=lambda x, y, how: (x, (None, None, y.lse)), backward=_backward,
+    traced=Traced(lambda x, how: _problem(how.call, x.logits.shape, how.needs_grad), _empty,
+                  lambda x, how: torch_path.run(x.logits, x.target, *terms_of(how)), _backward_on_torch))
 
 
 class LinearTensors(NamedTuple):
@@ -322,10 +297,6 @@ class LinearScalars(NamedTuple):
     needs_grad: bool
     call: str
 
-    @property
-    def terms(self) -> Terms:
-        return Terms(self.scale, self.cap, self.smoothing, self.squares, self.ignore_index)
-
 
 class LinearOutputs(NamedTuple):
     """The gradients, None where they are not wanted, are outputs because backward reads them
@@ -339,17 +310,21 @@ class LinearOutputs(NamedTuple):
     share: Tensor
 
 
+def _problem_of_linear(given: LinearTensors, how: LinearScalars) -> Problem:
+    return _problem(how.call, (given.x.shape[0], given.weight.shape[0]), how.needs_grad)
+
+
 def _linear_loss(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | None, ...]:
     """LinearOutputs. Each chunk is planned for itself."""
     x, target, weight, bias = given
     with nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False):
-        terms, dtype, (N, D), V = how.terms, how.dtype, x.shape, weight.shape[0]
+        dtype, (N, D), V = how.dtype, x.shape, weight.shape[0]
         matrix, line = weight.to(dtype), None if bias is None else bias.to(dtype)
         losses = torch.zeros(N, dtype=_loss_dtype(dtype), device=x.device)
-        one, share = torch.ones_like(losses), losses.new_ones(())
+        share = losses.new_ones(())
         if how.mean:
-            share = 1 / ((target >= 0) & (target < V)
-                         & (target != terms.ignore_index)).sum().clamp(min=1).to(losses.dtype)
+            share = 1 / counted(target, V, how.ignore_index).to(losses.dtype)
+        penalty = how.penalty / N / share if how.penalty and N else None
         sums = torch.promote_types(losses.dtype, weight.dtype) if how.wide else weight.dtype
         dx = torch.zeros_like(x) if how.wants_dx else None
         dweight = torch.zeros_like(weight, dtype=sums) if how.wants_dweight else None
@@ -360,26 +335,17 @@ def _linear_loss(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | Non
         for first in range(0, N, C):
             chunk = slice(first, min(first + C, N))
             rows = x[chunk].to(dtype)
-            logits = F.linear(rows, matrix, line)
-            plan = planned(_problem(how.call, logits.shape, how.needs_grad), x.device)
-            if not how.needs_grad:
-                losses[chunk], _ = _losses(plan, logits, target[chunk], terms)
+            losses[chunk], dlogits = _of_chunk(F.linear(rows, matrix, line), target[chunk], how, penalty)
+            if dlogits is None:
                 continue
-            losses[chunk], dlogits = _both(plan, logits, target[chunk], one[chunk], terms,
-                                           how.penalty / N / share if how.penalty else None)
             if dx is not None:
                 dx[chunk] = dlogits @ matrix
             if dweight is not None:
                 _add_product(dweight, dlogits.t(), rows)
             if dbias is not None:
                 dbias += dlogits.sum(0, dtype=sums)
-        dweight = None if dweight is None else _times(dweight, share, _room_for(dweight, weight.dtype))
-        dbias = None if dbias is None or bias is None else _times(dbias, share, _room_for(dbias, bias.dtype))
-        return losses.sum() * share, dx, dweight, dbias, share
-
-
-def _room_for(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+        return (losses.sum() * share, dx, _averaged(dweight, share, weight),
+                _averaged(dbias, share, bias), share)
 
 
 def _empty_linear(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | None, ...]:
@@ -390,34 +356,39 @@ def _empty_linear(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | No
             torch.empty_like(bias) if bias is not None and how.wants_dbias else None, share)
 
 
-def _losses(plan: Plan, logits: Tensor, target: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """loss and L of a chunk."""
-    if plan.problem.path == "torch":
+def _of_chunk(logits: Tensor, target: Tensor, how: LinearScalars,
+              penalty: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Losses of a chunk and, where backward may follow, their gradient for a gradient of one, which is
+    written over the logits where it can be. penalty: times each row's highest logit it is added to the
+    gradient of that logit."""
+    terms, plan = terms_of(how), planned(_problem(how.call, logits.shape, how.needs_grad), logits.device)
+    on_torch = plan.problem.path == "torch"
+    # before they are written over
+    highest = logits.max(1, keepdim=True) if how.needs_grad and penalty is not None else None
+    if on_torch:
         loss, _, lse = torch_path.run(logits, target, *terms)
     else:
-        loss, _, lse = kernels("cross_entropy", "forward").run(plan,
-                                                               as_planned(Tensors(logits, target),
-                                                                          plan.problem.dot).logits, target,
-                                                               *terms)
-    return loss, lse
-
-
-def _both(plan: Plan, logits: Tensor, target: Tensor, one: Tensor, terms: Terms,
-          penalty: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Losses of a chunk and their gradient for a gradient of one, which is written over the logits where it
-    can be. penalty: times each row's highest logit it is added to the gradient of that logit."""
-    highest = None if penalty is None else logits.max(1, keepdim=True)
-    loss, lse = _losses(plan, logits, target, terms)
-    if plan.problem.path == "torch":
+        readable, = as_planned((logits,), plan.problem.dot)
+        loss, _, lse = kernels("cross_entropy", "forward").run(plan, readable, target, *terms)
+    if not how.needs_grad:
+        return loss, None
+    one = torch.ones_like(loss)
+    if on_torch:
         dlogits = torch_path.gradients(logits, target, lse, one, *terms)
     else:
-        readable = as_planned(Tensors(logits, target), plan.problem.dot).logits
         dlogits = kernels("cross_entropy", "backward").run(plan, readable, target, lse, one, *terms,
                                                            True).to(logits.dtype)
     if highest is not None and penalty is not None:
         pull = highest.values.to(lse.dtype) * penalty
         dlogits.scatter_(1, highest.indices, (dlogits.gather(1, highest.indices) + pull).to(dlogits.dtype))
     return loss, dlogits
+
+
+def _averaged(total: Tensor | None, share: Tensor, like: Tensor | None) -> Tensor | None:
+    """total * share in the dtype of ``like``, in total's memory where that is its own."""
+    if total is None or like is None:
+        return None
+    return _times(total, share, total if total.dtype == like.dtype else torch.empty_like(like))
 
 
 def _times(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
@@ -455,7 +426,5 @@ LINEAR = Operator(
     "linear_cross_entropy", LinearTensors, LinearScalars, LinearOutputs, len(LinearOutputs._fields),
     forward=lambda plan, given, how: _linear_loss(given, how),
     kept=lambda x, y, how: ((None,) * len(x), (None, *y[1:])), backward=_backward_linear,
-    traced=Traced(lambda given, how: _problem(how.call, (given.x.shape[0], given.weight.shape[0]),
-                                              how.needs_grad), _empty_linear, _linear_loss,
-                  plain_backward=True),
+    traced=Traced(_problem_of_linear, _empty_linear, _linear_loss, plain_backward=True),
     instead='cross_entropy_loss of the logits has them with flashlin.settings(path="torch")')

@@ -5,19 +5,19 @@ Source: Qin et al. 2023 (arXiv 2311.04823).
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, shown
+from flashlin.guards.tensors import check_floats, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
+from flashlin.ops._common.calls import contiguous, count_of, dense, route, sequences
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
-from flashlin.ops._common.planned import as_planned, constant_while_tracing, exporting, name_of, planned, wants_grad
+from flashlin.ops._common.planned import as_planned, exporting, name_of, wants_grad
 
 Found = tuple[Tensor, "Tensor | None"]
 
@@ -65,26 +65,20 @@ def _run(op: str, x: Tensor, g: Tensor, h0: Tensor | None, has_ht: bool, cu_seql
     check_floats("x", x, "[B, T, D]", 3)
     if x.shape[2] == 0:
         raise ValueError(f"x: got shape {shown(x.shape)}, need [B, T, D] with D of at least 1")
-    need_tensor("g", g, tuple(x.shape), "[B, T, D]", x.device, "x")
-    bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, None, x.shape, x.device,
-                                                              policy.current().debug, "x")
+    need_tensor("g", g, x.shape, "[B, T, D]", x.device, "x")
+    bounds, N = sequences(x, cu_seqlens)
     if h0 is not None:
-        need_tensor("initial_state", h0, (x.shape[0] if bounds is None else bounds.shape[0] - 1, x.shape[2]),
-                    "[N, D]", x.device, "x")
-    out_dtype = x.dtype
-    given, how = Tensors(x, g, h0, bounds), Scalars(has_ht, wants_grad(x, g, h0), op)
-    if torch.compiler.is_compiling():
-        plan, (path, dot) = None, _route(op, name_of(x.dtype), x.device)
-    else:
-        plan = planned(problem_of(given, how), x.device)
-        path, dot = plan.problem.path, plan.problem.dot
+        need_tensor("initial_state", h0, (N, x.shape[2]), "[N, D]", x.device, "x")
+    given, how, out_dtype = Tensors(x, g, h0, bounds), Scalars(has_ht, wants_grad(x, g, h0), op), x.dtype
+    plan, path, dot = route(f"{op} {name_of(x.dtype)}", "hgrn", x.device, lambda: problem_of(given, how),
+                            64, 64)
     if path == "torch" and not exporting():
         o, ht = torch_path.run(*given)
-        return o.to(out_dtype), ht if has_ht else None
-    x, g, h0, bounds = as_planned(given, dot)
-    g = g if g.dtype in (x.dtype, torch.float32) else g.float()
-    h0 = None if h0 is None else h0.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-    o, ht = OPERATOR(plan, (x.contiguous(), g.contiguous(), h0, bounds), how)
+    else:
+        x, g, h0, bounds = as_planned(given, dot)
+        g = g if g.dtype in (x.dtype, torch.float32) else g.float()
+        h0 = None if h0 is None else h0.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+        o, ht = OPERATOR(plan, (x.contiguous(), g.contiguous(), h0, bounds), how)
     return o.to(out_dtype), ht if has_ht else None
 
 
@@ -109,25 +103,12 @@ class Outputs(NamedTuple):
 def problem_of(x: Tensors, how: Scalars) -> Problem:
     """K and V are both the number of channels."""
     B, T, D = x.x.shape
-    N = B if x.bounds is None else x.bounds.shape[0] - 1
-    return Problem(how.call, "hgrn", "", B=B, T=T, H=1, K=D, V=D, N=N, dtype=name_of(x.x.dtype),
-                   varlen=x.bounds is not None, needs_grad=how.needs_grad)
-
-
-@constant_while_tracing
-def _route(op: str, dtype: str, device: torch.device) -> tuple[str, str]:
-    """What torch.compile may know while tracing: no size, which may be symbolic."""
-    problem = planned(Problem(op, "hgrn", "", B=1, T=1, H=1, K=64, V=64, N=1, dtype=dtype, varlen=False,
-                              needs_grad=True), device).problem
-    return problem.path, problem.dot
-
-
-def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
-    return kernels("hgrn", "forward").run(plan, *x, how.has_ht)
+    return Problem(how.call, "hgrn", "", B=B, T=T, H=1, K=D, V=D, N=count_of(x.x, x.bounds),
+                   dtype=name_of(x.x.dtype), varlen=x.bounds is not None, needs_grad=how.needs_grad)
 
 
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
-    N = x.x.shape[0] if x.bounds is None else x.bounds.shape[0] - 1
+    N = count_of(x.x, x.bounds)
     wide = torch.promote_types(x.x.dtype, torch.float32)
     return x.x.new_empty(x.x.shape), x.x.new_empty((N, x.x.shape[2]), dtype=wide) if how.has_ht else None
 
@@ -140,11 +121,9 @@ def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
     o, g, h0, bounds = x
-    do = torch.zeros_like(o) if grads.o is None else grads.o.contiguous()
-    dht = None if grads.ht is None else grads.ht.contiguous()
-    return dict(zip(("x", "g", "h0"),
-                    kernels("hgrn", "backward").run(plan, g, o, h0, bounds, do, dht, "h0" in wanted),
-                    strict=True))
+    gradients = kernels("hgrn", "backward").run(plan, g, o, h0, bounds, dense(grads.o, o),
+                                                *contiguous(grads.ht), "h0" in wanted)
+    return dict(zip(("x", "g", "h0"), gradients, strict=True))
 
 
 def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
@@ -153,5 +132,7 @@ def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 
 OPERATOR = Operator(
-    "hgrn", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward,
+    "hgrn", Tensors, Scalars, Outputs, 2,
+    forward=lambda plan, x, how: kernels("hgrn", "forward").run(plan, *x, how.has_ht), kept=_kept,
+    backward=_backward,
     traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x), _backward_on_torch))

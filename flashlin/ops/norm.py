@@ -7,8 +7,7 @@ Gated, y is multiplied by g sigmoid(g) (Yang et al. 2024, GLA) or by sigmoid(g).
 """
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +15,15 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_dtype, check_floats, need_tensor, shown
+from flashlin.guards.tensors import check_dtype, need_tensor
 from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
+from flashlin.ops._common.calls import call_of, check_nonempty, check_optional, contiguous, parsed, route
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
-from flashlin.ops._common.planned import as_planned, constant_while_tracing, dtype_as_planned, name_of, planned, wants_grad
+from flashlin.ops._common.planned import as_planned, dtype_as_planned, wants_grad
 
 ACTIVATIONS = {"swish": SWISH, "silu": SWISH, "sigmoid": SIGMOID}
-# the dtype that machines have most to say about first
-STRICTEST = (torch.float64, torch.bfloat16, torch.float16, torch.float32)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None,
@@ -56,9 +54,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: 
     Differs from fla where fla fails: rows longer than 64 KB, no rows at all, CPU tensors; and a new number of
     rows never recompiles.
     """
-    scalars.flags(is_rms_norm=is_rms_norm)
-    return _run("layer_norm", RMS if is_rms_norm else LAYER, x, residual, weight, bias, eps, prenorm,
-                residual_in_fp32)
+    return _run(Tensors(x, residual, weight, bias),
+                Asked("layer_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None,
@@ -69,7 +66,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Te
 
     eps is added to the mean of the squares. The rest as ``layer_norm``.
     """
-    return _run("rms_norm", RMS, x, residual, weight, bias, eps, prenorm, residual_in_fp32)
+    return _run(Tensors(x, residual, weight, bias), Asked("rms_norm", RMS, eps, prenorm, residual_in_fp32))
 
 
 def group_norm(
@@ -90,9 +87,8 @@ def group_norm(
     rest as ``layer_norm``. Unlike ``torch.nn.GroupNorm``, tokens are normalised one by one. Source: Wu and He
     2018, Sun et al. 2023.
     """
-    scalars.flags(is_rms_norm=is_rms_norm)
-    return _run("group_norm", RMS if is_rms_norm else LAYER, x, residual, weight, bias, eps, prenorm,
-                residual_in_fp32, groups=num_groups)
+    return _run(Tensors(x, residual, weight, bias),
+                Asked("group_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32, num_groups))
 
 
 def rms_norm_gated(
@@ -113,8 +109,8 @@ def rms_norm_gated(
     sigmoid(g), ``sigmoid`` by sigmoid(g). The gate comes after weight and bias. eps is smaller than
     ``rms_norm``'s, as in fla. The rest as ``layer_norm``.
     """
-    return _run("rms_norm_gated", RMS, x, residual, weight, bias, eps, prenorm, residual_in_fp32, gate=g,
-                activation=activation)
+    return _run(Tensors(x, residual, weight, bias, g),
+                Asked("rms_norm_gated", RMS, eps, prenorm, residual_in_fp32, activation=activation))
 
 
 def layer_norm_gated(
@@ -133,8 +129,8 @@ def layer_norm_gated(
 
     Arguments as ``rms_norm_gated``.
     """
-    return _run("layer_norm_gated", LAYER, x, residual, weight, bias, eps, prenorm, residual_in_fp32, gate=g,
-                activation=activation)
+    return _run(Tensors(x, residual, weight, bias, g),
+                Asked("layer_norm_gated", LAYER, eps, prenorm, residual_in_fp32, activation=activation))
 
 
 def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
@@ -146,9 +142,7 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
     """
     if output_dtype is not None:
         check_dtype("output_dtype", output_dtype)
-    y = _run("l2norm", L2, x, None, None, None, eps, False, False, output_dtype=output_dtype)
-    assert isinstance(y, Tensor)  # for the type checker: only prenorm gives two
-    return y
+    return cast(Tensor, _run(Tensors(x), Asked("l2norm", L2, eps, output_dtype=output_dtype)))
 
 
 l2_norm = l2norm
@@ -177,8 +171,7 @@ def layernorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tenso
                  is_rms_norm: bool = False) -> Tensor:
     """``rmsnorm_fn`` with a layer norm of each group, unless is_rms_norm. Drop-in for ``layernorm_fn`` of the
     same modules."""
-    scalars.flags(is_rms_norm=is_rms_norm)
-    return mamba_norm("layernorm_fn", RMS if is_rms_norm else LAYER, x, weight, bias, z, eps, group_size,
+    return mamba_norm("layernorm_fn", kind_of(is_rms_norm), x, weight, bias, z, eps, group_size,
                       norm_before_gate)
 
 
@@ -195,177 +188,124 @@ def mamba_norm(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """y in that dtype, x's if None."""
-    eps = check(x, None, weight, bias, eps, 1, None, None)
+    asked = checked(Tensors(x, None, weight, bias), Asked(op, kind, eps, output_dtype=dtype or x.dtype))
     scalars.flags(norm_before_gate=norm_before_gate)
-    D, dtype = x.shape[-1], dtype or x.dtype
+    D = x.shape[-1]
     size = D if group_size is None else scalars.integer("group_size", group_size, 1, f"a divisor of D = {D}")
     if D % size:
         raise ValueError(f"group_size: got {group_size}, need a divisor of D = {D}")
-    gate = z if norm_before_gate else None
+    gate = None
     if z is not None:
-        need_tensor("z", z, tuple(x.shape), "x's shape", x.device, "x")
-        if not norm_before_gate:
+        need_tensor("z", z, x.shape, "x's shape", x.device, "x")
+        if norm_before_gate:
+            gate, asked = z, asked._replace(activation="silu")
+        else:
             wide = torch.float64 if torch.float64 in (x.dtype, z.dtype) else torch.float32
             x = x.to(wide) * F.silu(z.to(wide))
-    y = _run(op, kind, x, None, weight, bias, eps, False, False, output_dtype=dtype, groups=D // size,
-             gate=gate, activation=None if gate is None else "silu")
-    assert isinstance(y, Tensor)  # for the type checker: only prenorm gives two
-    return y
+    return cast(Tensor, run(Tensors(x, None, weight, bias, gate), asked._replace(groups=D // size)))
 
 
-def _run(
-    op: str,
-    kind: int,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    *,
-    output_dtype: torch.dtype | None = None,
-    groups: int = 1,
-    gate: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    scalars.flags(prenorm=prenorm, residual_in_fp32=residual_in_fp32)
-    eps = check(x, residual, weight, bias, eps, groups, gate, activation)
-    return run(op, kind, x, residual, weight, bias, eps, prenorm, residual_in_fp32, output_dtype=output_dtype,
-               groups=groups, gate=gate, activation=activation)
+class Asked(NamedTuple):
+    """What a norm is asked for beside its tensors. kind: of the kernels. activation: of the gate, where there
+    is one. output_dtype: of y, x's if None. The others as in ``group_norm``."""
+    op: str
+    kind: int
+    eps: float
+    prenorm: bool = False
+    residual_in_fp32: bool = False
+    groups: int = 1
+    activation: str | None = None
+    output_dtype: torch.dtype | None = None
 
 
-def run(
-    op: str,
-    kind: int,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    *,
-    output_dtype: torch.dtype | None = None,
-    groups: int = 1,
-    gate: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Every op of the family, of tensors that have been checked: plan, run. gate counts where there is an
-    activation."""
-    y_dtype = output_dtype or x.dtype
-    total_dtype = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x.dtype
+def kind_of(is_rms_norm: bool) -> int:
+    return RMS if scalars.flag("is_rms_norm", is_rms_norm) else LAYER
+
+
+def _run(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
+    return run(given, checked(given, asked))
+
+
+def run(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
+    """Every op of the family, of what has been checked: plan, run."""
+    x, residual, weight, bias, gate = given
+    groups, shape = asked.groups, x.shape
+    y_dtype = asked.output_dtype or x.dtype
+    total_dtype = (residual.dtype if residual is not None else torch.float32 if asked.residual_in_fp32
+                   else x.dtype)
     returns_x = residual is None and total_dtype == x.dtype
-    call = _call_of(op, kind, x, residual, weight, bias, gate, y_dtype)
-    needs_grad = wants_grad(x, residual, weight, bias, gate)
-    given, opening = x, NO_GATE if activation is None else ACTIVATIONS[activation]
+    call, needs_grad = _call_of(given, asked, y_dtype), wants_grad(*given)
+    activation = NO_GATE if asked.activation is None else ACTIVATIONS[asked.activation]
     if groups > 1:
         x = x.unflatten(-1, (groups, -1))
         residual, gate = (None if t is None else t.unflatten(-1, (groups, -1)) for t in (residual, gate))
-    if torch.compiler.is_compiling():
-        plan, (path, dot) = None, _route(call, x.device)
-    else:
-        plan = planned(problem_of(call, x, groups, needs_grad), x.device)
-        path, dot = plan.problem.path, plan.problem.dot
+    plan, path, dot = route(call, "norm", x.device, lambda: problem_of(call, x, groups, needs_grad))
     if path == "torch":
-        y, total = torch_path.run(x, residual, weight, bias, gate, eps, kind, opening, groups)
-        y = y.to(y_dtype).reshape(given.shape)
-        return (y, given if returns_x else total.to(total_dtype).reshape(given.shape)) if prenorm else y
-    x, residual, weight, bias, gate = as_planned(Tensors(x, residual, weight, bias, gate), dot)
-    kernel_total = dtype_as_planned(total_dtype, dot)
-    # the sum is kept for backward, so it must not be rounded more coarsely than x and residual are
-    if residual is not None:
-        kernel_total = torch.promote_types(x.dtype, residual.dtype)
-        residual = residual.to(kernel_total)
-    x = x.contiguous()
-    residual, weight, bias, gate = (None if t is None else t.contiguous()
-                                    for t in (residual, weight, bias, gate))
-    has_total = (prenorm and not returns_x) or (needs_grad and residual is not None)
-    y, total = OPERATOR(plan, (x, residual, weight, bias, gate), Scalars(
-        eps, kind, opening, groups=groups, x_dtype=x.dtype,
-        residual_dtype=None if residual is None else residual.dtype, y_dtype=dtype_as_planned(y_dtype, dot),
-        total_dtype=kernel_total if has_total else None, needs_grad=needs_grad, call=call))
-    y = y.to(y_dtype).reshape(given.shape)
-    return (y, given if returns_x else total.to(total_dtype).reshape(given.shape)) if prenorm else y
+        y, total = torch_path.run(x, residual, weight, bias, gate, asked.eps, asked.kind, activation, groups)
+    else:
+        x, residual, weight, bias, gate = as_planned(Tensors(x, residual, weight, bias, gate), dot)
+        kernel_total = dtype_as_planned(total_dtype, dot)
+        # the sum is kept for backward, so it must not be rounded more coarsely than x and residual are
+        if residual is not None:
+            kernel_total = torch.promote_types(x.dtype, residual.dtype)
+            residual = residual.to(kernel_total)
+        has_total = (asked.prenorm and not returns_x) or (needs_grad and residual is not None)
+        y, total = OPERATOR(plan, contiguous(x, residual, weight, bias, gate), Scalars(
+            asked.eps, asked.kind, activation, groups=groups, x_dtype=x.dtype,
+            residual_dtype=None if residual is None else residual.dtype,
+            y_dtype=dtype_as_planned(y_dtype, dot), total_dtype=kernel_total if has_total else None,
+            needs_grad=needs_grad, call=call))
+    y = y.to(y_dtype).reshape(shape)
+    if not asked.prenorm:
+        return y
+    return y, given.x if returns_x else total.to(total_dtype).reshape(shape)
 
 
-def check(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    bias: Any,
-    eps: float,
-    groups: int,
-    gate: Any,
-    activation: str | None,
-    names: tuple[str, str] = ("weight", "bias"),
-) -> float:
-    """eps as a float. names: what weight and bias are called."""
-    check_floats("x", x, "[..., D]")
-    if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x: got shape {shown(x.shape)}, need [..., D] with D of at least 1")
-    D = x.shape[-1]
-    for name, given, shape, meaning in ((names[0], weight, (D,), "[D]"), (names[1], bias, (D,), "[D]"),
-                                        ("residual", residual, tuple(x.shape), "x's shape"),
-                                        ("g", gate, tuple(x.shape), "x's shape")):
-        if given is not None or (name == "g" and activation is not None):
-            need_tensor(name, given, shape, meaning, x.device, "x")
-    if D % scalars.integer("num_groups", groups, 1, f"a divisor of D = {D}"):
-        raise ValueError(f"num_groups: got {groups}, need a divisor of D = {D}")
+def checked(given: Tensors, asked: Asked, weight: str = "weight", bias: str = "bias") -> Asked:
+    """What is asked for, eps as a float. weight, bias: what they are called."""
+    scalars.flag("prenorm", asked.prenorm)
+    scalars.flag("residual_in_fp32", asked.residual_in_fp32)
+    x, activation = given.x, asked.activation
+    check_nonempty("x", x, "[..., D]", ())
+    D, shape = x.shape[-1], x.shape
+    check_optional("x", x, ((weight, given.weight, (D,), "[D]"), (bias, given.bias, (D,), "[D]"),
+                            ("residual", given.residual, shape, "x's shape")))
+    if activation is not None:
+        need_tensor("g", given.gate, shape, "x's shape", x.device, "x")
+    if D % scalars.integer("num_groups", asked.groups, 1, f"a divisor of D = {D}"):
+        raise ValueError(f"num_groups: got {asked.groups}, need a divisor of D = {D}")
     if activation is not None:
         scalars.choice("activation", activation, ACTIVATIONS)
-    return scalars.number("eps", eps, 0.0, need="a number of at least 0")
+    eps = scalars.number("eps", asked.eps, 0.0, need="a number of at least 0")
+    return asked if eps is asked.eps else asked._replace(eps=eps)
 
 
-def _call_of(op: str, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor | None,
-             bias: Tensor | None, gate: Tensor | None, y_dtype: torch.dtype) -> str:
-    """Op, dtype and options in one string, because a library operator takes no tuple of strings. The dtype is
-    the strictest of any tensor."""
-    dtypes = {x.dtype, y_dtype}
-    options = ""
-    for name, given in (("bias", bias), ("gate", gate), ("residual", residual), ("weight", weight)):
-        if given is not None:
-            dtypes.add(given.dtype)
-            options += " " + name
-    if kind == RMS and op in ("layer_norm", "group_norm", "layernorm_fn"):
-        options += " is_rms_norm"
-    dtype = x.dtype if len(dtypes) == 1 else next(dtype for dtype in STRICTEST if dtype in dtypes)
-    return f"{op} {name_of(dtype)}{options}"
+def _call_of(given: Tensors, asked: Asked, y_dtype: torch.dtype) -> str:
+    dtypes, options = {y_dtype, given.x.dtype}, []
+    for name in ("residual", "weight", "bias", "gate"):
+        x = getattr(given, name)
+        if x is not None:
+            dtypes.add(x.dtype)
+            options.append(name)
+    if asked.kind == RMS and asked.op in ("layer_norm", "group_norm", "layernorm_fn"):
+        options.append("is_rms_norm")
+    return call_of(asked.op, dtypes, options)
 
 
 def problem_of(call: str, x: Tensor, groups: int, needs_grad: bool) -> Problem:
     """For x [..., D], or with groups [..., groups, D]."""
-    D = x.shape[-1]
-    return _problem(call, x.numel() // (groups * D), groups, D, needs_grad)
-
-
-def _problem(call: str, tokens: int, groups: int, D: int, needs_grad: bool) -> Problem:
-    op, dtype, options = _parsed(call)
-    return Problem(op, "norm", "", B=1, T=tokens, H=groups, K=D, V=D, N=1, dtype=dtype, varlen=False,
-                   needs_grad=needs_grad, options=options)
-
-
-@lru_cache(maxsize=256)
-def _parsed(call: str) -> tuple[str, str, tuple[str, ...]]:
-    op, dtype, *options = call.split(" ")
-    return op, dtype, tuple(sorted(options))
-
-
-@constant_while_tracing
-def _route(call: str, device: torch.device) -> tuple[str, str]:
-    """What torch.compile may know while tracing: no size, which may be symbolic; there are kernels for all of
-    them."""
-    problem = planned(_problem(call, 1, 1, 1, True), device).problem
-    return problem.path, problem.dot
+    (op, dtype, options), D = parsed(call), x.shape[-1]
+    return Problem(op, "norm", "", B=1, T=x.numel() // (groups * D), H=groups, K=D, V=D, N=1, dtype=dtype,
+                   varlen=False, needs_grad=needs_grad, options=options)
 
 
 class Tensors(NamedTuple):
     """x, residual and gate [..., D] or, with groups, [..., groups, D]; weight, bias [groups * D]."""
     x: Tensor
-    residual: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    gate: Tensor | None
+    residual: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    gate: Tensor | None = None
 
 
 class Scalars(NamedTuple):
@@ -446,19 +386,17 @@ def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
     s = x._replace(x=x.x.float() / y.rstd[..., None] if _normed(how) else x.x.float(),
                    weight=zeros + 1 if x.weight is None else x.weight.float(),
                    bias=zeros if x.bias is None else x.bias.float())
-    found = pulled_back(lambda s: torch_path.run(*s, how.eps, how.kind, how.activation, how.groups), s,
-                        wanted - {"residual"} | {"x"},
-                                grads[:2])
-    return {**found, "residual": found["x"]}
+    gradients = pulled_back(lambda s: torch_path.run(*s, how.eps, how.kind, how.activation, how.groups), s,
+                            wanted - {"residual"} | {"x"}, grads[:2])
+    return {**gradients, "residual": gradients["x"]}
 
 
 def _like(x: Tensors, how: Scalars, name: str) -> Tensor:
     if name in ("weight", "bias"):
         return x.x.new_empty(x.x.shape[-1] * how.groups, dtype=torch.float32)
-    return x.gate if x.gate is not None and name == "gate" else torch.empty_like(x.x,
-                                                                                 dtype=how.x_dtype if name
-                                                                                 == "x"
-                                                                                 else how.residual_dtype)
+    if x.gate is not None and name == "gate":
+        return x.gate
+    return torch.empty_like(x.x, dtype=how.x_dtype if name == "x" else how.residual_dtype)
 
 
 OPERATOR = Operator(

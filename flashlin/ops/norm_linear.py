@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.norm.recipe import LAYER, RMS
 from flashlin.ops import norm
 from flashlin.ops._common.planned import linear_dtype, wants_grad
+from flashlin.ops.norm import Asked, Tensors, kind_of
 from flashlin.policy import Policy
 
 Found = Tensor | tuple[Tensor, Tensor]
@@ -55,12 +56,11 @@ def layer_norm_linear(
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
             run the call.
     """
-    scalars.flags(is_rms_norm=is_rms_norm)
-    op = "group_norm" if scalars.integer("num_groups",
-                                         num_groups) > 1 else "rms_norm" if is_rms_norm else "layer_norm"
-    return _run(op, RMS if is_rms_norm else LAYER, x, residual=residual, norm_weight=norm_weight,
-                norm_bias=norm_bias, linear_weight=linear_weight, linear_bias=linear_bias, eps=eps,
-                prenorm=prenorm, residual_in_fp32=residual_in_fp32, groups=num_groups)
+    kind = kind_of(is_rms_norm)
+    op = ("group_norm" if scalars.integer("num_groups", num_groups) > 1 else
+          "rms_norm" if kind == RMS else "layer_norm")
+    return _run(Tensors(x, residual, norm_weight, norm_bias), linear_weight, linear_bias,
+                Asked(op, kind, eps, prenorm, residual_in_fp32, num_groups))
 
 
 def rms_norm_linear(
@@ -76,9 +76,8 @@ def rms_norm_linear(
 ) -> Found:
     """``rms_norm`` and a linear layer. Drop-in for ``fla.modules.layernorm.rms_norm_linear``; arguments as
     ``layer_norm_linear``."""
-    return _run("rms_norm", RMS, x, residual=residual, norm_weight=norm_weight, norm_bias=norm_bias,
-                linear_weight=linear_weight, linear_bias=linear_bias, eps=eps, prenorm=prenorm,
-                residual_in_fp32=residual_in_fp32)
+    return _run(Tensors(x, residual, norm_weight, norm_bias), linear_weight, linear_bias,
+                Asked("rms_norm", RMS, eps, prenorm, residual_in_fp32))
 
 
 def group_norm_linear(
@@ -96,10 +95,8 @@ def group_norm_linear(
 ) -> Found:
     """``group_norm`` and a linear layer. Drop-in for ``fla.modules.layernorm.group_norm_linear``; arguments
     as ``layer_norm_linear``."""
-    scalars.flags(is_rms_norm=is_rms_norm)
-    return _run("group_norm", RMS if is_rms_norm else LAYER, x, residual=residual, norm_weight=norm_weight,
-                norm_bias=norm_bias, linear_weight=linear_weight, linear_bias=linear_bias, eps=eps,
-                prenorm=prenorm, residual_in_fp32=residual_in_fp32, groups=num_groups)
+    return _run(Tensors(x, residual, norm_weight, norm_bias), linear_weight, linear_bias,
+                Asked("group_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32, num_groups))
 
 
 def layer_norm_swish_gate_linear(
@@ -119,9 +116,8 @@ def layer_norm_swish_gate_linear(
 
     g: of x's shape. eps is smaller than ``layer_norm_linear``'s, as in fla; the rest as there.
     """
-    return _run("layer_norm_gated", LAYER, x, residual=residual, norm_weight=norm_weight, norm_bias=norm_bias,
-                linear_weight=linear_weight, linear_bias=linear_bias, eps=eps, prenorm=prenorm,
-                residual_in_fp32=residual_in_fp32, gate=g, activation="swish")
+    return _run(Tensors(x, residual, norm_weight, norm_bias, g), linear_weight, linear_bias,
+                Asked("layer_norm_gated", LAYER, eps, prenorm, residual_in_fp32, activation="swish"))
 
 
 def rms_norm_swish_gate_linear(
@@ -139,44 +135,25 @@ def rms_norm_swish_gate_linear(
     """``rms_norm_gated`` with swish and a linear layer. Drop-in for
     ``fla.modules.fused_norm_gate.rms_norm_swish_gate_linear``; arguments as
     ``layer_norm_swish_gate_linear``."""
-    return _run("rms_norm_gated", RMS, x, residual=residual, norm_weight=norm_weight, norm_bias=norm_bias,
-                linear_weight=linear_weight, linear_bias=linear_bias, eps=eps, prenorm=prenorm,
-                residual_in_fp32=residual_in_fp32, gate=g, activation="swish")
+    return _run(Tensors(x, residual, norm_weight, norm_bias, g), linear_weight, linear_bias,
+                Asked("rms_norm_gated", RMS, eps, prenorm, residual_in_fp32, activation="swish"))
 
 
-def _run(
-    op: str,
-    kind: int,
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    eps: float,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    *,
-    groups: int = 1,
-    gate: Tensor | None = None,
-    activation: str | None = None,
-) -> Found:
-    scalars.flags(prenorm=prenorm, residual_in_fp32=residual_in_fp32)
-    eps = norm.check(x, residual, norm_weight, norm_bias, eps, groups, gate, activation,
-                     ("norm_weight", "norm_bias"))
+def _run(given: Tensors, linear_weight: Tensor, linear_bias: Tensor | None, asked: Asked) -> Found:
+    asked, x = norm.checked(given, asked, "norm_weight", "norm_bias"), given.x
     need_tensor("linear_weight", linear_weight, (None, x.shape[-1]), "[E, D]", x.device, "x")
     if linear_bias is not None:
         need_tensor("linear_bias", linear_bias, linear_weight.shape[:1], "[E]", x.device, "x")
-    both = partial(_both, op, kind, eps, prenorm, residual_in_fp32, groups, activation)
-    tensors = (x, residual, norm_weight, norm_bias, gate, linear_weight, linear_bias)
+    both = partial(_both, asked)
+    tensors = (*given, linear_weight, linear_bias)
     if not wants_grad(*tensors):
         return both(*tensors)
     # Of what is inside only these tensors are kept; nothing random happens there, and the product is not made
     # again, since nobody needs it.
-    kept: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": partial(_contexts,
-                                                                                           policy.current())}
-    found: Found = checkpoint(both, *tensors, use_reentrant=False, preserve_rng_state=False, **kept)
-    return found
+    contexts: dict[str, Any] = {}
+    if not torch.compiler.is_compiling():
+        contexts["context_fn"] = partial(_contexts, policy.current())
+    return cast(Found, checkpoint(both, *tensors, use_reentrant=False, preserve_rng_state=False, **contexts))
 
 
 class _Again:
@@ -198,25 +175,11 @@ def _contexts(of_forward: Policy) -> tuple[AbstractContextManager[None], _Again]
     return nullcontext(), _Again(of_forward)
 
 
-def _both(
-    op: str,
-    kind: int,
-    eps: float,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    groups: int,
-    activation: str | None,
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    gate: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-) -> Found:
-    dtype = linear_dtype(x)
-    y = norm.run(op, kind, x, residual, norm_weight, norm_bias, eps, prenorm, residual_in_fp32,
-                 output_dtype=dtype, groups=groups, gate=gate, activation=activation)
-    y, *total = y if isinstance(y, tuple) else (y,)
-    out = F.linear(y, linear_weight.to(dtype), None if linear_bias is None else linear_bias.to(dtype))
-    return (out, *total) if prenorm else out  # type: ignore[return-value]
+def _both(asked: Asked, *tensors: Any) -> Found:
+    """The linear layer of the norm. tensors: the norm's, then the linear layer's weight and bias."""
+    *given, weight, bias = tensors
+    dtype = linear_dtype(given[0])
+    normed = norm.run(Tensors(*given), asked._replace(output_dtype=dtype))
+    y, *total = normed if isinstance(normed, tuple) else (normed,)
+    out = F.linear(y, weight.to(dtype), None if bias is None else bias.to(dtype))
+    return (out, total[0]) if total else out

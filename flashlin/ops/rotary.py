@@ -5,7 +5,7 @@ sequence.
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from torch import Tensor
 from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_device, check_floats, check_integers, shown
+from flashlin.guards.tensors import check_apart, check_device, check_integers, shown
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
-from flashlin.ops._common.operator import Gradients, Kept, Operator, kernels
-from flashlin.ops._common.planned import as_planned, name_of, planned, wants_grad
-from flashlin.ops.norm import STRICTEST
+from flashlin.ops._common.calls import check_nonempty, contiguous, sequences, strictest
+from flashlin.ops._common.operator import Gradients, Operator, kernels
+from flashlin.ops._common.planned import as_planned, planned, wants_grad
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False,
@@ -56,41 +56,38 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     """
     _check(x, cos, sin)
     interleaved, inplace = scalars.flag("interleaved", interleaved), scalars.flag("inplace", inplace)
-    if inplace and x.requires_grad and torch.is_grad_enabled() and (x.is_leaf
-                                                                    or (x._base is not None
-                                                                        and x._base.is_leaf)):
-        raise ValueError("inplace: got True with an x that requires a gradient and is a leaf, or a view of "
-                         "one; need False, or a copy of x: "
-                         "autograd keeps no history of a leaf that is overwritten")
     if inplace:
+        of_leaf = x.is_leaf or (x._base is not None and x._base.is_leaf)
+        if x.requires_grad and torch.is_grad_enabled() and of_leaf:
+            raise ValueError("inplace: got True with an x that requires a gradient and is a leaf, or a view "
+                             "of one; need False, or a copy of x: autograd keeps no history of a leaf that "
+                             "is overwritten")
         check_apart("x", x, "inplace")
-    debug = policy.current().debug
-    bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, None, x.shape, x.device, debug, "x")
-    N = x.shape[0] if bounds is None else bounds.shape[0] - 1
+    bounds, N = sequences(x, cu_seqlens)
     offset, offsets = _offsets(seqlen_offsets, N, x.device)
-    if ((x.device.type == "cpu" or debug) and not torch.compiler.is_compiling()) or offsets is bounds is None:
+    readable = x.device.type == "cpu" or policy.current().debug
+    if (readable and not torch.compiler.is_compiling()) or offsets is bounds is None:
         _check_places(x, cos.shape[0], offset, offsets, bounds)
     cos, sin = cos.detach(), sin.detach()
     needs_grad = wants_grad(x)
-    plan = None if torch.compiler.is_compiling() else planned(problem_of(x, cos, sin, bounds is not None,
-                                                                         needs_grad), x.device)
+    plan = None
+    if not torch.compiler.is_compiling():
+        plan = planned(problem_of(x, cos, sin, bounds is not None, needs_grad), x.device)
     if plan is None or plan.problem.path == "torch":
         y = torch_path.run(x, cos, sin, offset, offsets, bounds, interleaved)
         return x.copy_(y) if inplace else y
-    given = as_planned(Tensors(x, cos, sin, offsets, bounds), plan.problem.dot)
-    even = _evenly(given.x)
-    y, = OPERATOR(plan, (even, given.cos.contiguous(), given.sin.contiguous(), offsets, bounds), Scalars(
+    loaded, *tables = as_planned((x, cos, sin), plan.problem.dot)
+    even = _evenly(loaded)
+    y, = OPERATOR(plan, (even, *contiguous(*tables), offsets, bounds), Scalars(
         offset, interleaved, inplace and even is x, needs_grad, "rotary_embedding"))
     return y.to(x.dtype) if not inplace else y if even is x else x.copy_(y)
 
 
 def _check(x: Any, cos: Any, sin: Any) -> None:
-    for name, given, meaning in (("x", x, "[B, T, H, D]"), ("cos", cos, "[TR, R]"), ("sin", sin, "[TR, R]")):
-        check_floats(name, given, meaning)
-        if given.ndim != (4 if name == "x" else 2) or given.shape[-1] == 0:
-            raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning} with {meaning[-2]} of "
-                             "at least 1")
-        check_device(name, given, x.device, "x")
+    check_nonempty("x", x, "[B, T, H, D]", (4,))
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_nonempty(name, table, "[TR, R]", (2,), "R")
+        check_device(name, table, x.device, "x")
     if 2 * cos.shape[1] > x.shape[3]:
         raise ValueError(f"cos: got R = {cos.shape[1]} pairs, need at most {x.shape[3] // 2}, half of x's D "
                          f"= {x.shape[3]}")
@@ -104,7 +101,7 @@ def _offsets(given: Any, N: int, device: torch.device) -> tuple[int, Tensor | No
         if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
             raise TypeError(f"seqlen_offsets: got {type(given).__name__}, need an int, or an int32 or int64 "
                             "tensor of shape [N]")
-        return given, None  # type: ignore[return-value]
+        return cast(int, given), None  # a SymInt while torch.compile traces
     check_integers("seqlen_offsets", given, (N,), "[N]", device, "x")
     return 0, given.contiguous()
 
@@ -135,10 +132,9 @@ def _evenly(x: Tensor) -> Tensor:
 
 def problem_of(x: Tensor, cos: Tensor, sin: Tensor, packed: bool, needs_grad: bool) -> Problem:
     """The dtype is the strictest of the three."""
-    (B, T, H, D), dtypes = x.shape, {x.dtype, cos.dtype, sin.dtype}
-    dtype = next(dtype for dtype in STRICTEST if dtype in dtypes)
+    B, T, H, D = x.shape
     return Problem("rotary_embedding", "rotary", "", B=1, T=B * T, H=H, K=D, V=cos.shape[1], N=1,
-                   dtype=name_of(dtype), varlen=packed, needs_grad=needs_grad)
+                   dtype=strictest({x.dtype, cos.dtype, sin.dtype}), varlen=packed, needs_grad=needs_grad)
 
 
 class Tensors(NamedTuple):
@@ -161,24 +157,19 @@ class Outputs(NamedTuple):
     y: Tensor
 
 
-def _forward(plan: Plan, x: Tensors, how: Scalars) -> tuple[Tensor]:
-    return kernels("rotary", "forward").run(plan, x.x, x.cos, sin=x.sin, offset=how.offset, offsets=x.offsets,
-                                            bounds=x.bounds, interleaved=how.interleaved, back=False,
-                                            in_place=how.in_place),
-
-
-def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
-    return (None, *x[1:]), (None,)
+def _rotated(plan: Plan, rows: Tensor, x: Tensors, how: Scalars, back: bool, in_place: bool) -> Any:
+    """The rows, turned as x is or back."""
+    return kernels("rotary", "forward").run(
+        plan, rows, x.cos, sin=x.sin, offset=how.offset, offsets=x.offsets, bounds=x.bounds,
+        interleaved=how.interleaved, back=back, in_place=in_place)
 
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
-    if grads.y is None:
-        return {"x": None}
-    return {"x": kernels("rotary", "forward").run(
-        plan, _evenly(grads.y), x.cos, sin=x.sin, offset=how.offset, offsets=x.offsets, bounds=x.bounds,
-        interleaved=how.interleaved, back=True, in_place=False)}
+    return {"x": None if grads.y is None else _rotated(plan, _evenly(grads.y), x, how, True, False)}
 
 
-OPERATOR = Operator("rotary", Tensors, Scalars, Outputs, 1, forward=_forward, kept=_kept, backward=_backward,
-                    in_place="x")
+OPERATOR = Operator(
+    "rotary", Tensors, Scalars, Outputs, 1,
+    forward=lambda plan, x, how: (_rotated(plan, x.x, x, how, False, how.in_place),),
+    kept=lambda x, y, how: ((None, *x[1:]), (None,)), backward=_backward, in_place="x")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashlin.ops._common.pointwise import check_beside, check_parameter, check_rows, run
+from flashlin.guards.tensors import need_tensor
+from flashlin.ops._common.pointwise import check_parameter, check_rows, run
 
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, "Tensor | None"]
 
@@ -35,8 +36,8 @@ def fused_addcmul_rwkv7(hidden_states: Tensor, delta: Tensor, xr: Tensor, xw: Te
     """
     check_rows("hidden_states", hidden_states, "[B, T, D]", 3)
     D = hidden_states.shape[2]
-    check_beside("delta", delta, tuple(hidden_states.shape), "hidden_states' shape", "hidden_states",
-                 hidden_states)
+    need_tensor("delta", delta, hidden_states.shape, "hidden_states' shape", hidden_states.device,
+                "hidden_states")
     for name, x in (("xr", xr), ("xw", xw), ("xk", xk), ("xv", xv), ("xa", xa), ("xg", xg)):
         if x is not None or name != "xg":
             check_parameter(name, x, D, "D", "hidden_states", hidden_states)
@@ -57,7 +58,7 @@ def fused_k_rwkv7(k: Tensor, a: Tensor, ka: Tensor, cu_seqlens: Tensor | None = 
     """
     check_rows("k", k, "[B, T, D]", 3)
     D = k.shape[2]
-    check_beside("a", a, tuple(k.shape), "k's shape", "k", k)
+    need_tensor("a", a, k.shape, "k's shape", k.device, "k")
     check_parameter("ka", ka, D, "D", "k", k)
     y, = run("fused_k_rwkv7", 1, D, k.dtype, k, a, ka.reshape(D))
     return y
@@ -73,10 +74,10 @@ def gate_output_correction(o: Tensor, r: Tensor, k: Tensor, r_k: Tensor, v: Tens
     check_rows("r", r, "[B, T, H, D]", 4, columns=2)
     B, T, H, D = r.shape
     for name, x in (("k", k), ("v", v)):
-        check_beside(name, x, (B, T, H, D), "r's shape", "r", r)
+        need_tensor(name, x, (B, T, H, D), "r's shape", r.device, "r")
     for name, x in (("o", o), ("g", g)):
-        check_beside(name, x, (B, T, H * D), "[B, T, H * D]", "r", r)
-    check_beside("r_k", r_k, (H, D), "[H, D]", "r", r)
+        need_tensor(name, x, (B, T, H * D), "[B, T, H * D]", r.device, "r")
+    need_tensor("r_k", r_k, (H, D), "[H, D]", r.device, "r")
     rows = o.reshape(B, T, H, D), r, k, r_k, v, g.reshape(B, T, H, D)
     y, = run("gate_output_correction", H, D, o.dtype, *rows)
     return y.reshape(o.shape)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import shown
+from flashlin.guards.tensors import need_tensor, shown
 from flashlin.kernels.selective import torch_path
 from flashlin.kernels.selective.recipe import FAMILY, kept
+from flashlin.ops._common.calls import call_of, check_optional, contiguous, parsed, route
 from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
-from flashlin.ops._common.planned import as_planned, constant_while_tracing, head_size_class, name_of, planned, wants_grad
-from flashlin.ops._common.pointwise import check_beside, check_rows
-from flashlin.ops.norm import STRICTEST
+from flashlin.ops._common.planned import as_planned, head_size_class, wants_grad
+from flashlin.ops._common.pointwise import check_rows
 
 OP = "selective_scan_fn"
 
@@ -70,18 +70,16 @@ def selective_scan_fn(
     b, channels, T = u.shape
     if not channels:
         raise ValueError(f"u: got shape {shown(u.shape)}, need [b, D, T] with D of at least 1")
-    check_beside("delta", delta, (b, channels, T), "u's shape", "u", u)
-    check_beside("A", A, (channels, None), "[D, N]", "u", u)
+    need_tensor("delta", delta, (b, channels, T), "u's shape", u.device, "u")
+    need_tensor("A", A, (channels, None), "[D, N]", u.device, "u")
     N = A.shape[1]
     if not N:
         raise ValueError(f"A: got shape {shown(A.shape)}, need [D, N] with N of at least 1")
     B, C = (_with_groups(name, x, b, channels, N, T, u) for name, x in (("B", B), ("C", C)))
     if B.ndim == C.ndim == 4 and B.shape[1] != C.shape[1]:
         raise ValueError(f"C: got {C.shape[1]} groups, need {B.shape[1]}, as B")
-    for name, given, shape, meaning in (("D", D, (channels,), "[D]"), ("z", z, (b, channels, T), "u's shape"),
-                                        ("delta_bias", delta_bias, (channels,), "[D]")):
-        if given is not None:
-            check_beside(name, given, shape, meaning, "u", u)
+    check_optional("u", u, (("D", D, (channels,), "[D]"), ("z", z, (b, channels, T), "u's shape"),
+                            ("delta_bias", delta_bias, (channels,), "[D]")))
     y, last = _run(Tensors(u, delta, A, B, C, D, z, delta_bias), delta_softplus)
     return (y, last) if return_last_state else y
 
@@ -90,12 +88,12 @@ def _with_groups(name: str, x: Any, b: int, channels: int, N: int, T: int, u: Te
     """B or C as [b, G, N, T], or [D, N] where it has no tokens."""
     shapes: dict[int, tuple[int | None, ...]] = {2: (channels, N), 3: (b, N, T)}
     shape = shapes.get(x.ndim, (b, None, N, T)) if isinstance(x, Tensor) else (b, N, T)
-    check_beside(name, x, shape, "[D, N], [b, N, T] or [b, G, N, T]", "u", u)
-    found: Tensor = x.unsqueeze(1) if x.ndim == 3 else x
-    if found.ndim == 4 and (not found.shape[1] or channels % found.shape[1]):
+    need_tensor(name, x, shape, "[D, N], [b, N, T] or [b, G, N, T]", u.device, "u")
+    grouped: Tensor = x.unsqueeze(1) if x.ndim == 3 else x
+    if grouped.ndim == 4 and (not grouped.shape[1] or channels % grouped.shape[1]):
         raise ValueError(
-            f"{name}: got {found.shape[1]} groups, need a divisor of the {channels} channels of u")
-    return found
+            f"{name}: got {grouped.shape[1]} groups, need a divisor of the {channels} channels of u")
+    return grouped
 
 
 class Tensors(NamedTuple):
@@ -110,9 +108,7 @@ class Tensors(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """dtype: the strictest of any tensor."""
     softplus: bool
-    dtype: str
     needs_grad: bool
     call: str
 
@@ -124,61 +120,46 @@ class Outputs(NamedTuple):
 
 
 def _run(given: Tensors, softplus: bool) -> tuple[Tensor, Tensor]:
-    dtypes, (dtype, device) = {x.dtype for x in given if x is not None}, (given.u.dtype, given.u.device)
-    fixed = given.B.ndim == 2 or given.C.ndim == 2
-    how = Scalars(softplus, name_of(next(one for one in STRICTEST if one in dtypes)), wants_grad(*given), OP)
-    if torch.compiler.is_compiling():
-        plan, (path, dot) = None, _route(how.dtype, head_size_class(given.A.shape[1]), fixed, device)
-    else:
-        plan = planned(problem_of(given, how, fixed), device)
-        path, dot = plan.problem.path, plan.problem.dot
+    asked, dtype = given, given.u.dtype
+    # kernels do not take a B or C without tokens
+    call = call_of(OP, {x.dtype for x in given if x is not None},
+                   ["fixed"] * (given.B.ndim == 2 or given.C.ndim == 2))
+    how = Scalars(softplus, wants_grad(*given), call)
+    plan, path, dot = route(call, FAMILY, given.u.device, lambda: problem_of(asked, how),
+                            head_size_class(given.A.shape[1]), 64)
     if path == "torch":
         y, last = torch_path.run(*given, softplus)
-        return y.to(dtype), last
-    given = as_planned(given, dot)
-    A, D, bias = (None if x is None else x.float().contiguous() for x in (given.A, given.D, given.bias))
-    y, last = OPERATOR(plan, (given.u, given.delta, A, given.B, given.C, D, given.z, bias), how)
+    else:
+        given = as_planned(given, dot)
+        A, D, bias = contiguous(*(None if x is None else x.float() for x in (given.A, given.D, given.bias)))
+        y, last = OPERATOR(plan, given._replace(A=A, D=D, bias=bias), how)
     return y.to(dtype), last
 
 
-def problem_of(x: Tensors, how: Scalars, fixed: bool = False) -> Problem:
-    """fixed: whether B or C has no tokens, which kernels do not take."""
-    b, channels, T = x.u.shape
+def problem_of(x: Tensors, how: Scalars) -> Problem:
+    (_, dtype, options), (b, channels, T) = parsed(how.call), x.u.shape
     groups = x.B.shape[1] if x.B.ndim == 4 else 1
-    return Problem(OP, FAMILY, "", B=b, T=T, H=groups, K=x.A.shape[1], V=channels, N=b, dtype=how.dtype,
-                   varlen=False, needs_grad=how.needs_grad, options=("fixed",) * fixed)
-
-
-@constant_while_tracing
-def _route(dtype: str, N: int, fixed: bool, device: torch.device) -> tuple[str, str]:
-    """What torch.compile may know while tracing: no b, D or T, which may be symbolic."""
-    problem = planned(Problem(OP, FAMILY, "", B=1, T=1, H=1, K=N, V=64, N=1, dtype=dtype, varlen=False,
-                              needs_grad=True, options=("fixed",) * fixed),
-                      device).problem
-    return problem.path, problem.dot
-
-
-def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
-    return kernels("selective", "forward").run(plan, *x, how.softplus)
+    return Problem(OP, FAMILY, "", B=b, T=T, H=groups, K=x.A.shape[1], V=channels, N=b, dtype=dtype,
+                   varlen=False, needs_grad=how.needs_grad, options=options)
 
 
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor, Tensor | None]:
     (b, channels, T), N = x.u.shape, x.A.shape[1]
-    return torch.empty_like(x.u), x.A.new_empty(b, channels, N), x.A.new_empty(b, kept(T), N,
-                                                                               channels) if how.needs_grad else None
+    return (torch.empty_like(x.u), x.A.new_empty(b, channels, N),
+            x.A.new_empty(b, kept(T), N, channels) if how.needs_grad else None)
 
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
-    dy = torch.zeros_like(x.u) if grads.y is None else grads.y
-    dlast = None if grads.last is None else grads.last.contiguous()
-    found = kernels("selective", "backward").run(plan, x.u, x.delta, A=x.A, B=x.B, C=x.C, D=x.D, z=x.z,
-                                                 bias=x.bias, states=y.states, softplus=how.softplus, dy=dy,
-                                                 dlast=dlast)
-    return dict(zip(Tensors._fields, found, strict=True))
+    dlast, = contiguous(grads.last)
+    gradients = kernels("selective", "backward").run(
+        plan, **x._asdict(), states=y.states, softplus=how.softplus,
+        dy=torch.zeros_like(x.u) if grads.y is None else grads.y, dlast=dlast)
+    return dict(zip(Tensors._fields, gradients, strict=True))
 
 
 OPERATOR = Operator(
-    "selective_scan", Tensors, Scalars, Outputs, 2, forward=_forward,
+    "selective_scan", Tensors, Scalars, Outputs, 2,
+    forward=lambda plan, x, how: kernels("selective", "forward").run(plan, *x, how.softplus),
     kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
     traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x, how.softplus)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,15 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_cu_seqlens, check_floats, shown
+from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, shown
 from flashlin.kernels.norm.recipe import RMS
 from flashlin.kernels.pointwise.marks import contained, released, spread
 from flashlin.ops import simple_gla
 from flashlin.ops._common import chunked
-from flashlin.ops._common.pointwise import check_beside, check_rows, scaled, skipped
-from flashlin.ops.causal_conv1d import begins, check_filters, check_seq_idx, convolved
+from flashlin.ops._common.calls import check_optional
+from flashlin.ops._common.pointwise import check_rows, scaled, skipped
+from flashlin.ops.causal_conv1d import begins, check_seq_idx, convolved
+from flashlin.ops.conv import check_filters, is_silu
 from flashlin.ops.norm import mamba_norm
 
 
@@ -85,12 +87,10 @@ def mamba_chunk_scan_combined(
     op = "mamba_chunk_scan_combined"
     scalars.flags(dt_softplus=dt_softplus, return_final_states=return_final_states,
                   return_varlen_states=return_varlen_states)
-    dt_limit = _check(x, dt, A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, h0=initial_states, seq_idx=seq_idx,
-                      limit=dt_limit, chunk_size=chunk_size)
+    given = Scan(x, dt, A, B, C, D, z, dt_bias, initial_states=initial_states, seq_idx=seq_idx)
+    limits = _check(given, dt_limit, chunk_size)
     if not return_varlen_states:
-        y, final = _scan(op, x, dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, h0=initial_states,
-                         seq_idx=seq_idx, bounds=None, softplus=dt_softplus, limit=dt_limit,
-                         has_ht=return_final_states)
+        y, final = _scan(op, given, limits, dt_softplus, return_final_states)
         return y if final is None else (y, final)
     if cu_seqlens is None:
         raise ValueError("cu_seqlens: got None with return_varlen_states, need the edges of the sequences, "
@@ -99,9 +99,9 @@ def mamba_chunk_scan_combined(
     n = bounds.shape[0] - 1
     if n == 0:
         raise ValueError("cu_seqlens: got shape [1], need the edges of at least one sequence")
-    h0 = None if initial_states is None else F.pad(initial_states, (0, 0, 0, 0, 0, 0, 0, n - 1))
-    y, states = _scan(op, x, dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, h0=h0, seq_idx=seq_idx,
-                      bounds=bounds, softplus=dt_softplus, limit=dt_limit, has_ht=True)
+    if initial_states is not None:
+        given = given._replace(initial_states=F.pad(initial_states, (0, 0, 0, 0, 0, 0, 0, n - 1)))
+    y, states = _scan(op, given, limits, dt_softplus, True, bounds)
     assert states is not None  # for the type checker
     of_sequences = states.to(C.dtype)
     if not return_final_states:
@@ -165,75 +165,75 @@ def mamba_split_conv1d_scan_combined(
     H, P, N, M = _layout(zxbcdt, conv1d_weight, D, headdim, ngroups)
     dim = H * P
     mlp, z, xBC, dt = zxbcdt.split([2 * M, dim, dim + 2 * ngroups * N, H], -1)
-    check_filters(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, activation,
+    check_filters(zxbcdt, xBC.shape[2], conv1d_weight, conv1d_bias,
                   ("conv1d_weight", "conv1d_bias", "zxbcdt"))
+    silu = is_silu(activation)
     if seq_idx is not None:
         check_seq_idx(seq_idx, zxbcdt.shape[0], zxbcdt.shape[1], zxbcdt)
-    xBC = convolved(xBC, conv1d_weight, conv1d_bias, seq_idx, activation)
+    xBC = convolved(xBC, conv1d_weight, conv1d_bias, seq_idx, silu)
     x, B, C = xBC.split([dim, ngroups * N, ngroups * N], -1)
     x, z = x.unflatten(-1, (H, P)), z.unflatten(-1, (H, P))
     B, C = B.unflatten(-1, (ngroups, N)), C.unflatten(-1, (ngroups, N))
-    normed = rmsnorm_weight is not None
-    dt_limit = _check(x, dt, A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, h0=initial_states, seq_idx=seq_idx,
-                      limit=dt_limit, chunk_size=chunk_size)
-    # A norm takes the scan's result as it is in float32: one rounding less, which gradients where a row is
-    # small would see enlarged.
-    y, final = _scan(op, x, dt, A=A, B=B, C=C, D=D, z=None if normed else z, dt_bias=dt_bias,
-                     h0=initial_states, seq_idx=seq_idx, bounds=None, softplus=True, limit=dt_limit,
-                     has_ht=return_final_states, rounded=not normed)
-    y = y.flatten(2)
-    if rmsnorm_weight is not None:
-        check_beside("rmsnorm_weight", rmsnorm_weight, (dim,), "[H P]", "zxbcdt", zxbcdt)
-        y = mamba_norm("rmsnorm_fn", RMS, y, weight=rmsnorm_weight, bias=None, z=z.flatten(2),
+    given = Scan(x, dt, A, B, C, D, z, dt_bias, initial_states=initial_states, seq_idx=seq_idx)
+    limits = _check(given, dt_limit, chunk_size)
+    if rmsnorm_weight is None:
+        y, final = _scan(op, given, limits, True, return_final_states)
+        y = y.flatten(2)
+    else:
+        need_tensor("rmsnorm_weight", rmsnorm_weight, (dim,), "[H P]", x.device, "zxbcdt")
+        # A norm takes the scan's result as it is in float32: one rounding less, which gradients where a row
+        # is small would see enlarged.
+        y, final = _scan(op, given._replace(z=None), limits, True, return_final_states, rounded=False)
+        y = mamba_norm("rmsnorm_fn", RMS, y.flatten(2), weight=rmsnorm_weight, bias=None, z=z.flatten(2),
                        eps=rmsnorm_eps, group_size=dim // ngroups, norm_before_gate=norm_before_gate,
                        dtype=x.dtype)
     if M:
         gate, value = (half if half.dtype == torch.float64 else half.float() for half in mlp.chunk(2, -1))
         y = torch.cat([(F.silu(gate) * value).to(y.dtype), y], -1)
     if outproj_weight is not None:
-        check_beside("outproj_weight", outproj_weight, (None, M + dim), "[out, M + H P]", "zxbcdt", zxbcdt)
-        if outproj_bias is not None:
-            check_beside("outproj_bias", outproj_bias, outproj_weight.shape[:1], "[out]", "zxbcdt", zxbcdt)
-        for name, given in (("outproj_weight", outproj_weight), ("outproj_bias", outproj_bias)):
-            if given is not None and given.dtype != y.dtype and not torch.is_autocast_enabled(y.device.type):
-                raise TypeError(f"{name}: got dtype {given.dtype}, need {y.dtype}, as zxbcdt (or autocast)")
+        need_tensor("outproj_weight", outproj_weight, (None, M + dim), "[out, M + H P]", x.device, "zxbcdt")
+        check_optional("zxbcdt", x, [("outproj_bias", outproj_bias, outproj_weight.shape[:1], "[out]")])
+        autocast = torch.is_autocast_enabled(y.device.type)
+        for name, tensor in (("outproj_weight", outproj_weight), ("outproj_bias", outproj_bias)):
+            if tensor is not None and tensor.dtype != y.dtype and not autocast:
+                raise TypeError(f"{name}: got dtype {tensor.dtype}, need {y.dtype}, as zxbcdt (or autocast)")
         y = F.linear(y, outproj_weight, outproj_bias)
     elif outproj_bias is not None:
         raise ValueError("outproj_bias: got a tensor without outproj_weight, need both")
     return y if final is None else (y, final)
 
 
-def _check(
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    D: Any,
-    z: Any,
-    dt_bias: Any,
-    h0: Any,
-    seq_idx: Any,
-    limit: Any,
-    chunk_size: int,
-) -> tuple[float, float]:
+class Scan(NamedTuple):
+    """What the scan takes, named and shaped as in ``mamba_chunk_scan_combined``."""
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    z: Tensor | None
+    dt_bias: Tensor | None
+    initial_states: Tensor | None
+    seq_idx: Tensor | None
+
+
+def _check(given: Scan, limit: Any, chunk_size: int) -> tuple[float, float]:
     """dt_limit."""
+    x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx = given
     check_rows("x", x, "[b, T, H, P]", 4)
     b, T, H, P = x.shape
-    check_beside("B", B, (b, T, None, None), "[b, T, G, N]", "x", x)
-    if B.shape[3] == 0 or H % max(B.shape[2], 1) or bool(H) != bool(B.shape[2]):
+    need_tensor("B", B, (b, T, None, None), "[b, T, G, N]", x.device, "x")
+    G, N = B.shape[2:]
+    if N == 0 or H % max(G, 1) or bool(H) != bool(G):
         raise ValueError(f"B: got shape {shown(B.shape)}, need [b, T, G, N] with G a divisor of the {H} "
                          "heads of x and N of at least 1")
-    for name, given, shape, meaning in (("dt", dt, (b, T, H), "[b, T, H]"), ("A", A, (H,), "[H]"),
-                                        ("C", C, tuple(B.shape), "B's shape")):
-        check_beside(name, given, shape, meaning, "x", x)
-    wide_D = isinstance(D, Tensor) and D.ndim == 2
-    for name, given, shape, meaning in (("D", D, (H, P) if wide_D else (H,), "[H, P] or [H]"),
-                                        ("z", z, (b, T, H, P), "x's shape"),
-                                        ("dt_bias", dt_bias, (H,), "[H]"),
-                                        ("initial_states", h0, (b, H, P, B.shape[3]), "[b, H, P, N]")):
-        if given is not None:
-            check_beside(name, given, shape, meaning, "x", x)
+    for name, tensor, shape, meaning in (("dt", dt, (b, T, H), "[b, T, H]"), ("A", A, (H,), "[H]"),
+                                         ("C", C, B.shape, "B's shape")):
+        need_tensor(name, tensor, shape, meaning, x.device, "x")
+    check_optional("x", x, (
+        ("D", D, (H, P) if isinstance(D, Tensor) and D.ndim == 2 else (H,), "[H, P] or [H]"),
+        ("z", z, (b, T, H, P), "x's shape"), ("dt_bias", dt_bias, (H,), "[H]"),
+        ("initial_states", initial_states, (b, H, P, N), "[b, H, P, N]")))
     if seq_idx is not None:
         check_seq_idx(seq_idx, b, T, x)
     scalars.integer("chunk_size", chunk_size, 1, "an integer of at least 1")
@@ -246,33 +246,20 @@ def _check(
     return lowest, highest
 
 
-def _scan(
-    op: str,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    h0: Tensor | None,
-    seq_idx: Tensor | None,
-    bounds: Tensor | None,
-    softplus: bool,
-    limit: Sequence[float],
-    has_ht: bool,
-    rounded: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has_ht: bool,
+          bounds: Tensor | None = None, rounded: bool = True) -> tuple[Tensor, Tensor | None]:
     """(y in x's dtype or, not rounded, that of the arithmetic; with has_ht the states after each row, or
-    after each sequence of bounds). h0: one for each of those. Arguments are checked already."""
-    given = [t for t in (x, dt, A, B, C, D, z, dt_bias, h0) if t is not None]
-    compute = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
+    after each sequence of bounds). initial_states: one for each of those. Arguments are checked already.
+    limits: of dt."""
+    x, dt, A, B, C, D, z, dt_bias, h0, seq_idx = given
+    compute = torch.float32
+    if any(t.dtype == torch.float64 for t in given if t is not None):
+        compute = torch.float64
     dtype = torch.promote_types(torch.promote_types(x.dtype, B.dtype), C.dtype)
     step = dt.to(compute)
     step = step if dt_bias is None else step + dt_bias.to(compute)
     step = F.softplus(step) if softplus else step
-    lowest, highest = limit
+    lowest, highest = limits
     if highest != math.inf or not (softplus and lowest <= 0):
         step = step.clamp(lowest, highest)
     decay = step * A.to(compute)
@@ -311,12 +298,12 @@ def _released(marks: Tensor, anew: Tensor, ht: Tensor | None,
     if bounds is not None:
         anew = F.pad(anew, (0, 1)).index_fill(1, bounds.long(), True)[:, :-1]
     up_to = spread(marks, anew)
-    if ht is not None and bounds is None:
-        ht = released(ht, up_to[:, -1])
-    elif ht is not None and bounds is not None:
-        last = up_to[0, (bounds[1:] - 1).clamp(min=0)]
-        ht = torch.where((bounds.diff() == 0)[:, None, None, None], ht, released(ht, last))
-    return up_to, ht
+    if ht is None:
+        return up_to, None
+    if bounds is None:
+        return up_to, released(ht, up_to[:, -1])
+    last = up_to[0, (bounds[1:] - 1).clamp(min=0)]
+    return up_to, torch.where((bounds.diff() == 0)[:, None, None, None], ht, released(ht, last))
 
 
 def _layout(zxbcdt: Any, weight: Any, D: Any, headdim: int | None, ngroups: int) -> tuple[int, int, int, int]:
@@ -332,7 +319,7 @@ def _layout(zxbcdt: Any, weight: Any, D: Any, headdim: int | None, ngroups: int)
     ngroups = scalars.integer("ngroups", ngroups, 1, f"a divisor of the {H} heads of D")
     if H < 1 or P < 1 or H % ngroups:
         raise ValueError(f"ngroups: got {ngroups}, need a divisor of the {H} heads of D, of P = {P} each")
-    check_beside("conv1d_weight", weight, (None, None), "[H P + 2 G N, W]", "zxbcdt", zxbcdt)
+    need_tensor("conv1d_weight", weight, (None, None), "[H P + 2 G N, W]", zxbcdt.device, "zxbcdt")
     N, rest = divmod(weight.shape[0] - H * P, 2 * ngroups)
     if N < 1 or rest:
         raise ValueError(f"conv1d_weight: got {weight.shape[0]} channels, need H P + 2 G N = {H * P} + "

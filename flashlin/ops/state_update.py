@@ -5,20 +5,19 @@ Source: Gu and Dao 2023 (Mamba), Dao and Gu 2024 (Mamba2, where a head has one d
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.problem import Problem
-from flashlin.guards.tensors import check_apart, check_device, check_floats, check_integers, shown
+from flashlin.guards.tensors import check_device, check_floats, check_integers, need_tensor, shown
 from flashlin.kernels.mamba import torch_path
 from flashlin.kernels.mamba.recipe import STATE_UPDATE
+from flashlin.ops._common.calls import call_of, check_written, contiguous, parsed, route
 from flashlin.ops._common.operator import kernels, writing_operator
-from flashlin.ops._common.planned import as_planned, constant_while_tracing, name_of, planned, wants_grad
-from flashlin.ops._common.pointwise import check_beside
-from flashlin.ops.norm import STRICTEST
+from flashlin.ops._common.planned import as_planned, wants_grad
+from flashlin.ops._common.pool import put_back, taken
 
 OP = "selective_state_update"
 
@@ -67,28 +66,21 @@ def selective_state_update(
     scalars.flags(dt_softplus=dt_softplus)
     heads, pool = _pool(state, x)
     (_, H, P, N), b = pool.shape, x.shape[0]
-    check_apart("state", state, OP)
-    tensors = [_with_heads(name, given, shape, meaning, at, x) for name, given, shape, meaning, at in (
-        ("x", x, (b, H, P), "[b, H, P]", 1), ("dt", dt, (b, H, P), "[b, H, P]", 1),
-        ("A", A, (H, P, N), "[H, P, N]", 0), ("B", B, (b, None, N), "[b, G, N]", 1),
-        ("C", C, (b, None, N), "[b, G, N]", 1))]
-    x, dt, A, B, C = tensors
-    D, z, dt_bias = (None if given is None else _with_heads(name, given, shape, meaning, at, x)
-                     for name, given, shape, meaning, at in (
-("D", D, (H, P), "[H, P]", 0), ("z", z, (b, H, P), "[b, H, P]", 1),
-("dt_bias", dt_bias, (H, P), "[H, P]", 0)))
-    if H % max(B.shape[1], 1) or (H and not B.shape[1]):
-        raise ValueError(f"B: got {B.shape[1]} groups, need a divisor of the {H} heads of state")
-    if C.shape != B.shape:
-        raise ValueError(f"C: got shape {shown(C.shape)}, need {shown(B.shape)}, as B")
+    row, head, group = ((b, H, P), "[b, H, P]", 1), ((H, P), "[H, P]", 0), ((b, None, N), "[b, G, N]", 1)
+    given = Tensors(*[pool, *(_with_heads(name, t, kind, x) for name, t, kind in (
+        ("x", x, row), ("dt", dt, row), ("A", A, ((H, P, N), "[H, P, N]", 0)), ("B", B, group),
+        ("C", C, group), ("D", D, head), ("z", z, row), ("dt_bias", dt_bias, head))), state_batch_indices])
+    groups = given.B.shape[1]
+    if H % max(groups, 1) or (H and not groups):
+        raise ValueError(f"B: got {groups} groups, need a divisor of the {H} heads of state")
+    if given.C.shape != given.B.shape:
+        raise ValueError(f"C: got shape {shown(given.C.shape)}, need {shown(given.B.shape)}, as B")
     if state_batch_indices is not None:
         # kernels skip values outside of state
         check_integers("state_batch_indices", state_batch_indices, (b,), "[b]", x.device, "x")
     elif pool.shape[0] != b:
         raise ValueError(f"state: got {pool.shape[0]} rows, need {b}, as x (or state_batch_indices)")
-    given, how = Tensors(pool, x, dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias,
-                         indices=state_batch_indices), Scalars(dt_softplus)
-    y = (_in_torch if wants_grad(x, dt, A, B, C, D, z, dt_bias) else _run)(given, how)
+    y = (_in_torch if wants_grad(*given) else _run)(given, Scalars(dt_softplus))
     return y if heads else y.squeeze(1)
 
 
@@ -101,32 +93,22 @@ def _pool(state: Any, x: Any) -> tuple[bool, Tensor]:
             raise ValueError(f"{name}: got shape {shown(given.shape)}, need {meaning}"
                              + " with P and N of at least 1" * (name == "state"))
     check_device("state", state, x.device, "x")
-    if state.requires_grad and torch.is_grad_enabled():
-        raise ValueError("state: got a tensor that requires a gradient, need one that does not: it is "
-                         "updated in place. "
-                         "mamba_chunk_scan_combined with initial_states has the gradient")
+    check_written("state", state, OP, "updated in place. mamba_chunk_scan_combined with initial_states has "
+                                      "the gradient")
     return state.ndim == 4, state if state.ndim == 4 else state.unsqueeze(1)
 
 
-def _with_heads(name: str, given: Any, shape: tuple[int | None, ...], meaning: str, at: int,
-                x: Tensor) -> Tensor:
+def _with_heads(name: str, given: Any, kind: tuple[tuple[int | None, ...], str, int], x: Tensor) -> Any:
+    """given, which may be None only where the formula does without. kind: its shape, what an error calls
+    that, and which dimension is that of heads."""
+    shape, meaning, at = kind
+    if given is None and name in ("D", "z", "dt_bias"):
+        return None
     if isinstance(given, Tensor) and given.ndim == len(shape) - 1:
         check_floats(name, given, meaning)
         given = given.unsqueeze(at)
-    check_beside(name, given, shape, meaning, "x", x)
-    found: Tensor = given
-    return found
-
-
-def put_rows(pool: Tensor, rows: Tensor, known: Tensor, values: Tensor) -> None:
-    """pool[rows] = values, of those that are known."""
-    if not torch.compiler.is_compiling() and pool.device.type != "meta":
-        pool[rows[known]] = values[known].to(pool.dtype)
-    # there is no room for a number of rows that nobody knows: those without one go to a row that is cut off
-    # again
-    else:
-        larger = torch.cat([pool, pool.new_zeros(1, *pool.shape[1:])])
-        pool.copy_(larger.index_copy(0, torch.where(known, rows, pool.shape[0]), values.to(pool.dtype))[:-1])
+    need_tensor(name, given, shape, meaning, x.device, "x")
+    return given
 
 
 class Tensors(NamedTuple):
@@ -147,60 +129,38 @@ class Scalars(NamedTuple):
 
 
 def _in_torch(given: Tensors, how: Scalars) -> Tensor:
-    pool, x, dt, A, B, C, D, z, dt_bias, indices = given
-    if indices is None:
-        y, after = torch_path.step(pool.clone(), x, dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias,
-                                   softplus=how.softplus)
-        pool.copy_(after.detach())
-        return y.to(x.dtype)
-    known = (indices >= 0) & (indices < pool.shape[0])
-    rows = indices.long().clamp(0, max(pool.shape[0] - 1, 0))
-    before = pool[rows] if pool.shape[0] else pool.new_zeros(x.shape[0], *pool.shape[1:])
-    y, after = torch_path.step(before, x, dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, softplus=how.softplus)
-    put_rows(pool, rows, known, after.detach())
-    return torch.where(known[:, None, None], y, 0).to(x.dtype)
+    rows = taken(given.pool, given.indices)
+    y, states = torch_path.step(rows.states, *given[1:-1], how.softplus)
+    return put_back(rows, states, y).to(given.x.dtype)
 
 
 def _run(given: Tensors, how: Scalars) -> Tensor:
-    dtype, device = given.x.dtype, given.x.device
-    dtypes = {t.dtype for t in given[:-1] if t is not None}
-    strictest = name_of(next(one for one in STRICTEST if one in dtypes))
-    if torch.compiler.is_compiling():
-        if _path(strictest, device) == "torch":
-            return _in_torch(given, how)
-        traced: Tensor = _library_op(*given, *how)
-        return traced
-    plan = planned(problem_of(given.x, given.A, strictest), device)
-    if plan.problem.path == "torch":
+    call = call_of(OP, {t.dtype for t in given if t is not None})
+    plan, path, dot = route(call, STATE_UPDATE, given.x.device, lambda: problem_of(given, call))
+    if path == "torch":
         return _in_torch(given, how)
-    states, x, dt, A, B, C, D, z, dt_bias, indices = as_planned(given, plan.problem.dot)
-    x, B, C = (rows_contiguous(t) for t in (x, B, C))
-    z = None if z is None else rows_contiguous(z)
-    indices = None if indices is None else indices.contiguous()
+    if plan is None:
+        return cast(Tensor, _library_op(*given, *how))
+    states, x, dt, A, B, C, D, z, dt_bias, indices = as_planned(given, dot)
+    x, B, C = (_rows_contiguous(t) for t in (x, B, C))
+    z = None if z is None else _rows_contiguous(z)
+    indices, = contiguous(indices)
     y: Tensor = kernels("mamba", "forward").update(plan, states, x, dt=dt, A=A, B=B, C=C, D=D, z=z,
                                                    dt_bias=dt_bias, indices=indices, softplus=how.softplus,
                                                    dtype=x.dtype)
     if states is not given.pool:
         given.pool.copy_(states)
-    return y.to(dtype)
+    return y.to(given.x.dtype)
 
 
-def rows_contiguous(x: Tensor) -> Tensor:
+def _rows_contiguous(x: Tensor) -> Tensor:
     """x, copied unless each x[n] is contiguous."""
     return x if x.shape[0] and x[0].is_contiguous() else x.contiguous()
 
 
-def problem_of(x: Tensor, A: Tensor, dtype: str) -> Problem:
-    """dtype: the strictest of any tensor."""
-    b, H, P = x.shape
-    return Problem(OP, STATE_UPDATE, "", B=b, T=1, H=H, K=A.shape[2], V=P, N=b, dtype=dtype)
-
-
-@constant_while_tracing
-def _path(dtype: str, device: torch.device) -> str:
-    """What torch.compile may know while tracing: no size, which may be symbolic."""
-    return planned(Problem(OP, STATE_UPDATE, "", B=1, T=1, H=1, K=1, V=1, N=1, dtype=dtype),
-                   device).problem.path
+def problem_of(given: Tensors, call: str) -> Problem:
+    (b, H, P), N = given.x.shape, given.A.shape[2]
+    return Problem(OP, STATE_UPDATE, "", B=b, T=1, H=H, K=N, V=P, N=b, dtype=parsed(call)[1])
 
 
 _library_op = writing_operator("selective_state_update", Tensors, Scalars, "pool", _run,

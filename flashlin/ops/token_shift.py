@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_cu_seqlens, need_tensor
+from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.conv import torch_path
 from flashlin.ops import conv
+from flashlin.ops._common.calls import sequences
 from flashlin.ops._common.pointwise import check_rows
 from flashlin.ops._common.slopes import shift_filters
 
@@ -49,21 +49,16 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
     """
     output_cache = scalars.flag("output_cache", output_cache)
     check_rows("x", x, "[B, T, D]", 3)
-    bounds = None if cu_seqlens is None else check_cu_seqlens(cu_seqlens, None, x.shape, x.device,
-                                                              policy.current().debug, "x")
-    N, D = x.shape[0] if bounds is None else bounds.shape[0] - 1, x.shape[2]
-    state = None
+    bounds, N = sequences(x, cu_seqlens)
+    D, state = x.shape[2], None
     if cache is not None:
         need_tensor("cache", cache, (N, D), "[N, D]", x.device, "x")
         # the convolution's state has two slots, of which a filter of two taps sees the second
         state = F.pad(cache[..., None], (1, 0))
-    filters = shift_filters(D, x.device)
+    given = conv.Tensors(x, shift_filters(D, x.device), initial_state=state, bounds=bounds)
+    last: Tensor | None
     if torch.compiler.is_compiling():
-        wide_y, wide_last = torch_path.run(x, filters, None, None, state, bounds, False)
-        y, last = wide_y.to(x.dtype), wide_last.to(x.dtype)
+        y, last = (wide.to(x.dtype) for wide in torch_path.run(*given, False))
     else:
-        y, found = conv.planned_run("token_shift", x, filters, None, None, state, bounds, False, output_cache)
-        if found is None:
-            return y
-        last = found
-    return (y, last[..., 1].contiguous()) if output_cache else y
+        y, last = conv.planned_run("token_shift", given, False, output_cache)
+    return (y, last[..., 1].contiguous()) if output_cache and last is not None else y

@@ -119,7 +119,7 @@ def test_a_compiled_selective_scan(given: tuple[str, ...]) -> None:
     arguments = [leaves.get(name) for name in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")]
     arguments[3:5] = [x.unsqueeze(1) for x in arguments[3:5] if x is not None]
     torch.library.opcheck(torch.ops.flashlin.selective_scan.default,
-                          (*arguments, True, "float32", True, selective_scan.OP))
+                          (*arguments, True, True, f"{selective_scan.OP} float32"))
 
     def scan() -> list[torch.Tensor]:
         y, last = flashlin.selective_scan_fn(**leaves, delta_softplus=True, return_last_state=True)

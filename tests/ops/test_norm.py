@@ -360,16 +360,15 @@ def test_there_are_no_dots_for_known_issues_to_be_about() -> None:
 
 
 def test_one_bfloat16_tensor_is_enough_to_plan_for_it() -> None:
-    from flashlin.ops.norm import RMS, _call_of, problem_of
+    from flashlin.ops.norm import RMS, Asked, Tensors, _call_of, problem_of
     x, w = torch.zeros(4, 8), torch.zeros(8, dtype=torch.bfloat16)
-    assert problem_of(_call_of("rms_norm", RMS, x, None, w, None, None, x.dtype), x, 1,
-                      True).dtype == "bfloat16"
-    assert problem_of(_call_of("rms_norm_gated", RMS, x, None, None, None, x.bfloat16(), x.dtype), x, 1,
-                      True).dtype == "bfloat16"
-    assert problem_of(_call_of("rms_norm", RMS, x, w.double(), None, None, None, x.dtype), x, 1,
-                      True).dtype == "float64"
-    assert problem_of(_call_of("layer_norm", RMS, x, w, w, w, None, x.dtype), x, 1, True).options == ("bias",
-                                                                                                      "is_rms_norm", "residual", "weight")
+
+    def planned(op: str, *tensors: torch.Tensor | None) -> Problem:
+        return problem_of(_call_of(Tensors(x, *tensors), Asked(op, RMS, 1e-5), x.dtype), x, 1, True)
+    assert planned("rms_norm", None, w).dtype == "bfloat16"
+    assert planned("rms_norm_gated", None, None, None, x.bfloat16()).dtype == "bfloat16"
+    assert planned("rms_norm", w.double()).dtype == "float64"
+    assert planned("layer_norm", w, w, w).options == ("bias", "is_rms_norm", "residual", "weight")
 
 
 @pytest.mark.parametrize("G", [1, 2, 3, 7, 16, 48, 97, 1000])

@@ -5,7 +5,6 @@ which is more than ours could do.
 """
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,13 +12,13 @@ from torch import Tensor
 
 from flashlin.dispatch import OPS
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_dense, check_device, check_dtype, check_floats, need_tensor, shown
+from flashlin.guards.tensors import check_dense, check_device, check_dtype, check_floats, shown
 from flashlin.kernels.pointwise import torch_path
 from flashlin.kernels.pointwise.recipe import APART, MIX, SCALE, SKIP
+from flashlin.ops._common.calls import contiguous, strictest
 from flashlin.ops._common.gradients import INSTEAD, once
 from flashlin.ops._common.operator import kernels
-from flashlin.ops._common.planned import as_planned, dtype_as_planned, name_of, planned, wants_grad
-from flashlin.ops.norm import STRICTEST
+from flashlin.ops._common.planned import as_planned, dtype_as_planned, planned, wants_grad
 
 
 def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bound: float | None = None,
@@ -36,9 +35,11 @@ def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bo
                               wants_grad(*tensors)), first.device)
     if plan.problem.path == "torch":
         return torch_path.run(family, tensors, bound, dtype)
-    found: tuple[Tensor, ...] = _Pointwise.apply(plan, bound, dtype_as_planned(dtype, plan.problem.dot), *(
-        x if x is None or family in APART else x.contiguous() for x in as_planned(tensors, plan.problem.dot)))
-    return tuple(y.to(dtype) for y in found)
+    dot = plan.problem.dot
+    loaded = as_planned(tensors, dot)
+    outputs: tuple[Tensor, ...] = _Pointwise.apply(plan, bound, dtype_as_planned(dtype, dot), *(
+        loaded if family in APART else contiguous(*loaded)))
+    return tuple(y.to(dtype) for y in outputs)
 
 
 def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype,
@@ -64,14 +65,9 @@ def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, d
 def problem_of(op: str, family: str, rows: int, H: int, K: int, dtype: torch.dtype,
                tensors: tuple[Tensor | None, ...], needs_grad: bool) -> Problem:
     """The dtype is the strictest of any tensor, output included."""
-    dtypes = frozenset([dtype, *(x.dtype for x in tensors if x is not None)])
-    return Problem(op, family, "", B=1, T=rows, H=H, K=K, V=K, N=1, dtype=_strictest(dtypes), varlen=False,
+    return Problem(op, family, "", B=1, T=rows, H=H, K=K, V=K, N=1,
+                   dtype=strictest({dtype, *[x.dtype for x in tensors if x is not None]}), varlen=False,
                    needs_grad=needs_grad)
-
-
-@lru_cache(maxsize=64)
-def _strictest(dtypes: frozenset[torch.dtype]) -> str:
-    return name_of(next(dtype for dtype in STRICTEST if dtype in dtypes))
 
 
 def check_rows(name: str, x: Any, meaning: str, dims: int | None = None, columns: int = 1) -> None:
@@ -81,12 +77,6 @@ def check_rows(name: str, x: Any, meaning: str, dims: int | None = None, columns
     if x.ndim < columns or x.ndim != (dims or x.ndim) or 0 in x.shape[x.ndim - columns:]:
         raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning}" + " with at least 1 column"
                          * bool(columns))
-
-
-def check_beside(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, beside: str,
-                 first: Tensor) -> None:
-    """x is a tensor of that shape on the device of ``first``, which is called ``beside``."""
-    need_tensor(name, x, shape, meaning, first.device, beside)
 
 
 def check_parameter(name: str, x: Any, count: int, meaning: str, beside: str, first: Tensor) -> None:
@@ -114,6 +104,5 @@ class _Pointwise(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple[Any, ...], *dys: Tensor) -> Any:
         parameters = kernels("pointwise", "backward").PARAMETERS[ctx.plan.problem.family]
         sums = any(ctx.needs_input_grad[3 + at] for at in parameters)
-        found = kernels("pointwise", "backward").run(ctx.plan, saved, tuple(dy.contiguous() for dy in dys),
-                                                     ctx.bound, sums)
-        return None, None, None, *found
+        gradients = kernels("pointwise", "backward").run(ctx.plan, saved, contiguous(*dys), ctx.bound, sums)
+        return None, None, None, *gradients
