@@ -8,19 +8,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.simple_gla.torch_path import decay_between, decay_to_end, lower, packed
 
 CHUNK = 64
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None,
-        h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor,
-        torch.Tensor]:
-    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. Arguments as
-    reference.recurrence.
+def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. h0 is [N, HV, K, V].
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
     """
+    q, k, v, beta, g, h0, bounds = x
     compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     group = v.shape[2] // max(q.shape[2], 1)
     q, k, v, beta = (x.to(compute) for x in (q * scale, k, v, beta))

@@ -9,27 +9,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.gla.torch_path import CHUNK, after, scores, until
 from flashlin.kernels.simple_gla.torch_path import packed
 
 
-def run(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    h0: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. Arguments as
-    reference.recurrence.
+def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. h0 is [N, HV, K, V].
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
     """
+    q, k, v, g, a, b, beta, h0, bounds = x
     compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     q, k, v, g = (x.to(compute) for x in (q * scale, k, v, g))
     a, b, beta, h0 = (None if x is None else x.to(compute) for x in (a, b, beta, h0))

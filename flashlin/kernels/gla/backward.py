@@ -32,8 +32,19 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.gla.forward import bonus_of, decay_to_meeting, halves, prepared, sum_of_chunk, sums_at, sums_read
-from flashlin.kernels.pieces import fills_gaps, first_slot, parts, precision, put, sequence_of, sliced, state_offsets, tile, within, zero_gaps
+from flashlin.kernels.gla.inputs import Inputs
+from flashlin.kernels.pieces import (
+    Batch,
+    first_slot,
+    precision,
+    put,
+    sequence_of,
+    state_offsets,
+    tile,
+    zero_gaps,
+)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -399,62 +410,33 @@ def gla_grads(
             K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
 
 
-def run(
-    plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    u: torch.Tensor | None,
-    h0: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    scale: float,
-    v_first: bool,
-    do: torch.Tensor,
-    dht: torch.Tensor | None,
-    needs: frozenset[str],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv, dg, du or None, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its
-    final state. dg, du, dh0 are fp32."""
-    B, T, H, K = q.shape
-    V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
-    rebuilding, reversing, finishing = plan.launch("gla_states"), plan.launch("gla_reverse"), plan.launch(
-        "gla_grads")
-    BT, strips = finishing.block("BT"), -(-V // reversing.block("BV"))
-    split = parts(plan, N)
-    new = torch.empty_like if fills_gaps(split, bounds) and N and H else torch.zeros_like
-    dq, dk, dv, dg = new(q), new(k), new(v), new(g)
-    dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
-    du = None if u is None else torch.zeros_like(u)
-    constants = dict(K=K, V=V, VARLEN=bounds is not None, PRECISION=precision(plan))
-    gaps = bounds is not None and len(split) == 1
-    for part in split if H else ():
-        n = part.stop - part.start
-        q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_ = (within(x, part, bounds)
-                                                   for x in (q, k, v, g, do, dq, dk, dv, dg))
-        h0_, dh0_, dht_ = (sliced(x, part) for x in (h0, dh0, dht))
-        bounds_ = sliced(bounds, slice(part.start, part.stop + 1))
-        x = prepared(plan, q_, k_, g_, u, bounds_, n, scale)  # type: ignore[arg-type]
-        rows = B * T if bounds is not None else n * T
-        slots = rows // BT + n + 1
-        states, dstates = (torch.empty(slots, H, K, V, dtype=v.dtype, device=q.device) for _ in range(2))
-        # sequences leave slots between them
-        du_ = None if u is None else torch.zeros(slots, H, K, dtype=torch.float32, device=q.device)
-        start(rebuilding, gla_states, n * H * strips, dict(
-            k_out=x.k_out, v=v_, G=x.G, h0=h0_, states=states, bounds=bounds_,
-            T=T, N=n, H=H, **constants, HAS_H0=h0 is not None, V_FIRST=v_first))
+def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
+        needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
+    """The gradients by name, for forward.run's tensors; do [B, T, H, V], dht like its final state. Those of
+    g, u and h0 are fp32."""
+    batch = Batch(plan, x)
+    H, K, V = batch.HV, batch.K, batch.V
+    rebuilding, reversing, finishing = (plan.launch(f"gla_{name}") for name in ("states", "reverse", "grads"))
+    dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
+    dv, dg = batch.new(V, dtype=x.v.dtype), batch.new(K, dtype=torch.float32)
+    dh0, du = batch.initial_gradient(needs), None if x.u is None else torch.zeros_like(x.u)
+    constants = dict(K=K, V=V, VARLEN=batch.packed, PRECISION=precision(plan))
+    strips = -(-V // reversing.block("BV"))
+    for part in batch.parts(finishing.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do, dht=dht,
+                            scale=how.scale):
+        part, n, slots = prepared(plan, part), part["N"], part["slots"]
+        for name in ("states", "dstates"):
+            part[name] = torch.empty(slots, H, K, V, dtype=x.v.dtype, device=batch.device)
+        # zeros, because sequences leave slots between them
+        shares = None if x.u is None else torch.zeros(slots, H, K, dtype=torch.float32, device=batch.device)
+        start(rebuilding, gla_states, n * H * strips,
+              dict(constants, HAS_H0=x.h0 is not None, V_FIRST=how.state_v_first), part)
         start(reversing, gla_reverse, n * H * strips, dict(
-            q_in=x.q_in, k_out=x.k_out, do=do_, A=x.A, G=x.G, dht=dht_,
-            dv=dv_, dh0=dh0_, dstates=dstates, bounds=bounds_,
-            scale=scale, T=T, N=n, H=H,
-            **constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first, GAPS=gaps))
-        shares = -(-rows // (BT * n))
-        if shares > 0:
-            start(finishing, gla_grads, n * shares * H, dict(
-                q=q_, k=k_, v=v_, u=u, do=do_, G=x.G, states=states,
-                dstates=dstates, dq=dq_, dk=dk_, dg=dg_, du=du_, bounds=bounds_,
-                scale=scale, T=T, N=n, H=H, S=shares,
-                **constants, BEFORE=u is not None, GAPS=gaps))
-        if du is not None and du_ is not None:
-            du += du_.sum(0)
-    return dq, dk, dv, dg, du, dh0
+            constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=how.state_v_first,
+            GAPS=batch.gaps), part)
+        if batch.T:
+            start(finishing, gla_grads, n * part["S"] * H,
+                  dict(constants, du=shares, BEFORE=x.u is not None, GAPS=batch.gaps), part)
+        if du is not None and shares is not None:
+            du += shares.sum(0)
+    return dict(q=dq, k=dk, v=dv, g=dg, u=du, h0=dh0)

@@ -16,19 +16,18 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.simple_gla.torch_path import packed
 
 CHUNK = 64
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None,
-        h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor,
-        torch.Tensor]:
-    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. Arguments as
-    reference.recurrence.
+def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. h0 is [N, HV, K, V].
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
     """
+    q, k, v, g, u, h0, bounds = x
     compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     q, k, v, g = q.to(compute) * scale, k.to(compute), v.to(compute), g.to(compute)
     h0, rows = None if h0 is None else h0.to(compute), partial(_rows, u=None if u is None else u.to(compute))

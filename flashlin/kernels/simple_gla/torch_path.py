@@ -16,19 +16,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from flashlin.kernels.simple_gla.inputs import Inputs
+
 Rows = Callable[[tuple[torch.Tensor | None, ...], "torch.Tensor | None"], tuple[torch.Tensor, torch.Tensor]]
 
 CHUNK, SEGMENT = 64, 8192
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
-        h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor,
-        torch.Tensor]:
-    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. Arguments as
-    reference.recurrence.
+def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. h0 is [N, HV, K, V].
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
     """
+    q, k, v, g, gamma, h0, bounds = x
     compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     decay = None if g is None else g.to(compute)
     if gamma is not None:
