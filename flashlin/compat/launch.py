@@ -21,8 +21,9 @@ def start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any],
     on the device of the kernel's first argument, a tensor, and its current stream.
 
     arguments: what the kernel takes besides the tile, constexprs included, by name and in any order; a name
-    that it does not have is a TypeError. shared: values that several kernels of a call have in common, of
-    which this one gets those that it has a parameter for; no name may be in both.
+    that it does not have is a TypeError. shared: tensors and numbers that several kernels of a call have in
+    common, of which this one gets those that it has a parameter for, if that is no constexpr; no name may be
+    in both.
     """
     if shared is not None:
         arguments = with_shared(kernel, arguments, shared)
@@ -31,7 +32,7 @@ def start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any],
 
 def with_shared(kernel: Any, arguments: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
     """The arguments, and those of the shared values that the kernel takes."""
-    together = {name: shared[name] for name in _parameters(kernel.fn) if name in shared}
+    together = {name: shared[name] for name in _varying(kernel.fn) if name in shared}
     different = len(together) + len(arguments)
     together.update(arguments)
     if len(together) < different:
@@ -73,6 +74,13 @@ def in_order(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> tuple[An
 @cache
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
+
+
+@cache
+def _varying(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The parameters that are no constexprs."""
+    kinds = function.__annotations__
+    return tuple(name for name in _parameters(function) if "constexpr" not in str(kinds.get(name)))
 
 
 @cache

@@ -255,16 +255,17 @@ class Batch:
     def __init__(self, plan: Plan, x: Any, most: int = 0) -> None:
         self.x = x
         self.B, self.T, self.H, self.K = x.q.shape
-        self.HV, self.V = x.v.shape[2:]
+        _, _, self.HV, self.V = x.v.shape
         self.packed = x.bounds is not None
         self.N = x.bounds.shape[0] - 1 if self.packed else self.B
         self.slices = parts(plan, self.N, most) if self.HV else []  # without heads no program would run
         self.gaps = self.packed and len(self.slices) == 1
+        self.fills = self.gaps if self.packed else bool(self.slices)  # whether kernels write every row
         self.device = x.q.device
 
     def new(self, *columns: int, dtype: torch.dtype) -> torch.Tensor:
         """[B, T, HV, *columns] for kernels to write: zeros where they do not write every row."""
-        make = torch.empty if self.slices and fills_gaps(self.slices, self.x.bounds) else torch.zeros
+        make = torch.empty if self.fills else torch.zeros
         return make(self.B, self.T, self.HV, *columns, dtype=dtype, device=self.device)
 
     def final_state(self, wanted: bool, v_first: bool) -> torch.Tensor | None:
@@ -294,13 +295,15 @@ class Batch:
         for part in self.slices:
             n = part.stop - part.start
             rows = self.B * self.T if self.packed else n * self.T
-            mine = {**shared, "N": n, "rows": rows, "S": max(1, -(-rows // (BT * n))),
-                    "slots": rows // BT + n + 1, "part": part}
-            if n < self.N:
-                mine.update((name, x[part]) for name, x in shared.items() if self._is_divided(name, x))
-                if self.packed:
-                    mine["bounds"] = self.x.bounds[part.start:part.stop + 1]
+            mine = shared if n == self.N else self._cut(shared, part)
+            mine.update(N=n, rows=rows, S=-(-rows // (BT * n)) or 1, slots=rows // BT + n + 1, part=part)
             yield mine
+
+    def _cut(self, shared: dict[str, Any], part: slice) -> dict[str, Any]:
+        mine = {name: x[part] if self._is_divided(name, x) else x for name, x in shared.items()}
+        if self.packed:
+            mine["bounds"] = self.x.bounds[part.start:part.stop + 1]
+        return mine
 
     def _is_divided(self, name: str, x: object) -> bool:
         return isinstance(x, torch.Tensor) and (name in STATES or (x.ndim > 2 and not self.packed))
@@ -311,6 +314,8 @@ def parts(plan: Plan, N: int, most: int = 0) -> list[slice]:
     less."""
     size = plan.problem.batch_part or max(N, 1)
     size = min(size, most) if most else size
+    if size >= N:
+        return [slice(0, N)] if N else []
     return [slice(n, min(n + size, N)) for n in range(0, N, size)]
 
 
