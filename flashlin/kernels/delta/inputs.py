@@ -21,11 +21,3 @@ class Inputs(NamedTuple):
     g: Tensor | None
     h0: Tensor | None
     bounds: Tensor | None
-
-
-class Kept(NamedTuple):
-    """What forward keeps for backward: A [B, T, HV, 64], the inverse of each chunk, in rows of the chunk's
-    length; A_low, of 16 bits, what its rounding lost; lines [2, HV, B * T], fp32: beta and summed g."""
-    A: Tensor
-    A_low: Tensor | None
-    lines: Tensor
