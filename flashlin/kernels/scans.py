@@ -38,9 +38,8 @@ def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
     operands of dots."""
     tiles = config.BT * (2 * max(config.BK, config.BV) + min(config.BK, config.BV))
     moved = config.BT * (min(config.BK, config.BV) + PADDING) if moves(target) else 0
-    return tf32_copies(bytes_each,
-                       target) * bytes_each * (config.num_stages * tiles + config.BK * config.BV + config.BT
-                                               * config.BT + moved)
+    elements = config.num_stages * tiles + config.BK * config.BV + config.BT * config.BT + moved
+    return tf32_copies(bytes_each, target) * bytes_each * elements
 
 
 def moves(target: Target) -> bool:

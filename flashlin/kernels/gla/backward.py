@@ -33,7 +33,15 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import Scalars
-from flashlin.kernels.gla.forward import bonus_of, decay_to_meeting, halves, prepared, sum_of_chunk, sums_at, sums_read
+from flashlin.kernels.gla.forward import (
+    bonus_of,
+    decay_to_meeting,
+    halves,
+    prepared,
+    sum_of_chunk,
+    sums_at,
+    sums_read,
+)
 from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.pieces import (
     Batch,
