@@ -1,5 +1,5 @@
-"""What the families' kernels share: rows of a sequence, tiles, decays, states; and on the host, the parts of
-a batch."""
+"""What the families' kernels share: rows of a sequence, tiles, decays, states; and on the host, a batch's
+sizes, buffers and parts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -259,6 +259,8 @@ class Batch:
         self.packed = x.bounds is not None
         self.N = x.bounds.shape[0] - 1 if self.packed else self.B
         self.slices = parts(plan, self.N, most) if self.HV else []  # without heads no program would run
+        # Whether kernels zero the rows outside the packed sequences: one launch of all of them can, one of
+        # several cannot, since to it the others' rows are outside, too.
         self.gaps = self.packed and len(self.slices) == 1
         self.fills = self.gaps if self.packed else bool(self.slices)  # whether kernels write every row
         self.device = x.q.device
@@ -287,10 +289,11 @@ class Batch:
         return heads.sum(3, dtype=torch.float32).to(x.dtype)
 
     def parts(self, BT: int = 1, /, **more: Any) -> Iterator[dict[str, Any]]:
-        """For each launch what its kernels share, by the names of their parameters: the tensors of x and the
-        values of ``more``, of tensors [B, T, ...] and of those with a state for each sequence (STATES) its
-        part; sizes; with chunks of BT tokens S, programs to a sequence, and slots, places in a table of
-        chunks. Besides, ``part``: which sequences they are; rows: how many rows hold them."""
+        """For each launch the values that its kernels share, by the names of their parameters (``start``
+        takes them as ``shared``): the tensors of x and the values of ``more``, cut to the launch's sequences;
+        T, H, HV and N, the number of its sequences; for chunks of BT tokens S, programs to a sequence, and
+        slots, entries of a table of chunks. Not for kernels: part, which sequences they are, and rows, how
+        many rows they have."""
         shared = {"T": self.T, "H": self.H, "HV": self.HV, **self.x._asdict(), **more}
         for part in self.slices:
             n = part.stop - part.start
@@ -300,6 +303,7 @@ class Batch:
             yield mine
 
     def _cut(self, shared: dict[str, Any], part: slice) -> dict[str, Any]:
+        """The same for some of the sequences. Packed ones keep the whole row: their bounds are what is cut."""
         mine = {name: x[part] if self._is_divided(name, x) else x for name, x in shared.items()}
         if self.packed:
             mine["bounds"] = self.x.bounds[part.start:part.stop + 1]

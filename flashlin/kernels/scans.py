@@ -19,12 +19,14 @@ def operand_bytes(problem: Problem) -> int:
 
 
 def cumsum_launch(problem: Problem, BT: int = BLOCK) -> Launch:
+    """The kernel that sums the decays of heads within blocks of BT tokens."""
     return over_tokens("gate_cumsum", problem, dict(BT=BT, BH=HEADS), -(-problem.H // HEADS))
 
 
 def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: int, shared: int = 8192,
                 traits: frozenset[str] = frozenset(), num_stages: int = 1, num_warps: int = 4) -> Launch:
-    """A kernel with a program per chunk and column of heads."""
+    """A kernel with a program for each chunk of ``tile["BT"]`` tokens and each of ``columns``, usually the
+    heads. shared: bytes, an upper estimate."""
     n = problem.batch_part or problem.N
     rows = problem.T if problem.varlen else n * problem.T
     shares = max(1, -(-rows // (tile["BT"] * max(n, 1))))
@@ -87,6 +89,7 @@ def state_launch(kernel: str, config: Config, problem: Problem, shared: int, tra
 
 
 def dot_traits(problem: Problem) -> frozenset[str]:
+    """The traits of a scan with products of the problem's operands."""
     kinds = {"dot", "rmw_acc", "half_dot" if operand_bytes(problem) == 2 else "fp32_dot"}
     if problem.dtype == "bfloat16" and problem.dot == "native":
         kinds.add("bf16")

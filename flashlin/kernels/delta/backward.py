@@ -3,14 +3,17 @@ chunks at once. Deterministic.
 
 With the notation of forward.py, dh the gradient of the state leaving a chunk and ds_ij = scale e^{G_i - G_j}
 (do_i . u_j) for j <= i:
-    du_j = sum_{i >= j} scale e^{G_i - G_j} (q_i . k_j) do_i + e^{G_L - G_j} k_j dh          dy = A^T du          dv = beta dy
+    du_j = sum_{i >= j} scale e^{G_i - G_j} (q_i . k_j) do_i + e^{G_L - G_j} k_j dh
+    dy = A^T du
+    dv = beta dy
     dh' = e^{G_L} dh + scale sum_i e^{G_i} q_i^T do_i - sum_i e^{G_i} k_i^T dv_i
 are the reverse scan's (split over V, like the forward). The rest contracts over V, so a program has a chunk
 to itself and nothing is a partial sum. With z_ij = -e^{G_i - G_j} (dy_i . u_j) for j < i, the gradient of
 (k_i . k_j) but for beta_i:
     dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j
-    dk_i = e^{G_L - G_i} u_i dh^T - e^{G_i} dv_i h^T + sum_j ds_ji q_j + beta_i sum_j z_ij k_j + sum_j z_ji
-    beta_j k_j dbeta_i = dy_i . (v_i - e^{G_i} k_i h) + k_i . sum_j z_ij k_j
+    dk_i = e^{G_L - G_i} u_i dh^T - e^{G_i} dv_i h^T + sum_j ds_ji q_j
+           + beta_i sum_j z_ij k_j + sum_j z_ji beta_j k_j
+    dbeta_i = dy_i . (v_i - e^{G_i} k_i h) + k_i . sum_j z_ij k_j
 The gate's gradient as in simple_gla: whatever passes from before t to t or later, with no difference of large
 sums: pairs i = j are left out, and every chunk starts anew from <h, dh>.
 """

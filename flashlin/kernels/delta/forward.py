@@ -3,8 +3,12 @@ in, tensors out.
 
 With the decay G_i = g_1 + ... + g_i inside a chunk and the state h entering it (row i of a matrix is token
 i), the recurrence u_i = beta_i (v_i - S'^T k_i) is a triangular system:
-    u = A y,   y_i = beta_i (v_i - e^{G_i} k_i h),   A = (I + M)^-1,   M_ij = beta_i e^{G_i - G_j} (k_i . k_j) for j < i, else 0
-    o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) u_j)          h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T u_j
+    u = A y
+    y_i = beta_i (v_i - e^{G_i} k_i h)
+    A = (I + M)^-1
+    M_ij = beta_i e^{G_i - G_j} (k_i . k_j) for j < i, else 0
+    o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) u_j)
+    h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T u_j
 The inverse does not depend on h, so a kernel with a program per chunk writes it, and the scan, which owns the
 state as in simple_gla, is left with products. Source: Yang et al. 2024 (arXiv 2406.06484; 2412.06464 with the
 gate).

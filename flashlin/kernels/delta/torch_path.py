@@ -13,7 +13,8 @@ from flashlin.kernels.simple_gla.torch_path import decay_between, decay_to_end, 
 
 
 def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. h0 is [N, HV, K, V].
+    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. h0 is [N, HV, K,
+    V].
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
     """

@@ -2,9 +2,17 @@
 scan for their gradients, then all chunks at once. No partial sums, no atomics.
 
 With the notation of forward.py, dh the gradient of the state leaving a chunk (q', P and R hold the scale):
-    dX = b' dh + P^T do        dY = T^T dX        dV = N^T dY + k' dh + R^T do        dh' = Diag(e^{G_L}) dh + q'^T do + a'^T dY
+    dX = b' dh + P^T do
+    dY = T^T dX
+    dV = N^T dY + k' dh + R^T do
+    dh' = Diag(e^{G_L}) dh + q'^T do + a'^T dY
 are the reverse scan's (split over V, like the forward). T's own gradient needs no product of three: with dY
-    da' = dY h^T        dL = dY X^T        dN = dY V^T        db' = X dh^T        dk' = V dh^T        dq' = scale do h^T
+    da' = dY h^T
+    dL = dY X^T
+    dN = dY V^T
+    db' = X dh^T
+    dk' = V dh^T
+    dq' = scale do h^T
     dP = scale do X^T        dR = scale do V^T
 all contract over V, so a program has a chunk to itself. The scores' gradients go level by level to q, k, a
 and b like the scores came: with Z_1 = dR and Z_2 = dL made symmetric, and C = dP below the diagonal and dN^T

@@ -3,8 +3,14 @@ then one scan of plain products.
 
 With the decay G_i = g_1 + ... + g_i inside a chunk, a vector over K, and the state h entering it (row i of a
 matrix is token i), what token i reads, x_i = a_i S_{i-1}, solves a triangular system:
-    X = T (a' h + N V)        T = (I - L)^-1        a'_i = a_i e^{G_{i-1}}        L_ij = sum_c a_ic b_jc e^{G_{i-1,c} - G_jc} for j < i
-    o = scale (q' h + P X + R V)        h' = Diag(e^{G_L}) h + b'^T X + k'^T V        q'_i = q_i e^{G_i}        b'_j = b_j e^{G_L - G_j}
+    X = T (a' h + N V)
+    T = (I - L)^-1
+    a'_i = a_i e^{G_{i-1}}
+    L_ij = sum_c a_ic b_jc e^{G_{i-1,c} - G_jc} for j < i
+    o = scale (q' h + P X + R V)
+    h' = Diag(e^{G_L}) h + b'^T X + k'^T V
+    q'_i = q_i e^{G_i}
+    b'_j = b_j e^{G_L - G_j}
 N is L with k in the place of b; P and R, for j <= i, are the scores of q with b and with k, which decay by
 e^{G_i - G_j}. KDA is the same with a_i = -beta_i k_i, which reads the state after it has decayed (G_i instead
 of G_{i-1}), b = k, N = Diag(beta), and no second writer: no R and no k'. TWO says which of both.

@@ -49,7 +49,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     and the chunk's gradients."""
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
     size = tf32_copies(bytes_each, target) * bytes_each
-    once = dots - {"rmw_acc"} | {"mixed_sum"}
+    per_chunk = dots - {"rmw_acc"} | {"mixed_sum"}
     two = "beta" not in problem.options
 
     def scanning(config: Config, tall: int = 3, square: int = 2) -> int:
@@ -98,14 +98,14 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
                          -(-problem.H * problem.K // CHANNELS)),
              over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing,
-                         once | narrow_scores(BT, wide)),
+                         per_chunk | narrow_scores(BT, wide)),
              state_launch("dplr_scan", scan, problem, scanning(scan), dots, tall=scan.num_stages > 1)]
     if problem.needs_grad:
         single, strip = scan._replace(num_stages=1), strip_beside(BT)
         kernels += [state_launch("dplr_states", single, problem, scanning(single), dots, tall=False),
                   state_launch("dplr_reverse", single, problem, reverse(scan), dots, tall=False),
                   over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H,
-                              finishing(BT, strip), once | narrow_grads(BT, strip),
+                              finishing(BT, strip), per_chunk | narrow_grads(BT, strip),
                               num_warps=strip.num_warps)]
     return tuple(kernels)
 

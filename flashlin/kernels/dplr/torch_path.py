@@ -14,7 +14,8 @@ from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequen
 
 
 def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. h0 is [N, HV, K, V].
+    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. h0 is [N, HV, K,
+    V].
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
     """

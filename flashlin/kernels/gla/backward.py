@@ -3,25 +3,26 @@ gradients, then all chunks at once. No atomics, and no partial sums but those of
 
 With the notation of forward.py, dh the gradient of the state leaving a chunk and ds_ij = scale (do_i . v_j)
 for j <= i:
-    dv_j = sum_{i >= j} A_ij do_i + (k_j e^{G_L - G_j}) dh          dh' = Diag(e^{G_L}) dh + scale sum_i (q_i e^{G_i})^T do_i
-    dq_i = scale e^{G_i} (do_i h^T) + sum_j ds_ij k_j e^{G_i - G_j}          dk_j = e^{G_L - G_j} (v_j dh^T) + sum_i ds_ij q_i e^{G_i - G_j}
+    dv_j = sum_{i >= j} A_ij do_i + (k_j e^{G_L - G_j}) dh
+    dh' = Diag(e^{G_L}) dh + scale sum_i (q_i e^{G_i})^T do_i
+    dq_i = scale e^{G_i} (do_i h^T) + sum_j ds_ij k_j e^{G_i - G_j}
+    dk_j = e^{G_L - G_j} (v_j dh^T) + sum_i ds_ij q_i e^{G_i - G_j}
 The sums over pairs go level by level like the scores: in a level rows of X are either an i or a j, so with Z
 the level's pairs of ds, made symmetric, Y = Z X holds what each row gets from the other half, dq of the rows
 that are an i and dk of those that are a j. The gate: g_t scales whatever passes from before t to t or later,
 in each channel by itself. With x_i the row i of X Y (the same number for both ends of a pair, where a pair is
 counted at i and taken off at j), f_i = q_i . (the first term of dq_i) and c_j = k_j . (that of dk_j), all per
 channel:
-    dg_t = sum_{i >= t} (f_i + sum of levels (x_i where i is in a second half, -x_i where it is in a first)) +
-    sum_{j < t} c_j
-           + e^{G_L} <h, dh>
+    dg_t = sum_{i >= t} (f_i + sum of levels (x_i where i is in a second half, -x_i where it is in a first))
+           + sum_{j < t} c_j + e^{G_L} <h, dh>
 Pairs i = j do not decay and take no part. Every chunk starts anew from <h, dh>, so rounding does not add up
 along the sequence.
 
 RWKV-6 (BEFORE): G_{i-1} takes the place of G_i wherever it goes with q_i, and the diagonal adds ds_ii u k_i
 to dq_i, ds_ii u q_i to dk_i and sum_i ds_ii q_i k_i to du. A pair then decays by the tokens between its two,
 so at i the gate counts from i - 1 on:
-    dg_t = sum_{i > t} (f_i + x_i where i reads) - sum_{j >= t} (x_j where j is read) + sum_{j < t} c_j +
-    e^{G_L} <h, dh>
+    dg_t = sum_{i > t} (f_i + x_i where i reads) - sum_{j >= t} (x_j where j is read)
+           + sum_{j < t} c_j + e^{G_L} <h, dh>
 Here neighbours are what does not decay, and stand apart from the levels like the diagonal: in them they would
 cancel on paper only, and where every decay is strong drown what is left.
 """

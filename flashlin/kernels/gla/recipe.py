@@ -33,7 +33,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
     size = tf32_copies(bytes_each, target) * bytes_each
     # RWKV-6's read before the update: they are told apart from gated linear attention's in the launch table
-    once = dots - {"rmw_acc"} | {"mixed_sum"} | ({"before"} if "u" in problem.options else set())
+    per_chunk = dots - {"rmw_acc"} | {"mixed_sum"} | ({"before"} if "u" in problem.options else set())
 
     # in 16 bits the scores, too, and decays on their way from one layout to another; fp32 never has all at
     # once
@@ -48,7 +48,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2
     kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
                          -(-problem.H * problem.K // CHANNELS)),
-             over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, once),
+             over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, per_chunk),
              state_launch("gla_scan", scan, problem, shared(scan), dots)]
     if problem.needs_grad:
         single = scan._replace(num_stages=1)
@@ -57,7 +57,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         kernels += [state_launch("gla_states", scan, problem, shared(scan), dots),
                   state_launch("gla_reverse", single, problem, shared(single), dots),
                   over_tokens("gla_grads", problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing,
-                              once)]
+                              per_chunk)]
     return tuple(kernels)
 
 

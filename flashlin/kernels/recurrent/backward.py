@@ -6,7 +6,8 @@ then the tokens are walked backwards. With dS the gradient of S_t on entering to
 calls P, u:
     dS += scale q do^T     dq = scale S_t do     du = dS^T k     dk = dS u
     delta: e = v - P^T k, dbeta = du . e, dv = beta du, dk -= P dv, dS -= k dv^T          else: dv = du
-    a, b:  db = dS (S_{t-1}^T a), w = dS^T b, da = S_{t-1} w                              (dS is by now the gradient of P)
+    a, b:  db = dS (S_{t-1}^T a), w = dS^T b, da = S_{t-1} w
+        (dS is by now the gradient of P)
     decays: dg = <dS, P>, dgk its rows, dgv its columns (P without the low-rank term)
     gradient of S_{t-1}: the decayed dS, + a w^T
     before: o reads S_{t-1}, so scale q do^T is added last instead, and the bonus gives its own share to dq,

@@ -1,5 +1,6 @@
-"""The recurrences without a delta term, token by token in float64. Slow on purpose. (kernels/delta/reference.py
-has those with one.) Head by head, with nothing that other references have, since they are checked against it."""
+"""The recurrences without a delta term, token by token in float64. Slow on purpose.
+(kernels/delta/reference.py has those with one.) It goes head by head and shares nothing with the other
+references, since they are checked against it."""
 from __future__ import annotations
 
 from itertools import pairwise

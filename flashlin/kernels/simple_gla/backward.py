@@ -4,8 +4,10 @@ Deterministic: no atomics.
 dq needs the state and dk its gradient, both contracted over V: those two split K. dv contracts over K: it
 splits V. With the notation of forward.py and dh the gradient of the state leaving a chunk, ds_ij = scale
 e^{G_i - G_j} (do_i . v_j) for j <= i:
-    dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j                    dk_j = e^{G_L - G_j} v_j dh^T + sum_i ds_ij q_i
-    dv_j = e^{G_L - G_j} k_j dh + sum_i scale e^{G_i - G_j} (q_i . k_j) do_i          dh' = e^{G_L} dh + scale sum_i e^{G_i} q_i^T do_i
+    dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j
+    dk_j = e^{G_L - G_j} v_j dh^T + sum_i ds_ij q_i
+    dv_j = e^{G_L - G_j} k_j dh + sum_i scale e^{G_i - G_j} (q_i . k_j) do_i
+    dh' = e^{G_L} dh + scale sum_i e^{G_i} q_i^T do_i
 The gate: g_t scales whatever passes from before t to t or later. Of the chunk that holds t, with a_i = q_i .
 dq_i, b_j = k_j . (the second term of dk_j) and c_j = k_j . (its first term, what token j leaves to later
 chunks):

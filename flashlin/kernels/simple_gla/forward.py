@@ -3,7 +3,8 @@ Tensors in, tensors out.
 
 With the decay G_i = g_1 + ... + g_i inside a chunk and the state h entering it (row i of a matrix is token
 i):
-    o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) v_j)          h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T v_j
+    o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) v_j)
+    h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T v_j
 A program owns one sequence, one head and BV columns of the state, which stays in registers while it walks the
 chunks; outputs are written on the way, so nothing but q, k, v and o moves. Differences of G are masked before
 exp, so no factor exceeds a decay.
