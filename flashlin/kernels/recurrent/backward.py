@@ -232,9 +232,10 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
     batch = Batch(plan, x, most=max(1, SCRATCH // max(1, 4 * HV * NV * TS * BK * BV)))
     headwise = x.beta is not None and x.beta.ndim == 4
     # Sums of the strips, whose first dimension NV is added up in the end; and what a strip computes alone.
-    shapes = {"q": (B, T, HV, K), "k": (B, T, HV, K), "g": (B, T, HV), "gk": (B, T, HV, K),
-              "a": (B, T, HV, K), "b": (B, T, HV, K), "bonus": (batch.N, HV, K),
-              **({} if headwise else {"beta": (B, T, HV)})}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("q", "k", "gk", "a", "b"), (B, T, HV, K))
+    shapes.update(g=(B, T, HV), bonus=(batch.N, HV, K))
+    if not headwise:
+        shapes["beta"] = B, T, HV
     # rows outside bounds have no program that would write them
     new = torch.zeros if batch.packed or not batch.slices else torch.empty
     sums = {name: new((NV, *shape), dtype=torch.float32, device=batch.device)
@@ -245,8 +246,9 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
     dh0, constants = batch.initial_gradient(needed), constants_of(x, flags)
     for part in batch.parts(do=do, dht=dht, dh0=dh0, states=by_sequence(states, batch), scale=scale, R=B * T,
                             TS=TS, **{f"d{name}": own.get(name) for name in GRADS}):
-        n, part["N"] = part["N"], batch.N  # a bonus has a sum for each sequence of the whole batch
-        # with bounds every part sees all rows
+        # The kernel's N is that of the whole batch, since a bonus has a sum for each of its sequences; with
+        # bounds every part sees all rows.
+        n, part["N"] = part["N"], batch.N
         part.update((f"d{name}", grad if batch.packed and name != "bonus" else grad[:, part["part"]])
                     for name, grad in sums.items())
         scratch = torch.empty(n * HV * NV, TS, BK, BV, dtype=torch.float32, device=batch.device)
