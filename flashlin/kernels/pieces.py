@@ -297,9 +297,10 @@ class Batch:
         shared = {"T": self.T, "H": self.H, "HV": self.HV, **self.x._asdict(), **more}
         for part in self.slices:
             n = part.stop - part.start
-            rows = self.B * self.T if self.packed else n * self.T
             mine = shared if n == self.N else self._cut(shared, part)
-            mine.update(N=n, rows=rows, S=-(-rows // (BT * n)) or 1, slots=rows // BT + n + 1, part=part)
+            mine["N"], mine["part"] = n, part
+            mine["rows"] = rows = self.B * self.T if self.packed else n * self.T
+            mine["S"], mine["slots"] = -(-rows // (BT * n)) or 1, rows // BT + n + 1
             yield mine
 
     def _cut(self, shared: dict[str, Any], part: slice) -> dict[str, Any]:

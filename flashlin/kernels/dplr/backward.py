@@ -32,7 +32,7 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import Scalars
-from flashlin.kernels.dplr.forward import beta_of, prepared
+from flashlin.kernels.dplr.forward import beta_of, prepare
 from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.gla.backward import rows_beside, summed_before
 from flashlin.kernels.gla.forward import halves, sum_of_chunk, sums_at, sums_read
@@ -487,7 +487,8 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     strips = -(-V // reversing.block("BV"))
     for part in batch.parts(finishing.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, da=da, db=db, dbeta=dbeta,
                             dh0=dh0, do=do, dht=dht, scale=how.scale):
-        part, n = prepared(plan, part, backward=True), part["N"]
+        prepare(plan, part, backward=True)
+        n = part["N"]
         for name in ("states", "dstates"):
             part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
         for name in ("x", "dy"):

@@ -315,9 +315,9 @@ def dplr_scan(
         tl.store(ht + at, h, mask=inside)
 
 
-def prepared(plan: Plan, x: dict[str, Any], backward: bool = False) -> dict[str, Any]:
-    """x, what the launches of a part share, and what the scans read besides, None where the call has none:
-    see dplr_prepare. Done again for backward instead of kept for it."""
+def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
+    """Puts into x, what the launches of a part share, what the scans read besides, None where the call has
+    none: see dplr_prepare. Done again for backward instead of kept for it."""
     q, launch = x["q"], plan.launch("dplr_prepare")
     B, T, HV, K = x["g"].shape
     BT, two = launch.block("BT"), x["beta"] is None
@@ -325,15 +325,14 @@ def prepared(plan: Plan, x: dict[str, Any], backward: bool = False) -> dict[str,
 
     def new(columns: int, wanted: bool = True) -> torch.Tensor | None:
         return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None
-    x = {**x, "G": sums_of_chunks(plan, x), "q_in": new(K), "a_in": new(K, backward), "b_out": new(K),
-         "k_out": new(K, two), "W": new(K), "M": new(BT), "P": new(BT), "R": new(BT, two),
-         "N_": new(BT, two and backward), "T_": new(BT, backward), "T_low": new(BT, low)}
+    x.update(G=sums_of_chunks(plan, x), q_in=new(K), a_in=new(K, backward), b_out=new(K), k_out=new(K, two),
+             W=new(K), M=new(BT), P=new(BT), R=new(BT, two), N_=new(BT, two and backward),
+             T_=new(BT, backward), T_low=new(BT, low))
     if T:  # else there is no row to load, not even a chunk's last one
         scratch = torch.empty(x["slots"], HV, BT, 16, dtype=torch.float32, device=q.device)
         start(launch, dplr_prepare, x["N"] * x["S"] * HV, dict(
             scratch=scratch, K=K, TWO=two, BACKWARD=backward, HAS_LOW=low, VARLEN=x["bounds"] is not None,
             PRECISION=precision(plan), MERGE=merging(plan)), x)
-    return x
 
 
 def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -346,5 +345,6 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
                      PRECISION=precision(plan))
     strips = -(-batch.V // scanning.block("BV"))
     for part in batch.parts(scanning.block("BT"), o=o, ht=ht, scale=how.scale):
-        start(scanning, dplr_scan, part["N"] * batch.HV * strips, constants, prepared(plan, part))
+        prepare(plan, part)
+        start(scanning, dplr_scan, part["N"] * batch.HV * strips, constants, part)
     return o, ht

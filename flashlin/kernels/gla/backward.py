@@ -38,7 +38,7 @@ from flashlin.kernels.gla.forward import (
     bonus_of,
     decay_to_meeting,
     halves,
-    prepared,
+    prepare,
     sum_of_chunk,
     sums_at,
     sums_read,
@@ -433,7 +433,8 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     strips = -(-V // reversing.block("BV"))
     for part in batch.parts(finishing.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do, dht=dht,
                             scale=how.scale):
-        part, n, slots = prepared(plan, part), part["N"], part["slots"]
+        prepare(plan, part)
+        n, slots = part["N"], part["slots"]
         for name in ("states", "dstates"):
             part[name] = torch.empty(slots, H, K, V, dtype=x.v.dtype, device=batch.device)
         # zeros, because sequences leave slots between them

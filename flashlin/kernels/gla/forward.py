@@ -330,17 +330,16 @@ def sums_of_chunks(plan: Plan, x: dict[str, Any]) -> torch.Tensor:
     return G
 
 
-def prepared(plan: Plan, x: dict[str, Any]) -> dict[str, Any]:
-    """x, what the launches of a part share, and what the scans of both directions read besides: see gla_sums
-    and gla_scores. Cheap enough to be done again for backward instead of kept for it."""
+def prepare(plan: Plan, x: dict[str, Any]) -> None:
+    """Puts into x, what the launches of a part share, what the scans of both directions read besides: see
+    gla_sums and gla_scores. Cheap enough to be done again for backward instead of kept for it."""
     q, launch = x["q"], plan.launch("gla_scores")
     B, T, H, K = q.shape
-    x = {**x, "G": sums_of_chunks(plan, x), "q_in": torch.empty_like(q), "k_out": torch.empty_like(q),
-         "A": torch.empty(B, T, H, launch.block("BT"), dtype=q.dtype, device=q.device)}
+    x.update(G=sums_of_chunks(plan, x), q_in=torch.empty_like(q), k_out=torch.empty_like(q),
+             A=torch.empty(B, T, H, launch.block("BT"), dtype=q.dtype, device=q.device))
     if T:  # else there is no row to load, not even a chunk's last one
         start(launch, gla_scores, x["N"] * x["S"] * H, dict(
             K=K, BEFORE=x["u"] is not None, VARLEN=x["bounds"] is not None, PRECISION=precision(plan)), x)
-    return x
 
 
 def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -353,5 +352,6 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
                      PRECISION=precision(plan))
     strips = -(-batch.V // scanning.block("BV"))
     for part in batch.parts(scanning.block("BT"), o=o, ht=ht, scale=how.scale):
-        start(scanning, gla_scan, part["N"] * batch.HV * strips, constants, prepared(plan, part))
+        prepare(plan, part)
+        start(scanning, gla_scan, part["N"] * batch.HV * strips, constants, part)
     return o, ht
