@@ -54,6 +54,26 @@ def test_a_wrong_name_is_an_error_that_names_it(change: dict[str, Any], says: st
     assert not kernel.grid
 
 
+def test_a_kernel_gets_the_shared_values_that_it_names() -> None:
+    kernel, x, o = Kernel(), torch.zeros(1), torch.ones(1)
+    start(LAUNCH, kernel, 4, dict(o=o, K=3), dict(scale=0.5, other=7, x=x))
+    assert kernel.given[0] == (x, o, 0.5, 16, 3, 8)
+
+
+@pytest.mark.parametrize("arguments, shared, says", [
+    (dict(o=1), dict(scale=0.5, K=3), "missing: x"),
+    (dict(o=1, scales=0.5), dict(x=1, scale=0.5, K=3), "unknown: scales"),
+    (dict(o=1, scale=0.5), dict(x=1, scale=0.5, K=3), "also shared: scale"),
+    (dict(o=1, scale=0.5, K=3), dict(x=1, BT=32), "of the tile: BT"),
+])
+def test_shared_values_excuse_no_wrong_name(arguments: dict[str, Any], shared: dict[str, Any],
+                                            says: str) -> None:
+    kernel = Kernel()
+    with pytest.raises(TypeError, match=f"^arguments of fn: {says}$"):
+        start(LAUNCH, kernel, 4, arguments, shared)
+    assert not kernel.grid
+
+
 def test_none_is_an_argument_like_any_other() -> None:
     kernel, x = Kernel(), torch.zeros(1)
     start(LAUNCH, kernel, 1, dict(x=x, o=None, scale=0.5, K=3))

@@ -15,13 +15,30 @@ if TYPE_CHECKING:
 Starter = Callable[["Launch", Any, int, dict[str, Any]], None]
 
 
-def start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+def start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any],
+          shared: dict[str, Any] | None = None) -> None:
     """Start ``programs`` programs of a ``@triton.jit`` kernel with the tile, warps and stages of ``launch``,
     on the device of the kernel's first argument, a tensor, and its current stream.
 
-    arguments: all that the kernel takes, constexprs included, by name and in any order, besides the tile.
+    arguments: what the kernel takes besides the tile, constexprs included, by name and in any order; a name
+    that it does not have is a TypeError. shared: tensors and numbers that several kernels of a call have in
+    common, of which this one gets those that it has a parameter for, if that is no constexpr; no name may be
+    in both.
     """
+    if shared is not None:
+        arguments = with_shared(kernel, arguments, shared)
     _starter(launch, kernel, programs, arguments)
+
+
+def with_shared(kernel: Any, arguments: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, and those of the shared values that the kernel takes."""
+    together = {name: shared[name] for name in _varying(kernel.fn) if name in shared}
+    different = len(together) + len(arguments)
+    together.update(arguments)
+    if len(together) < different:
+        raise TypeError(f"arguments of {kernel.fn.__name__}: also shared: "
+                        f"{' '.join(sorted(shared.keys() & arguments.keys()))}")
+    return together
 
 
 def _start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
@@ -47,7 +64,7 @@ def in_order(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> tuple[An
             return values
     except KeyError:
         pass  # said below, with what else is wrong
-    names, own = set(given), set(inspect.signature(kernel.fn).parameters)
+    names, own = set(given), set(_parameters(kernel.fn))
     twice = set(arguments) & set(dict(launch.tile))
     wrong = [(own - names, "missing"), (names - own, "unknown"), (twice, "of the tile")]
     said = ", ".join(f"{fault}: {' '.join(sorted(which))}" for which, fault in wrong if which)
@@ -55,9 +72,21 @@ def in_order(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> tuple[An
 
 
 @cache
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+@cache
+def _varying(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The parameters that are no constexprs."""
+    kinds = function.__annotations__
+    return tuple(name for name in _parameters(function) if "constexpr" not in str(kinds.get(name)))
+
+
+@cache
 def _reader(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
     """Takes a kernel's arguments out of a dict. Made once for a kernel: every call of an op needs it."""
-    return itemgetter(*inspect.signature(function).parameters)
+    return itemgetter(*_parameters(function))
 
 
 _starter: Starter = _start

@@ -1,5 +1,8 @@
-"""What the families' kernels share: rows of a sequence, tiles, decays, states; and on the host, the parts of
-a batch."""
+"""What the families' kernels share: rows of a sequence, tiles, decays, states; and on the host, a batch's
+sizes, buffers and parts."""
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -11,6 +14,9 @@ from flashlin.kernels.configs import FORGOTTEN
 
 # How a kernel gets its decay, as a constexpr.
 NO_DECAY, HEAD_DECAY, TOKEN_DECAY = 0, 1, 2
+# Arguments of kernels that have one entry for each sequence; of the other tensors those with more than two
+# dimensions are [B, T, ...], the rest are parameters of heads.
+STATES = ("h0", "ht", "dh0", "dht", "indices")
 
 
 @triton.jit
@@ -235,12 +241,86 @@ def zero_forgotten(dg: torch.Tensor | None, g: torch.Tensor | None) -> None:
 
 
 def decay_of(g: torch.Tensor | None, gamma: torch.Tensor | None) -> int:
+    """The constexpr DECAY of a call with these decays."""
     return TOKEN_DECAY if g is not None else HEAD_DECAY if gamma is not None else NO_DECAY
 
 
-def parts(plan: Plan, N: int) -> list[slice]:
-    """The sequences of each launch: all of them, or the plan's batch_part at a time."""
+class Batch:
+    """The sizes of a call over sequences, and its launches, each with its part of the sequences.
+
+    x: a NamedTuple of tensors, among them q [B, T, H, K], v [B, T, HV, V] and bounds [N + 1] or None. most:
+    how many sequences a launch may have, whatever the plan says; 0 for any number.
+    """
+
+    def __init__(self, plan: Plan, x: Any, most: int = 0) -> None:
+        self.x = x
+        self.B, self.T, self.H, self.K = x.q.shape
+        _, _, self.HV, self.V = x.v.shape
+        self.packed = x.bounds is not None
+        self.N = x.bounds.shape[0] - 1 if self.packed else self.B
+        self.slices = parts(plan, self.N, most) if self.HV else []  # without heads no program would run
+        # Whether kernels zero the rows outside the packed sequences: one launch of all of them can, one of
+        # several cannot, since to it the others' rows are outside, too.
+        self.gaps = self.packed and len(self.slices) == 1
+        self.fills = self.gaps if self.packed else bool(self.slices)  # whether kernels write every row
+        self.device = x.q.device
+
+    def new(self, *columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """[B, T, HV, *columns] for kernels to write: zeros where they do not write every row."""
+        make = torch.empty if self.fills else torch.zeros
+        return make(self.B, self.T, self.HV, *columns, dtype=dtype, device=self.device)
+
+    def final_state(self, wanted: bool, v_first: bool) -> torch.Tensor | None:
+        """[N, HV, K, V] or, with v_first, [N, HV, V, K], fp32, for kernels to write."""
+        sides = (self.V, self.K) if v_first else (self.K, self.V)
+        return torch.empty(self.N, self.HV, *sides, dtype=torch.float32,
+                           device=self.device) if wanted else None
+
+    def initial_gradient(self, needs: frozenset[str]) -> torch.Tensor | None:
+        """dh0 for kernels to write, fp32, if it is needed."""
+        h0 = self.x.h0
+        return torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
+
+    def of_groups(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, H, K]: the gradients [B, T, HV, K] of the value heads that share one q and k, added up."""
+        if self.H == self.HV:
+            return x
+        heads: torch.Tensor = x.unflatten(2, (self.H, self.HV // self.H))
+        return heads.sum(3, dtype=torch.float32).to(x.dtype)
+
+    def parts(self, BT: int = 1, /, **more: Any) -> Iterator[dict[str, Any]]:
+        """For each launch the values that its kernels share, by the names of their parameters (``start``
+        takes them as ``shared``): the tensors of x and the values of ``more``, cut to the launch's sequences;
+        T, H, HV and N, the number of its sequences; for chunks of BT tokens S, programs to a sequence, and
+        slots, entries of a table of chunks. Not for kernels: part, which sequences they are, and rows, how
+        many rows they have."""
+        shared = {"T": self.T, "H": self.H, "HV": self.HV, **self.x._asdict(), **more}
+        for part in self.slices:
+            n = part.stop - part.start
+            mine = shared if n == self.N else self._cut(shared, part)
+            mine["N"], mine["part"] = n, part
+            mine["rows"] = rows = self.B * self.T if self.packed else n * self.T
+            mine["S"], mine["slots"] = -(-rows // (BT * n)) or 1, rows // BT + n + 1
+            yield mine
+
+    def _cut(self, shared: dict[str, Any], part: slice) -> dict[str, Any]:
+        """The same for some of the sequences. Packed ones keep the whole row: their bounds are what is cut."""
+        mine = {name: x[part] if self._is_divided(name, x) else x for name, x in shared.items()}
+        if self.packed:
+            mine["bounds"] = self.x.bounds[part.start:part.stop + 1]
+        return mine
+
+    def _is_divided(self, name: str, x: object) -> bool:
+        return isinstance(x, torch.Tensor) and (name in STATES or (x.ndim > 2 and not self.packed))
+
+
+def parts(plan: Plan, N: int, most: int = 0) -> list[slice]:
+    """The sequences of each launch: all of them, or the plan's batch_part at a time, or ``most`` if that is
+    less."""
     size = plan.problem.batch_part or max(N, 1)
+    size = min(size, most) if most else size
+    if size >= N:
+        return [slice(0, N)] if N else []
     return [slice(n, min(n + size, N)) for n in range(0, N, size)]
 
 

@@ -19,12 +19,14 @@ def operand_bytes(problem: Problem) -> int:
 
 
 def cumsum_launch(problem: Problem, BT: int = BLOCK) -> Launch:
+    """The kernel that sums the decays of heads within blocks of BT tokens."""
     return over_tokens("gate_cumsum", problem, dict(BT=BT, BH=HEADS), -(-problem.H // HEADS))
 
 
 def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: int, shared: int = 8192,
                 traits: frozenset[str] = frozenset(), num_stages: int = 1, num_warps: int = 4) -> Launch:
-    """A kernel with a program per chunk and column of heads."""
+    """A kernel with a program for each chunk of ``tile["BT"]`` tokens and each of ``columns``, usually the
+    heads. shared: bytes, an upper estimate."""
     n = problem.batch_part or problem.N
     rows = problem.T if problem.varlen else n * problem.T
     shares = max(1, -(-rows // (tile["BT"] * max(n, 1))))
@@ -38,9 +40,8 @@ def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
     operands of dots."""
     tiles = config.BT * (2 * max(config.BK, config.BV) + min(config.BK, config.BV))
     moved = config.BT * (min(config.BK, config.BV) + PADDING) if moves(target) else 0
-    return tf32_copies(bytes_each,
-                       target) * bytes_each * (config.num_stages * tiles + config.BK * config.BV + config.BT
-                                               * config.BT + moved)
+    elements = config.num_stages * tiles + config.BK * config.BV + config.BT * config.BT + moved
+    return tf32_copies(bytes_each, target) * bytes_each * elements
 
 
 def moves(target: Target) -> bool:
@@ -88,6 +89,7 @@ def state_launch(kernel: str, config: Config, problem: Problem, shared: int, tra
 
 
 def dot_traits(problem: Problem) -> frozenset[str]:
+    """The traits of a scan with products of the problem's operands."""
     kinds = {"dot", "rmw_acc", "half_dot" if operand_bytes(problem) == 2 else "fp32_dot"}
     if problem.dtype == "bfloat16" and problem.dot == "native":
         kinds.add("bf16")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import no_unknown
-from flashlin.kernels.dplr import torch_path
+from flashlin.kernels.dplr import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import QKV, Argument
@@ -21,7 +21,7 @@ from flashlin.ops._common.chunked import QKV, Argument
 CALLED = {"a": "a", "b": "b", "gk": "gk"}
 CHUNK_SIZES = (16, 32, 64)
 # With beta instead of a and b it is Kimi Delta Attention (kda.py).
-FAMILY = chunked.family_of("dplr", {
+FAMILY = chunked.family_of("dplr", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "HV", "K"), wide=True),
     "a": Argument(("B", "T", "HV", "K"), optional=True), "b": Argument(("B", "T", "HV", "K"), optional=True),
     "beta": Argument(("B", "T", "HV"), wide=True, optional=True,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
-from flashlin.kernels.gla import torch_path
+from flashlin.kernels.gla import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import QKV, Argument
@@ -19,7 +19,7 @@ from flashlin.ops._common.planned import wants_grad
 from flashlin.ops.simple_gla import v_first
 
 # RWKV-6 has a bonus u, and with it reads before the update (ops/rwkv6.py).
-FAMILY = chunked.family_of("gla", {
+FAMILY = chunked.family_of("gla", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "H", "K"), wide=True),
     "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.run)
 

@@ -17,11 +17,11 @@ from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_chunk_size, check_cu_seqlens, check_floats, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.configs import FORGOTTEN
-from flashlin.kernels.simple_gla import torch_path
+from flashlin.kernels.simple_gla import inputs, torch_path
 from flashlin.ops._common import chunked
 from flashlin.ops._common.chunked import QKV, Argument
 
-FAMILY = chunked.family_of("simple_gla", {
+FAMILY = chunked.family_of("simple_gla", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "HV"), wide=True, optional=True),
     "gamma": Argument(("HV",), wide=True, optional=True, constant=True)},
     torch_path.run, one_graph=True)

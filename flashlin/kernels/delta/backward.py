@@ -3,14 +3,17 @@ chunks at once. Deterministic.
 
 With the notation of forward.py, dh the gradient of the state leaving a chunk and ds_ij = scale e^{G_i - G_j}
 (do_i . u_j) for j <= i:
-    du_j = sum_{i >= j} scale e^{G_i - G_j} (q_i . k_j) do_i + e^{G_L - G_j} k_j dh          dy = A^T du          dv = beta dy
+    du_j = sum_{i >= j} scale e^{G_i - G_j} (q_i . k_j) do_i + e^{G_L - G_j} k_j dh
+    dy = A^T du
+    dv = beta dy
     dh' = e^{G_L} dh + scale sum_i e^{G_i} q_i^T do_i - sum_i e^{G_i} k_i^T dv_i
 are the reverse scan's (split over V, like the forward). The rest contracts over V, so a program has a chunk
 to itself and nothing is a partial sum. With z_ij = -e^{G_i - G_j} (dy_i . u_j) for j < i, the gradient of
 (k_i . k_j) but for beta_i:
     dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j
-    dk_i = e^{G_L - G_i} u_i dh^T - e^{G_i} dv_i h^T + sum_j ds_ji q_j + beta_i sum_j z_ij k_j + sum_j z_ji
-    beta_j k_j dbeta_i = dy_i . (v_i - e^{G_i} k_i h) + k_i . sum_j z_ij k_j
+    dk_i = e^{G_L - G_i} u_i dh^T - e^{G_i} dv_i h^T + sum_j ds_ji q_j
+           + beta_i sum_j z_ij k_j + sum_j z_ji beta_j k_j
+    dbeta_i = dy_i . (v_i - e^{G_i} k_i h) + k_i . sum_j z_ij k_j
 The gate's gradient as in simple_gla: whatever passes from before t to t or later, with no difference of large
 sums: pairs i = j are left out, and every chunk starts anew from <h, dh>.
 """
@@ -21,22 +24,20 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.delta.forward import columns, delta_states, edges_of, rows_of
+from flashlin.kernels.chunked import Scalars
+from flashlin.kernels.delta.forward import columns, delta_states, rows_of
+from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.pieces import (
-    NO_DECAY,
-    TOKEN_DECAY,
+    Batch,
+    decay_of,
     decays,
-    fills_gaps,
     first_slot,
-    parts,
     precision,
     put,
     scaled_decay,
     sequence_of,
-    sliced,
     state_offsets,
     tile,
-    within,
     zero_forgotten,
     zero_gaps,
 )
@@ -319,69 +320,39 @@ def delta_grads(
 
 def run(
     plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    g: torch.Tensor | None,
-    h0: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    A: torch.Tensor,
-    A_low: torch.Tensor | None,
-    lines: torch.Tensor,
-    scale: float,
-    v_first: bool,
+    x: Inputs,
+    how: Scalars,
     do: torch.Tensor,
     dht: torch.Tensor | None,
     needs: frozenset[str],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv, dbeta, dg or None, dh0 or None) for forward.run's tensors and what it kept; do [B, T, HV,
-    V], dht like its final state. dbeta, dg and dh0 are fp32."""
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    N, rows = (B if bounds is None else bounds.numel() - 1), B * T
-    rebuilding, reversing, finishing = plan.launch("delta_states"), plan.launch("delta_reverse"), plan.launch(
-        "delta_grads")
-    split = parts(plan, N)
-    new = torch.empty if fills_gaps(split, bounds) and N and HV else torch.zeros
-    dq, dk = (new(B, T, HV, K, dtype=q.dtype, device=q.device) for _ in range(2))
-    dv = new(B, T, HV, V, dtype=v.dtype, device=q.device)
-    dbeta, dg = (None if x is None else new(B, T, HV, dtype=torch.float32, device=q.device)
-                 for x in (beta, g))
-    assert dbeta is not None
-    dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
-    BT = reversing.block("BT")
+    A: torch.Tensor,
+    A_low: torch.Tensor | None,
+    lines: torch.Tensor,
+) -> dict[str, torch.Tensor | None]:
+    """The gradients by name, for forward.run's tensors and what it kept; do [B, T, HV, V], dht like its final
+    state. Those of beta, g and h0 are fp32."""
+    batch = Batch(plan, x)
+    HV, K, V = batch.HV, batch.K, batch.V
+    rebuilding, reversing, finishing = (plan.launch(f"delta_{name}")
+                                        for name in ("states", "reverse", "grads"))
+    dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
+    dv, dbeta = batch.new(V, dtype=x.v.dtype), batch.new(dtype=torch.float32)
+    dg = None if x.g is None else batch.new(dtype=torch.float32)
+    dh0 = batch.initial_gradient(needs)
+    constants = dict(VARLEN=batch.packed, PRECISION=precision(plan), K=K, V=V, DECAY=decay_of(x.g, None))
     strips = -(-V // reversing.block("BV"))
-    gaps = dict(VARLEN=bounds is not None, PRECISION=precision(plan))
-    constants = dict(gaps, K=K, V=V, DECAY=NO_DECAY if g is None else TOKEN_DECAY)
-    for part in split if HV else ():
-        n = part.stop - part.start
-        q_, k_, v_, A_, low_, do_ = (within(x, part, bounds) for x in (q, k, v, A, A_low, do))
-        dq_, dk_, dv_, dbeta_, dg_ = (within(x, part, bounds) for x in (dq, dk, dv, dbeta, dg))
-        h0_, dh0_, dht_ = (sliced(x, part) for x in (h0, dh0, dht))
-        bounds_, (betas, G) = edges_of(bounds, part), columns(lines, part, T, bounds)
-        R = rows if bounds is not None else n * T
-        slots = R // BT + n + 1
-        u, dy = (torch.empty(1, R, HV, V, dtype=v.dtype, device=q.device) for _ in range(2))
-        states, dstates = (torch.empty(slots, HV, K, V, dtype=v.dtype, device=q.device) for _ in range(2))
-        start(rebuilding, delta_states, n * HV * strips, dict(
-            k=k_, v=v_, A=A_, betas=betas, G=G, h0=h0_, u=u, states=states, bounds=bounds_,
-            T=T, N=n, H=H, HV=HV, R=rows,
-            **constants, HAS_H0=h0 is not None, V_FIRST=v_first))
+    for part in batch.parts(reversing.block("BT"), dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, dh0=dh0, do=do,
+                            dht=dht, A=A, A_low=A_low, scale=how.scale, R=lines.shape[2]):
+        n, (part["betas"], part["G"]) = part["N"], columns(lines, part)
+        for name in ("u", "dy"):
+            part[name] = torch.empty_like(part["v"])
+        for name in ("states", "dstates"):
+            part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
+        start(rebuilding, delta_states, n * HV * strips,
+              dict(constants, HAS_H0=x.h0 is not None, V_FIRST=how.state_v_first), part)
         start(reversing, delta_reverse, n * HV * strips, dict(
-            q=q_, k=k_, do=do_, A=A_, A_low=low_, betas=betas, G=G,
-            dht=dht_, dy=dy, dh0=dh0_, dstates=dstates, bounds=bounds_,
-            scale=scale, T=T, N=n, H=H, HV=HV, R=rows,
-            **constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None,
-            V_FIRST=v_first, HALF=A_low is not None))
-        shares = max(1, -(-R // (BT * n)))
-        start(finishing, delta_grads, n * shares * HV, dict(
-            q=q_, k=k_, v=v_, do=do_, u=u, dy=dy, betas=betas, G=G, states=states,
-            dstates=dstates, dq=dq_, dk=dk_, dv=dv_, dbeta=dbeta_, dg=dg_, bounds=bounds_,
-            scale=scale, T=T, N=n, H=H, HV=HV, R=rows, S=shares,
-            **constants, GAPS=bounds is not None and len(split) == 1))
-    if HV != H:
-        dq, dk = (x.view(B, T, H, HV // max(H, 1), K).sum(3, dtype=torch.float32).to(q.dtype)
-                  for x in (dq, dk))
-    zero_forgotten(dg, g)
-    return dq, dk, dv, dbeta, dg, dh0
+            constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=how.state_v_first,
+            HALF=A_low is not None), part)
+        start(finishing, delta_grads, n * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
+    zero_forgotten(dg, x.g)
+    return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, beta=dbeta, g=dg, h0=dh0)

@@ -3,12 +3,18 @@ in, tensors out.
 
 With the decay G_i = g_1 + ... + g_i inside a chunk and the state h entering it (row i of a matrix is token
 i), the recurrence u_i = beta_i (v_i - S'^T k_i) is a triangular system:
-    u = A y,   y_i = beta_i (v_i - e^{G_i} k_i h),   A = (I + M)^-1,   M_ij = beta_i e^{G_i - G_j} (k_i . k_j) for j < i, else 0
-    o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) u_j)          h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T u_j
+    u = A y
+    y_i = beta_i (v_i - e^{G_i} k_i h)
+    A = (I + M)^-1
+    M_ij = beta_i e^{G_i - G_j} (k_i . k_j) for j < i, else 0
+    o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) u_j)
+    h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T u_j
 The inverse does not depend on h, so a kernel with a program per chunk writes it, and the scan, which owns the
 state as in simple_gla, is left with products. Source: Yang et al. 2024 (arXiv 2406.06484; 2412.06464 with the
 gate).
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -16,24 +22,22 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
+from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.inverse import blocks, merged, merging, product, substitute
 from flashlin.kernels.pieces import (
-    NO_DECAY,
-    TOKEN_DECAY,
+    Batch,
+    decay_of,
     decays,
-    fills_gaps,
     first_slot,
-    parts,
     precision,
     put,
     scaled_decay,
     sequence_of,
-    sliced,
     state_offsets,
     summed,
     tile,
-    within,
     zero_gaps,
 )
 
@@ -371,76 +375,36 @@ def delta_states(
         h += tl.dot(tl.trans(b_k), b_u.to(b_k.dtype), input_precision=PRECISION)
 
 
-def run(
-    plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    g: torch.Tensor | None,
-    h0: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    scale: float,
-    has_ht: bool,
-    v_first: bool,
-    out_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(o, final state or None), then what backward wants again: A [B, T, HV, 64] and, of 16 bits, what its
-    rounding lost, and lines [2, HV, B * T] of beta and summed g.
-
-    q, k [B, T, H, K], v [B, T, HV, V], contiguous, one dtype; beta, g [B, T, HV]; h0 [N, HV, K, V] or, with
-    v_first, [N, HV, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros.
-    """
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    N, rows = (B if bounds is None else bounds.numel() - 1), B * T
-    split = parts(plan, N)
+def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor,
+                                                      torch.Tensor | None, torch.Tensor]:
+    """(o, final state or None), then what backward wants again: A [B, T, HV, 64], the inverse of each chunk
+    in rows of its length; of 16 bits A_low, what its rounding lost; lines [2, HV, B * T] of beta and summed
+    g, fp32. Starts the plan's launches."""
+    batch = Batch(plan, x)
+    HV, V = batch.HV, batch.V
     inverting, scanning = plan.launch("delta_inverse"), plan.launch("delta_scan")
-    BT = scanning.block("BT")
-    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, HV, V, dtype=out_dtype,
-                                                                    device=q.device)
-    ht = torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=torch.float32,
-                     device=q.device) if has_ht else None
+    BT, strips = scanning.block("BT"), -(-V // scanning.block("BV"))
+    o, ht = batch.new(V, dtype=how.out_dtype), batch.final_state(how.has_ht, how.state_v_first)
     # rows of BT, packed: a compiler's fake tensors know no BT
-    A = torch.empty(B, T, HV, BLOCK, dtype=q.dtype, device=q.device)
-    A_low = torch.empty_like(A) if keeps_low(plan, q) else None
-    lines = torch.empty(2, HV, rows, dtype=torch.float32, device=q.device)
-    if N == 0 or HV == 0:  # no program would run to write them
-        return o.zero_(), ht, A, A_low, lines
-    constants = dict(K=K, VARLEN=bounds is not None, PRECISION=precision(plan),
-                     DECAY=NO_DECAY if g is None else TOKEN_DECAY)
-    for part in split:
-        n = part.stop - part.start
-        q_, k_, v_, beta_, g_, o_, A_, low_ = (within(x, part, bounds)
-                                               for x in (q, k, v, beta, g, o, A, A_low))
-        h0_, ht_, bounds_, (betas, G) = sliced(h0, part), sliced(ht, part), edges_of(bounds,
-                                                                                     part), columns(lines,
-                                                                                                    part, T,
-                                                                                                    bounds)
-        own_rows = rows if bounds is not None else n * T
-        shares = max(1, -(-own_rows // (BT * n)))
-        scratch = torch.empty(own_rows // BT + n + 1, HV, BT, 16, dtype=torch.float32, device=q.device)
-        summed(plan, g_, bounds_, n, G)
-        start(inverting, delta_inverse, n * shares * HV, dict(
-            k=k_, beta=beta_, G=G, A=A_, A_low=low_, betas=betas, scratch=scratch, bounds=bounds_,
-            T=T, N=n, H=H, HV=HV, R=rows, S=shares,
-            **constants, HAS_LOW=A_low is not None, MERGE=merging(plan)))
-        start(scanning, delta_scan, n * HV * -(-V // scanning.block("BV")), dict(
-            q=q_, k=k_, v=v_, A=A_, betas=betas, G=G, h0=h0_, o=o_, ht=ht_, bounds=bounds_,
-            scale=scale, T=T, N=n, H=H, HV=HV, R=rows,
-            **constants, V=V, HAS_H0=h0 is not None, HAS_HT=has_ht,
-            V_FIRST=v_first, GAPS=bounds is not None and len(split) == 1))
+    A = torch.empty(batch.B, batch.T, HV, BLOCK, dtype=x.q.dtype, device=batch.device)
+    A_low = torch.empty_like(A) if plan.problem.needs_grad and x.q.dtype != torch.float32 else None
+    lines = torch.empty(2, HV, batch.B * batch.T, dtype=torch.float32, device=batch.device)
+    constants = dict(K=batch.K, VARLEN=batch.packed, PRECISION=precision(plan), DECAY=decay_of(x.g, None))
+    for part in batch.parts(BT, A=A, A_low=A_low, o=o, ht=ht, scale=how.scale, R=lines.shape[2]):
+        n, (betas, G) = part["N"], columns(lines, part)
+        part.update(betas=betas, G=G)
+        summed(plan, part["g"], part["bounds"], n, G)
+        scratch = torch.empty(part["slots"], HV, BT, 16, dtype=torch.float32, device=batch.device)
+        start(inverting, delta_inverse, n * part["S"] * HV, dict(
+            constants, scratch=scratch, HAS_LOW=A_low is not None, MERGE=merging(plan)), part)
+        start(scanning, delta_scan, n * HV * strips, dict(
+            constants, V=V, HAS_H0=x.h0 is not None, HAS_HT=how.has_ht, V_FIRST=how.state_v_first,
+            GAPS=batch.gaps), part)
     return o, ht, A, A_low, lines
 
 
-def keeps_low(plan: Plan, q: torch.Tensor) -> bool:
-    return plan.problem.needs_grad and q.dtype != torch.float32
-
-
-def edges_of(bounds: torch.Tensor | None, part: slice) -> torch.Tensor | None:
-    return sliced(bounds, slice(part.start, part.stop + 1))
-
-
-def columns(lines: torch.Tensor, part: slice, T: int, bounds: torch.Tensor | None) -> torch.Tensor:
-    """The part's columns of lines [2, HV, rows]; their rows stay as far apart as they are."""
-    return lines if bounds is not None else lines[..., part.start * T:part.stop * T]
+def columns(lines: torch.Tensor, part: dict[str, Any]) -> torch.Tensor:
+    """The columns of lines [2, HV, rows] that belong to a part; their rows stay as far apart as they are."""
+    if part["bounds"] is not None:
+        return lines
+    return lines[..., part["part"].start * part["T"]:part["part"].stop * part["T"]]

@@ -8,25 +8,31 @@ from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
-from flashlin.kernels.scans import cumsum_launch, dot_traits, fitting, operand_bytes, over_tokens, shared_bytes, state_launch, tf32_copies
+from flashlin.kernels.scans import (
+    cumsum_launch,
+    dot_traits,
+    fitting,
+    operand_bytes,
+    over_tokens,
+    shared_bytes,
+    state_launch,
+    tf32_copies,
+)
 
 STRIP = 64  # columns of q, k, v and of the state at a time where a program has a chunk to itself
 
 
+@recurrent.or_token_by_token
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """The inverse of each chunk and the scan; for gradients the scan that rebuilds states, the reverse scan,
     and the chunk's gradients."""
-    if problem.mode == "auto":  # nothing to say before the mode is chosen
-        return ()
-    if problem.mode == "fused_recurrent":
-        return recurrent.launches(problem, target)
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
     size = tf32_copies(bytes_each, target) * bytes_each
 
     # the inverse too, for gradients what its rounding lost, and a product of its size
     def shared(config: Config) -> int:
-        return shared_bytes(config, bytes_each,
-                            target) + size * (config.num_stages + 1 + problem.needs_grad) * config.BT ** 2
+        squares = config.num_stages + 1 + problem.needs_grad
+        return shared_bytes(config, bytes_each, target) + size * squares * config.BT ** 2
 
     def inverting(BT: int) -> int:  # k, and three float32 tiles of an inverse's side
         return size * BT * wide + 12 * 32 ** 2
@@ -37,8 +43,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps, target),
                    lambda config: max(shared(config), inverting(config.BT)), problem, target)
     BT = scan.BT
-    found = [cumsum_launch(problem, BT)] if "g" in problem.options else []
-    found += [over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
+    kernels = [cumsum_launch(problem, BT)] if "g" in problem.options else []
+    kernels += [over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
                           dots - {"rmw_acc"}, num_warps=1),
               state_launch("delta_scan", scan, problem, shared(scan), dots)]
     if problem.needs_grad:
@@ -48,17 +54,17 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         reverse = scan._replace(num_stages=1)
         # from 3.7 on so tall a state changes its layout in float32 where warpgroups multiply, and from 3.8 on
         # rows of v in 16 bits do
-        moved = (4 - bytes_each) * scan.BK * scan.BV if scan.BK >= 256 and (9, 0) <= target.capability < (10,
-                                                                                                          0) else 0
+        hopper = (9, 0) <= target.capability < (10, 0)
+        moved = (4 - bytes_each) * scan.BK * scan.BV if scan.BK >= 256 and hopper else 0
         moved += 2 * scan.BT * scan.BV if bytes_each == 2 and release(target.triton) >= (3, 8) else 0
         ways = [(strip, num_stages) for strip in (STRIP, STRIP // 2, STRIP // 4) for num_stages in (2, 1)]
         strip, num_stages = next((way for way in ways if finishing(*way) <= target.shared), ways[-1])
         tile = dict(BT=BT, BK=min(strip, padded(problem.K)), BV=min(strip, padded(problem.V)))
-        found += [state_launch("delta_states", states, problem, shared(states), dots),
+        kernels += [state_launch("delta_states", states, problem, shared(states), dots),
                   state_launch("delta_reverse", reverse, problem, shared(reverse) + moved, dots),
                   over_tokens("delta_grads", problem, tile, problem.H, finishing(strip, num_stages),
                               dots - {"rmw_acc"} | {"mixed_sum"}, num_stages)]
-    return tuple(found)
+    return tuple(kernels)
 
 
 SPECS = (over_heads(

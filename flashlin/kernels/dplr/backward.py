@@ -2,9 +2,17 @@
 scan for their gradients, then all chunks at once. No partial sums, no atomics.
 
 With the notation of forward.py, dh the gradient of the state leaving a chunk (q', P and R hold the scale):
-    dX = b' dh + P^T do        dY = T^T dX        dV = N^T dY + k' dh + R^T do        dh' = Diag(e^{G_L}) dh + q'^T do + a'^T dY
+    dX = b' dh + P^T do
+    dY = T^T dX
+    dV = N^T dY + k' dh + R^T do
+    dh' = Diag(e^{G_L}) dh + q'^T do + a'^T dY
 are the reverse scan's (split over V, like the forward). T's own gradient needs no product of three: with dY
-    da' = dY h^T        dL = dY X^T        dN = dY V^T        db' = X dh^T        dk' = V dh^T        dq' = scale do h^T
+    da' = dY h^T
+    dL = dY X^T
+    dN = dY V^T
+    db' = X dh^T
+    dk' = V dh^T
+    dq' = scale do h^T
     dP = scale do X^T        dR = scale do V^T
 all contract over V, so a program has a chunk to itself. The scores' gradients go level by level to q, k, a
 and b like the scores came: with Z_1 = dR and Z_2 = dL made symmetric, and C = dP below the diagonal and dN^T
@@ -23,20 +31,19 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.dplr.forward import beta_of, prepared
+from flashlin.kernels.chunked import Scalars
+from flashlin.kernels.dplr.forward import beta_of, prepare
+from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.gla.backward import rows_beside, summed_before
 from flashlin.kernels.gla.forward import halves, sum_of_chunk, sums_at, sums_read
 from flashlin.kernels.pieces import (
-    fills_gaps,
+    Batch,
     first_slot,
-    parts,
     precision,
     put,
     sequence_of,
-    sliced,
     state_offsets,
     tile,
-    within,
     zero_forgotten,
     zero_gaps,
 )
@@ -463,82 +470,37 @@ def dplr_grads(
             K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, PRECISION=PRECISION)
 
 
-Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None,
-              torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-
-def run(
-    plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    h0: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    scale: float,
-    v_first: bool,
-    do: torch.Tensor,
-    dht: torch.Tensor | None,
-    needs: frozenset[str],
-) -> Grads:
-    """(dq, dk, dv, dg, da, db, dbeta, dh0), None for what is not there, for forward.run's tensors; do [B, T,
-    HV, V], dht like its final state. dg, dbeta and dh0 are fp32."""
-    B, T, HV, V = v.shape
-    H, K = q.shape[2:]
-    N = B if bounds is None else bounds.numel() - 1
-    rebuilding, reversing, finishing = plan.launch("dplr_states"), plan.launch("dplr_reverse"), plan.launch(
-        "dplr_grads")
-    BT, strips = finishing.block("BT"), -(-V // reversing.block("BV"))
-    split = parts(plan, N)
-    new = torch.empty_like if fills_gaps(split, bounds) and N and HV else torch.zeros_like
-    dq, dk = (new(g, dtype=q.dtype) for _ in range(2))
-    dv, dg = new(v), new(g)
-    da, db, dbeta = (None if tensor is None else new(tensor) for tensor in (a, b, beta))
-    dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
-    constants = dict(K=K, V=V, TWO=beta is None, VARLEN=bounds is not None, PRECISION=precision(plan))
-    gaps = bounds is not None and len(split) == 1
-    for part in split if HV else ():
-        n = part.stop - part.start
-        q_, k_, v_, g_, a_, b_, beta_, do_ = (within(tensor, part, bounds)
-                                              for tensor in (q, k, v, g, a, b, beta, do))
-        dq_, dk_, dv_, dg_, da_, db_, dbeta_ = (within(tensor, part, bounds)
-                                                for tensor in (dq, dk, dv, dg, da, db, dbeta))
-        h0_, dh0_, dht_ = (sliced(tensor, part) for tensor in (h0, dh0, dht))
-        bounds_ = sliced(bounds, slice(part.start, part.stop + 1))
-        x = prepared(
-            plan, q=q_, k=k_, g=g_, a=a_, b=b_, beta=beta_, bounds=bounds_,  # type: ignore[arg-type]
-            N=n, scale=scale, backward=True)
-        rows = B * T if bounds is not None else n * T
-        states, dstates = (torch.empty(rows // BT + n + 1, HV, K, V, dtype=v.dtype, device=v.device)
-                           for _ in range(2))
-        read, dy = (torch.empty(1, rows, HV, V, dtype=v.dtype, device=v.device) for _ in range(2))
-        start(rebuilding, dplr_states, n * HV * strips, dict(
-            b_out=x.b_out, k_out=x.k_out, W=x.W, M=x.M, v=v_,
-            G=x.G, h0=h0_, x=read, states=states, bounds=bounds_,
-            T=T, N=n, HV=HV,
-            **constants, HAS_H0=h0 is not None, V_FIRST=v_first))
+def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
+        needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
+    """The gradients by name, None for what is not there, for forward.run's tensors; do [B, T, HV, V], dht
+    like its final state. Those of g, beta and h0 are fp32."""
+    batch = Batch(plan, x)
+    HV, K, V = batch.HV, batch.K, batch.V
+    rebuilding, reversing, finishing = (plan.launch(f"dplr_{name}")
+                                        for name in ("states", "reverse", "grads"))
+    dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
+    dv, dg = batch.new(V, dtype=x.v.dtype), batch.new(K, dtype=torch.float32)
+    da, db = (batch.new(K, dtype=x.q.dtype) if x.beta is None else None for _ in range(2))
+    dbeta = None if x.beta is None else batch.new(dtype=torch.float32)
+    dh0 = batch.initial_gradient(needs)
+    constants = dict(K=K, V=V, TWO=x.beta is None, VARLEN=batch.packed, PRECISION=precision(plan))
+    strips = -(-V // reversing.block("BV"))
+    for part in batch.parts(finishing.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, da=da, db=db, dbeta=dbeta,
+                            dh0=dh0, do=do, dht=dht, scale=how.scale):
+        prepare(plan, part, backward=True)
+        n = part["N"]
+        for name in ("states", "dstates"):
+            part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
+        for name in ("x", "dy"):
+            part[name] = torch.empty_like(part["v"])
+        start(rebuilding, dplr_states, n * HV * strips,
+              dict(constants, HAS_H0=x.h0 is not None, V_FIRST=how.state_v_first), part)
         start(reversing, dplr_reverse, n * HV * strips, dict(
-            q_in=x.q_in, a_in=x.a_in, b_out=x.b_out, k_out=x.k_out, P=x.P,
-            R=x.R, N_=x.N, T_=x.T, T_low=x.T_low, do=do_, G=x.G, dht=dht_,
-            dy=dy, dv=dv_, dh0=dh0_, dstates=dstates, bounds=bounds_,
-            T=T, N=n, HV=HV,
-            **constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None,
-            V_FIRST=v_first, HAS_LOW=x.T_low is not None, GAPS=gaps))
-        shares = -(-rows // (BT * n))
-        if shares > 0:
-            start(finishing, dplr_grads, n * shares * HV, dict(
-                q=q_, k=k_, v=v_, a=a_, b=b_, beta=beta_, do=do_, x=read,
-                dy=dy, G=x.G, states=states, dstates=dstates, dq=dq_, dk=dk_,
-                dv=dv_, da=da_, db=db_, dbeta=dbeta_, dg=dg_, bounds=bounds_,
-                scale=scale, T=T, N=n, H=H, HV=HV, S=shares,
-                **constants, GAPS=gaps))
-    if HV != H:
-        dq, dk = (tensor.view(B, T, H, HV // max(H, 1), K).sum(3, dtype=torch.float32).to(q.dtype)
-                  for tensor in (dq, dk))
+            constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=how.state_v_first,
+            HAS_LOW=part["T_low"] is not None, GAPS=batch.gaps), part)
+        if batch.T:
+            start(finishing, dplr_grads, n * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
     # KDA, whose gate needs it; a pass over the largest gradient there is, so others do without
-    if beta is not None:
-        zero_forgotten(dg, g)
-    return dq, dk, dv, dg, da, db, dbeta, dh0
+    if x.beta is not None:
+        zero_forgotten(dg, x.g)
+    return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, g=dg, a=da, b=db, beta=dbeta, h0=dh0)

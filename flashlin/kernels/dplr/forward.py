@@ -3,8 +3,14 @@ then one scan of plain products.
 
 With the decay G_i = g_1 + ... + g_i inside a chunk, a vector over K, and the state h entering it (row i of a
 matrix is token i), what token i reads, x_i = a_i S_{i-1}, solves a triangular system:
-    X = T (a' h + N V)        T = (I - L)^-1        a'_i = a_i e^{G_{i-1}}        L_ij = sum_c a_ic b_jc e^{G_{i-1,c} - G_jc} for j < i
-    o = scale (q' h + P X + R V)        h' = Diag(e^{G_L}) h + b'^T X + k'^T V        q'_i = q_i e^{G_i}        b'_j = b_j e^{G_L - G_j}
+    X = T (a' h + N V)
+    T = (I - L)^-1
+    a'_i = a_i e^{G_{i-1}}
+    L_ij = sum_c a_ic b_jc e^{G_{i-1,c} - G_jc} for j < i
+    o = scale (q' h + P X + R V)
+    h' = Diag(e^{G_L}) h + b'^T X + k'^T V
+    q'_i = q_i e^{G_i}
+    b'_j = b_j e^{G_L - G_j}
 N is L with k in the place of b; P and R, for j <= i, are the scores of q with b and with k, which decay by
 e^{G_i - G_j}. KDA is the same with a_i = -beta_i k_i, which reads the state after it has decayed (G_i instead
 of G_{i-1}), b = k, N = Diag(beta), and no second writer: no R and no k'. TWO says which of both.
@@ -17,7 +23,7 @@ Source: Yang et al. 2024 (arXiv 2406.06484) for the chunked delta rule, Peng et 
 for DPLR, Kimi 2025 (2510.26692) for KDA; halving and W are ours.
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -25,9 +31,20 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.gla.forward import gla_sums, halves, sum_of_chunk, sums_at, sums_read
+from flashlin.kernels.chunked import Scalars
+from flashlin.kernels.dplr.inputs import Inputs
+from flashlin.kernels.gla.forward import halves, sum_of_chunk, sums_at, sums_of_chunks, sums_read
 from flashlin.kernels.inverse import inverse, merging, product
-from flashlin.kernels.pieces import fills_gaps, first_slot, parts, precision, put, sequence_of, sliced, state_offsets, tile, within, zero_gaps
+from flashlin.kernels.pieces import (
+    Batch,
+    first_slot,
+    precision,
+    put,
+    sequence_of,
+    state_offsets,
+    tile,
+    zero_gaps,
+)
 
 
 @triton.jit
@@ -298,106 +315,36 @@ def dplr_scan(
         tl.store(ht + at, h, mask=inside)
 
 
-class Prepared(NamedTuple):
-    """See dplr_prepare. None: not of this call."""
-    G: torch.Tensor
-    q_in: torch.Tensor
-    a_in: torch.Tensor | None
-    b_out: torch.Tensor
-    k_out: torch.Tensor | None
-    W: torch.Tensor
-    M: torch.Tensor
-    P: torch.Tensor
-    R: torch.Tensor | None
-    N: torch.Tensor | None
-    T: torch.Tensor | None
-    T_low: torch.Tensor | None
-
-
-def prepared(
-    plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    g: torch.Tensor,
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    N: int,
-    scale: float,
-    backward: bool = False,
-) -> Prepared:
-    """For the N sequences of one launch. Done again for backward instead of kept for it."""
-    B, T, HV, K = g.shape
-    summing, preparing = plan.launch("gla_sums"), plan.launch("dplr_prepare")
-    BT, two = preparing.block("BT"), beta is None
-    shares = -(-B * T // (BT * N))
+def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
+    """Puts into x, what the launches of a part share, what the scans read besides, None where the call has
+    none: see dplr_prepare. Done again for backward instead of kept for it."""
+    q, launch = x["q"], plan.launch("dplr_prepare")
+    B, T, HV, K = x["g"].shape
+    BT, two = launch.block("BT"), x["beta"] is None
+    low = backward and q.dtype != torch.float32
 
     def new(columns: int, wanted: bool = True) -> torch.Tensor | None:
         return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None
-    low = backward and q.dtype != torch.float32
-    found = Prepared(
-        G=torch.empty_like(g), q_in=new(K), b_out=new(K),  # type: ignore[arg-type]
-        W=new(K), M=new(BT), P=new(BT),  # type: ignore[arg-type]
-        a_in=new(K, backward), k_out=new(K, two),
-        R=new(BT, two), N=new(BT, two and backward), T=new(BT, backward), T_low=new(BT, low))
-    if shares == 0:  # no row to load, not even a chunk's last one
-        return found
-    scratch = torch.empty(B * T // BT + N + 1, HV, BT, 16, dtype=torch.float32, device=q.device)
-    start(summing, gla_sums, N * shares * -(-HV * K // summing.block("BC")), dict(
-        g=g, G=found.G, bounds=bounds, T=T, N=N, C=HV * K, S=shares, VARLEN=bounds is not None))
-    start(preparing, dplr_prepare, N * shares * HV, dict(
-        q=q, k=k, a=a, b=b, beta=beta, G=found.G, q_in=found.q_in, a_in=found.a_in,
-        b_out=found.b_out, k_out=found.k_out, W=found.W, M=found.M, P=found.P, R=found.R,
-        N_=found.N, T_=found.T, T_low=found.T_low, scratch=scratch, bounds=bounds,
-        scale=scale, T=T, N=N, H=q.shape[2], HV=HV, S=shares,
-        K=K, TWO=two, BACKWARD=backward, HAS_LOW=low, VARLEN=bounds is not None,
-        PRECISION=precision(plan), MERGE=merging(plan)))
-    return found
+    x.update(G=sums_of_chunks(plan, x), q_in=new(K), a_in=new(K, backward), b_out=new(K), k_out=new(K, two),
+             W=new(K), M=new(BT), P=new(BT), R=new(BT, two), N_=new(BT, two and backward),
+             T_=new(BT, backward), T_low=new(BT, low))
+    if T:  # else there is no row to load, not even a chunk's last one
+        scratch = torch.empty(x["slots"], HV, BT, 16, dtype=torch.float32, device=q.device)
+        start(launch, dplr_prepare, x["N"] * x["S"] * HV, dict(
+            scratch=scratch, K=K, TWO=two, BACKWARD=backward, HAS_LOW=low, VARLEN=x["bounds"] is not None,
+            PRECISION=precision(plan), MERGE=merging(plan)), x)
 
 
-def run(
-    plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    h0: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    scale: float,
-    has_ht: bool,
-    v_first: bool,
-    out_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final state or None). q, k [B, T, H, K], a, b [B, T, HV, K], v [B, T, HV, V], contiguous, one
-    dtype; g [B, T, HV, K] and beta [B, T, HV] fp32, beta instead of a and b; h0 [N, HV, K, V] or, with
-    v_first, [N, HV, V, K]; bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros. Starts the
-    plan's launches."""
-    B, T, HV, V = v.shape
-    K, N = q.shape[3], (B if bounds is None else bounds.numel() - 1)
-    split, scanning = parts(plan, N), plan.launch("dplr_scan")
-    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, HV, V, dtype=out_dtype,
-                                                                    device=q.device)
-    ht = torch.empty((N, HV, V, K) if v_first else (N, HV, K, V), dtype=torch.float32,
-                     device=q.device) if has_ht else None
-    if N == 0 or HV == 0:  # no program would run to write them
-        return o.zero_(), ht
-    constants = dict(K=K, V=V, TWO=beta is None, HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first,
-                     VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1,
+def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o, final state or None). Starts the plan's launches."""
+    batch, scanning = Batch(plan, x), plan.launch("dplr_scan")
+    o = batch.new(batch.V, dtype=how.out_dtype)
+    ht = batch.final_state(how.has_ht, how.state_v_first)
+    constants = dict(K=batch.K, V=batch.V, TWO=x.beta is None, HAS_H0=x.h0 is not None, HAS_HT=how.has_ht,
+                     V_FIRST=how.state_v_first, VARLEN=batch.packed, GAPS=batch.gaps,
                      PRECISION=precision(plan))
-    for part in split:
-        n = part.stop - part.start
-        q_, k_, v_, g_, a_, b_, beta_, o_ = (within(x, part, bounds) for x in (q, k, v, g, a, b, beta, o))
-        h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds,
-                                                                       slice(part.start, part.stop + 1))
-        x = prepared(
-            plan, q=q_, k=k_, g=g_, a=a_, b=b_, beta=beta_, bounds=bounds_,  # type: ignore[arg-type]
-            N=n, scale=scale)
-        start(scanning, dplr_scan, n * HV * -(-V // scanning.block("BV")), dict(
-            q_in=x.q_in, b_out=x.b_out, k_out=x.k_out, W=x.W, M=x.M, P=x.P,
-            R=x.R, v=v_, G=x.G, h0=h0_, o=o_, ht=ht_, bounds=bounds_,
-            T=T, N=n, HV=HV, **constants))
+    strips = -(-batch.V // scanning.block("BV"))
+    for part in batch.parts(scanning.block("BT"), o=o, ht=ht, scale=how.scale):
+        prepare(plan, part)
+        start(scanning, dplr_scan, part["N"] * batch.HV * strips, constants, part)
     return o, ht

@@ -43,16 +43,13 @@ OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 TIMED = (3, 5)
 
 
+@recurrent.or_token_by_token
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Sums, what chunks need, and the scan; for gradients the scan that rebuilds states, the reverse scan,
     and the chunk's gradients."""
-    if problem.mode == "auto":  # nothing to say before the mode is chosen
-        return ()
-    if problem.mode == "fused_recurrent":
-        return recurrent.launches(problem, target)
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
     size = tf32_copies(bytes_each, target) * bytes_each
-    once = dots - {"rmw_acc"} | {"mixed_sum"}
+    per_chunk = dots - {"rmw_acc"} | {"mixed_sum"}
     two = "beta" not in problem.options
 
     def scanning(config: Config, tall: int = 3, square: int = 2) -> int:
@@ -84,9 +81,9 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return next(good, strips[-1])
 
     def facts(config: Config) -> frozenset[str]:
-        """Of all the tiles that come with a scan's."""
-        found = narrow_state(config) | narrow_scores(config.BT, wide)
-        return found | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else found
+        """The facts of a scan's tile and of the tiles that come with it."""
+        forward = narrow_state(config) | narrow_scores(config.BT, wide)
+        return forward | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else forward
     longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two else BLOCK
     candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
                   if config.BT <= longest and (config.num_stages == 1 or config.BT > SHORT))
@@ -98,19 +95,19 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     preparing = size * 4 * BT * wide + 12 * BT ** 2
     # tall: the scans multiply what they load, and of that no state is too tall for 4 warps, unless 3.0 and
     # 3.1 pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
-    found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
+    kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
                          -(-problem.H * problem.K // CHANNELS)),
              over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing,
-                         once | narrow_scores(BT, wide)),
+                         per_chunk | narrow_scores(BT, wide)),
              state_launch("dplr_scan", scan, problem, scanning(scan), dots, tall=scan.num_stages > 1)]
     if problem.needs_grad:
         single, strip = scan._replace(num_stages=1), strip_beside(BT)
-        found += [state_launch("dplr_states", single, problem, scanning(single), dots, tall=False),
+        kernels += [state_launch("dplr_states", single, problem, scanning(single), dots, tall=False),
                   state_launch("dplr_reverse", single, problem, reverse(scan), dots, tall=False),
                   over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H,
-                              finishing(BT, strip), once | narrow_grads(BT, strip),
+                              finishing(BT, strip), per_chunk | narrow_grads(BT, strip),
                               num_warps=strip.num_warps)]
-    return tuple(found)
+    return tuple(kernels)
 
 
 def narrow_scores(BT: int, wide: int) -> frozenset[str]:

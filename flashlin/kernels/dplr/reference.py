@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from flashlin.kernels.oracle import read, token_by_token, written
+
 
 def recurrence(
     q: torch.Tensor,
@@ -24,32 +26,24 @@ def recurrence(
         S_t = S' + beta_t k_t (v_t - S'^T k_t)^T
 
     q, k [B, T, H, K], HV a multiple of H: value head j reads q and k of head j // (HV / H); g, a, b [B, T,
-    HV, K], g natural-log decays; v [B, T, HV, V], beta [B, T, HV], h0 [N, HV, K, V]. With bounds [N + 1] the
-    rows bounds[n] .. bounds[n + 1] of the single batch row are sequence n; rows outside are zero.
+    HV, K], g natural-log decays; v [B, T, HV, V], beta [B, T, HV], h0 [N, HV, K, V]. bounds as in
+    ``token_by_token``.
     """
-    q, k, v, g = (x.double() for x in (q, k, v, g))
-    a, b, beta, h0 = (None if x is None else x.double() for x in (a, b, beta, h0))
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    q, k = (x.repeat_interleave(HV // H, 2) if HV != H else x for x in (q, k))
-    edges = None if bounds is None else bounds.tolist()
-    spans = [(row, 0, T) for row in range(B)] if edges is None else [(0, edges[n], edges[n + 1])
-                                                                     for n in range(len(edges) - 1)]
-    o, states = v.new_zeros(B, T, HV, V), []
-    for n, (row, first, last) in enumerate(spans):
-        S = q.new_zeros(HV, K, V) if h0 is None else h0[n]
-        seen = []
-        for t in range(first, last):
-            decayed = g[row, t].exp()[..., None] * S
-            if beta is None:
-                assert a is not None and b is not None
-                S = decayed + torch.einsum("hk,hj,hjv->hkv", b[row, t], a[row, t],
-                                           S) + k[row, t][..., None] * v[row, t][:, None]
-            else:
-                missing = v[row, t] - torch.einsum("hkv,hk->hv", decayed, k[row, t])
-                S = decayed + k[row, t][..., None] * (beta[row, t][:, None] * missing)[:, None]
-            seen.append(scale * torch.einsum("hkv,hk->hv", S, q[row, t]))
-        if seen:
-            o = o.index_put((torch.full((last - first,), row), torch.arange(first, last)), torch.stack(seen))
-        states.append(S)
-    return o, torch.stack(states) if states else q.new_zeros(0, HV, K, V)
+    def step(
+        S: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        beta: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        decayed = g.exp()[:, :, None] * S
+        if a is not None and b is not None:
+            S = decayed + written(b, read(S, a)) + written(k, v)
+        else:
+            assert beta is not None
+            S = decayed + written(k, beta[:, None] * (v - read(decayed, k)))
+        return S, scale * read(S, q)
+    return token_by_token(step, (q, k, v, g, a, b, beta), h0, bounds)

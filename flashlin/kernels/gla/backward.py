@@ -3,25 +3,26 @@ gradients, then all chunks at once. No atomics, and no partial sums but those of
 
 With the notation of forward.py, dh the gradient of the state leaving a chunk and ds_ij = scale (do_i . v_j)
 for j <= i:
-    dv_j = sum_{i >= j} A_ij do_i + (k_j e^{G_L - G_j}) dh          dh' = Diag(e^{G_L}) dh + scale sum_i (q_i e^{G_i})^T do_i
-    dq_i = scale e^{G_i} (do_i h^T) + sum_j ds_ij k_j e^{G_i - G_j}          dk_j = e^{G_L - G_j} (v_j dh^T) + sum_i ds_ij q_i e^{G_i - G_j}
+    dv_j = sum_{i >= j} A_ij do_i + (k_j e^{G_L - G_j}) dh
+    dh' = Diag(e^{G_L}) dh + scale sum_i (q_i e^{G_i})^T do_i
+    dq_i = scale e^{G_i} (do_i h^T) + sum_j ds_ij k_j e^{G_i - G_j}
+    dk_j = e^{G_L - G_j} (v_j dh^T) + sum_i ds_ij q_i e^{G_i - G_j}
 The sums over pairs go level by level like the scores: in a level rows of X are either an i or a j, so with Z
 the level's pairs of ds, made symmetric, Y = Z X holds what each row gets from the other half, dq of the rows
 that are an i and dk of those that are a j. The gate: g_t scales whatever passes from before t to t or later,
 in each channel by itself. With x_i the row i of X Y (the same number for both ends of a pair, where a pair is
 counted at i and taken off at j), f_i = q_i . (the first term of dq_i) and c_j = k_j . (that of dk_j), all per
 channel:
-    dg_t = sum_{i >= t} (f_i + sum of levels (x_i where i is in a second half, -x_i where it is in a first)) +
-    sum_{j < t} c_j
-           + e^{G_L} <h, dh>
+    dg_t = sum_{i >= t} (f_i + sum of levels (x_i where i is in a second half, -x_i where it is in a first))
+           + sum_{j < t} c_j + e^{G_L} <h, dh>
 Pairs i = j do not decay and take no part. Every chunk starts anew from <h, dh>, so rounding does not add up
 along the sequence.
 
 RWKV-6 (BEFORE): G_{i-1} takes the place of G_i wherever it goes with q_i, and the diagonal adds ds_ii u k_i
 to dq_i, ds_ii u q_i to dk_i and sum_i ds_ii q_i k_i to du. A pair then decays by the tokens between its two,
 so at i the gate counts from i - 1 on:
-    dg_t = sum_{i > t} (f_i + x_i where i reads) - sum_{j >= t} (x_j where j is read) + sum_{j < t} c_j +
-    e^{G_L} <h, dh>
+    dg_t = sum_{i > t} (f_i + x_i where i reads) - sum_{j >= t} (x_j where j is read)
+           + sum_{j < t} c_j + e^{G_L} <h, dh>
 Here neighbours are what does not decay, and stand apart from the levels like the diagonal: in them they would
 cancel on paper only, and where every decay is strong drown what is left.
 """
@@ -32,8 +33,27 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.gla.forward import bonus_of, decay_to_meeting, halves, prepared, sum_of_chunk, sums_at, sums_read
-from flashlin.kernels.pieces import fills_gaps, first_slot, parts, precision, put, sequence_of, sliced, state_offsets, tile, within, zero_gaps
+from flashlin.kernels.chunked import Scalars
+from flashlin.kernels.gla.forward import (
+    bonus_of,
+    decay_to_meeting,
+    halves,
+    prepare,
+    sum_of_chunk,
+    sums_at,
+    sums_read,
+)
+from flashlin.kernels.gla.inputs import Inputs
+from flashlin.kernels.pieces import (
+    Batch,
+    first_slot,
+    precision,
+    put,
+    sequence_of,
+    state_offsets,
+    tile,
+    zero_gaps,
+)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -399,62 +419,34 @@ def gla_grads(
             K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
 
 
-def run(
-    plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    u: torch.Tensor | None,
-    h0: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    scale: float,
-    v_first: bool,
-    do: torch.Tensor,
-    dht: torch.Tensor | None,
-    needs: frozenset[str],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dq, dk, dv, dg, du or None, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht like its
-    final state. dg, du, dh0 are fp32."""
-    B, T, H, K = q.shape
-    V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
-    rebuilding, reversing, finishing = plan.launch("gla_states"), plan.launch("gla_reverse"), plan.launch(
-        "gla_grads")
-    BT, strips = finishing.block("BT"), -(-V // reversing.block("BV"))
-    split = parts(plan, N)
-    new = torch.empty_like if fills_gaps(split, bounds) and N and H else torch.zeros_like
-    dq, dk, dv, dg = new(q), new(k), new(v), new(g)
-    dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
-    du = None if u is None else torch.zeros_like(u)
-    constants = dict(K=K, V=V, VARLEN=bounds is not None, PRECISION=precision(plan))
-    gaps = bounds is not None and len(split) == 1
-    for part in split if H else ():
-        n = part.stop - part.start
-        q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_ = (within(x, part, bounds)
-                                                   for x in (q, k, v, g, do, dq, dk, dv, dg))
-        h0_, dh0_, dht_ = (sliced(x, part) for x in (h0, dh0, dht))
-        bounds_ = sliced(bounds, slice(part.start, part.stop + 1))
-        x = prepared(plan, q_, k_, g_, u, bounds_, n, scale)  # type: ignore[arg-type]
-        rows = B * T if bounds is not None else n * T
-        slots = rows // BT + n + 1
-        states, dstates = (torch.empty(slots, H, K, V, dtype=v.dtype, device=q.device) for _ in range(2))
-        # sequences leave slots between them
-        du_ = None if u is None else torch.zeros(slots, H, K, dtype=torch.float32, device=q.device)
-        start(rebuilding, gla_states, n * H * strips, dict(
-            k_out=x.k_out, v=v_, G=x.G, h0=h0_, states=states, bounds=bounds_,
-            T=T, N=n, H=H, **constants, HAS_H0=h0 is not None, V_FIRST=v_first))
+def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
+        needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
+    """The gradients by name, for forward.run's tensors; do [B, T, H, V], dht like its final state. Those of
+    g, u and h0 are fp32."""
+    batch = Batch(plan, x)
+    H, K, V = batch.HV, batch.K, batch.V
+    rebuilding, reversing, finishing = (plan.launch(f"gla_{name}") for name in ("states", "reverse", "grads"))
+    dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
+    dv, dg = batch.new(V, dtype=x.v.dtype), batch.new(K, dtype=torch.float32)
+    dh0, du = batch.initial_gradient(needs), None if x.u is None else torch.zeros_like(x.u)
+    constants = dict(K=K, V=V, VARLEN=batch.packed, PRECISION=precision(plan))
+    strips = -(-V // reversing.block("BV"))
+    for part in batch.parts(finishing.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do, dht=dht,
+                            scale=how.scale):
+        prepare(plan, part)
+        n, slots = part["N"], part["slots"]
+        for name in ("states", "dstates"):
+            part[name] = torch.empty(slots, H, K, V, dtype=x.v.dtype, device=batch.device)
+        # zeros, because sequences leave slots between them
+        shares = None if x.u is None else torch.zeros(slots, H, K, dtype=torch.float32, device=batch.device)
+        start(rebuilding, gla_states, n * H * strips,
+              dict(constants, HAS_H0=x.h0 is not None, V_FIRST=how.state_v_first), part)
         start(reversing, gla_reverse, n * H * strips, dict(
-            q_in=x.q_in, k_out=x.k_out, do=do_, A=x.A, G=x.G, dht=dht_,
-            dv=dv_, dh0=dh0_, dstates=dstates, bounds=bounds_,
-            scale=scale, T=T, N=n, H=H,
-            **constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=v_first, GAPS=gaps))
-        shares = -(-rows // (BT * n))
-        if shares > 0:
-            start(finishing, gla_grads, n * shares * H, dict(
-                q=q_, k=k_, v=v_, u=u, do=do_, G=x.G, states=states,
-                dstates=dstates, dq=dq_, dk=dk_, dg=dg_, du=du_, bounds=bounds_,
-                scale=scale, T=T, N=n, H=H, S=shares,
-                **constants, BEFORE=u is not None, GAPS=gaps))
-        if du is not None and du_ is not None:
-            du += du_.sum(0)
-    return dq, dk, dv, dg, du, dh0
+            constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=how.state_v_first,
+            GAPS=batch.gaps), part)
+        if batch.T:
+            start(finishing, gla_grads, n * part["S"] * H,
+                  dict(constants, du=shares, BEFORE=x.u is not None, GAPS=batch.gaps), part)
+        if du is not None and shares is not None:
+            du += shares.sum(0)
+    return dict(q=dq, k=dk, v=dv, g=dg, u=du, h0=dh0)

@@ -19,7 +19,7 @@ is still a sum of decays, and of neighbours that meet there exactly 0. Source: Y
 2312.06635) for the chunked form, Peng et al. 2024 (arXiv 2404.05892) for RWKV-6; the halving is ours.
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -27,7 +27,9 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.pieces import fills_gaps, parts, precision, put, sequence_of, sliced, state_offsets, tile, within, zero_gaps
+from flashlin.kernels.chunked import Scalars
+from flashlin.kernels.gla.inputs import Inputs
+from flashlin.kernels.pieces import Batch, precision, put, sequence_of, state_offsets, tile, zero_gaps
 
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
@@ -318,71 +320,38 @@ def gla_scan(
         tl.store(ht + at, h, mask=inside)
 
 
-class Prepared(NamedTuple):
-    """What the scans of both directions read: see gla_sums and gla_scores."""
-    G: torch.Tensor
-    A: torch.Tensor
-    q_in: torch.Tensor
-    k_out: torch.Tensor
+def sums_of_chunks(plan: Plan, x: dict[str, Any]) -> torch.Tensor:
+    """G [B, T, HV, K], fp32: see gla_sums. x: what the launches of a part share."""
+    g, launch = x["g"], plan.launch("gla_sums")
+    G, C = torch.empty_like(g), g.shape[2] * g.shape[3]
+    if x["T"]:
+        start(launch, gla_sums, x["N"] * x["S"] * -(-C // launch.block("BC")),
+              dict(G=G, C=C, VARLEN=x["bounds"] is not None), x)
+    return G
 
 
-def prepared(plan: Plan, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None,
-             bounds: torch.Tensor | None, N: int, scale: float) -> Prepared:
-    """For the N sequences of one launch. Cheap enough to be done again for backward instead of kept for
-    it."""
+def prepare(plan: Plan, x: dict[str, Any]) -> None:
+    """Puts into x, what the launches of a part share, what the scans of both directions read besides: see
+    gla_sums and gla_scores. Cheap enough to be done again for backward instead of kept for it."""
+    q, launch = x["q"], plan.launch("gla_scores")
     B, T, H, K = q.shape
-    summing, scoring = plan.launch("gla_sums"), plan.launch("gla_scores")
-    BT = scoring.block("BT")
-    shares = -(-B * T // (BT * N))
-    found = Prepared(torch.empty_like(g), torch.empty(B, T, H, BT, dtype=q.dtype, device=q.device),
-                     torch.empty_like(q), torch.empty_like(k))
-    if shares == 0:  # no row to load, not even a chunk's last one
-        return found
-    start(summing, gla_sums, N * shares * -(-H * K // summing.block("BC")), dict(
-        g=g, G=found.G, bounds=bounds, T=T, N=N, C=H * K, S=shares, VARLEN=bounds is not None))
-    start(scoring, gla_scores, N * shares * H, dict(
-        q=q, k=k, u=u, G=found.G, A=found.A, q_in=found.q_in, k_out=found.k_out, bounds=bounds,
-        scale=scale, T=T, N=N, H=H, S=shares,
-        K=K, BEFORE=u is not None, VARLEN=bounds is not None, PRECISION=precision(plan)))
-    return found
+    x.update(G=sums_of_chunks(plan, x), q_in=torch.empty_like(q), k_out=torch.empty_like(q),
+             A=torch.empty(B, T, H, launch.block("BT"), dtype=q.dtype, device=q.device))
+    if T:  # else there is no row to load, not even a chunk's last one
+        start(launch, gla_scores, x["N"] * x["S"] * H, dict(
+            K=K, BEFORE=x["u"] is not None, VARLEN=x["bounds"] is not None, PRECISION=precision(plan)), x)
 
 
-def run(
-    plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    u: torch.Tensor | None,
-    h0: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    scale: float,
-    has_ht: bool,
-    v_first: bool,
-    out_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final state or None). q, k [B, T, H, K], v [B, T, H, V], contiguous, one dtype; g [B, T, H, K]
-    fp32; u [H, K] fp32 for RWKV-6, else None; h0 [N, H, K, V] or, with v_first, [N, H, V, K]; bounds [N + 1],
-    rising, within 0 .. T. Rows outside bounds are zeros. Starts the plan's launches."""
-    B, T, H, K = q.shape
-    V, N = v.shape[-1], (B if bounds is None else bounds.numel() - 1)
-    split, scanning = parts(plan, N), plan.launch("gla_scan")
-    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, H, V, dtype=out_dtype,
-                                                                    device=q.device)
-    ht = torch.empty((N, H, V, K) if v_first else (N, H, K, V), dtype=torch.float32,
-                     device=q.device) if has_ht else None
-    if N == 0 or H == 0:  # no program would run to write them
-        return o.zero_(), ht
-    constants = dict(K=K, V=V, HAS_H0=h0 is not None, HAS_HT=has_ht, V_FIRST=v_first,
-                     VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1,
+def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o, final state or None). Starts the plan's launches."""
+    batch, scanning = Batch(plan, x), plan.launch("gla_scan")
+    o = batch.new(batch.V, dtype=how.out_dtype)
+    ht = batch.final_state(how.has_ht, how.state_v_first)
+    constants = dict(K=batch.K, V=batch.V, HAS_H0=x.h0 is not None, HAS_HT=how.has_ht,
+                     V_FIRST=how.state_v_first, VARLEN=batch.packed, GAPS=batch.gaps,
                      PRECISION=precision(plan))
-    for part in split:
-        n = part.stop - part.start
-        q_, k_, v_, g_, o_ = (within(x, part, bounds) for x in (q, k, v, g, o))
-        h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds,
-                                                                       slice(part.start, part.stop + 1))
-        x = prepared(plan, q_, k_, g_, u, bounds_, n, scale)  # type: ignore[arg-type]
-        start(scanning, gla_scan, n * H * -(-V // scanning.block("BV")), dict(
-            q_in=x.q_in, k_out=x.k_out, v=v_, A=x.A, G=x.G, h0=h0_, o=o_,
-            ht=ht_, bounds=bounds_, scale=scale, T=T, N=n, H=H, **constants))
+    strips = -(-batch.V // scanning.block("BV"))
+    for part in batch.parts(scanning.block("BT"), o=o, ht=ht, scale=how.scale):
+        prepare(plan, part)
+        start(scanning, gla_scan, part["N"] * batch.HV * strips, constants, part)
     return o, ht

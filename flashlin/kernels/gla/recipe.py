@@ -7,7 +7,17 @@ from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
-from flashlin.kernels.scans import PADDING, dot_traits, fitting, moves, operand_bytes, over_tokens, shared_bytes, state_launch, tf32_copies
+from flashlin.kernels.scans import (
+    PADDING,
+    dot_traits,
+    fitting,
+    moves,
+    operand_bytes,
+    over_tokens,
+    shared_bytes,
+    state_launch,
+    tf32_copies,
+)
 
 CHANNELS = 64  # of the sums, a program; they know no heads
 # Where a program has a chunk to itself. Of the scores, channels at a time; of the gradients, which hold half
@@ -16,17 +26,14 @@ CHANNELS = 64  # of the sums, a program; they know no heads
 SCORES, GRADS = 64, 32
 
 
+@recurrent.or_token_by_token
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Sums, scores and the scan; for gradients the scan that rebuilds states, the reverse scan, and the
     chunk's gradients."""
-    if problem.mode == "auto":  # nothing to say before the mode is chosen
-        return ()
-    if problem.mode == "fused_recurrent":
-        return recurrent.launches(problem, target)
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
     size = tf32_copies(bytes_each, target) * bytes_each
     # RWKV-6's read before the update: they are told apart from gated linear attention's in the launch table
-    once = dots - {"rmw_acc"} | {"mixed_sum"} | ({"before"} if "u" in problem.options else set())
+    per_chunk = dots - {"rmw_acc"} | {"mixed_sum"} | ({"before"} if "u" in problem.options else set())
 
     # in 16 bits the scores, too, and decays on their way from one layout to another; fp32 never has all at
     # once
@@ -36,24 +43,22 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return shared_bytes(config, bytes_each, target) + more
     candidates = over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
     scan = fitting(candidates, shared, problem, target)
-    BT, wide, narrow, strip = scan.BT, min(SCORES, padded(problem.K)), min(GRADS,
-                                                                           padded(problem.K)), min(GRADS,
-                                                                                                   padded(
-                                                                                                       problem.V))
+    BT, wide = scan.BT, min(SCORES, padded(problem.K))
     # both operands, of fp32 two parts of each; the scores
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2
-    found = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
+    kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
                          -(-problem.H * problem.K // CHANNELS)),
-             over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, once),
+             over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, per_chunk),
              state_launch("gla_scan", scan, problem, shared(scan), dots)]
     if problem.needs_grad:
         single = scan._replace(num_stages=1)
+        narrow, strip = min(GRADS, padded(problem.K)), min(GRADS, padded(problem.V))
         finishing = size * (2 * BT * strip + 2 * narrow * strip + BT * narrow + BT ** 2) + 4 * BT ** 2
-        found += [state_launch("gla_states", scan, problem, shared(scan), dots),
+        kernels += [state_launch("gla_states", scan, problem, shared(scan), dots),
                   state_launch("gla_reverse", single, problem, shared(single), dots),
                   over_tokens("gla_grads", problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing,
-                              once)]
-    return tuple(found)
+                              per_chunk)]
+    return tuple(kernels)
 
 
 SPECS = (over_heads(

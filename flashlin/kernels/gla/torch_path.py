@@ -11,53 +11,34 @@ torch.compile would unroll the loop over chunks, so traced it runs inside of a l
 """
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
-from flashlin.kernels.simple_gla.torch_path import packed
+from flashlin.kernels.gla.inputs import Inputs
+from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences
 
-CHUNK = 64
 
-
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, u: torch.Tensor | None,
-        h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor,
-        torch.Tensor]:
-    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. Arguments as
-    reference.recurrence.
+def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. h0 is [N, H, K, V].
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
     """
-    compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-    q, k, v, g = q.to(compute) * scale, k.to(compute), v.to(compute), g.to(compute)
-    h0, rows = None if h0 is None else h0.to(compute), partial(_rows, u=None if u is None else u.to(compute))
-    return rows((q, k, v, g), h0) if bounds is None else packed(rows, (q, k, v, g), h0, bounds)
+    own = None if x.u is None else x.k.to(torch.promote_types(x.k.dtype, torch.float32)) * x.u
+    return over_sequences(_rows, (x.q, x.k, x.v, x.g, own), x.h0, x.bounds, scale)
 
 
-def _rows(tensors: tuple[torch.Tensor | None, ...], h: torch.Tensor | None,
-          u: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v, g = tensors
-    assert q is not None and k is not None and v is not None and g is not None
-    B, T, H, K = q.shape
-    h = q.new_zeros(B, H, K, v.shape[-1]) if h is None else h
-    if T == 0:  # nothing, but with gradients
-        return v * (q * k * g * (1 if u is None else u)).sum(-1, keepdim=True), h.clone()
-    chunk = CHUNK  # shorter for short sequences, of which there may be many; a graph has one length for all
-    while not torch.compiler.is_compiling() and chunk // 2 >= T:
-        chunk //= 2
-    short = -T % chunk
-    # [B, H, chunks, C, D]
-    q, k, v, g = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4)
-                  for x in (q, k, v, g))
-    own = None if u is None else k * u[:, None, None, :]
+def _rows(h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
+          own: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    T, length = q.shape[1], chunk_length(q.shape[1])
+    q, k, v, g = (chunks(x, length) for x in (q, k, v, g))
+    own = None if own is None else chunks(own, length)
     into, onwards, kept = q * until(g, own is not None).exp(), k * after(g).exp(), g.sum(-2).exp()[..., None]
     inside, added = scores(q, k, g, own) @ v, onwards.mT @ v
     outputs = []
     for c in range(q.shape[2]):
         outputs.append(inside[:, :, c] + into[:, :, c] @ h)
         h = kept[:, :, c] * h + added[:, :, c]
-    return torch.stack(outputs, 2).permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], h
+    return joined(torch.stack(outputs, 2), T), h
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor,

@@ -6,7 +6,8 @@ then the tokens are walked backwards. With dS the gradient of S_t on entering to
 calls P, u:
     dS += scale q do^T     dq = scale S_t do     du = dS^T k     dk = dS u
     delta: e = v - P^T k, dbeta = du . e, dv = beta du, dk -= P dv, dS -= k dv^T          else: dv = du
-    a, b:  db = dS (S_{t-1}^T a), w = dS^T b, da = S_{t-1} w                              (dS is by now the gradient of P)
+    a, b:  db = dS (S_{t-1}^T a), w = dS^T b, da = S_{t-1} w
+        (dS is by now the gradient of P)
     decays: dg = <dS, P>, dgk its rows, dgv its columns (P without the low-rank term)
     gradient of S_{t-1}: the decayed dS, + a w^T
     before: o reads S_{t-1}, so scale q do^T is added last instead, and the bonus gives its own share to dq,
@@ -21,12 +22,12 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.pieces import sequence_of, sliced, within
+from flashlin.kernels.pieces import Batch, sequence_of
 from flashlin.kernels.recurrent.forward import (
+    by_sequence,
     constants_of,
     decayed,
     kept_states,
-    part_of,
     strength,
     tile_of_state,
     token_of,
@@ -224,47 +225,39 @@ def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], sca
     """The gradients by name, each in its tensor's dtype: of v always, of q, k, beta, g, gk, gv, bonus, a, b,
     h0 if ``needed``; q and k, and a and b, are needed together. x: forward.run's tensors, all contiguous. do
     like o, dht like the final state, contiguous."""
-    B, T, H, K = x.q.shape
-    HV, V, N, packed = x.v.shape[2], x.v.shape[3], x.sequences, x.bounds is not None
     launch = plan.launch("recurrent_backward")
     BK, BV = launch.block("BK"), launch.block("BV")
+    (B, T, _, K), (HV, V) = x.q.shape, x.v.shape[2:]
     NV, TS = -(-V // BV), min(T, SEGMENT)
+    batch = Batch(plan, x, most=max(1, SCRATCH // max(1, 4 * HV * NV * TS * BK * BV)))
     headwise = x.beta is not None and x.beta.ndim == 4
     # Sums of the strips, whose first dimension NV is added up in the end; and what a strip computes alone.
-    shapes = {"q": (B, T, HV, K), "k": (B, T, HV, K), "g": (B, T, HV), "gk": (B, T, HV, K),
-              "a": (B, T, HV, K), "b": (B, T, HV, K), "bonus": (N, HV, K),
-              **({} if headwise else {"beta": (B, T, HV)})}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("q", "k", "gk", "a", "b"), (B, T, HV, K))
+    shapes.update(g=(B, T, HV), bonus=(batch.N, HV, K))
+    if not headwise:
+        shapes["beta"] = B, T, HV
     # rows outside bounds have no program that would write them
-    new = torch.zeros if packed or N == 0 or HV == 0 else torch.empty
-    sums = {name: new((NV, *shape), dtype=torch.float32, device=x.q.device)
+    new = torch.zeros if batch.packed or not batch.slices else torch.empty
+    sums = {name: new((NV, *shape), dtype=torch.float32, device=batch.device)
             for name, shape in shapes.items() if name in needed}
-    own = {"v": new(x.v.shape, dtype=x.v.dtype, device=x.q.device)}
+    own = {"v": new(x.v.shape, dtype=x.v.dtype, device=batch.device)}
     for name in {"gv", "beta"} & needed - set(shapes):
-        own[name] = new((B, T, HV, V), dtype=torch.float32, device=x.q.device)
-    dh0 = torch.empty_like(x.h0, dtype=torch.float32) if x.h0 is not None and "h0" in needed else None
-    size = max(1, min(plan.problem.batch_part or max(N, 1), SCRATCH // max(1, 4 * HV * NV * TS * BK * BV)))
-    for part in [slice(n, min(n + size, N)) for n in range(0, N, size)] if HV else ():
-        n = part.stop - part.start
-        y = part_of(x, part)
-        grads = {name: within(grad, part, x.bounds) for name, grad in own.items()}
-        # with bounds every part sees all rows; a bonus has a sum for each sequence
-        grads.update((name, grad if packed and name != "bonus" else grad[:, part])
-                     for name, grad in sums.items())
-        start(launch, recurrent_backward, n * HV * NV, dict(
-            q=y.q, k=y.k, v=y.v, beta=y.beta, g=y.g, gamma=y.gamma,
-            gk=y.gk, gv=y.gv, bonus=y.bonus, a=y.a, b=y.b, h0=y.h0,
-            states=states if packed else states[part.start * (max(T - 1, 0) // SEGMENT):],
-            do=within(do, part, x.bounds), dht=sliced(dht, part),
-            **{f"d{name}": grads.get(name) for name in GRADS},
-            dh0=sliced(dh0, part),
-            scratch=torch.empty(n * HV * NV, TS, BK, BV, dtype=torch.float32, device=x.q.device),
-            bounds=y.bounds, scale=scale, T=T, N=N, H=H, HV=HV, R=B * T, TS=TS,
-            **constants_of(x, flags)))
-    found = {name: grad.sum(0) for name, grad in sums.items()} | own
+        own[name] = new((B, T, HV, V), dtype=torch.float32, device=batch.device)
+    dh0, constants = batch.initial_gradient(needed), constants_of(x, flags)
+    for part in batch.parts(do=do, dht=dht, dh0=dh0, states=by_sequence(states, batch), scale=scale, R=B * T,
+                            TS=TS, **{f"d{name}": own.get(name) for name in GRADS}):
+        # The kernel's N is that of the whole batch, since a bonus has a sum for each of its sequences; with
+        # bounds every part sees all rows.
+        n, part["N"] = part["N"], batch.N
+        part.update((f"d{name}", grad if batch.packed and name != "bonus" else grad[:, part["part"]])
+                    for name, grad in sums.items())
+        scratch = torch.empty(n * HV * NV, TS, BK, BV, dtype=torch.float32, device=batch.device)
+        start(launch, recurrent_backward, n * HV * NV, dict(constants, scratch=scratch), part)
+    grads = {name: grad.sum(0) for name, grad in sums.items()} | own
     for name in ("q", "k"):
-        found[name] = found[name].unflatten(2, (H, HV // max(H, 1))).sum(3)
-    if "bonus" in found:
-        found["bonus"] = found["bonus"].sum(0)
+        grads[name] = batch.of_groups(grads[name])
+    if "bonus" in grads:
+        grads["bonus"] = grads["bonus"].sum(0)
     if dh0 is not None:
-        found["h0"] = dh0
-    return {name: grad.to(getattr(x, name).dtype) for name, grad in found.items()}
+        grads["h0"] = dh0
+    return {name: grad.to(getattr(x, name).dtype) for name, grad in grads.items()}

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.pieces import fills_gaps, parts, sequence_of, sliced, within, zero_gaps, zero_rows
+from flashlin.kernels.pieces import Batch, sequence_of, zero_gaps, zero_rows
 from flashlin.kernels.recurrent.inputs import Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import SEGMENT, kept
 
@@ -293,42 +293,39 @@ def run(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: boo
         torch.Tensor | None, torch.Tensor | None]:
     """(o [B, T, HV, V], final state or None, the states backward starts its segments from or None).
 
-    Everything contiguous but q, k, v, whose tokens may lie further apart, and the states of a pool, which may
+    x: all contiguous but q, k and v, whose tokens may lie further apart, and the states of a pool, which may,
     too. in_place: states are written back to x.h0, of any float dtype; indices [N]: h0 is a pool of states,
     and these are the ones to use."""
-    B, T, H, K = x.q.shape
-    HV, V, N = x.v.shape[2], x.v.shape[3], x.sequences
-    split = parts(plan, N)
-    device = x.q.device
-    o = (torch.empty if fills_gaps(split, x.bounds) else torch.zeros)(B, T, HV, V, dtype=out_dtype,
-                                                                      device=device)
-    ht = x.h0 if in_place else None
-    if has_ht and not in_place:
-        ht = torch.empty((N, HV, V, K) if "v_first" in flags else (N, HV, K, V), dtype=torch.float32,
-                         device=device)
+    x = x._replace(q=with_rows(x.q), k=with_rows(x.k), v=with_rows(x.v))
+    batch, launch = Batch(plan, x), plan.launch("recurrent_forward")
+    HV, K, V = batch.HV, batch.K, batch.V
+    o = batch.new(V, dtype=out_dtype)
+    ht = x.h0 if in_place else batch.final_state(has_ht, "v_first" in flags)
     states = None
     if any(launch.kernel == "recurrent_backward" for launch in plan.launches):
-        states = torch.empty(kept(T, N, x.bounds is not None), HV, K, V, dtype=torch.float32, device=device)
-    if N == 0 or HV == 0:  # no program would run to write them
-        return o.zero_(), ht, states
-    launch = plan.launch("recurrent_forward")
-    x = x._replace(q=with_rows(x.q), k=with_rows(x.k), v=with_rows(x.v))
+        states = torch.empty(kept(batch.T, batch.N, batch.packed), HV, K, V, dtype=torch.float32,
+                             device=batch.device)
     state_row = HV * K * V if x.h0 is None or x.h0.shape[0] <= 1 else x.h0.stride(0)
     sigmoid = (2.0 if "neg_eigval" in flags else 1.0) if "sigmoid" in flags else 0.0
     constants = dict(constants_of(x, flags), L2NORM="l2norm" in flags, SIGMOID=sigmoid, RATE="rate" in flags,
-                     BOUND=bound_of(flags), GAPS=x.bounds is not None and len(split) == 1)
-    for part in split:
-        y, n = part_of(x, part), part.stop - part.start
-        h0, after = (x.h0, ht) if indices is not None else (y.h0, sliced(ht, part))
-        kept_here = states if states is None or y.bounds is not None else states[part.start * ((T - 1)
-                                                                                               // SEGMENT):]
-        start(launch, recurrent_forward, n * HV * -(-V // launch.block("BV")), dict(
-            q=y.q, k=y.k, v=y.v, beta=y.beta, g=y.g, gamma=y.gamma, gk=y.gk, gv=y.gv, bonus=y.bonus,
-            a=y.a, b=y.b, A_log=y.A_log, dt_bias=y.dt_bias, h0=h0, o=within(o, part, x.bounds),
-            ht=after, states=kept_here, indices=sliced(indices, part), bounds=y.bounds,
-            scale=scale, T=T, N=n, H=H, HV=HV, P=0 if h0 is None else h0.shape[0], q_row=row_of(y.q),
-            k_row=row_of(y.k), v_row=row_of(y.v), state_row=state_row, **constants))
+                     BOUND=bound_of(flags), GAPS=batch.gaps)
+    strips = -(-V // launch.block("BV"))
+    for part in batch.parts(o=o, ht=ht, states=by_sequence(states, batch), indices=indices, scale=scale,
+                            q_row=row_of(x.q), k_row=row_of(x.k), v_row=row_of(x.v), state_row=state_row):
+        if indices is not None:  # a pool is not divided
+            part.update(h0=x.h0, ht=ht)
+        h0 = part["h0"]
+        start(launch, recurrent_forward, part["N"] * HV * strips,
+              dict(constants, P=0 if h0 is None else h0.shape[0]), part)
     return o, ht, states
+
+
+def by_sequence(states: torch.Tensor | None, batch: Batch) -> torch.Tensor | None:
+    """The kept states as [N, kept, HV, K, V]; of packed sequences, each of which has another number, as they
+    are."""
+    if states is None or batch.packed:
+        return states
+    return states.view(batch.N, -1, *states.shape[1:]) if len(states) else states
 
 
 def constants_of(x: Inputs, flags: tuple[str, ...]) -> dict[str, object]:
@@ -337,18 +334,6 @@ def constants_of(x: Inputs, flags: tuple[str, ...]) -> dict[str, object]:
                 BEFORE="before" in flags, REVERSE="reverse" in flags,
                 PER_CHANNEL=x.beta is not None and x.beta.ndim == 4, V_FIRST="v_first" in flags,
                 VARLEN=x.bounds is not None)
-
-
-def part_of(x: Inputs, part: slice) -> Inputs:
-    """The inputs of some of the sequences. With bounds all rows stay, and the bounds are what is split."""
-    if part.stop - part.start == x.sequences:
-        return x
-    found = x._asdict()
-    if x.bounds is None:
-        found.update({name: sliced(found[name], part)
-                      for name in ("q", "k", "v", "beta", "g", "gk", "gv", "a", "b")})
-    return Inputs(**{**found, "h0": sliced(x.h0, part),
-                     "bounds": sliced(x.bounds, slice(part.start, part.stop + 1))})
 
 
 def with_rows(x: torch.Tensor) -> torch.Tensor:

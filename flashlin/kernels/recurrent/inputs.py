@@ -1,10 +1,13 @@
 """What goes into the generic recurrence. With S the state [K, V] of one sequence and value head, for each
 token t:
 
-    P_t = e^{g_t + gamma} Diag(e^{gk_t}) S_{t-1} Diag(e^{gv_t})  [+ b_t (a_t^T S_{t-1})]          a reads the state before it decays
-    u_t = v_t, or with ``delta`` beta_t (v_t - P_t^T k_t)                                         the prediction reads the decayed state
+    P_t = e^{g_t + gamma} Diag(e^{gk_t}) S_{t-1} Diag(e^{gv_t})  [+ b_t (a_t^T S_{t-1})]
+        (a reads the state before it decays)
+    u_t = v_t, or with ``delta`` beta_t (v_t - P_t^T k_t)
+        (the prediction reads the decayed state)
     S_t = P_t + k_t u_t^T
-    o_t = scale S_t^T q_t, or with ``before`` scale (S_{t-1} + Diag(u) k_t v_t^T)^T q_t           read before the update, with rwkv6's bonus
+    o_t = scale S_t^T q_t, or with ``before`` scale (S_{t-1} + Diag(u) k_t v_t^T)^T q_t
+        (read before the update, with rwkv6's bonus)
 """
 from __future__ import annotations
 

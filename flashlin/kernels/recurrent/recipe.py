@@ -3,7 +3,7 @@ counts value heads, which own the states."""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
-from flashlin.guards.family import over_heads
+from flashlin.guards.family import Recipe, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, padded, token
 from flashlin.kernels.scans import state_launch
@@ -22,6 +22,16 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     BV = max(4, min(32, padded(problem.V), BACKWARD_TILE // BK))
     return forward(problem), _launch("recurrent_backward", Config(1, BK, BV, max(1, BK * BV // 512), 1),
                                      problem)
+
+
+def or_token_by_token(chunked: Recipe) -> Recipe:
+    """The recipe of a family that goes chunk by chunk or, in the mode fused_recurrent, token by token. Before
+    the mode is chosen there is nothing to say."""
+    def recipe(problem: Problem, target: Target) -> tuple[Launch, ...]:
+        if problem.mode == "auto":
+            return ()
+        return (launches if problem.mode == "fused_recurrent" else chunked)(problem, target)
+    return recipe
 
 
 def forward(problem: Problem) -> Launch:

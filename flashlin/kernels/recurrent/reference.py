@@ -1,6 +1,9 @@
-"""The recurrences without a delta term, token by token in float64, one sequence at a time. Slow on purpose.
-(kernels/delta/reference.py has those with one.)"""
+"""The recurrences without a delta term, token by token in float64. Slow on purpose.
+(kernels/delta/reference.py has those with one.) It goes head by head and shares nothing with the other
+references, since they are checked against it."""
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 
@@ -32,12 +35,13 @@ def recurrence(
 
     Shapes as in inputs.py. reverse: from a sequence's last token to its first.
     """
-    tensors = (q, k, v, g, gamma, gk, gv, bonus, a, b, h0)
-    q, k, v, g, gamma, gk, gv, bonus, a, b, h0 = (None if x is None else x.double() for x in tensors)  # type: ignore[assignment]
+    q, k, v = (x.double() for x in (q, k, v))
+    g, gamma, gk, gv, bonus, a, b, h0 = (None if x is None else x.double()
+                                         for x in (g, gamma, gk, gv, bonus, a, b, h0))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     spans = [(row, 0, T) for row in range(B)] if bounds is None else [
-        (0, first, last) for first, last in zip(bounds.tolist()[:-1], bounds.tolist()[1:], strict=True)]
+        (0, first, last) for first, last in pairwise(bounds.tolist())]
     rows: dict[tuple[int, int], torch.Tensor] = {}
     states = []
     for n, (row, first, last) in enumerate(spans):

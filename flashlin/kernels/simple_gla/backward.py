@@ -4,8 +4,10 @@ Deterministic: no atomics.
 dq needs the state and dk its gradient, both contracted over V: those two split K. dv contracts over K: it
 splits V. With the notation of forward.py and dh the gradient of the state leaving a chunk, ds_ij = scale
 e^{G_i - G_j} (do_i . v_j) for j <= i:
-    dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j                    dk_j = e^{G_L - G_j} v_j dh^T + sum_i ds_ij q_i
-    dv_j = e^{G_L - G_j} k_j dh + sum_i scale e^{G_i - G_j} (q_i . k_j) do_i          dh' = e^{G_L} dh + scale sum_i e^{G_i} q_i^T do_i
+    dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j
+    dk_j = e^{G_L - G_j} v_j dh^T + sum_i ds_ij q_i
+    dv_j = e^{G_L - G_j} k_j dh + sum_i scale e^{G_i - G_j} (q_i . k_j) do_i
+    dh' = e^{G_L} dh + scale sum_i e^{G_i} q_i^T do_i
 The gate: g_t scales whatever passes from before t to t or later. Of the chunk that holds t, with a_i = q_i .
 dq_i, b_j = k_j . (the second term of dk_j) and c_j = k_j . (its first term, what token j leaves to later
 chunks):
@@ -22,25 +24,24 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.pieces import (
+    Batch,
     decay_of,
     decays,
-    fills_gaps,
     first_slot,
-    parts,
     precision,
     put,
     scaled_decay,
     sequence_of,
-    sliced,
     state_offsets,
     summed,
     tile,
-    within,
     zero_forgotten,
     zero_gaps,
 )
+from flashlin.kernels.simple_gla.inputs import Inputs
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
@@ -340,71 +341,38 @@ def simple_gla_dg(
         tl.store(dg + (first + t0 + rows) * H + i_h, b_dg, mask=inside)
 
 
-def run(
-    plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor | None,
-    gamma: torch.Tensor | None,
-    h0: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    scale: float,
-    v_first: bool,
-    do: torch.Tensor,
-    dht: torch.Tensor | None,
-    needs: frozenset[str],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, None, torch.Tensor | None]:
-    """(dq, dk, dv, dg or None, None for gamma, dh0 or None) for forward.run's tensors; do [B, T, H, V], dht
-    like its final state. dg and dh0 are fp32."""
-    (B, T, H, V), (groups, K) = v.shape, q.shape[2:]
-    N = B if bounds is None else bounds.numel() - 1
-    do = do.to(v.dtype)  # which is what the kernels multiply, also where o is float32
-    for_dq, for_dk, for_dv = plan.launch("simple_gla_dq"), plan.launch("simple_gla_dk"), plan.launch(
-        "simple_gla_dv")
-    split = parts(plan, N)
-    new = torch.empty if fills_gaps(split, bounds) and N and H else torch.zeros
-    dq, dk, dv = (new(B, T, H, D, dtype=q.dtype, device=q.device) for D in (K, K, V))
-    dg = new(B, T, H, dtype=torch.float32, device=q.device) if g is not None and "g" in needs else None
-    dh0 = torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
-    BT, NK = for_dk.block("BT"), -(-K // for_dk.block("BK"))
-    gaps = dict(VARLEN=bounds is not None, GAPS=bounds is not None and len(split) == 1)
-    constants = dict(gaps, K=K, V=V, DECAY=decay_of(g, gamma), V_FIRST=v_first, GROUP=H // groups if H else 1,
-                     BLOCK=BLOCK, PRECISION=precision(plan))
-    for part in split if H else ():
-        n = part.stop - part.start
-        q_, k_, v_, g_, do_, dq_, dk_, dv_, dg_ = (within(x, part, bounds)
-                                                   for x in (q, k, v, g, do, dq, dk, dv, dg))
-        h0_, dh0_, dht_ = (sliced(x, part) for x in (h0, dh0, dht))
-        bounds_ = sliced(bounds, slice(part.start, part.stop + 1))
-        rows = B * T if bounds is not None else n * T
-        slots = rows // BT + n + 1
-        a = b = c = through = states = None
+def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
+        needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
+    """The gradients by name, None for what is not there, for forward.run's tensors; do [B, T, H, V], dht like
+    its final state. Those of g and h0 are fp32."""
+    batch = Batch(plan, x)
+    H, K, V = batch.HV, batch.K, batch.V
+    for_dq, for_dk, for_dv = (plan.launch(f"simple_gla_{name}") for name in ("dq", "dk", "dv"))
+    dq, dk, dv = (batch.new(columns, dtype=x.q.dtype) for columns in (K, K, V))
+    dg = batch.new(dtype=torch.float32) if x.g is not None and "g" in needs else None
+    dh0 = batch.initial_gradient(needs)
+    NK = -(-K // for_dk.block("BK"))
+    gaps = dict(VARLEN=batch.packed, GAPS=batch.gaps)
+    constants = dict(gaps, K=K, V=V, DECAY=decay_of(x.g, x.gamma), V_FIRST=how.state_v_first,
+                     GROUP=H // max(batch.H, 1), BLOCK=BLOCK, PRECISION=precision(plan))
+    # do as the kernels multiply it, also where o is float32
+    for part in batch.parts(for_dk.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do.to(x.v.dtype),
+                            dht=dht, scale=how.scale, H=H):
+        n, rows, slots = part["N"], part["rows"], part["slots"]
+        part.update(R=rows, G=summed(plan, part["g"], part["bounds"], n),
+                    **dict.fromkeys(("a", "b", "c", "through", "states")))
         if dg is not None:
-            a, b, c = (torch.empty(NK, H, rows, dtype=torch.float32, device=q.device) for _ in range(3))
-            through = torch.empty(NK, slots, H, dtype=torch.float32, device=q.device)
-            states = torch.empty(slots, H, K, V, dtype=q.dtype, device=q.device)
-        G = summed(plan, g_, bounds_, n)
-        start(for_dq, simple_gla_dq, n * H * NK, dict(
-            k=k_, v=v_, do=do_, q=q_, G=G, gamma=gamma, h0=h0_, dq=dq_, a=a, states=states, bounds=bounds_,
-            scale=scale, T=T, N=n, H=H, R=rows,
-            **constants, HAS_H0=h0 is not None, HAS_DG=dg is not None))
+            for name in ("a", "b", "c"):
+                part[name] = torch.empty(NK, H, rows, dtype=torch.float32, device=batch.device)
+            part["through"] = torch.empty(NK, slots, H, dtype=torch.float32, device=batch.device)
+            part["states"] = torch.empty(slots, H, K, V, dtype=x.q.dtype, device=batch.device)
+        start(for_dq, simple_gla_dq, n * H * NK,
+              dict(constants, HAS_H0=x.h0 is not None, HAS_DG=dg is not None), part)
         start(for_dk, simple_gla_dk, n * H * NK, dict(
-            q=q_, v=v_, do=do_, k=k_, G=G, gamma=gamma, dht=dht_, dk=dk_,
-            dh0=dh0_, b=b, c=c, through=through, states=states, bounds=bounds_,
-            scale=scale, T=T, N=n, H=H, R=rows, slots=slots,
-            **constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, HAS_DG=dg is not None))
-        start(for_dv, simple_gla_dv, n * H * -(-V // for_dv.block("BV")), dict(
-            q=q_, k=k_, do=do_, G=G, gamma=gamma, dht=dht_, dv=dv_, bounds=bounds_,
-            scale=scale, T=T, N=n, H=H, R=rows,
-            **constants, HAS_DHT=dht is not None))
+            constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, HAS_DG=dg is not None), part)
+        start(for_dv, simple_gla_dv, n * H * -(-V // for_dv.block("BV")),
+              dict(constants, HAS_DHT=dht is not None), part)
         if dg is not None:
-            shares = max(1, -(-rows // (BT * n)))
-            start(plan.launch("simple_gla_dg"), simple_gla_dg, n * H * shares, dict(
-                a=a, b=b, c=c, through=through, dg=dg_, bounds=bounds_, T=T,
-                N=n, H=H, R=rows, slots=slots, S=shares, **gaps, NK=NK))
-    if H != groups:
-        dq, dk = (x.view(B, T, groups, H // groups, K).sum(3, dtype=torch.float32).to(q.dtype)
-                  for x in (dq, dk))
-    zero_forgotten(dg, g)
-    return dq, dk, dv, dg, None, dh0
+            start(plan.launch("simple_gla_dg"), simple_gla_dg, n * H * part["S"], dict(gaps, NK=NK), part)
+    zero_forgotten(dg, x.g)
+    return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, g=dg, gamma=None, h0=dh0)

@@ -3,7 +3,8 @@ Tensors in, tensors out.
 
 With the decay G_i = g_1 + ... + g_i inside a chunk and the state h entering it (row i of a matrix is token
 i):
-    o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) v_j)          h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T v_j
+    o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) v_j)
+    h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T v_j
 A program owns one sequence, one head and BV columns of the state, which stays in registers while it walks the
 chunks; outputs are written on the way, so nothing but q, k, v and o moves. Differences of G are masked before
 exp, so no factor exceeds a decay.
@@ -15,25 +16,24 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
+from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.pieces import (
+    Batch,
     decay_of,
     decays,
-    fills_gaps,
-    parts,
     precision,
     put,
     scaled_decay,
     sequence_of,
-    sliced,
     state_offsets,
     summed,
     tile,
-    within,
     zero_gaps,
 )
 from flashlin.kernels.recurrent import forward as recurrent
-from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.kernels.recurrent.inputs import Inputs as TokenByToken
+from flashlin.kernels.simple_gla.inputs import Inputs
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "scale"])
@@ -108,47 +108,21 @@ def simple_gla_scan(
         tl.store(ht + at, h, mask=inside)
 
 
-def run(
-    plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor | None,
-    gamma: torch.Tensor | None,
-    h0: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    scale: float,
-    has_ht: bool,
-    v_first: bool,
-    out_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final state or None). q, k [B, T, G, K], v [B, T, H, V], contiguous, one dtype; head j of v reads
-    head j // (H / G) of q and k. g [B, T, H]; gamma [H]; h0 [N, H, K, V] or, with v_first, [N, H, V, K];
-    bounds [N + 1], rising, within 0 .. T. Rows outside bounds are zeros. Starts the plan's launches."""
+def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o, final state or None). Starts the plan's launches."""
     if plan.problem.mode == "fused_recurrent":
-        x = Inputs(q, k, v, g=g, gamma=gamma, h0=h0, bounds=bounds)
-        o, ht, _ = recurrent.run(plan, x, ("v_first",) if v_first else (), scale, has_ht, out_dtype)
+        o, ht, _ = recurrent.run(plan, TokenByToken(**x._asdict()), ("v_first",) if how.state_v_first else (),
+                                 how.scale, how.has_ht, how.out_dtype)
         return o, ht
-    (B, T, H, V), K = v.shape, q.shape[3]
-    N = B if bounds is None else bounds.numel() - 1
-    split, launch = parts(plan, N), plan.launch("simple_gla_scan")
-    o = (torch.empty if fills_gaps(split, bounds) else torch.zeros)(B, T, H, V, dtype=out_dtype,
-                                                                    device=q.device)
-    ht = torch.empty((N, H, V, K) if v_first else (N, H, K, V), dtype=torch.float32,
-                     device=q.device) if has_ht else None
-    if N == 0 or H == 0:  # no program would run to write them
-        return o.zero_(), ht
-    constants = dict(K=K, V=V, DECAY=decay_of(g, gamma), HAS_H0=h0 is not None, HAS_HT=has_ht,
-                     V_FIRST=v_first, GROUP=H // q.shape[2], VARLEN=bounds is not None,
-                     GAPS=bounds is not None and len(split) == 1)
-    for part in split:
-        n = part.stop - part.start
-        q_, k_, v_, g_, o_ = (within(x, part, bounds) for x in (q, k, v, g, o))
-        h0_, ht_, bounds_ = sliced(h0, part), sliced(ht, part), sliced(bounds,
-                                                                       slice(part.start, part.stop + 1))
-        start(launch, simple_gla_scan, n * H * -(-V // launch.block("BV")), dict(
-            q=q_, k=k_, v=v_, G=summed(plan, g_, bounds_, n),
-            gamma=gamma, h0=h0_, o=o_, ht=ht_, bounds=bounds_,
-            scale=scale, T=T, N=n, H=H, R=B * T if bounds is not None else n * T,
-            **constants, BLOCK=BLOCK, PRECISION=precision(plan)))
+    batch, launch = Batch(plan, x), plan.launch("simple_gla_scan")
+    o = batch.new(batch.V, dtype=how.out_dtype)
+    ht = batch.final_state(how.has_ht, how.state_v_first)
+    constants = dict(K=batch.K, V=batch.V, DECAY=decay_of(x.g, x.gamma), HAS_H0=x.h0 is not None,
+                     HAS_HT=how.has_ht, V_FIRST=how.state_v_first, GROUP=batch.HV // max(batch.H, 1),
+                     VARLEN=batch.packed, GAPS=batch.gaps, BLOCK=BLOCK, PRECISION=precision(plan))
+    strips = -(-batch.V // launch.block("BV"))
+    for part in batch.parts(launch.block("BT"), o=o, ht=ht, scale=how.scale, H=batch.HV):
+        n = part["N"]
+        start(launch, simple_gla_scan, n * batch.HV * strips, dict(
+            constants, G=summed(plan, part["g"], part["bounds"], n), R=part["rows"]), part)
     return o, ht

@@ -6,7 +6,15 @@ from flashlin.guards.family import Op, Sizes, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_k, over_v
 from flashlin.kernels.recurrent import recipe as recurrent
-from flashlin.kernels.scans import cumsum_launch, dot_traits, fitting, operand_bytes, over_tokens, shared_bytes, state_launch
+from flashlin.kernels.scans import (
+    cumsum_launch,
+    dot_traits,
+    fitting,
+    operand_bytes,
+    over_tokens,
+    shared_bytes,
+    state_launch,
+)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
@@ -22,19 +30,19 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     wide = fitting(over_v(*size, target), shared, problem, target)
     gated = "g" in problem.options
     if problem.mode == "fused_recurrent":
-        found = [recurrent.forward(problem)]
+        kernels = [recurrent.forward(problem)]
     else:
-        found = [state_launch("simple_gla_scan", wide, problem, shared(wide), dots)]
+        kernels = [state_launch("simple_gla_scan", wide, problem, shared(wide), dots)]
     if problem.needs_grad:
         tall = fitting(over_k(*size, target), shared, problem, target)
-        found += [state_launch("simple_gla_dq", tall, problem, shared(tall), dots),
+        kernels += [state_launch("simple_gla_dq", tall, problem, shared(tall), dots),
                   state_launch("simple_gla_dk", tall, problem, shared(tall), dots),
                   state_launch("simple_gla_dv", wide, problem, shared(wide), dots)]
         if gated:
-            found.append(over_tokens("simple_gla_dg", problem, dict(BT=tall.BT), problem.H))
+            kernels.append(over_tokens("simple_gla_dg", problem, dict(BT=tall.BT), problem.H))
     if gated and (problem.needs_grad or problem.mode == "chunk"):
-        found.insert(0, cumsum_launch(problem))
-    return tuple(found)
+        kernels.insert(0, cumsum_launch(problem))
+    return tuple(kernels)
 
 
 # Of Mamba2 H counts heads of V, and states have K columns.

@@ -16,30 +16,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-Rows = Callable[[tuple[torch.Tensor | None, ...], "torch.Tensor | None"], tuple[torch.Tensor, torch.Tensor]]
+from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences
+from flashlin.kernels.simple_gla.inputs import Inputs
 
-CHUNK, SEGMENT = 64, 8192
+SEGMENT = 8192  # tokens
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
-        h0: torch.Tensor | None, bounds: torch.Tensor | None, scale: float) -> tuple[torch.Tensor,
-        torch.Tensor]:
-    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. Arguments as
-    reference.recurrence.
+def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. h0 is [N, H, K, V].
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
     """
-    compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-    decay = None if g is None else g.to(compute)
-    if gamma is not None:
-        decay = gamma.to(compute).expand(v.shape[:3]) if decay is None else decay + gamma.to(compute)
-    q, k, v = q.to(compute) * scale, k.to(compute), v.to(compute)
-    h0 = None if h0 is None else h0.to(compute)
-    group = v.shape[2] // max(q.shape[2], 1)
-    if group > 1:
-        q, k = (x.repeat_interleave(group, 2) for x in (q, k))
-    tensors = (q, k, v, decay)
-    return _rows(tensors, h0) if bounds is None else packed(_rows, tensors, h0, bounds)
+    g = x.g if x.gamma is None else x.gamma.expand(x.v.shape[:3])
+    return over_sequences(_rows, (x.q, x.k, x.v, g), x.h0, x.bounds, scale)
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
@@ -48,53 +37,40 @@ def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, gamma: torc
     g [B, T, H] or gamma [H] or neither. In float32, or float64 for float64 tensors."""
     compute = torch.float64 if torch.float64 in (q.dtype, k.dtype) else torch.float32
     T = q.shape[1]
-    found = (q.to(compute) * scale).transpose(1, 2) @ k.to(compute).permute(0, 2, 3, 1)
+    weights = (q.to(compute) * scale).transpose(1, 2) @ k.to(compute).permute(0, 2, 3, 1)
     if gamma is not None:
-        found = found * decay_between(gamma.to(compute)[:, None].expand(-1, T))
+        weights = weights * decay_between(gamma.to(compute)[:, None].expand(-1, T))
     elif g is not None:
-        found = found * decay_between(g.to(compute).transpose(1, 2))
-    return found.tril()
+        weights = weights * decay_between(g.to(compute).transpose(1, 2))
+    return weights.tril()
 
 
-def _rows(tensors: tuple[torch.Tensor | None, ...],
-          h: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v, g = tensors
-    assert q is not None and k is not None and v is not None
-    B, T, H, K = q.shape
-    if h is None:
-        h = q.new_zeros(B, H, K, v.shape[-1])
+def _rows(h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+          g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    T = q.shape[1]
     if T <= SEGMENT:
-        return _segment(q, k, v, g, h)
+        return _segment(h, q, k, v, g)
     outputs = []
     for t in range(0, T, SEGMENT):
-        at = slice(t, min(t + SEGMENT, T))
-        o, h = _segment(q[:, at], k[:, at], v[:, at], None if g is None else g[:, at], h)
+        at = slice(t, t + SEGMENT)
+        o, h = _segment(h, q[:, at], k[:, at], v[:, at], None if g is None else g[:, at])
         outputs.append(o)
     return torch.cat(outputs, 1), h
 
 
-def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None,
-             h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    T = q.shape[1]
-    if T == 0:  # nothing, but with gradients
-        return v * (q * k).sum(-1, keepdim=True), h.clone()
-    chunk = CHUNK  # shorter for short sequences, of which there may be many; a graph has one length for all
-    while not torch.compiler.is_compiling() and 16 <= chunk // 2 >= T:
-        chunk //= 2
-    short = -T % chunk
-    # [B, H, chunks, 64, D]
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4)
-               for x in (q, k, v))
+def _segment(h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+             g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    T, length = q.shape[1], chunk_length(q.shape[1])
+    q, k, v = (chunks(x, length) for x in (q, k, v))
     if g is None:
-        inside, kept = lower(chunk, q).to(q.dtype), q.new_ones(q.shape[:3])
+        inside, kept = lower(length, q).to(q.dtype), q.new_ones(q.shape[:3])
         into, onwards = q, k
     else:
-        g = F.pad(g, (0, 0, 0, short)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2)
+        g = chunks(g, length)
         inside, kept = decay_between(g), g.sum(-1).exp()
         into, onwards = q * g.cumsum(-1).exp()[..., None], k * decay_to_end(g)[..., None]
     states = carried(kept, torch.cat([h[:, :, None], onwards.mT @ v], 2))
-    o = (q @ k.mT * inside) @ v + into @ states[:, :, :-1]
-    return o.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], states[:, :, -1]
+    return joined((q @ k.mT * inside) @ v + into @ states[:, :, :-1], T), states[:, :, -1]
 
 
 def carried(kept: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
@@ -161,33 +137,3 @@ def decay_between(g: torch.Tensor) -> torch.Tensor:
 def decay_to_end(g: torch.Tensor) -> torch.Tensor:
     """e^{g_{j+1} + ... + g_L}, each sum added up by itself, as in decay_between."""
     return F.pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1).exp()
-
-
-def packed(rows_of: Rows, tensors: tuple[torch.Tensor | None, ...], h0: torch.Tensor | None,
-           bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rows_of`` for packed sequences. tensors: q, k, v [1, T, H, D], then gates [1, T, H]. Sequences of
-    about the same length are padded to one batch: at most twice the work, and no loop over thousands of
-    them."""
-    edges = bounds.tolist()
-    q, k, v = tensors[:3]
-    assert q is not None and k is not None and v is not None
-    groups: dict[int, list[int]] = {}
-    for n in range(len(edges) - 1):
-        groups.setdefault((edges[n + 1] - edges[n] - 1).bit_length(), []).append(n)
-    o = torch.zeros_like(v)
-    states = q.new_zeros(len(edges) - 1, v.shape[2], q.shape[3], v.shape[3])
-    for members in groups.values():
-        first = torch.tensor([edges[n] for n in members], device=q.device)
-        length = torch.tensor([edges[n + 1] - edges[n] for n in members], device=q.device)
-        at = torch.arange(max(edges[n + 1] - edges[n] for n in members), device=q.device)
-        inside = at < length[:, None]
-        rows = torch.where(inside, first[:, None] + at, 0)
-        which = torch.tensor(members, device=q.device)
-        # past a sequence's end: no key, no decay, so the state stands still
-        padded = [None if x is None
-                  else torch.where(inside.view(*inside.shape, *[1] * (x.ndim - 2)), x[0][rows], 0)
-                  for x in tensors]
-        o_, h_ = rows_of(tuple(padded), None if h0 is None else h0[which])
-        o = o.index_put((torch.zeros_like(rows[inside]), rows[inside]), o_[inside])
-        states = states.index_put((which,), h_)
-    return o, states

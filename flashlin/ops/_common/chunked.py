@@ -2,18 +2,17 @@
 path, eagerly or traced.
 
 A family says which tensors it takes; kernels/<name>/forward.py and backward.py compute:
-    forward.run(plan, *tensors, h0, bounds, scale, has_ht, v_first, out_dtype) -> (o, ht or None, *kept)
-    backward.run(plan, *tensors, h0, bounds, *kept, scale, v_first, do, dht, needs) -> gradients of tensors
-    and h0, None where not asked for
-with tensors in the family's order, contiguous, those of 16 bits in one dtype and the wide ones in float32;
-``needs``: names that want a gradient. Under torch.compile the same two functions run inside one library
+    forward.run(plan, x, how) -> (o, ht or None, *kept)
+    backward.run(plan, x, how, do, dht, needs, *kept) -> gradients by name, None where not asked for
+with x the Inputs of kernels/<name>/inputs.py, contiguous, those of 16 bits in one dtype and the wide ones in
+float32; how: Scalars; ``needs``: names that want a gradient. Under torch.compile the same two functions run inside one library
 operator per direction, planned at run time, so that no length is ever specialised. The torch path is plain
 differentiable torch; traced, it is inside of the operators, too, where a graph of it would not serve all
 lengths.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from flashlin.guards import scalars
 from flashlin.guards.limits import FEW_TOKENS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, check_values, need_tensor
+from flashlin.kernels.chunked import Scalars
 from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
 from flashlin.ops._common.planned import (
     as_planned,
@@ -52,7 +52,8 @@ class Argument(NamedTuple):
 
 
 class Chunked(NamedTuple):
-    """arguments: q, k, v first. torch_path(*tensors, h0, bounds, scale) -> (o, states). options: where the
+    """arguments: q, k, v first. torch_path(x, scale) -> (o, states), with x
+    the operator's tensors. options: where the
     optional tensors are that planning knows of. one_graph: the torch path traced once serves all lengths.
     operator: its kernels."""
     name: str
@@ -61,18 +62,6 @@ class Chunked(NamedTuple):
     options: tuple[tuple[int, str], ...]
     one_graph: bool
     operator: Operator[Any, Scalars, Any]
-
-
-class Scalars(NamedTuple):
-    """What goes into a family's operator beside its tensors, h0 and bounds; out come o, ht and what forward
-    keeps for backward."""
-    scale: float
-    has_ht: bool
-    state_v_first: bool
-    out_dtype: torch.dtype
-    mode: str
-    needs_grad: bool
-    call: str
 
 
 QKV = {"q": Argument(("B", "T", "H", "K")), "k": Argument(("B", "T", "H", "K")),
@@ -146,7 +135,7 @@ def run(
     # inside of the operator.
     inside = plan is None and (not family.one_graph or bounds is not None or exporting())
     if path == "torch" and not inside:
-        o, ht = _on_torch(family, given, h0, bounds, scale, state_v_first)
+        o, ht = _on_torch(family, family.operator.tensors(*given, h0, bounds), scale, state_v_first)
         return o.to(out_dtype), ht if has_ht else None
     # Odd head sizes would make every row of a tile misaligned (and crash some ptxas, fla #1262): they are
     # padded with zeros.
@@ -173,10 +162,9 @@ def run(
     return o.to(out_dtype), ht if has_ht else None
 
 
-def _on_torch(family: Chunked, tensors: Sequence[Tensor | None], h0: Tensor | None, bounds: Tensor | None,
-              scale: float, state_v_first: bool) -> tuple[Tensor, Tensor]:
-    o, ht = family.torch_path(*tensors, h0.transpose(-1, -2) if state_v_first and h0 is not None else h0,
-                              bounds, scale)
+def _on_torch(family: Chunked, x: Any, scale: float, state_v_first: bool) -> tuple[Tensor, Tensor]:
+    turned = state_v_first and x.h0 is not None
+    o, ht = family.torch_path(x._replace(h0=x.h0.transpose(-1, -2)) if turned else x, scale)
     return o, ht.transpose(-1, -2) if state_v_first else ht
 
 
@@ -232,11 +220,12 @@ def _route(op: str, family: str, mode: str, dtype: str, K: int, V: int, v_first:
     return problem.path, problem.dot
 
 
-def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..., tuple[Tensor, Tensor]],
-              kept: tuple[str, ...] = (), room: Callable[..., tuple[Tensor | None, ...]] = lambda *_: (),
+def family_of(name: str, tensors: type[tuple[Any, ...]], arguments: dict[str, Argument],
+              torch_path: Callable[..., tuple[Tensor, Tensor]], kept: tuple[str, ...] = (),
+              room: Callable[..., tuple[Tensor | None, ...]] = lambda *_: (),
               one_graph: bool = False) -> Chunked:
-    """kept: names of what forward keeps for backward; room(needs_grad, *tensors): tensors like that."""
-    inputs = {**{name: argument.optional for name, argument in arguments.items()}, "h0": True, "bounds": True}
+    """tensors: the NamedTuple of what goes in: the arguments, h0 and bounds. kept: names of what forward keeps
+    for backward; room(needs_grad, *tensors): tensors like that."""
     results = {"o": False, "ht": True, **dict.fromkeys(kept, True)}
     options = ((at, name)
                for at, (name, argument) in enumerate(arguments.items()) if argument.optional
@@ -246,10 +235,10 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
         return problem_of(family, how.call, x[:-2], x.bounds, how.needs_grad, how.mode, how.state_v_first)
 
     def forward(plan: Plan, x: Any, how: Scalars) -> Any:
-        return kernels(name, "forward").run(plan, *x, how.scale, how.has_ht, how.state_v_first, how.out_dtype)
+        return kernels(name, "forward").run(plan, x, how)
 
     def on_torch(x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
-        return _on_torch(family, x[:-2], x.h0, x.bounds, how.scale, how.state_v_first)
+        return _on_torch(family, x, how.scale, how.state_v_first)
 
     def empty(x: Any, how: Scalars) -> tuple[Tensor | None, ...]:
         N, HV, K, V = x.v.shape[0] if x.bounds is None else x.bounds.shape[0] - 1, x.v.shape[2], x.q.shape[
@@ -262,11 +251,11 @@ def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..
     def backward(plan: Plan, x: Any, y: Any, grads: Any, how: Scalars, wanted: frozenset[str]) -> Gradients:
         do = torch.zeros_like(x.v) if grads.o is None else grads.o.contiguous()
         dht = None if grads.ht is None else grads.ht.contiguous()
-        found = kernels(name, "backward").run(plan, *x, *y[2:], how.scale, how.state_v_first, do, dht, wanted)
-        return dict(zip((*arguments, "h0"), found, strict=True))
+        gradients: Gradients = kernels(name, "backward").run(plan, x, how, do, dht, wanted, *y[2:])
+        return gradients
 
     operator: Operator[Any, Scalars, Any] = Operator(
-        name, _fields("Tensors", inputs), Scalars, _fields("Outputs", results), 2, forward=forward,
+        name, tensors, Scalars, _fields("Outputs", results), 2, forward=forward,
         kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=backward,
         traced=Traced(problem, empty, on_torch))
     family = Chunked(name, arguments, torch_path, tuple(sorted(options, key=lambda option: option[1])),

@@ -7,7 +7,7 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv
 from flashlin.kernels.configs import BLOCK
-from flashlin.kernels.delta import torch_path
+from flashlin.kernels.delta import inputs, torch_path
 from flashlin.ops._common import chunked
 from flashlin.ops._common.chunked import QKV, Argument
 from flashlin.ops.norm import l2norm
@@ -26,7 +26,7 @@ def _room(needs_grad: bool, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
                                                                                                     dtype=torch.float32)
 
 
-FAMILY = chunked.family_of("delta", {
+FAMILY = chunked.family_of("delta", inputs.Inputs, {
     **QKV, "beta": Argument(("B", "T", "HV"), wide=True,
                             hint=" (a beta per value channel needs fused_recurrent)"),
     "g": Argument(("B", "T", "HV"), wide=True, optional=True)}, torch_path.run, ("A", "A_low", "lines"),

@@ -18,7 +18,9 @@ from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_indices, check_pool, check_qkv, check_state, check_values, need_tensor
 from flashlin.kernels.delta import torch_path as chunked_delta
+from flashlin.kernels.delta.inputs import Inputs as DeltaInputs
 from flashlin.kernels.gla import torch_path as chunked_gla
+from flashlin.kernels.gla.inputs import Inputs as GLAInputs
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import kept
@@ -175,11 +177,13 @@ def _on_torch(x: Inputs, flags: tuple[str, ...], scale: float) -> tuple[Tensor, 
                                                                      for y in (x.gamma, x.gv, x.a, x.b))
     chunked = chunked and ("before" in flags) == (x.bonus is not None)
     if chunked and x.gk is not None and x.g is None and "delta" not in flags and x.q.shape[2] == x.v.shape[2]:
-        o, ht = chunked_gla.run(x.q, x.k, x.v, x.gk, x.bonus, x.h0, x.bounds, scale)  # the same function
+        # the same function
+        o, ht = chunked_gla.run(GLAInputs(x.q, x.k, x.v, x.gk, x.bonus, x.h0, x.bounds), scale)
     elif chunked and x.gk is None and x.bonus is None and "delta" in flags and (x.beta is None
                                                                                 or x.beta.ndim == 3):
         beta = x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta
-        o, ht = chunked_delta.run(x.q, x.k, x.v, beta, x.g, x.h0, x.bounds, scale)  # the same function
+        # the same function
+        o, ht = chunked_delta.run(DeltaInputs(x.q, x.k, x.v, beta, x.g, x.h0, x.bounds), scale)
     else:
         o, ht = torch_path.run(x, flags, scale)
     return o, ht.mT if v_first else ht
