@@ -13,7 +13,8 @@ lengths.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,17 +29,19 @@ from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, ch
 from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
 from flashlin.ops._common.planned import (
     as_planned,
-    constant_while_tracing,
+    common_dtype,
     dtype_as_planned,
     exporting,
     head_size_class,
     name_of,
     planned,
     suspect_layout,
+    traced_way,
     wants_grad,
 )
 
 MODES = ("auto", "chunk", "fused_recurrent")
+CHUNK_SIZES = (16, 32, 64)  # what the ops of the delta rules take
 
 
 class Argument(NamedTuple):
@@ -63,6 +66,19 @@ class Chunked(NamedTuple):
     operator: Operator[Any, Scalars, Any]
 
 
+class Request(NamedTuple):
+    """What a chunked op is asked for beside its tensors, as the user gave it. op: its public name, which
+    errors and plans begin with. has_ht: whether the final state is returned. mode: one of MODES."""
+    op: str
+    scale: float | None
+    h0: Tensor | None
+    has_ht: bool
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_cpu: Tensor | None = None
+    state_v_first: bool = False
+    mode: str = "chunk"
+
+
 class Scalars(NamedTuple):
     """What goes into a family's operator beside its tensors, h0 and bounds; out come o, ht and what forward
     keeps for backward."""
@@ -77,40 +93,34 @@ class Scalars(NamedTuple):
 
 QKV = {"q": Argument(("B", "T", "H", "K")), "k": Argument(("B", "T", "H", "K")),
        "v": Argument(("B", "T", "HV", "V"))}
+STATE = {False: Argument(("N", "HV", "K", "V"), wide=True), True: Argument(("N", "HV", "V", "K"), wide=True)}
 
 
 def run(
     family: Chunked,
-    op: str,
+    request: Request,
     tensors: tuple[Tensor | None, ...],
-    scale: float | None,
-    h0: Tensor | None,
-    has_ht: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None = None,
     *,
-    mode: str = "chunk",
     out_dtype: torch.dtype | None = None,
     grouped: bool = False,
-    called: dict[str, str] | None = None,
+    called: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensor | None]:
     """(o, final state or None). tensors: the family's, in its order. out_dtype: of o, where the caller goes
     on computing with it; else v's. grouped: v may have several heads to each of q's. called: public names of
-    arguments, where they are not the family's."""
-    names, arguments = tuple(family.arguments), tuple(family.arguments.values())
+    arguments; a tensor that is in it must be there, even if the family can do without."""
+    arguments = tuple(family.arguments.values())
     q, k, v = tensors[:3]
-    has_ht, state_v_first = scalars.flag("output_final_state", has_ht), scalars.flag("state_v_first",
-                                                                                     state_v_first)
-    called = called or {}
+    op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode = request
+    has_ht = scalars.flag("output_final_state", has_ht)
+    state_v_first = scalars.flag("state_v_first", state_v_first)
     first = called.get("q", "q")
     check_qkv(q, k, v, grouped, first)
     assert q is not None and k is not None and v is not None  # checked
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     sizes = {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V}
-    for name, argument, x in zip(names[3:], arguments[3:], tensors[3:], strict=True):
-        if x is not None or not argument.optional:
+    for (name, argument), x in zip(family.arguments.items(), tensors, strict=True):
+        if name not in QKV and (x is not None or not argument.optional or name in called):
             need_tensor(called.get(name, name), x, tuple([sizes[letter] for letter in argument.shape]),
                         f"[{', '.join(argument.shape)}]{argument.hint}", q.device, first)
     scalars.choice("mode", mode, MODES)
@@ -130,13 +140,14 @@ def run(
              for argument, x in zip(arguments, tensors, strict=True)]
     if scale < 0:  # some kernels keep the scale in an exponent
         given[0], scale = -q, -scale
-    dtype = _common_dtype(arguments, given)
+    # wide tensors are not multiplied with the others
+    dtype = common_dtype(q, *[x for argument, x in zip(arguments, given, strict=True) if not argument.wide])
     given = [x if argument.wide or x is None or x.dtype == dtype else x.to(dtype)
              for argument, x in zip(arguments, given, strict=True)]
     needs_grad = wants_grad(*given, h0)
     if torch.compiler.is_compiling():
-        plan, (path, dot) = None, _route(op, family.name, mode, name_of(dtype), head_size_class(K),
-                                         head_size_class(V), state_v_first, q.device)
+        plan, (path, dot) = None, traced_way(op, family.name, mode, name_of(dtype), head_size_class(K),
+                                             head_size_class(V), q.device, state_v_first)
     else:
         if 1 < T < H:
             suspect_layout(op, T, H)
@@ -150,24 +161,19 @@ def run(
         return o.to(out_dtype), ht if has_ht else None
     # Odd head sizes would make every row of a tile misaligned (and crash some ptxas, fla #1262): they are
     # padded with zeros.
-    pads = {"K": -K % 8, "V": -V % 8}
+    pads = {"K": -K % 8, "V": -V % 8} if K % 8 or V % 8 else {}
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    *found, h0, bounds = as_planned(family.operator.tensors(*given, h0, bounds), dot)
-    given = []
-    for argument, y in zip(arguments, found, strict=True):
-        if y is not None:
-            y = y.to(wide) if argument.wide else y
-            pad = pads.get(argument.shape[-1])
-            y = (F.pad(y, (0, pad)) if pad else y).contiguous()
-        given.append(y)
-    if h0 is not None:
-        h0 = h0.to(wide)
-        if pads["K"] or pads["V"]:
-            h0 = F.pad(h0, (0, pads["K"], 0, pads["V"]) if state_v_first else (0, pads["V"], 0, pads["K"]))
-        h0 = h0.contiguous()
+    *operands, bounds = as_planned(family.operator.tensors(*given, h0, bounds), dot)
+    for at, argument in enumerate((*arguments, STATE[state_v_first])):
+        x = operands[at]
+        if x is not None:
+            x = x.to(wide) if argument.wide else x
+            if pads:
+                x = F.pad(x, [n for letter in argument.shape[:-3:-1] for n in (0, pads.get(letter, 0))])
+            operands[at] = x.contiguous()
     how = Scalars(scale, has_ht, state_v_first, dtype_as_planned(out_dtype, dot), mode, needs_grad, op)
-    o, ht = family.operator(plan, (*given, h0, bounds), how)
-    if pads["K"] or pads["V"]:
+    o, ht = family.operator(plan, (*operands, bounds), how)
+    if pads:
         o = o[..., :V]
         ht = ht if not has_ht else ht[..., :V, :K] if state_v_first else ht[..., :K, :V]
     return o.to(out_dtype), ht if has_ht else None
@@ -175,41 +181,34 @@ def run(
 
 def _on_torch(family: Chunked, tensors: Sequence[Tensor | None], h0: Tensor | None, bounds: Tensor | None,
               scale: float, state_v_first: bool) -> tuple[Tensor, Tensor]:
-    o, ht = family.torch_path(*tensors, h0.transpose(-1, -2) if state_v_first and h0 is not None else h0,
-                              bounds, scale)
-    return o, ht.transpose(-1, -2) if state_v_first else ht
+    o, ht = family.torch_path(*tensors, h0.mT if state_v_first and h0 is not None else h0, bounds, scale)
+    return o, ht.mT if state_v_first else ht
 
 
-def _common_dtype(arguments: tuple[Argument, ...], tensors: list[Tensor | None]) -> torch.dtype:
-    """Of the tensors that are multiplied with each other."""
-    common: torch.dtype | None = None
-    for argument, x in zip(arguments, tensors, strict=True):
-        if not argument.wide and x is not None and x.dtype != common:
-            common = x.dtype if common is None else torch.promote_types(common, x.dtype)
-    assert common is not None  # q is always there
-    return common
-
-
-def chosen_mode(family: Chunked, op: str, mode: str, q: Tensor, v: Tensor, needs_grad: bool,
-                options: tuple[str, ...] = ()) -> str:
-    """``chunk`` or ``fused_recurrent``; auto is decided by the plan. A traced call, of which T may not be
-    known, goes chunk by chunk. q and v are checked already."""
+def by_chunks(family: Chunked, op: str, mode: str, tensors: tuple[Tensor | None, ...],
+              options: tuple[str, ...] = (), beta: Tensor | None = None) -> bool:
+    """Whether an op with a choice of modes goes chunk by chunk. auto is decided by the plan; a traced call,
+    of which T may not be known, goes chunk by chunk, and a beta per value channel token by token. tensors:
+    all that may want gradients, q, k and v first, which are checked already."""
     scalars.choice("mode", mode, MODES)
     if mode != "auto":
-        return mode
+        return mode == "chunk"
+    if isinstance(beta, Tensor) and beta.ndim == 4:
+        return False
     if torch.compiler.is_compiling():
-        return "chunk"
+        return True
+    q, _, v = tensors[:3]
+    assert q is not None and v is not None
     B, T, HV, V = v.shape
+    needs_grad = wants_grad(*tensors)
     asked = Problem(op, family.name, "auto", B=B, T=T, H=HV, K=q.shape[3], V=V, N=B, dtype=name_of(q.dtype),
                     varlen=False, needs_grad=needs_grad, options=options)
     chosen = planned(asked, q.device).problem.mode
-    return (chosen if chosen != "auto" else "fused_recurrent" if T <= FEW_TOKENS and not needs_grad
-            else "chunk")
+    return chosen == "chunk" or (chosen == "auto" and (T > FEW_TOKENS or needs_grad))
 
 
-def problem_of(family: Chunked, op: str, tensors: list[Tensor | None] | tuple[Tensor | None, ...],
-               bounds: Tensor | None, needs_grad: bool, mode: str = "chunk",
-               v_first: bool = False) -> Problem:
+def problem_of(family: Chunked, op: str, tensors: Sequence[Tensor | None], bounds: Tensor | None,
+               needs_grad: bool, mode: str = "chunk", v_first: bool = False) -> Problem:
     """H counts value heads: they own the states."""
     q, v = tensors[0], tensors[2]
     assert q is not None and v is not None
@@ -222,14 +221,15 @@ def problem_of(family: Chunked, op: str, tensors: list[Tensor | None] | tuple[Te
                    varlen=bounds is not None, needs_grad=needs_grad, options=tuple(options))
 
 
-@constant_while_tracing
-def _route(op: str, family: str, mode: str, dtype: str, K: int, V: int, v_first: bool,
-           device: torch.device) -> tuple[str, str]:
-    """What torch.compile may know while tracing: no B, T or H, so that none is ever specialised."""
-    problem = planned(Problem(op, family, mode, B=1, T=1, H=1, K=K, V=V, N=1, dtype=dtype, varlen=False,
-                              needs_grad=True, options=("v_first",) * v_first),
-                      device).problem
-    return problem.path, problem.dot
+def check_options(chunk_size: Any, chunk_sizes: tuple[int | None, ...], cp_context: Any,
+                  lower_bound: float | None = None) -> None:
+    """What the ops of the delta rules take for compatibility and only look at."""
+    scalars.choice("chunk_size", chunk_size, chunk_sizes)
+    if cp_context is not None:
+        raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: flashlin has no context "
+                         "parallelism")
+    if lower_bound is not None:
+        scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO, need="a number below 0, or None")
 
 
 def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..., tuple[Tensor, Tensor]],

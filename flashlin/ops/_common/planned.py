@@ -87,6 +87,24 @@ def head_size_class(size: int) -> int:
     return 1024
 
 
+@constant_while_tracing
+def traced_way(
+    op: str,
+    family: str,
+    mode: str,
+    dtype: str,
+    K: int,
+    V: int,
+    device: torch.device,
+    v_first: bool = False,
+) -> tuple[str, str]:
+    """Path and dot of a call that torch.compile traces. It may know no B, T or H, so that none is ever
+    specialised; K and V are classes of head sizes."""
+    problem = planned(Problem(op, family, mode, B=1, T=1, H=1, K=K, V=V, N=1, dtype=dtype, varlen=False,
+                              needs_grad=True, options=("v_first",) * v_first), device).problem
+    return problem.path, problem.dot
+
+
 X = TypeVar("X", bound=tuple[Any, ...])
 
 
@@ -102,6 +120,15 @@ def as_planned(x: X, dot: str) -> X:
 def dtype_as_planned(dtype: torch.dtype, dot: str) -> torch.dtype:
     """The same of what kernels write."""
     return torch.float32 if dot == "fp32" and dtype in SIXTEEN_BITS else dtype
+
+
+def common_dtype(first: torch.Tensor, *others: torch.Tensor | None) -> torch.dtype:
+    """What torch promotes their dtypes to."""
+    common = first.dtype
+    for x in others:
+        if x is not None and x.dtype != common:
+            common = torch.promote_types(common, x.dtype)
+    return common
 
 
 def name_of(dtype: torch.dtype) -> str:
