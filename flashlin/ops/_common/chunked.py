@@ -169,7 +169,8 @@ def run(
         if x is not None:
             x = x.to(wide) if argument.wide else x
             if pads:
-                x = F.pad(x, [n for letter in argument.shape[:-3:-1] for n in (0, pads.get(letter, 0))])
+                amounts = [n for letter in argument.shape[:-3:-1] for n in (0, pads.get(letter, 0))]
+                x = F.pad(x, amounts) if any(amounts) else x
             operands[at] = x.contiguous()
     how = Scalars(scale, has_ht, state_v_first, dtype_as_planned(out_dtype, dot), mode, needs_grad, op)
     o, ht = family.operator(plan, (*operands, bounds), how)
