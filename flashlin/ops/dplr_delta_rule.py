@@ -15,10 +15,10 @@ from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.dplr import torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
-from flashlin.ops._common.chunked import CHUNK_SIZES, QKV, Argument, Request, check_options
+from flashlin.ops._common.chunked import CHUNK_SIZES, QKV, Argument, Chunked, Request, check_options
 
 # With beta instead of a and b it is Kimi Delta Attention (kda.py).
-FAMILY = chunked.family_of("dplr", {
+FAMILY = Chunked("dplr", {
     **QKV, "g": Argument(("B", "T", "HV", "K"), wide=True),
     "a": Argument(("B", "T", "HV", "K"), optional=True), "b": Argument(("B", "T", "HV", "K"), optional=True),
     "beta": Argument(("B", "T", "HV"), wide=True, optional=True,

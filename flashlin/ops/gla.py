@@ -13,11 +13,11 @@ from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.gla import torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
-from flashlin.ops._common.chunked import QKV, Argument, Request
+from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request
 from flashlin.ops.simple_gla import v_first
 
 # RWKV-6 has a bonus u, and with it reads before the update (ops/rwkv6.py).
-FAMILY = chunked.family_of("gla", {
+FAMILY = Chunked("gla", {
     **QKV, "g": Argument(("B", "T", "H", "K"), wide=True),
     "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.run)
 
@@ -130,6 +130,6 @@ def gla(
     shared: dict[str, Any] = dict(
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         state_v_first=state_v_first, cu_seqlens=cu_seqlens)
-    if chunked.by_chunks(FAMILY, "gla", mode, (q, k, v, g, initial_state)):
+    if chunked.by_chunks(FAMILY, "gla", mode, (q, k, v, g, None), initial_state):
         return chunk_gla(q, k, v, g, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
     return fused_recurrent_gla(q, k, v, g, **shared)

@@ -293,8 +293,7 @@ def kda(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         lower_bound=lower_bound, state_v_first=state_v_first, cu_seqlens=cu_seqlens, A_log=A_log,
         dt_bias=dt_bias)
-    given = (q, k, v, g, beta, initial_state, A_log, dt_bias)
-    if chunked.by_chunks(FAMILY, "kda", mode, given, ("beta",), beta):
+    if chunked.by_chunks(FAMILY, "kda", mode, (q, k, v, g, None, None, beta), initial_state, A_log, dt_bias):
         o, ht = chunk_kda(q, k, v, g, beta, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
         return o, ht
     return fused_recurrent_kda(q, k, v, g, beta, **shared)

@@ -56,8 +56,8 @@ def fused_recurrent_lightning_attn(
     ``fla.ops.lightning_attn.fused_recurrent_lightning_attn``."""
     no_unknown("fused_recurrent_lightning_attn", unknown)
     request = Request("fused_recurrent_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
-                      mode="fused_recurrent")
-    return family.run(request, q, k, v, g_gamma=_gamma(q, layer_idx, num_layers), reverse=reverse)
+                      mode="fused_recurrent", reverse=reverse)
+    return family.run(request, q, k, v, g_gamma=_gamma(q, layer_idx, num_layers))
 
 
 def _gamma(q: Tensor, layer_idx: int, num_layers: int) -> Tensor | None:

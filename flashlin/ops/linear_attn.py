@@ -58,8 +58,8 @@ def fused_recurrent_linear_attn(
     ``fla.ops.linear_attn.fused_recurrent_linear_attn``."""
     no_unknown("fused_recurrent_linear_attn", unknown)
     request = Request("fused_recurrent_linear_attn", scale, None, output_final_state, cu_seqlens,
-                      mode="fused_recurrent")
-    return _run(request, q, k, v, initial_state, normalize, reverse)
+                      mode="fused_recurrent", reverse=reverse)
+    return _run(request, q, k, v, initial_state, normalize)
 
 
 def fused_chunk_linear_attn(
@@ -96,13 +96,13 @@ def linear_attn(
     return _run(request, q, k, v, initial_state, normalize)
 
 
-def _run(request: Request, q: Tensor, k: Tensor, v: Tensor, initial_state: State | None, normalize: bool,
-         reverse: bool = False) -> tuple[Tensor, State | None]:
+def _run(request: Request, q: Tensor, k: Tensor, v: Tensor, initial_state: State | None,
+         normalize: bool) -> tuple[Tensor, State | None]:
     scalars.flags(normalize=normalize)
     if not normalize:
         if isinstance(initial_state, tuple):
             raise TypeError("initial_state: got a tuple with normalize=False, need a tensor [N, H, K, V]")
-        return family.run(request._replace(h0=initial_state), q, k, v, reverse=reverse)
+        return family.run(request._replace(h0=initial_state), q, k, v)
     check_qkv(q, k, v)
     H, K, V = q.shape[2], q.shape[3], v.shape[3]
     compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
@@ -115,6 +115,6 @@ def _run(request: Request, q: Tensor, k: Tensor, v: Tensor, initial_state: State
         raise TypeError("initial_state: got a tensor with normalize=True, need the pair (kv [N, H, K, V], z "
                         "[N, 1, H, K])")
     ones = torch.ones_like(v[..., :1])
-    both, ht = family.run(request, q, k, torch.cat([v, ones], 3), reverse=reverse, out_dtype=compute)
+    both, ht = family.run(request, q, k, torch.cat([v, ones], 3), out_dtype=compute)
     o = (both[..., :V] / (both[..., V:] + 1e-10)).to(v.dtype)
     return o, None if ht is None else (ht[..., :V], ht[..., V].unsqueeze(1).to(k.dtype))

@@ -141,6 +141,6 @@ def rwkv6(
     need_tensor("w", w, tuple(r.shape), "[B, T, H, K]", r.device, "r")
     shared: dict[str, Any] = dict(scale=scale, initial_state=initial_state,
                                   output_final_state=output_final_state, cu_seqlens=cu_seqlens)
-    if chunked.by_chunks(FAMILY, "rwkv6", mode, (r, k, v, w, u, initial_state), ("u",)):
+    if chunked.by_chunks(FAMILY, "rwkv6", mode, (r, k, v, w, u), initial_state):
         return chunk_rwkv6(r, k, v, w, u, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
     return fused_recurrent_rwkv6(r, k, v, w, u, **shared)

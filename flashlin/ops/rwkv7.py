@@ -153,6 +153,6 @@ def rwkv7(
     check_qkv(r, k, v, first="r")
     shared: dict[str, Any] = dict(scale=scale, initial_state=initial_state,
                                   output_final_state=output_final_state, cu_seqlens=cu_seqlens)
-    if chunked.by_chunks(FAMILY, "rwkv7", mode, (r, k, v, w, a, b, initial_state), ("a", "b")):
+    if chunked.by_chunks(FAMILY, "rwkv7", mode, (r, k, v, w, a, b, None), initial_state):
         return chunk_rwkv7(r, w, k, v, a, b, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
     return fused_recurrent_rwkv7(r, w, k, v, a, b, **shared)

@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_chunk_size, check_cu_seqlens, check_floats, check_qkv, need_tensor, no_unknown
+from flashlin.guards.tensors import check_chunk_size, check_floats, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.configs import FORGOTTEN
 from flashlin.kernels.simple_gla import torch_path
 from flashlin.ops._common import chunked
-from flashlin.ops._common.chunked import QKV, Argument, Request
+from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request
 
-FAMILY = chunked.family_of("simple_gla", {
+FAMILY = Chunked("simple_gla", {
     **QKV, "g": Argument(("B", "T", "HV"), wide=True, optional=True),
     "g_gamma": Argument(("HV",), wide=True, optional=True, constant=True)},
     torch_path.run, one_graph=True)
@@ -105,8 +104,8 @@ def fused_recurrent_simple_gla(
     op = "fused_recurrent_simple_gla"
     no_unknown(op, unknown)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
-                      state_v_first=v_first(op, state_v_first, transpose_state_layout))
-    return run(request, q, k, v, g, finite(g_gamma), reverse=reverse)
+                      state_v_first=v_first(op, state_v_first, transpose_state_layout), reverse=reverse)
+    return run(request, q, k, v, g, finite(g_gamma))
 
 
 def fused_chunk_simple_gla(
@@ -219,36 +218,17 @@ def run(
     g_gamma: Tensor | None = None,
     *,
     chunk_size: int = 64,
-    reverse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Every op of the family. out_dtype: of o, where the caller goes on computing with it."""
     check_chunk_size(chunk_size)
-    scalars.flags(reverse=reverse)
-    both = g is not None and g_gamma is not None
-    if reverse or both:  # what is flipped or added here has to fit first
+    if g is not None and g_gamma is not None:  # what is added here has to fit first
         check_qkv(q, k, v)
-        for name, x, shape, meaning in (("g", g, q.shape[:3], "[B, T, H]"),
-                                        ("g_gamma", g_gamma, q.shape[2:3], "[H]")):
-            if x is not None:
-                need_tensor(name, x, tuple(shape), meaning, q.device)
-    if g is not None and g_gamma is not None:
+        need_tensor("g", g, tuple(q.shape[:3]), "[B, T, H]", q.device)
+        need_tensor("g_gamma", g_gamma, tuple(q.shape[2:3]), "[H]", q.device)
         wide = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
         g, g_gamma = g.to(wide) + g_gamma.detach().to(wide), None
-    packed = request.cu_seqlens
-    if reverse:
-        q, k, v, g = q.flip(1), k.flip(1), v.flip(1), None if g is None else g.flip(1)
-        if packed is not None:
-            bounds = check_cu_seqlens(packed, request.cu_seqlens_cpu, q.shape, q.device,
-                                      policy.current().debug)
-            request = request._replace(cu_seqlens=q.shape[1] - bounds.flip(0))
-            if request.h0 is not None:
-                check_floats("initial_state", request.h0, "[N, H, K, V]", 4)
-                request = request._replace(h0=request.h0.flip(0))
-    o, ht = chunked.run(FAMILY, request, (q, k, v, g, g_gamma), out_dtype=out_dtype)
-    if reverse:
-        o, ht = o.flip(1), ht if ht is None or packed is None else ht.flip(0)
-    return o, ht
+    return chunked.run(FAMILY, request, (q, k, v, g, g_gamma), out_dtype=out_dtype)
 
 
 def run_parallel(request: Request, output_attentions: bool, q: Tensor, k: Tensor, v: Tensor,

@@ -14,6 +14,7 @@ lengths.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -32,7 +33,6 @@ from flashlin.ops._common.planned import (
     common_dtype,
     dtype_as_planned,
     exporting,
-    head_size_class,
     name_of,
     planned,
     suspect_layout,
@@ -54,21 +54,10 @@ class Argument(NamedTuple):
     hint: str = ""
 
 
-class Chunked(NamedTuple):
-    """arguments: q, k, v first. torch_path(*tensors, h0, bounds, scale) -> (o, states). options: where the
-    optional tensors are that planning knows of. one_graph: the torch path traced once serves all lengths.
-    operator: its kernels."""
-    name: str
-    arguments: dict[str, Argument]
-    torch_path: Callable[..., tuple[Tensor, Tensor]]
-    options: tuple[tuple[int, str], ...]
-    one_graph: bool
-    operator: Operator[Any, Scalars, Any]
-
-
 class Request(NamedTuple):
     """What a chunked op is asked for beside its tensors, as the user gave it. op: its public name, which
-    errors and plans begin with. has_ht: whether the final state is returned. mode: one of MODES."""
+    errors and plans begin with. has_ht: whether the final state is returned. mode: one of MODES. reverse:
+    from the last token of each sequence to its first."""
     op: str
     scale: float | None
     h0: Tensor | None
@@ -77,6 +66,7 @@ class Request(NamedTuple):
     cu_seqlens_cpu: Tensor | None = None
     state_v_first: bool = False
     mode: str = "chunk"
+    reverse: bool = False
 
 
 class Scalars(NamedTuple):
@@ -89,6 +79,68 @@ class Scalars(NamedTuple):
     mode: str
     needs_grad: bool
     call: str
+
+
+@dataclass(eq=False)
+class Chunked:
+    """A family of ops that go chunk by chunk.
+
+    arguments: q, k, v first. torch_path(*tensors, h0, bounds, scale) -> (o, states). kept: names of what
+    forward keeps for backward; room(needs_grad, *tensors): tensors like that. one_graph: the torch path
+    traced once serves all lengths. options: where the optional tensors are that planning knows of. operator:
+    the family's kernels.
+    """
+    name: str
+    arguments: dict[str, Argument]
+    torch_path: Callable[..., tuple[Tensor, Tensor]]
+    kept: tuple[str, ...] = ()
+    room: Callable[..., tuple[Tensor | None, ...]] = lambda *_: ()
+    one_graph: bool = False
+
+    def __post_init__(self) -> None:
+        inputs = {name: argument.optional for name, argument in self.arguments.items()}
+        self.options = sorted((name, at) for at, (name, argument) in enumerate(self.arguments.items())
+                              if argument.optional and not argument.constant)
+        self.operator: Operator[Any, Scalars, Any] = Operator(
+            self.name, _fields("Tensors", {**inputs, "h0": True, "bounds": True}), Scalars,
+            _fields("Outputs", {"o": False, **dict.fromkeys(("ht", *self.kept), True)}), 2,
+            forward=self.forward, kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=self.backward,
+            traced=Traced(self.problem, self.empty, self.on_torch))
+
+    def problem(self, x: Any, how: Scalars) -> Problem:
+        return problem_of(self, how.call, x, x.bounds, how.needs_grad, how.mode, how.state_v_first)
+
+    def forward(self, plan: Plan, x: Any, how: Scalars) -> Any:
+        return kernels(self.name, "forward").run(plan, *x, how.scale, how.has_ht, how.state_v_first,
+                                                 how.out_dtype)
+
+    def on_torch(self, x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
+        x = x._replace(h0=x.h0.mT) if how.state_v_first and x.h0 is not None else x
+        o, ht = self.torch_path(*x, how.scale)
+        return o, ht.mT if how.state_v_first else ht
+
+    def empty(self, x: Any, how: Scalars) -> tuple[Tensor | None, ...]:
+        B, _, HV, V = x.v.shape
+        K, N = x.q.shape[3], B if x.bounds is None else x.bounds.shape[0] - 1
+        state = (N, HV, V, K) if how.state_v_first else (N, HV, K, V)
+        wide = torch.promote_types(x.q.dtype, torch.float32)
+        return (x.v.new_empty(x.v.shape, dtype=how.out_dtype),
+                x.q.new_empty(state, dtype=wide) if how.has_ht else None,
+                *self.room(how.needs_grad, *x[:-2]))
+
+    def backward(self, plan: Plan, x: Any, y: Any, grads: Any, how: Scalars,
+                 wanted: frozenset[str]) -> Gradients:
+        do = torch.zeros_like(x.v) if grads.o is None else grads.o.contiguous()
+        dht = None if grads.ht is None else grads.ht.contiguous()
+        gradients = kernels(self.name, "backward").run(plan, *x, *y[2:], how.scale, how.state_v_first, do,
+                                                       dht, wanted)
+        return dict(zip((*self.arguments, "h0"), gradients, strict=True))
+
+
+def _fields(name: str, optional: dict[str, bool]) -> Any:
+    """A NamedTuple class of tensors."""
+    return NamedTuple(name, [(field, Tensor | None if may_miss else Tensor)
+                             for field, may_miss in optional.items()])
 
 
 QKV = {"q": Argument(("B", "T", "H", "K")), "k": Argument(("B", "T", "H", "K")),
@@ -110,8 +162,8 @@ def run(
     arguments; a tensor that is in it must be there, even if the family can do without."""
     arguments = tuple(family.arguments.values())
     q, k, v = tensors[:3]
-    op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode = request
-    has_ht = scalars.flag("output_final_state", has_ht)
+    op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode, reverse = request
+    has_ht, reverse = scalars.flag("output_final_state", has_ht), scalars.flag("reverse", reverse)
     state_v_first = scalars.flag("state_v_first", state_v_first)
     first = called.get("q", "q")
     check_qkv(q, k, v, grouped, first)
@@ -135,77 +187,81 @@ def run(
         check_state("initial_state", h0, B if bounds is None else bounds.shape[0] - 1, H=HV, K=K, V=V,
                     v_first=state_v_first, device=q.device, packed=bounds is not None, first=first)
     scale = K ** -0.5 if scale is None else scalars.number("scale", scale)
-    out_dtype = out_dtype or v.dtype
     given = [x.detach() if argument.constant and x is not None else x
              for argument, x in zip(arguments, tensors, strict=True)]
     if scale < 0:  # some kernels keep the scale in an exponent
         given[0], scale = -q, -scale
+    if reverse:
+        given = [x.flip(1) if x is not None and "T" in argument.shape else x
+                 for argument, x in zip(arguments, given, strict=True)]
+        if bounds is not None:
+            bounds, h0 = T - bounds.flip(0), None if h0 is None else h0.flip(0)
     # wide tensors are not multiplied with the others
     dtype = common_dtype(q, *[x for argument, x in zip(arguments, given, strict=True) if not argument.wide])
     given = [x if argument.wide or x is None or x.dtype == dtype else x.to(dtype)
              for argument, x in zip(arguments, given, strict=True)]
-    needs_grad = wants_grad(*given, h0)
+    out_dtype = out_dtype or v.dtype
+    x = family.operator.tensors(*given, h0, bounds)
+    how = Scalars(scale, has_ht, state_v_first, out_dtype, mode, wants_grad(*x), op)
     if torch.compiler.is_compiling():
-        plan, (path, dot) = None, traced_way(op, family.name, mode, name_of(dtype), head_size_class(K),
-                                             head_size_class(V), q.device, state_v_first)
+        plan, (path, dot) = None, traced_way(op, family.name, mode, x.q, x.v, state_v_first)
     else:
         if 1 < T < H:
             suspect_layout(op, T, H)
-        plan = planned(problem_of(family, op, given, bounds, needs_grad, mode, state_v_first), q.device)
+        plan = planned(family.problem(x, how), q.device)
         path, dot = plan.problem.path, plan.problem.dot
     # Traced, a loop over chunks would be unrolled, and bounds cannot be read: then plain torch, too, runs
     # inside of the operator.
     inside = plan is None and (not family.one_graph or bounds is not None or exporting())
-    if path == "torch" and not inside:
-        o, ht = _on_torch(family, given, h0, bounds, scale, state_v_first)
-        return o.to(out_dtype), ht if has_ht else None
-    # Odd head sizes would make every row of a tile misaligned (and crash some ptxas, fla #1262): they are
-    # padded with zeros.
-    pads = {"K": -K % 8, "V": -V % 8} if K % 8 or V % 8 else {}
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    *operands, bounds = as_planned(family.operator.tensors(*given, h0, bounds), dot)
-    for at, argument in enumerate((*arguments, STATE[state_v_first])):
-        x = operands[at]
-        if x is not None:
-            x = x.to(wide) if argument.wide else x
-            if pads:
-                amounts = [n for letter in argument.shape[:-3:-1] for n in (0, pads.get(letter, 0))]
-                x = F.pad(x, amounts) if any(amounts) else x
-            operands[at] = x.contiguous()
-    how = Scalars(scale, has_ht, state_v_first, dtype_as_planned(out_dtype, dot), mode, needs_grad, op)
-    o, ht = family.operator(plan, (*operands, bounds), how)
-    if pads:
-        o = o[..., :V]
-        ht = ht if not has_ht else ht[..., :V, :K] if state_v_first else ht[..., :K, :V]
+    o, ht = family.on_torch(x, how) if path == "torch" and not inside else _on_kernels(family, plan, x, how,
+                                                                                      dot)
+    if reverse:
+        o, ht = o.flip(1), ht if bounds is None or not has_ht else ht.flip(0)
     return o.to(out_dtype), ht if has_ht else None
 
 
-def _on_torch(family: Chunked, tensors: Sequence[Tensor | None], h0: Tensor | None, bounds: Tensor | None,
-              scale: float, state_v_first: bool) -> tuple[Tensor, Tensor]:
-    o, ht = family.torch_path(*tensors, h0.mT if state_v_first and h0 is not None else h0, bounds, scale)
-    return o, ht.mT if state_v_first else ht
+def _on_kernels(family: Chunked, plan: Plan | None, x: Any, how: Scalars,
+                dot: str) -> tuple[Tensor, Tensor]:
+    """(o, final state) by the family's operator, of tensors as its kernels take them. Odd head sizes would
+    make every row of a tile misaligned (and crash some ptxas, fla #1262): they are padded with zeros."""
+    K, V = x.q.shape[3], x.v.shape[3]
+    pads = {"K": -K % 8, "V": -V % 8} if K % 8 or V % 8 else {}
+    wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+    *operands, bounds = as_planned(x, dot)
+    for at, argument in enumerate((*family.arguments.values(), STATE[how.state_v_first])):
+        y = operands[at]
+        if y is not None:
+            y = y.to(wide) if argument.wide else y
+            if pads:
+                amounts = [n for letter in argument.shape[:-3:-1] for n in (0, pads.get(letter, 0))]
+                y = F.pad(y, amounts) if any(amounts) else y
+            operands[at] = y.contiguous()
+    if (out_dtype := dtype_as_planned(how.out_dtype, dot)) != how.out_dtype:
+        how = how._replace(out_dtype=out_dtype)
+    o, ht = family.operator(plan, (*operands, bounds), how)
+    if pads:
+        o = o[..., :V]
+        ht = ht if not how.has_ht else ht[..., :V, :K] if how.state_v_first else ht[..., :K, :V]
+    return o, ht
 
 
 def by_chunks(family: Chunked, op: str, mode: str, tensors: tuple[Tensor | None, ...],
-              options: tuple[str, ...] = (), beta: Tensor | None = None) -> bool:
+              *others: Tensor | None) -> bool:
     """Whether an op with a choice of modes goes chunk by chunk. auto is decided by the plan; a traced call,
     of which T may not be known, goes chunk by chunk, and a beta per value channel token by token. tensors:
-    all that may want gradients, q, k and v first, which are checked already."""
+    the family's, in its order, q, k and v checked already. others: what else may want gradients."""
     scalars.choice("mode", mode, MODES)
     if mode != "auto":
         return mode == "chunk"
-    if isinstance(beta, Tensor) and beta.ndim == 4:
-        return False
+    for name, x in zip(family.arguments, tensors, strict=True):
+        if name == "beta" and isinstance(x, Tensor) and x.ndim == 4:
+            return False
     if torch.compiler.is_compiling():
         return True
-    q, _, v = tensors[:3]
-    assert q is not None and v is not None
-    B, T, HV, V = v.shape
-    needs_grad = wants_grad(*tensors)
-    asked = Problem(op, family.name, "auto", B=B, T=T, H=HV, K=q.shape[3], V=V, N=B, dtype=name_of(q.dtype),
-                    varlen=False, needs_grad=needs_grad, options=options)
-    chosen = planned(asked, q.device).problem.mode
-    return chosen == "chunk" or (chosen == "auto" and (T > FEW_TOKENS or needs_grad))
+    asked = problem_of(family, op, tensors, None, wants_grad(*tensors, *others), "auto")
+    assert tensors[0] is not None
+    chosen = planned(asked, tensors[0].device).problem.mode
+    return chosen == "chunk" or (chosen == "auto" and (asked.T > FEW_TOKENS or asked.needs_grad))
 
 
 def problem_of(family: Chunked, op: str, tensors: Sequence[Tensor | None], bounds: Tensor | None,
@@ -215,7 +271,7 @@ def problem_of(family: Chunked, op: str, tensors: Sequence[Tensor | None], bound
     assert q is not None and v is not None
     B, T, HV, V = v.shape
     H, K = q.shape[2:]
-    options = [name for at, name in family.options if tensors[at] is not None]
+    options = [name for name, at in family.options if tensors[at] is not None]
     options = sorted([*options, *["gva"] * (HV != H), *["v_first"] * v_first])
     N = B if bounds is None else bounds.shape[0] - 1
     return Problem(op, family.name, mode, B=B, T=T, H=HV, K=K, V=V, N=N, dtype=name_of(q.dtype),
@@ -231,51 +287,3 @@ def check_options(chunk_size: Any, chunk_sizes: tuple[int | None, ...], cp_conte
                          "parallelism")
     if lower_bound is not None:
         scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO, need="a number below 0, or None")
-
-
-def family_of(name: str, arguments: dict[str, Argument], torch_path: Callable[..., tuple[Tensor, Tensor]],
-              kept: tuple[str, ...] = (), room: Callable[..., tuple[Tensor | None, ...]] = lambda *_: (),
-              one_graph: bool = False) -> Chunked:
-    """kept: names of what forward keeps for backward; room(needs_grad, *tensors): tensors like that."""
-    inputs = {**{name: argument.optional for name, argument in arguments.items()}, "h0": True, "bounds": True}
-    results = {"o": False, "ht": True, **dict.fromkeys(kept, True)}
-    options = ((at, name)
-               for at, (name, argument) in enumerate(arguments.items()) if argument.optional
-               and not argument.constant)
-
-    def problem(x: Any, how: Scalars) -> Problem:
-        return problem_of(family, how.call, x[:-2], x.bounds, how.needs_grad, how.mode, how.state_v_first)
-
-    def forward(plan: Plan, x: Any, how: Scalars) -> Any:
-        return kernels(name, "forward").run(plan, *x, how.scale, how.has_ht, how.state_v_first, how.out_dtype)
-
-    def on_torch(x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
-        return _on_torch(family, x[:-2], x.h0, x.bounds, how.scale, how.state_v_first)
-
-    def empty(x: Any, how: Scalars) -> tuple[Tensor | None, ...]:
-        N, HV, K, V = x.v.shape[0] if x.bounds is None else x.bounds.shape[0] - 1, x.v.shape[2], x.q.shape[
-            3], x.v.shape[3]
-        state = (N, HV, V, K) if how.state_v_first else (N, HV, K, V)
-        wide = torch.promote_types(x.q.dtype, torch.float32)
-        return (x.v.new_empty(x.v.shape, dtype=how.out_dtype),
-                x.q.new_empty(state, dtype=wide) if how.has_ht else None, *room(how.needs_grad, *x[:-2]))
-
-    def backward(plan: Plan, x: Any, y: Any, grads: Any, how: Scalars, wanted: frozenset[str]) -> Gradients:
-        do = torch.zeros_like(x.v) if grads.o is None else grads.o.contiguous()
-        dht = None if grads.ht is None else grads.ht.contiguous()
-        found = kernels(name, "backward").run(plan, *x, *y[2:], how.scale, how.state_v_first, do, dht, wanted)
-        return dict(zip((*arguments, "h0"), found, strict=True))
-
-    operator: Operator[Any, Scalars, Any] = Operator(
-        name, _fields("Tensors", inputs), Scalars, _fields("Outputs", results), 2, forward=forward,
-        kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=backward,
-        traced=Traced(problem, empty, on_torch))
-    family = Chunked(name, arguments, torch_path, tuple(sorted(options, key=lambda option: option[1])),
-                    one_graph, operator)
-    return family
-
-
-def _fields(name: str, optional: dict[str, bool]) -> Any:
-    """A NamedTuple class of tensors."""
-    return NamedTuple(name, [(field, Tensor | None if may_miss else Tensor)
-                             for field, may_miss in optional.items()])

@@ -9,7 +9,7 @@ from flashlin.guards.tensors import check_qkv
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta import torch_path
 from flashlin.ops._common import chunked
-from flashlin.ops._common.chunked import QKV, Argument, Request
+from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request
 from flashlin.ops.norm import l2norm
 
 
@@ -23,7 +23,7 @@ def _room(needs_grad: bool, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
     return A, lost, q.new_empty(2, HV, B * T, dtype=torch.float32)
 
 
-FAMILY = chunked.family_of("delta", {
+FAMILY = Chunked("delta", {
     **QKV, "beta": Argument(("B", "T", "HV"), wide=True,
                             hint=" (a beta per value channel needs fused_recurrent)"),
     "g": Argument(("B", "T", "HV"), wide=True, optional=True)},

@@ -35,7 +35,8 @@ Kept = tuple[Outputs, Outputs]
 
 NOTHING = torch.uint8  # the dtype of the empty vector that stands for None where an operator returns a tensor
 BESIDE = 3  # what _Eager.forward takes before the tensors
-TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str", torch.dtype: "ScalarType"}
+TYPES: dict[Any, str] = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str",
+                         torch.dtype: "ScalarType"}
 SCHEMA_TYPES = {**TYPES, **{hint | None: f"{name}?" for hint, name in TYPES.items()}}
 
 # Operators that have gone forward by plain torch: what they kept for backward's kernels may be nothing.

@@ -36,7 +36,6 @@ from flashlin.ops._common.planned import (
     as_planned,
     common_dtype,
     dtype_as_planned,
-    head_size_class,
     name_of,
     planned,
     suspect_layout,
@@ -108,10 +107,9 @@ def run(
                              f"{'state_indices' if indices is not None else 'inplace_state'}, which "
                              "overwrites states")
         return _in_place(x, how, indices), x.h0 if has_ht else None
-    T, H, K = x.q.shape[1:]
+    T, H = x.q.shape[1:3]
     if torch.compiler.is_compiling():
-        plan, (path, dot) = None, traced_way(op, "recurrent", "fused_recurrent", name_of(common),
-                                             head_size_class(K), head_size_class(x.v.shape[3]), x.q.device)
+        plan, (path, dot) = None, traced_way(op, "recurrent", "fused_recurrent", x.q, x.v)
     else:
         if 1 < T < H:
             suspect_layout(op, T, H)
