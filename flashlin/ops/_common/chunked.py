@@ -187,19 +187,19 @@ def run(
         check_state("initial_state", h0, B if bounds is None else bounds.shape[0] - 1, H=HV, K=K, V=V,
                     v_first=state_v_first, device=q.device, packed=bounds is not None, first=first)
     scale = K ** -0.5 if scale is None else scalars.number("scale", scale)
-    given = [x.detach() if argument.constant and x is not None else x
-             for argument, x in zip(arguments, tensors, strict=True)]
     if scale < 0:  # some kernels keep the scale in an exponent
-        given[0], scale = -q, -scale
-    if reverse:
-        given = [x.flip(1) if x is not None and "T" in argument.shape else x
-                 for argument, x in zip(arguments, given, strict=True)]
-        if bounds is not None:
-            bounds, h0 = T - bounds.flip(0), None if h0 is None else h0.flip(0)
+        tensors, scale = (-q, *tensors[1:]), -scale
     # wide tensors are not multiplied with the others
-    dtype = common_dtype(q, *[x for argument, x in zip(arguments, given, strict=True) if not argument.wide])
-    given = [x if argument.wide or x is None or x.dtype == dtype else x.to(dtype)
-             for argument, x in zip(arguments, given, strict=True)]
+    dtype = common_dtype(q, *[x for argument, x in zip(arguments, tensors, strict=True) if not argument.wide])
+    given: list[Tensor | None] = []
+    for argument, x in zip(arguments, tensors, strict=True):
+        if x is not None:
+            x = x.detach() if argument.constant else x
+            x = x.flip(1) if reverse and "T" in argument.shape else x
+            x = x if argument.wide or x.dtype == dtype else x.to(dtype)
+        given.append(x)
+    if reverse and bounds is not None:
+        bounds, h0 = T - bounds.flip(0), None if h0 is None else h0.flip(0)
     out_dtype = out_dtype or v.dtype
     x = family.operator.tensors(*given, h0, bounds)
     how = Scalars(scale, has_ht, state_v_first, out_dtype, mode, wants_grad(*x), op)
@@ -213,8 +213,10 @@ def run(
     # Traced, a loop over chunks would be unrolled, and bounds cannot be read: then plain torch, too, runs
     # inside of the operator.
     inside = plan is None and (not family.one_graph or bounds is not None or exporting())
-    o, ht = family.on_torch(x, how) if path == "torch" and not inside else _on_kernels(family, plan, x, how,
-                                                                                      dot)
+    if path == "torch" and not inside:
+        o, ht = family.on_torch(x, how)
+    else:
+        o, ht = _on_kernels(family, plan, x, how, dot)
     if reverse:
         o, ht = o.flip(1), ht if bounds is None or not has_ht else ht.flip(0)
     return o.to(out_dtype), ht if has_ht else None

@@ -205,22 +205,18 @@ class _Library(Generic[X, S, Y]):
             ),
         )
         back.register_fake(self._pull_back_fake)
-        once_traced(back, lambda inputs: inputs[-2])
+        once_traced(back)
 
     def _run(self, *arguments: Any) -> tuple[Tensor, ...]:
-        x, how = self._split(arguments)
+        x, how = _split(self.of.tensors, self.of.scalars, arguments)
         plan = planned(self.traced.problem(x, how), x[0].device)
         if plan.problem.path != "torch":
             return _all_there(self.of.forward(plan, x, how), x[0])
         return _all_there(self._on_torch(x, how), x[0])
 
     def _run_fake(self, *arguments: Any) -> tuple[Tensor, ...]:
-        x, how = self._split(arguments)
+        x, how = _split(self.of.tensors, self.of.scalars, arguments)
         return _all_there(self.traced.empty(x, how), x[0])
-
-    def _split(self, arguments: Iterable[Any]) -> tuple[X, S]:
-        given = iter(arguments)
-        return self.of.tensors(*islice(given, self.of.count)), self.of.scalars(*given)
 
     def _on_torch(self, x: X, how: Any) -> list[Tensor | None]:
         """The outputs by plain torch, as kernels would have left them; where plain torch makes nothing that
@@ -237,7 +233,7 @@ class _Library(Generic[X, S, Y]):
         return outputs
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-        x, how = self._split(inputs)
+        x, how = _split(self.of.tensors, self.of.scalars, inputs)
         ctx.call = self.of, None, how
         ctx.set_materialize_grads(False)
         x_kept, y_kept = self.of.kept(
@@ -246,11 +242,8 @@ class _Library(Generic[X, S, Y]):
         ctx.save_for_backward(*x_kept, *y_kept)
 
     def _differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        back, saved, how = (
-            getattr(torch.ops.flashlin, f"{self.of.name}_backward"),
-            ctx.saved_tensors,
-            ctx.call[2],
-        )
+        back, saved = getattr(torch.ops.flashlin, f"{self.of.name}_backward"), ctx.saved_tensors
+        _, _, how = ctx.call
 
         def compute(wanted: frozenset[str]) -> Gradients:
             names = [name for name in self.of.names if name in wanted]
@@ -267,7 +260,7 @@ class _Library(Generic[X, S, Y]):
         gradients: Gradients
         if plan.problem.path != "torch":
             if self.of.name in emptied:
-                # x is all there then: what would be missing was not kept because y has it
+                # x is all there then: kernels that keep more than what is returned read x, too
                 y = self.of.outputs(*self.of.forward(plan, x, how))
             gradients = self.of.backward(plan, x, y, grads, how, frozenset(wanted))
         elif self.traced.backward_on_torch is not None:
@@ -306,19 +299,14 @@ def writing_operator(
 ) -> Callable[..., Any]:
     """flashlin::<name>, for traced calls that write to one of their tensors and have no gradients. run plans
     when it runs; empty: a tensor like its result."""
-    count = len(fields_of(tensors))
-
-    def split(arguments: tuple[Any, ...]) -> tuple[X, S]:
-        return tensors(*arguments[:count]), scalars(*arguments[count:])
-
     inputs = ", ".join([*typed(tensors), *typed(scalars)])
     operator = torch.library.custom_op(
         f"flashlin::{name}",
-        lambda *arguments: run(*split(arguments)).contiguous(),
+        lambda *arguments: run(*_split(tensors, scalars, arguments)).contiguous(),
         mutates_args=(written,),
         schema=f"({inputs.replace(f'Tensor {written}', f'Tensor(a!) {written}')}) -> Tensor",
     )
-    operator.register_fake(lambda *arguments: empty(*split(arguments)))
+    operator.register_fake(lambda *arguments: empty(*_split(tensors, scalars, arguments)))
     return operator
 
 
@@ -337,6 +325,14 @@ def fields_of(named: Any) -> tuple[str, ...]:
 def typed(fields: Any) -> list[str]:
     """The fields of a NamedTuple class as a schema writes them: ``Tensor? h0``."""
     return [f"{SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(fields).items()]
+
+
+def _split(
+    tensors: Callable[..., X], scalars: Callable[..., S], arguments: Sequence[Any]
+) -> tuple[X, S]:
+    """What a library operator got, as an operator's functions take it."""
+    count = len(fields_of(tensors))
+    return tensors(*arguments[:count]), scalars(*arguments[count:])
 
 
 def _all_there(outputs: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:

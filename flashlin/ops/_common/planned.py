@@ -106,7 +106,7 @@ def _way_of_sizes(
     v_first: bool,
     device: torch.device,
 ) -> tuple[str, str]:
-    """The same of what torch.compile may know while tracing: no B, T or H, so that none is ever
+    """Path and dot by what torch.compile may know while tracing: no B, T or H, so that none is ever
     specialised."""
     problem = planned(Problem(op, family, mode, B=1, T=1, H=1, K=K, V=V, N=1, dtype=dtype, varlen=False,
                               needs_grad=True, options=("v_first",) * v_first), device).problem
@@ -121,12 +121,13 @@ def as_planned(x: X, dot: str) -> X:
     nothing of 16 bits may reach a kernel, not even to be loaded or stored."""
     if dot != "fp32":
         return x
-    found = [t.float() if t is not None and t.dtype in SIXTEEN_BITS else t for t in x]
-    return x._make(found) if hasattr(x, "_make") else tuple(found)  # type: ignore[return-value]
+    make: Any = x._make if hasattr(x, "_make") else tuple
+    operands: X = make([t.float() if t is not None and t.dtype in SIXTEEN_BITS else t for t in x])
+    return operands
 
 
 def dtype_as_planned(dtype: torch.dtype, dot: str) -> torch.dtype:
-    """The same of what kernels write."""
+    """The dtype that a plan's kernels write where ``dtype`` is asked for."""
     return torch.float32 if dot == "fp32" and dtype in SIXTEEN_BITS else dtype
 
 
@@ -140,6 +141,7 @@ def common_dtype(first: torch.Tensor, *others: torch.Tensor | None) -> torch.dty
 
 
 def name_of(dtype: torch.dtype) -> str:
+    """The dtype without ``torch.``, as a Problem has it."""
     return _DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
