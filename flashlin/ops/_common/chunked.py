@@ -27,16 +27,14 @@ from flashlin.guards import scalars
 from flashlin.guards.limits import FEW_TOKENS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, check_values, need_tensor
+from flashlin.ops._common import sequences
 from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
 from flashlin.ops._common.planned import (
     as_planned,
     common_dtype,
     dtype_as_planned,
     exporting,
-    name_of,
     planned,
-    suspect_layout,
-    traced_way,
     wants_grad,
 )
 
@@ -99,8 +97,8 @@ class Chunked:
 
     def __post_init__(self) -> None:
         inputs = {name: argument.optional for name, argument in self.arguments.items()}
-        self.options = sorted((name, at) for at, (name, argument) in enumerate(self.arguments.items())
-                              if argument.optional and not argument.constant)
+        self.options = [(name, at) for at, (name, argument) in enumerate(self.arguments.items())
+                        if argument.optional and not argument.constant]
         self.operator: Operator[Any, Scalars, Any] = Operator(
             self.name, _fields("Tensors", {**inputs, "h0": True, "bounds": True}), Scalars,
             _fields("Outputs", {"o": False, **dict.fromkeys(("ht", *self.kept), True)}), 2,
@@ -120,20 +118,13 @@ class Chunked:
         return o, ht.mT if how.state_v_first else ht
 
     def empty(self, x: Any, how: Scalars) -> tuple[Tensor | None, ...]:
-        B, _, HV, V = x.v.shape
-        K, N = x.q.shape[3], B if x.bounds is None else x.bounds.shape[0] - 1
-        state = (N, HV, V, K) if how.state_v_first else (N, HV, K, V)
-        wide = torch.promote_types(x.q.dtype, torch.float32)
-        return (x.v.new_empty(x.v.shape, dtype=how.out_dtype),
-                x.q.new_empty(state, dtype=wide) if how.has_ht else None,
-                *self.room(how.needs_grad, *x[:-2]))
+        outputs = sequences.empty_outputs(x, how, how.state_v_first)
+        return *outputs, *self.room(how.needs_grad, *x[:-2])
 
     def backward(self, plan: Plan, x: Any, y: Any, grads: Any, how: Scalars,
                  wanted: frozenset[str]) -> Gradients:
-        do = torch.zeros_like(x.v) if grads.o is None else grads.o.contiguous()
-        dht = None if grads.ht is None else grads.ht.contiguous()
-        gradients = kernels(self.name, "backward").run(plan, *x, *y[2:], how.scale, how.state_v_first, do,
-                                                       dht, wanted)
+        gradients = kernels(self.name, "backward").run(
+            plan, *x, *y[2:], how.scale, how.state_v_first, *sequences.contiguous(grads, x.v), wanted)
         return dict(zip((*self.arguments, "h0"), gradients, strict=True))
 
 
@@ -203,13 +194,7 @@ def run(
     out_dtype = out_dtype or v.dtype
     x = family.operator.tensors(*given, h0, bounds)
     how = Scalars(scale, has_ht, state_v_first, out_dtype, mode, wants_grad(*x), op)
-    if torch.compiler.is_compiling():
-        plan, (path, dot) = None, traced_way(op, family.name, mode, x.q, x.v, state_v_first)
-    else:
-        if 1 < T < H:
-            suspect_layout(op, T, H)
-        plan = planned(family.problem(x, how), q.device)
-        path, dot = plan.problem.path, plan.problem.dot
+    plan, path, dot = sequences.way(family.problem, x, how, family.name, mode, state_v_first)
     # Traced, a loop over chunks would be unrolled, and bounds cannot be read: then plain torch, too, runs
     # inside of the operator.
     inside = plan is None and (not family.one_graph or bounds is not None or exporting())
@@ -268,16 +253,15 @@ def by_chunks(family: Chunked, op: str, mode: str, tensors: tuple[Tensor | None,
 
 def problem_of(family: Chunked, op: str, tensors: Sequence[Tensor | None], bounds: Tensor | None,
                needs_grad: bool, mode: str = "chunk", v_first: bool = False) -> Problem:
-    """H counts value heads: they own the states."""
+    """tensors: the family's, in its order; whatever follows them is not read."""
     q, v = tensors[0], tensors[2]
     assert q is not None and v is not None
-    B, T, HV, V = v.shape
-    H, K = q.shape[2:]
     options = [name for name, at in family.options if tensors[at] is not None]
-    options = sorted([*options, *["gva"] * (HV != H), *["v_first"] * v_first])
-    N = B if bounds is None else bounds.shape[0] - 1
-    return Problem(op, family.name, mode, B=B, T=T, H=HV, K=K, V=V, N=N, dtype=name_of(q.dtype),
-                   varlen=bounds is not None, needs_grad=needs_grad, options=tuple(options))
+    if v.shape[2] != q.shape[2]:
+        options.append("gva")
+    if v_first:
+        options.append("v_first")
+    return sequences.problem_of(op, family.name, mode, q, v, bounds, needs_grad, options)
 
 
 def check_options(chunk_size: Any, chunk_sizes: tuple[int | None, ...], cp_context: Any,

@@ -87,32 +87,6 @@ def head_size_class(size: int) -> int:
     return 1024
 
 
-def traced_way(op: str, family: str, mode: str, q: torch.Tensor, v: torch.Tensor,
-               v_first: bool = False) -> tuple[str, str]:
-    """Path and dot of a call that torch.compile traces, whose plan is only made when it runs."""
-    way: tuple[str, str] = _way_of_sizes(op, family, mode, name_of(q.dtype), head_size_class(q.shape[3]),
-                                         head_size_class(v.shape[3]), v_first, q.device)
-    return way
-
-
-@constant_while_tracing
-def _way_of_sizes(
-    op: str,
-    family: str,
-    mode: str,
-    dtype: str,
-    K: int,
-    V: int,
-    v_first: bool,
-    device: torch.device,
-) -> tuple[str, str]:
-    """Path and dot by what torch.compile may know while tracing: no B, T or H, so that none is ever
-    specialised."""
-    problem = planned(Problem(op, family, mode, B=1, T=1, H=1, K=K, V=V, N=1, dtype=dtype, varlen=False,
-                              needs_grad=True, options=("v_first",) * v_first), device).problem
-    return problem.path, problem.dot
-
-
 X = TypeVar("X", bound=tuple[Any, ...])
 
 

@@ -31,15 +31,13 @@ from flashlin.kernels.gla import torch_path as chunked_gla
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import kept
+from flashlin.ops._common import sequences
 from flashlin.ops._common.operator import Operator, Traced, kernels, writing_operator
 from flashlin.ops._common.planned import (
     as_planned,
     common_dtype,
     dtype_as_planned,
-    name_of,
     planned,
-    suspect_layout,
-    traced_way,
     wants_grad,
 )
 from flashlin.ops._common.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
@@ -107,19 +105,12 @@ def run(
                              f"{'state_indices' if indices is not None else 'inplace_state'}, which "
                              "overwrites states")
         return _in_place(x, how, indices), x.h0 if has_ht else None
-    T, H = x.q.shape[1:3]
-    if torch.compiler.is_compiling():
-        plan, (path, dot) = None, traced_way(op, "recurrent", "fused_recurrent", x.q, x.v)
-    else:
-        if 1 < T < H:
-            suspect_layout(op, T, H)
-        plan = planned(problem_of(x, how), x.q.device)
-        path, dot = plan.problem.path, plan.problem.dot
+    plan, path, dot = sequences.way(problem_of, x, how, "recurrent", "fused_recurrent")
     if path == "torch" or how.needs_grad:
         x, how = prepared(x, how)
     # Traced, a loop over tokens or chunks would be unrolled, and bounds cannot be read: then plain torch,
     # too, runs inside of the operator.
-    inside = plan is None and (T > 1 or x.bounds is not None)
+    inside = plan is None and (x.q.shape[1] > 1 or x.bounds is not None)
     if path == "torch" and not inside:
         o, ht = _on_torch(x, how)
     else:
@@ -154,7 +145,7 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
     check_qkv(x.q, x.k, x.v, grouped=True, first=first)
     B, T, _, K = x.q.shape
     HV, V = x.v.shape[2:]
-    device, v_first, debug = x.q.device, "v_first" in flags, policy.current().debug
+    device, v_first = x.q.device, "v_first" in flags
     if unknown := {flag.partition(":")[0] for flag in flags} - set(FLAGS):  # a family's mistake, not a user's
         raise ValueError(f"flags: got {', '.join(unknown)}, need some of {', '.join(FLAGS)}")
     if x.beta is not None or "beta" in called:
@@ -166,19 +157,19 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
             need_tensor("beta", x.beta, (B, T, HV), "[B, T, HV] or [B, T, HV, V]", device)
     sizes = {"B": B, "T": T, "HV": HV, "K": K, "V": V}
     shapes = SHAPES if x.g is not None or x.gk is None else {**SHAPES, "dt_bias": ("HV", "K")}
-    for name, dims in shapes.items():
+    for name, letters in shapes.items():
         if (y := getattr(x, name)) is not None or name in called:
-            need_tensor(called.get(name, name), y, tuple([sizes[dim] for dim in dims]),
-                        f"[{', '.join(dims)}]", device, first)
+            need_tensor(called.get(name, name), y, tuple([sizes[letter] for letter in letters]),
+                        f"[{', '.join(letters)}]", device, first)
     if (x.a is None) != (x.b is None) or (x.a is not None and "delta" in flags):
         raise ValueError("a, b: got one of them or delta with them, need both, and without delta")
     if x.bounds is not None:
-        bounds = check_cu_seqlens(x.bounds, None, x.q.shape, device, debug, first)
+        bounds = check_cu_seqlens(x.bounds, None, x.q.shape, device, policy.current().debug, first)
         check_values("cu_seqlens", bounds)
         x = x._replace(bounds=bounds)
     if indices is not None:
         check_pool("initial_state", x.h0, None, HV, K, V, v_first, device, "state_indices")
-        readable = debug or (device.type == "cpu" and not torch.compiler.is_compiling())
+        readable = policy.current().debug or (device.type == "cpu" and not torch.compiler.is_compiling())
         check_indices(indices, x.sequences, x.h0.shape[0] if x.h0 is not None else 0, device, readable)
     elif in_place:
         check_pool("initial_state", x.h0, x.sequences, HV, K, V, v_first, device, "inplace_state")
@@ -189,14 +180,10 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
 
 
 def problem_of(x: Inputs, how: Scalars) -> Problem:
-    """H counts value heads, since each of them has a state."""
-    B, T, _, K = x.q.shape
-    HV, V = x.v.shape[2:]
     given = [name for name in ("beta", "g", "gamma", "gk", "gv", "bonus", "a", "b", "A_log")
              if getattr(x, name) is not None]
-    return Problem(how.call, "recurrent", "fused_recurrent", B=B, T=T, H=HV, K=K, V=V, N=x.sequences,
-                   dtype=name_of(x.q.dtype), varlen=x.bounds is not None, needs_grad=how.needs_grad,
-                   options=tuple(sorted([*how.words, *given])))
+    return sequences.problem_of(how.call, "recurrent", "fused_recurrent", x.q, x.v, x.bounds,
+                                how.needs_grad, (*how.words, *given))
 
 
 def _on_torch(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor]:
@@ -276,21 +263,18 @@ def _forward(plan: Plan, x: Inputs, how: Scalars) -> Any:
 
 
 def _empty(x: Inputs, how: Scalars) -> Outputs:
-    (T, _, K), (HV, V), N, packed = x.q.shape[1:], x.v.shape[2:], x.sequences, x.bounds is not None
-    state = (N, HV, V, K) if "v_first" in how.words else (N, HV, K, V)
-    wide = torch.promote_types(x.q.dtype, torch.float32)
-    return Outputs(
-        x.v.new_empty(x.v.shape, dtype=how.out_dtype),
-        x.q.new_empty(state, dtype=wide) if how.has_ht else None,
-        x.q.new_empty((kept(T, N, packed), HV, K, V), dtype=torch.float32) if how.needs_grad else None)
+    outputs = sequences.empty_outputs(x, how, "v_first" in how.words)
+    if not how.needs_grad:
+        return Outputs(*outputs, None)
+    (_, T, HV, V), K = x.v.shape, x.q.shape[3]
+    rows = kept(T, x.sequences, x.bounds is not None)
+    return Outputs(*outputs, x.q.new_empty((rows, HV, K, V), dtype=torch.float32))
 
 
 def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Any:
-    do = torch.zeros_like(x.v) if grads.o is None else grads.o.contiguous()
-    dht = None if grads.ht is None else grads.ht.contiguous()
     together = {"q", "k"} if x.a is None else {"q", "k", "a", "b"}  # what the kernel always writes
-    return kernels("recurrent", "backward").run(plan, x, y.states, how.words, how.scale, do, dht,
-                                                wanted | together)
+    return kernels("recurrent", "backward").run(plan, x, y.states, how.words, how.scale,
+                                                *sequences.contiguous(grads, x.v), wanted | together)
 
 
 OPERATOR = Operator(
