@@ -52,7 +52,8 @@ def fused_recurrent_retention(
     op = "fused_recurrent_retention"
     no_unknown(op, unknown)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
-                      state_v_first=family.v_first(op, state_v_first, transpose_state_layout), reverse=reverse)
+                      state_v_first=family.v_first(op, state_v_first, transpose_state_layout),
+                      reverse=reverse)
     return family.run(request, q, k, v, g_gamma=_gamma(q))
 
 

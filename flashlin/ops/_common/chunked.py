@@ -240,8 +240,9 @@ def by_chunks(family: Chunked, op: str, mode: str, tensors: tuple[Tensor | None,
     scalars.choice("mode", mode, MODES)
     if mode != "auto":
         return mode == "chunk"
-    for name, x in zip(family.arguments, tensors, strict=True):
-        if name == "beta" and isinstance(x, Tensor) and x.ndim == 4:
+    if "beta" in family.arguments:
+        beta = dict(zip(family.arguments, tensors, strict=True))["beta"]
+        if isinstance(beta, Tensor) and beta.ndim == 4:
             return False
     if torch.compiler.is_compiling():
         return True

@@ -118,10 +118,14 @@ class Operator(Generic[X, S, Y]):
         not the same as others."""
         wanted = frozenset(compress(self.names, needs))
         same = {name: source for name, source in self.same(how).items() if name in wanted}
-        asked = wanted - same.keys() | {source for source in same.values() if source in self.names}
-        gradients = dict(compute(asked)) if asked else {}
-        for name, source in same.items():
-            gradients[name] = gradients[source] if source in self.names else getattr(grads, source)
+        if not same:
+            gradients = compute(wanted)
+        else:
+            asked = wanted - same.keys() | {source for source in same.values() if source in self.names}
+            computed = compute(asked) if asked else {}
+            gradients = {**computed, **{
+                name: computed[source] if source in self.names else getattr(grads, source)
+                for name, source in same.items()}}
         return [gradients[name] if name in wanted else None for name in self.names]
 
 

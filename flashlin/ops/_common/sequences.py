@@ -1,6 +1,7 @@
-"""What the ops over sequences share, chunk by chunk (chunked.py) and token by token (recurrent.py). Their
-tensors, x, are NamedTuples with q [B, T, H, K], v [B, T, HV, V] and bounds [N + 1] or None; the scalars beside
-them, how, have call, needs_grad, has_ht and out_dtype."""
+"""What the ops over sequences share, chunk by chunk (chunked.py) and token by token (recurrent.py).
+
+Their tensors, x, are NamedTuples with q [B, T, H, K], v [B, T, HV, V] and bounds [N + 1] or None; the scalars
+beside them, how, have call, needs_grad, has_ht and out_dtype."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
