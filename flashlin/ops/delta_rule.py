@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.tensors import no_unknown
+from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import delta, recurrent
-from flashlin.ops._common.planned import wants_grad
+from flashlin.ops._common import chunked, delta, recurrent
+from flashlin.ops._common.chunked import CHUNK_SIZES, Request
 
 
 def chunk_delta_rule(
@@ -62,10 +62,11 @@ def chunk_delta_rule(
     cu_seqlens, CPU tensors; the inverse within a chunk is exact for keys that resemble each other; and an
     unknown keyword is an error.
     """
-    no_unknown("chunk_delta_rule", unknown)
-    return delta.run("chunk_delta_rule", q, k, v=v, beta=beta, g=None, scale=scale, h0=initial_state,
-                     has_ht=output_final_state, l2=use_qk_l2norm_in_kernel, state_v_first=False,
-                     cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size)
+    op = "chunk_delta_rule"
+    no_unknown(op, unknown)
+    scalars.choice("chunk_size", chunk_size, CHUNK_SIZES)
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    return delta.run(request, q, k, v, beta, l2=use_qk_l2norm_in_kernel)
 
 
 def fused_recurrent_delta_rule(
@@ -94,12 +95,11 @@ def fused_recurrent_delta_rule(
     Differs from fla where fla fails: the gradient of a headwise beta is right for any V, a strided
     initial_state keeps its gradient.
     """
-    no_unknown("fused_recurrent_delta_rule", unknown)
-    scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first)
-    flags = ("delta", *(["l2norm"] if use_qk_l2norm_in_kernel else []),
-             *(["v_first"] if state_v_first else []))
-    return recurrent.run("fused_recurrent_delta_rule",
-                         Inputs(q, k, v, beta, h0=initial_state, bounds=cu_seqlens), flags, scale,
+    op = "fused_recurrent_delta_rule"
+    no_unknown(op, unknown)
+    flags = recurrent.flags("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                            state_v_first=state_v_first)
+    return recurrent.run(op, Inputs(q, k, v, beta, h0=initial_state, bounds=cu_seqlens), flags, scale,
                          output_final_state, state_indices, inplace_state)
 
 
@@ -121,11 +121,10 @@ def delta_rule(
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_delta_rule``.
     """
-    if delta.chosen_mode("delta_rule", mode, q, k, v, beta,
-                         wants_grad(q, k, v, beta, initial_state)) == "chunk":
-        return chunk_delta_rule(q, k, v, beta=beta, scale=scale, initial_state=initial_state,
-                                output_final_state=output_final_state,
-                                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
-                                cu_seqlens_cpu=cu_seqlens_cpu)
-    return fused_recurrent_delta_rule(q, k, v, beta, scale, initial_state, output_final_state,
-                                      use_qk_l2norm_in_kernel, cu_seqlens)
+    check_qkv(q, k, v, grouped=True)
+    shared: dict[str, Any] = dict(
+        scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens)
+    if chunked.by_chunks(delta.FAMILY, "delta_rule", mode, (q, k, v, beta, None), initial_state):
+        return chunk_delta_rule(q, k, v, beta, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
+    return fused_recurrent_delta_rule(q, k, v, beta, **shared)

@@ -11,17 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards import scalars
 from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.dplr import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
-from flashlin.ops._common.chunked import QKV, Argument
+from flashlin.ops._common.chunked import CHUNK_SIZES, QKV, Argument, Chunked, Request, check_options
 
-CALLED = {"a": "a", "b": "b", "gk": "gk"}
-CHUNK_SIZES = (16, 32, 64)
 # With beta instead of a and b it is Kimi Delta Attention (kda.py).
-FAMILY = chunked.family_of("dplr", inputs.Inputs, {
+FAMILY = Chunked("dplr", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "HV", "K"), wide=True),
     "a": Argument(("B", "T", "HV", "K"), optional=True), "b": Argument(("B", "T", "HV", "K"), optional=True),
     "beta": Argument(("B", "T", "HV"), wide=True, optional=True,
@@ -84,48 +81,9 @@ def chunk_dplr_delta_rule(
     """
     op = "chunk_dplr_delta_rule"
     no_unknown(op, unknown)
-    return run(op, q, k, v=v, g=gk, a=a, b=b, scale=scale, h0=initial_state, has_ht=output_final_state,
-               cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size,
-               cp_context=cp_context, lower_bound=lower_bound, called=CALLED)
-
-
-def run(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale: float | None,
-    h0: Tensor | None,
-    has_ht: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    chunk_size: int | None,
-    cp_context: Any,
-    lower_bound: float | None,
-    called: dict[str, str],
-) -> tuple[Tensor, Tensor | None]:
-    """The chunked ops with two writing vectors. called: those of arguments, where they are not those of
-    inputs.py."""
     check_options(chunk_size, (None, *CHUNK_SIZES), cp_context, lower_bound)
-    for name, x in (("a", a), ("b", b)):
-        if x is None:
-            raise TypeError(f"{name}: got NoneType, need a tensor of shape [B, T, HV, K]")
-    return chunked.run(FAMILY, op, (q, k, v, g, a, b, None), scale, h0, has_ht, False, cu_seqlens,
-                       cu_seqlens_cpu, called={"g": called.get("gk", "g"), "q": called.get("q", "q")})
-
-
-def check_options(chunk_size: int | None, chunk_sizes: tuple[int | None, ...], cp_context: Any,
-                  lower_bound: float | None) -> None:
-    """What the family's chunked ops only look at."""
-    scalars.choice("chunk_size", chunk_size, chunk_sizes)
-    if cp_context is not None:
-        raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: flashlin has no context "
-                         "parallelism")
-    if lower_bound is not None:
-        scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO, need="a number below 0, or None")
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    return chunked.run(FAMILY, request, (q, k, v, gk, a, b, None), called={"g": "gk", "a": "a", "b": "b"})
 
 
 def fused_recurrent_dplr_delta_rule(
@@ -173,6 +131,6 @@ def fused_recurrent_dplr_delta_rule(
     """
     op = "fused_recurrent_dplr_delta_rule"
     no_unknown(op, unknown)
-    scalars.flags(reverse=reverse)
     return recurrent.run(op, Inputs(q, k, v, gk=gk, a=a, b=b, h0=initial_state, bounds=cu_seqlens),
-                         ("reverse",) if reverse else (), scale, output_final_state, called=CALLED)
+                         recurrent.flags(reverse=reverse), scale, output_final_state,
+                         called={"gk": "gk", "a": "a", "b": "b"})

@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards import scalars
-from flashlin.guards.tensors import check_floats, need_tensor, no_unknown
+from flashlin.guards.tensors import check_floats, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import delta, recurrent
-from flashlin.ops._common.planned import wants_grad
-from flashlin.ops._common.preprocess import beta_of_logits, decay_of_gate
+from flashlin.ops._common import chunked, delta, recurrent
+from flashlin.ops._common.chunked import CHUNK_SIZES, Request, check_options
+from flashlin.ops._common.preprocess import beta_of_logits, check_gates, decay_of_gate
 from flashlin.ops.simple_gla import v_first
 
 
@@ -81,16 +80,24 @@ def chunk_gated_delta_rule(
     above 256, any B * H, checked cu_seqlens, CPU tensors; the inverse within a chunk is exact for keys that
     resemble each other; and an unknown keyword is an error.
     """
-    no_unknown("chunk_gated_delta_rule", unknown)
-    if cp_context is not None:
-        raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: flashlin has no context "
-                         "parallelism")
-    g, beta = gates("chunk_gated_delta_rule", g, beta, use_gate_in_kernel, A_log, dt_bias,
-                    use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    return delta.run("chunk_gated_delta_rule", q, k, v=v, beta=beta, g=g, scale=scale, h0=initial_state,
-                     has_ht=output_final_state, l2=use_qk_l2norm_in_kernel,
-                     state_v_first=v_first("chunk_gated_delta_rule", state_v_first, transpose_state_layout),
-                     cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size)
+    op = "chunk_gated_delta_rule"
+    no_unknown(op, unknown)
+    check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    check_options(chunk_size, CHUNK_SIZES, cp_context)
+    if use_gate_in_kernel:
+        if A_log is None:
+            raise ValueError(f"{op}: A_log: got None, need a tensor [HV] when use_gate_in_kernel is set")
+        check_floats("g", g, "[B, T, HV]", 3)
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if x is not None:
+                need_tensor(name, x, (g.shape[2],), "[HV]", g.device, "g")
+        g = decay_of_gate(g, A_log, dt_bias)
+    if use_beta_sigmoid_in_kernel:
+        check_floats("beta", beta, "[B, T, HV]")
+        beta = beta_of_logits(beta, allow_neg_eigval)
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      v_first(op, state_v_first, transpose_state_layout))
+    return delta.run(request, q, k, v, beta, g, l2=use_qk_l2norm_in_kernel)
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -163,53 +170,22 @@ def fused_recurrent_gated_delta_rule(
     """
     op = "fused_recurrent_gated_delta_rule"
     no_unknown(op, unknown)
-    scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
-                  use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval)
-    for name, x, because in (("g", g, use_gate_in_kernel), ("A_log", A_log, use_gate_in_kernel),
-                             ("beta", beta, use_beta_sigmoid_in_kernel)):
-        if because and x is None:
-            raise ValueError(f"{op}: {name}: got None, need a tensor with "
-                             f"{'use_beta_sigmoid' if name == 'beta' else 'use_gate'}_in_kernel")
-    if not use_gate_in_kernel and (A_log is not None or dt_bias is not None):
-        raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, "
-                         "which alone reads it")
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise ValueError(f"{op}: got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both (or a "
-                         "beta in 0 .. 2)")
-    asked = {"delta": True, "l2norm": use_qk_l2norm_in_kernel, "sigmoid": use_beta_sigmoid_in_kernel,
-             "neg_eigval": allow_neg_eigval, "v_first": v_first(op, state_v_first, transpose_state_layout)}
+    check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if use_gate_in_kernel and (g is None or A_log is None):
+        raise ValueError(f"{op}: {'g' if g is None else 'A_log'}: got None, need a tensor with "
+                         "use_gate_in_kernel")
+    if use_beta_sigmoid_in_kernel and beta is None:
+        raise ValueError(f"{op}: beta: got None, need a tensor with use_beta_sigmoid_in_kernel")
+    flags = recurrent.flags("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+                            allow_neg_eigval=allow_neg_eigval,
+                            state_v_first=v_first(op, state_v_first, transpose_state_layout))
     inputs = Inputs(q, k, v, beta, g, None, gk, gv, A_log=A_log, dt_bias=dt_bias, h0=initial_state,
                     bounds=cu_seqlens)
-    return recurrent.run(op, inputs, tuple(flag for flag, on in asked.items() if on), scale,
-                         output_final_state, state_indices, inplace_state)
+    return recurrent.run(op, inputs, flags, scale, output_final_state, state_indices, inplace_state)
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
-
-
-def gates(op: str, g: Tensor, beta: Tensor, use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | None,
-          use_sigmoid: bool, allow_neg_eigval: bool) -> tuple[Tensor, Tensor]:
-    """g and beta as the recurrence wants them."""
-    scalars.flags(use_gate_in_kernel=use_gate, use_beta_sigmoid_in_kernel=use_sigmoid,
-                  allow_neg_eigval=allow_neg_eigval)
-    if use_gate:
-        if A_log is None:
-            raise ValueError(f"{op}: A_log: got None, need a tensor [HV] when use_gate_in_kernel is set")
-        check_floats("g", g, "[B, T, HV]", 3)
-        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-            if x is not None:
-                need_tensor(name, x, (g.shape[2],), "[HV]", g.device, "g")
-        g = decay_of_gate(g, A_log, dt_bias)
-    elif A_log is not None or dt_bias is not None:
-        raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, "
-                         "which alone reads it")
-    if use_sigmoid:
-        check_floats("beta", beta, "[B, T, HV]")
-        beta = beta_of_logits(beta, allow_neg_eigval)
-    elif allow_neg_eigval:
-        raise ValueError(f"{op}: got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both (or a "
-                         "beta in 0 .. 2)")
-    return g, beta
 
 
 def gated_delta_rule(
@@ -238,14 +214,14 @@ def gated_delta_rule(
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_gated_delta_rule``.
     """
-    needs_grad = wants_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
-    gates_here = dict(use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-                      allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-                      use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias)
-    if delta.chosen_mode("gated_delta_rule", mode, q, k, v, beta, needs_grad) == "chunk":
-        return chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
-                                      use_qk_l2norm_in_kernel,
-                                      cu_seqlens_cpu=cu_seqlens_cpu, **gates_here)  # type: ignore[arg-type]
-    return fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, scale=scale, initial_state=initial_state,
-                                            output_final_state=output_final_state,
-                                            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **gates_here)  # type: ignore[arg-type]
+    check_qkv(q, k, v, grouped=True)
+    shared: dict[str, Any] = dict(
+        scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens, use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log, dt_bias=dt_bias)
+    if chunked.by_chunks(delta.FAMILY, "gated_delta_rule", mode, (q, k, v, beta, g), initial_state, A_log,
+                         dt_bias):
+        return chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
+    return fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, **shared)

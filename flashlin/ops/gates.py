@@ -7,6 +7,8 @@ DeltaNet), Kimi Team 2025 (KDA).
 """
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -39,11 +41,9 @@ def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None,
     check_rows("g", g, "[..., HV]")
     check_dtype("output_dtype", output_dtype)
     HV = g.shape[-1]
-    check_parameter("A_log", A_log, HV, "HV", "g", g)
-    if dt_bias is not None:
-        check_parameter("dt_bias", dt_bias, HV, "HV", "g", g)
-        dt_bias = dt_bias.reshape(HV)
-    y, = run("fused_gdn_gate", HV, 1, output_dtype, g, A_log.reshape(HV), dt_bias)
+    A_log = parameter("A_log", A_log, (HV,), "HV", g)
+    dt_bias = None if dt_bias is None else parameter("dt_bias", dt_bias, (HV,), "HV", g)
+    y, = run("fused_gdn_gate", HV, 1, output_dtype, g, A_log, dt_bias)
     return y
 
 
@@ -59,14 +59,17 @@ def fused_kda_gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | Non
     check_rows("g", g, "[..., H, K]", columns=2)
     check_dtype("output_dtype", output_dtype)
     H, K = g.shape[-2:]
-    if A_log is not None:
-        check_parameter("A_log", A_log, H, "H", "g", g)
-        A_log = A_log.reshape(H, 1)
-    if dt_bias is not None:
-        check_parameter("dt_bias", dt_bias, H * K, "H * K", "g", g)
-        dt_bias = dt_bias.reshape(H, K)
+    A_log = None if A_log is None else parameter("A_log", A_log, (H, 1), "H", g)
+    dt_bias = None if dt_bias is None else parameter("dt_bias", dt_bias, (H, K), "H * K", g)
     if lower_bound is not None:
         lower_bound = scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO,
                                      need="a number below 0, or None")
     y, = run("fused_kda_gate", H, K, output_dtype, g, A_log, dt_bias, bound=lower_bound)
     return y
+
+
+def parameter(name: str, x: Tensor, shape: tuple[int, ...], meaning: str, g: Tensor) -> Tensor:
+    """x in that shape, of whose elements, in any other shape, it must have as many. g: the gate's input, on
+    whose device it must be."""
+    check_parameter(name, x, math.prod(shape), meaning, "g", g)
+    return x.reshape(shape)

@@ -9,17 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.gla import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
-from flashlin.ops._common.chunked import QKV, Argument
-from flashlin.ops._common.planned import wants_grad
+from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request
 from flashlin.ops.simple_gla import v_first
 
 # RWKV-6 has a bonus u, and with it reads before the update (ops/rwkv6.py).
-FAMILY = chunked.family_of("gla", inputs.Inputs, {
+FAMILY = Chunked("gla", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "H", "K"), wide=True),
     "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.run)
 
@@ -69,8 +67,9 @@ def chunk_gla(
     """
     op = "chunk_gla"
     no_unknown(op, unknown)
-    return chunked.run(FAMILY, op, (q, k, v, g, None), scale, initial_state, output_final_state,
-                       v_first(op, state_v_first, transpose_state_layout), cu_seqlens, cu_seqlens_cpu)
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      v_first(op, state_v_first, transpose_state_layout))
+    return chunked.run(FAMILY, request, (q, k, v, g, None))
 
 
 def fused_recurrent_gla(
@@ -101,11 +100,11 @@ def fused_recurrent_gla(
     """
     op = "fused_recurrent_gla"
     no_unknown(op, unknown)
-    scalars.flags(reverse=reverse)
     check_qkv(q, k, v)
-    asked = {"reverse": reverse, "v_first": v_first(op, state_v_first, transpose_state_layout)}
-    return recurrent.run(op, Inputs(q, k, v, gk=gk, gv=gv, h0=initial_state, bounds=cu_seqlens),
-                         tuple(flag for flag, on in asked.items() if on), scale, output_final_state)
+    flags = recurrent.flags(reverse=reverse,
+                            state_v_first=v_first(op, state_v_first, transpose_state_layout))
+    return recurrent.run(op, Inputs(q, k, v, gk=gk, gv=gv, h0=initial_state, bounds=cu_seqlens), flags, scale,
+                         output_final_state)
 
 
 def gla(
@@ -128,10 +127,9 @@ def gla(
     """
     check_qkv(q, k, v)
     need_tensor("g", g, tuple(q.shape), "[B, T, H, K]", q.device)
-    if chunked.chosen_mode(FAMILY, "gla", mode, q, v, wants_grad(q, k, v, g, initial_state)) == "chunk":
-        return chunk_gla(q, k, v, g=g, scale=scale, initial_state=initial_state,
-                         output_final_state=output_final_state, state_v_first=state_v_first,
-                         cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
-    return fused_recurrent_gla(q, k, v, gk=g, gv=None, scale=scale, initial_state=initial_state,
-                               output_final_state=output_final_state, reverse=False,
-                               state_v_first=state_v_first, cu_seqlens=cu_seqlens)
+    shared: dict[str, Any] = dict(
+        scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens)
+    if chunked.by_chunks(FAMILY, "gla", mode, (q, k, v, g, None), initial_state):
+        return chunk_gla(q, k, v, g, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
+    return fused_recurrent_gla(q, k, v, g, **shared)

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import dplr_delta_rule
-from flashlin.ops._common import recurrent
+from flashlin.ops._common import chunked, recurrent
+from flashlin.ops._common.chunked import CHUNK_SIZES, Request
+from flashlin.ops.dplr_delta_rule import FAMILY
 
 CALLED = {"a": "a", "b": "b"}
 
@@ -47,11 +49,10 @@ def chunk_iplr_delta_rule(
     op = "chunk_iplr_delta_rule"
     no_unknown(op, unknown)
     check_qkv(q, k, v)
+    scalars.choice("chunk_size", chunk_size, (None, *CHUNK_SIZES))
     g = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    return dplr_delta_rule.run(op, q, k, v=v, g=g, a=a, b=b, scale=scale, h0=initial_state,
-                               has_ht=output_final_state, cu_seqlens=cu_seqlens,
-                               cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size, cp_context=None,
-                               lower_bound=None, called=CALLED)
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    return chunked.run(FAMILY, request, (q, k, v, g, a, b, None), called=CALLED)
 
 
 def fused_recurrent_iplr_delta_rule(

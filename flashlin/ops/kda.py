@@ -15,11 +15,10 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import check_floats, check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
-from flashlin.ops._common.planned import wants_grad
-from flashlin.ops._common.pointwise import check_parameter
-from flashlin.ops._common.preprocess import beta_of_logits, wide
-from flashlin.ops.dplr_delta_rule import FAMILY, check_options
-from flashlin.ops.gates import fused_kda_gate
+from flashlin.ops._common.chunked import Request, check_options
+from flashlin.ops._common.preprocess import beta_of_logits, check_gates, wide
+from flashlin.ops.dplr_delta_rule import FAMILY
+from flashlin.ops.gates import fused_kda_gate, parameter
 from flashlin.ops.norm import l2norm
 from flashlin.ops.simple_gla import v_first
 
@@ -114,7 +113,8 @@ def chunk_kda(
                          "use_gate_in_kernel")
     if return_intermediate_states and not torch.is_inference_mode_enabled():
         raise ValueError("return_intermediate_states: got True, need torch.inference_mode() around it")
-    turned = v_first(op, state_v_first, transpose_state_layout)
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      v_first(op, state_v_first, transpose_state_layout))
     check_qkv(q, k, v, grouped=True)
     if use_gate_in_kernel:
         A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
@@ -128,57 +128,43 @@ def chunk_kda(
     if beta is None:
         raise TypeError("beta: got NoneType, need a tensor of shape [B, T, HV]")
     if return_intermediate_states:
-        return _with_states(tensors, scale, initial_state, output_final_state, turned, cu_seqlens,
-                            cu_seqlens_cpu, chunk_size)
-    return chunked.run(FAMILY, op, tensors, scale, initial_state, output_final_state, turned, cu_seqlens,
-                       cu_seqlens_cpu, grouped=True)
+        return _with_states(request, tensors, chunk_size)
+    return chunked.run(FAMILY, request, tensors, grouped=True)
 
 
-def _with_states(tensors: tuple[Tensor | None, ...], scale: float | None, h0: Tensor | None, has_ht: bool,
-                 state_v_first: bool, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None,
+def _with_states(request: Request, tensors: tuple[Tensor | None, ...],
                  size: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A call for each number of a chunk, packing the sequences that have so many; the state goes from one to
-    the next."""
+    """A call for all first chunks of ``size`` tokens, packed, then one for all second chunks, and so on, each
+    beginning with the states that the one before it left."""
     q, k, v = tensors[:3]
     assert q is not None and k is not None and v is not None
     (B, T), (HV, V), K = q.shape[:2], v.shape[2:], q.shape[3]
     # what a whole call would refuse, this one refuses too
-    o, _ = chunked.run(FAMILY, "chunk_kda", tensors, scale, h0, False, state_v_first, cu_seqlens,
-                       cu_seqlens_cpu, grouped=True)
-    edges = list(range(0, B * T + 1, max(T, 1))) if cu_seqlens is None else (cu_seqlens
-                                                                             if cu_seqlens_cpu is None
-                                                                             else cu_seqlens_cpu).tolist()
-    N = B if cu_seqlens is None else len(edges) - 1
+    o, _ = chunked.run(FAMILY, request._replace(has_ht=False), tensors, grouped=True)
+    packed = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
+    edges = range(0, B * T + 1, max(T, 1)) if packed is None else packed.tolist()
+    chunks = [torch.arange(first, end, device=q.device).split(size) if first < end else ()
+              for first, end in itertools.pairwise(edges)]
+    shape = (V, K) if request.state_v_first else (K, V)
+    state = q.new_zeros(B if packed is None else len(chunks), HV, *shape, dtype=wide(q[:0]).dtype)
+    if request.h0 is not None:
+        state.copy_(request.h0)
     rows = [None if x is None else x.flatten(0, 1)[None] for x in tensors]
-    shape = (N, HV, V, K) if state_v_first else (N, HV, K, V)
-    state = torch.zeros(shape, dtype=wide(q[:0]).dtype, device=q.device) if h0 is None else wide(h0).clone()
-    chunks = [-(-(edges[n + 1] - edges[n]) // size) if T else 0 for n in range(N)]
-    found = state.new_zeros(sum(chunks), *shape[1:])
-    for c in range(max(chunks, default=0)):
-        alive = [n for n in range(N) if c < chunks[n]]
-        found[[sum(chunks[:n]) + c for n in alive]] = state[alive]
-        spans = [(edges[n] + c * size, min(edges[n] + (c + 1) * size, edges[n + 1])) for n in alive]
-        at = torch.cat([torch.arange(*span, device=q.device) for span in spans])
-        bounds = torch.tensor([0, *itertools.accumulate(end - first for first, end in spans)],
-                              dtype=torch.int32)
-        here = tuple(None if x is None else x[:, at] for x in rows)
-        _, new = chunked.run(FAMILY, "chunk_kda", here, scale, state[alive], True, state_v_first,
-                             bounds.to(q.device), bounds, grouped=True)
-        assert new is not None
-        state[alive] = new
-    return o, state if has_ht else None, found.to(k.dtype).unflatten(0, (B, sum(chunks) // max(B, 1)))
-
-
-def check_gates(op: str, use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | None, use_sigmoid: bool,
-                allow_neg_eigval: bool) -> None:
-    scalars.flags(use_gate_in_kernel=use_gate, use_beta_sigmoid_in_kernel=use_sigmoid,
-                  allow_neg_eigval=allow_neg_eigval)
-    if not use_gate and (A_log is not None or dt_bias is not None):
-        raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, "
-                         "which alone reads it")
-    if allow_neg_eigval and not use_sigmoid:
-        raise ValueError(f"{op}: got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both (or a "
-                         "beta in 0 .. 2)")
+    entering: list[list[Tensor]] = [[] for _ in chunks]
+    for c in range(max(map(len, chunks), default=0)):
+        alive = [n for n, of_sequence in enumerate(chunks) if c < len(of_sequence)]
+        for n in alive:
+            entering[n].append(state[n].to(k.dtype, copy=True))
+        at = [chunks[n][c] for n in alive]
+        bounds = torch.tensor([0, *itertools.accumulate(map(len, at))], dtype=torch.int32)
+        here = tuple(None if x is None else x[:, torch.cat(at)] for x in rows)
+        _, after = chunked.run(FAMILY, request._replace(h0=state[alive], has_ht=True, cu_seqlens_cpu=bounds,
+                                                        cu_seqlens=bounds.to(q.device)), here, grouped=True)
+        assert after is not None
+        state[alive] = after
+    states = [*itertools.chain(*entering)]
+    h = torch.stack(states) if states else k.new_zeros(0, HV, *shape)
+    return o, state if request.has_ht else None, h.unflatten(0, (B, len(states) // max(B, 1)))
 
 
 def fused_recurrent_kda(
@@ -248,32 +234,28 @@ def fused_recurrent_kda(
     """
     op = "fused_recurrent_kda"
     no_unknown(op, unknown)
-    scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if lower_bound is not None:
         lower_bound = scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO,
                                      need="a number below 0, or None")
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if use_gate_in_kernel:
         A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
-    bounded = use_gate_in_kernel and lower_bound is not None
-    asked = {"delta": True, "l2norm": use_qk_l2norm_in_kernel, f"bound:{lower_bound}": bounded,
-             "sigmoid": use_beta_sigmoid_in_kernel, "neg_eigval": allow_neg_eigval,
-             "v_first": v_first(op, state_v_first, transpose_state_layout)}
+    bound = (f"bound:{lower_bound}",) if use_gate_in_kernel and lower_bound is not None else ()
+    flags = recurrent.flags("delta", *bound, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+                            allow_neg_eigval=allow_neg_eigval,
+                            state_v_first=v_first(op, state_v_first, transpose_state_layout))
     inputs = Inputs(q, k, v, beta, gk=g, A_log=A_log, dt_bias=dt_bias, h0=initial_state, bounds=cu_seqlens)
-    return recurrent.run(op, inputs, tuple(flag for flag, on in asked.items() if on), scale,
-                         output_final_state, state_indices, inplace_state, {"gk": "g", "beta": "beta"})
+    return recurrent.run(op, inputs, flags, scale, output_final_state, state_indices, inplace_state,
+                         called={"gk": "g", "beta": "beta"})
 
 
 def gate_parameters(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """A_log [HV], zeros for None, and dt_bias [HV, K] or None."""
     check_floats("g", g, "[B, T, HV, K]", 4)
     HV, K = g.shape[2:]
-    for name, x, count, meaning in (("A_log", A_log, HV, "HV"), ("dt_bias", dt_bias, HV * K, "HV * K")):
-        if x is not None:
-            check_parameter(name, x, count, meaning, "g", g)
-    return torch.zeros(HV,
-                       device=g.device) if A_log is None else A_log.reshape(
-                           HV), None if dt_bias is None else dt_bias.reshape(HV, K)
+    A_log = torch.zeros(HV, device=g.device) if A_log is None else parameter("A_log", A_log, (HV,), "HV", g)
+    return A_log, None if dt_bias is None else parameter("dt_bias", dt_bias, (HV, K), "HV * K", g)
 
 
 def kda(
@@ -305,17 +287,13 @@ def kda(
     T, HV, V], runs token by token.
     """
     check_qkv(q, k, v, grouped=True)
-    if mode == "auto" and isinstance(beta, Tensor) and beta.ndim == 4:
-        mode = "fused_recurrent"
-    needs_grad = wants_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
     shared: dict[str, Any] = dict(
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         lower_bound=lower_bound, state_v_first=state_v_first, cu_seqlens=cu_seqlens, A_log=A_log,
         dt_bias=dt_bias)
-    if chunked.chosen_mode(FAMILY, "kda", mode, q, v, needs_grad, ("beta",)) == "chunk":
-        found: tuple[Tensor, Tensor | None] = chunk_kda(q, k, v, g, beta, cu_seqlens_cpu=cu_seqlens_cpu,
-                                                        **shared)
-        return found
+    if chunked.by_chunks(FAMILY, "kda", mode, (q, k, v, g, None, None, beta), initial_state, A_log, dt_bias):
+        o, ht = chunk_kda(q, k, v, g, beta, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
+        return o, ht
     return fused_recurrent_kda(q, k, v, g, beta, **shared)

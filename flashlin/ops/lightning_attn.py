@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import no_unknown
 from flashlin.ops import simple_gla as family
+from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.slopes import lightning_slopes
 
 
@@ -34,10 +34,9 @@ def chunk_lightning_attn(
     """Lightning attention, chunk by chunk. Drop-in for ``fla.ops.lightning_attn.chunk_lightning_attn``; the
     rest as ``chunk_simple_gla``."""
     no_unknown("chunk_lightning_attn", unknown)
-    return family.run("chunk_lightning_attn", "chunk", q, k=k, v=v, g=None,
-                      gamma=_gamma(q, layer_idx, num_layers), scale=scale, h0=initial_state,
-                      has_ht=output_final_state, state_v_first=False, cu_seqlens=cu_seqlens,
-                      cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size)
+    request = Request("chunk_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
+                      cu_seqlens_cpu)
+    return family.run(request, q, k, v, g_gamma=_gamma(q, layer_idx, num_layers), chunk_size=chunk_size)
 
 
 def fused_recurrent_lightning_attn(
@@ -56,9 +55,9 @@ def fused_recurrent_lightning_attn(
     """Lightning attention, token by token. Drop-in for
     ``fla.ops.lightning_attn.fused_recurrent_lightning_attn``."""
     no_unknown("fused_recurrent_lightning_attn", unknown)
-    return family.run("fused_recurrent_lightning_attn", "fused_recurrent", q, k=k, v=v, g=None,
-                      gamma=_gamma(q, layer_idx, num_layers), scale=scale, h0=initial_state,
-                      has_ht=output_final_state, state_v_first=False, cu_seqlens=cu_seqlens, reverse=reverse)
+    request = Request("fused_recurrent_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
+                      mode="fused_recurrent", reverse=reverse)
+    return family.run(request, q, k, v, g_gamma=_gamma(q, layer_idx, num_layers))
 
 
 def _gamma(q: Tensor, layer_idx: int, num_layers: int) -> Tensor | None:
@@ -66,5 +65,6 @@ def _gamma(q: Tensor, layer_idx: int, num_layers: int) -> Tensor | None:
     if num_layers < 1 or not 0 <= layer_idx <= num_layers:
         raise ValueError(f"layer_idx, num_layers: got {layer_idx}, {num_layers}, need 0 <= layer_idx <= "
                          "num_layers and num_layers >= 1")
-    return lightning_slopes(q.shape[2], layer_idx, num_layers, q.device) if isinstance(q,
-                                                                                       torch.Tensor) and q.ndim == 4 else None
+    if not isinstance(q, Tensor) or q.ndim != 4:
+        return None  # run says what is wrong with q
+    return lightning_slopes(q.shape[2], layer_idx, num_layers, q.device)

@@ -15,6 +15,7 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.ops import simple_gla as family
+from flashlin.ops._common.chunked import Request
 
 State = Tensor | tuple[Tensor, Tensor]
 
@@ -37,8 +38,8 @@ def chunk_linear_attn(
     state is None unless asked for.
     """
     no_unknown("chunk_linear_attn", unknown)
-    return _run("chunk_linear_attn", "chunk", q, k=k, v=v, scale=scale, initial_state=initial_state,
-                has_ht=output_final_state, normalize=normalize, cu_seqlens=cu_seqlens)
+    request = Request("chunk_linear_attn", scale, None, output_final_state, cu_seqlens)
+    return _run(request, q, k, v, initial_state, normalize)
 
 
 def fused_recurrent_linear_attn(
@@ -56,9 +57,9 @@ def fused_recurrent_linear_attn(
     """Linear attention, token by token; normalize is off by default here, as in fla. Drop-in for
     ``fla.ops.linear_attn.fused_recurrent_linear_attn``."""
     no_unknown("fused_recurrent_linear_attn", unknown)
-    return _run("fused_recurrent_linear_attn", "fused_recurrent", q, k=k, v=v, scale=scale,
-                initial_state=initial_state, has_ht=output_final_state, normalize=normalize,
-                cu_seqlens=cu_seqlens, reverse=reverse)
+    request = Request("fused_recurrent_linear_attn", scale, None, output_final_state, cu_seqlens,
+                      mode="fused_recurrent", reverse=reverse)
+    return _run(request, q, k, v, initial_state, normalize)
 
 
 def fused_chunk_linear_attn(
@@ -75,8 +76,8 @@ def fused_chunk_linear_attn(
     """Linear attention by the kernels of ``chunk_linear_attn``, which are fused already: the same arguments,
     defaults and returns. Drop-in for ``fla.ops.linear_attn.fused_chunk_linear_attn``."""
     no_unknown("fused_chunk_linear_attn", unknown)
-    return _run("fused_chunk_linear_attn", "chunk", q, k=k, v=v, scale=scale, initial_state=initial_state,
-                has_ht=output_final_state, normalize=normalize, cu_seqlens=cu_seqlens)
+    request = Request("fused_chunk_linear_attn", scale, None, output_final_state, cu_seqlens)
+    return _run(request, q, k, v, initial_state, normalize)
 
 
 def linear_attn(
@@ -91,44 +92,29 @@ def linear_attn(
     mode: str = "auto",
 ) -> tuple[Tensor, State | None]:
     """Linear attention in the mode that suits the call; see ``simple_gla`` and ``chunk_linear_attn``."""
-    return _run("linear_attn", mode, q, k=k, v=v, scale=scale, initial_state=initial_state,
-                has_ht=output_final_state, normalize=normalize, cu_seqlens=cu_seqlens)
+    request = Request("linear_attn", scale, None, output_final_state, cu_seqlens, mode=mode)
+    return _run(request, q, k, v, initial_state, normalize)
 
 
-def _run(
-    op: str,
-    mode: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    initial_state: State | None,
-    has_ht: bool,
-    normalize: bool,
-    cu_seqlens: Tensor | None,
-    reverse: bool = False,
-) -> tuple[Tensor, State | None]:
+def _run(request: Request, q: Tensor, k: Tensor, v: Tensor, initial_state: State | None,
+         normalize: bool) -> tuple[Tensor, State | None]:
     scalars.flags(normalize=normalize)
     if not normalize:
         if isinstance(initial_state, tuple):
             raise TypeError("initial_state: got a tuple with normalize=False, need a tensor [N, H, K, V]")
-        return family.run(op, mode, q, k=k, v=v, g=None, gamma=None, scale=scale, h0=initial_state,
-                          has_ht=has_ht, state_v_first=False, cu_seqlens=cu_seqlens, reverse=reverse)
+        return family.run(request._replace(h0=initial_state), q, k, v)
     check_qkv(q, k, v)
-    V = v.shape[3]
+    H, K, V = q.shape[2], q.shape[3], v.shape[3]
     compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     if isinstance(initial_state, tuple):
         kv, z = initial_state
-        need_tensor("initial_state[1]", z, (None, 1, q.shape[2], q.shape[3]), "[N, 1, H, K]", q.device)
-        need_tensor("initial_state[0]", kv, (z.shape[0], q.shape[2], q.shape[3], V), "[N, H, K, V]", q.device)
-        state = torch.cat([kv.to(compute), z.to(compute).transpose(1, 2).transpose(2, 3)], 3)
+        need_tensor("initial_state[1]", z, (None, 1, H, K), "[N, 1, H, K]", q.device)
+        need_tensor("initial_state[0]", kv, (z.shape[0], H, K, V), "[N, H, K, V]", q.device)
+        request = request._replace(h0=torch.cat([kv.to(compute), z.to(compute).squeeze(1).unsqueeze(3)], 3))
     elif initial_state is not None:
         raise TypeError("initial_state: got a tensor with normalize=True, need the pair (kv [N, H, K, V], z "
                         "[N, 1, H, K])")
-    else:
-        state = None
-    both, ht = family.run(op, mode, q, k=k, v=torch.cat([v, torch.ones_like(v[..., :1])], 3), g=None,
-                          gamma=None, scale=scale, h0=state, has_ht=has_ht, state_v_first=False,
-                          cu_seqlens=cu_seqlens, reverse=reverse, out_dtype=compute)
+    ones = torch.ones_like(v[..., :1])
+    both, ht = family.run(request, q, k, torch.cat([v, ones], 3), out_dtype=compute)
     o = (both[..., :V] / (both[..., V:] + 1e-10)).to(v.dtype)
     return o, None if ht is None else (ht[..., :V], ht[..., V].unsqueeze(1).to(k.dtype))

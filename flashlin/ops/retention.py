@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashlin.guards.tensors import no_unknown
 from flashlin.ops import simple_gla as family
+from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.slopes import retention_slopes
 
 
@@ -30,9 +30,8 @@ def chunk_retention(
     """Retention, chunk by chunk. Drop-in for ``fla.ops.retention.chunk_retention``; arguments as
     ``chunk_simple_gla``, without gates."""
     no_unknown("chunk_retention", unknown)
-    return family.run("chunk_retention", "chunk", q, k=k, v=v, g=None, gamma=_gamma(q), scale=scale,
-                      h0=initial_state, has_ht=output_final_state, state_v_first=False, cu_seqlens=cu_seqlens,
-                      cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size)
+    request = Request("chunk_retention", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    return family.run(request, q, k, v, g_gamma=_gamma(q), chunk_size=chunk_size)
 
 
 def fused_recurrent_retention(
@@ -50,11 +49,12 @@ def fused_recurrent_retention(
 ) -> tuple[Tensor, Tensor | None]:
     """Retention, token by token. Drop-in for ``fla.ops.retention.fused_recurrent_retention``; arguments as
     ``fused_recurrent_simple_gla``."""
-    no_unknown("fused_recurrent_retention", unknown)
-    layout = family.v_first("fused_recurrent_retention", state_v_first, transpose_state_layout)
-    return family.run("fused_recurrent_retention", "fused_recurrent", q, k=k, v=v, g=None, gamma=_gamma(q),
-                      scale=scale, h0=initial_state, has_ht=output_final_state, state_v_first=layout,
-                      cu_seqlens=cu_seqlens, reverse=reverse)
+    op = "fused_recurrent_retention"
+    no_unknown(op, unknown)
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
+                      state_v_first=family.v_first(op, state_v_first, transpose_state_layout),
+                      reverse=reverse)
+    return family.run(request, q, k, v, g_gamma=_gamma(q))
 
 
 def fused_chunk_retention(
@@ -71,9 +71,8 @@ def fused_chunk_retention(
     """Retention by the kernels of ``chunk_retention``, which are fused already. Drop-in for
     ``fla.ops.retention.fused_chunk_retention``."""
     no_unknown("fused_chunk_retention", unknown)
-    return family.run("fused_chunk_retention", "chunk", q, k=k, v=v, g=None, gamma=_gamma(q), scale=scale,
-                      h0=initial_state, has_ht=output_final_state, state_v_first=False, cu_seqlens=cu_seqlens,
-                      chunk_size=chunk_size)
+    request = Request("fused_chunk_retention", scale, initial_state, output_final_state, cu_seqlens)
+    return family.run(request, q, k, v, g_gamma=_gamma(q), chunk_size=chunk_size)
 
 
 def parallel_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
@@ -82,8 +81,8 @@ def parallel_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = No
     """Retention without states. Drop-in for ``fla.ops.retention.parallel_retention``; arguments, returns (o,
     and the scores [B, H, T, T] or None) and the memory that scores take as ``parallel_simple_gla``."""
     no_unknown("parallel_retention", unknown)
-    return family.run_parallel("parallel_retention", q, k, v, None, _gamma(q), scale, output_attentions,
-                               cu_seqlens)
+    request = Request("parallel_retention", scale, None, False, cu_seqlens)
+    return family.run_parallel(request, output_attentions, q, k, v, g_gamma=_gamma(q))
 
 
 def retention(
@@ -99,11 +98,11 @@ def retention(
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Retention in the mode that suits the call; see ``simple_gla``."""
-    return family.run("retention", mode, q, k=k, v=v, g=None, gamma=_gamma(q), scale=scale, h0=initial_state,
-                      has_ht=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-                      cu_seqlens_cpu=cu_seqlens_cpu)
+    request = Request("retention", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      state_v_first, mode)
+    return family.run(request, q, k, v, g_gamma=_gamma(q))
 
 
 def _gamma(q: Tensor) -> Tensor | None:
     # run says what is wrong with q
-    return retention_slopes(q.shape[2], q.device) if isinstance(q, torch.Tensor) and q.ndim == 4 else None
+    return retention_slopes(q.shape[2], q.device) if isinstance(q, Tensor) and q.ndim == 4 else None

@@ -11,14 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards import scalars
 from flashlin.guards.tensors import check_chunk_size, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
-from flashlin.ops._common.planned import wants_grad
+from flashlin.ops._common.chunked import Request
 from flashlin.ops.gla import FAMILY
-
-CALLED = {"q": "r", "gk": "w", "bonus": "u"}
 
 
 def chunk_rwkv6(
@@ -68,9 +65,8 @@ def chunk_rwkv6(
     op = "chunk_rwkv6"
     no_unknown(op, unknown)
     check_chunk_size(chunk_size)
-    _check_bonus(r, k, v, u)
-    return chunked.run(FAMILY, op, (r, k, v, w, u), scale, initial_state, output_final_state, False,
-                       cu_seqlens, cu_seqlens_cpu, called={"q": "r", "g": "w"})
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    return chunked.run(FAMILY, request, (r, k, v, w, u), called={"q": "r", "g": "w", "u": "u"})
 
 
 def fused_recurrent_rwkv6(
@@ -115,12 +111,11 @@ def fused_recurrent_rwkv6(
     v, w and initial_state get wrong ones wherever the loss depends on it; shapes and cu_seqlens are checked,
     CPU tensors work.
     """
-    no_unknown("fused_recurrent_rwkv6", unknown)
-    scalars.flags(reverse=reverse)
-    flags = ("before", "reverse") if reverse else ("before",)
-    return recurrent.run("fused_recurrent_rwkv6",
-                         Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens), flags, scale,
-                         output_final_state, called=CALLED)
+    op = "fused_recurrent_rwkv6"
+    no_unknown(op, unknown)
+    return recurrent.run(op, Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens),
+                         recurrent.flags("before", reverse=reverse), scale, output_final_state,
+                         called={"q": "r", "gk": "w", "bonus": "u"})
 
 
 def rwkv6(
@@ -141,18 +136,11 @@ def rwkv6(
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_rwkv6``.
     """
-    _check_bonus(r, k, v, u)
-    need_tensor("w", w, tuple(r.shape), "[B, T, H, K]", r.device, "r")
-    if chunked.chosen_mode(FAMILY, "rwkv6", mode, r, v, wants_grad(r, k, v, w, u, initial_state),
-                           ("u",)) == "chunk":
-        return chunk_rwkv6(r, k, v, w=w, u=u, scale=scale, initial_state=initial_state,
-                           output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-                           cu_seqlens_cpu=cu_seqlens_cpu)
-    return fused_recurrent_rwkv6(r, k, v, w=w, u=u, scale=scale, initial_state=initial_state,
-                                 output_final_state=output_final_state, reverse=False, cu_seqlens=cu_seqlens)
-
-
-def _check_bonus(r: Tensor, k: Tensor, v: Tensor, u: Tensor) -> None:
-    """To the family's kernels a bonus is optional, to RWKV-6 it is not."""
     check_qkv(r, k, v, first="r")
     need_tensor("u", u, tuple(r.shape[2:]), "[H, K]", r.device, "r")
+    need_tensor("w", w, tuple(r.shape), "[B, T, H, K]", r.device, "r")
+    shared: dict[str, Any] = dict(scale=scale, initial_state=initial_state,
+                                  output_final_state=output_final_state, cu_seqlens=cu_seqlens)
+    if chunked.by_chunks(FAMILY, "rwkv6", mode, (r, k, v, w, u), initial_state):
+        return chunk_rwkv6(r, k, v, w, u, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
+    return fused_recurrent_rwkv6(r, k, v, w, u, **shared)

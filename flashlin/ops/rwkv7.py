@@ -10,14 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops import dplr_delta_rule
 from flashlin.ops._common import chunked, recurrent
-from flashlin.ops._common.planned import wants_grad
-
-CALLED = {"q": "r", "gk": "w", "a": "a", "b": "b"}
+from flashlin.ops._common.chunked import CHUNK_SIZES, Request, check_options
+from flashlin.ops.dplr_delta_rule import FAMILY
 
 
 def chunk_rwkv7(
@@ -50,10 +47,10 @@ def chunk_rwkv7(
     """
     op = "chunk_rwkv7"
     no_unknown(op, unknown)
-    return dplr_delta_rule.run(op, r, k, v=v, g=w, a=a, b=b, scale=scale, h0=initial_state,
-                               has_ht=output_final_state, cu_seqlens=cu_seqlens,
-                               cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size, cp_context=cp_context,
-                               lower_bound=lower_bound, called=CALLED)
+    check_options(chunk_size, (None, *CHUNK_SIZES), cp_context, lower_bound)
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    return chunked.run(FAMILY, request, (r, k, v, w, a, b, None),
+                       called={"q": "r", "g": "w", "a": "a", "b": "b"})
 
 
 def fused_recurrent_rwkv7(
@@ -96,10 +93,10 @@ def fused_recurrent_rwkv7(
 
     Differs from fla where fla fails: has a backward, any K, checked shapes and cu_seqlens, CPU tensors.
     """
-    no_unknown("fused_recurrent_rwkv7", unknown)
-    return recurrent.run("fused_recurrent_rwkv7",
-                         Inputs(r, k, v, gk=w, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,
-                         output_final_state, called=CALLED)
+    op = "fused_recurrent_rwkv7"
+    no_unknown(op, unknown)
+    return recurrent.run(op, Inputs(r, k, v, gk=w, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,
+                         output_final_state, called={"q": "r", "gk": "w", "a": "a", "b": "b"})
 
 
 def fused_mul_recurrent_rwkv7(
@@ -129,10 +126,9 @@ def fused_mul_recurrent_rwkv7(
     """
     op = "fused_mul_recurrent_rwkv7"
     no_unknown(op, unknown)
-    scalars.flags(reverse=reverse)
     return recurrent.run(op, Inputs(r, k, v, gk=w, a=kk, b=a, h0=initial_state, bounds=cu_seqlens),
-                         ("rate", "reverse") if reverse else ("rate",), scale, output_final_state,
-                         called={**CALLED, "a": "kk", "b": "a"})
+                         recurrent.flags("rate", reverse=reverse), scale, output_final_state,
+                         called={"q": "r", "gk": "w", "a": "kk", "b": "a"})
 
 
 def rwkv7(
@@ -155,10 +151,8 @@ def rwkv7(
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest, and the scale's default, as ``chunk_rwkv7``.
     """
     check_qkv(r, k, v, first="r")
-    if chunked.chosen_mode(dplr_delta_rule.FAMILY, "rwkv7", mode, r, v,
-                           wants_grad(r, w, k, v, a, b, initial_state), ("a", "b")) == "chunk":
-        return chunk_rwkv7(r, w, k, v=v, a=a, b=b, scale=scale, initial_state=initial_state,
-                           output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-                           cu_seqlens_cpu=cu_seqlens_cpu)
-    return fused_recurrent_rwkv7(r, w, k, v=v, a=a, b=b, scale=scale, initial_state=initial_state,
-                                 output_final_state=output_final_state, cu_seqlens=cu_seqlens)
+    shared: dict[str, Any] = dict(scale=scale, initial_state=initial_state,
+                                  output_final_state=output_final_state, cu_seqlens=cu_seqlens)
+    if chunked.by_chunks(FAMILY, "rwkv7", mode, (r, k, v, w, a, b, None), initial_state):
+        return chunk_rwkv7(r, w, k, v, a, b, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
+    return fused_recurrent_rwkv7(r, w, k, v, a, b, **shared)

@@ -13,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_chunk_size, check_cu_seqlens, check_floats, check_qkv, need_tensor, no_unknown
+from flashlin.guards.tensors import check_chunk_size, check_floats, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.configs import FORGOTTEN
 from flashlin.kernels.simple_gla import inputs, torch_path
 from flashlin.ops._common import chunked
-from flashlin.ops._common.chunked import QKV, Argument
+from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request
 
-FAMILY = chunked.family_of("simple_gla", inputs.Inputs, {
+FAMILY = Chunked("simple_gla", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "HV"), wide=True, optional=True),
-    "gamma": Argument(("HV",), wide=True, optional=True, constant=True)},
+    "g_gamma": Argument(("HV",), wide=True, optional=True, constant=True)},
     torch_path.run, one_graph=True)
 
 
@@ -74,11 +73,11 @@ def chunk_simple_gla(
     Differs from fla where fla fails: trains on Hopper with any Triton (fla-org/flash-linear-attention#640),
     checks cu_seqlens, has no limit on B * H, and an unknown keyword is an error.
     """
-    no_unknown("chunk_simple_gla", unknown)
-    return run("chunk_simple_gla", "chunk", q, k=k, v=v, g=g, gamma=finite(g_gamma), scale=scale,
-               h0=initial_state, has_ht=output_final_state,
-               state_v_first=v_first("chunk_simple_gla", state_v_first, transpose_state_layout),
-               cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size)
+    op = "chunk_simple_gla"
+    no_unknown(op, unknown)
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      v_first(op, state_v_first, transpose_state_layout))
+    return run(request, q, k, v, g, finite(g_gamma), chunk_size=chunk_size)
 
 
 def fused_recurrent_simple_gla(
@@ -102,11 +101,11 @@ def fused_recurrent_simple_gla(
     Arguments, returns and errors as ``chunk_simple_gla``. reverse: run each sequence from its last token to
     its first. Gradients are those of the chunked form, which is the same function.
     """
-    no_unknown("fused_recurrent_simple_gla", unknown)
-    return run("fused_recurrent_simple_gla", "fused_recurrent", q, k=k, v=v, g=g, gamma=finite(g_gamma),
-               scale=scale, h0=initial_state, has_ht=output_final_state,
-               state_v_first=v_first("fused_recurrent_simple_gla", state_v_first, transpose_state_layout),
-               cu_seqlens=cu_seqlens, reverse=reverse)
+    op = "fused_recurrent_simple_gla"
+    no_unknown(op, unknown)
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
+                      state_v_first=v_first(op, state_v_first, transpose_state_layout), reverse=reverse)
+    return run(request, q, k, v, g, finite(g_gamma))
 
 
 def fused_chunk_simple_gla(
@@ -130,8 +129,8 @@ def fused_chunk_simple_gla(
     no_unknown("fused_chunk_simple_gla", unknown)
     if g is not None and g_gamma is not None:
         raise ValueError("g_gamma: got both g and g_gamma, need one of them (chunk_simple_gla adds them up)")
-    return run("fused_chunk_simple_gla", "chunk", q, k=k, v=v, g=g, gamma=finite(g_gamma), scale=scale,
-               h0=initial_state, has_ht=output_final_state, state_v_first=False, cu_seqlens=cu_seqlens)
+    request = Request("fused_chunk_simple_gla", scale, initial_state, output_final_state, cu_seqlens)
+    return run(request, q, k, v, g, finite(g_gamma))
 
 
 def parallel_simple_gla(
@@ -161,9 +160,8 @@ def parallel_simple_gla(
     output_attentions memory grows with T, not with its square.
     """
     no_unknown("parallel_simple_gla", unknown)
-    return run_parallel("parallel_simple_gla", q, k, v=v, g=g, gamma=None, scale=scale,
-                        output_attentions=output_attentions, cu_seqlens=cu_seqlens,
-                        cu_seqlens_cpu=cu_seqlens_cpu)
+    request = Request("parallel_simple_gla", scale, None, False, cu_seqlens, cu_seqlens_cpu)
+    return run_parallel(request, output_attentions, q, k, v, g)
 
 
 def simple_gla(
@@ -185,9 +183,9 @@ def simple_gla(
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_simple_gla``.
     """
-    return run("simple_gla", mode, q, k=k, v=v, g=g, gamma=finite(g_gamma), scale=scale, h0=initial_state,
-               has_ht=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-               cu_seqlens_cpu=cu_seqlens_cpu)
+    request = Request("simple_gla", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      state_v_first, mode)
+    return run(request, q, k, v, g, finite(g_gamma))
 
 
 def finite(g_gamma: Tensor | None) -> Tensor | None:
@@ -212,71 +210,37 @@ def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -
 
 
 def run(
-    op: str,
-    mode: str,
+    request: Request,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor | None,
-    gamma: Tensor | None,
-    scale: float | None,
-    h0: Tensor | None,
-    has_ht: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None = None,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
     *,
     chunk_size: int = 64,
-    reverse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Every op of the family. out_dtype: of o, where the caller goes on computing with it."""
     check_chunk_size(chunk_size)
-    scalars.flags(reverse=reverse)
-    if reverse or (g is not None and gamma is not None):  # what is flipped or added here has to fit first
+    if g is not None and g_gamma is not None:  # what is added here has to fit first
         check_qkv(q, k, v)
-        for name, x, shape in (("g", g, q.shape[:3]), ("g_gamma", gamma, q.shape[2:3])):
-            if x is not None:
-                need_tensor(name, x, tuple(shape), "[B, T, H]" if name == "g" else "[H]", q.device)
-    if g is not None and gamma is not None:
+        need_tensor("g", g, tuple(q.shape[:3]), "[B, T, H]", q.device)
+        need_tensor("g_gamma", g_gamma, tuple(q.shape[2:3]), "[H]", q.device)
         wide = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-        g, gamma = g.to(wide) + gamma.detach().to(wide), None
-    if reverse:
-        q, k, v = q.flip(1), k.flip(1), v.flip(1)
-        g = None if g is None else g.flip(1)
-        if cu_seqlens is not None:
-            cu_seqlens = q.shape[1] - check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape, q.device,
-                                                       policy.current().debug).flip(0)
-            if h0 is not None:
-                check_floats("initial_state", h0, "[N, H, K, V]", 4)
-                h0 = h0.flip(0)
-    o, ht = chunked.run(FAMILY, op, (q, k, v, g, gamma), scale, h0, has_ht, state_v_first, cu_seqlens,
-                        cu_seqlens_cpu, mode=mode, out_dtype=out_dtype, called={"gamma": "g_gamma"})
-    if reverse:
-        o, ht = o.flip(1), ht if ht is None or cu_seqlens is None else ht.flip(0)
-    return o, ht
+        g, g_gamma = g.to(wide) + g_gamma.detach().to(wide), None
+    return chunked.run(FAMILY, request, (q, k, v, g, g_gamma), out_dtype=out_dtype)
 
 
-def run_parallel(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    gamma: Tensor | None,
-    scale: float | None,
-    output_attentions: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+def run_parallel(request: Request, output_attentions: bool, q: Tensor, k: Tensor, v: Tensor,
+                 g: Tensor | None = None,
+                 g_gamma: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """o of ``run``, and the scores behind it where they are asked for."""
     scalars.flags(output_attentions=output_attentions)
-    if output_attentions and cu_seqlens is not None:
+    if output_attentions and request.cu_seqlens is not None:
         raise ValueError("output_attentions: got True with cu_seqlens, need one of them: packed sequences "
                          "have no one matrix of scores")
-    o, _ = run(op, "chunk", q, k=k, v=v, g=g, gamma=gamma, scale=scale, h0=None, has_ht=False,
-               state_v_first=False, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    o, _ = run(request, q, k, v, g, g_gamma)
     if not output_attentions:
         return o, None
-    return o, torch_path.scores(q, k, g, gamma,
-                                q.shape[3] ** -0.5 if scale is None else float(scale)).to(q.dtype)
+    scale = q.shape[3] ** -0.5 if request.scale is None else float(request.scale)
+    return o, torch_path.scores(q, k, g, g_gamma, scale).to(q.dtype)

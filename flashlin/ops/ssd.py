@@ -271,8 +271,8 @@ def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has
         decay = torch.where(anew[..., None], -math.inf, decay)
     v, marks = scaled(op, x, step, dtype, marks)
     plain = D is None and z is None and marks is None
-    y, ht = chunked.run(simple_gla.FAMILY, op, (C, B, v, decay, None), 1.0, h0, has_ht, True, bounds,
-                        out_dtype=out_dtype if plain else compute, grouped=True)
+    y, ht = chunked.run(simple_gla.FAMILY, chunked.Request(op, 1.0, h0, has_ht, bounds, state_v_first=True),
+                        (C, B, v, decay, None), out_dtype=out_dtype if plain else compute, grouped=True)
     if marks is not None and anew is not None:
         marks, ht = _released(marks, anew, ht, bounds)
     return y if plain else skipped(op, y, x, D, z, out_dtype, marks), ht

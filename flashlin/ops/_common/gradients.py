@@ -47,17 +47,17 @@ def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]]
             if not torch.is_grad_enabled():     # no create_graph
                 return backward(ctx, saved, *grads)
             with torch.no_grad():
-                found = backward(ctx, saved, *grads)
-            return _Once.apply(_refusal(*who(ctx)), len(found), *found, *saved, *grads)
+                gradients = backward(ctx, saved, *grads)
+            return _Once.apply(_refusal(*who(ctx)), len(gradients), *gradients, *saved, *grads)
         return run
     return decorated
 
 
-def once_traced(operator: Any, call_of: Callable[[tuple[Any, ...]], str]) -> None:
-    """The same for a library operator that makes gradients. call_of: what begins with the op's name, by the
-    operator's arguments."""
+def once_traced(operator: Any) -> None:
+    """Differentiating a library operator that makes gradients is the same error. Its last arguments are the
+    call, which begins with the op's name, and the names of the gradients it makes."""
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.call = call_of(inputs)
+        *_, ctx.call, _ = inputs
 
     def refuse(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(_refusal(ctx.call, INSTEAD))
@@ -68,11 +68,13 @@ def pulled_back(function: Callable[[X], Sequence[Tensor | None]], x: X, wanted: 
                 grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
     """Gradients of the wanted fields of x, a NamedTuple, by those of the function's outputs (None: zero), by
     name. By torch.func, which works inside of a library operator too, where autograd is off."""
-    names = [name for name in x._fields if name in wanted]  # type: ignore[attr-defined]
+    named: Any = x  # to mypy a tuple bound by X has no _asdict
+    fields = {name: y for name, y in named._asdict().items() if name in wanted}
 
-    def of_wanted(*given: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(function(x._replace(**dict(zip(names, given, strict=True)))))  # type: ignore[attr-defined]
-    outputs, back, *_ = torch.func.vjp(of_wanted, *(getattr(x, name) for name in names))
-    found = back(tuple(torch.zeros_like(o) if grad is None else grad.to(o.dtype)
-                       for o, grad in zip(outputs, grads, strict=True)))
-    return dict(zip(names, found, strict=True))
+    def of_wanted(given: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
+        return tuple(function(named._replace(**given)))
+    outputs, back, *_ = torch.func.vjp(of_wanted, fields)
+    gradients: dict[str, Tensor]
+    gradients, = back(tuple(torch.zeros_like(o) if grad is None else grad.to(o.dtype)
+                            for o, grad in zip(outputs, grads, strict=True)))
+    return gradients

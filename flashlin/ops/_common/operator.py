@@ -13,11 +13,11 @@ canary); then they compute by plain torch, forward and backward each as planned 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import KW_ONLY, dataclass
+from functools import cache, partial
 from importlib import import_module
-from itertools import compress, zip_longest
-from typing import Any, Generic, TypeVar, cast, get_args, get_type_hints
+from itertools import compress, islice, zip_longest
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -35,7 +35,9 @@ Kept = tuple[Outputs, Outputs]
 
 NOTHING = torch.uint8  # the dtype of the empty vector that stands for None where an operator returns a tensor
 BESIDE = 3  # what _Eager.forward takes before the tensors
-TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str", torch.dtype: "ScalarType"}
+TYPES: dict[Any, str] = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str",
+                         torch.dtype: "ScalarType"}
+SCHEMA_TYPES = {**TYPES, **{hint | None: f"{name}?" for hint, name in TYPES.items()}}
 
 # Operators that have gone forward by plain torch: what they kept for backward's kernels may be nothing.
 emptied: set[str] = set()
@@ -63,6 +65,7 @@ class Traced(Generic[X, S, Y]):
     plain_backward: bool = False
 
 
+@dataclass(eq=False)
 class Operator(Generic[X, S, Y]):
     """What a set of kernels is to autograd and to torch.compile.
 
@@ -79,32 +82,25 @@ class Operator(Generic[X, S, Y]):
     in_place: an input that may be an output, written to. instead: what has second-order gradients.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tensors: type[X],
-        scalars: type[S],
-        outputs: type[Y],
-        returns: int,
-        *,
-        forward: Callable[[Plan, X, S], Outputs],
-        kept: Callable[[X, Y, S], Kept],
-        backward: Callable[[Plan, X, Y, Y, S, frozenset[str]], Gradients],
-        traced: Traced[X, S, Y] | None = None,
-        same: Callable[[S], Mapping[str, str]] | None = None,
-        in_place: str = "",
-        instead: str = INSTEAD,
-    ) -> None:
-        self.name, self.returns = name, returns
-        self.tensors: Callable[..., X] = tensors
-        self.scalars: Callable[..., S] = scalars
-        self.outputs: Callable[..., Y] = outputs
-        self.names, self.output_names = fields_of(tensors), fields_of(outputs)
-        self.count, self.missing = len(self.names), (None,) * (len(self.output_names) - returns)
-        self.forward, self.kept, self.backward, self.same = forward, kept, backward, same
-        self.in_place, self.instead = in_place, instead
-        if traced is not None:
-            _Library(self, traced, typed(tensors), typed(scalars))
+    name: str
+    tensors: Callable[..., X]
+    scalars: Callable[..., S]
+    outputs: Callable[..., Y]
+    returns: int
+    _: KW_ONLY
+    forward: Callable[[Plan, X, S], Outputs]
+    kept: Callable[[X, Y, S], Kept]
+    backward: Callable[[Plan, X, Y, Y, S, frozenset[str]], Gradients]
+    traced: Traced[X, S, Y] | None = None
+    same: Callable[[S], Mapping[str, str]] = lambda how: {}
+    in_place: str = ""
+    instead: str = INSTEAD
+
+    def __post_init__(self) -> None:
+        self.names, self.output_names = fields_of(self.tensors), fields_of(self.outputs)
+        self.count, self.missing = len(self.names), (None,) * (len(self.output_names) - self.returns)
+        if self.traced is not None:
+            _Library(self, self.traced)
 
     def __call__(self, plan: Plan | None, x: Iterable[Tensor | None], how: S) -> tuple[Any, ...]:
         """The outputs that are returned. plan: None while torch.compile traces; then something stands for an
@@ -112,23 +108,25 @@ class Operator(Generic[X, S, Y]):
         if plan is None:
             traced: tuple[Any, ...] = getattr(torch.ops.flashlin, self.name)(*x, *how)[: self.returns]
             return traced
-        found: tuple[Any, ...] = _Eager.apply(self, plan, how, *x)
-        return found
+        eager: tuple[Any, ...] = _Eager.apply(self, plan, how, *x)
+        return eager
 
     def gradients(
-        self, compute: Callable[[frozenset[str]], Gradients], grads: Y, how: S, wanted: frozenset[str]
-    ) -> Gradients:
-        """Those of the wanted inputs; computed are the ones that are not the same as others."""
-        if self.same is None:
-            return compute(wanted)
+        self, compute: Callable[[frozenset[str]], Gradients], grads: Y, how: S, needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Those of the tensors, in their order, None where it is not needed. Computed are the ones that are
+        not the same as others."""
+        wanted = frozenset(compress(self.names, needs))
         same = {name: source for name, source in self.same(how).items() if name in wanted}
         if not same:
-            return compute(wanted)
-        asked = wanted - same.keys() | {source for source in same.values() if source in self.names}
-        found = dict(compute(asked)) if asked else {}
-        for name, source in same.items():
-            found[name] = found[source] if source in self.names else getattr(grads, source)
-        return found
+            gradients = compute(wanted)
+        else:
+            asked = wanted - same.keys() | {source for source in same.values() if source in self.names}
+            computed = compute(asked) if asked else {}
+            gradients = {**computed, **{
+                name: computed[source] if source in self.names else getattr(grads, source)
+                for name, source in same.items()}}
+        return [gradients[name] if name in wanted else None for name in self.names]
 
 
 def _who(ctx: Any) -> tuple[str, str]:
@@ -139,14 +137,14 @@ def _who(ctx: Any) -> tuple[str, str]:
 def _gradients(
     ctx: Any, saved: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Of the operator's tensors, in their order."""
+    """Gradients of the operator's tensors, in their order, None where it is not needed."""
     operator, plan, how = ctx.call
     x, y = operator.tensors(*saved[: operator.count]), operator.outputs(*saved[operator.count :])
-    grads, wanted = operator.outputs(*given, *operator.missing), frozenset(compress(operator.names, needs))
-    found = operator.gradients(
-        lambda names: operator.backward(plan, x, y, grads, how, names), grads, how, wanted
+    grads = operator.outputs(*given, *operator.missing)
+    gradients: list[Tensor | None] = operator.gradients(
+        partial(operator.backward, plan, x, y, grads, how), grads, how, needs
     )
-    return [found[name] if name in wanted else None for name in operator.names]
+    return gradients
 
 
 @once(_who)
@@ -181,17 +179,15 @@ class _Library(Generic[X, S, Y]):
     """An operator's two library operators. Their schemas are spelt out because torch 2.4 cannot read
     annotations."""
 
-    def __init__(
-        self, operator: Operator[X, S, Y], traced: Traced[X, S, Y], inputs: list[str], beside: list[str]
-    ) -> None:
-        """inputs, beside: the fields of tensors and of scalars, as ``typed``."""
+    def __init__(self, operator: Operator[X, S, Y], traced: Traced[X, S, Y]) -> None:
         self.of, self.traced = operator, traced
+        beside = typed(operator.scalars)
         results = ", ".join("Tensor" for _ in operator.output_names)
         there = torch.library.custom_op(
             f"flashlin::{operator.name}",
             self._run,
             mutates_args=(),
-            schema=f"({', '.join([*inputs, *beside])}) -> ({results})",
+            schema=f"({', '.join([*typed(operator.tensors), *beside])}) -> ({results})",
         )
         there.register_fake(self._run_fake)
         there.register_autograd(
@@ -213,41 +209,35 @@ class _Library(Generic[X, S, Y]):
             ),
         )
         back.register_fake(self._pull_back_fake)
-        once_traced(back, lambda inputs: inputs[-2])
+        once_traced(back)
 
     def _run(self, *arguments: Any) -> tuple[Tensor, ...]:
-        x, how = self._split(arguments)
+        x, how = _split(self.of.tensors, self.of.scalars, arguments)
         plan = planned(self.traced.problem(x, how), x[0].device)
-        on_torch = plan.problem.path == "torch"
-        y = (
-            self._fitted(self.traced.on_torch(x, how), self.traced.empty(x, how), how)
-            if on_torch
-            else self.of.forward(plan, x, how)
-        )
-        return tuple(_nothing(x[0]) if t is None else t for t in y)
+        if plan.problem.path != "torch":
+            return _all_there(self.of.forward(plan, x, how), x[0])
+        return _all_there(self._on_torch(x, how), x[0])
 
     def _run_fake(self, *arguments: Any) -> tuple[Tensor, ...]:
-        x, how = self._split(arguments)
-        return tuple(_nothing(x[0]) if t is None else t for t in self.traced.empty(x, how))
+        x, how = _split(self.of.tensors, self.of.scalars, arguments)
+        return _all_there(self.traced.empty(x, how), x[0])
 
-    def _split(self, arguments: Sequence[Any]) -> tuple[X, S]:
-        return self.of.tensors(*arguments[: self.of.count]), self.of.scalars(*arguments[self.of.count :])
-
-    def _fitted(self, found: Outputs, room: Outputs, how: Any) -> list[Tensor | None]:
-        """What plain torch found, as kernels would have left it; where it makes nothing that they keep, room
-        alone."""
-        fitted: list[Tensor | None] = []
-        for there, t in zip_longest(room, found):
-            if there is not None and t is None and how.needs_grad:
-                emptied.add(self.of.name)
-            exact = there is None or t is None or (t.dtype == there.dtype and t.stride() == there.stride())
-            fitted.append(
-                there if there is None or t is None else t if exact else there.copy_(t.reshape(there.shape))
-            )
-        return fitted
+    def _on_torch(self, x: X, how: Any) -> list[Tensor | None]:
+        """The outputs by plain torch, as kernels would have left them; where plain torch makes nothing that
+        they keep, room alone."""
+        outputs: list[Tensor | None] = []
+        for room, y in zip_longest(self.traced.empty(x, how), self.traced.on_torch(x, how)):
+            if room is None or y is None:
+                if room is not None and how.needs_grad:
+                    emptied.add(self.of.name)
+                outputs.append(room)
+            else:
+                alike = y.dtype == room.dtype and y.stride() == room.stride()
+                outputs.append(y if alike else room.copy_(y.reshape(room.shape)))
+        return outputs
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-        x, how = self._split(inputs)
+        x, how = _split(self.of.tensors, self.of.scalars, inputs)
         ctx.call = self.of, None, how
         ctx.set_materialize_grads(False)
         x_kept, y_kept = self.of.kept(
@@ -256,40 +246,35 @@ class _Library(Generic[X, S, Y]):
         ctx.save_for_backward(*x_kept, *y_kept)
 
     def _differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        back, saved, how = (
-            getattr(torch.ops.flashlin, f"{self.of.name}_backward"),
-            ctx.saved_tensors,
-            ctx.call[2],
-        )
+        back, saved = getattr(torch.ops.flashlin, f"{self.of.name}_backward"), ctx.saved_tensors
+        _, _, how = ctx.call
 
-        def compute(names: frozenset[str]) -> Gradients:
-            ordered = [name for name in self.of.names if name in names]
-            return dict(
-                zip(ordered, back(*saved, *grads[: self.of.returns], *how, " ".join(ordered)), strict=True)
-            )
+        def compute(wanted: frozenset[str]) -> Gradients:
+            names = [name for name in self.of.names if name in wanted]
+            gradients = back(*saved, *grads[: self.of.returns], *how, " ".join(names))
+            return dict(zip(names, gradients, strict=True))
 
-        wanted = frozenset(compress(self.of.names, ctx.needs_input_grad))
-        found = self.of.gradients(compute, self.of.outputs(*grads), how, wanted)
-        return *(found[name] if name in wanted else None for name in self.of.names), *(None for _ in how)
+        gradients = self.of.gradients(compute, self.of.outputs(*grads), how, ctx.needs_input_grad)
+        return *gradients, *(None for _ in how)
 
     def _pull_back(self, *arguments: Any) -> list[Tensor]:
         x, y, grads, how, wanted = self._parted(arguments)
         first = next(t for t in arguments if t is not None)
         plan = planned(self.traced.problem(x, how), first.device)
+        gradients: Gradients
         if plan.problem.path != "torch":
-            if (
-                self.of.name in emptied
-            ):  # then x is all there, since there are kernels that read more than was returned
+            if self.of.name in emptied:
+                # x is all there then: kernels that keep more than what is returned read x, too
                 y = self.of.outputs(*self.of.forward(plan, x, how))
-            found = self.of.backward(plan, x, y, grads, how, frozenset(wanted))
+            gradients = self.of.backward(plan, x, y, grads, how, frozenset(wanted))
         elif self.traced.backward_on_torch is not None:
-            found = self.traced.backward_on_torch(x, y, grads, how, frozenset(wanted))
+            gradients = self.traced.backward_on_torch(x, y, grads, how, frozenset(wanted))
         else:
-            found = pulled_back(
+            gradients = pulled_back(
                 lambda x: self.traced.on_torch(x, how)[: self.of.returns], x, wanted, grads[: self.of.returns]
             )
         taken = {t.untyped_storage().data_ptr() for t in grads if t is not None}
-        return [_apart(found[name], self._like(x, how, name), taken) for name in wanted]
+        return [_apart(gradients[name], self._like(x, how, name), taken) for name in wanted]
 
     def _pull_back_fake(self, *arguments: Any) -> list[Tensor]:
         x, _, _, how, wanted = self._parted(arguments)
@@ -298,9 +283,9 @@ class _Library(Generic[X, S, Y]):
     def _parted(self, arguments: tuple[Any, ...]) -> tuple[X, Y, Y, S, list[str]]:
         """(x, y, grads, how, wanted) of the backward operator."""
         given = iter(arguments[:-1])
-        x = self.of.tensors(*(next(given) for _ in self.of.names))
-        y = self.of.outputs(*(next(given) for _ in self.of.output_names))
-        grads = self.of.outputs(*(next(given) for _ in range(self.of.returns)), *self.of.missing)
+        x = self.of.tensors(*islice(given, self.of.count))
+        y = self.of.outputs(*islice(given, len(self.of.output_names)))
+        grads = self.of.outputs(*islice(given, self.of.returns), *self.of.missing)
         return x, y, grads, self.of.scalars(*given), arguments[-1].split()
 
     def _like(self, x: X, how: S, name: str) -> Tensor:
@@ -310,33 +295,22 @@ class _Library(Generic[X, S, Y]):
 
 def writing_operator(
     name: str,
-    tensors: type[X],
-    scalars: type[S],
+    tensors: Callable[..., X],
+    scalars: Callable[..., S],
     written: str,
     run: Callable[[X, S], Tensor],
     empty: Callable[[X, S], Tensor],
 ) -> Callable[..., Any]:
     """flashlin::<name>, for traced calls that write to one of their tensors and have no gradients. run plans
     when it runs; empty: a tensor like its result."""
-    count, make_tensors, make_scalars = (
-        len(fields_of(tensors)),
-        cast("Callable[..., X]", tensors),
-        cast("Callable[..., S]", scalars),
-    )
-    inputs = ", ".join([*typed(tensors), *typed(scalars)]).replace(
-        f"Tensor {written}", f"Tensor(a!) {written}"
-    )
+    inputs = ", ".join([*typed(tensors), *typed(scalars)])
     operator = torch.library.custom_op(
         f"flashlin::{name}",
-        lambda *arguments: run(
-            make_tensors(*arguments[:count]), make_scalars(*arguments[count:])
-        ).contiguous(),
+        lambda *arguments: run(*_split(tensors, scalars, arguments)).contiguous(),
         mutates_args=(written,),
-        schema=f"({inputs}) -> Tensor",
+        schema=f"({inputs.replace(f'Tensor {written}', f'Tensor(a!) {written}')}) -> Tensor",
     )
-    operator.register_fake(
-        lambda *arguments: empty(make_tensors(*arguments[:count]), make_scalars(*arguments[count:]))
-    )
+    operator.register_fake(lambda *arguments: empty(*_split(tensors, scalars, arguments)))
     return operator
 
 
@@ -347,25 +321,27 @@ def kernels(family: str, direction: str) -> Any:
 
 
 def fields_of(named: Any) -> tuple[str, ...]:
-    """Of a NamedTuple or its class."""
+    """The names of the fields of a NamedTuple or its class."""
     names: tuple[str, ...] = named._fields
     return names
 
 
-def typed(fields: type[tuple[Any, ...]]) -> list[str]:
+def typed(fields: Any) -> list[str]:
     """The fields of a NamedTuple class as a schema writes them: ``Tensor? h0``."""
-    return [f"{_schema_type(hint)} {name}" for name, hint in get_type_hints(fields).items()]
+    return [f"{SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(fields).items()]
 
 
-def _schema_type(hint: Any) -> str:
-    options = get_args(hint)
-    if type(None) not in options:
-        return TYPES[hint]
-    return TYPES[next(option for option in options if option is not type(None))] + "?"
+def _split(
+    tensors: Callable[..., X], scalars: Callable[..., S], arguments: Sequence[Any]
+) -> tuple[X, S]:
+    """What a library operator got, as an operator's functions take it."""
+    count = len(fields_of(tensors))
+    return tensors(*arguments[:count]), scalars(*arguments[count:])
 
 
-def _nothing(like: Tensor) -> Tensor:
-    return like.new_empty(0, dtype=NOTHING)
+def _all_there(outputs: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """Outputs with an empty vector in the place of each that there is not."""
+    return tuple(like.new_empty(0, dtype=NOTHING) if t is None else t for t in outputs)
 
 
 def _apart(x: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:

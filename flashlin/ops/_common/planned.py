@@ -95,16 +95,27 @@ def as_planned(x: X, dot: str) -> X:
     nothing of 16 bits may reach a kernel, not even to be loaded or stored."""
     if dot != "fp32":
         return x
-    found = [t.float() if t is not None and t.dtype in SIXTEEN_BITS else t for t in x]
-    return x._make(found) if hasattr(x, "_make") else tuple(found)  # type: ignore[return-value]
+    make: Any = x._make if hasattr(x, "_make") else tuple
+    operands: X = make([t.float() if t is not None and t.dtype in SIXTEEN_BITS else t for t in x])
+    return operands
 
 
 def dtype_as_planned(dtype: torch.dtype, dot: str) -> torch.dtype:
-    """The same of what kernels write."""
+    """The dtype that a plan's kernels write where ``dtype`` is asked for."""
     return torch.float32 if dot == "fp32" and dtype in SIXTEEN_BITS else dtype
 
 
+def common_dtype(first: torch.Tensor, *others: torch.Tensor | None) -> torch.dtype:
+    """What torch promotes their dtypes to."""
+    common = first.dtype
+    for x in others:
+        if x is not None and x.dtype != common:
+            common = torch.promote_types(common, x.dtype)
+    return common
+
+
 def name_of(dtype: torch.dtype) -> str:
+    """The dtype without ``torch.``, as a Problem has it."""
     return _DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
 
 

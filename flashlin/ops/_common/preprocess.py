@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashlin.guards import scalars
 from flashlin.kernels.pointwise import torch_path as pointwise
 
 L2_EPS = 1e-6
@@ -32,3 +33,16 @@ def beta_of_logits(beta: Tensor, allow_neg_eigval: bool) -> Tensor:
     """sigmoid(beta), twice that with allow_neg_eigval (the state's eigenvalues then reach down to -1). At
     least float32."""
     return wide(beta).sigmoid() * (2.0 if allow_neg_eigval else 1.0)
+
+
+def check_gates(op: str, use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | None, use_sigmoid: bool,
+                allow_neg_eigval: bool) -> None:
+    """The options of the gates fit together, and nothing is given that none of them reads."""
+    scalars.flags(use_gate_in_kernel=use_gate, use_beta_sigmoid_in_kernel=use_sigmoid,
+                  allow_neg_eigval=allow_neg_eigval)
+    if not use_gate and (A_log is not None or dt_bias is not None):
+        raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, "
+                         "which alone reads it")
+    if allow_neg_eigval and not use_sigmoid:
+        raise ValueError(f"{op}: got allow_neg_eigval without use_beta_sigmoid_in_kernel, need both (or a "
+                         "beta in 0 .. 2)")

@@ -11,12 +11,21 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_cu_seqlens, check_indices, check_pool, check_qkv, check_state, check_values, need_tensor
+from flashlin.guards.tensors import (
+    check_cu_seqlens,
+    check_indices,
+    check_pool,
+    check_qkv,
+    check_state,
+    check_values,
+    need_tensor,
+)
 from flashlin.kernels.delta import torch_path as chunked_delta
 from flashlin.kernels.delta.inputs import Inputs as DeltaInputs
 from flashlin.kernels.gla import torch_path as chunked_gla
@@ -24,169 +33,24 @@ from flashlin.kernels.gla.inputs import Inputs as GLAInputs
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import kept
+from flashlin.ops._common import sequences
 from flashlin.ops._common.operator import Operator, Traced, kernels, writing_operator
 from flashlin.ops._common.planned import (
     as_planned,
-    constant_while_tracing,
+    common_dtype,
     dtype_as_planned,
-    head_size_class,
-    name_of,
     planned,
-    suspect_layout,
     wants_grad,
 )
 from flashlin.ops._common.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
 
 LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
-Found = tuple[Tensor, "Tensor | None"]
-
 SHAPES = {"g": ("B", "T", "HV"), "gamma": ("HV",), "gk": ("B", "T", "HV", "K"), "gv": ("B", "T", "HV", "V"),
           "bonus": ("HV", "K"), "a": ("B", "T", "HV", "K"), "b": ("B", "T", "HV", "K"), "A_log": ("HV",),
           "dt_bias": ("HV",)}
-
-
-def run(op: str, x: Inputs, flags: tuple[str, ...] = (), scale: float | None = None, has_ht: bool = False,
-        indices: Tensor | None = None, in_place: bool = False,
-        called: Mapping[str, str] = MappingProxyType({})) -> Found:
-    """(o in v's dtype, final state or None). x.bounds: cu_seqlens as the user gave them. in_place or indices:
-    states are read from and written back to x.h0, which is what comes back as the final state. called: what
-    the op calls those inputs that it must have."""
-    has_ht, in_place = scalars.flag("output_final_state", has_ht), scalars.flag("inplace_state", in_place)
-    x = _checked(x, flags, indices, in_place, called)
-    scale = x.q.shape[3] ** -0.5 if scale is None else scalars.number("scale", scale)
-    out_dtype = x.v.dtype
-    common = out_dtype
-    for y in (x.q, x.k, x.a, x.b):
-        common = common if y is None or y.dtype == common else torch.promote_types(common, y.dtype)
-    x = x._replace(**{name: y.to(common)
-                      for name in ("q", "k", "v", "a", "b") if (y := getattr(x, name)) is not None
-                      and y.dtype != common})
-    x = x if x.gamma is None else x._replace(gamma=x.gamma.detach())  # a constant, on every path
-    needs_grad = wants_grad(*x)
-    if indices is not None or in_place:
-        if needs_grad:
-            raise ValueError(f"{op}: got tensors that require gradients, need torch.no_grad() or "
-                             "inference_mode() with "
-                             f"{'state_indices' if indices is not None else 'inplace_state'}, which "
-                             "overwrites states")
-        o = _in_place(op, x, flags, scale, out_dtype, indices)
-        return o, x.h0 if has_ht else None
-    path, dot, plan = _way(op, x, flags, needs_grad)
-    if path == "torch" or needs_grad:
-        x, flags = prepared(x, flags)
-    # Traced, a loop over tokens or chunks would be unrolled, and bounds cannot be read: then plain torch,
-    # too, runs inside of the operator.
-    inside = plan is None and (x.q.shape[1] > 1 or x.bounds is not None)
-    o, ht = (_on_torch(x, flags, scale) if path == "torch" and not inside else
-             _on_kernels(op, plan, x, flags, scale, has_ht, dot, out_dtype, needs_grad))
-    return o.to(out_dtype), ht if has_ht else None
-
-
-def prepared(x: Inputs, flags: tuple[str, ...]) -> tuple[Inputs, tuple[str, ...]]:
-    """Norms, gates and sigmoids in differentiable torch; what is left is the recurrence itself."""
-    if "l2norm" in flags:
-        x = x._replace(q=l2normalized(x.q), k=l2normalized(x.k))
-    if x.g is not None and x.A_log is not None:
-        x = x._replace(g=decay_of_gate(x.g, x.A_log, x.dt_bias), A_log=None, dt_bias=None)
-    elif x.gk is not None and x.A_log is not None:
-        x = x._replace(gk=decay_of_gate(x.gk, x.A_log[:, None], x.dt_bias, bound_of(flags) or None),
-                       A_log=None, dt_bias=None)
-    if x.beta is not None and "sigmoid" in flags:
-        x = x._replace(beta=beta_of_logits(x.beta, "neg_eigval" in flags))
-    if x.a is not None and x.b is not None and "rate" in flags:
-        x = x._replace(b=-wide(x.a) * x.b)
-    return x, tuple(flag for flag in flags if flag in ("delta", "before", "reverse", "v_first"))
-
-
-def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool,
-             called: Mapping[str, str]) -> Inputs:
-    first = called.get("q", "q")
-    check_qkv(x.q, x.k, x.v, grouped=True, first=first)
-    B, T, _, K = x.q.shape
-    HV, V = x.v.shape[2:]
-    if unknown := {flag.partition(":")[0] for flag in flags} - set(FLAGS):  # a family's mistake, not a user's
-        raise ValueError(f"flags: got {', '.join(unknown)}, need some of {', '.join(FLAGS)}")
-    if x.beta is not None or "beta" in called:
-        if "delta" not in flags:
-            raise ValueError("beta: got a tensor, need None without delta")
-        if isinstance(x.beta, Tensor) and x.beta.ndim == 4:
-            need_tensor("beta", x.beta, (B, T, HV, V), "[B, T, HV, V]", x.q.device)
-        else:
-            need_tensor("beta", x.beta, (B, T, HV), "[B, T, HV] or [B, T, HV, V]", x.q.device)
-    sizes = {"B": B, "T": T, "HV": HV, "K": K, "V": V}
-    shapes = SHAPES if x.g is not None or x.gk is None else {**SHAPES, "dt_bias": ("HV", "K")}
-    for name, dims in shapes.items():
-        if (y := getattr(x, name)) is not None or name in called:
-            need_tensor(called.get(name, name), y, tuple([sizes[dim] for dim in dims]),
-                        f"[{', '.join(dims)}]", x.q.device, first)
-    if (x.a is None) != (x.b is None) or (x.a is not None and "delta" in flags):
-        raise ValueError("a, b: got one of them or delta with them, need both, and without delta")
-    readable = policy.current().debug or (x.q.device.type == "cpu" and not torch.compiler.is_compiling())
-    if x.bounds is not None:
-        bounds = check_cu_seqlens(x.bounds, None, x.q.shape, x.q.device, policy.current().debug, first)
-        check_values("cu_seqlens", bounds)
-        x = x._replace(bounds=bounds)
-    if indices is not None:
-        check_pool("initial_state", x.h0, None, HV, K, V, "v_first" in flags, x.q.device, "state_indices")
-        check_indices(indices, x.sequences, x.h0.shape[0] if x.h0 is not None else 0, x.q.device, readable)
-    elif in_place:
-        check_pool("initial_state", x.h0, x.sequences, HV, K, V, "v_first" in flags, x.q.device,
-                   "inplace_state")
-    elif x.h0 is not None:
-        check_state("initial_state", x.h0, x.sequences, H=HV, K=K, V=V, v_first="v_first" in flags,
-                    device=x.q.device, packed=x.bounds is not None, first=first)
-    return x
-
-
-def problem_of(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> Problem:
-    """H counts value heads, since each of them has a state."""
-    B, T, _, K = x.q.shape
-    HV, V = x.v.shape[2:]
-    given = [name for name in ("beta", "g", "gamma", "gk", "gv", "bonus", "a", "b", "A_log")
-             if getattr(x, name) is not None]
-    return Problem(op, "recurrent", "fused_recurrent", B=B, T=T, H=HV, K=K, V=V, N=x.sequences,
-                   dtype=name_of(x.q.dtype), varlen=x.bounds is not None, needs_grad=needs_grad,
-                   options=tuple(sorted([*flags, *given])))
-
-
-def _way(op: str, x: Inputs, flags: tuple[str, ...], needs_grad: bool) -> tuple[str, str, Plan | None]:
-    """Path and dot, as planned, and the plan, which torch.compile only makes at run time."""
-    if torch.compiler.is_compiling():
-        path, dot = _static_way(op, name_of(x.q.dtype), head_size_class(x.q.shape[3]),
-                                head_size_class(x.v.shape[3]), x.q.device)
-        return path, dot, None
-    if 1 < x.q.shape[1] < x.q.shape[2]:
-        suspect_layout(op, x.q.shape[1], x.q.shape[2])
-    plan = planned(problem_of(op, x, flags, needs_grad), x.q.device)
-    return plan.problem.path, plan.problem.dot, plan
-
-
-@constant_while_tracing
-def _static_way(op: str, dtype: str, K: int, V: int, device: torch.device) -> tuple[str, str]:
-    """What torch.compile may know while tracing: no B, T or H, so that none is ever specialised."""
-    problem = planned(Problem(op, "recurrent", "fused_recurrent", B=1, T=1, H=1, K=K, V=V, N=1, dtype=dtype,
-                              varlen=False, needs_grad=True),
-                      device).problem
-    return problem.path, problem.dot
-
-
-def _on_torch(x: Inputs, flags: tuple[str, ...], scale: float) -> tuple[Tensor, Tensor]:
-    v_first = "v_first" in flags
-    x = x._replace(h0=x.h0.mT) if v_first and x.h0 is not None else x
-    chunked = x.q.shape[1] > LONG and "reverse" not in flags and all(y is None
-                                                                     for y in (x.gamma, x.gv, x.a, x.b))
-    chunked = chunked and ("before" in flags) == (x.bonus is not None)
-    if chunked and x.gk is not None and x.g is None and "delta" not in flags and x.q.shape[2] == x.v.shape[2]:
-        # the same function
-        o, ht = chunked_gla.run(GLAInputs(x.q, x.k, x.v, x.gk, x.bonus, x.h0, x.bounds), scale)
-    elif chunked and x.gk is None and x.bonus is None and "delta" in flags and (x.beta is None
-                                                                                or x.beta.ndim == 3):
-        beta = x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta
-        # the same function
-        o, ht = chunked_delta.run(DeltaInputs(x.q, x.k, x.v, beta, x.g, x.h0, x.bounds), scale)
-    else:
-        o, ht = torch_path.run(x, flags, scale)
-    return o, ht.mT if v_first else ht
+# Flags by the public options that set them.
+OPTIONS = {"reverse": "reverse", "use_qk_l2norm_in_kernel": "l2norm", "use_beta_sigmoid_in_kernel": "sigmoid",
+           "allow_neg_eigval": "neg_eigval", "state_v_first": "v_first"}
 
 
 class Scalars(NamedTuple):
@@ -206,27 +70,139 @@ class Scalars(NamedTuple):
 class Outputs(NamedTuple):
     o: Tensor
     ht: Tensor | None
-    states: Tensor
+    states: Tensor | None
 
 
-def _on_kernels(
+def flags(*always: str, **options: bool) -> tuple[str, ...]:
+    """The flags (kernels/recurrent/inputs.py) that an op always has, and those of its public options, which
+    are checked here, that are set."""
+    return (*always, *[OPTIONS[name] for name, value in options.items() if scalars.flag(name, value)])
+
+
+def run(
     op: str,
-    plan: Plan | None,
     x: Inputs,
-    flags: tuple[str, ...],
-    scale: float,
-    has_ht: bool,
-    dot: str,
-    out_dtype: torch.dtype,
-    needs_grad: bool,
-) -> Found:
-    x, how = _loadable(x, dot, needs_grad), Scalars(scale, has_ht, dtype_as_planned(out_dtype, dot),
-                                                    " ".join(flags), needs_grad, op)
-    if plan is None or needs_grad:
-        o, ht = OPERATOR(plan, x, how)
+    flags: tuple[str, ...] = (),
+    scale: float | None = None,
+    has_ht: bool = False,
+    indices: Tensor | None = None,
+    in_place: bool = False,
+    called: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Tensor, Tensor | None]:
+    """(o in v's dtype, final state or None). x.bounds: cu_seqlens as the user gave them. in_place or indices:
+    states are read from and written back to x.h0, which is what comes back as the final state. called: what
+    the op calls those inputs that it must have."""
+    has_ht, in_place = scalars.flag("output_final_state", has_ht), scalars.flag("inplace_state", in_place)
+    x = _checked(x, flags, indices, in_place, called)
+    scale = x.q.shape[3] ** -0.5 if scale is None else scalars.number("scale", scale)
+    common, out_dtype = common_dtype(x.v, x.q, x.k, x.a, x.b), x.v.dtype
+    x = x._replace(**{name: y.to(common) for name in ("q", "k", "v", "a", "b")
+                      if (y := getattr(x, name)) is not None and y.dtype != common})
+    x = x if x.gamma is None else x._replace(gamma=x.gamma.detach())  # a constant, on every path
+    how = Scalars(scale, has_ht, out_dtype, " ".join(flags), wants_grad(*x), op)
+    if indices is not None or in_place:
+        if how.needs_grad:
+            raise ValueError(f"{op}: got tensors that require gradients, need torch.no_grad() or "
+                             "inference_mode() with "
+                             f"{'state_indices' if indices is not None else 'inplace_state'}, which "
+                             "overwrites states")
+        return _in_place(x, how, indices), x.h0 if has_ht else None
+    plan, path, dot = sequences.way(problem_of, x, how, "recurrent", "fused_recurrent")
+    if path == "torch" or how.needs_grad:
+        x, how = prepared(x, how)
+    # Traced, a loop over tokens or chunks would be unrolled, and bounds cannot be read: then plain torch,
+    # too, runs inside of the operator.
+    inside = plan is None and (x.q.shape[1] > 1 or x.bounds is not None)
+    if path == "torch" and not inside:
+        o, ht = _on_torch(x, how)
     else:
-        o, ht, _ = _forward(plan, x, how)
-    return o, ht
+        x = _loadable(x, dot, how.needs_grad)
+        if (dtype := dtype_as_planned(out_dtype, dot)) != out_dtype:
+            how = how._replace(out_dtype=dtype)
+        o, ht, *_ = OPERATOR(plan, x, how) if plan is None or how.needs_grad else _forward(plan, x, how)
+    return o.to(out_dtype), ht if has_ht else None
+
+
+def prepared(x: Inputs, how: Scalars) -> tuple[Inputs, Scalars]:
+    """Norms, gates and sigmoids in differentiable torch; what is left is the recurrence itself."""
+    words = how.words
+    if "l2norm" in words:
+        x = x._replace(q=l2normalized(x.q), k=l2normalized(x.k))
+    if x.g is not None and x.A_log is not None:
+        x = x._replace(g=decay_of_gate(x.g, x.A_log, x.dt_bias), A_log=None, dt_bias=None)
+    elif x.gk is not None and x.A_log is not None:
+        x = x._replace(gk=decay_of_gate(x.gk, x.A_log[:, None], x.dt_bias, bound_of(words) or None),
+                       A_log=None, dt_bias=None)
+    if x.beta is not None and "sigmoid" in words:
+        x = x._replace(beta=beta_of_logits(x.beta, "neg_eigval" in words))
+    if x.a is not None and x.b is not None and "rate" in words:
+        x = x._replace(b=-wide(x.a) * x.b)
+    return x, how._replace(flags=" ".join(word for word in words
+                                      if word in ("delta", "before", "reverse", "v_first")))
+
+
+def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool,
+             called: Mapping[str, str]) -> Inputs:
+    first = called.get("q", "q")
+    check_qkv(x.q, x.k, x.v, grouped=True, first=first)
+    B, T, _, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    device, v_first = x.q.device, "v_first" in flags
+    if unknown := {flag.partition(":")[0] for flag in flags} - set(FLAGS):  # a family's mistake, not a user's
+        raise ValueError(f"flags: got {', '.join(unknown)}, need some of {', '.join(FLAGS)}")
+    if x.beta is not None or "beta" in called:
+        if "delta" not in flags:
+            raise ValueError("beta: got a tensor, need None without delta")
+        if isinstance(x.beta, Tensor) and x.beta.ndim == 4:
+            need_tensor("beta", x.beta, (B, T, HV, V), "[B, T, HV, V]", device)
+        else:
+            need_tensor("beta", x.beta, (B, T, HV), "[B, T, HV] or [B, T, HV, V]", device)
+    sizes = {"B": B, "T": T, "HV": HV, "K": K, "V": V}
+    shapes = SHAPES if x.g is not None or x.gk is None else {**SHAPES, "dt_bias": ("HV", "K")}
+    for name, letters in shapes.items():
+        if (y := getattr(x, name)) is not None or name in called:
+            need_tensor(called.get(name, name), y, tuple([sizes[letter] for letter in letters]),
+                        f"[{', '.join(letters)}]", device, first)
+    if (x.a is None) != (x.b is None) or (x.a is not None and "delta" in flags):
+        raise ValueError("a, b: got one of them or delta with them, need both, and without delta")
+    if x.bounds is not None:
+        bounds = check_cu_seqlens(x.bounds, None, x.q.shape, device, policy.current().debug, first)
+        check_values("cu_seqlens", bounds)
+        x = x._replace(bounds=bounds)
+    if indices is not None:
+        check_pool("initial_state", x.h0, None, HV, K, V, v_first, device, "state_indices")
+        readable = policy.current().debug or (device.type == "cpu" and not torch.compiler.is_compiling())
+        check_indices(indices, x.sequences, x.h0.shape[0] if x.h0 is not None else 0, device, readable)
+    elif in_place:
+        check_pool("initial_state", x.h0, x.sequences, HV, K, V, v_first, device, "inplace_state")
+    elif x.h0 is not None:
+        check_state("initial_state", x.h0, x.sequences, H=HV, K=K, V=V, v_first=v_first, device=device,
+                    packed=x.bounds is not None, first=first)
+    return x
+
+
+def problem_of(x: Inputs, how: Scalars) -> Problem:
+    given = [name for name in ("beta", "g", "gamma", "gk", "gv", "bonus", "a", "b", "A_log")
+             if getattr(x, name) is not None]
+    return sequences.problem_of(how.call, "recurrent", "fused_recurrent", x.q, x.v, x.bounds,
+                                how.needs_grad, (*how.words, *given))
+
+
+def _on_torch(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor]:
+    words = how.words
+    v_first, delta = "v_first" in words, "delta" in words
+    x = x._replace(h0=x.h0.mT) if v_first and x.h0 is not None else x
+    plain = "reverse" not in words and all(y is None for y in (x.gamma, x.gv, x.a, x.b))
+    chunked = plain and x.q.shape[1] > LONG and ("before" in words) == (x.bonus is not None)
+    # the same functions chunk by chunk
+    if chunked and not delta and x.gk is not None and x.g is None and x.q.shape[2] == x.v.shape[2]:
+        o, ht = chunked_gla.run(GLAInputs(x.q, x.k, x.v, x.gk, x.bonus, x.h0, x.bounds), how.scale)
+    elif chunked and delta and x.gk is None and x.bonus is None and (x.beta is None or x.beta.ndim == 3):
+        beta = x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta
+        o, ht = chunked_delta.run(DeltaInputs(x.q, x.k, x.v, beta, x.g, x.h0, x.bounds), how.scale)
+    else:
+        o, ht = torch_path.run(x, words, how.scale)
+    return o, ht.mT if v_first else ht
 
 
 def _loadable(x: Inputs, dot: str, needs_grad: bool) -> Inputs:
@@ -235,82 +211,78 @@ def _loadable(x: Inputs, dot: str, needs_grad: bool) -> Inputs:
     x = as_planned(x, dot)
     dtypes = (x.q.dtype, torch.float32)
     strided = () if needs_grad or torch.compiler.is_compiling() else ("q", "k", "v")
-    found = {}
+    loadable: dict[str, Any] = {}
     for name, y in x._asdict().items():
         if y is not None and name != "bounds":
             y = y if y.dtype in dtypes else y.float()
             y = y if name in strided else y.contiguous()
-        found[name] = y
-    return Inputs(**found)
+        loadable[name] = y
+    return x._replace(**loadable)
 
 
-def _in_place(op: str, x: Inputs, flags: tuple[str, ...], scale: float, out_dtype: torch.dtype,
-              indices: Tensor | None) -> Tensor:
+def _in_place(x: Inputs, how: Scalars, indices: Tensor | None) -> Tensor:
     """o; the states in x.h0 go forward."""
     pool = x.h0
     assert pool is not None  # _checked
     if torch.compiler.is_compiling():
-        traced: Tensor = _library_in_place(*x._replace(h0=None),
-                                           *InPlace(pool, indices, scale, out_dtype, " ".join(flags), op))
+        beside = InPlace(pool, indices, how.scale, how.out_dtype, how.flags, how.call)
+        traced: Tensor = _library_in_place(*x._replace(h0=None), *beside)
         return traced
-    plan = planned(problem_of(op, x, flags, False), x.q.device)
-    path, dot = plan.problem.path, plan.problem.dot
-    if path == "torch" or pool.dtype not in (dtype_as_planned(x.q.dtype, dot), torch.float32):
-        return _in_place_by_copies(op, x, flags, scale, indices).to(out_dtype)
+    plan = planned(problem_of(x, how), x.q.device)
+    dot = plan.problem.dot
+    if plan.problem.path == "torch" or pool.dtype not in (dtype_as_planned(x.q.dtype, dot), torch.float32):
+        return _in_place_by_copies(x, how, indices).to(how.out_dtype)
     x = _loadable(x._replace(h0=None), dot, False)
     o: Tensor
-    o, _, _ = kernels("recurrent", "forward").run(plan, x._replace(h0=pool), flags, scale, False,
-                                                  dtype_as_planned(out_dtype, dot), True, indices)
-    return o.to(out_dtype)
+    o, _, _ = kernels("recurrent", "forward").run(plan, x._replace(h0=pool), how.words, how.scale, False,
+                                                  dtype_as_planned(how.out_dtype, dot), True, indices)
+    return o.to(how.out_dtype)
 
 
-def _in_place_by_copies(op: str, x: Inputs, flags: tuple[str, ...], scale: float,
-                        indices: Tensor | None) -> Tensor:
+def _in_place_by_copies(x: Inputs, how: Scalars, indices: Tensor | None) -> Tensor:
     """The same where no kernel can have the pool: its rows are copied out and back."""
     pool = x.h0
     assert pool is not None
     if indices is None:
-        o, ht = run(op, x, flags, scale, True)
-        pool.copy_(ht if ht is not None else pool)
+        o, ht = run(how.call, x, how.words, how.scale, True)
+        assert ht is not None
+        pool.copy_(ht)
         return o
     mine = (indices >= 0) & (indices < pool.shape[0])
-    o, ht = run(op, x._replace(h0=pool[torch.where(mine, indices, 0)]), flags, scale, True)
+    o, ht = run(how.call, x._replace(h0=pool[torch.where(mine, indices, 0)]), how.words, how.scale, True)
     assert ht is not None
     pool[indices[mine]] = ht[mine].to(pool.dtype)
     if x.bounds is None:
         return torch.where(mine[:, None, None, None], o, 0)
-    sequence = torch.searchsorted(x.bounds[1:].contiguous(),
-                                  torch.arange(o.shape[1], device=o.device, dtype=x.bounds.dtype), right=True)
-    return torch.where(torch.cat([mine, mine.new_zeros(1)])[sequence][None, :, None, None], o, 0)
+    tokens = torch.arange(o.shape[1], device=o.device, dtype=x.bounds.dtype)
+    sequence = torch.searchsorted(x.bounds[1:].contiguous(), tokens, right=True)
+    mine = F.pad(mine, (0, 1))  # tokens behind the last sequence are nobody's
+    return torch.where(mine[sequence][None, :, None, None], o, 0)
 
 
 def _forward(plan: Plan, x: Inputs, how: Scalars) -> Any:
     return kernels("recurrent", "forward").run(plan, x, how.words, how.scale, how.has_ht, how.out_dtype)
 
 
-def _empty(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    (T, _, K), (HV, V), N = x.q.shape[1:], x.v.shape[2:], x.sequences
-    state = (N, HV, V, K) if "v_first" in how.words else (N, HV, K, V)
-    wide = torch.promote_types(x.q.dtype, torch.float32)
-    return (x.v.new_empty(x.v.shape, dtype=how.out_dtype),
-            x.q.new_empty(state, dtype=wide) if how.has_ht else None,
-            x.q.new_empty((kept(T, N, x.bounds is not None), HV, K, V), dtype=torch.float32) if how.needs_grad
-            else None)
+def _empty(x: Inputs, how: Scalars) -> Outputs:
+    outputs = sequences.empty_outputs(x, how, "v_first" in how.words)
+    if not how.needs_grad:
+        return Outputs(*outputs, None)
+    (_, T, HV, V), K = x.v.shape, x.q.shape[3]
+    rows = kept(T, x.sequences, x.bounds is not None)
+    return Outputs(*outputs, x.q.new_empty((rows, HV, K, V), dtype=torch.float32))
 
 
 def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Any:
-    do = torch.zeros_like(x.v) if grads.o is None else grads.o.contiguous()
-    dht = None if grads.ht is None else grads.ht.contiguous()
     together = {"q", "k"} if x.a is None else {"q", "k", "a", "b"}  # what the kernel always writes
-    return kernels("recurrent", "backward").run(plan, x, y.states, how.words, how.scale, do, dht,
-                                                wanted | together)
+    return kernels("recurrent", "backward").run(plan, x, y.states, how.words, how.scale,
+                                                *sequences.contiguous(grads, x.v), wanted | together)
 
 
 OPERATOR = Operator(
     "recurrent", Inputs, Scalars, Outputs, 2, forward=_forward,
     kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
-    traced=Traced(lambda x, how: problem_of(how.call, x, how.words, how.needs_grad), _empty,
-                  lambda x, how: _on_torch(*prepared(x, how.words), how.scale)))
+    traced=Traced(problem_of, _empty, lambda x, how: _on_torch(*prepared(x, how))))
 
 
 class InPlace(NamedTuple):
@@ -320,11 +292,14 @@ class InPlace(NamedTuple):
     scale: float
     out_dtype: torch.dtype
     flags: str
-    op: str
+    call: str
+
+
+def _in_place_traced(x: Inputs, beside: InPlace) -> Tensor:
+    how = Scalars(beside.scale, False, beside.out_dtype, beside.flags, False, beside.call)
+    return _in_place(x._replace(h0=beside.pool), how, beside.indices)
 
 
 _library_in_place = writing_operator(
-    "recurrent_in_place", Inputs, InPlace, "pool",
-    lambda x, how: _in_place(how.op, x._replace(h0=how.pool), tuple(how.flags.split()), how.scale,
-                             how.out_dtype, how.indices),
-    lambda x, how: x.v.new_empty(x.v.shape, dtype=how.out_dtype))
+    "recurrent_in_place", Inputs, InPlace, "pool", _in_place_traced,
+    lambda x, beside: x.v.new_empty(x.v.shape, dtype=beside.out_dtype))
