@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import flashlin
 from flashlin.compat.target import parse, pretend
@@ -125,8 +126,9 @@ def called(
     traced: bool,
     has_total: bool = True,
     unused: Tensor | None = None,
+    needs_grad: bool = True,
 ) -> tuple[Tensor, ...]:
-    x, how = Tensors(a, unused, b, added), Scalars(0.5, has_total, True, "rms_norm float32")
+    x, how = Tensors(a, unused, b, added), Scalars(0.5, has_total, needs_grad, "rms_norm float32")
     return OPERATOR(None if traced else planned(problem(x, how), a.device), x, how)
 
 
@@ -220,3 +222,21 @@ def test_operands_are_as_planned() -> None:
         dtype_as_planned(torch.bfloat16, "native") == torch.bfloat16
         and dtype_as_planned(torch.bfloat16, "fp32") == torch.float32
     )
+
+
+def test_without_gradients_kernels_are_called_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, added = (x.detach() for x in leaves())
+    expected = called(a, b, added, traced=False)
+    monkeypatch.setattr(operator._Eager, "apply", None)
+    for got, wanted in zip(called(a, b, added, False, needs_grad=False), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_tangent_is_not_dropped() -> None:
+    a, b, _ = (x.detach() for x in leaves())
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(a, torch.ones_like(a))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            called(dual, b, None, False, needs_grad=False)
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.func.vmap(lambda a: called(a, b, None, False, needs_grad=False)[0])(a[None])

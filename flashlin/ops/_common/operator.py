@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashlin.guards.problem import Plan, Problem
 from flashlin.ops._common.gradients import INSTEAD, once, once_traced, pulled_back
@@ -108,6 +109,9 @@ class Operator(Generic[X, S, Y]):
         if plan is None:
             traced: tuple[Any, ...] = getattr(torch.ops.flashlin, self.name)(*x, *how)[: self.returns]
             return traced
+        needs_grad = how.needs_grad  # type: ignore[attr-defined]  # Scalars end with it and with call
+        if not (needs_grad or self.in_place or transformed()):
+            return tuple(self.forward(plan, self.tensors(*x), how)[: self.returns])
         eager: tuple[Any, ...] = _Eager.apply(self, plan, how, *x)
         return eager
 
@@ -116,7 +120,7 @@ class Operator(Generic[X, S, Y]):
     ) -> list[Tensor | None]:
         """Those of the tensors, in their order, None where it is not needed. Computed are the ones that are
         not the same as others."""
-        wanted = frozenset(compress(self.names, needs))
+        wanted = _wanted(self.names, tuple(needs))
         same = {name: source for name, source in self.same(how).items() if name in wanted}
         if not same:
             gradients = compute(wanted)
@@ -127,6 +131,17 @@ class Operator(Generic[X, S, Y]):
                 name: computed[source] if source in self.names else getattr(grads, source)
                 for name, source in same.items()}}
         return [gradients[name] if name in wanted else None for name in self.names]
+
+
+@cache
+def _wanted(names: tuple[str, ...], needs: tuple[bool, ...]) -> frozenset[str]:
+    return frozenset(compress(names, needs))
+
+
+def transformed() -> bool:
+    """Whether torch differentiates forward or batches here. Kernels can neither, and an autograd function says
+    so; without it, a tangent would be dropped without a word."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def _who(ctx: Any) -> tuple[str, str]:

@@ -119,7 +119,7 @@ def run(
         x = _loadable(x, dot, how.needs_grad)
         if (dtype := dtype_as_planned(out_dtype, dot)) != out_dtype:
             how = how._replace(out_dtype=dtype)
-        o, ht, *_ = OPERATOR(plan, x, how) if plan is None or how.needs_grad else _forward(plan, x, how)
+        o, ht = OPERATOR(plan, x, how)
     return o.to(out_dtype), ht if has_ht else None
 
 
