@@ -188,7 +188,8 @@ def mamba_norm(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """y in that dtype, x's if None."""
-    asked = checked(Tensors(x, None, weight, bias), Asked(op, kind, eps, output_dtype=dtype or x.dtype))
+    asked = checked(Tensors(x, None, weight, bias), Asked(op, kind, eps))
+    asked = asked._replace(output_dtype=dtype or x.dtype)  # x's own, before a gate widens it
     scalars.flags(norm_before_gate=norm_before_gate)
     D = x.shape[-1]
     size = D if group_size is None else scalars.integer("group_size", group_size, 1, f"a divisor of D = {D}")

@@ -193,9 +193,8 @@ def mamba_split_conv1d_scan_combined(
     if outproj_weight is not None:
         need_tensor("outproj_weight", outproj_weight, (None, M + dim), "[out, M + H P]", x.device, "zxbcdt")
         check_optional("zxbcdt", x, [("outproj_bias", outproj_bias, outproj_weight.shape[:1], "[out]")])
-        autocast = torch.is_autocast_enabled(y.device.type)
         for name, tensor in (("outproj_weight", outproj_weight), ("outproj_bias", outproj_bias)):
-            if tensor is not None and tensor.dtype != y.dtype and not autocast:
+            if tensor is not None and tensor.dtype != y.dtype and not torch.is_autocast_enabled(y.device.type):
                 raise TypeError(f"{name}: got dtype {tensor.dtype}, need {y.dtype}, as zxbcdt (or autocast)")
         y = F.linear(y, outproj_weight, outproj_bias)
     elif outproj_bias is not None:

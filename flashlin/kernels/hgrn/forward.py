@@ -238,8 +238,9 @@ def walk(plan: Plan, launch: Launch, kernel: Any, step: int, split: list[slice],
             own = rows | states
         # what each segment but the last leaves behind; of whole sequences nothing, which nobody reads
         decays, ends = torch.empty(2, n, S - 1, D, dtype=torch.float32, device=rows["g"].device)
-        sizes = dict(decays=decays, ends=ends, T=T, S=S, D=D, VARLEN=packed)
+        sizes = dict(decays=decays, ends=ends, T=T, S=S, D=D)
         if S > 1:
             start(plan.launch("hgrn_ends"), hgrn_ends, n * (S - 1) * strips, dict(
-                sizes, x=own[walked], g=own["g"], bounds=own["bounds"], STEP=step))
-        start(launch, kernel, n * S * strips, dict(own, **sizes, N=n, GAPS=packed and len(split) == 1))
+                sizes, x=own[walked], g=own["g"], bounds=own["bounds"], STEP=step, VARLEN=packed))
+        start(launch, kernel, n * S * strips, dict(
+            own, **sizes, N=n, VARLEN=packed, GAPS=packed and len(split) == 1))

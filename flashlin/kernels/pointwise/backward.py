@@ -377,13 +377,13 @@ def run(plan: Plan, tensors: tuple[Tensor | None, ...], dys: tuple[Tensor, ...],
         count = launch.grid[0] // max(cdiv(D, strip_width(plan.problem, launch.block("BD"))), 1)
         shares = dy.new_empty((len(parameters), count, D), dtype=torch.float32)
     if dy.numel():
-        named = arguments(plan, launch, tensors, bound)
+        named = arguments(plan, launch, tensors, bound, sums if parameters else None)
         if family in UNREAD:
             del named[UNREAD[family]]
         named.update((f"d{name}", y) for name, y in zip_longest(OUTPUTS[family], dys))
         named.update((f"d{name}", grads[at]) for at, name in enumerate(NAMES[family]) if at not in parameters)
         if parameters:
-            named.update(shares=shares, SUMS=sums)
+            named["shares"] = shares
         start(launch, KERNELS[family], launch.grid[0], named)
     if shares is not None:
         totals = shares.sum(1) if dy.numel() else shares.new_zeros((len(parameters), D))

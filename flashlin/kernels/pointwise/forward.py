@@ -321,17 +321,20 @@ OUTPUTS = {GATE: ("y",), MIX: ("yr", "yw", "yk", "yv", "ya", "yg"), KEY: ("y",),
 STRIDED = {SCALE: ("x",), SKIP: ("x", "z")}  # whose rows may lie at any distance
 
 
-def arguments(plan: Plan, launch: Launch, tensors: tuple[Tensor | None, ...],
-              bound: float | None) -> dict[str, Any]:
-    """What the kernels of both directions take: the tensors by name, D columns in strips of W, rows."""
+def arguments(plan: Plan, launch: Launch, tensors: tuple[Tensor | None, ...], bound: float | None,
+              sums: bool | None = None) -> dict[str, Any]:
+    """What the kernels of both directions take: the tensors by name, D columns in strips of W, rows. sums:
+    backward's, whether it sums for parameters."""
     problem, family = plan.problem, plan.problem.family
     D = problem.H * problem.K
     named: dict[str, Any] = dict(zip(NAMES[family], tensors, strict=True), rows=problem.T, D=D,
                                  W=strip_width(problem, launch.block("BD")))
+    if sums is not None:
+        named["SUMS"] = sums
     for name in STRIDED.get(family, ()):
         named[name], named[f"{name}_n"] = rows_of(named[name], D)
     if family == GATE:
-        named.update(bound=bound or 0.0, BOUNDED=bound is not None, K=problem.K)
+        named.update(bound=bound or 0.0, K=problem.K, BOUNDED=bound is not None)
     if family == SKIP:  # D is of heads or of columns: columns to each element of it
         named["K"] = 1 if named["skip"] is None else D // named["skip"].numel()
     return named

@@ -1,6 +1,7 @@
 """Cases of the scalar-decay family: random and adversarial inputs, states, packed sequences, odd sizes."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,21 +13,22 @@ from torch import Tensor
 import flashlin
 from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_others
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops._common.slopes import lightning_slopes, retention_slopes
 from flashlin.testing.cases import gla, sequences
 from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02}
 LAYER: dict[str, Any] = {"layer_idx": 3, "num_layers": 12}
-# Decays that an op has by itself, [H], and options that its calls always have.
-SLOPES: dict[str, Callable[..., Tensor]] = {"retention": retention_slopes,
-                                            "lightning_attn": partial(lightning_slopes, **LAYER)}
+# Decays that an op has by itself, of head h of H, and options that its calls always have.
+SLOPES: dict[str, Callable[[int, int], float]] = {
+    "retention": lambda h, H: math.log1p(-2.0 ** (-5 - h)),
+    "lightning_attn": lambda h, H: -(8 / H) * (1 - LAYER["layer_idx"] / LAYER["num_layers"]) * h}
 ALWAYS: dict[str, dict[str, Any]] = {"linear_attn": {"normalize": False}, "lightning_attn": LAYER}
 
 
 def _gamma(kind: str, q: Tensor) -> Tensor | None:
-    return SLOPES[kind](q.shape[2], device=q.device) if kind in SLOPES else None
+    H = q.shape[2]
+    return q.new_tensor([SLOPES[kind](h, H) for h in range(H)]) if kind in SLOPES else None
 
 
 def _recurrence(kind: str, q: Tensor, reverse: bool = False, **rest: Any) -> tuple[Tensor, Tensor]:
