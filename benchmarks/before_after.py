@@ -28,6 +28,8 @@ import triton
 
 HERE = Path(__file__).resolve().parents[1]
 NOISE = 1.05  # what two runs of one checkout may differ by
+# The others are mostly the host's, whose cores may be anybody's.
+OF_THE_CARD = ("device_ms", "forward_ms", "both_ms")
 Rows = dict[str, dict[str, float]]  # what was called -> figure -> milli- or microseconds
 
 
@@ -44,23 +46,24 @@ def layer(op: str, arguments_of: Callable[[], dict[str, Any]], gradients: bool) 
     return compare_layer.timed(getattr(flashlin, op), arguments_of(), gradients)
 
 
-def calls() -> list[tuple[str, Callable[[], dict[str, float]]]]:
-    """What is timed, and what makes its figures."""
+def calls(having: str) -> list[tuple[str, Callable[[], dict[str, float]]]]:
+    """What is timed, of calls that have this in their name, and what makes its figures."""
     made: list[tuple[str, Callable[[], dict[str, float]]]] = []
     for family, op, arguments, _, extra in compare_fla.OPS:
         for shape in compare_fla.SHAPES_OF.get(family, compare_fla.SHAPES)[:2]:
             layout = " channels_last" if "channels_last" in arguments else ""
             made.append((f"{op}{layout} {'x'.join(map(str, shape))}",
                          partial(chunked, op, arguments, extra, shape)))
-    return made + [(op, partial(layer, op, arguments_of, gradients))
-                   for op, _, arguments_of, gradients in compare_layer.ROWS]
+    made += [(op, partial(layer, op, arguments_of, gradients))
+             for op, _, arguments_of, gradients in compare_layer.ROWS]
+    return [(name, function) for name, function in made if having in name]
 
 
-def measured(checkout: Path, *chosen: int) -> Rows:
-    """In a process of that checkout. chosen: places in the list of calls; all where there are none."""
+def measured(checkout: Path, having: str) -> Rows:
+    """In a process of that checkout, the calls that have this in their name."""
     path = os.pathsep.join([str(checkout), str(HERE), str(HERE / "benchmarks"),
                             os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, __file__, "--child", *map(str, chosen)]
+    command = [sys.executable, __file__, "--child", "--call", having]
     done = subprocess.run(command, cwd=checkout, env={**os.environ, "PYTHONPATH": path},
                           capture_output=True, text=True, check=False)
     if done.returncode:
@@ -69,32 +72,27 @@ def measured(checkout: Path, *chosen: int) -> Rows:
     return rows
 
 
-def child(chosen: list[int]) -> None:
-    listed = calls()
-    print(json.dumps({name: function() for name, function in
-                      ([listed[place] for place in chosen] if chosen else listed)}))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("before", type=Path, nargs="?", help="the other checkout")
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--commits", nargs=2, default=["unknown", "unknown"], metavar=("BEFORE", "AFTER"),
                         help="what to call the two in the record")
-    parser.add_argument("--child", type=int, nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--call", default="", help="only calls that have this in their name")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child is not None:
-        return child(options.child)
+    if options.child:
+        return print(json.dumps({name: function() for name, function in calls(options.call)}))
     if options.before is None or not (options.before / "flashlin").is_dir():
         parser.error(f"before: got {options.before}, need a checkout of flashlin")
     before, after = options.before.resolve(), HERE
     # So that both find everything compiled: a process for each call, the card shared.
     with ThreadPoolExecutor(14) as pool:
         list(pool.map(lambda job: measured(*job),
-                      [(checkout, place) for place in range(len(calls())) for checkout in (before, after)]))
+                      [(checkout, name) for name, _ in calls(options.call) for checkout in (before, after)]))
     runs: dict[Path, list[Rows]] = {before: [], after: []}
     for checkout in (before, after, before, after):
-        runs[checkout].append(measured(checkout))
+        runs[checkout].append(measured(checkout, options.call))
     rows: list[dict[str, Any]] = []
     for call, figures in runs[after][0].items():
         for figure in figures:
@@ -104,10 +102,9 @@ def main() -> None:
     for row in rows:
         print(f"{row['ratio']:6.3f} {row['before']:10.4f} -> {row['after']:10.4f}  {row['figure']:16}"
               f" {row['call']}")
-    device = [row for row in rows if row["figure"].endswith("_ms")]
-    slower = [row for row in device if row["ratio"] > NOISE]
-    print(f"{len(rows)} figures, {len(device)} of them of the card or a whole call: {len(slower)} slower than"
-          f" {NOISE} times")
+    card_rows = [row for row in rows if row["figure"] in OF_THE_CARD]
+    print(f"{len(rows)} figures, {len(card_rows)} of them of the card's time: "
+          f"{sum(row['ratio'] > NOISE for row in card_rows)} more than {NOISE} times the other's")
     if options.out:
         record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__,
                   "torch": torch.__version__, "date": datetime.date.today().isoformat(),

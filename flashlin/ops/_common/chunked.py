@@ -199,7 +199,8 @@ def _on_kernels(family: Chunked, plan: Plan | None, x: Any, how: Scalars,
     K, V = x.q.shape[3], x.v.shape[3]
     pads = {"K": -K % 8, "V": -V % 8} if K % 8 or V % 8 else {}
     wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
-    *operands, bounds = as_planned(x, dot)
+    # bounds, the last, stay; of `*operands, bounds = ...` torch 2.11's compiler would make a tuple
+    operands = list(as_planned(x, dot))
     for at, argument in enumerate((*family.arguments.values(), STATE[how.state_v_first])):
         y = operands[at]
         if y is not None:
@@ -210,7 +211,7 @@ def _on_kernels(family: Chunked, plan: Plan | None, x: Any, how: Scalars,
             operands[at] = y.contiguous()
     if (out_dtype := dtype_as_planned(how.out_dtype, dot)) != how.out_dtype:
         how = how._replace(out_dtype=out_dtype)
-    o, ht = family.operator(plan, (*operands, bounds), how)
+    o, ht = family.operator(plan, operands, how)
     if pads:
         o = o[..., :V]
         ht = ht if not how.has_ht else ht[..., :V, :K] if how.state_v_first else ht[..., :K, :V]
