@@ -23,7 +23,7 @@ def token_by_token(
     q, k, v, *others = (None if x is None else x.double() for x in tensors)
     assert q is not None and k is not None and v is not None
     B, T, HV, V = v.shape
-    q, k = (x.repeat_interleave(HV // x.shape[2], 2) for x in (q, k))
+    q, k = (x.repeat_interleave(HV // max(x.shape[2], 1), 2) for x in (q, k))
     spans = [(row, 0, T) for row in range(B)] if bounds is None else [
         (0, first, last) for first, last in pairwise(bounds.tolist())]
     o, states = torch.zeros_like(v), []
