@@ -8,6 +8,7 @@ import argparse
 import ast
 import json
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -206,4 +207,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # ends quietly when whoever reads this has seen enough, as with `| head`
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()
