@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import subprocess
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlin.compat.child import end, python
+from flashlin.compat.child import end, messages, python
 from flashlin.compat.target import Target
 from flashlin.testing.compare import Verdict
 from matrix.results import one_a_line
@@ -82,8 +81,7 @@ def child(module: str, *arguments: str, seconds: float | None = None, **environm
         end(process)
         text, stderr = process.communicate()
         code, ending = None, f"no answer in {seconds:.0f} s"
-    return Child([json.loads(line) for line in text.splitlines() if line.startswith("{")],
-                 "" if code == 0 else ending, stderr, code)
+    return Child(messages(text), "" if code == 0 else ending, stderr, code)
 
 
 def parser(about: str | None, **out: Any) -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from matrix import record
 
 
 @pytest.mark.parametrize(("end", "ending", "code"), [
-    ("", "", 0), ("os.abort()", "process ended with -6", -6),
+    ("", "", 0), ("print('{\"half\": ', end='')", "", 0), ("os.abort()", "process ended with -6", -6),
     ("import time; time.sleep(60)", "no answer in 5 s", None)])
 def test_a_child_says_what_it_has_found_and_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                          end: str, ending: str, code: int | None) -> None:

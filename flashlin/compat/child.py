@@ -38,6 +38,16 @@ def channel() -> Callable[..., None]:
     return say
 
 
+def messages(said: str) -> list[dict[str, Any]]:
+    """The JSON objects that a child has printed, one a line; its end may have come in the middle of one."""
+    told = []
+    with suppress(ValueError):
+        for line in said.splitlines():
+            if line.startswith("{"):
+                told.append(json.loads(line))
+    return told
+
+
 def end(process: subprocess.Popen[Any]) -> None:
     """End a process that was started with ``start_new_session=True``, and the compilers that it has
     started."""

@@ -2,7 +2,7 @@
 it. explain: one call's plan.
 
 What doctor says is what happens: its lines are dispatch's own plans. Works with torch and Triton broken or
-missing. How it is made: ``machine`` asks this machine, ``outlook`` plans typical calls, ``testing.quick``
+missing. How it is made: ``machine`` asks this machine, ``outlook`` plans typical calls, ``quick``
 really runs some, ``report`` shows it.
 """
 from __future__ import annotations

@@ -27,8 +27,8 @@ class Problem(NamedTuple):
 
     op: the public name; family: whose recipe serves it; mode: ``chunk``, ``fused_recurrent``, or ``auto``
     until the plan decides (``""`` for ops without modes). N: number of sequences (B unless varlen). dtype:
-    torch's name without ``torch.``. options: names of the optional tensors and flags in use, sorted. The five
-    before the last are what remedies rewrite. avoid: facts of a tile (``TILE_FACTS``): recipes pass over
+    torch's name without ``torch.``. options: names of the optional tensors and flags in use, sorted. Remedies
+    rewrite mode and the fields from path to avoid. avoid: facts of a tile (``TILE_FACTS``): recipes pass over
     candidates that have one. given: set where the kernel is a user's own (``shield``); then B and N are its
     batch, and T, H, K, V say nothing.
     """

@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise, repeat
+from itertools import repeat
 
 import torch
+
+from flashlin.kernels.spans import spans_of
 
 
 def token_by_token(
@@ -24,10 +26,8 @@ def token_by_token(
     assert q is not None and k is not None and v is not None
     B, T, HV, V = v.shape
     q, k = (x.repeat_interleave(HV // max(x.shape[2], 1), 2) for x in (q, k))
-    spans = [(row, 0, T) for row in range(B)] if bounds is None else [
-        (0, first, last) for first, last in pairwise(bounds.tolist())]
     o, states = torch.zeros_like(v), []
-    for n, (row, first, last) in enumerate(spans):
+    for n, (row, first, last) in enumerate(spans_of(B, T, bounds)):
         S = q.new_zeros(HV, q.shape[3], V) if h0 is None else h0[n].double()
         outputs = []
         # unbound at once: an index for each token would make backward quadratic in their number

@@ -13,7 +13,7 @@ def widest(*tensors: Tensor | None) -> torch.dtype:
 
 
 def wide(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors in the widest's dtype, with None where None was given: which those are, callers know."""
+    """The tensors in the widest's dtype; None stays None."""
     compute = widest(*tensors)
     return tuple(None if x is None else x.to(compute) for x in tensors)
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from flashlin.kernels.plain import widest
+
 Tensors = Sequence[torch.Tensor | None]
 # (h0, *tensors) -> (o, states), for sequences of one length: h0 [B, H, K, V]; q, k, v [B, T, H, D], then
 # others [B, T, H] or [B, T, H, D], or None
@@ -24,7 +26,7 @@ def over_sequences(rows: Rows, tensors: Tensors, h0: torch.Tensor | None, bounds
     """
     q, k, v = tensors[:3]
     assert q is not None and k is not None and v is not None
-    compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    compute = widest(q, k, v)
     q, k = q.to(compute) * scale, k.to(compute)
     group = v.shape[2] // max(q.shape[2], 1)
     if group > 1:
@@ -32,13 +34,13 @@ def over_sequences(rows: Rows, tensors: Tensors, h0: torch.Tensor | None, bounds
     wide = [q, k, *[None if x is None else x.to(compute) for x in tensors[2:]]]
     N = q.shape[0] if bounds is None else bounds.shape[0] - 1
     h = q.new_zeros(N, v.shape[2], q.shape[3], v.shape[3]) if h0 is None else h0.to(compute)
-    if bounds is not None:
-        return _packed(rows, wide, h, bounds.tolist(), reverse)
     if q.shape[1] == 0:  # nothing, but with gradients
         o = v.to(compute)
         for x in wide:
             o = o if x is None else o * (x if x.ndim == 4 else x[..., None]).sum(-1, keepdim=True)
         return o, h.clone()
+    if bounds is not None:
+        return _packed(rows, wide, h, bounds.tolist(), reverse)
     if not reverse:
         return rows(h, *wide)
     o, states = rows(h, *[None if x is None else x.flip(1) for x in wide])

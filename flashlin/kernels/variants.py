@@ -1,5 +1,5 @@
-"""The remedies. Each makes one field of the Problem smaller, or answers None where it cannot help: that is
-why planning ends.
+"""The remedies. Each moves one field of the Problem one way (avoid grows, the others get smaller), or answers
+None where it cannot help: that is why planning ends.
 
 Nothing wraps a call: the rewritten Problem is the instruction. Recipes read it (warps, parts of the batch),
 and ops/_common/planned.py what it says of operands. Adding a remedy is a function and its line in VARIANTS.

@@ -7,22 +7,20 @@ nobody.
 """
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from flashlin import dispatch
 from flashlin.compat import blame
-from flashlin.compat.child import end, python
+from flashlin.compat.child import end, messages, python
 from flashlin.compat.target import Target
 from flashlin.guards import proven, verdicts
 from flashlin.guards.verdicts import BAD, Table, Verdict, Word
@@ -165,7 +163,7 @@ def _judged(trial: Trial, code: int | None, said: str, grumbled: str, limit: flo
     """What a child has come to; code None: it was ended because it took too long."""
     configs: list[str] = []
     struck, result = "", None
-    for message in _messages(said):
+    for message in messages(said):
         struck = message.get("launch", "" if "landed" in message else struck)
         configs += [message["launch"]] if "launch" in message else []
         result = message if "verdict" in message else result
@@ -183,10 +181,3 @@ def _judged(trial: Trial, code: int | None, said: str, grumbled: str, limit: flo
                  ": ".join([f"{how}, {at}", *last])[:SAID], launched, struck, fault == "memory")
 
 
-def _messages(said: str) -> list[dict[str, Any]]:
-    """The lines of a child; the last one may be half written."""
-    messages = []
-    with suppress(ValueError):
-        for line in said.splitlines():
-            messages.append(json.loads(line))
-    return messages

@@ -69,3 +69,14 @@ def test_the_library_operator(gated: bool) -> None:
     # compares what comes of it.
     torch.library.opcheck(torch.ops.flashlin.delta.default, arguments,
                           test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+@pytest.mark.parametrize(("facts", "edges"), [
+    ({"B": 0, "T": 5, "N": 0}, None), ({"B": 2, "T": 0, "N": 2}, None),
+    ({"B": 2, "T": 5, "N": 2, "H": 0, "HV": 0}, None),
+    ({"B": 1, "T": 0, "N": 0}, [0]), ({"B": 1, "T": 0, "N": 2}, [0, 0, 0])], ids=str)
+def test_nothing_to_do(facts: dict[str, int], edges: list[int] | None) -> None:
+    tensors = leaves(**facts)
+    o, ht, *grads = results(tensors, None if edges is None else torch.tensor(edges))
+    assert o.shape == tensors[2].shape and torch.equal(ht, tensors[5])
+    assert not any(grad.any() for grad in grads[:5]) and torch.equal(grads[5], tensors[5].cos())

@@ -168,6 +168,10 @@ def test_nothing_to_do(op: Op) -> None:
         assert torch.equal(grads[-1], torch.ones_like(h0)) and not any(grad.any() for grad in grads[:-1])
     o, ht = op(**inputs(B=1, T=0), cu_seqlens=ints(0, 0, 0), output_final_state=True)
     assert o.shape == (1, 0, 4, 5) and not ht.any()
+    given = {name: x.requires_grad_() for name, x in inputs(B=1, T=0).items()}
+    o, ht = op(**given, cu_seqlens=ints(0), output_final_state=True)
+    assert o.shape == (1, 0, 4, 5) and ht.shape == (0, 4, 8, 5)
+    o.sum().backward()
 
 
 @BOTH
@@ -235,6 +239,13 @@ def test_a_negative_index_skips_its_sequence_even_if_it_holds_nan(edges: tuple[i
     o, _ = flashlin.fused_recurrent_gdn(**given, initial_state=pool, state_indices=ints(-1, 1, 0),
                                         cu_seqlens=None if edges is None else ints(*edges))
     assert (o[0, :3] == 0).all() and torch.isfinite(o).all() and torch.isfinite(pool).all()
+
+
+def test_a_pool_may_have_no_rows() -> None:
+    given = gated(B=2, dtype=torch.float32)
+    o, pool = flashlin.fused_recurrent_gdn(**given, initial_state=randn(0, 4, 8, 5).float(),
+                                           state_indices=ints(-1, -1), output_final_state=True)
+    assert not o.any() and pool is not None and pool.shape == (0, 4, 8, 5)
 
 
 def test_states_in_place_of_any_dtype() -> None:

@@ -282,8 +282,10 @@ def test_empty_sequences(op: Op, edges: tuple[int, ...], dtype: torch.dtype) -> 
 @pytest.mark.parametrize("edges", [(0,), (0, 0), (0, 0, 0)], ids=str)
 def test_no_rows_at_all(op: Op, edges: tuple[int, ...]) -> None:
     h0 = randn(len(edges) - 1, 3, 8, 5)
-    o, ht = op(**inputs(B=1, T=0), initial_state=h0, output_final_state=True, cu_seqlens=ints(*edges))
+    given = {name: x.requires_grad_() for name, x in inputs(B=1, T=0).items()}
+    o, ht = op(**given, initial_state=h0, output_final_state=True, cu_seqlens=ints(*edges))
     assert o.shape == (1, 0, 3, 5) and torch.equal(ht, h0)
+    o.sum().backward()
 
 
 def test_linear_attention_of_nothing() -> None:

@@ -353,6 +353,7 @@ def run(
         start(reversing, delta_reverse, n * HV * strips, dict(
             constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=how.state_v_first,
             HALF=A_low is not None), part)
-        start(finishing, delta_grads, n * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
+        if batch.T:
+            start(finishing, delta_grads, n * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
     zero_forgotten(dg, x.g)
     return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, beta=dbeta, g=dg, h0=dh0)

@@ -394,9 +394,10 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
         n, (betas, G) = part["N"], columns(lines, part)
         part.update(betas=betas, G=G)
         summed(plan, part["g"], part["bounds"], n, G)
-        scratch = torch.empty(part["slots"], HV, BT, 16, dtype=torch.float32, device=batch.device)
-        start(inverting, delta_inverse, n * part["S"] * HV, dict(
-            constants, scratch=scratch, HAS_LOW=A_low is not None, MERGE=merging(plan)), part)
+        if batch.T:
+            scratch = torch.empty(part["slots"], HV, BT, 16, dtype=torch.float32, device=batch.device)
+            start(inverting, delta_inverse, n * part["S"] * HV, dict(
+                constants, scratch=scratch, HAS_LOW=A_low is not None, MERGE=merging(plan)), part)
         start(scanning, delta_scan, n * HV * strips, dict(
             constants, V=V, HAS_H0=x.h0 is not None, HAS_HT=how.has_ht, V_FIRST=how.state_v_first,
             GAPS=batch.gaps), part)

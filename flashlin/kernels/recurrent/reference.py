@@ -3,9 +3,9 @@
 references, since they are checked against it."""
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
+
+from flashlin.kernels.spans import spans_of
 
 
 def recurrence(
@@ -40,11 +40,9 @@ def recurrence(
                                          for x in (g, gamma, gk, gv, bonus, a, b, h0))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    spans = [(row, 0, T) for row in range(B)] if bounds is None else [
-        (0, first, last) for first, last in pairwise(bounds.tolist())]
     rows: dict[tuple[int, int], torch.Tensor] = {}
     states = []
-    for n, (row, first, last) in enumerate(spans):
+    for n, (row, first, last) in enumerate(spans_of(B, T, bounds)):
         heads = []
         outputs: dict[int, list[torch.Tensor]] = {t: [] for t in range(first, last)}
         for j in range(HV):
@@ -67,8 +65,9 @@ def recurrence(
                 outputs[t].append(scale * ((old + now if bonus is not None else old).T @ r if before
                                            else S.T @ r))
             heads.append(S)
-        rows.update({(row, t): torch.stack(of_heads) for t, of_heads in outputs.items()})
-        states.append(torch.stack(heads))
-    o = torch.stack([torch.stack([rows.get((row, t), v.new_zeros(HV, V)) for t in range(T)])
-                     for row in range(B)])
-    return o, torch.stack(states)
+        rows.update({(row, t): torch.stack(of_heads) for t, of_heads in outputs.items() if of_heads})
+        states.append(torch.stack(heads) if heads else q.new_zeros(0, K, V))
+    nothing = v.new_zeros(HV, V)
+    tokens = [rows.get((row, t), nothing) for row in range(B) for t in range(T)]
+    o = torch.stack(tokens).view(B, T, HV, V) if tokens else torch.zeros_like(v)
+    return o, torch.stack(states) if states else q.new_zeros(0, HV, K, V)

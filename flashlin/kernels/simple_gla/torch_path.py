@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from flashlin.kernels.plain import widest
 from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences
 from flashlin.kernels.simple_gla.inputs import Inputs
 
@@ -35,7 +36,7 @@ def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, gamma: torc
            scale: float) -> torch.Tensor:
     """[B, H, T, T], the matrix that makes o out of v:  scale q_i . k_j e^{g_{j+1} + ... + g_i}, 0 for j > i.
     g [B, T, H] or gamma [H] or neither. In float32, or float64 for float64 tensors."""
-    compute = torch.float64 if torch.float64 in (q.dtype, k.dtype) else torch.float32
+    compute = widest(q, k)
     T = q.shape[1]
     weights = (q.to(compute) * scale).transpose(1, 2) @ k.to(compute).permute(0, 2, 3, 1)
     if gamma is not None:

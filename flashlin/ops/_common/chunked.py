@@ -71,6 +71,7 @@ class Request(NamedTuple):
 class Chunked:
     """A family of ops that go chunk by chunk.
 
+    name: of the folder in kernels/, of the Family that plans it, and of its torch.library operators.
     tensors: the NamedTuple of what goes in: the arguments in their order, h0 and bounds. arguments: by public
     name, q, k, v first. torch_path(x, scale) -> (o, states). kept: names of what forward keeps for backward;
     room(needs_grad, *tensors): tensors like that. one_graph: the torch path traced once serves all lengths.

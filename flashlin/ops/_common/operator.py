@@ -40,7 +40,8 @@ TYPES: dict[Any, str] = {Tensor: "Tensor", float: "float", bool: "bool", int: "i
                          torch.dtype: "ScalarType"}
 SCHEMA_TYPES = {**TYPES, **{hint | None: f"{name}?" for hint, name in TYPES.items()}}
 
-# Operators that have gone forward by plain torch: what they kept for backward's kernels may be nothing.
+# Operators that have once gone forward by plain torch when traced: what they kept for backward's kernels may be
+# nothing, so from then on a traced backward that runs kernels repeats forward's.
 emptied: set[str] = set()
 
 

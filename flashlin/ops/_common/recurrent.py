@@ -42,6 +42,7 @@ from flashlin.ops._common.planned import (
     planned,
     wants_grad,
 )
+from flashlin.ops._common.pool import taken
 from flashlin.ops._common.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
 
 LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
@@ -248,9 +249,10 @@ def _in_place_by_copies(x: Inputs, how: Scalars, indices: Tensor | None) -> Tens
         assert ht is not None
         pool.copy_(ht)
         return o
-    mine = (indices >= 0) & (indices < pool.shape[0])
-    o, ht = run(how.call, x._replace(h0=pool[torch.where(mine, indices, 0)]), how.words, how.scale, True)
-    assert ht is not None
+    rows = taken(pool, indices)
+    mine = rows.known
+    o, ht = run(how.call, x._replace(h0=rows.states), how.words, how.scale, True)
+    assert ht is not None and mine is not None
     pool[indices[mine]] = ht[mine].to(pool.dtype)
     if x.bounds is None:
         return torch.where(mine[:, None, None, None], o, 0)
