@@ -324,26 +324,9 @@ def parts(plan: Plan, N: int, most: int = 0) -> list[slice]:
     return [slice(n, min(n + size, N)) for n in range(0, N, size)]
 
 
-def fills_gaps(split: list[slice], bounds: torch.Tensor | None) -> bool:
-    """Whether the kernels write every row. One launch of packed sequences zeroes the rows outside them
-    itself; a part of several cannot, since to it the other parts' rows are outside."""
-    return bounds is None or len(split) == 1
-
-
-def within(x: torch.Tensor | None, part: slice, bounds: torch.Tensor | None) -> torch.Tensor | None:
-    """Rows of a part: a view of the batch; packed sequences keep the whole row, their bounds are what is
-    split."""
-    return x if bounds is not None else sliced(x, part)
-
-
 def strides(x: torch.Tensor | None, *names: str) -> dict[str, int]:
     """The strides of x's first dimensions by those names; zeros if there is no x."""
     return dict(zip(names, (0,) * len(names) if x is None else x.stride(), strict=False))
-
-
-def sliced(x: torch.Tensor | None, part: slice) -> torch.Tensor | None:
-    """x[part], without making a view where that is all of x."""
-    return x if x is None or part.stop - part.start == x.shape[0] else x[part]
 
 
 def precision(plan: Plan) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
+from flashlin.kernels.plain import widest
 from flashlin.ops import simple_gla as family
 from flashlin.ops._common.chunked import Request
 
@@ -105,7 +106,7 @@ def _run(request: Request, q: Tensor, k: Tensor, v: Tensor, initial_state: State
         return family.run(request._replace(h0=initial_state), q, k, v)
     check_qkv(q, k, v)
     H, K, V = q.shape[2], q.shape[3], v.shape[3]
-    compute = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    compute = widest(q, k, v)
     if isinstance(initial_state, tuple):
         kv, z = initial_state
         need_tensor("initial_state[1]", z, (None, 1, H, K), "[N, 1, H, K]", q.device)

@@ -18,6 +18,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_dtype, need_tensor
 from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
+from flashlin.kernels.plain import widest
 from flashlin.ops._common.calls import call_of, check_nonempty, check_optional, contiguous, parsed, route
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
@@ -201,7 +202,7 @@ def mamba_norm(
         if norm_before_gate:
             gate, asked = z, asked._replace(activation="silu")
         else:
-            wide = torch.float64 if torch.float64 in (x.dtype, z.dtype) else torch.float32
+            wide = widest(x, z)
             x = x.to(wide) * F.silu(z.to(wide))
     return cast(Tensor, run(Tensors(x, None, weight, bias, gate), asked._replace(groups=D // size)))
 

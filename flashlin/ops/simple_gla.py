@@ -16,6 +16,7 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_chunk_size, check_floats, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.configs import FORGOTTEN
+from flashlin.kernels.plain import widest
 from flashlin.kernels.simple_gla import inputs, torch_path
 from flashlin.ops._common import chunked
 from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request
@@ -226,7 +227,7 @@ def run(
         check_qkv(q, k, v)
         need_tensor("g", g, tuple(q.shape[:3]), "[B, T, H]", q.device)
         need_tensor("g_gamma", g_gamma, tuple(q.shape[2:3]), "[H]", q.device)
-        wide = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+        wide = widest(q, k, v)
         g, g_gamma = g.to(wide) + g_gamma.detach().to(wide), None
     return chunked.run(FAMILY, request, (q, k, v, g, g_gamma), out_dtype=out_dtype)
 

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flashlin.guards.problem import Plan
-from flashlin.kernels.hgrn.forward import both, carried, decay, last, put_walked, segment_of, walk, walked
-from flashlin.kernels.pieces import fills_gaps, parts, sequence_of, zero_gaps
+from flashlin.kernels.hgrn.forward import both, carried, decay, fills_gaps, last, put_walked, segment_of, walk, walked
+from flashlin.kernels.pieces import parts, sequence_of, zero_gaps
 
 
 @triton.jit(do_not_specialize=["T", "N", "S"])

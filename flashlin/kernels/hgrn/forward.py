@@ -18,7 +18,7 @@ from torch import Tensor
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Launch, Plan
 from flashlin.kernels.hgrn.recipe import segments
-from flashlin.kernels.pieces import fills_gaps, parts, sequence_of, sliced, within, zero_gaps
+from flashlin.kernels.pieces import parts, sequence_of, zero_gaps
 
 
 @triton.jit
@@ -217,6 +217,12 @@ def run(plan: Plan, x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | No
     return o, ht
 
 
+def fills_gaps(split: list[slice], bounds: Tensor | None) -> bool:
+    """Whether the kernels write every row. One launch of packed sequences zeroes the rows outside them
+    itself; a part of several cannot, since to it the other parts' rows are outside."""
+    return bounds is None or len(split) == 1
+
+
 def walk(plan: Plan, launch: Launch, kernel: Any, step: int, split: list[slice], walked: str,
          rows: dict[str, Any], states: dict[str, Tensor | None]) -> None:
     """Start a kernel that walks all segments, for each part of the batch, after ``hgrn_ends`` where sequences
@@ -231,9 +237,11 @@ def walk(plan: Plan, launch: Launch, kernel: Any, step: int, split: list[slice],
     for part in split:
         n = part.stop - part.start
         if len(split) > 1:
-            own = {name: sliced(x, part) for name, x in states.items()}
-            own |= {name: within(x, part, rows["bounds"]) for name, x in rows.items()}
-            own["bounds"] = sliced(rows["bounds"], slice(part.start, part.stop + 1))
+            # packed sequences keep the whole row: their bounds are what is cut
+            own = {name: None if x is None else x[part] for name, x in states.items()}
+            own |= {name: x if packed or x is None else x[part] for name, x in rows.items()}
+            if packed:
+                own["bounds"] = rows["bounds"][part.start:part.stop + 1]
         else:
             own = rows | states
         # what each segment but the last leaves behind; of whole sequences nothing, which nobody reads
