@@ -57,7 +57,7 @@ class ShortConvolution(nn.Conv1d):
         return self.hidden_size * self.kernel_size[0]
 
     # override is ignored: a torch.nn.Conv1d takes only x
-    def forward(self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None,  # type: ignore[override]  # not nn.Conv1d's
+    def forward(self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None,  # type: ignore[override]
                 cache: Tensor | None = None, output_final_state: bool = False,
                 cu_seqlens: Tensor | None = None, chunk_indices: Tensor | None = None,
                 **options: Any) -> tuple[Tensor, Tensor | None]:
