@@ -40,8 +40,8 @@ TYPES: dict[Any, str] = {Tensor: "Tensor", float: "float", bool: "bool", int: "i
                          torch.dtype: "ScalarType"}
 SCHEMA_TYPES = {**TYPES, **{hint | None: f"{name}?" for hint, name in TYPES.items()}}
 
-# Operators that have once gone forward by plain torch when traced: what they kept for backward's kernels may be
-# nothing, so from then on a traced backward that runs kernels repeats forward's.
+# Operators that have once gone forward by plain torch when traced: what they kept for backward's kernels may
+# be nothing, so from then on a traced backward that runs kernels repeats forward's.
 emptied: set[str] = set()
 
 
@@ -140,8 +140,8 @@ def _wanted(names: tuple[str, ...], needs: tuple[bool, ...]) -> frozenset[str]:
 
 
 def transformed() -> bool:
-    """Whether torch differentiates forward or batches here. Kernels can neither, and an autograd function says
-    so; without it, a tangent would be dropped without a word."""
+    """Whether torch computes tangents (forward mode) or batches (vmap) here. Kernels can do neither, and an
+    autograd function raises; without it, a tangent would be dropped without a word."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
