@@ -53,11 +53,13 @@ def broken(before: list[str], after: list[str]) -> list[str]:
 
 
 def grown(before: str, after: str) -> bool:
-    """Whether ``after`` is the same signature with more keyword parameters at its end, or behind its ``*``."""
+    """Whether ``after`` is the same signature with more parameters that nobody has to give, at its end or
+    behind a ``*``."""
     old, new = before.rstrip(")").split(", "), after.rstrip(")").split(", ")
     added = [part for part in new if part not in old]
     return [part for part in new if part in old] == old and all(
-        "=" in part or part == "*" for part in added) and (new[:len(old)] == old or "*" in new)
+        "=" in part or part.startswith("*") for part in added) and (
+        new[:len(old)] == old or any(part.startswith("*") for part in new))
 
 
 def test_what_users_import_stays() -> None:

@@ -1,90 +1,230 @@
-"""patch("triton"): flashlin's repairs put into a package that one cannot edit. Explicit, reversible, and
-twice is once."""
+"""patch, unpatch, patched: flashlin put into packages that one cannot edit. Explicit, for the process,
+counted, and everything is put back.
+
+A package's patch is a ``Patch``: it puts stand-ins where the package binds its functions (``bindings.py``),
+in what is loaded and, told by ``arrivals.py``, in what is imported later.
+"""
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+from flashlin.integrations.arrivals import watch
+from flashlin.integrations.bindings import Bindings, Replaced
 from flashlin.shielding import autotune as tuning
 
-_undo: dict[str, Callable[[], None]] = {}  # of what is patched
-_for_good: set[str] = set()
-_blocks: Counter[str] = Counter()
-_changing = threading.RLock()
+SHOWN = 8  # names in a line of a report
 
 
-def patch(package: str) -> None:
-    """Repair ``package`` for this process. ``triton``: ``triton.autotune`` becomes ``flashlin.autotune``, and
-    kernels that were decorated before are tuned by it too.
+class Patch:
+    """What is done to one package. Subclasses say how; ``bindings`` knows what was done."""
+    package = ""
+    watched: Sequence[str] = ()  # packages whose modules may bring more when they are imported
 
+    def __init__(self) -> None:
+        self.bindings = Bindings(self.package)
+
+    def begin(self) -> None:
+        """Patch what is loaded. ImportError where there is nothing to patch, and never will be."""
+        raise NotImplementedError
+
+    def arrived(self, module: ModuleType) -> None:
+        """A module of ``watched`` has just been imported."""
+
+    def model(self, model: Any) -> None:
+        """What can only be done for a model that is at hand."""
+
+    def end(self) -> None:
+        self.bindings.undo()
+
+
+class Patched:
+    """What has been patched, as it is now: it grows while the program imports more.
+
+    ``replaced``: (where, name, by) of every place that was given a stand-in. ``left``: what was not replaced,
+    and why. ``str`` is short; ``lines()`` is a line for each place.
+    """
+
+    def __init__(self, patches: Sequence[Patch]) -> None:
+        self._patches = tuple(patches)
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return tuple(one.package for one in self._patches)
+
+    @property
+    def replaced(self) -> tuple[Replaced, ...]:
+        return tuple(place for one in self._patches for place in one.bindings.replaced)
+
+    @property
+    def left(self) -> dict[str, str]:
+        return {name: why for one in self._patches for name, why in one.bindings.left.items()}
+
+    def lines(self) -> list[str]:
+        return [f"{where}.{name}: {by}" for where, name, by in self.replaced]
+
+    def __str__(self) -> str:
+        return "\n".join(line for one in self._patches for line in _summary(one))
+
+    __repr__ = __str__
+
+
+def _summary(patch: Patch) -> Iterator[str]:
+    counts = patch.bindings.counts()
+    ours, guarded = ([name for name in counts if (name.partition(" ")[0] == "shield") is guard]
+                     for guard in (False, True))
+    places = sum(counts[name] for name in ours)
+    yield (f"{patch.package}: {len(ours)} functions replaced in {places} places"
+           + (f" ({_some(ours)})" if ours else ", more as it is imported"))
+    if guarded:
+        yield f"  {len(guarded)} kernels of its own are launched through flashlin.shield"
+    whys: dict[str, list[str]] = {}
+    for name, why in patch.bindings.left.items():
+        whys.setdefault(why, []).append(name)
+    for why, names in whys.items():
+        yield f"  left: {_some(names)}: {why}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def patch(package: str, *more: str, model: Any = None) -> Patched:
+    """Put flashlin into packages, for this process and until ``unpatch``.
+
+    Args:
+        package, more: names of ``PATCHES``. ``triton``: ``triton.autotune`` becomes ``flashlin.autotune``,
+            also of kernels decorated before. ``fla``: every function that flashlin has runs through it, the
+            kernels of all others under ``flashlin.shield``.
+        model: a model that has been built already; what its layers keep in attributes is replaced, too.
+
+    It does not matter whether modules are imported and models built before or later. Returns what was
+    replaced and what was left, and why; ``print`` shows it shortly.
     Raises ValueError for a package nobody has a patch for, ImportError where it is not installed.
     """
+    packages = _known(package, *more)
     with _changing:
-        _put_in(package)
-        _for_good.add(package)
+        for name in packages:
+            _put_in(name)
+        _for_good.update(packages)
+        if model is not None:
+            for name in packages:
+                _in_force[name].model(model)
+        return Patched([_in_force[name] for name in packages])
 
 
-def unpatch(package: str) -> None:
+def unpatch(package: str, *more: str) -> None:
     """Take ``patch`` back: everything is as it was, once no ``patched`` block is left. What others have put
-    in the place of a repair since then stays. Nothing happens where it is not patched. Raises ValueError as
+    in the place of a stand-in since then stays. Nothing happens where it is not patched. Raises ValueError as
     ``patch``."""
-    _known(package)
+    packages = _known(package, *more)
     with _changing:
-        _for_good.discard(package)
-        _take_out(package)
+        _for_good.difference_update(packages)
+        for name in packages:
+            _take_out(name)
 
 
 @contextmanager
-def patched(package: str) -> Iterator[None]:
+def patched(package: str, *more: str, model: Any = None) -> Iterator[Patched]:
     """``patch`` for a while, in all threads of the process. The last of these blocks to end puts everything
-    back, unless there is a ``patch`` beside them. Raises as ``patch``."""
+    back, unless there is a ``patch`` beside them. Gives what ``patch`` returns. Raises as ``patch``."""
+    packages = _known(package, *more)
     with _changing:
-        _put_in(package)
-        _blocks[package] += 1
+        begun = []
+        try:
+            for name in packages:
+                _put_in(name)
+                _blocks[name] += 1
+                begun.append(name)
+            if model is not None:
+                for name in packages:
+                    _in_force[name].model(model)
+        except BaseException:
+            _leave(begun)
+            raise
+        patches = [_in_force[name] for name in packages]
     try:
-        yield
+        yield Patched(patches)
     finally:
         with _changing:
-            _blocks[package] -= 1
-            _take_out(package)
+            _leave(packages)
 
 
-def _known(package: str) -> None:
-    if package not in PATCHES:
-        raise ValueError(f"package: got {package!r}, need one of {', '.join(map(repr, PATCHES))}")
+_in_force: dict[str, Patch] = {}
+_for_good: set[str] = set()
+_blocks: Counter[str] = Counter()
+_changing = threading.RLock()
+_unwatch: list[Callable[[], None]] = []
+
+
+def _known(*packages: str) -> tuple[str, ...]:
+    for package in packages:
+        if package not in PATCHES:
+            raise ValueError(f"package: got {package!r}, need one of {', '.join(map(repr, PATCHES))}")
+    return tuple(dict.fromkeys(packages))
 
 
 def _put_in(package: str) -> None:
-    _known(package)
-    if package not in _undo:
-        _undo[package] = PATCHES[package]()
+    if package in _in_force:
+        return
+    begun = PATCHES[package]()
+    try:
+        begun.begin()
+    except BaseException:
+        begun.end()
+        raise
+    _in_force[package] = begun
+    _watch()
+
+
+def _leave(packages: Sequence[str]) -> None:
+    for name in packages:
+        _blocks[name] -= 1
+        _take_out(name)
 
 
 def _take_out(package: str) -> None:
-    """Where nobody wants the repair any more."""
-    if package in _undo and package not in _for_good and not _blocks[package]:
-        _undo.pop(package)()
+    """Where nobody wants the patch any more."""
+    if package in _in_force and package not in _for_good and not _blocks[package]:
+        _in_force.pop(package).end()
+        for other in _in_force.values():  # what came back may be what another patch stands in for
+            other.bindings.sweep()
+        _watch()
 
 
-def _triton() -> Callable[[], None]:
-    import triton
-    import triton.runtime
-    import triton.runtime.autotuner
-    homes: tuple[Any, ...] = (triton, triton.runtime, triton.runtime.autotuner)
-    before: list[tuple[Any, Any]] = [(home, home.autotune) for home in homes]
-    for home in homes:
-        home.autotune = tuning.autotune
-    tuning.hook("patch", lambda: True)
+def _watch() -> None:
+    while _unwatch:
+        _unwatch.pop()()
+    watched = sorted({name for one in _in_force.values() for name in one.watched})
+    if watched:
+        _unwatch.append(watch(watched, _arrived))
 
-    def undo() -> None:
-        for home, original in before:
-            if home.autotune is tuning.autotune:  # not another package's, which has come later
-                home.autotune = original
+
+def _arrived(module: ModuleType) -> None:
+    with _changing:
+        for one in list(_in_force.values()):
+            one.arrived(module)
+
+
+class TritonPatch(Patch):
+    """``triton.autotune`` is flashlin's, and tuners made before ask flashlin, too."""
+    package = "triton"
+
+    def begin(self) -> None:
+        import triton
+        import triton.runtime
+        import triton.runtime.autotuner
+        for home in (triton, triton.runtime, triton.runtime.autotuner):
+            self.bindings.put(home, "autotune", tuning.autotune, "flashlin.autotune")
+        tuning.hook("patch", lambda: True)
+
+    def end(self) -> None:
+        super().end()
         tuning.unhook("patch")
-    return undo
 
 
-PATCHES: dict[str, Callable[[], Callable[[], None]]] = {"triton": _triton}
+PATCHES: dict[str, Callable[[], Patch]] = {"triton": TritonPatch}
