@@ -38,6 +38,10 @@ class Patch:
     def model(self, model: Any) -> None:
         """What can only be done for a model that is at hand."""
 
+    def left(self) -> dict[str, str]:
+        """What keeps its own code, and why."""
+        return self.bindings.left
+
     def end(self) -> None:
         self.bindings.undo()
 
@@ -62,7 +66,7 @@ class Patched:
 
     @property
     def left(self) -> dict[str, str]:
-        return {name: why for one in self._patches for name, why in one.bindings.left.items()}
+        return {name: why for one in self._patches for name, why in one.left().items()}
 
     def lines(self) -> list[str]:
         return [f"{where}.{name}: {by}" for where, name, by in self.replaced]
@@ -83,7 +87,7 @@ def _summary(patch: Patch) -> Iterator[str]:
     if guarded:
         yield f"  {len(guarded)} kernels of its own are launched through flashlin.shield"
     whys: dict[str, list[str]] = {}
-    for name, why in patch.bindings.left.items():
+    for name, why in patch.left().items():
         whys.setdefault(why, []).append(name)
     for why, names in whys.items():
         yield f"  left: {_some(names)}: {why}"
@@ -227,4 +231,9 @@ class TritonPatch(Patch):
         tuning.unhook("patch")
 
 
-PATCHES: dict[str, Callable[[], Patch]] = {"triton": TritonPatch}
+def _fla() -> Patch:
+    from flashlin.integrations.fla import FlaPatch
+    return FlaPatch()
+
+
+PATCHES: dict[str, Callable[[], Patch]] = {"triton": TritonPatch, "fla": _fla}
