@@ -9,7 +9,7 @@ from typing import Any
 from flashlin.integrations.bindings import named_like
 
 # Parameters that our signatures have only to say, by name, that they must be None.
-REFUSED = frozenset({"cp_context"})
+REFUSED = frozenset({"cp_context", "process_group"})
 _told: set[tuple[str, str]] = set()
 
 
