@@ -10,12 +10,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from flashlin.integrations.arrivals import watch
 from flashlin.integrations.bindings import Bindings, Replaced
-from flashlin.shielding import autotune as tuning
 
 SHOWN = 8  # names in a line of a report
 
@@ -214,26 +214,13 @@ def _arrived(module: ModuleType) -> None:
             one.arrived(module)
 
 
-class TritonPatch(Patch):
-    """``triton.autotune`` is flashlin's, and tuners made before ask flashlin, too."""
-    package = "triton"
-
-    def begin(self) -> None:
-        import triton
-        import triton.runtime
-        import triton.runtime.autotuner
-        for home in (triton, triton.runtime, triton.runtime.autotuner):
-            self.bindings.put(home, "autotune", tuning.autotune, "flashlin.autotune")
-        tuning.hook("patch", lambda: True)
-
-    def end(self) -> None:
-        super().end()
-        tuning.unhook("patch")
+def _from(module: str, name: str) -> Callable[[], Patch]:
+    """A patch that is imported, with torch, when it is asked for."""
+    def make() -> Patch:
+        made: Patch = getattr(import_module(f"flashlin.integrations.{module}"), name)()
+        return made
+    return make
 
 
-def _fla() -> Patch:
-    from flashlin.integrations.fla import FlaPatch
-    return FlaPatch()
-
-
-PATCHES: dict[str, Callable[[], Patch]] = {"triton": TritonPatch, "fla": _fla}
+PATCHES: dict[str, Callable[[], Patch]] = {"triton": _from("triton", "TritonPatch"),
+                                           "fla": _from("fla", "FlaPatch")}
