@@ -17,7 +17,7 @@ from flashlin.kernels.families import PUBLIC
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that there is no GPU here
-    import fla.layers  # noqa: F401
+    import fla.layers
     import fla.models
     import fla.modules
     import fla.ops
