@@ -227,4 +227,9 @@ class TritonPatch(Patch):
         tuning.unhook("patch")
 
 
-PATCHES: dict[str, Callable[[], Patch]] = {"triton": TritonPatch}
+def _transformers() -> Patch:
+    from flashlin.integrations.transformers import TransformersPatch
+    return TransformersPatch()
+
+
+PATCHES: dict[str, Callable[[], Patch]] = {"triton": TritonPatch, "transformers": _transformers}
