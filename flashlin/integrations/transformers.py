@@ -66,13 +66,11 @@ def decorated(module: ModuleType) -> Iterator[Decorated]:
         function = owner
         if hasattr(type(owner), "kernel_layer_name") and not isinstance(owner, type):
             function = _free(type(owner).forward).get("func")
-        free = _free(function)
-        torch_path = getattr(function, "__wrapped__", None)
-        if torch_path is not None and {"applicable_params", "implementation"} <= free.keys():
-            kernel = KERNEL.get(free.get("func_name", ""), KERNEL.get(name, ""))
-            if kernel:
-                yield Decorated(name, kernel, owner, free["implementation"], torch_path,
-                                free.get("package", ""))
+        free = _free(function)  # nothing at all of what is no function: lazy objects load what one asks for
+        kernel = KERNEL.get(free.get("func_name", ""), KERNEL.get(name, ""))
+        if kernel and {"applicable_params", "implementation"} <= free.keys():
+            yield Decorated(name, kernel, owner, free["implementation"],
+                            getattr(function, "__wrapped__", None), free.get("package", ""))
 
 
 def _free(function: Any) -> dict[str, Any]:
@@ -85,7 +83,8 @@ def _free(function: Any) -> dict[str, Any]:
 
 def reads(module: ModuleType) -> set[str]:
     """The globals that the functions and methods of a module name."""
-    mine = [one for one in vars(module).values() if getattr(one, "__module__", None) == module.__name__]
+    mine = [one for one in vars(module).values()
+            if isinstance(one, (FunctionType, type)) and one.__module__ == module.__name__]
     functions = [inspect.unwrap(part) for one in mine
                  for part in ([one] if isinstance(one, FunctionType) else
                               vars(one).values() if isinstance(one, type) else ())
@@ -326,13 +325,12 @@ def bound_in(module: ModuleType) -> list[Bound]:
     """What a modeling file binds where kernels go. Imports nothing and changes nothing."""
     found = []
     for name, value in vars(module).items():
-        stand_in = bound(value, "forward") if hasattr(type(value), "kernel_layer_name") else value
-        kernel = getattr(stand_in, "__flashlin_kernel__", None)
-        if kernel is not None and not name.startswith("_"):
-            found.append(Bound(name, kernel, "flashlin", ""))
-        elif stand_in is not value and stand_in is not MISSING:
-            kernel = KERNEL.get(type(value).kernel_layer_name, "")
-            found.append(Bound(name, kernel, getattr(stand_in, "__module__", ""), "kernels' kernelize"))
+        function = bound(value, "forward") if hasattr(type(value), "kernel_layer_name") else value
+        if isinstance(function, FunctionType) and hasattr(function, "__flashlin_kernel__"):
+            found.append(Bound(name, function.__flashlin_kernel__, "flashlin", ""))
+        elif function is not value and function is not MISSING:
+            found.append(Bound(name, KERNEL.get(type(value).kernel_layer_name, ""),
+                               getattr(function, "__module__", ""), "kernels' kernelize"))
     known = {one.name for one in found}
     for one in decorated(module):
         if one.name not in known:
