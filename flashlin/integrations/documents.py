@@ -17,11 +17,17 @@ import torch
 from torch import Tensor
 
 
+MARKS = ("cu_seq_lens_q", "seq_idx")
+
+
 class Call(NamedTuple):
-    """A call of a model. marks: the argument that says where documents begin, or "". goes_on: several tokens
-    after a state that is cached. said: the models that have been warned about."""
+    """A call of a model. given: what says where documents begin, or "". marks: that, as keywords for the
+    models inside. tokens: [B, T] of the call. goes_on: several tokens after a state that is cached. said: the
+    models that have been warned about."""
     model: str
-    marks: str
+    given: str
+    marks: dict[str, Tensor]
+    tokens: tuple[int, ...]
     goes_on: bool
     said: set[str]
 
@@ -33,35 +39,57 @@ class _Calls(threading.local):
 _CALLS = _Calls()
 
 
-def watched(forward: Callable[..., Any], *, by_seq_idx: bool, carries_state: bool,
+def watched(forward: Callable[..., Any], *, by_seq_idx: bool, carries_state: bool, attends_across: bool,
             said: set[str]) -> Callable[..., Any]:
-    """``forward`` of a model's class, which notes what it was given, for ``told`` and ``goes_on``.
+    """``forward`` of a model's class, which sees to it that recurrent layers are told where documents begin,
+    and remembers what it was given for ``told`` and ``state_dropped``.
 
-    by_seq_idx: what ``forward`` is given reaches functions that keep documents apart by seq_idx; then it gets
-    one where position_ids alone begin again. One read from the device for each call with position_ids and no
-    mask; none under torch.compile, where the model is called as it is.
+    by_seq_idx: its layers keep documents apart by seq_idx; then they get one where position_ids alone begin
+    again, also where the model around it dropped the keyword. One read from the device for a call with
+    position_ids and no mask; none under torch.compile, where the model is called as it is.
     carries_state: its layers continue from a cached state also when several tokens come.
+    attends_across: its attention mixes documents, unless it is flash attention.
     """
-    takes_more = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(forward).parameters.values())
+    takes_more = by_seq_idx and any(one.kind is one.VAR_KEYWORD
+                                    for one in inspect.signature(forward).parameters.values())
 
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **given: Any) -> Any:
-        if torch.compiler.is_compiling() or _CALLS.now is not None:
+        if torch.compiler.is_compiling():
             return forward(self, *args, **given)
-        marks = next((name for name in ("cu_seq_lens_q", "seq_idx") if given.get(name) is not None), "")
-        goes_on = not carries_state and _goes_on(args, given)
+        around = _CALLS.now
+        if around is not None:
+            if takes_more and not _marks(given) and _tokens(args, given) == around.tokens:
+                given = {**given, **around.marks}
+            return forward(self, *args, **given)
+        marks = _marks(given)
+        name = next(iter(marks), "")
         if not marks and (seq_idx := _numbered(given)) is not None:
-            marks = "position_ids"
-            if by_seq_idx and takes_more:
-                given = {**given, "seq_idx": seq_idx}
+            name, marks = "position_ids", {"seq_idx": seq_idx}
+        goes_on = not carries_state and _goes_on(args, given)
         if not marks and not goes_on:
             return forward(self, *args, **given)
-        _CALLS.now = Call(type(self).__name__, marks, goes_on, said)
+        now = Call(type(self).__name__, name, marks, _tokens(args, given), goes_on, said)
+        if marks and attends_across and "flash" not in str(self.config._attn_implementation):
+            _warn(now, f"got {name}, and its attention looks across documents, unless it is flash attention "
+                       "with cu_seq_lens_q")
+        _CALLS.now = now
         try:
-            return forward(self, *args, **given)
+            return forward(self, *args, **(given | marks if takes_more else given))
         finally:
             _CALLS.now = None
     return call
+
+
+def _marks(given: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: given[name] for name in MARKS if given.get(name) is not None}
+
+
+def _tokens(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[int, ...]:
+    """[B, T] of a call."""
+    tokens = next((one for one in (given.get("input_ids"), given.get("inputs_embeds"), *args[:1])
+                   if isinstance(one, Tensor)), None)
+    return () if tokens is None else tuple(tokens.shape[:2])
 
 
 def _numbered(given: dict[str, Any]) -> Tensor | None:
@@ -75,18 +103,14 @@ def _numbered(given: dict[str, Any]) -> Tensor | None:
     begins = positions == 0
     if not begins[:, 1:].any():
         return None
-    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-    rows = positions.shape[0] if tokens is None else tokens.shape[0]
-    return begins.cumsum(1, dtype=torch.int32).expand(rows, -1)
+    return begins.cumsum(1, dtype=torch.int32)
 
 
 def _goes_on(args: tuple[Any, ...], given: dict[str, Any]) -> bool:
     """Whether several tokens come after a state that is cached."""
     cache = next((given[name] for name in ("cache_params", "past_key_values")
                   if given.get(name) is not None), None)
-    tokens = next((one for one in (given.get("input_ids"), given.get("inputs_embeds"), *args[:1])
-                   if isinstance(one, Tensor)), None)
-    if cache is None or tokens is None or tokens.ndim < 2 or tokens.shape[1] < 2:
+    if cache is None or _tokens(args, given)[1:] in ((), (1,)):
         return False
     has = getattr(cache, "has_previous_state", False)
     return bool(has() if callable(has) else has)
@@ -98,9 +122,9 @@ def told(function: str, marked: bool) -> None:
     if torch.compiler.is_compiling():
         return
     call = _CALLS.now
-    if call is not None and call.marks and not marked:
-        _warn(call, f"got {call.marks}, and its layers call {function} without: documents of one row run "
-                    "into each other. Give it one document a row, or rows that are padded")
+    if call is not None and call.given and not marked:
+        _warn(call, f"got {call.given}, and its layers call {function} without: documents of one row run "
+                    "into each other. Give it a document a row, padded")
 
 
 def state_dropped(function: str) -> None:
@@ -116,8 +140,8 @@ def state_dropped(function: str) -> None:
 def _warn(call: Call, sentence: str) -> None:
     if call.model not in call.said:
         call.said.add(call.model)
-        warnings.warn(f"{call.model} {sentence}. It is so with every kernel; flashlin cannot mend it.",
-                      RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{call.model} {sentence}. It is so with every kernel.",
+                      RuntimeWarning, stacklevel=2)
 
 
 def seq_idx_of(rows: int, tokens: int, seq_idx: Tensor | None, bounds: Tensor | None) -> Tensor | None:

@@ -45,6 +45,8 @@ NAMES = {
     "mamba_inner_fn": ("mamba_inner_fn", "falcon_mamba_inner_fn"),
 }
 KERNEL = {name: kernel for kernel, names in NAMES.items() for name in names}
+# Models whose attention does not look at position_ids, unless it is flash attention
+ATTENDS_ACROSS = ("GraniteMoeHybrid",)
 LAZILY = ("causal-conv1d", "mamba-ssm", "falcon_mamba-ssm")  # what lazy_load_kernel is asked for
 INSIDE = {"selective_state_update": "ops.triton.selective_state_update",  # where mamba_ssm has what its root
           "mamba_chunk_scan_combined": "ops.triton.ssd_combined",         # has not
@@ -248,16 +250,16 @@ class TransformersPatch(Patch):
             if isinstance(one, type) and one.__module__ == module.__name__ and issubclass(one, kind):
                 forward = vars(one).get("forward")
                 if isinstance(forward, FunctionType):
-                    self.bindings.put(one, "forward", watched(forward, by_seq_idx=carries,
-                                                              carries_state=carries, said=self._said),
-                                      "itself, watched for packed rows")
+                    ours = watched(forward, by_seq_idx=carries, carries_state=carries, said=self._said,
+                                   attends_across=one.__name__.startswith(ATTENDS_ACROSS))
+                    self.bindings.put(one, "forward", ours, "itself, told of packed rows")
 
     # --- what constructors wrote ---
 
     def _written(self) -> list[tuple[ModuleType, str, str]]:
         """(modeling file, global, package) of what constructors of layers have from us."""
         ours = {id(value): package for package, module in self._lazily.items()
-                for value in (module, *vars(module).values())}
+                for value in (module, *(vars(module)[name] for name in KERNEL))}
         return [(module, name, ours[id(value)]) for module in list(sys.modules.values())
                 if isinstance(module, ModuleType) and is_modeling(getattr(module, "__name__", ""))
                 for name, value in list(vars(module).items()) if id(value) in ours]
@@ -266,7 +268,7 @@ class TransformersPatch(Patch):
         """Those globals as the constructors would have written them."""
         for package in {package for _, _, package in written}:
             try:
-                theirs = getattr(sys.modules[HUB], LAZY)(package)
+                theirs = getattr(sys.modules[HUB], LAZY)(package, mapping={})  # which it fills
             except Exception as error:  # a hub that does not answer must not keep a patch from ending
                 warnings.warn(f"lazy_load_kernel({package!r}): {type(error).__name__}: {error}; models built "
                               "while transformers was patched take their torch path", RuntimeWarning,
