@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-
 MARKS = ("cu_seq_lens_q", "seq_idx")
 
 

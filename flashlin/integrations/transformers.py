@@ -14,6 +14,7 @@ file looks like:
 """
 from __future__ import annotations
 
+import dis
 import importlib.util
 import inspect
 import sys
@@ -47,6 +48,7 @@ NAMES = {
 KERNEL = {name: kernel for kernel, names in NAMES.items() for name in names}
 # Models whose attention does not look at position_ids, unless it is flash attention
 ATTENDS_ACROSS = ("GraniteMoeHybrid",)
+OF_INTEREST = {*KERNEL, FLAG, LAZY, CONV_CACHE}
 LAZILY = ("causal-conv1d", "mamba-ssm", "falcon_mamba-ssm")  # what lazy_load_kernel is asked for
 INSIDE = {"selective_state_update": "ops.triton.selective_state_update",  # where mamba_ssm has what its root
           "mamba_chunk_scan_combined": "ops.triton.ssd_combined",         # has not
@@ -84,21 +86,23 @@ def _free(function: Any) -> dict[str, Any]:
 
 
 def reads(module: ModuleType) -> set[str]:
-    """The globals that the functions and methods of a module name."""
+    """Which of the names that kernels have, and of those that say how they are found, the functions and
+    methods of a module read as globals."""
     mine = [one for one in vars(module).values()
             if isinstance(one, (FunctionType, type)) and one.__module__ == module.__name__]
     functions = [inspect.unwrap(part) for one in mine
-                 for part in ([one] if isinstance(one, FunctionType) else
-                              vars(one).values() if isinstance(one, type) else ())
+                 for part in ([one] if isinstance(one, FunctionType) else vars(one).values())
                  if isinstance(part, FunctionType)]
-    return {name for function in functions for name in _names(function.__code__)}
+    return {name for function in functions for name in _globals(function.__code__)}
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _globals(code: CodeType) -> Iterator[str]:
+    if not OF_INTEREST.isdisjoint(code.co_names):  # which has the attributes, too
+        yield from (one.argval for one in dis.get_instructions(code)
+                    if one.opname == "LOAD_GLOBAL" and one.argval in OF_INTEREST)
     for part in code.co_consts:
         if isinstance(part, CodeType):
-            yield from _names(part)
+            yield from _globals(part)
 
 
 def is_modeling(name: str) -> bool:
@@ -240,7 +244,7 @@ class TransformersPatch(Patch):
             return found
         stand_in = named_like(get_class_in_module, original, signature=inspect.signature(original))
         self.bindings.stands_for(stand_in, original)
-        self.bindings.put(module, "get_class_in_module", stand_in, "flashlin, to see files of the hub")
+        self.bindings.put(module, "get_class_in_module", stand_in, "its own, watched for files of the hub")
 
     def _see_models(self, module: ModuleType, kernels: set[str]) -> None:
         from flashlin.integrations.documents import watched
@@ -252,7 +256,7 @@ class TransformersPatch(Patch):
                 if isinstance(forward, FunctionType):
                     ours = watched(forward, by_seq_idx=carries, carries_state=carries, said=self._said,
                                    attends_across=one.__name__.startswith(ATTENDS_ACROSS))
-                    self.bindings.put(one, "forward", ours, "itself, told of packed rows")
+                    self.bindings.put(one, "forward", ours, "its own forward, told of packed rows")
 
     # --- what constructors wrote ---
 
