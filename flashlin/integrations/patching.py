@@ -223,4 +223,5 @@ def _from(module: str, name: str) -> Callable[[], Patch]:
 
 
 PATCHES: dict[str, Callable[[], Patch]] = {"triton": _from("triton", "TritonPatch"),
-                                           "fla": _from("fla", "FlaPatch")}
+                                           "fla": _from("fla", "FlaPatch"),
+                                           "transformers": _from("transformers", "TransformersPatch")}
