@@ -72,8 +72,8 @@ def mamba_inner_fn(
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
             run the call.
 
-    Differs from mamba_ssm: the weights of the norms have gradients, where there they are left out; complex A
-    is an error; and as ``causal_conv1d_fn`` and ``selective_scan_fn``.
+    Differs from mamba_ssm: the weights of the norms have gradients, where there they are left out, and
+    out_proj_bias has one, an error there; complex A is an error; and as ``causal_conv1d_fn`` and ``selective_scan_fn``.
     """
     scalars.flags(delta_softplus=delta_softplus)
     scalars.choice("checkpoint_lvl", checkpoint_lvl, (0, 1))
