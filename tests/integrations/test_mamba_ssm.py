@@ -22,7 +22,7 @@ from torch import Tensor
 
 import flashlin
 from flashlin import mamba
-from flashlin.integrations import calling, extensions
+from flashlin.integrations import adapters, calling, extensions
 from flashlin.integrations.mamba_ssm import REMEMBERED, forget_what_is_available
 from flashlin.kernels.mamba import reference
 from flashlin.testing.compare import judge
@@ -484,6 +484,27 @@ def test_what_transformers_remembers_is_asked_again(installation: Make,
         assert available() == [False] * 3
     finally:
         forget_what_is_available()
+
+
+def test_falcon_mamba_trains_as_it_decodes() -> None:
+    """Its fused function norms dt where its torch code, which decodes, does not."""
+    torch.manual_seed(0)
+    D, N, R, T, eps = 8, 4, 3, 9, 1e-3
+    conv = torch.nn.Conv1d(D, D, 4, groups=D)
+    xz, A = torch.randn(2, 2 * D, T), -torch.rand(D, N)
+    x_proj, dt_proj, out_proj = torch.randn(R + 2 * N, D), torch.randn(D, R), torch.randn(5, D)
+    skip, bias = torch.randn(D), torch.randn(D)
+    out = adapters.mamba_inner_fn(
+        xz, conv.weight, conv.bias, x_proj, dt_proj, out_proj, None, A, None, None, skip, delta_bias=bias,
+        delta_softplus=True, b_rms_weight=torch.ones(N), c_rms_weight=torch.ones(N),
+        dt_rms_weight=torch.ones(D), b_c_dt_rms_eps=eps)
+    x, z = xz.double().chunk(2, 1)
+    x = convolved(x, conv.double())
+    columns = (x.transpose(1, 2) @ x_proj.double().T).split([R, N, N], -1)
+    dt, B, C = (one / (one.pow(2).mean(-1, keepdim=True) + eps).sqrt() for one in columns)
+    y, _ = reference.selective(x, (dt @ dt_proj.double().T).transpose(1, 2), A.double(), B.transpose(1, 2),
+                               C.transpose(1, 2), skip.double(), z, bias.double(), True)
+    assert judge("out", out, y.transpose(1, 2) @ out_proj.double().T, 1e-4).ok
 
 
 # --- order, threads, processes ---
