@@ -1,15 +1,15 @@
 """The gated delta rule on a pool of states in plain torch, token by token.
 
-Bits depend on no neighbour: each sum over K is made of elementwise additions, where a library's product or
-reduction may go another way for another batch. So a prompt in one call, in pieces, packed with others, and
-token after token leave the same bits."""
+Bits depend on no neighbour, so a prompt in one call, in pieces, packed with others, and token after token
+leave the same ones. A library's product or reduction may go another way for another batch: sums over K are
+made of elementwise additions. Of torch's functions on a CPU, sigmoid, softplus and log1p round another way at
+the end of a tensor: they are made of exp and log, which do not."""
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
 from flashlin.kernels.plain import widest
-from flashlin.kernels.pointwise.torch_path import gate
 from flashlin.kernels.recurrent.inputs import Inputs, bound_of
 
 
@@ -79,6 +79,17 @@ def summed(x: Tensor) -> Tensor:
     return x[..., 0]
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + (-x).exp())
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x). The quotient takes back what 1 + e lost of e (Kahan's log1p)."""
+    e = (-x.abs()).exp()
+    u = 1 + e
+    return x.clamp(min=0) + torch.where(u == 1, e, u.log() * (e / (u - 1)))
+
+
 def _prepared(x: Inputs, flags: tuple[str, ...], scale: float,
               compute: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """q, k [rows, HV, K], v [rows, HV, V], beta [rows, HV] and log decays [rows, HV] or [rows, HV, K], as
@@ -90,11 +101,14 @@ def _prepared(x: Inputs, flags: tuple[str, ...], scale: float,
     q, k = ((y if group == 1 else y.repeat_interleave(group, 2)) for y in (q * scale, k))
     beta = (x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta).to(compute).contiguous()
     if "sigmoid" in flags:
-        beta = beta.sigmoid() * (2.0 if "neg_eigval" in flags else 1.0)
+        beta = sigmoid(beta) * (2.0 if "neg_eigval" in flags else 1.0)
     g = x.gk if x.g is None else x.g
     g = None if g is None else g.to(compute).contiguous()
     if g is not None and x.A_log is not None:
-        g = gate(g, x.A_log if g.ndim == 3 else x.A_log[:, None], x.dt_bias, bound_of(flags) or None)
+        g = g if x.dt_bias is None else g + x.dt_bias.to(compute)
+        rate = x.A_log.to(compute).exp().view(-1, *[1] * (g.ndim - 3))
+        bound = bound_of(flags)
+        g = bound * sigmoid(rate * g) if bound else -rate * softplus(g)
     q, k, v, beta = (y.flatten(0, 1) for y in (q, k, x.v.to(compute), beta))
     return q, k, v, beta, None if g is None else g.flatten(0, 1)
 
