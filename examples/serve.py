@@ -84,14 +84,17 @@ class Mixer(nn.Module):
                                                   batch.edges, batch.has, "silu")[0]
             o = serving.prefill(*by_heads(mixed, g, beta, 0), self.states, batch.slots, batch.edges, batch.has,
                                 **options)
-        return self.out(self.norm(o.view(-1, HV, V)).flatten(1))
+        y: Tensor = self.out(self.norm(o.view(-1, HV, V)).flatten(1))
+        return y
 
 
-def by_heads(mixed: Tensor, g: Tensor, beta: Tensor, at: int) -> list[Tensor]:
+def by_heads(mixed: Tensor, g: Tensor, beta: Tensor,
+             at: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, g and beta of rows as [rows, 1, heads, ...] or, packed, [1, rows, heads, ...]. at: where the
     dimension of one goes."""
     q, k, v = mixed.split([H * K, H * K, HV * V], -1)
-    return [x.unsqueeze(at) for x in (q.view(-1, H, K), k.view(-1, H, K), v.view(-1, HV, V), g, beta)]
+    return (q.view(-1, H, K).unsqueeze(at), k.view(-1, H, K).unsqueeze(at), v.view(-1, HV, V).unsqueeze(at),
+            g.unsqueeze(at), beta.unsqueeze(at))
 
 
 class Block(nn.Module):
@@ -103,7 +106,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         x = x + self.mixer(self.norms[0](x), batch)
-        return x + self.mlp(self.norms[1](x))
+        x = x + self.mlp(self.norms[1](x))
+        return x
 
 
 class Model(nn.Module):
@@ -120,7 +124,8 @@ class Model(nn.Module):
         x = F.embedding(batch.tokens, self.tokens)
         for block in self.blocks:
             x = block(x, batch)
-        return (self.norm(x) @ self.head.T).float()
+        logits: Tensor = self.norm(x) @ self.head.T
+        return logits.float()
 
 
 @dataclass

@@ -42,6 +42,16 @@ def test_a_long_prompt_is_the_bits_of_decoding(state: torch.dtype) -> None:
                          [300, 2, 0, 65])
 
 
+def test_rows_of_nobody_are_zero() -> None:
+    layer = Layer("heads", device="cuda:0")
+    checks.check_rows_of_nobody(layer)
+    tokens = {name: None if x is None else x[None] for name, x in layer.tokens(6).items()}
+    for mode in delta.MODES:
+        o = serving.prefill(**tokens, states=layer.pool(2), indices=layer.integers(0, 1), mode=mode,
+                            cu_seqlens=layer.integers(1, 3, 5), has_initial_state=torch.ones(2).bool().cuda())
+        assert not o[0, [0, 5]].any() and o[0, 1:5].any(-1).all()
+
+
 @pytest.mark.parametrize("kind", ["heads, raw", "channels, raw"])
 def test_nothing_waits_for_the_host(kind: str, no_host_sync: Callable[[], None]) -> None:
     layer = Layer(kind, 2, 4, 64, 64, BF16, device="cuda:0")

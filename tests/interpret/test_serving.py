@@ -49,6 +49,10 @@ def test_prompts_chunk_by_chunk() -> None:
     checks.check_prompts(Layer("heads, raw", 1, 1, 16, 16), "chunk", [2, 1, 0, 18])
 
 
+def test_rows_of_nobody_are_zero() -> None:
+    checks.check_rows_of_nobody(Layer("heads"))
+
+
 def test_a_batch_in_parts_is_the_whole(axis_limits: Callable[..., None]) -> None:
     layer = Layer("heads, raw", 1, 2, 16, 16)
     options, pool, tokens = layer.parameters(), layer.pool(9), layer.tokens(12)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from flashlin import serving
+from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.serving import delta
 from flashlin.testing.compare import poisoned
 
 KINDS = ("plain", "heads", "heads, raw", "channels", "channels, raw", "channels, raw, bounded")
@@ -238,3 +240,23 @@ def check_prompts(layer: Layer, mode: str, lengths: list[int]) -> None:
     else:
         close(pieces, o.double().cpu(), 4 * allowed(layer)[0])
         close(again, pool.double().cpu(), 4 * max(allowed(layer)))
+
+
+def check_rows_of_nobody(layer: Layer) -> None:
+    """Rows before the first and behind the last sequence, which only a GPU's cu_seqlens can leave, since the
+    host does not look at them."""
+    pool, tokens = layer.pool(3), layer.tokens(6)
+    before = pool.clone()
+    x = Inputs(**{name: y[None] for name, y in tokens.items() if y is not None},  # type: ignore[arg-type]
+               bounds=layer.integers(1, 3, 5))
+    beside = delta.Beside(pool, layer.integers([[2], [0]]), None, layer.K ** -0.5, "l2norm", layer.dtype,
+                          "fused_recurrent_gated_delta_rule")
+    with poisoned():
+        o = delta._token_by_token(x, beside)[0]
+    assert not o[[0, 5]].any()
+    options = dict(use_qk_l2norm_in_kernel=True)
+    alone = before.clone()
+    for rows, slot in (([1, 2], 2), ([3, 4], 0)):
+        for row in rows:
+            same(o[[row]], decoded(options, at(tokens, [row]), alone, layer.integers([slot])))
+    same(pool, alone)

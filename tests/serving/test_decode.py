@@ -49,6 +49,10 @@ def test_prompts_and_their_pieces(layer: Layer, mode: str) -> None:
     checks.check_prompts(layer, mode, [1, 2, 70, 2] if mode == "chunk" else [1, 2, 9, 2])
 
 
+def test_rows_of_nobody_are_zero() -> None:
+    checks.check_rows_of_nobody(Layer("heads"))
+
+
 def test_float64_is_what_float64_gives() -> None:
     layer = Layer("heads, raw", dtype=torch.float64, state=torch.float64)
     options, pool, tokens = layer.parameters(), layer.pool(2), layer.tokens(9)

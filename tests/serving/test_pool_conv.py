@@ -47,7 +47,7 @@ def test_pieces_then_tokens_then_drafts(ring: bool, L: int, dtype: torch.dtype) 
     pool = torch.randn(SLOTS, D, L).to(dtype)
     before, done = pool.clone(), {4: 0, 1: 0}
     allowed = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=1e-2, atol=1e-2)
-    for a, b in ((1, 7), (2, 0), (0, 1), (9, 2), (5, 5)):
+    for a, b in ((1, 0), (1, 7), (2, 0), (0, 1), (9, 2), (5, 5)):
         parts = [x[4][done[4]:done[4] + a], torch.randn(2, D).to(dtype), x[1][done[1]:done[1] + b]]
         y = call(torch.cat(parts), pool, weights, [4, SLOTS, 1], [a, 2, b], [done[4] > 0, True, done[1] > 0],
                  [done[4], 3, done[1]] if ring else None)
@@ -55,6 +55,7 @@ def test_pieces_then_tokens_then_drafts(ring: bool, L: int, dtype: torch.dtype) 
         torch.testing.assert_close(y[a + 2:].double(), wanted[1][done[1]:done[1] + b], **allowed)
         assert not y[a:a + 2].any()
         done[4], done[1] = done[4] + a, done[1] + b
+        assert done[1] or torch.equal(pool[1], before[1]), "a request without tokens leaves its slot as it is"
     drafts = L - (W - 1) if ring else 0
     for step in range(6):
         T = 1 + drafts
