@@ -42,6 +42,11 @@ def test_a_long_prompt_is_the_bits_of_decoding(state: torch.dtype) -> None:
                          [300, 2, 0, 65])
 
 
+@pytest.mark.parametrize("mode", delta.MODES)
+def test_nothing_leaks_into_other_requests(mode: str) -> None:
+    checks.check_isolation(Layer("heads, raw", 2, 4, 64, 64, BF16, device="cuda:0"), mode)
+
+
 def test_rows_of_nobody_are_zero() -> None:
     layer = Layer("heads", device="cuda:0")
     checks.check_rows_of_nobody(layer)

@@ -49,6 +49,10 @@ def test_prompts_chunk_by_chunk() -> None:
     checks.check_prompts(Layer("heads, raw", 1, 1, 16, 16), "chunk", [2, 1, 0, 18])
 
 
+def test_nothing_leaks_into_other_requests() -> None:
+    checks.check_isolation(Layer("heads, raw", 1, 1, 16, 16), "fused_recurrent")
+
+
 def test_rows_of_nobody_are_zero() -> None:
     checks.check_rows_of_nobody(Layer("heads"))
 

@@ -49,6 +49,11 @@ def test_prompts_and_their_pieces(layer: Layer, mode: str) -> None:
     checks.check_prompts(layer, mode, [1, 2, 70, 2] if mode == "chunk" else [1, 2, 9, 2])
 
 
+@pytest.mark.parametrize("mode", delta.MODES)
+def test_nothing_leaks_into_other_requests(mode: str) -> None:
+    checks.check_isolation(Layer("heads, raw"), mode)
+
+
 def test_rows_of_nobody_are_zero() -> None:
     checks.check_rows_of_nobody(Layer("heads"))
 
@@ -120,7 +125,7 @@ def test_nothing_to_do(N: int, slots: int, rows: int) -> None:
     same(pool, before)
 
 
-@pytest.mark.parametrize("mode", ["decode", *delta.MODES])
+@pytest.mark.parametrize("mode", ["decode", "chunk"])
 def test_compiled_it_writes_the_same_bits(mode: str) -> None:
     layer = Layer("heads, raw", 2, 2, 16, 8)
     options, pool, tokens = layer.parameters(), layer.pool(4), layer.tokens(6)
