@@ -66,9 +66,9 @@ def called_by(layer: Any) -> list[Bound]:
         if kind.__module__.partition(".")[0] in ("torch", "builtins"):
             continue
         for name, member in vars(kind).items():
-            member = member.__func__ if isinstance(member, staticmethod) else member
-            for one in _read(name, member, kind.__module__):
-                found.setdefault(name, one)
+            if isinstance(member, staticmethod):  # a function that the class has been given
+                for one in _read(name, member.__func__, kind.__module__):
+                    found.setdefault(name, one)
             method = inspect.unwrap(member) if callable(member) else None
             if name == "__init__" or not isinstance(method, FunctionType):
                 continue
