@@ -186,7 +186,7 @@ def run(argv: list[str] | None) -> int:
 
 
 def doctor(fail_on: Any, json: bool, markdown: bool, **given: Any) -> tuple[str, int]:
-    report = load("diagnostics.doctor").doctor(**given)
+    report = load("diagnostics.doctor").diagnose(None, **given, import_all=True)
     text = report.model_dump_json(indent=2) if json else report.markdown() if markdown else report.text()
     return text, int(report.fails(fail_on))
 

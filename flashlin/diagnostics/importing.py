@@ -36,7 +36,13 @@ def tried(modules: Mapping[str, str], limit: float = LIMIT) -> dict[str, Tried]:
                                        stdin=subprocess.DEVNULL, text=True, errors="replace",
                                        start_new_session=True)
                 for name, module in modules.items()}
-    return {name: _outcome(child, since, limit) for name, child in children.items()}
+    try:
+        return {name: _outcome(child, since, limit) for name, child in children.items()}
+    finally:
+        for child in children.values():
+            if child.poll() is None:
+                end(child)
+                child.communicate()
 
 
 def _outcome(child: subprocess.Popen[str], since: float, limit: float) -> Tried:
@@ -44,10 +50,6 @@ def _outcome(child: subprocess.Popen[str], since: float, limit: float) -> Tried:
         said, grumbled = child.communicate(timeout=max(0.0, since + limit - time.monotonic()))
     except subprocess.TimeoutExpired:
         return Tried(f"its import gave no answer for {limit:.0f} s and was ended", limit, known=False)
-    finally:
-        if child.poll() is None:
-            end(child)
-            child.communicate()
     for message in messages(said):
         return Tried(str(message["error"]), float(message["seconds"]))
     how = f"by signal {-child.returncode}" if child.returncode < 0 else f"with exit code {child.returncode}"

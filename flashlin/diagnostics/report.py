@@ -193,7 +193,7 @@ class Report(Facts):
         bad += [f"known issue {issue.id} is not worked around"
                 for issue in self.issues if issue.status == "problem"]
         bad += [f"{ran.case} {ran.dtype}: {ran.detail}" for ran in self.ran if ran.status == "problem"]
-        bad += [f"{layer.layers} ({layer.function}): {layer.because}"
+        bad += [f"{layer.layers} calls {layer.function}: {layer.because}"
                 for layer in self.layers if layer.verdict == "problem"]
         if stopped:
             why = "" if bad else f" ({stopped[0].because})"
@@ -208,7 +208,7 @@ class Report(Facts):
                         "they are (below, at what cost)")
         if idle:
             return f"Every op runs here, but not all of the GPU is used. {'; '.join(idle)}."
-        others = [f"{layer.layers} ({layer.function}): {layer.because or layer.cost}"
+        others = [f"{layer.layers} calls {layer.function}: {layer.because or layer.cost}"
                   for layer in self.layers if layer.verdict == "degraded"]
         others += [f"{package.name}: {package.imports}"
                    for package in self.packages if package.status == "degraded"]
