@@ -1,5 +1,5 @@
-"""What other packages do slowly or wrongly without a word, as data. Adding one is one ``Flaw(...)`` literal in
-KNOWN_FLAWS; doctor and the tests read that tuple.
+"""What other packages do slowly or wrongly without a word, as data. Adding one is one ``Flaw(...)`` literal
+in KNOWN_FLAWS; doctor and the tests read that tuple.
 
 Matched on what is installed, on the card, and on which functions the loaded models are bound to; never on
 what a program does with them, which nobody can see from here.
@@ -29,16 +29,17 @@ class Stack(NamedTuple):
     broken: frozenset[str] = frozenset()
     gpu: bool = False
     issues: frozenset[str] = frozenset()
-    models: Mapping[str, frozenset[tuple[str, str]]] = {}  # noqa: RUF012
+    models: Mapping[str, frozenset[tuple[str, str]]] = {}
     patched: frozenset[str] = frozenset()
 
 
 class Flaw(NamedTuple):
-    """One thing that a package does. effect: what the user pays or gets. remedy: what to do. source: who found
-    it. since, fixed_in: releases of the package from .. to (excluded).
+    """One thing that a package does. effect: what the user pays or gets. remedy: what to do. source: who
+    found it. since, fixed_in: releases of the package from .. to (excluded).
 
-    always: whether every program pays for it, or stops; if not, the effect says how it must call. mended_by: packages of which ``flashlin.patch`` takes it away, ``()`` for what no function can
-    mend. mended_from: and from which release of the package on.
+    always: whether every program pays for it, or stops; if not, the effect says how it must call.
+    mended_by: packages of which ``flashlin.patch`` takes it away, ``()`` for what no function can mend.
+    mended_from: and from which release of the package on.
     beside: (package, fixed_in): these must be there, too, below that release. without: none of these may be.
     broken: one of these must be there and fail to import. card: ``gpu``, ``no gpu``, the id of a known issue,
     or ``""`` for any machine. models: a modeling file of one of these must be loaded, and be bound, in one of
@@ -100,14 +101,14 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
     # --- slow, or stopped ---
     Flaw(
         id="fla-without-gpu", package="fla", always=True, card="no gpu",
-        effect="its Triton kernels cannot start without a GPU (RuntimeError: 0 active drivers), and models of "
-               "transformers 5.15 and newer call them on the CPU, too",
+        effect="its Triton kernels cannot start without a GPU (RuntimeError: 0 active drivers), and models "
+               "of transformers 5.15 and newer call them on the CPU, too",
         remedy='flashlin.patch("fla", "transformers"), which runs plain torch here',
         mended_by=("fla",), source="tried with fla 0.6.0"),
     Flaw(
         id="fla-gated-backward-hopper", package="fla", always=True, card="hopper-gated-backward-640",
-        effect="its gated chunked backward gives wrong gradients on this card with this Triton, which fla 0.6.0 "
-               "answers with an exception: training Gated DeltaNet stops",
+        effect="its gated chunked backward gives wrong gradients on this card with this Triton, which fla "
+               "0.6.0 answers with an exception: training Gated DeltaNet stops",
         remedy='flashlin.patch("fla", "transformers"), or Triton 3.7.1', mended_by=("fla",),
         source=_FLA + "640"),
     Flaw(
@@ -127,22 +128,22 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
     Flaw(
         id="broken-called-missing", package="transformers", always=True, since="5.15.0",
         broken=("fla", "mamba_ssm", "causal_conv1d"),
-        effect='a package that is there and cannot be imported is told as "not installed" (before 5.17 not at '
-               "all), and models take their torch functions",
+        effect='a package that is there and cannot be imported is told as "not installed" (before 5.17 not '
+               "at all), and models take their torch functions",
         remedy=f"{_PATCH}, or repair the import that is told above", mended_by=("transformers",),
         source=_TF + "issues/48718"),
     Flaw(
         id="hub-kernels-out-of-range", package="transformers", always=True, since="5.23.0",
         beside=(("kernels", "0.18.2"),), card="gpu",
-        effect="it wants kernels 0.18.2 or newer; with this one use_kernels=True is an ImportError, and models "
-               "never take kernels of the hub",
+        effect="it wants kernels 0.18.2 or newer; with this one use_kernels=True is an ImportError, and "
+               "models never take kernels of the hub",
         remedy=f'{_PATCH}, or pip install "kernels>=0.18.2"', mended_by=("transformers",),
         source=_READ.format("5.23.0")),
     Flaw(
         id="cuda-weights-only", package="transformers", since="5.0.0", fixed_in="5.15.0",
         models=(*MAMBA2, *MAMBA, "zamba"),
-        effect="if the weights are not on CUDA, or torch.compile traces the model, Mamba layers take their torch "
-               "way, which keeps a tensor for each pair of tokens; it is told once, when the model is built",
+        effect="if the weights are not on CUDA, or torch.compile traces the model, Mamba layers take their "
+               "torch way, which keeps a tensor for each pair of tokens; it is told once, when the model is built",
         remedy='pip install "transformers>=5.15", and then ' + _PATCH, source=_READ.format("5.14.1")),
     # --- wrong where documents are packed into a row ---
     Flaw(
@@ -154,13 +155,13 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
     Flaw(
         id="kda-packing-dropped", package="transformers", since="5.15.0", models=KDA,
         mended_by=("transformers",),
-        effect="if documents are packed, they leak into each other even with fla: the call carries cu_seq_lens_q, "
-               "which the function knows as cu_seqlens, so it is dropped",
+        effect="if documents are packed, they leak into each other even with fla: the call carries "
+               "cu_seq_lens_q, which the function knows as cu_seqlens, so it is dropped",
         remedy=_PATCH, source=_TRIED),
     Flaw(
         id="position-ids-alone", package="transformers", models=MODELS,
-        effect="if documents are packed and only position_ids tell them apart, as with sdpa, they leak into each "
-               "other: nothing makes cu_seq_lens_q or seq_idx of them",
+        effect="if documents are packed and only position_ids tell them apart, as with sdpa, they leak into "
+               "each other: nothing makes cu_seq_lens_q or seq_idx of them",
         remedy="a collator that returns cu_seq_lens_q and seq_idx "
                "(DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True))",
         source=_TRIED),
@@ -176,8 +177,8 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         remedy="one document a row, padded", source=_TRIED),
     Flaw(
         id="granite-packed-attention", package="transformers", models=("granitemoehybrid",),
-        effect="if documents are packed, its Mamba layers keep them apart and its attention layers do not: their "
-               "mask knows no documents",
+        effect="if documents are packed, its Mamba layers keep them apart and its attention layers do not: "
+               "their mask knows no documents",
         remedy="one document a row, padded", source=_TRIED),
     Flaw(
         id="zamba-packed-convolution", package="transformers", models=("zamba",),
@@ -186,8 +187,8 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
     # --- wrong where rows are padded or continued ---
     Flaw(
         id="mamba-continuation", package="transformers", models=MAMBA,
-        effect="if a cached prompt goes on with several tokens at once, the state is dropped, with any kernel: "
-               "the result is that of the new tokens alone",
+        effect="if a cached prompt goes on with several tokens at once, the state is dropped, with any "
+               "kernel: the result is that of the new tokens alone",
         remedy="go on token by token, or run the whole prompt again", source=_TRIED),
     Flaw(
         id="padding-at-batch-1", package="transformers", fixed_in="5.15.0", models=(*GDN, *MAMBA2),
@@ -209,7 +210,7 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         id="mamba2-groups-in-split", package="transformers", since="5.14.0", fixed_in="5.20.0",
         models=("mamba2",), kernels=SPLIT, bound=("mamba_ssm", "hub kernels", "flashlin"),
         mended_by=("transformers",), mended_from="5.15.0",
-        effect="if n_groups is above 1, the fused kernel, which trains, normalises each group and the model's own "
-               "way the whole row: their gradients have nothing in common",
+        effect="if n_groups is above 1, the fused kernel, which trains, normalises each group and the "
+               "model's own way the whole row: their gradients have nothing in common",
         remedy=f"from 5.15 on {_PATCH}", source="tried with 5.14.1 and 5.19.0"),
 )

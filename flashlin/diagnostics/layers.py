@@ -16,7 +16,7 @@ from flashlin.compat.target import Target, probe
 from flashlin.diagnostics import calls, outlook
 from flashlin.diagnostics.importing import Tried
 from flashlin.diagnostics.machine import attempt
-from flashlin.diagnostics.packages import reason
+from flashlin.diagnostics.packages import NEED_A_GPU, reason
 from flashlin.diagnostics.report import Layer, Status
 from flashlin.dispatch import OPS
 from flashlin.guards.problem import DTYPES, advice
@@ -149,7 +149,8 @@ def weights(layer: nn.Module) -> Weights:
         device = torch.device(said if not isinstance(said, int) else f"cuda:{said}")
     # quantised weights are integers, or of a class of their own
     if dtype not in DTYPES:
-        return Weights(device, dtype, f"its weights are {dtype}, quantised: the dtype of the call cannot be read")
+        return Weights(device, dtype,
+                       f"its weights are {dtype}, quantised: the dtype of the call cannot be read")
     return Weights(device, dtype, "")
 
 
@@ -176,7 +177,8 @@ class Layers:
             yield row.model_copy(update={"layers": together(names)})
 
 
-def _rows(layer: nn.Module, target: Target | None, policy: Policy, imports: Mapping[str, Tried]) -> list[Layer]:
+def _rows(layer: nn.Module, target: Target | None, policy: Policy,
+          imports: Mapping[str, Tried]) -> list[Layer]:
     where = weights(layer)
     here = target if target is not None else None if where.device is None else attempt(probe, where.device)[0]
     rows = []
@@ -200,12 +202,12 @@ def _theirs(one: Bound, op: str | None, here: Target | None, training: bool, why
         return ("degraded" if gpu else "ok"), f"the model's own torch function: {why}"
     if here is None:
         return "could not check", why
-    if here.backend == "cpu":
+    if here.backend == "cpu" and one.implementation in NEED_A_GPU:
         return ("problem" if op else "could not check",
                 f"kernels of {one.implementation} cannot start without a GPU")
     if training and one.implementation == "fla" and one.kernel in GATED and GATED_BACKWARD.here(here):
-        return "problem", (f"fla's gated backward gives wrong gradients here, or raises: {GATED_BACKWARD.id}, "
-                           f"{GATED_BACKWARD.url}")
+        return "problem", ("fla's gated backward gives wrong gradients here, or raises: "
+                           f"{GATED_BACKWARD.id}, {GATED_BACKWARD.url}")
     return "ok", why
 
 

@@ -1,5 +1,5 @@
-"""The packages beside flashlin: which are installed and can be imported, what their loaded files are bound to,
-what they are known to do here, and what ``flashlin.patch`` would change.
+"""The packages beside flashlin: which are installed and can be imported, what their loaded files are bound
+to, what they are known to do here, and what ``flashlin.patch`` would change.
 
 Imports none of them. What cannot be told from what is loaded is asked of a child process (``importing.py``):
 on the command line for every package, else only for one on whose account a loaded file runs plain torch.
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from flashlin.compat.known_flaws import KNOWN_FLAWS, Stack
 from flashlin.compat.known_issues import issues_here
+from flashlin.compat.versions import affected
 from flashlin.diagnostics.importing import Tried, tried
 from flashlin.diagnostics.machine import Machine, attempt
 from flashlin.diagnostics.report import Binding, Flaw, Package, Status
@@ -41,6 +42,7 @@ FILES = re.compile(r"transformers\.models\.\w+\.(modular|modeling)_\w+|unsloth_c
                    r"|transformers_modules\..*\.modeling_\w+")
 
 SHOWN = 6  # kernels in a line
+NEED_A_GPU = ("fla", "mamba_ssm", "causal_conv1d")
 
 
 class Section(NamedTuple):
@@ -56,14 +58,18 @@ def section(machine: Machine, import_all: bool) -> tuple[Section, dict[str, Trie
     is told already."""
     versions = {name: version for name in PACKAGES for version in [version_of(name)] if version}
     calls = calls_of(versions)
-    waiting = [name for name in versions if sys.modules.get(name) is None and machine.torch is not None
-               and (import_all or any(one.implementation == TORCH and HOMES.get(one.kernel, "").startswith(name)
-                                      for ones in calls.values() for one in ones))]
-    imports = tried({name: PACKAGES[name].kernels for name in waiting if found(name)})
+    gpu = any(target.backend in ("cuda", "hip") for target in machine.targets.values())
+    # before 5.15 transformers imports them only where there is a GPU
+    failed = {HOMES.get(one.kernel, "").partition(".")[0] for where, ones in calls.items() for one in ones
+              if FILES.fullmatch(where) and one.implementation == TORCH
+              and (gpu or affected(versions.get("transformers", ""), "5.15.0", None))}
+    waiting = [name for name in versions if sys.modules.get(name) is None and found(name)
+               and (import_all or name in failed) and machine.torch is not None]
+    imports = tried({name: PACKAGES[name].kernels for name in waiting})
     stack = Stack(
         {**versions, **distributions()},
         broken=frozenset(name for name in versions if broken(name, imports)),
-        gpu=any(target.backend in ("cuda", "hip") for target in machine.targets.values()),
+        gpu=gpu,
         issues=frozenset(issue.id for target in machine.targets.values() for issue in issues_here(target)),
         models={_model(where): frozenset((one.kernel, one.implementation) for one in ones)
                 for where, ones in calls.items() if FILES.fullmatch(where)},
@@ -106,7 +112,7 @@ def calls_of(versions: Iterable[str]) -> dict[str, list[Bound]]:
     for where, module in list(sys.modules.items()):
         root = where.partition(".")[0]
         if type(getattr(module, "__dict__", None)) is dict and (
-                FILES.fullmatch(where) or root in versions and root in ("fla", "mamba_ssm")):
+                FILES.fullmatch(where) or (root in versions and root in ("fla", "mamba_ssm"))):
             ones = bound_in(module)
             if ones:
                 calls[where] = ones
@@ -179,14 +185,14 @@ def _bindings(calls: Mapping[str, list[Bound]], imports: Mapping[str, Tried],
     for where, ones in calls.items():
         model = FILES.fullmatch(where)
         for one in ones:
-            if model or one.implementation != TORCH and one.kernel in PUBLIC:
+            if model or (one.implementation != TORCH and one.kernel in PUBLIC):
                 why = reason(one, imports)
                 grouped.setdefault((where if model else where.partition(".")[0], one.implementation, why),
                                    {})[one.kernel] = None
     for (place, whose, why), kernels in grouped.items():
         status, said = judged(whose, why, stack.gpu)
-        listed = list(kernels)
-        shown = ", ".join(listed[:SHOWN]) + (f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else "")
+        more = f" and {len(kernels) - SHOWN} more" if len(kernels) > SHOWN else ""
+        shown = ", ".join(list(kernels)[:SHOWN]) + more
         yield Binding(where=place, kernels=shown, implementation=whose, status=status, why=said)
 
 
@@ -204,7 +210,9 @@ def judged(whose: str, why: str, gpu: bool) -> tuple[Status, str]:
         return "ok", why
     if whose == TORCH:
         return ("degraded" if gpu else "ok"), why
-    return ("ok", why) if gpu else ("degraded", f"kernels of {whose} cannot start without a GPU")
+    if whose in NEED_A_GPU and not gpu:
+        return "degraded", f"kernels of {whose} cannot start without a GPU"
+    return "ok", why
 
 
 def _flaws(stack: Stack) -> Iterable[Flaw]:

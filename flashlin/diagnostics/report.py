@@ -104,8 +104,8 @@ class Ran(Facts):
 
 
 class Package(Facts):
-    """A package beside flashlin that is installed. imports: whether it can be imported, and what was raised if
-    not. patch: what ``flashlin.patch`` would change, or has changed."""
+    """A package beside flashlin that is installed. imports: whether it can be imported, and what was raised
+    if not. patch: what ``flashlin.patch`` would change, or has changed."""
     name: str
     version: str
     status: Status
@@ -125,8 +125,8 @@ class Binding(Facts):
 
 class Flaw(Facts):
     """What a package is known to do slowly or wrongly (``compat/known_flaws.py``). where: the package, or the
-    loaded models that it concerns. status: ``worked around`` where a patch in force takes it away, ``could not
-    check`` where it depends on how the program calls, which the effect says."""
+    loaded models that it concerns. status: ``worked around`` where a patch in force takes it away,
+    ``could not check`` where it depends on how the program calls, which the effect says."""
     id: str
     where: str
     status: Status
@@ -138,8 +138,8 @@ class Flaw(Facts):
 class Layer(Facts):
     """A function that layers of a model call. layers: their names, those that are alike in one
     (``layers.0-2,4.attn``). function: as the layer calls it, with the kernel that it is, where that has
-    another name. implementation: as in Binding. on: device and dtype of the weights. path: what flashlin plans
-    for it there, with the sizes of the layer, ``""`` if they cannot be read; because says why, then."""
+    another name. implementation: as in Binding. on: device and dtype of the weights. path: what flashlin
+    plans for it there, with the sizes of the layer, ``""`` if they cannot be read; because says why, then."""
     layers: str
     kind: str
     function: str
@@ -216,8 +216,9 @@ class Report(Facts):
         others += [f"{one.where}: {one.implementation}, {one.why}"
                    for one in self.bindings if one.status == "degraded"]
         if others:
-            more = f"; and {len(others) - 1} more below" if len(others) > 1 else ""
-            return f"Every op runs here. What calls other packages may run slowly or stop. {others[0]}{more}."
+            below = f"; and {len(others) - 1} more below" if len(others) > 1 else ""
+            return ("Every op runs here. What calls other packages may run slowly or stop. "
+                    f"{others[0]}{below}.")
         around = sum(plan.verdict == "worked around" for plan in self.plans)
         if around:
             return (f"Every op runs here, {around} of {len(self.plans)} by a way around a limit of this "
@@ -243,7 +244,8 @@ class Report(Facts):
     def _tables(self) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
         """(title, columns, rows). The column ``where`` only if there is more than one device."""
         many = len(self.devices) > 1
-        yield ("The model", ("", "layers", "class", "calls", "of", "on", "flashlin's plan", "because", "cost"),
+        yield ("The model",
+               ("", "layers", "class", "calls", "of", "on", "flashlin's plan", "because", "cost"),
                [(one.verdict, one.layers, one.kind, one.function, one.implementation, one.on, one.path,
                  one.because, one.cost and f"cost: {one.cost}") for one in self.layers])
         yield ("Ops", ("", "op", *["where"] * many, "path", "evidence", "because", "remedy", "cost"),

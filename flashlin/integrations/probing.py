@@ -69,17 +69,24 @@ def called_by(layer: Any) -> list[Bound]:
             if isinstance(member, staticmethod):  # a function that the class has been given
                 for one in _read(name, member.__func__, kind.__module__):
                     found.setdefault(name, one)
-            method = inspect.unwrap(member) if callable(member) else None
-            if name == "__init__" or not isinstance(method, FunctionType):
-                continue
-            for attribute in sorted(_names(method.__code__) & set(method.__globals__)):
-                for one in _read(attribute, method.__globals__[attribute], method.__module__):
-                    found.setdefault(attribute, one)
+            for method in _code(member) if name != "__init__" else ():
+                for attribute in sorted(_names(method.__code__) & set(method.__globals__)):
+                    for one in _read(attribute, method.__globals__[attribute], method.__module__):
+                        found.setdefault(attribute, one)
     for attribute, value in list(vars(layer).items()):
         if isinstance(value, FunctionType):
             for one in _read(attribute, value, ""):
                 found[attribute] = one
     return _slow(layer, list(found.values()))
+
+
+def _code(member: Any) -> Iterator[FunctionType]:
+    """A method, or what its decorators wrap: 5.15 has one that does not say so."""
+    method = inspect.unwrap(member) if isinstance(member, FunctionType) else None
+    if isinstance(method, FunctionType):
+        yield method
+        for value in _cells(method).values():
+            yield from _code(value)
 
 
 def _names(code: CodeType) -> set[str]:
@@ -90,24 +97,30 @@ def _names(code: CodeType) -> set[str]:
 
 def _read(attribute: str, value: Any, where: str) -> Iterator[Bound]:
     """What ``attribute`` of a module is, if it is a kernel."""
-    cells = _cells(_function(value))
+    cells, looked = _cells(_function(value)), True
     if {"applicable_params", "implementation"} <= set(cells):
         own = getattr(_function(value), "__wrapped__", None)
         kernel = CALLED.get(attribute) or str(cells.get("func_name") or attribute)
         whose = (_whose(value) if _replaced(value) else TORCH if cells["implementation"] is own
                  else _whose(cells["implementation"]))
-    elif (attribute in HOMES or attribute in CALLED and is_stand_in(value)) and (
+    elif (attribute in HOMES or (attribute in CALLED and is_stand_in(value))) and (
             value is None or isinstance(value, FunctionType)):
-        kernel, whose = CALLED.get(attribute, attribute), _whose(value)
+        kernel, whose, looked = CALLED.get(attribute, attribute), _whose(value), False
     elif isinstance(value, FunctionType) and where.partition(".")[0] != "transformers":
-        called, home = inspect.unwrap(value).__name__, str(inspect.unwrap(value).__module__)
+        called, home = _origin(value)
         ours = called in PUBLIC and home.startswith(("flashlin.", "fla.", "mamba_ssm."))
-        if ours or home.startswith(("fla.ops.", "fla.modules.")) and ".utils" not in home:
+        if ours or (home.startswith(("fla.ops.", "fla.modules.")) and ".utils" not in home):
             yield Bound(attribute, called, _whose(value), "")
         return
     else:
         return
-    yield Bound(attribute, kernel, whose, _why(kernel) if whose == TORCH else "")
+    yield Bound(attribute, kernel, whose, _why(kernel, looked) if whose == TORCH else "")
+
+
+def _origin(value: Any) -> tuple[str, str]:
+    """The name and the module of what a function wraps, which may be anything that can be called."""
+    inner = inspect.unwrap(value)
+    return str(getattr(inner, "__name__", "")), str(getattr(inner, "__module__", ""))
 
 
 def _function(value: Any) -> Any:
@@ -126,7 +139,7 @@ def _cells(function: Any) -> dict[str, Any]:
 
 def _replaced(value: Any) -> bool:
     """Whether something else is called in place of the decorated function."""
-    return is_stand_in(value) or _function(value) is not value and "forward" in vars(value)
+    return is_stand_in(value) or (_function(value) is not value and "forward" in vars(value))
 
 
 def _whose(value: Any) -> str:
@@ -136,19 +149,21 @@ def _whose(value: Any) -> str:
         return OURS if is_stand_in(value) or is_stand_in(vars(value).get("forward")) else HUB
     if is_stand_in(value):
         return OURS
-    root = str(getattr(inspect.unwrap(value), "__module__", "")).partition(".")[0]
+    root = _origin(value)[1].partition(".")[0]
     return TORCH if root == "transformers" else root
 
 
-def _why(kernel: str) -> str:
-    """Why a model has only its torch function for this kernel."""
+def _why(kernel: str, looked: bool) -> str:
+    """Why a model has only its torch function for this kernel. looked: whether its file has tried to import
+    the package; up to 5.14 that asks for a CUDA device and a version first."""
     home = HOMES.get(kernel, "")
     package = home.partition(".")[0]
     if not home:
         return "the model looks for no other"
     if package not in sys.modules:
-        return (f"{package} is installed, but its import failed or was not tried" if found(package)
-                else f"{package} is not installed")
+        return (f"{package} is not installed" if not found(package)
+                else f"{package} is installed, but its import failed" if looked
+                else f"{package} is installed, but the file wants a CUDA device and an import that works")
     module = sys.modules.get(home)
     if module is None:
         return f"{home} was not imported"
@@ -178,5 +193,6 @@ def _slow(layer: Any, calls: list[Bound]) -> list[Bound]:
     weight = next(iter(layer.parameters()), None)
     why = ("" if fast else "is_fast_path_available is False: not all of its functions were found") or (
         "" if weight is not None and weight.device.type == "cuda" else "its weights are not on CUDA")
-    return [one._replace(implementation=TORCH, why=why) if why else one for one in calls]
+    return [one._replace(implementation=TORCH, why=why) if why and one.implementation != TORCH else one
+            for one in calls]
 
