@@ -518,7 +518,7 @@ def test_doctor_reports_an_abort_and_exits_1(planted: Any, monkeypatch: pytest.M
                                              capsys: pytest.CaptureFixture[str]) -> None:
     planted(TALKING.replace("{BAD}", "{2}").replace("{HOW}", ABORT.replace("print('a line'); ", "")))
     monkeypatch.setattr(diagnosis, "examine", lambda: made("triton=3.6.0,backend=cpu"))
-    assert main(["doctor", "--run", "--json"]) == 1
+    assert main(["doctor", "--run", "--json", "--op", "chunk_gla"]) == 1
     found = Report.model_validate_json(capsys.readouterr().out)
     assert [ran.status for ran in found.ran] == ["ok", "ok", "problem", "ok"] and "op-three" in found.verdict
     assert found.ran[2].detail == "ended by SIGABRT: LLVM ERROR: out of registers"

@@ -143,7 +143,8 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         id="cuda-weights-only", package="transformers", since="5.0.0", fixed_in="5.15.0",
         models=(*MAMBA2, *MAMBA, "zamba"),
         effect="if the weights are not on CUDA, or torch.compile traces the model, Mamba layers take their "
-               "torch way, which keeps a tensor for each pair of tokens; it is told once, when the model is built",
+               "torch way, which keeps a tensor for each pair of tokens; it is told once, when the model is "
+               "built",
         remedy='pip install "transformers>=5.15", and then ' + _PATCH, source=_READ.format("5.14.1")),
     # --- wrong where documents are packed into a row ---
     Flaw(

@@ -97,7 +97,8 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
     if target is None and op is None:
         beside, error = attempt(section, machine, import_all)
         if error:
-            checks.append(Check(name="packages", status="could not check", detail=f"could not check: {error}"))
+            checks.append(Check(name="packages", status="could not check",
+                                detail=f"could not check: {error}"))
         else:
             known, imports = beside[0]._asdict(), beside[1]
     if layers is not None:
