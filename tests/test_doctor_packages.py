@@ -20,7 +20,7 @@ from flashlin.diagnostics.layers import spans, together
 from flashlin.diagnostics.packages import PACKAGES, Patches, Section, section
 from flashlin.diagnostics.report import Flaw, Layer, Report
 from flashlin.integrations import patching, probing
-from flashlin.integrations.bindings import Bindings
+from flashlin.integrations.bindings import Bindings, named_like
 from tests.machines import H200, installed, made, package, read, run
 
 pytestmark = pytest.mark.usefixtures("default_settings")
@@ -262,6 +262,13 @@ def test_files_that_are_gone_are_told(world: World) -> None:
     assert one.status == "degraded" and "no such package on the path" in one.imports
 
 
+def test_modules_that_stand_for_a_package_are_told_from_it(world: World) -> None:
+    sys.modules["mamba_ssm"] = type(sys)("mamba_ssm")
+    sys.modules["mamba_ssm"].__version__ = "2.3.2"  # type: ignore[attr-defined]
+    (one,) = world.make().packages
+    assert (one.version, one.imports) == ("2.3.2", "no: a patch has put modules in its place")
+
+
 def test_without_torch_nothing_is_tried(world: World) -> None:
     installed(package(world.folder, "fla", ""), "fla-core", "0.6.0")
     found, imports = section(made(NO_GPU)._replace(torch=None), import_all=True)
@@ -498,6 +505,18 @@ def test_a_stand_in_is_seen_where_it_is_bound(qwen: Any) -> None:
     assert calling(layers(qwen), "torch_chunk").verdict == "ok"
     mine.undo()
     assert probing.bound_in(modeling) == before
+
+
+def test_a_function_of_flashlin_is_known_under_any_name(world: World) -> None:
+    world.model("qwen3_next", {"torch_chunk_gated_delta_rule": "torch"})
+    modeling: Any = sys.modules["transformers.models.qwen3_next.modeling_qwen3_next"]
+    named = named_like(flashlin.chunk_gated_delta_rule, modeling.own, "fla.ops.x", "any")
+    modeling.torch_chunk_gated_delta_rule = modeling.decorated(modeling.own, named, "chunk_gated_delta_rule")
+    assert [one.implementation for one in probing.bound_in(modeling)] == ["flashlin"]
+    named.__wrapped__ = modeling.own
+    modeling.torch_chunk_gated_delta_rule = named
+    assert probing.bound_in(modeling) == [
+        ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule", "flashlin", "")]
 
 
 # --- the older ways of transformers ---

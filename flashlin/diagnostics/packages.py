@@ -127,12 +127,18 @@ def broken(name: str, imports: Mapping[str, Tried]) -> str:
     return outcome.error if outcome is not None and outcome.known else ""
 
 
+def _files(name: str) -> bool:
+    """Whether a loaded package came from a file."""
+    return bool(getattr(sys.modules.get(name), "__file__", None))
+
+
 def _package(name: str, version: str, imports: Mapping[str, Tried], calls: Mapping[str, list[Bound]],
              with_torch: bool) -> Package:
     why, outcome = broken(name, imports), imports.get(name)
     status: Status = "degraded" if why else "could not check" if outcome and outcome.error else "ok"
     said = (f"cannot be imported: {why}" if why else outcome.error if outcome is not None and outcome.error
             else f"yes, in {outcome.seconds:.1f} s" if outcome is not None
+            else "no: a patch has put modules in its place" if name in sys.modules and not _files(name)
             else "loaded" if sys.modules.get(name) is not None
             else "not tried; flashlin doctor, on the command line, does, in a child process" if with_torch
             else "not tried without torch")

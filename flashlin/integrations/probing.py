@@ -7,9 +7,11 @@ globals and attributes of layers (4.57 to 5.14). fla and mamba_ssm call plain gl
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -40,6 +42,7 @@ CALLED = {
     "mamba_selective_scan": "selective_scan_fn", "mamba_selective_state_update": "selective_state_update",
     "torch_causal_conv1d_update": "causal_conv1d_update", "torch_causal_conv1d_fn": "causal_conv1d_fn"}
 TORCH, OURS, HUB = "torch", "flashlin", "hub kernels"
+FOLDER = os.path.join(str(Path(__file__).parents[1]), "")
 
 
 class Bound(NamedTuple):
@@ -103,7 +106,7 @@ def _read(attribute: str, value: Any, where: str) -> Iterator[Bound]:
         kernel = CALLED.get(attribute) or str(cells.get("func_name") or attribute)
         whose = (_whose(value) if _replaced(value) else TORCH if cells["implementation"] is own
                  else _whose(cells["implementation"]))
-    elif (attribute in HOMES or (attribute in CALLED and is_stand_in(value))) and (
+    elif (attribute in HOMES or (attribute in CALLED and _ours(value))) and (
             value is None or isinstance(value, FunctionType)):
         kernel, whose, looked = CALLED.get(attribute, attribute), _whose(value), False
     elif isinstance(value, FunctionType) and where.partition(".")[0] != "transformers":
@@ -139,15 +142,28 @@ def _cells(function: Any) -> dict[str, Any]:
 
 def _replaced(value: Any) -> bool:
     """Whether something else is called in place of the decorated function."""
-    return is_stand_in(value) or (_function(value) is not value and "forward" in vars(value))
+    return _ours(value) or (_function(value) is not value and "forward" in vars(value))
+
+
+def _ours(value: Any) -> bool:
+    """Whether a function is flashlin's, whatever name it has been given: adapters have those of what they
+    stand for, and may keep that."""
+    method = getattr(value, "__func__", value)
+    return is_stand_in(value) or (callable(method) and _here(inspect.unwrap(method, stop=_here)))
+
+
+def _here(function: Any) -> bool:
+    """Whether its code stands in flashlin."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(FOLDER)
 
 
 def _whose(value: Any) -> str:
     if value is None:
         return TORCH
     if hasattr(value, "kernel_layer_name"):
-        return OURS if is_stand_in(value) or is_stand_in(vars(value).get("forward")) else HUB
-    if is_stand_in(value):
+        return OURS if _ours(value) or _ours(vars(value).get("forward")) else HUB
+    if _ours(value):
         return OURS
     root = _origin(value)[1].partition(".")[0]
     return TORCH if root == "transformers" else root
