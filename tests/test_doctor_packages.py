@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from flashlin.__main__ import main
 from flashlin.compat.known_flaws import KNOWN_FLAWS, MODELS
 from flashlin.diagnostics import importing, packages
 from flashlin.diagnostics.importing import Tried
-from flashlin.diagnostics.layers import spans, together
+from flashlin.diagnostics.layers import op_of, over_heads, spans, together
 from flashlin.diagnostics.packages import PACKAGES, Patches, Section, section
 from flashlin.diagnostics.report import Flaw, Layer, Report
 from flashlin.integrations import patching, probing
@@ -312,7 +313,9 @@ def test_children_say_what_an_import_raises_and_how_one_ends_or_hangs(
     assert found["raising"].error == "ModuleNotFoundError: No module named 'selective_scan_cuda'"
     assert found["ending"].error == "its import ends the process with exit code 3"
     assert found["aborting"].error.startswith("its import ends the process by signal 6")
+    since = time.monotonic()
     hung = importing.tried({"hanging": "hanging"}, limit=2.0)["hanging"]
+    assert time.monotonic() - since < 20
     assert (hung.error, hung.known) == ("its import gave no answer for 2 s and was ended", False)
 
 
@@ -354,8 +357,9 @@ def test_one_op_and_other_machines_have_no_packages(capsys: pytest.CaptureFixtur
         raise AssertionError("asked")
     monkeypatch.setattr(packages, "version_of", never)
     assert main(["doctor", "--op", "chunk_gla", "--json"]) == 0
-    assert not Report.model_validate_json(capsys.readouterr().out).packages
-    assert not flashlin.doctor(target=H200, op="chunk_gla").packages
+    for found in (Report.model_validate_json(capsys.readouterr().out),
+                  flashlin.doctor(target=H200, op="chunk_gla")):
+        assert not found.packages and "packages" not in {one.name for one in found.checks}
 
 
 def test_what_cannot_be_asked_is_a_line_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,10 +547,10 @@ def test_kernels_of_a_module_that_keeps_them_in_a_module(world: World) -> None:
 def older(fast: bool) -> nn.Module:
     """A Mamba layer as up to 5.14: globals, and two ways."""
     names: dict[str, Any] = {"__name__": "transformers.models.old.modeling_old", "nn": nn, "torch": torch,
-                             "is_fast_path_available": fast, "causal_conv1d_fn": None}
+                             "is_fast_path_available": fast, "causal_conv1d_fn": None, "mamba_inner_fn": None}
     exec("def selective_scan_fn(): pass\nselective_scan_fn.__module__ = 'mamba_ssm.ops.x'\n"
          "class OldMixer(nn.Module):\n"
-         "    def __init__(self):\n        super().__init__(); self.w = nn.Parameter(torch.ones(2))\n"
+         "    def __init__(self):\n        super().__init__(); self.w = nn.Parameter(torch.ones(2)); mamba_inner_fn\n"
          "    def cuda_kernels_forward(self): return selective_scan_fn(), causal_conv1d_fn\n", names)
     module = type(sys)(names["__name__"])
     vars(module).update(names)
@@ -561,7 +565,8 @@ def test_the_two_ways_of_older_mamba_layers(fast: bool, why: str, world: World) 
     layer = older(fast)
     assert [(one.kernel, one.implementation, one.why) for one in probing.called_by(layer)] == [
         ("causal_conv1d_fn", "torch", "causal_conv1d is not installed"), ("selective_scan_fn", "torch", why)]
-    assert [one.implementation for one in probing.bound_in(sys.modules[type(layer).__module__])] == ["torch", "mamba_ssm"]
+    assert [one.implementation for one in probing.bound_in(sys.modules[type(layer).__module__])] == [
+        "torch", "torch", "mamba_ssm"]
 
 
 def test_a_decorated_method_that_does_not_say_what_it_wraps(world: World) -> None:
@@ -701,6 +706,17 @@ def test_wrapped_models_are_what_they_wrap(how: str, tmp_path: Path) -> None:
             torch.distributed.destroy_process_group()
     assert {(row.layers, row.kind, row.function, row.path) for row in rows} == {
         ("0", "ShortConvolution", name, "torch (K=32 V=4)") for name in ("causal_conv1d", "causal_conv1d_update")}
+
+
+def test_sizes_of_heads_are_said_or_follow_from_all_of_them() -> None:
+    layer = nn.Module()
+    layer.num_heads, layer.key_dim, layer.head_v_dim = 4, 64, 24  # type: ignore[assignment]
+    assert over_heads(layer) == dict(H=4, K=16, V=24)
+
+
+def test_the_two_updates_of_one_name_are_told_apart() -> None:
+    assert op_of(nn.Module(), "causal_conv1d_update") == "mamba_causal_conv1d_update"
+    assert op_of(changed(""), "causal_conv1d_update") == "causal_conv1d_update"
 
 
 def test_names_of_layers_that_are_alike_are_joined() -> None:
