@@ -26,7 +26,8 @@ ROOMS = ("compat", "guards", "kernels", "dispatch", "trial", "ops", "modules", "
 # What child processes run. The first ones run in children only: they may import every room, and nobody
 # imports them.
 CHILDREN = ("flashlin.trial.child", "flashlin.testing.plugin_child")
-STARTED = (*CHILDREN, "flashlin.testing.compile", "flashlin.diagnostics.quick")
+STARTED = (*CHILDREN, "flashlin.testing.compile", "flashlin.diagnostics.quick",
+           "flashlin.diagnostics.importing")
 # Settings belong to no room: everything from the guards on obeys them, and compat, which states facts, does
 # not. They know those facts.
 ANYWHERE_BUT_COMPAT = "flashlin.policy"
@@ -35,9 +36,9 @@ ANYWHERE_BUT_COMPAT = "flashlin.policy"
 # neither.
 NO_TORCH = ("guards/problem.py", "guards/family.py", "guards/limits.py", "kernels/*/recipe.py",
             "kernels/families.py", "kernels/shield/source.py", "kernels/variants.py", "kernels/configs.py",
-            "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "policy.py",
+            "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "diagnostics/packages.py", "integrations/probing.py", "policy.py",
             "compat/lazy.py", "compat/versions.py", "compat/releases.py", "compat/target.py",
-            "compat/known_issues.py",
+            "compat/known_issues.py", "compat/known_flaws.py",
             "__init__.py", "*/__init__.py", "kernels/*/__init__.py")
 
 
