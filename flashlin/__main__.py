@@ -1,4 +1,4 @@
-"""The command line: ``flashlin doctor``, ``flashlin explain`` and ``flashlin warmup``, also as
+"""The command line: ``flashlin doctor``, ``explain``, ``run`` and ``warmup``, also as
 ``python -m flashlin``."""
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ ABOUT = """Linear attention that runs on every Triton, GPU and dtype, and otherw
 
   flashlin doctor     what works on this machine, what is worked around, and the command that repairs the rest
   flashlin explain    how one call would run, and why
+  flashlin run        a program as it is, its fla, transformers or mamba_ssm through flashlin
   flashlin warmup     compile and try what this machine will need, before the first real call does
   flashlin --version  of flashlin, torch and Triton, in one line
 """
@@ -51,6 +52,15 @@ EXPLAIN_EXAMPLES = """examples:
   flashlin explain simple_gla -T 1 -B 64 --no-grad                              decoding: which mode?
   flashlin explain mamba_causal_conv1d_update -B 64                             sizes not given are those of the op's typical calls
 """
+RUN = """Runs a program as `python program.py ...` would, with flashlin in the packages that it imports: their functions are replaced by flashlin's
+before the program's own first line, in the Python processes that it starts, too. At the end stderr says what was replaced and what ran, by which
+kernels. Exit code: the program's; 2 for a mistake in the arguments.
+"""
+RUN_EXAMPLES = """examples:
+  flashlin run train.py --lr 1e-3                                       packages that are installed here and that flashlin knows
+  flashlin run --patch fla,transformers train.py                        these (or FLASHLIN_PATCH=fla,transformers flashlin run train.py)
+  flashlin run -m torch.distributed.run --nproc-per-node 8 train.py     a module, and all that it starts
+"""
 WARMUP = """Runs a small case of each op on the GPU in child processes, forward and backward, twice, and compares with float64. What is compiled
 stays in Triton's cache, and planning knows from then on what holds on this machine and what does not. Useful after an update of Triton or the
 driver, for a release nobody has tried yet, and before a job on many GPUs starts.
@@ -72,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
                                   epilog=DOCTOR_EXAMPLES + "\n" + EXPLAIN_EXAMPLES, formatter_class=plain)
     top.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS,
                      help="versions of flashlin, torch and Triton")
-    commands = top.add_subparsers(dest="command", metavar="doctor | explain | warmup", required=True)
+    commands = top.add_subparsers(dest="command", metavar="doctor | explain | run | warmup", required=True)
     doctor = commands.add_parser("doctor", help="examine this machine", description=DOCTOR,
                                  epilog=DOCTOR_EXAMPLES, formatter_class=plain)
     doctor.add_argument("--run", action="store_true",
@@ -100,6 +110,14 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--varlen", action="store_true", help="packed sequences (cu_seqlens)")
     explain.add_argument("--no-grad", dest="needs_grad", action="store_false", help="without gradients")
     explain.add_argument("--mode", help="auto, chunk or fused_recurrent, for an op that has the choice")
+    program = commands.add_parser("run", help="run a program with flashlin in the packages that it uses",
+                                  description=RUN, epilog=RUN_EXAMPLES, formatter_class=plain)
+    program.add_argument("--patch", metavar="NAMES",
+                         help="packages, separated by commas (default: FLASHLIN_PATCH, else all that are installed)")
+    program.add_argument("--quiet", action="store_true", help="say nothing at the end")
+    program.add_argument("-m", dest="module", action="store_true", help="the program is the name of a module")
+    program.add_argument("program", help="a file, or with -m a module")
+    program.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
     warm = commands.add_parser("warmup", help="compile and try kernels ahead", epilog=WARMUP_EXAMPLES,
                                formatter_class=plain, description=WARMUP)
     warm.add_argument("--op", action="append", default=[], metavar="NAME",
@@ -174,6 +192,8 @@ def main(argv: list[str] | None = None) -> int:
 def run(argv: list[str] | None) -> int:
     arguments = vars(parser().parse_args(argv))
     command = arguments.pop("command")
+    if command == "run":
+        return run_program(**arguments)
     try:
         with redirect_stdout(sys.stderr):  # a broken package may print when imported: stdout is the report's
             text, code = COMMANDS[command](**arguments)
@@ -215,6 +235,21 @@ def warmup(op: list[str], dtype: list[str], head_dim: list[int], forget: bool, j
 
 def explain(op: str, **given: Any) -> tuple[str, int]:
     return load("diagnostics.doctor").explain(op, **given), 0
+
+
+def run_program(patch: str | None, program: str, arguments: list[str], **how: Any) -> int:
+    """The program has stdout for itself, and its exit ends this process."""
+    startup = load("integrations.startup")
+    try:
+        asked = os.environ.get(startup.VARIABLE) if patch is None else patch
+        names = startup.installed() if asked is None else startup.names_of(asked)
+        if not how["module"] and not os.path.exists(program):
+            raise ValueError(f"program: got {program!r}, which does not exist")
+    except ValueError as error:
+        print(f"flashlin run: {error}", file=sys.stderr)
+        return 2
+    startup.run(program, arguments, names, **how)
+    return 0
 
 
 COMMANDS: dict[str, Callable[..., tuple[str, int]]] = {"doctor": doctor, "explain": explain, "warmup": warmup}

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 CHOICES = {"policy": ("auto", "strict", "off"), "path": ("auto", "triton", "torch"),
            "tokens": ("async", "sync", "off"), "canary": ("auto", "off"), "debug": ("0", "1"),
            "autotune": ("timed", "first", "rank0")}
-FOLDERS = ("home", "cache")  # FLASHLIN_HOME and FLASHLIN_CACHE: see guards.verdicts and testing.environments
+# FLASHLIN_HOME, FLASHLIN_CACHE, FLASHLIN_PATCH: guards.verdicts, testing.environments, integrations.startup
+ELSEWHERE = ("home", "cache", "patch")
 
 
 class Policy(NamedTuple):

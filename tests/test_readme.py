@@ -21,7 +21,7 @@ import flashlin
 from flashlin.compat import releases
 from flashlin.compat.target import USUAL_CARD, Target, parse
 from flashlin.guards.problem import Plan, Problem
-from flashlin.policy import CHOICES, FOLDERS, Policy
+from flashlin.policy import CHOICES, ELSEWHERE, Policy
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
@@ -145,7 +145,7 @@ def test_generated_part_is_current(name: str) -> None:
 def test_every_setting_and_choice_is_described() -> None:
     rows = {line.split("`")[1]: line
             for line in README.read_text().splitlines() if line.startswith("| `FLASHLIN_")}
-    assert set(rows) == {f"FLASHLIN_{name.upper()}" for name in (*Policy._fields, *FOLDERS)}
+    assert set(rows) == {f"FLASHLIN_{name.upper()}" for name in (*Policy._fields, *ELSEWHERE)}
     for field, choices in CHOICES.items():
         missing = [choice for choice in choices if f"`{choice}`" not in rows[f"FLASHLIN_{field.upper()}"]]
         assert not missing, f"FLASHLIN_{field.upper()}: README does not mention {missing}"

@@ -262,7 +262,7 @@ def check_policy(machine: Machine) -> Iterator[Check]:
     values = {**machine.policy._asdict(), "ignore": ",".join(sorted(machine.policy.ignore)) or "nothing"}
     yield Check(name="policy", status="ok",
                 detail=", ".join(f"{name} {value}" for name, value in values.items()))
-    valid = sorted(f"FLASHLIN_{name.upper()}" for name in (*policy.Policy._fields, *policy.FOLDERS))
+    valid = sorted(f"FLASHLIN_{name.upper()}" for name in (*policy.Policy._fields, *policy.ELSEWHERE))
     for given in sorted(name for name in os.environ if name.startswith("FLASHLIN_") and name not in valid):
         meant = get_close_matches(given.removeprefix("FLASHLIN_"),
                                   [name.removeprefix("FLASHLIN_") for name in valid], 1)

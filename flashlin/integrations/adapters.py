@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -230,9 +231,8 @@ def mamba_inner_fn(
     b_c_dt_rms_eps: float = 1e-6,
     **of_the_model: Any,
 ) -> Any:
-    from flashlin import mamba
     told("mamba_inner_fn", False)
-    return mamba.mamba_inner_fn(
+    return import_module("flashlin.mamba").mamba_inner_fn(
         xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A,
         B, C, D, delta_bias, B_proj_bias, C_proj_bias, delta_softplus, checkpoint_lvl, b_rms_weight,
         c_rms_weight, dt_rms_weight, b_c_dt_rms_eps)

@@ -10,12 +10,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from flashlin.integrations.arrivals import watch
 from flashlin.integrations.bindings import Bindings, Replaced
-from flashlin.shielding import autotune as tuning
 
 SHOWN = 8  # names in a line of a report
 
@@ -37,6 +37,10 @@ class Patch:
 
     def model(self, model: Any) -> None:
         """What can only be done for a model that is at hand."""
+
+    def left(self) -> dict[str, str]:
+        """What keeps its own code, and why."""
+        return self.bindings.left
 
     def end(self) -> None:
         self.bindings.undo()
@@ -62,7 +66,7 @@ class Patched:
 
     @property
     def left(self) -> dict[str, str]:
-        return {name: why for one in self._patches for name, why in one.bindings.left.items()}
+        return {name: why for one in self._patches for name, why in one.left().items()}
 
     def lines(self) -> list[str]:
         return [f"{where}.{name}: {by}" for where, name, by in self.replaced]
@@ -83,7 +87,7 @@ def _summary(patch: Patch) -> Iterator[str]:
     if guarded:
         yield f"  {len(guarded)} kernels of its own are launched through flashlin.shield"
     whys: dict[str, list[str]] = {}
-    for name, why in patch.bindings.left.items():
+    for name, why in patch.left().items():
         whys.setdefault(why, []).append(name)
     for why, names in whys.items():
         yield f"  left: {_some(names)}: {why}"
@@ -99,7 +103,8 @@ def patch(package: str, *more: str, model: Any = None) -> Patched:
     Args:
         package, more: names of ``PATCHES``. ``triton``: ``triton.autotune`` becomes ``flashlin.autotune``,
             also of kernels decorated before. ``fla``: every function that flashlin has runs through it, the
-            kernels of all others under ``flashlin.shield``.
+            kernels of all others under ``flashlin.shield``. ``transformers``: flashlin's functions wherever
+            its models look for those of fla, mamba_ssm and causal_conv1d, which need not be installed.
         model: a model that has been built already; what its layers keep in attributes is replaced, too.
 
     It does not matter whether modules are imported and models built before or later. Returns what was
@@ -210,26 +215,14 @@ def _arrived(module: ModuleType) -> None:
             one.arrived(module)
 
 
-class TritonPatch(Patch):
-    """``triton.autotune`` is flashlin's, and tuners made before ask flashlin, too."""
-    package = "triton"
-
-    def begin(self) -> None:
-        import triton
-        import triton.runtime
-        import triton.runtime.autotuner
-        for home in (triton, triton.runtime, triton.runtime.autotuner):
-            self.bindings.put(home, "autotune", tuning.autotune, "flashlin.autotune")
-        tuning.hook("patch", lambda: True)
-
-    def end(self) -> None:
-        super().end()
-        tuning.unhook("patch")
+def _from(module: str, name: str) -> Callable[[], Patch]:
+    """A patch that is imported, with torch, when it is asked for."""
+    def make() -> Patch:
+        made: Patch = getattr(import_module(f"flashlin.integrations.{module}"), name)()
+        return made
+    return make
 
 
-def _transformers() -> Patch:
-    from flashlin.integrations.transformers import TransformersPatch
-    return TransformersPatch()
-
-
-PATCHES: dict[str, Callable[[], Patch]] = {"triton": TritonPatch, "transformers": _transformers}
+PATCHES: dict[str, Callable[[], Patch]] = {"triton": _from("triton", "TritonPatch"),
+                                           "fla": _from("fla", "FlaPatch"),
+                                           "transformers": _from("transformers", "TransformersPatch")}

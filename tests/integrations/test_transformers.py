@@ -30,6 +30,8 @@ from flashlin.testing.environments import NotInstallable, installed
 from tests.share import WHOLE
 
 transformers = pytest.importorskip("transformers")
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+BEFORE_5_15, BEFORE_5_20 = VERSION < (5, 15), VERSION < (5, 20)
 SHAPE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
              head_dim=16, intermediate_size=48, pad_token_id=0, tie_word_embeddings=False)
 GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
@@ -45,22 +47,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": GDN["layer_types"], "num_local_experts": 4, "n_group": 1, "topk_group": 1,
         "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}),
     "mamba": ("Mamba", MAMBA),
-    "mamba2": ("Mamba2", {**MAMBA, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
-    "falcon_h1": ("FalconH1", {**SHAPE, **MAMBA2, "mamba_d_ssm": 64, "mamba_rms_norm": True}),
+    # Before 5.15 the fused function has the last word, whose norm is one of groups
+    "mamba2": ("Mamba2", {**MAMBA, "num_heads": 4, "head_dim": 16, "n_groups": 2 - BEFORE_5_15, "chunk_size": 16}),
+    # Before 5.20 it does not generate with this norm
+    "falcon_h1": ("FalconH1", {**SHAPE, **MAMBA2, "mamba_d_ssm": 64, "mamba_rms_norm": not BEFORE_5_20}),
     "lfm3": ("Lfm3", {**SHAPE, **EXPERTS, "layer_types": ["conv", "full_attention"], "conv_L_cache": 7,
                       "num_dense_layers": 1}),
     "qwen3_5": ("Qwen3_5", {**SHAPE, **GDN}),
     "olmo_hybrid": ("OlmoHybrid", {**SHAPE, **GDN}),
     "falcon_mamba": ("FalconMamba", MAMBA),
     "jamba": ("Jamba", {**SHAPE, "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
-                        "attn_layer_period": 2, "attn_layer_offset": 1}),
+                        "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
     "bamba": ("Bamba", {**SHAPE, **MAMBA2, "attn_layer_indices": [1]}),
     "lfm2": ("Lfm2", {**SHAPE, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
 }
 IN_CI = ("qwen3_next", "kimi_linear", "mamba", "mamba2", "falcon_h1", "lfm3")
 TESTED = tuple(MODELS) if WHOLE else IN_CI
 MIXES = ("mamba", "falcon_mamba", "jamba")  # documents of a row, whatever it is told
-BEFORE_5_15 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 15)
 TOKENS = torch.randint(5, 60, (2, 21), generator=torch.Generator().manual_seed(1))
 
 
@@ -146,6 +149,8 @@ PADDED = torch.ones_like(TOKENS).index_put((torch.zeros(6, dtype=torch.long), to
 @pytest.mark.parametrize("name", TESTED)
 def test_a_model_agrees_with_its_torch_path(name: str) -> None:
     before = built(name)
+    if BEFORE_5_15 and name == "falcon_mamba":
+        pytest.skip("its fused function normalises dt after the projection, its torch path before")
     with torch_path(before):
         right = [trained(before, mask) for mask in (None, PADDED)]
         says = [written(before), written(before, attention_mask=PADDED)]
@@ -185,19 +190,22 @@ MARKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", TESTED)
 def test_documents_of_a_row_are_kept_apart_or_one_warning_says_why_not(name: str) -> None:
     model = built(name)
+    said: list[str] = []
     with torch.no_grad(), flashlin.patched("transformers"):
-        if name in MIXES:
-            with pytest.warns(RuntimeWarning, match=f"{MODELS[name][0]}ForCausalLM got position_ids.*without"):
-                assert packed(model) > 1e-3
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                packed(model, **MARKS["seq_idx"])  # it has been said
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                assert [packed(model, **marks) < 2e-6 for marks in MARKS.values()] == [True] * 3
+        for marks in MARKS.values():
+            with warnings.catch_warnings(record=True) as now:
+                warnings.simplefilter("always")
+                apart = packed(model, **marks) < 2e-6
+            said += [str(one.message) for one in now]
+            assert apart or len(said) == 1, "neither kept apart nor told, or told again"
+    if name in MIXES:
+        assert said[0].startswith(f"{MODELS[name][0]}ForCausalLM got position_ids, and its layers call "
+                                  "causal_conv1d_fn without")
+    elif not BEFORE_5_20:
+        assert not said
 
 
+@pytest.mark.skipif(BEFORE_5_15, reason="no cached state is carried on")
 def test_a_state_that_is_dropped_is_told_once() -> None:
     model = built("mamba")
     with torch.no_grad(), flashlin.patched("transformers"):

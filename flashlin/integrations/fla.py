@@ -1,0 +1,184 @@
+"""patch("fla"): flash-linear-attention's functions are flashlin's, for its layers and models, other packages
+that imported them, and models built before.
+
+Detected by name, not by release: a function that is defined in a module of fla under the name of one of
+flashlin's. What flashlin has no function for keeps its own code, whose kernels are launched through
+``flashlin.shield``. Classes are left alone: they call functions of their modules.
+"""
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flashlin
+import flashlin.mamba
+from flashlin.integrations.bindings import named_like
+from flashlin.integrations.calling import by_name
+from flashlin.integrations.patching import Patch
+from flashlin.kernels.families import PUBLIC
+
+# Names of flashlin's that mean something else in fla, or that fla has not: mamba_ssm's and causal_conv1d's.
+NOT_FLA = frozenset({"causal_conv1d_fn", "mamba_causal_conv1d_update", "selective_scan_fn",
+                     "selective_state_update", "mamba_chunk_scan_combined",
+                     "mamba_split_conv1d_scan_combined"})
+# What fla's Mamba layers take of mamba_ssm and causal_conv1d, None where those are missing.
+BORROWED = ("causal_conv1d_fn", "causal_conv1d_update", "mamba_chunk_scan_combined", "mamba_inner_fn",
+            "mamba_split_conv1d_scan_combined", "selective_scan_fn", "selective_state_update")
+OTHER_HARDWARE = ("ascend", "tilelang", "gluon", "naive")  # parts of module names: not what a user calls
+
+
+def swish(x: Tensor) -> Tensor:
+    return F.silu(x)
+
+
+def swiglu(x: Tensor, y: Tensor) -> Tensor:
+    return (F.silu(x.float()) * y.float()).to(x.dtype)
+
+
+def swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(swiglu(x, y).to(weight.dtype), weight, bias)
+
+
+def logsigmoid(x: Tensor, temperature: float = 1.0) -> Tensor:
+    return F.logsigmoid(x) / temperature
+
+
+# What models need besides on a machine without a GPU; elsewhere fla's own run.
+ON_CPU: dict[str, Callable[..., Any]] = {"swish": swish, "swiglu": swiglu, "swiglu_linear": swiglu_linear,
+                                         "sigmoid": torch.sigmoid, "logsigmoid": logsigmoid}
+
+
+OPTIONS = tuple(inspect.signature(flashlin.FusedCrossEntropyLoss).parameters)
+
+
+class FlaPatch(Patch):
+    package = "fla"
+    watched = ("fla",)
+
+    def begin(self) -> None:
+        if "fla" not in sys.modules and importlib.util.find_spec("fla") is None:
+            raise ImportError("fla is not installed: pip install flash-linear-attention", name="fla")
+        for module in [one for name, one in list(sys.modules.items()) if self._reads(name)]:
+            self._read(module)
+        self.bindings.sweep()
+
+    def arrived(self, module: ModuleType) -> None:
+        if self._reads(module.__name__):
+            self._read(module)
+            self.bindings.sweep([module])
+
+    def left(self) -> dict[str, str]:
+        ops = sys.modules.get("fla.ops")
+        theirs = [name for name in getattr(ops, "__all__", ())
+                  if inspect.isfunction(vars(ops).get(name)) and name not in PUBLIC]
+        why = "flashlin has none; its own code runs, its kernels through flashlin.shield"
+        return {**dict.fromkeys(theirs, why), **self.bindings.left}
+
+    @staticmethod
+    def _reads(name: str) -> bool:
+        return name.partition(".")[0] == "fla" and not any(part in name for part in OTHER_HARDWARE)
+
+    def _read(self, module: ModuleType) -> None:
+        """Note what takes the place of what this module defines."""
+        activations = "activations" in module.__name__
+        for name, value in list(vars(module).items()):
+            if isinstance(value, type):
+                if name == "FusedCrossEntropyLoss" and value.__module__ == module.__name__:
+                    self.bindings.put(value, "forward", any_device(value),
+                                      "flashlin.FusedCrossEntropyLoss.forward")
+            elif activations and name in ON_CPU and callable(value):
+                if not self.bindings.swapped(value):
+                    self.bindings.swap(value, on_cpu(value, name, module.__name__), f"torch's {name} on a CPU")
+            elif defined_in(value, module) and name in PUBLIC and name not in NOT_FLA:
+                self.bindings.swap(value, by_name(value, getattr(flashlin, name)), f"flashlin.{name}")
+        self._fill(module)
+        for name, kernel in launched(module):
+            try:
+                guarded = flashlin.shield(kernel)
+            except (TypeError, ValueError) as error:
+                self.bindings.left[name] = f"not shielded: {error}"
+            else:
+                self.bindings.swap(kernel, guarded, f"shield {name}")
+
+
+    def _fill(self, module: ModuleType) -> None:
+        """Give a module that goes without other packages' functions flashlin's, and its faster way."""
+        names = vars(module)
+        wanted = [name for name in BORROWED if name in names]
+        for name in wanted:
+            ours = getattr(flashlin.mamba, name, None)
+            if names[name] is None and ours is not None:
+                stand_in = named_like(ours, None, module=module.__name__, name=name)
+                self.bindings.stands_for(stand_in, None)
+                self.bindings.put(module, name, stand_in, f"flashlin.mamba.{name}")
+        if names.get("is_fast_path_available") is False and all(names[name] is not None for name in wanted):
+            self.bindings.put(module, "is_fast_path_available", True, "its faster way")
+
+
+def defined_in(value: Any, module: ModuleType) -> bool:
+    """Whether it is a function of this module, perhaps inside a decorator of torch's or fla's."""
+    if not callable(value):
+        return False
+    try:
+        inner = inspect.unwrap(value)
+    except ValueError:  # a circle
+        return False
+    return type(inner) is FunctionType and inner.__module__ == module.__name__
+
+
+def launched(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """The Triton kernels that a module defines and the host starts: with a tuner or heuristics around them,
+    or named by none of its other kernels (those that are, are parts of them)."""
+    kernels = {name: value for name, value in vars(module).items()
+               if callable(getattr(value, "run", None)) and hasattr(value, "arg_names")}
+    called = {used for kernel in kernels.values() for used in innermost(kernel).__code__.co_names}
+    for name, kernel in kernels.items():
+        if innermost(kernel).__module__ == module.__name__ and (
+                hasattr(kernel.fn, "arg_names") or (name not in called and started(name, module))):
+            yield name, kernel
+
+
+def innermost(kernel: Any) -> Any:
+    """The Python function of a kernel."""
+    while hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return kernel
+
+
+def started(name: str, module: ModuleType) -> bool:
+    """Whether a function of the module, or a method of a class, names the kernel."""
+    functions = [one for value in vars(module).values()
+                 for one in (vars(value).values() if isinstance(value, type) else (value,))]
+    return any(name in code.co_names for one in functions
+               for code in [getattr(inspect.unwrap(getattr(one, "__func__", one)), "__code__", None)
+                            if callable(getattr(one, "__func__", one)) else None]
+               if code is not None and not hasattr(one, "arg_names"))
+
+
+def on_cpu(original: Any, name: str, module: str) -> Any:
+    """``original``, and its plain torch for tensors on a CPU."""
+    plain = ON_CPU[name]
+
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (plain if x.device.type == "cpu" else original)(x, *args, **kwargs)
+    return named_like(call, original, module=module, name=name)
+
+
+def any_device(loss: type) -> Any:
+    """A loss's ``forward`` that does not insist on a GPU."""
+    original = vars(loss)["forward"]
+
+    def forward(self: Any, input: Tensor, target: Tensor) -> Any:
+        if vars(self).get("process_group") is not None:  # a vocabulary split over GPUs is theirs alone
+            return original(self, input, target)
+        options = {name: vars(self)[name] for name in OPTIONS if name in vars(self)}  # older ones have fewer
+        return flashlin.FusedCrossEntropyLoss(**options)(input, target)
+    return named_like(forward, original, signature=inspect.signature(original))

@@ -1,0 +1,20 @@
+"""Python runs this at its start where ``flashlin run`` has put its folder on PYTHONPATH: a process that the
+program has started patches the same packages."""
+import os
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+
+_here = os.path.dirname(os.path.abspath(__file__))
+_hidden = PathFinder.find_spec("sitecustomize",
+                               [folder for folder in sys.path if os.path.abspath(folder or ".") != _here])
+if _hidden is not None and _hidden.loader is not None:  # that of the system runs, too
+    _hidden.loader.exec_module(module_from_spec(_hidden))
+
+if os.environ.get("FLASHLIN_PATCH"):
+    try:
+        from flashlin.integrations import startup
+    except ImportError as error:  # another Python, which has no flashlin
+        print(f"flashlin: not here, so nothing is patched in this process ({error})", file=sys.stderr)
+    else:
+        startup.begin(startup.names_of(os.environ["FLASHLIN_PATCH"]))
