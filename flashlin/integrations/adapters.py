@@ -10,15 +10,16 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin.integrations.documents import forgetting, seq_idx_of, state_dropped, told
 from flashlin.ops import causal_conv1d as conv
 from flashlin.ops import gated_delta_rule as gdn
-from flashlin.ops import kda, selective_scan, ssd, state_update
+from flashlin.ops import kda, norm, selective_scan, ssd, state_update
 
 IN_KERNELS = (None, "silu", "swish")  # activations that the convolution has itself
 # Arguments of kernels that change the result and that flashlin has not. All else that a model passes along
@@ -231,8 +232,23 @@ def mamba_inner_fn(
     b_c_dt_rms_eps: float = 1e-6,
     **of_the_model: Any,
 ) -> Any:
+    from flashlin import mamba
     told("mamba_inner_fn", False)
-    return import_module("flashlin.mamba").mamba_inner_fn(
+    if dt_rms_weight is not None and B is None and C is None:  # Falcon Mamba
+        # The fused function norms dt behind its projection, the model's torch code, which decodes, before
+        # it, without a weight. The model's counts: training must be what it is in generation.
+        x, z = xz.chunk(2, 1)
+        u: Any = mamba.causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
+        N, R = A.shape[1], delta_proj_weight.shape[1]
+        columns = torch.split(F.linear(u.transpose(1, 2), x_proj_weight), [R, N, N], -1)
+        dt, *states = (norm.rms_norm(one, weight, None, eps=b_c_dt_rms_eps)
+                       for one, weight in zip(columns, (None, b_rms_weight, c_rms_weight), strict=True))
+        steps: Any = F.linear(cast(Tensor, dt), delta_proj_weight)
+        B, C = (cast(Tensor, one).transpose(1, 2) for one in states)
+        y: Any = mamba.selective_scan_fn(u, steps.transpose(1, 2), A, B, C, D, z, delta_bias, delta_softplus)
+        return F.linear(y.transpose(1, 2), out_proj_weight,
+                        None if out_proj_bias is None else out_proj_bias.to(y.dtype))
+    return mamba.mamba_inner_fn(
         xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A,
         B, C, D, delta_bias, B_proj_bias, C_proj_bias, delta_softplus, checkpoint_lvl, b_rms_weight,
         c_rms_weight, dt_rms_weight, b_c_dt_rms_eps)
@@ -266,7 +282,8 @@ ADAPTERS = {
                                                     "paths; it warns where documents or states are lost"),
     "mamba_split_conv1d_scan_combined": Adapter(mamba_split_conv1d_scan_combined,
                                                 "cu_seq_lens_q is a seq_idx; rmsnorm_eps may be None"),
-    "mamba_inner_fn": Adapter(mamba_inner_fn, "keywords of the model are dropped"),
+    "mamba_inner_fn": Adapter(mamba_inner_fn, "keywords of the model are dropped; Falcon Mamba's dt is normed "
+                                              "before its projection, as in the model's torch code"),
 }
 # Where a model takes None for an answer (since transformers 5.15), these are declined, because the fused
 # function is not what the model computes without it: padding is masked only before its convolution, and its
