@@ -132,8 +132,8 @@ def state_dropped(function: str) -> None:
         return
     call = _CALLS.now
     if call is not None and call.goes_on:
-        _warn(call, f"got several tokens after a cached state, and its layers call {function}, which takes no "
-                    "state: what came before is forgotten. Give it all tokens at once, or one at a time")
+        _warn(call, f"got several tokens after a cached state, and its layers call {function}, which takes "
+                    "no state: what came before is forgotten. Give it all tokens at once, or one at a time")
 
 
 def _warn(call: Call, sentence: str) -> None:

@@ -105,6 +105,7 @@ def patch(package: str, *more: str, model: Any = None) -> Patched:
             also of kernels decorated before. ``fla``: every function that flashlin has runs through it, the
             kernels of all others under ``flashlin.shield``. ``mamba_ssm``, ``causal_conv1d``: the same
             functions under their names, also where the package, or its extension, is not installed.
+            ``transformers``: flashlin's functions wherever its models look for those of the other three.
         model: a model that has been built already; what its layers keep in attributes is replaced, too.
 
     It does not matter whether modules are imported and models built before or later. Returns what was

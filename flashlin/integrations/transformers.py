@@ -1,5 +1,5 @@
-"""``patch("transformers")``: flashlin where the models of transformers bind the functions of fla, mamba_ssm and
-causal_conv1d.
+"""``patch("transformers")``: flashlin where the models of transformers bind the functions of fla, mamba_ssm
+and causal_conv1d.
 
 Three generations bind them in three ways, and a version may have two. They are told apart by what a modeling
 file looks like:
@@ -9,8 +9,9 @@ file looks like:
   ``Func``) whose forward calls it; that object's forward is.
 - **globals** (before): the file has the functions as globals, None where they are missing, and a flag. Layers
   of the delta rule copy them. Where there is a torch function of the same, it is replaced, too.
-- **loaded lazily** (5.0 to 5.14, Mamba): constructors of layers ask ``lazy_load_kernel`` and write globals. It is
-  given a module of flashlin's functions; what the constructors wrote is what it would have been, afterwards.
+- **loaded lazily** (5.0 to 5.14, Mamba): constructors of layers ask ``lazy_load_kernel`` and write globals.
+  It is given a module of flashlin's functions; what the constructors wrote is, afterwards, what they would
+  have written.
 """
 from __future__ import annotations
 
@@ -181,7 +182,8 @@ class TransformersPatch(Patch):
         read = reads(module)
         names = vars(module)
         wanted = [name for name in KERNEL if name in read and not name.startswith("torch_")]
-        if not wanted or not (FLAG in read or CONV_CACHE in read or module.__name__.startswith("transformers")):
+        of_transformers = module.__name__.startswith("transformers")
+        if not wanted or not (of_transformers or read & {FLAG, CONV_CACHE}):
             return set()
         made: dict[str, Any] = {}
         for name in wanted:
@@ -350,9 +352,10 @@ def bound_in(module: ModuleType) -> list[Bound]:
             if name in read and name not in known and not name.startswith("torch_"):
                 value = vars(module).get(name)
                 own = _is_own(value, module)
-                found.append(Bound(name, kernel, "nothing" if value is None else "torch" if own
-                                   else getattr(value, "__module__", ""),
-                                   _absent(read) if value is None else "the file has no kernel" if own else ""))
+                implementation, why = (("nothing", _absent(read)) if value is None else
+                                       ("torch", "the file asks for no kernel") if own else
+                                       (getattr(value, "__module__", ""), ""))
+                found.append(Bound(name, kernel, implementation, why))
     return found
 
 

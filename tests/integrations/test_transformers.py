@@ -1,7 +1,7 @@
 """patch("transformers"): models agree with their own torch paths, and everything is put back.
 
-CI runs the newest transformers, of which a file binds decorated functions, and files written as those of older
-ones, in which globals and constructors bind them; TEST_WHOLE=1 runs the models under older ones, too."""
+CI runs the newest transformers, whose files bind decorated functions, and files written as those of older
+ones, where globals and constructors bind them; TEST_WHOLE=1 runs the models under older ones, too."""
 from __future__ import annotations
 
 import contextlib
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ from flashlin.testing.environments import NotInstallable, installed
 from tests.share import WHOLE
 
 transformers = pytest.importorskip("transformers")
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+BEFORE_5_15, BEFORE_5_20 = VERSION < (5, 15), VERSION < (5, 20)
 SHAPE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
              head_dim=16, intermediate_size=48, pad_token_id=0, tie_word_embeddings=False)
 GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
@@ -43,24 +46,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("KimiLinear", {
         **SHAPE, **EXPERTS, "linear_num_heads": 2, "linear_head_dim": 8, "linear_conv_kernel_dim": 4,
         "layer_types": GDN["layer_types"], "num_local_experts": 4, "n_group": 1, "topk_group": 1,
-        "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}),
+        "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 8}),
     "mamba": ("Mamba", MAMBA),
-    "mamba2": ("Mamba2", {**MAMBA, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
-    "falcon_h1": ("FalconH1", {**SHAPE, **MAMBA2, "mamba_d_ssm": 64, "mamba_rms_norm": True}),
+    # Before 5.15 the fused function has the last word, whose norm is one of groups
+    "mamba2": ("Mamba2", {**MAMBA, "num_heads": 4, "head_dim": 16, "chunk_size": 16,
+                          "n_groups": 2 - BEFORE_5_15}),
+    # Before 5.20 it does not generate with this norm
+    "falcon_h1": ("FalconH1", {**SHAPE, **MAMBA2, "mamba_d_ssm": 64, "mamba_rms_norm": not BEFORE_5_20}),
     "lfm3": ("Lfm3", {**SHAPE, **EXPERTS, "layer_types": ["conv", "full_attention"], "conv_L_cache": 7,
                       "num_dense_layers": 1}),
     "qwen3_5": ("Qwen3_5", {**SHAPE, **GDN}),
     "olmo_hybrid": ("OlmoHybrid", {**SHAPE, **GDN}),
     "falcon_mamba": ("FalconMamba", MAMBA),
-    "jamba": ("Jamba", {**SHAPE, "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
-                        "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "jamba": ("Jamba", {**SHAPE, "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8,
+                        "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+                        "use_mamba_kernels": False}),
     "bamba": ("Bamba", {**SHAPE, **MAMBA2, "attn_layer_indices": [1]}),
     "lfm2": ("Lfm2", {**SHAPE, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
 }
 IN_CI = ("qwen3_next", "kimi_linear", "mamba", "mamba2", "falcon_h1", "lfm3")
 TESTED = tuple(MODELS) if WHOLE else IN_CI
 MIXES = ("mamba", "falcon_mamba", "jamba")  # documents of a row, whatever it is told
-BEFORE_5_15 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 15)
 TOKENS = torch.randint(5, 60, (2, 21), generator=torch.Generator().manual_seed(1))
 
 
@@ -96,8 +103,9 @@ def as_on_cuda(model: Any) -> Any:
                         **more: Any) -> Any:
                 if hidden_states is None:
                     hidden_states = more.pop("hidden_states")
-                return _layer.cuda_kernels_forward(hidden_states, *args,
-                                                   **{k: v for k, v in more.items() if k in _known})
+                with mock.patch("torch.cuda.device", lambda device: contextlib.nullcontext()):
+                    return _layer.cuda_kernels_forward(hidden_states, *args,
+                                                       **{k: v for k, v in more.items() if k in _known})
             layer.forward = forward
     return model
 
@@ -178,26 +186,30 @@ def packed(model: Any, **marks: Any) -> float:
 BOUNDS = torch.tensor([0, 9, 21], dtype=torch.int32)
 MARKS: dict[str, dict[str, Any]] = {
     "position_ids": {}, "seq_idx": {"seq_idx": torch.tensor([[0] * 9 + [1] * 12], dtype=torch.int32)},
-    "cu_seq_lens_q": {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q": 12, "max_length_k": 12}}
+    "cu_seq_lens_q": {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q": 12,
+                      "max_length_k": 12}}
 
 
 @pytest.mark.skipif(BEFORE_5_15, reason="most files tell their layers nothing")
 @pytest.mark.parametrize("name", TESTED)
 def test_documents_of_a_row_are_kept_apart_or_one_warning_says_why_not(name: str) -> None:
     model = built(name)
+    said: list[str] = []
     with torch.no_grad(), flashlin.patched("transformers"):
-        if name in MIXES:
-            with pytest.warns(RuntimeWarning, match=f"{MODELS[name][0]}ForCausalLM got position_ids.*without"):
-                assert packed(model) > 1e-3
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                packed(model, **MARKS["seq_idx"])  # it has been said
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                assert [packed(model, **marks) < 2e-6 for marks in MARKS.values()] == [True] * 3
+        for marks in MARKS.values():
+            with warnings.catch_warnings(record=True) as now:
+                warnings.simplefilter("always")
+                apart = packed(model, **marks) < 2e-6
+            said += [str(one.message) for one in now]
+            assert apart or len(said) == 1, "neither kept apart nor told, or told again"
+    if name in MIXES:
+        assert said[0].startswith(f"{MODELS[name][0]}ForCausalLM got position_ids, and its layers call "
+                                  "causal_conv1d_fn without")
+    elif not BEFORE_5_20:
+        assert not said
 
 
+@pytest.mark.skipif(BEFORE_5_15, reason="no cached state is carried on")
 def test_a_state_that_is_dropped_is_told_once() -> None:
     model = built("mamba")
     with torch.no_grad(), flashlin.patched("transformers"):
@@ -326,7 +338,8 @@ class Layer(nn.Module):
 GLOBALS = OLD.format(bound="causal_conv1d_fn = chunk_gated_delta_rule = None\nis_fast_path_available = False",
                      begin="pass")
 LAZY = OLD.format(bound="from transformers.integrations.hub_kernels import lazy_load_kernel\n"
-                        "chunk_gated_delta_rule = None", begin="""global causal_conv1d_fn, mamba_chunk_scan_combined, is_fast_path_available, package
+                        "chunk_gated_delta_rule = None", begin="""
+        global causal_conv1d_fn, mamba_chunk_scan_combined, is_fast_path_available, package
         package = lazy_load_kernel("causal-conv1d")
         causal_conv1d_fn = getattr(package, "causal_conv1d_fn", None)
         mamba_chunk_scan_combined = getattr(lazy_load_kernel("mamba-ssm"), "mamba_chunk_scan_combined", None)
@@ -423,7 +436,7 @@ def test_a_delta_rule_takes_every_way_to_say_where_documents_begin(op: str) -> N
     with pytest.raises(NotImplementedError, match=f"{op}: cp_context: got int, need None"):
         adapter(q, k, v, **given, cp_context=1)
     shown = inspect.signature(adapter).parameters.keys()
-    assert {"g", "cu_seqlens", "cu_seq_lens_q", "seq_idx"} | inspect.signature(ours).parameters.keys() - {"unknown"} <= shown
+    assert {"cu_seq_lens_q", "seq_idx", *inspect.signature(ours).parameters} - shown == {"unknown"}
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "relu"])
@@ -431,7 +444,8 @@ def test_the_convolution_has_every_activation_that_its_caller_knows(activation: 
     x, weight, bias = torch.randn(2, 6, 11), torch.randn(6, 4), torch.randn(6)
     plain = torch.nn.functional.conv1d(torch.nn.functional.pad(x, (3, 0)), weight[:, None], bias, groups=6)
     right = plain if activation is None else transformers.activations.ACT2FN[activation](plain)
-    assert far(adapters.causal_conv1d_fn(x, weight, bias, activation=activation, use_cache=True), right) < 1e-6
+    y = adapters.causal_conv1d_fn(x, weight, bias, activation=activation, use_cache=True)
+    assert far(y, right) < 1e-6
     state = torch.nn.functional.pad(x, (4, 0))[:, :, 10:14].contiguous()
     step = adapters.causal_conv1d_update(x[:, :, 10:], state, weight, bias, activation)
     assert far(step, right[:, :, 10:]) < 1e-6 and torch.equal(state, x[:, :, 7:])
@@ -442,8 +456,8 @@ def test_a_patched_model_is_traced_whole(name: str) -> None:
     model = built(name)
     with torch.no_grad(), flashlin.patched("transformers"):
         eager = model(input_ids=TOKENS, use_cache=False).logits
-        traced = torch.compile(model, fullgraph=True, backend="eager")(input_ids=TOKENS, use_cache=False).logits
-        assert far(traced, eager) < 1e-6
+        traced = torch.compile(model, fullgraph=True, backend="eager")
+        assert far(traced(input_ids=TOKENS, use_cache=False).logits, eager) < 1e-6
 
 
 @pytest.mark.parametrize("version", ["5.19.0", "5.15.1", "5.14.1", "4.57.6"] if WHOLE else [])
@@ -455,6 +469,6 @@ def test_under_an_older_transformers(version: str) -> None:
     root = Path(__file__).parents[2]
     # Not the older ones that are started from here
     command = [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "not older and not traced"]
-    path = os.pathsep.join([str(root), str(home)])
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": path})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(home)])}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
     assert ran.returncode == 0, ran.stdout[-4000:]
