@@ -16,6 +16,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from flashlin.integrations.bindings import bound, is_stand_in
+from flashlin.integrations.transformers import KERNEL
 from flashlin.kernels.families import PUBLIC
 
 # The modules in which programs look for a kernel; where one is found twice, transformers asks the first.
@@ -31,16 +32,8 @@ HOMES = {
     "mamba_inner_fn": "mamba_ssm.ops.selective_scan_interface",
     "causal_conv1d_fn": "causal_conv1d", "causal_conv1d_update": "causal_conv1d"}
 # Under which other names models of transformers bind them; 5.15 to 5.18 say nowhere else what they are.
-CALLED = {
-    "torch_chunk_gated_delta_rule": "chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
-    "recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
-    "chunk_kimi_delta_attention": "chunk_kda", "recurrent_kimi_delta_attention": "fused_recurrent_kda",
-    "mamba2_split_conv1d_scan_combined": "mamba_split_conv1d_scan_combined",
-    "mamba2_chunk_scan": "mamba_chunk_scan_combined",
-    "mamba2_selective_state_update": "selective_state_update",
-    "mamba_selective_scan": "selective_scan_fn", "mamba_selective_state_update": "selective_state_update",
-    "torch_causal_conv1d_update": "causal_conv1d_update", "torch_causal_conv1d_fn": "causal_conv1d_fn"}
+CALLED = {"torch_causal_conv1d_update": "causal_conv1d_update", "torch_causal_conv1d_fn": "causal_conv1d_fn",
+          **{name: kernel for name, kernel in KERNEL.items() if name != kernel}}
 TORCH, OURS, HUB = "torch", "flashlin", "hub kernels"
 FOLDER = os.path.join(str(Path(__file__).parents[1]), "")
 
