@@ -160,10 +160,11 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
                "cu_seq_lens_q, which the function knows as cu_seqlens, so it is dropped",
         remedy=_PATCH, source=_TRIED),
     Flaw(
-        id="position-ids-alone", package="transformers", models=MODELS,
+        id="position-ids-alone", package="transformers", models=MODELS, mended_by=("transformers",),
+        mended_from="5.15.0",
         effect="if documents are packed and only position_ids tell them apart, as with sdpa, they leak into "
                "each other: nothing makes cu_seq_lens_q or seq_idx of them",
-        remedy="a collator that returns cu_seq_lens_q and seq_idx "
+        remedy=f"{_PATCH}, or a collator that returns cu_seq_lens_q and seq_idx "
                "(DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True))",
         source=_TRIED),
     Flaw(
@@ -173,9 +174,10 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         remedy="one document a row, padded", source=_TRIED),
     Flaw(
         id="mamba2-drops-arguments", package="transformers", models=("mamba2",),
+        mended_by=("transformers",), mended_from="5.15.0",
         effect="if documents are packed, they leak into each other: Mamba2ForCausalLM hands seq_idx on to "
                "nobody",
-        remedy="one document a row, padded", source=_TRIED),
+        remedy=f"{_PATCH}, or one document a row, padded", source=_TRIED),
     Flaw(
         id="granite-packed-attention", package="transformers", models=("granitemoehybrid",),
         effect="if documents are packed, its Mamba layers keep them apart and its attention layers do not: "
