@@ -1,0 +1,160 @@
+"""python -m matrix stacks: every stack's models raw and patched, a process for each, and a record a stack."""
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from flashlin.compat.child import python
+from matrix.results import one_a_line
+from matrix.stacks.child import Job
+from matrix.stacks.models import Model
+from matrix.stacks.verdicts import Answer, Outcome, outcome
+from matrix.stacks.versions import STACKS, Stack
+
+SECONDS = 600
+WAYS = {"raw": ["raw", "plain", "float64"], "patched": ["patched"], "both": ["raw", "plain", "float64", "patched"]}
+INTERPRETED = {"PYTHONOPTIMIZE": "1", "TRITON_INTERPRET": "1"}
+
+
+class Failed(RuntimeError):
+    """A process gave no answers; the text says how it ended."""
+
+
+def asked(stack: Stack, models: Sequence[Model], way: str = "both") -> dict[str, dict[str, Any]]:
+    """What ``judged`` makes of these models, all in one process (and one more for the reference, if it has to
+    be another); without those that this version has not got."""
+    names = [one.name for one in models]
+    with tempfile.TemporaryDirectory() as folder:
+        own = Job(names, WAYS[way], list(stack.patches), stack.hidden(), str(Path(folder, "own")))
+        other: dict[str, Any] = {}
+        if stack.reference:
+            beside = own._replace(ways=["raw"] if stack.reference == "interpreter" else WAYS["raw"],
+                                  out=str(Path(folder, "reference")), reference=stack.reference,
+                                  hidden=[*own.hidden, *(["fla"] if stack.reference == "without fla" else [])])
+            other = told(stack, beside)
+            own = own._replace(weights=beside.out if stack.reference == "transformers" else "",
+                               ways=[one for one in own.ways if one in ("raw", "patched")])
+        found = told(stack, own)
+    return {name: judged(found[name], other.get(name, {})) for name in names if found[name]}
+
+
+def told(stack: Stack, job: Job) -> dict[str, Any]:
+    """What a child answers."""
+    import torch
+    extra = INTERPRETED if job.reference == "interpreter" else {}
+    ran = subprocess.run(python("matrix.stacks.child", json.dumps(job._asdict()), first=stack.environment()
+                                ["PYTHONPATH"]), capture_output=True, text=True, timeout=SECONDS, check=False,
+                         env={**os.environ, **extra})
+    if ran.returncode:
+        raise Failed(f"{stack.name}, {', '.join(job.models)}: ended with {ran.returncode}: "
+                     f"{ran.stderr.strip()[-1000:]}")
+    found: dict[str, Any] = torch.load(job.out)
+    for name, one in found.items():
+        if "broken" in one:
+            raise Failed(f"{stack.name}, {name}: {one['broken']}")
+        one["ways"] = {way: {quantity: Answer(**answer) for quantity, answer in said.items()}
+                       for way, said in one.get("ways", {}).items()}
+    return found
+
+
+def judged(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """``ops``: of flashlin that ran; ``raw`` and ``patched``: the Outcomes by quantity. other: of the process
+    whose raw program is the reference."""
+    ways = found["ways"]
+    from_other = other.get("ways", {})
+    first = {quantity: next((one for one in (from_other.get("plain"), from_other.get("raw"),
+                                             ways.get("plain"), ways.get("raw"))
+                             if one and one[quantity].tensors), {}).get(quantity)
+             for quantity in next(iter(ways.values()))}
+    fp64 = from_other.get("float64") or ways.get("float64") or {}
+    said: dict[str, Any] = {"ops": found["ops"]}
+    if "raw" in ways:
+        said["raw"] = {quantity: outcome(one, None, fp64.get(quantity))
+                       for quantity, one in ways["raw"].items()}
+    if "patched" in ways:
+        said["patched"] = {quantity: outcome(one, first[quantity] or Answer(), fp64.get(quantity),
+                                             ran=bool(found["ops"]))
+                           for quantity, one in ways["patched"].items()}
+    return said
+
+
+def short(one: Outcome) -> str:
+    """As a record keeps it: ``agrees fp32 3e-06/8e-06 fp64 ...``, RMS ratio and worst row; or ``raises:`` and
+    the sentence."""
+    figures = [f"{name} {error.rms:.1e}/{error.row:.1e}" + ("" if error.ok else f" at {error.at}")
+               for name, error in (("fp32", one.fp32), ("fp64", one.fp64), ("itself", one.itself)) if error]
+    return f"{one.verdict}: {one.said}" if one.said else " ".join([one.verdict, *figures])
+
+
+def row(model: str, said: dict[str, Any]) -> dict[str, Any]:
+    return {"model": model, "ops": " ".join(said["ops"]),
+            **{way: {quantity: short(one) for quantity, one in said[way].items()}
+               for way in ("raw", "patched") if way in said}}
+
+
+def write(folder: Path, stack: Stack, rows: list[dict[str, Any]]) -> None:
+    import torch
+    facts = {"stack": stack.name, "versions": stack.versions, "of": stack.of, "reference": stack.reference,
+             "torch": torch.__version__, "date": datetime.date.today().isoformat(), "rows": rows}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{stack.file}.json").write_text(one_a_line(facts), encoding="utf-8")
+
+
+def run(stacks: Iterable[Stack], names: Sequence[str], way: str, out: Path | None, jobs: int) -> int:
+    """Every model of these stacks; 1 if one of them fails where it should not."""
+    began, bad = time.monotonic(), 0
+    for stack in stacks:
+        stack.environment()  # installed once, before processes ask for it at the same time
+        chosen = [one for one in stack.models if not names or one.name in names]
+        rows = []
+        with ThreadPoolExecutor(jobs) as pool:
+            for said in pool.map(lambda model: _tried(stack, model, way), chosen):
+                for name, one in said.items():
+                    rows.append(row(name, one))
+                    failures = wrong(one)
+                    bad += bool(failures)
+                    print("\n    ".join([f"{stack.name}: {name}: {'agrees' if not failures else ''}",
+                                         *failures]), flush=True)
+        if out is not None and not names and rows:
+            write(out, stack, rows)
+    print(f"{time.monotonic() - began:.0f} s")
+    return 1 if bad else 0
+
+
+def _tried(stack: Stack, model: Model, way: str) -> dict[str, dict[str, Any]]:
+    try:
+        return asked(stack, [model], way)
+    except (Failed, subprocess.TimeoutExpired) as failure:
+        return {model.name: {"ops": [], "patched": {"logits": Outcome("raises", str(failure))}}}
+
+
+def wrong(said: dict[str, Any]) -> list[str]:
+    """Where patching made something worse, or left it broken: a line each."""
+    raw, lines = said.get("raw", {}), []
+    for quantity, one in said.get("patched", {}).items():
+        if one.verdict in ("differs", "not patched") or one.verdict == "raises" and (
+                quantity not in raw or raw[quantity].verdict != "raises"):
+            lines.append(f"{quantity}: {short(one)}" + (
+                f" | raw: {short(raw[quantity])}" if quantity in raw else ""))
+    return lines
+
+
+def by_name(names: Sequence[str]) -> list[Stack]:
+    """The stacks of these names, or whose names begin so; all without names. ValueError for a name that none has."""
+    unknown = [name for name in names if not any(one.name.startswith(name) for one in STACKS)]
+    if unknown:
+        raise ValueError(f"got {', '.join(unknown)}, need a stack out of "
+                         f"{'; '.join(one.name for one in STACKS)}")
+    exact = [one for one in STACKS if one.name in names]
+    begun = [one for one in STACKS if any(one.name.startswith(name) for name in names
+                                          if name not in {stack.name for stack in exact})]
+    return [*exact, *begun] if names else list(STACKS)
+
