@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import sys
-import traceback
 import warnings
 from typing import Any, NamedTuple
 
@@ -32,62 +31,62 @@ def main() -> None:
         sys.modules[package] = None  # type: ignore[assignment]  # so it is "not installed"
     import torch
 
-    torch.save({name: answers(name, job) for name in job.models}, job.out)
+    torch.save(answers(job), job.out)
 
 
-def answers(name: str, job: Job) -> dict[str, Any]:
-    """``ways``: the answers by way and quantity; ``ops``: of flashlin that ran where patched."""
+def answers(job: Job) -> dict[str, Any]:
+    """By model ``ways``, the answers by way and quantity, and ``ops``, those of flashlin that ran in each; a
+    model that is not in this version is left out. Way after way, so that what one leaves behind cannot get
+    into another model's raw numbers."""
     import torch
 
     from matrix.stacks import models, ways
-    model, options = models.named(name), {}
+    weights = torch.load(job.weights) if job.weights else {}
     if job.reference == "interpreter":
         begin_interpreter()
-    if job.reference == "transformers":
-        model = models.COUNTERPARTS[name]
-    elif job.weights:
-        options["weights"] = torch.load(job.weights)[name]["weights"]
-    found: dict[str, Any] = {"ways": {}, "ops": []}
-    try:
-        for way in job.ways:
-            if way == "plain" and not found["ways"].get("raw", {}).get("logits", ways.Answer()).raises:
+    found: dict[str, Any] = {name: {"ways": {}, "ops": {}} for name in job.models}
+    for way in job.ways:
+        for name in list(found):
+            said, model = found[name]["ways"], models.named(name)
+            if job.reference == "transformers":
+                model = models.COUNTERPARTS[name]
+            if way == "plain" and not said["raw"]["logits"].raises:
                 continue  # the program itself has taken plain torch
-            found["ways"][way], ops = ways.run(model, way, job.patches, **options)
-            found["ops"] = ops if way == "patched" else found["ops"]
-    except models.NoSuchModel:
-        return {}
-    except Exception:
-        return {"broken": traceback.format_exc()[-2000:]}
+            try:
+                said[way], found[name]["ops"][way] = ways.run(
+                    model, way, job.patches, weights.get(name, {}).get("weights"))
+            except models.NoSuchModel:
+                del found[name]
     if job.reference == "transformers":
-        found["weights"] = {models.in_mamba_ssm(key): x for key, x in models.build(model).state_dict().items()}
-        found["ways"] = {way: {quantity: renamed(one) for quantity, one in said.items()}
-                         for way, said in found["ways"].items()}
-    return plain(found)
+        found = {name: in_mamba_ssm(name, one) for name, one in found.items()}
+    return {name: as_plain(one) for name, one in found.items()}
 
 
-def renamed(answer: Any) -> Any:
-    from matrix.stacks.models import in_mamba_ssm
-    return answer._replace(**{key: {in_mamba_ssm(name): x for name, x in getattr(answer, key).items()}
-                              for key in ("tensors", "wants")})
+def in_mamba_ssm(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' model gives, under mamba_ssm's names, and the weights of both."""
+    from matrix.stacks import models
+
+    def renamed(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {models.in_mamba_ssm(key): x for key, x in tensors.items()}
+
+    said = {way: {quantity: one._replace(tensors=renamed(one.tensors), wants=renamed(one.wants))
+                  for quantity, one in by_quantity.items()} for way, by_quantity in found["ways"].items()}
+    return {**found, "ways": said,
+            "weights": renamed(models.build(models.COUNTERPARTS[name]).state_dict())}
 
 
-def plain(found: dict[str, Any]) -> dict[str, Any]:
+def as_plain(found: dict[str, Any]) -> dict[str, Any]:
     """As ``torch.load`` reads it: dicts, strings and tensors."""
     return {**found, "ways": {way: {quantity: one._asdict() for quantity, one in said.items()}
                               for way, said in found["ways"].items()}}
 
 
-_begun: list[str] = []
-
-
 def begin_interpreter() -> None:
     from matrix.stacks import interpreter
-    if not _begun:
-        interpreter.begin()
-        for module in ("fla.layers", "fla.models"):
-            importlib.import_module(module)
-        interpreter.loops()
-        _begun.append("fla")
+    interpreter.begin()
+    for module in ("fla.layers", "fla.models"):
+        importlib.import_module(module)
+    interpreter.loops()
 
 
 if __name__ == "__main__":

@@ -66,7 +66,8 @@ def _first(tuner: Any, *args: Any, **options: Any) -> Any:
 
 
 def begin() -> None:
-    """Before fla is imported."""
+    """Before fla's kernels are imported, and after its facts of the machine: there is no GPU."""
+    import fla.utils  # noqa: F401
     from triton.runtime import driver
     from triton.runtime.autotuner import Autotuner
     driver.set_active(Driver())

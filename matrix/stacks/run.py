@@ -1,4 +1,5 @@
-"""python -m matrix stacks: every stack's models raw and patched, a process for each, and a record a stack."""
+"""python -m matrix stacks: every stack's models raw and patched, in processes of their own, and a record a
+stack."""
 from __future__ import annotations
 
 import datetime
@@ -43,7 +44,7 @@ def asked(stack: Stack, models: Sequence[Model], way: str = "both") -> dict[str,
             own = own._replace(weights=beside.out if stack.reference == "transformers" else "",
                                ways=[one for one in own.ways if one in ("raw", "patched")])
         found = told(stack, own)
-    return {name: judged(found[name], other.get(name, {})) for name in names if found[name]}
+    return {name: judged(one, other.get(name, {})) for name, one in found.items()}
 
 
 def told(stack: Stack, job: Job) -> dict[str, Any]:
@@ -57,16 +58,14 @@ def told(stack: Stack, job: Job) -> dict[str, Any]:
         raise Failed(f"{stack.name}, {', '.join(job.models)}: ended with {ran.returncode}: "
                      f"{ran.stderr.strip()[-1000:]}")
     found: dict[str, Any] = torch.load(job.out)
-    for name, one in found.items():
-        if "broken" in one:
-            raise Failed(f"{stack.name}, {name}: {one['broken']}")
+    for one in found.values():
         one["ways"] = {way: {quantity: Answer(**answer) for quantity, answer in said.items()}
                        for way, said in one.get("ways", {}).items()}
     return found
 
 
 def judged(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """``ops``: of flashlin that ran; ``raw`` and ``patched``: the Outcomes by quantity. other: of the process
+    """``ops``: of flashlin that ran where patched; ``raw`` and ``patched``: the Outcomes by quantity. other: of the process
     whose raw program is the reference."""
     ways = found["ways"]
     from_other = other.get("ways", {})
@@ -75,13 +74,13 @@ def judged(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
                              if one and one[quantity].tensors), {}).get(quantity)
              for quantity in next(iter(ways.values()))}
     fp64 = from_other.get("float64") or ways.get("float64") or {}
-    said: dict[str, Any] = {"ops": found["ops"]}
+    said: dict[str, Any] = {"ops": found["ops"].get("patched", [])}
     if "raw" in ways:
         said["raw"] = {quantity: outcome(one, None, fp64.get(quantity))
                        for quantity, one in ways["raw"].items()}
     if "patched" in ways:
         said["patched"] = {quantity: outcome(one, first[quantity] or Answer(), fp64.get(quantity),
-                                             ran=bool(found["ops"]))
+                                             ran=bool(said["ops"]))
                            for quantity, one in ways["patched"].items()}
     return said
 
@@ -115,25 +114,34 @@ def run(stacks: Iterable[Stack], names: Sequence[str], way: str, out: Path | Non
         stack.environment()  # installed once, before processes ask for it at the same time
         chosen = [one for one in stack.models if not names or one.name in names]
         rows = []
-        with ThreadPoolExecutor(jobs) as pool:
-            for said in pool.map(lambda model: _tried(stack, model, way), chosen):
-                for name, one in said.items():
-                    rows.append(row(name, one))
-                    failures = wrong(one)
-                    bad += bool(failures)
-                    print("\n    ".join([f"{stack.name}: {name}: {'agrees' if not failures else ''}",
-                                         *failures]), flush=True)
+        for name, one in _tried(stack, chosen, way, jobs).items():
+            rows.append(row(name, one))
+            failures = wrong(one)
+            bad += bool(failures)
+            print("\n    ".join([f"{stack.name}: {name}:{'' if failures else ' agrees'}", *failures]),
+                  flush=True)
         if out is not None and not names and rows:
             write(out, stack, rows)
     print(f"{time.monotonic() - began:.0f} s")
     return 1 if bad else 0
 
 
-def _tried(stack: Stack, model: Model, way: str) -> dict[str, dict[str, Any]]:
+def _tried(stack: Stack, models: Sequence[Model], way: str, jobs: int) -> dict[str, dict[str, Any]]:
+    """In so many processes; where one fails, each of its models in its own."""
+    shares = [models[first::jobs] for first in range(min(jobs, len(models)))]
+    with ThreadPoolExecutor(jobs) as pool:
+        found = {name: said for one in pool.map(lambda share: _alone(stack, share, way), shares)
+                 for name, said in one.items()}
+    return {one.name: found[one.name] for one in models if one.name in found}
+
+
+def _alone(stack: Stack, models: Sequence[Model], way: str) -> dict[str, dict[str, Any]]:
     try:
-        return asked(stack, [model], way)
+        return asked(stack, models, way)
     except (Failed, subprocess.TimeoutExpired) as failure:
-        return {model.name: {"ops": [], "patched": {"logits": Outcome("raises", str(failure))}}}
+        if len(models) > 1:
+            return {name: said for one in models for name, said in _alone(stack, [one], way).items()}
+        return {models[0].name: {"ops": [], "patched": {"logits": Outcome("raises", str(failure))}}}
 
 
 def wrong(said: dict[str, Any]) -> list[str]:
