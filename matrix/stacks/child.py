@@ -54,7 +54,8 @@ def answers(job: Job) -> dict[str, Any]:
                 continue  # the program itself has taken plain torch
             try:
                 said[way], found[name]["ops"][way] = ways.run(
-                    model, way, job.patches, weights.get(name, {}).get("weights"))
+                    model, way, job.patches, weights.get(name, {}).get("weights"),
+                    ways.FEW if job.reference == "interpreter" else tuple(ways.QUANTITIES))
             except models.NoSuchModel:
                 del found[name]
     if job.reference == "transformers":

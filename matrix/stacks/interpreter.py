@@ -7,17 +7,28 @@ from __future__ import annotations
 import builtins
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 
 class Number(int):
-    """A loop's variable, of which kernels may ask for another type as of a tensor."""
+    """A loop's variable and what is computed of it; kernels may ask for another type as of a tensor."""
 
     def to(self, dtype: Any, **options: Any) -> Number:
         return self
+
+
+def _number(name: str) -> Callable[[Number, Any], Any]:
+    def computed(one: Number, other: Any) -> Any:
+        result = getattr(int, name)(one, other)
+        return Number(result) if isinstance(result, int) else result
+    return computed
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod"):
+    setattr(Number, f"__{_name}__", _number(f"__{_name}__"))
 
 
 def _range(*bounds: Any) -> Iterator[Number]:

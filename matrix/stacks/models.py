@@ -1,4 +1,5 @@
-"""The models, and how each is configured: two layers, one of them linear, as small as its package allows."""
+"""The models, and how each is configured: two layers, one of them linear, as small as its package allows. Of
+fla, whose numbers come from Triton's interpreter, one layer, where that is a model of its kind."""
 from __future__ import annotations
 
 import importlib
@@ -45,11 +46,11 @@ def _transformers(name: str, base: str, config: str = "", model: str = "", **opt
 
 def _fla(base: str, **options: Any) -> Model:
     return Model(base, "fla", (f"{base}ForCausalLM", f"{base}Config"),
-                 {"head_dim": 16, "expand_v": 1.0, **options})
+                 {"head_dim": 16, "expand_v": 1.0, "num_hidden_layers": 1, **options})
 
 
-def _layer(base: str, **options: Any) -> Model:
-    return Model(f"{base} (layer)", "fla", (base, ""), options)
+def _layer(name: str, module: str, **options: Any) -> Model:
+    return Model(f"{name} (layer)", "fla", (f"{module}.{name}", ""), options)
 
 
 def _mamba_ssm(layer: str, **options: Any) -> Model:
@@ -87,15 +88,15 @@ MODELS: tuple[Model, ...] = (
     _transformers("lfm3", "Lfm3", **CONV),
     _transformers("inkling", "Inkling", "InklingTextConfig"),
     _fla("GatedDeltaNet"), _fla("DeltaNet"), _fla("RetNet"), _fla("GLA"), _fla("KDA"), _fla("HGRN"),
-    _fla("HGRN2", expand_ratio=16), _fla("LinearAttn"), _fla("Mom"), _fla("RWKV6"),
-    _fla("RWKV7", decay_low_rank_dim=8, gate_low_rank_dim=8, a_low_rank_dim=8, v_low_rank_dim=8),
+    _fla("HGRN2", expand_ratio=16), _fla("LinearAttention"), _fla("Mom"), _fla("RWKV6"),
+    _fla("RWKV7", num_hidden_layers=2, decay_low_rank_dim=8, gate_low_rank_dim=8, a_low_rank_dim=8, v_low_rank_dim=8),
     _fla("Mamba"), _fla("Mamba2", head_dim=16), _fla("GatedDeltaProduct"), _fla("Comba"),
     _fla("GSA", num_slots=16), _fla("ABC", num_slots=16),
-    _fla("YOCO", num_self_decoder_layers=1, self_decoder_attn={"num_heads": 2},
+    _fla("YOCO", num_hidden_layers=2, num_self_decoder_layers=1, self_decoder_attn={"num_heads": 2},
          cross_decoder_attn={"num_heads": 2}),
-    _layer("SimpleGatedLinearAttention", hidden_size=32, num_heads=2),
-    _layer("BasedLinearAttention", hidden_size=32, num_heads=2, num_key_value_heads=2, feature_dim=8),
-    _layer("ReBasedLinearAttention", hidden_size=32, num_heads=2, num_key_value_heads=2, feature_dim=8),
+    _layer("SimpleGatedLinearAttention", "simple_gla", hidden_size=32, num_heads=2),
+    _layer("BasedLinearAttention", "based", hidden_size=32, num_heads=2, num_key_value_heads=2, feature_dim=8),
+    _layer("ReBasedLinearAttention", "rebased", hidden_size=32, num_heads=2, num_key_value_heads=2, feature_dim=8),
     _mamba_ssm("Mamba1"), _mamba_ssm("Mamba2", headdim=8, chunk_size=16),
 )
 # mamba_ssm has no torch path; transformers has the same models, with parameters of the same names but one.
@@ -168,7 +169,8 @@ class OneLayer(nn.Module):
 def _fla_program(model: Model) -> nn.Module:
     if model.classes[1]:
         return _of_a_configuration("fla.models")(model)
-    layer = _class("fla.layers", model.classes[0])(**model.options)
+    module, _, name = model.classes[0].partition(".")
+    layer = _class(f"fla.layers.{module}", name)(**model.options)
     return OneLayer(layer, TINY["vocab_size"], TINY["hidden_size"])
 
 

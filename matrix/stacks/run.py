@@ -71,7 +71,7 @@ def judged(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     from_other = other.get("ways", {})
     first = {quantity: next((one for one in (from_other.get("plain"), from_other.get("raw"),
                                              ways.get("plain"), ways.get("raw"))
-                             if one and one[quantity].tensors), {}).get(quantity)
+                             if one and quantity in one and one[quantity].tensors), {}).get(quantity)
              for quantity in next(iter(ways.values()))}
     fp64 = from_other.get("float64") or ways.get("float64") or {}
     said: dict[str, Any] = {"ops": found["ops"].get("patched", [])}
