@@ -55,7 +55,7 @@ def answers(job: Job) -> dict[str, Any]:
             try:
                 said[way], found[name]["ops"][way] = ways.run(
                     model, way, job.patches, weights.get(name, {}).get("weights"),
-                    ways.FEW if job.reference == "interpreter" else tuple(ways.QUANTITIES))
+                    ways.FEW if job.reference == "interpreter" else ())
             except models.NoSuchModel:
                 del found[name]
     if job.reference == "transformers":

@@ -20,7 +20,8 @@ from matrix.stacks.models import Model
 from matrix.stacks.verdicts import Answer, Outcome, outcome
 from matrix.stacks.versions import STACKS, Stack
 
-SECONDS = 600
+SECONDS = 1800
+TOGETHER = 4  # models in a process; where it ends early, each has its own
 WAYS = {"raw": ["raw", "plain", "float64"], "patched": ["patched"], "both": ["raw", "plain", "float64", "patched"]}
 INTERPRETED = {"PYTHONOPTIMIZE": "1", "TRITON_INTERPRET": "1"}
 
@@ -100,11 +101,17 @@ def row(model: str, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(folder: Path, stack: Stack, rows: list[dict[str, Any]]) -> None:
+    """Put rows into the stack's record, beside those of other models."""
     import torch
-    facts = {"stack": stack.name, "versions": stack.versions, "of": stack.of, "reference": stack.reference,
-             "torch": torch.__version__, "date": datetime.date.today().isoformat(), "rows": rows}
+    path = folder / f"{stack.file}.json"
+    before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    known = {one["model"]: one for one in [*before, *rows]}
+    facts = {"stack": stack.name, "of": stack.of, "patches": list(stack.patches),
+             "reference": stack.reference, "torch": torch.__version__,
+             "date": datetime.date.today().isoformat(),
+             "rows": [known[one.name] for one in stack.models if one.name in known]}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stack.file}.json").write_text(one_a_line(facts), encoding="utf-8")
+    path.write_text(one_a_line(facts), encoding="utf-8")
 
 
 def run(stacks: Iterable[Stack], names: Sequence[str], way: str, out: Path | None, jobs: int) -> int:
@@ -113,26 +120,18 @@ def run(stacks: Iterable[Stack], names: Sequence[str], way: str, out: Path | Non
     for stack in stacks:
         stack.environment()  # installed once, before processes ask for it at the same time
         chosen = [one for one in stack.models if not names or one.name in names]
-        rows = []
-        for name, one in _tried(stack, chosen, way, jobs).items():
-            rows.append(row(name, one))
-            failures = wrong(one)
-            bad += bool(failures)
-            print("\n    ".join([f"{stack.name}: {name}:{'' if failures else ' agrees'}", *failures]),
-                  flush=True)
-        if out is not None and not names and rows:
-            write(out, stack, rows)
+        shares = [chosen[first:first + TOGETHER] for first in range(0, len(chosen), TOGETHER)]
+        with ThreadPoolExecutor(jobs) as pool:
+            for said in pool.map(lambda share, stack=stack: _alone(stack, share, way), shares):
+                for name, one in said.items():
+                    failures = wrong(one)
+                    bad += bool(failures)
+                    print("\n    ".join([f"{stack.name}: {name}:{'' if failures else ' agrees'}", *failures]),
+                          flush=True)
+                if out is not None and way == "both":
+                    write(out, stack, [row(name, one) for name, one in said.items()])
     print(f"{time.monotonic() - began:.0f} s")
     return 1 if bad else 0
-
-
-def _tried(stack: Stack, models: Sequence[Model], way: str, jobs: int) -> dict[str, dict[str, Any]]:
-    """In so many processes; where one fails, each of its models in its own."""
-    shares = [models[first::jobs] for first in range(min(jobs, len(models)))]
-    with ThreadPoolExecutor(jobs) as pool:
-        found = {name: said for one in pool.map(lambda share: _alone(stack, share, way), shares)
-                 for name, said in one.items()}
-    return {one.name: found[one.name] for one in models if one.name in found}
 
 
 def _alone(stack: Stack, models: Sequence[Model], way: str) -> dict[str, dict[str, Any]]:

@@ -171,8 +171,8 @@ QUANTITIES: dict[str, Callable[[Program], Answer]] = {
     "packed: position_ids": packed("position_ids")}
 
 
-# What the interpreter is asked for, which takes minutes for all: of the others a program is its own reference.
-FEW = ("logits", "gradients", "greedy")
+# What the slow ways are asked for, the interpreter and float64; of the others a program is its own reference.
+FEW = ("logits", "gradients")
 
 
 class Wide(TorchFunctionMode):
@@ -213,16 +213,16 @@ def counting() -> Iterator[Counter[str]]:
 
 
 def run(model: Model, way: str, patches: Sequence[str] = (), weights: dict[str, torch.Tensor] | None = None,
-        quantities: Sequence[str] = tuple(QUANTITIES)) -> tuple[dict[str, Answer], list[str]]:
+        quantities: Sequence[str] = ()) -> tuple[dict[str, Answer], list[str]]:
     """The answers by quantity, and the ops of flashlin that ran.
 
     way: ``raw``; ``plain``, with the options under which the package takes plain torch; ``float64``, plain in
-    float64; ``patched``. weights: by name, where they come from another program.
+    float64; ``patched``. weights: by name, where they come from another program. quantities: () is all.
     """
     block = flashlin.patched(*patches) if way == "patched" else nullcontext()
     answers = {}
     with block, counting() as ran:
-        for quantity in quantities:
+        for quantity in quantities or (FEW if way == "float64" else QUANTITIES):
             try:
                 made = build(model, plain=way in ("plain", "float64"))
                 if weights:
