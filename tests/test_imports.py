@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # names are lazy, with what lies beside the rooms; the rooms after it use the ops as a user does.
 PUBLIC = "(public names)"
 ROOMS = ("compat", "guards", "kernels", "dispatch", "trial", "ops", "modules", PUBLIC, "testing", "shielding",
-         "integrations", "diagnostics", "__main__")
+         "integrations", "backends", "diagnostics", "__main__")
 # What child processes run. The first ones run in children only: they may import every room, and nobody
 # imports them.
 CHILDREN = ("flashlin.trial.child", "flashlin.testing.plugin_child")

@@ -21,17 +21,15 @@ def by_name(original: Callable[..., Any], ours: Callable[..., Any], *, module: s
     once. A keyword that the original takes by ``**kwargs`` and that nobody knows is dropped, and told once:
     the original ignores it without a word.
     """
-    theirs = inspect.signature(original)
-    order = [name for name, one in theirs.parameters.items()
-             if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    theirs, mine = inspect.signature(original), inspect.signature(ours)
+    order, my_order = positional(theirs), positional(mine)
     defaults = {name: one.default for name, one in theirs.parameters.items()}
     swallows = any(one.kind is one.VAR_KEYWORD for one in theirs.parameters.values())
-    known = {name: one.kind for name, one in inspect.signature(ours).parameters.items()
-             if one.kind is not one.VAR_KEYWORD}
-    served = frozenset(known) - REFUSED
+    served = frozenset(name for name, one in mine.parameters.items()
+                       if one.kind is not one.VAR_KEYWORD) - REFUSED
     # so many leading arguments are the same and served: the usual call is passed on as it is
-    same = next((at for at, (a, b) in enumerate(zip(order, known, strict=False)) if a != b or a in REFUSED),
-                min(len(order), len(known)))
+    same = next((at for at, (a, b) in enumerate(zip(order, my_order, strict=False))
+                 if a != b or a in REFUSED), min(len(order), len(my_order)))
     name = original.__name__
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -53,6 +51,11 @@ def by_name(original: Callable[..., Any], ours: Callable[..., Any], *, module: s
             tell(name, ", ".join(unknown), "which the package's own function ignores, too")
         return ours(**{key: value for key, value in given.items() if key in served})
     return named_like(call, original, module=module, signature=theirs)
+
+
+def positional(signature: inspect.Signature) -> list[str]:
+    return [name for name, one in signature.parameters.items()
+            if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
 
 
 def unserved(given: Mapping[str, Any], served: frozenset[str], defaults: Mapping[str, Any]) -> str:

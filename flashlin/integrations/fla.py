@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashlin
+import flashlin.mamba
 from flashlin.integrations.bindings import named_like
 from flashlin.integrations.calling import by_name
 from flashlin.integrations.patching import Patch
@@ -28,6 +29,9 @@ from flashlin.kernels.families import PUBLIC
 NOT_FLA = frozenset({"causal_conv1d_fn", "mamba_causal_conv1d_update", "selective_scan_fn",
                      "selective_state_update", "mamba_chunk_scan_combined",
                      "mamba_split_conv1d_scan_combined"})
+# What fla's Mamba layers take of mamba_ssm and causal_conv1d, None where those are missing.
+BORROWED = ("causal_conv1d_fn", "causal_conv1d_update", "mamba_chunk_scan_combined", "mamba_inner_fn",
+            "mamba_split_conv1d_scan_combined", "selective_scan_fn", "selective_state_update")
 OTHER_HARDWARE = ("ascend", "tilelang", "gluon", "naive")  # parts of module names: not what a user calls
 
 
@@ -95,6 +99,7 @@ class FlaPatch(Patch):
                     self.bindings.swap(value, on_cpu(value, name, module.__name__), f"torch's {name} on a CPU")
             elif defined_in(value, module) and name in PUBLIC and name not in NOT_FLA:
                 self.bindings.swap(value, by_name(value, getattr(flashlin, name)), f"flashlin.{name}")
+        self._fill(module)
         for name, kernel in launched(module):
             try:
                 guarded = flashlin.shield(kernel)
@@ -102,6 +107,20 @@ class FlaPatch(Patch):
                 self.bindings.left[name] = f"not shielded: {error}"
             else:
                 self.bindings.swap(kernel, guarded, f"shield {name}")
+
+
+    def _fill(self, module: ModuleType) -> None:
+        """Give a module that goes without other packages' functions flashlin's, and its faster way."""
+        names = vars(module)
+        wanted = [name for name in BORROWED if name in names]
+        for name in wanted:
+            ours = getattr(flashlin.mamba, name, None)
+            if names[name] is None and ours is not None:
+                stand_in = named_like(ours, None, module=module.__name__, name=name)
+                self.bindings.stands_for(stand_in, None)
+                self.bindings.put(module, name, stand_in, f"flashlin.mamba.{name}")
+        if names.get("is_fast_path_available") is False and all(names[name] is not None for name in wanted):
+            self.bindings.put(module, "is_fast_path_available", True, "its faster way")
 
 
 def defined_in(value: Any, module: ModuleType) -> bool:

@@ -223,6 +223,13 @@ class Launcher:
         return Decision(plan.target, policy.current(), device, card, warps, plan.problem.batch_part,
                         plan.problem.dot == "fp32")
 
+    def check_device(self, named: dict[str, Any]) -> None:
+        """Raises UnsupportedError where these arguments are on a device that runs no Triton kernel."""
+        tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        if self._device(tensors).type == "cpu":
+            grid = named.pop("grid")
+            self._decide(named, tuple(grid({**self._defaults, **named}) if callable(grid) else grid))
+
     def _device(self, tensors: dict[str, torch.Tensor]) -> torch.device:
         """The one device of the tensors. Pinned host memory, which a GPU reads too, may stand beside it."""
         devices = {tensor.device: name for name, tensor in reversed(tensors.items())

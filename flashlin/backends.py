@@ -1,0 +1,107 @@
+"""flashlin as a backend of flash-linear-attention 0.6 and newer, by its own door (``fla.backends.register``):
+for those who want nothing replaced. It covers the few public functions that fla offers to backends;
+``flashlin.patch("fla")`` covers them all.
+
+    import flashlin.backends
+    flashlin.backends.register()        # from now on fla asks flashlin first; FLA_FLASHLIN=0 switches it off
+"""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import flashlin
+from flashlin import dispatch, policy
+from flashlin.compat.target import probe
+from flashlin.guards import family
+from flashlin.guards.family import Sizes
+from flashlin.guards.problem import Plan
+from flashlin.integrations.calling import REFUSED, by_name, unserved
+from flashlin.kernels.families import PUBLIC, family_of
+
+VARIABLE = "FLA_FLASHLIN"
+# fla's operations whose backends are asked by the operation's name; the other functions are asked one by one.
+OPERATIONS = {"gated_delta_rule": ("chunk_gated_delta_rule",),
+              "generalized_delta_rule.dplr": ("chunk_dplr_delta_rule",)}
+FUNCTIONS = ("chunk_kda", "fused_recurrent_simple_gla", "fused_chunk_simple_gla", "parallel_simple_gla")
+_registered = False
+
+
+def register() -> tuple[str, ...]:
+    """Offer flashlin to fla. Twice is once.
+
+    A call goes to flashlin if it serves every argument and its plan has kernels for it here, or, without a
+    GPU, plain torch; else fla goes on as without it, and its log says why.
+
+    Returns the names of the functions that are covered. Raises ImportError where fla is not installed, or is
+    one that knows no backends (before 0.6).
+    """
+    global _registered
+    try:
+        import fla.ops
+        from fla import backends
+        offer, base = backends.register, backends.BaseBackend
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f"fla.backends: {error}; need flash-linear-attention 0.6 or newer; with older ones "
+                          'flashlin.patch("fla")') from error
+    if not _registered:
+        for operation, names in OPERATIONS.items():
+            offer(operation, env_var=VARIABLE)(backend_of(base, {name: getattr(fla.ops, name, None)
+                                                                 for name in names}))
+        for name in FUNCTIONS:
+            original = getattr(fla.ops, name)
+            offer(original, backend=backend_of(base, {}), env_var=VARIABLE, verifier=verifier(original))(
+                by_name(inspect.unwrap(original), getattr(flashlin, name)))
+    _registered = True
+    return (*(name for names in OPERATIONS.values() for name in names), *FUNCTIONS)
+
+
+def unregister() -> None:
+    """fla's backends are as if flashlin had not been offered. Nothing happens where it has not."""
+    global _registered
+    _registered = False
+
+
+def backend_of(base: type, originals: dict[str, Any]) -> type:
+    """A backend of fla's that has these functions, each with its verifier."""
+    members: dict[str, Any] = {"backend_type": "flashlin", "priority": -1,
+                               "is_available": classmethod(lambda cls: _registered)}
+    for name, original in originals.items():
+        members[name] = staticmethod(by_name(inspect.unwrap(original), getattr(flashlin, name)))
+        members[f"{name}_verifier"] = staticmethod(verifier(original))
+    return type("FlashlinBackend", (base,), members)
+
+
+def verifier(original: Any) -> Callable[..., tuple[bool, str | None]]:
+    """Whether flashlin runs this call of ``original``, or why not."""
+    signature, name = inspect.signature(inspect.unwrap(original)), original.__name__
+    defaults = {key: one.default for key, one in signature.parameters.items()}
+    served = frozenset(inspect.signature(getattr(flashlin, name)).parameters) - REFUSED
+
+    def verify(*args: Any, **kwargs: Any) -> tuple[bool, str | None]:
+        given = signature.bind(*args, **kwargs).arguments
+        given.pop("kwargs", None)  # fla ignores them, and so does by_name
+        missing = unserved(given, served, defaults)
+        if missing:
+            return False, f"flashlin's {name} has no {missing}"
+        plan = plan_of(name, given)
+        if plan.refused or (plan.path == "torch" and given["q"].is_cuda):
+            return False, f"flashlin's plan: {'; '.join(str(reason) for reason, _ in plan.steps) or plan}"
+        return True, None
+    return verify
+
+
+def plan_of(name: str, given: dict[str, Any]) -> Plan:
+    """The plan of a call by its tensors q, k, v and cu_seqlens."""
+    q, v, bounds = given["q"], given["v"], given.get("cu_seqlens")
+    (B, T, _, K), (H, V) = q.shape, v.shape[2:]
+    sizes = Sizes(B, T, H, K, V, B if bounds is None else len(bounds) - 1, bounds is not None)
+    gradients = torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in given.values())
+    op = PUBLIC[name].planned_as or name
+    problem = family.problem_of(family_of(op), PUBLIC[op], sizes, str(q.dtype).removeprefix("torch."),
+                                gradients, PUBLIC[op].mode)
+    return dispatch.plan(problem, probe(q.device), policy.current())

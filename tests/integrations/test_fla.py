@@ -1,0 +1,139 @@
+"""patch("fla") on the real package: what is replaced, that its models run without a GPU and agree with
+themselves, and that nothing is left behind."""
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import flashlin
+from flashlin.kernels.families import PUBLIC
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that there is no GPU here
+    import fla.layers
+    import fla.models
+    import fla.modules
+    import fla.ops
+
+VOCABULARY = 67
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """After each test every binding of fla is the object that it was."""
+    before = bindings()
+    yield
+    after = bindings()
+    assert [place for place, value in before.items() if after.get(place) is not value] == []
+
+
+@pytest.fixture(autouse=True)
+def no_compiler() -> Iterator[None]:
+    """RWKV's layers compile parts of themselves, which takes half a minute on a CPU."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def bindings() -> dict[tuple[str, str], Any]:
+    return {(module.__name__, name): value for key, module in list(sys.modules.items())
+            if key.partition(".")[0] == "fla" for name, value in vars(module).items()}
+
+
+def test_what_flashlin_has_is_replaced_and_the_rest_is_named() -> None:
+    theirs = {name: vars(package)[name] for package in (fla.ops, fla.modules)
+              for name in package.__all__ if inspect.isroutine(vars(package).get(name))}
+    with flashlin.patched("fla") as report:
+        now = {name: vars(package)[name] for package in (fla.ops, fla.modules)
+               for name in package.__all__ if name in theirs and name in vars(package)}
+        kept = {name for name in now if now[name] is theirs[name]}
+        assert not kept & set(PUBLIC)
+        assert {name for name in kept if name in fla.ops.__all__} <= set(report.left)
+        assert {"chunk_gsa", "chunk_comba"} <= set(report.left)
+        assert "kernels of its own are launched through flashlin.shield" in str(report)
+        assert type(sys.modules["fla.ops.gsa.chunk"].chunk_gsa).__name__ == "function"
+
+
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_retention", "fused_recurrent_rwkv6"])
+def test_signatures_stay_fla_s_own(name: str) -> None:
+    original = inspect.signature(getattr(fla.ops, name))
+    with flashlin.patched("fla"):
+        assert inspect.signature(getattr(fla.ops, name)) == original
+        assert getattr(fla.ops, name).__module__.startswith("fla.ops")
+
+
+def test_without_a_gpu_what_flashlin_has_not_says_so() -> None:
+    q = torch.randn(1, 32, 2, 16)
+    with flashlin.patched("fla"), pytest.raises(flashlin.UnsupportedError, match="cpu"):
+        fla.ops.chunk_gsa(q, q, q, q)
+
+
+MODELS = {"GatedDeltaNet": {"num_heads": 2, "head_dim": 16}, "DeltaNet": {"num_heads": 2},
+          "RetNet": {"num_heads": 2}, "RWKV6": {"num_heads": 2}, "RWKV7": {"head_dim": 16},
+          "Mamba2": {"num_heads": 4, "head_dim": 16, "expand": 1, "state_size": 16}}
+
+
+def model(name: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(fla.models, f"{name}Config")(
+        hidden_size=64, num_hidden_layers=2, vocab_size=VOCABULARY, **MODELS[name], **more)
+    return getattr(fla.models, f"{name}ForCausalLM")(config).float()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_and_generate_on_a_cpu(name: str) -> None:
+    """Raw they raise; patched, a prompt in one call and token by token with a cache agree, and a step of
+    training lowers the loss."""
+    tokens = torch.randint(0, VOCABULARY, (2, 40))
+    net = model(name)
+    if name != "Mamba2":  # whose layer has plain torch of its own
+        with pytest.raises(Exception, match=r"active drivers|Triton|Pointer|cuda|CUDA"):
+            net(tokens)
+    with flashlin.patched("fla"):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(3):
+            loss = net(tokens, labels=tokens).loss
+            loss.backward()
+            assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters()
+                       if p.requires_grad and p.grad is not None)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[2] < losses[0]
+        net.eval()
+        with torch.no_grad():
+            whole = net(tokens).logits
+            given = net(tokens[:, :33], use_cache=True)
+            steps, cache = [given.logits], given.past_key_values
+            for at in range(33, 40):
+                out = net(tokens[:, at:at + 1], past_key_values=cache, use_cache=True)
+                steps.append(out.logits)
+                cache = out.past_key_values
+        torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-4)
+        greedy = net.generate(tokens[:1, :9], max_new_tokens=6, do_sample=False)
+        again = net.generate(tokens[:1, :9], max_new_tokens=6, do_sample=False, use_cache=False)
+        assert greedy.tolist() == again.tolist()
+
+
+def test_threads_enter_and_leave_in_any_order() -> None:
+    tokens, net = torch.randint(0, VOCABULARY, (1, 20)), model("GatedDeltaNet")
+    barrier, seen = threading.Barrier(2), []
+
+    def run(first: bool) -> None:
+        with flashlin.patched("fla"):
+            barrier.wait(60)
+            if not first:
+                one.join(60)  # the other has left
+            seen.append(net(tokens).logits)
+    one = threading.Thread(target=run, args=(True,))
+    two = threading.Thread(target=run, args=(False,))
+    one.start(), two.start()
+    one.join(60), two.join(60)
+    assert len(seen) == 2 and torch.equal(*seen)

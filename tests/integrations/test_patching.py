@@ -1,0 +1,288 @@
+"""Bindings, the import hook, patch and its report, on small packages made here; by_name; flashlin run."""
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import flashlin
+from flashlin.integrations import calling, patching
+from flashlin.integrations.bindings import Bindings, named_like
+from flashlin.integrations.calling import by_name
+from flashlin.integrations.patching import PATCHES, Patch
+
+
+def original(x: int, scale: float = 2.0, *, flag: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+    return "original", x, scale, flag, kwargs
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+
+class Toy(Patch):
+    """Replaces ``f`` of the package ``toy``, in what is loaded and what comes."""
+    package, watched = "toy", ("toy",)
+
+    def begin(self) -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "toy"]:
+            self.arrived(sys.modules[name])
+        self.bindings.sweep()
+
+    def arrived(self, module: ModuleType) -> None:
+        f = vars(module).get("f")
+        if f is not None and f.__module__ == module.__name__ and not self.bindings.swapped(f):
+            def ours(*args: Any) -> str:
+                return "ours"
+            self.bindings.swap(f, named_like(ours, f), "flashlin.f")
+        self.bindings.sweep([module])
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A package that binds a function wherever one can be bound."""
+    home = tmp_path / "toy"
+    home.mkdir()
+    (home / "__init__.py").write_text("from toy.ops import f\nTABLE = {'f': f}\n")
+    (home / "ops.py").write_text("def f():\n    return 'theirs'\n")
+    (home / "wrap.py").write_text(
+        "from toy import f\ndef around(inner):\n    def call():\n        return inner()\n    return call\n"
+        "wrapped = around(f)\n")
+    (home / "late.py").write_text("from toy.ops import f\nimport toy.later_still\n")
+    (home / "later_still.py").write_text("from toy import f as g\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(PATCHES, "toy", Toy)
+    yield importlib.import_module("toy")
+    flashlin.unpatch("toy")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "toy"]:
+        del sys.modules[name]
+
+
+def bindings_of(toy: ModuleType, layer: Layer) -> list[Any]:
+    wrap = sys.modules["toy.wrap"]
+    return [toy.f, toy.ops.f, toy.TABLE["f"], wrap.f, wrap.wrapped.__closure__[0].cell_contents,
+            layer.function]
+
+
+def test_every_place_is_replaced_and_is_the_same_object_afterwards(toy: ModuleType) -> None:
+    importlib.import_module("toy.wrap")
+    theirs, layer = toy.f, Layer(toy.f)
+    with flashlin.patched("toy") as report:
+        assert [f() for f in bindings_of(toy, layer)] == ["ours"] * 6
+        assert sys.modules["toy.wrap"].wrapped() == "ours"
+        late = importlib.import_module("toy.late")  # imported inside, with what it imports
+        assert late.f() == sys.modules["toy.later_still"].g() == "ours"
+        built_inside, table = Layer(toy.f), toy.TABLE
+        assert "toy: 1 functions replaced in 6 places (flashlin.f)" in str(report)
+        assert "toy.wrap.wrapped.inner: flashlin.f" in report.lines()
+    assert all(f is theirs for f in bindings_of(toy, layer)) and table["f"] is theirs
+    assert built_inside.function is theirs and late.f is theirs
+    assert sys.modules["toy.later_still"].g is theirs
+    assert not any(type(finder).__name__ == "Watcher" for finder in sys.meta_path)
+
+
+def test_patched_models_are_copied_and_pickled_by_name(toy: ModuleType) -> None:
+    with flashlin.patched("toy"):
+        layer = Layer(toy.f)
+        assert copy.deepcopy(layer).function is layer.function
+        data = pickle.dumps(layer)
+        assert pickle.loads(data).function is toy.ops.f
+    assert pickle.loads(data).function() == "theirs"  # without the patch it is what the package has
+
+
+def test_blocks_in_threads_and_patch_count(toy: ModuleType) -> None:
+    """Threads enter and leave in any order; patch stays until unpatch."""
+    entered, leave = [threading.Event() for _ in range(3)], [threading.Event() for _ in range(3)]
+    seen: list[str] = []
+
+    def run(at: int) -> None:
+        with flashlin.patched("toy"):
+            entered[at].set()
+            leave[at].wait(30)
+            seen.append(toy.f())
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(3)]
+    for at, thread in enumerate(threads):
+        thread.start()
+        entered[at].wait(30)
+    for at in (1, 0, 2):
+        leave[at].set()
+        threads[at].join(30)
+        assert toy.f() == ("theirs" if at == 2 else "ours")
+    assert seen == ["ours"] * 3
+    flashlin.patch("toy")
+    with flashlin.patched("toy"):
+        flashlin.unpatch("toy")
+        assert toy.f() == "ours"  # the block still wants it
+    assert toy.f() == "theirs"
+
+
+def test_a_block_that_raises_puts_everything_back(toy: ModuleType) -> None:
+    with pytest.raises(KeyError), flashlin.patched("toy"):
+        raise KeyError
+    assert toy.f() == "theirs"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_patches_of_one_place_end_in_any_order(first: int) -> None:
+    module = ModuleType("shared_place")
+    vars(module)["f"] = original
+    sys.modules["shared_place"] = module
+    try:
+        one, two = Bindings("one"), Bindings("two")
+
+        def stand_in() -> str:
+            return "stand-in"
+
+        def other() -> str:
+            return "other"
+        one.swap(original, stand_in, "one")
+        one.sweep([module])
+        two.put(module, "f", other, "two")
+        two.stands_for(other, original)
+        assert module.f is other
+        for bindings in ((one, two), (two, one))[first]:
+            bindings.undo()
+        assert module.f is original
+    finally:
+        del sys.modules["shared_place"]
+
+
+def test_what_somebody_else_binds_meanwhile_stays(toy: ModuleType) -> None:
+    def third() -> str:
+        return "third"
+    with flashlin.patched("toy"):
+        toy.f = third
+    assert toy.f is third and toy.ops.f() == "theirs"
+
+
+def test_an_import_does_not_fail_by_a_patch(toy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    with flashlin.patched("toy"):
+        def fails(self: Any, module: ModuleType) -> None:
+            raise RuntimeError("no such thing")
+        monkeypatch.setattr(Toy, "arrived", fails)
+        with pytest.warns(RuntimeWarning, match=r"could not patch toy\.wrap: RuntimeError: no such thing"):
+            assert importlib.import_module("toy.wrap").wrapped() == "ours"
+
+
+def test_unknown_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"package: got 'flax', need one of 'triton', 'fla'"):
+        flashlin.patch("triton", "flax")
+    assert "triton" not in patching._in_force  # nothing is half done
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    with pytest.raises(ImportError, match=r"fla is not installed: pip install flash-linear-attention"):
+        flashlin.patch("fla")
+
+
+# --- by_name ---
+
+def ours(x: int, *, scale: float = 2.0, cp_context: Any = None) -> tuple[Any, ...]:
+    return "ours", x, scale
+
+
+def test_by_name_takes_the_originals_positions() -> None:
+    call = by_name(original, ours)
+    assert call(1) == ("ours", 1, 2.0) and call(1, 3.0) == ("ours", 1, 3.0)
+    assert call(x=1, scale=3.0) == ("ours", 1, 3.0) and call(1, flag=False) == ("ours", 1, 2.0)
+    assert call.__name__ == "original" and call.__module__ == original.__module__
+
+
+@pytest.fixture
+def untold() -> Iterator[None]:
+    calling._told.clear()
+    yield
+    calling._told.clear()
+
+
+def test_by_name_leaves_what_only_the_original_has_to_it(untold: None) -> None:
+    call = by_name(original, ours)
+    with pytest.warns(UserWarning, match=r"original: got flag, which only the package's own function has"):
+        assert call(1, flag=True)[0] == "original"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert call(1, flag=True)[0] == "original"  # told once
+
+
+def test_by_name_tells_of_keywords_that_nobody_reads(untold: None) -> None:
+    with pytest.warns(UserWarning, match=r"original: got head_last, which the package's own function ignores"):
+        assert by_name(original, ours)(1, head_last=True) == ("ours", 1, 2.0)
+
+
+def test_by_name_refused_parameters_go_to_the_original(untold: None) -> None:
+    def theirs(x: int, cp_context: Any = None) -> str:
+        return "original"
+    call = by_name(theirs, ours)
+    assert call(1, None)[0] == "ours" and call(1, cp_context=None)[0] == "ours"
+    with pytest.warns(UserWarning, match="cp_context"):
+        assert call(1, object()) == "original"
+
+
+@pytest.mark.parametrize("arguments, keywords", [((1, 2.0, 3), {}), ((1,), {"x": 2}), ((), {})])
+def test_by_name_wrong_calls_are_the_originals_errors(arguments: tuple[Any, ...],
+                                                      keywords: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        original(*arguments, **keywords)
+    with pytest.raises(TypeError):
+        by_name(original, ours)(*arguments, **keywords)
+
+
+# --- flashlin run ---
+
+PROGRAM = """
+import subprocess, sys
+import triton
+print(sys.argv[1:], __name__, triton.autotune.__module__, flush=True)
+if sys.argv[1:] == ["parent"]:
+    subprocess.run([sys.executable, __file__, "child"], check=True)
+    import torch, flashlin
+    flashlin.rms_norm(torch.randn(4, 8), torch.ones(8), None)
+raise SystemExit(3)
+""".replace("subprocess.run([sys.executable, __file__, \"child\"], check=True)",
+            "assert subprocess.run([sys.executable, __file__, \"child\"]).returncode == 3")
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "flashlin", "run", *arguments], capture_output=True,
+                          text=True, timeout=120, env={**os.environ, **environment})
+
+
+def test_run_patches_a_program_and_its_children(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    done = run("--patch", "triton", str(program), "parent")
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.splitlines() == ["['parent'] __main__ flashlin.shielding.autotune",
+                                        "['child'] __main__ flashlin.shielding.autotune"]
+    assert "flashlin: triton: 1 functions replaced in 3 places (flashlin.autotune)" in done.stderr
+    assert "flashlin: rms_norm: 1 calls, plain torch" in done.stderr
+
+
+def test_run_as_a_module_quietly_by_the_variable(tmp_path: Path) -> None:
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    done = run("--quiet", "-m", "prog", "--lr", "1", FLASHLIN_PATCH="triton", PYTHONPATH=os.pathsep.join(
+        [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    assert done.returncode == 3 and "functions replaced" not in done.stderr, done.stderr
+    assert done.stdout.splitlines() == ["['--lr', '1'] __main__ flashlin.shielding.autotune"]
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--patch", "flax", "x.py"], "FLASHLIN_PATCH: got 'flax', need some of triton, fla"),
+    (["nowhere.py"], "program: got 'nowhere.py', which does not exist")])
+def test_run_with_wrong_arguments(arguments: list[str], said: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
