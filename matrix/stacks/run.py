@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -91,7 +92,8 @@ def short(one: Outcome) -> str:
     the sentence."""
     figures = [f"{name} {error.rms:.1e}/{error.row:.1e}" + ("" if error.ok else f" at {error.at}")
                for name, error in (("fp32", one.fp32), ("fp64", one.fp64), ("itself", one.itself)) if error]
-    return f"{one.verdict}: {one.said}" if one.said else " ".join([one.verdict, *figures])
+    said = re.sub(r"(/[\w.+-]+){2,}", lambda path: "..." + path.group(1), one.said)  # where this machine has it
+    return f"{one.verdict}: {said}" if said else " ".join([one.verdict, *figures])
 
 
 def row(model: str, said: dict[str, Any]) -> dict[str, Any]:

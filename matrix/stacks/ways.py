@@ -148,7 +148,8 @@ def packed(by: str) -> Callable[[Program], Answer]:
 
 
 def _told(of: Program, by: str, edges: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-    """The keywords. Attention finds documents by their positions, so those go along in transformers."""
+    """The keywords. Attention finds documents by their positions where there is no cache, so both go along in
+    transformers."""
     begins = torch.zeros_like(positions, dtype=torch.int32)
     begins[0, edges[1:-1].long()] = 1
     marks = begins.cumsum(1, dtype=torch.int32)
@@ -160,7 +161,7 @@ def _told(of: Program, by: str, edges: torch.Tensor, positions: torch.Tensor) ->
     longest = int((edges[1:] - edges[:-1]).max())
     if by == "position_ids" or not any(x.kind is x.VAR_KEYWORD for x in of.takes.values()):
         of.needs(by)
-    return {**({"position_ids": positions} if "position_ids" in of.takes else {}),
+    return {**({"position_ids": positions} if "position_ids" in of.takes else {}), "use_cache": False,
             **{"cu_seqlens": {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest,
                               "max_length_k": longest}, "seq_idx": {"seq_idx": marks}}.get(by, {})}
 

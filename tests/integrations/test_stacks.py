@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import flashlin
+import flashlin.mamba
 from matrix.stacks import run, table, verdicts, ways
 from matrix.stacks.models import MODELS, Model, known
 from matrix.stacks.verdicts import Answer, Outcome, error, outcome
