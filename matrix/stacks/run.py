@@ -146,11 +146,12 @@ def _alone(stack: Stack, models: Sequence[Model], way: str) -> dict[str, dict[st
 
 
 def wrong(said: dict[str, Any]) -> list[str]:
-    """Where patching made something worse, or left it broken: a line each."""
+    """Where patching made something worse, a line each: what the raw program gets wrong itself is no fault of
+    the patch, and what it refuses may be refused, but not be wrong."""
     raw, lines = said.get("raw", {}), []
     for quantity, one in said.get("patched", {}).items():
-        if one.verdict in ("differs", "not patched") or one.verdict == "raises" and (
-                quantity not in raw or raw[quantity].verdict != "raises"):
+        before = raw[quantity].verdict if quantity in raw else ""
+        if one.verdict in ("differs", "not patched", "raises") and one.verdict != before:
             lines.append(f"{quantity}: {short(one)}" + (
                 f" | raw: {short(raw[quantity])}" if quantity in raw else ""))
     return lines

@@ -10,7 +10,7 @@ import torch
 
 import flashlin.mamba
 from matrix.stacks import run, table, verdicts, ways
-from matrix.stacks.models import MODELS, Model, known
+from matrix.stacks.models import MODELS, known
 from matrix.stacks.verdicts import Answer, Outcome, error, outcome
 from matrix.stacks.versions import STACKS
 from tests.share import WHOLE
@@ -133,10 +133,10 @@ def test_a_record_grows_and_becomes_a_table(tmp_path: Path) -> None:
 
 
 def test_what_patching_made_worse_is_told() -> None:
-    model: Model = MODELS[0]
     fine, broken = Outcome("agrees"), Outcome("raises", "E: no")
     assert run.wrong({"raw": {"logits": broken}, "patched": {"logits": broken}}) == []
     assert run.wrong({"raw": {"logits": fine}, "patched": {"logits": broken}}) == [
         "logits: raises: E: no | raw: agrees"]
-    assert run.wrong({"raw": {"logits": fine}, "patched": {"logits": Outcome("differs")}})
-    assert model.package == "transformers"
+    for before in (fine, broken):
+        assert run.wrong({"raw": {"logits": before}, "patched": {"logits": Outcome("differs")}})
+    assert run.wrong({"raw": {"pieces": Outcome("differs")}, "patched": {"pieces": Outcome("differs")}}) == []
