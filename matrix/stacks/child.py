@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
@@ -67,7 +68,7 @@ def in_mamba_ssm(name: str, found: dict[str, Any]) -> dict[str, Any]:
     """What transformers' model gives, under mamba_ssm's names, and the weights of both."""
     from matrix.stacks import models
 
-    def renamed(tensors: dict[str, Any]) -> dict[str, Any]:
+    def renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:
         return {models.in_mamba_ssm(key): x for key, x in tensors.items()}
 
     said = {way: {quantity: one._replace(tensors=renamed(one.tensors), wants=renamed(one.wants))
@@ -78,8 +79,9 @@ def in_mamba_ssm(name: str, found: dict[str, Any]) -> dict[str, Any]:
 
 def as_plain(found: dict[str, Any]) -> dict[str, Any]:
     """As ``torch.load`` reads it: dicts, strings and tensors."""
-    return {**found, "ways": {way: {quantity: one._asdict() for quantity, one in said.items()}
-                              for way, said in found["ways"].items()}}
+    return {**found, "ways": {
+        way: {quantity: {**one._asdict(), "tensors": dict(one.tensors), "wants": dict(one.wants)}
+              for quantity, one in said.items()} for way, said in found["ways"].items()}}
 
 
 def begin_interpreter() -> None:

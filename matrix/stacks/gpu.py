@@ -130,11 +130,12 @@ def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype) ->
     x16 = x.to(dtype) if layered else x
     found: dict[str, Any] = {}
     results: dict[str, dict[str, torch.Tensor]] = {}
+    runs: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
+        "forward": lambda: forward(whole, x16), "both": lambda: both(whole, x16, pull.to(dtype))}
     for way in ("raw", "patched"):
         with block(way, patches):
             found[way] = {}
-            for what, run in (("forward", lambda: forward(whole, x16)),
-                              ("both", lambda: both(whole, x16, pull.to(dtype)))):
+            for what, run in runs.items():
                 try:
                     results[way] = {**results.get(way, {}), **run()}
                 except Exception as error:  # whatever is raised is the answer
@@ -150,7 +151,6 @@ def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype) ->
              for key in errors.get("patched", {}) if key in errors.get("raw", {})]
     if worst:
         found["ratio"], found["at"] = max(worst)
-    runs = {"forward": lambda: forward(whole, x16), "both": lambda: both(whole, x16, pull.to(dtype))}
     for what, run in runs.items():
         ways = [way for way in ("raw", "patched") if what not in found[way]]
         for way, taken in timed(run, {way: block_of(way, patches) for way in ways}, device).items():
@@ -199,7 +199,7 @@ def once(run: Callable[[], Any], device: torch.device) -> float:
         began = time.perf_counter()
         run()
         return 1e3 * (time.perf_counter() - began)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
     marks[0].record()
     run()
     marks[1].record()

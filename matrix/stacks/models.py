@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +35,12 @@ class Model(NamedTuple):
     name: str
     package: str
     classes: tuple[str, str]
-    options: dict[str, Any] = {}
-    plain: dict[str, Any] = {}
+    options: Mapping[str, Any]
+    plain: Mapping[str, Any] = MappingProxyType({})
 
 
-def _transformers(name: str, base: str, config: str = "", model: str = "", **options: Any) -> Model:
-    return Model(name, "transformers", (model or f"{base}ForCausalLM", config or f"{base}Config"), options,
+def _transformers(name: str, base: str, **options: Any) -> Model:
+    return Model(name, "transformers", (f"{base.removesuffix('Text')}ForCausalLM", f"{base}Config"), options,
                  {"use_mamba_kernels": False, "experts_implementation": "eager"})
 
 
@@ -58,15 +58,15 @@ def _mamba_ssm(layer: str, **options: Any) -> Model:
                  {"layer": layer, "d_state": 8, **options})
 
 
-GDN = {"layer_types": ["linear_attention", "full_attention"]}
-KDA = {**GDN, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
-CONV = {"layer_types": ["conv", "full_attention"]}
-DENSE = {"mlp_layer_types": ["dense", "sparse"]}
+GDN: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
+KDA: dict[str, Any] = {**GDN, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
+DENSE: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse"]}
 MODELS: tuple[Model, ...] = (
     _transformers("qwen3_next", "Qwen3Next", **GDN),
-    _transformers("qwen3_5", "Qwen3_5", "Qwen3_5TextConfig", **GDN),
-    _transformers("qwen3_5_moe", "Qwen3_5Moe", "Qwen3_5MoeTextConfig", **GDN),
-    _transformers("qwen4_exp", "Qwen4Exp", "Qwen4ExpTextConfig", **GDN, ple_layer_ids=[], indexer_n_heads=2,
+    _transformers("qwen3_5", "Qwen3_5Text", **GDN),
+    _transformers("qwen3_5_moe", "Qwen3_5MoeText", **GDN),
+    _transformers("qwen4_exp", "Qwen4ExpText", **GDN, ple_layer_ids=[], indexer_n_heads=2,
                   indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=64, indexer_compress_ratio=4),
     _transformers("olmo_hybrid", "OlmoHybrid", **GDN),
     _transformers("kimi_linear", "KimiLinear", **KDA, **DENSE, q_lora_rank=None),
@@ -86,7 +86,7 @@ MODELS: tuple[Model, ...] = (
     _transformers("lfm2", "Lfm2", **CONV),
     _transformers("lfm2_moe", "Lfm2Moe", **CONV),
     _transformers("lfm3", "Lfm3", **CONV),
-    _transformers("inkling", "Inkling", "InklingTextConfig"),
+    _transformers("inkling", "InklingText"),
     _fla("GatedDeltaNet"), _fla("DeltaNet"), _fla("RetNet"), _fla("GLA"), _fla("KDA"), _fla("HGRN"),
     _fla("HGRN2", expand_ratio=16), _fla("LinearAttention"), _fla("Mom"), _fla("RWKV6"),
     _fla("RWKV7", num_hidden_layers=2, decay_low_rank_dim=8, gate_low_rank_dim=8, a_low_rank_dim=8, v_low_rank_dim=8),
@@ -178,7 +178,7 @@ def _of_mamba_ssm(model: Model) -> nn.Module:
     kind = _class("mamba_ssm.models.mixer_seq_simple", model.classes[0])
     config = _class("mamba_ssm.models.config_mamba", model.classes[1])
     made: nn.Module = kind(config(d_model=TINY["hidden_size"], n_layer=2, vocab_size=TINY["vocab_size"],
-                                  ssm_cfg=model.options, pad_vocab_size_multiple=8))
+                                  ssm_cfg=dict(model.options), pad_vocab_size_multiple=8))
     return made
 
 

@@ -18,6 +18,7 @@ from flashlin.compat.child import python
 from matrix.results import one_a_line
 from matrix.stacks.child import Job
 from matrix.stacks.models import Model
+from matrix.stacks.records import packed, read
 from matrix.stacks.verdicts import Answer, Outcome, outcome
 from matrix.stacks.versions import STACKS, Stack
 
@@ -91,12 +92,14 @@ def short(one: Outcome) -> str:
     """As a record keeps it: ``agrees fp32 3e-06/8e-06 fp64 ...``, RMS ratio and worst row; or ``raises:`` and
     the sentence."""
     figures = [f"{name} {error.rms:.1e}/{error.row:.1e}" + ("" if error.ok else f" at {error.at}")
-               for name, error in (("fp32", one.fp32), ("fp64", one.fp64), ("itself", one.itself)) if error]
+               for name, error in (("fp32", one.fp32), ("fp64", one.fp64), ("itself", one.itself))
+               if error and not (error.ok and error.rms == 0)]
     said = re.sub(r"(/[\w.+-]+){2,}", lambda path: "..." + path.group(1), one.said)  # where this machine has it
     return f"{one.verdict}: {said}" if said else " ".join([one.verdict, *figures])
 
 
 def row(model: str, said: dict[str, Any]) -> dict[str, Any]:
+    """A model's line of a record."""
     return {"model": model, "ops": " ".join(said["ops"]),
             **{way: {quantity: short(one) for quantity, one in said[way].items()}
                for way in ("raw", "patched") if way in said}}
@@ -106,14 +109,14 @@ def write(folder: Path, stack: Stack, rows: list[dict[str, Any]]) -> None:
     """Put rows into the stack's record, beside those of other models."""
     import torch
     path = folder / f"{stack.file}.json"
-    before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    before = read(path)["rows"] if path.exists() else []
     known = {one["model"]: one for one in [*before, *rows]}
     facts = {"stack": stack.name, "of": stack.of, "patches": list(stack.patches),
              "reference": stack.reference, "torch": torch.__version__,
              "date": datetime.date.today().isoformat(),
              "rows": [known[one.name] for one in stack.models if one.name in known]}
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(one_a_line(facts), encoding="utf-8")
+    path.write_text(one_a_line(packed(facts)), encoding="utf-8")
 
 
 def run(stacks: Iterable[Stack], names: Sequence[str], way: str, out: Path | None, jobs: int) -> int:

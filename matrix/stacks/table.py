@@ -1,12 +1,12 @@
 """Real programs, raw and patched, as tables of SUPPORT.md, made of the records of ``python -m matrix stacks``."""
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from matrix import markdown
+from matrix.stacks.records import read
 from matrix.stacks.verdicts import GRADIENTS, LOGITS, MEANS
 
 MARKS = {"agrees": "yes", "reference": "yes", "alone": "runs", "as raw": "as raw", "differs": "**differs**",
@@ -20,7 +20,7 @@ REFERENCES = {
 
 def table(folder: Path) -> list[str]:
     """Lines of markdown; none without a record."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("stacks-*.json"))]
+    records = [read(path) for path in sorted(folder.glob("stacks-*.json")) if "-gpu-" not in path.name]
     if not records:
         return []
     lines = ["", "## Real programs", "",

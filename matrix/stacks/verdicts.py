@@ -3,11 +3,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from flashlin.testing.compare import ROW_FACTOR, Tensors, judge
+from flashlin.testing.compare import ROW_FACTOR, judge
 
 # RMS ratio allowed. Two layers add up float32's roundings in another order than torch does: 1e-6 to 1e-5 was
 # measured where all is well. Gradients are held to what flashlin's cases are (FP32_ALLOWED).
@@ -21,8 +22,8 @@ class Answer(NamedTuple):
     """tensors: by name, gradients as ``d`` + parameter. wants: what the same program gives another way (the
     row without padding, the prompt at once ...); empty where only other programs can tell. raises, lacks:
     instead of tensors, the error's sentence, or why there is nothing to ask."""
-    tensors: Tensors = {}
-    wants: Tensors = {}
+    tensors: Mapping[str, torch.Tensor] = MappingProxyType({})
+    wants: Mapping[str, torch.Tensor] = MappingProxyType({})
     raises: str = ""
     lacks: str = ""
 
@@ -59,7 +60,7 @@ MEANS = {
 }
 
 
-def error(tensors: Tensors, wants: Mapping[str, torch.Tensor]) -> Error:
+def error(tensors: Mapping[str, torch.Tensor], wants: Mapping[str, torch.Tensor]) -> Error:
     """The worst of these tensors, by how near it is to its bound."""
     if set(tensors) != set(wants):
         return Error(math.inf, math.inf, " ".join(sorted(set(tensors) ^ set(wants)))[:80], False)

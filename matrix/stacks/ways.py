@@ -35,7 +35,8 @@ class Program:
     """A model as a program uses it."""
 
     def __init__(self, model: nn.Module, package: str) -> None:
-        self.model, self.package = model, package
+        self.model: Any = model  # of classes that have more than nn.Module
+        self.package = package
         self.takes = inspect.signature(model.forward).parameters
         self.ids = torch.randint(2, TINY["vocab_size"], (2, T), generator=torch.Generator().manual_seed(1))
         self.rows = self.ids[:1] if package == "fla" else self.ids  # one is minutes in the interpreter
@@ -51,7 +52,7 @@ class Program:
 
     def gradients(self, loss: torch.Tensor) -> Tensors:
         self.model.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return {"d" + name: x.grad.clone() for name, x in self.model.named_parameters() if x.grad is not None}
 
     def trained(self, logits: torch.Tensor, targets: torch.Tensor) -> Tensors:
@@ -154,16 +155,21 @@ def _told(of: Program, by: str, edges: torch.Tensor, positions: torch.Tensor) ->
     begins[0, edges[1:-1].long()] = 1
     marks = begins.cumsum(1, dtype=torch.int32)
     if of.package != "transformers":
-        if "cu_seqlens" != by and of.package == "fla" or not {"kwargs", "mixer_kwargs", by} & set(of.takes):
+        others = of.package == "fla" and by != "cu_seqlens"
+        if others or not {"kwargs", "mixer_kwargs", by} & set(of.takes):
             raise Lacks(f"its forward takes no {by}")
         return {"cu_seqlens": {"cu_seqlens": edges}, "seq_idx": {"seq_idx": marks},
                 "position_ids": {"position_ids": positions}}[by]
-    longest = int((edges[1:] - edges[:-1]).max())
     if by == "position_ids" or not any(x.kind is x.VAR_KEYWORD for x in of.takes.values()):
         of.needs(by)
-    return {**({"position_ids": positions} if "position_ids" in of.takes else {}), "use_cache": False,
-            **{"cu_seqlens": {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest,
-                              "max_length_k": longest}, "seq_idx": {"seq_idx": marks}}.get(by, {})}
+    given: dict[str, Any] = {"use_cache": False}
+    if "position_ids" in of.takes:
+        given["position_ids"] = positions
+    if by == "cu_seqlens":
+        longest = int((edges[1:] - edges[:-1]).max())
+        given |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest,
+                  "max_length_k": longest}
+    return {**given, "seq_idx": marks} if by == "seq_idx" else given
 
 
 QUANTITIES: dict[str, Callable[[Program], Answer]] = {

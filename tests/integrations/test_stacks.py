@@ -1,7 +1,6 @@
 """The table of real programs: what its verdicts see, and a share of it, run anew."""
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 import flashlin.mamba
-from matrix.stacks import run, table, verdicts, ways
+from matrix.stacks import records, run, table, verdicts, ways
 from matrix.stacks.models import MODELS, known
 from matrix.stacks.verdicts import Answer, Outcome, error, outcome
 from matrix.stacks.versions import STACKS
@@ -123,7 +122,7 @@ def test_a_record_grows_and_becomes_a_table(tmp_path: Path) -> None:
     first, second = (one.name for one in stack.models[:2])
     run.write(tmp_path, stack, [run.row(second, said("agrees"))])
     run.write(tmp_path, stack, [run.row(first, said("differs")), run.row(second, said("agrees"))])
-    record = json.loads((tmp_path / f"{stack.file}.json").read_text())
+    record = records.read(tmp_path / f"{stack.file}.json")
     assert [one["model"] for one in record["rows"]] == [first, second]
     lines = table.table(tmp_path)
     assert f"| `{first}` | yes / **differs** 3.0e-06 | - / error |" in lines
