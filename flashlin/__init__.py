@@ -24,6 +24,7 @@ _BESIDE_OPS_AND_MODULES = {
     "flashlin.shielding.launcher": ("shield",),
     "flashlin.shielding.autotune": ("autotune",),
     "flashlin.integrations.patching": ("patch", "patched", "unpatch"),
+    "flashlin.integrations.hub": ("kernel_mapping",),
     "flashlin.trial.warmup": ("warmup",),
     "flashlin.tokens": ("check_tokens", "embedding", "guard_embeddings", "synchronize"),
 }

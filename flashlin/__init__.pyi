@@ -6,6 +6,7 @@ from flashlin.diagnostics.report import Report
 from flashlin.dispatch import plan
 from flashlin.guards.problem import Problem
 from flashlin.guards.problem import UnsupportedError
+from flashlin.integrations.hub import kernel_mapping
 from flashlin.integrations.patching import patch
 from flashlin.integrations.patching import patched
 from flashlin.integrations.patching import unpatch
@@ -195,6 +196,7 @@ __all__ = [
     "group_norm_linear",
     "guard_embeddings",
     "kda",
+    "kernel_mapping",
     "l2_norm",
     "l2norm",
     "layer_norm",

@@ -23,10 +23,13 @@ ABOUT = """Linear attention that runs on every Triton, GPU and dtype, and otherw
 """
 DOCTOR = """Says first whether everything works, then what this machine is, then one line per op: the plan that a call would really follow.
 Offline and read-only (--run compiles kernels, and Triton caches them). Works with torch or Triton broken or missing.
+Then what fla, transformers, mamba_ssm, causal_conv1d and kernels are here, as far as they are installed: each is imported in a child process,
+all at the same time, for 60 seconds at most. With --op and --target they are left out.
 
   ok               the usual way
   worked around    something stood in the way, and the way around it costs nothing worth telling
-  degraded         a GPU that is not used, or runs plain torch or fp32 copies; what that costs is told
+  degraded         a GPU that is not used, or runs plain torch or fp32 copies; what that costs is told. Another package that cannot be
+                   imported, or what it does slowly, or stops at, here
   problem          does not run, or may be wrong; the command that repairs it is told
   could not check  nobody knows
 
@@ -206,7 +209,7 @@ def run(argv: list[str] | None) -> int:
 
 
 def doctor(fail_on: Any, json: bool, markdown: bool, **given: Any) -> tuple[str, int]:
-    report = load("diagnostics.doctor").doctor(**given)
+    report = load("diagnostics.doctor").diagnose(None, **given, import_all=True)
     text = report.model_dump_json(indent=2) if json else report.markdown() if markdown else report.text()
     return text, int(report.fails(fail_on))
 

@@ -2,7 +2,8 @@
 ``from flashlin.mamba import causal_conv1d_update, selective_state_update, ...``.
 
 ``causal_conv1d_update``, ``RMSNorm`` and ``LayerNorm`` are theirs, unlike what the package itself has under
-these names from fla. Names are loaded when first used, as in the package.
+these names from fla. ``mamba_inner_fn``, ``layer_norm_fn``, ``rms_norm_fn`` and
+``causal_conv1d_varlen_states`` are composed of ops of the package, each planned by itself. Names are loaded when first used, as in the package.
 """
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ _WHERE = {"mamba_chunk_scan_combined": "flashlin.ops.ssd",
           "selective_state_update": "flashlin.ops.state_update",
           "selective_scan_fn": "flashlin.ops.selective_scan",
           "causal_conv1d_fn": "flashlin.ops.causal_conv1d",
+          "mamba_inner_fn": "flashlin.ops.mamba_inner",
+          "layer_norm_fn": "flashlin.ops.add_norm", "rms_norm_fn": "flashlin.ops.add_norm",
+          "causal_conv1d_varlen_states": "flashlin.ops.causal_conv1d",
           "causal_conv1d_update": "flashlin.ops.causal_conv1d", "rmsnorm_fn": "flashlin.ops.norm",
           "layernorm_fn": "flashlin.ops.norm", "RMSNorm": "flashlin.modules.norm_gated",
           "LayerNorm": "flashlin.modules.norm_gated",

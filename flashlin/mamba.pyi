@@ -2,8 +2,12 @@
 from flashlin.modules.norm_gated import LayerNorm
 from flashlin.modules.norm_gated import RMSNorm
 from flashlin.modules.norm_gated import RMSNorm as RMSNormGated
+from flashlin.ops.add_norm import layer_norm_fn
+from flashlin.ops.add_norm import rms_norm_fn
 from flashlin.ops.causal_conv1d import causal_conv1d_fn
 from flashlin.ops.causal_conv1d import causal_conv1d_update
+from flashlin.ops.causal_conv1d import causal_conv1d_varlen_states
+from flashlin.ops.mamba_inner import mamba_inner_fn
 from flashlin.ops.norm import layernorm_fn
 from flashlin.ops.norm import rmsnorm_fn
 from flashlin.ops.selective_scan import selective_scan_fn
@@ -17,9 +21,13 @@ __all__ = [
     "RMSNormGated",
     "causal_conv1d_fn",
     "causal_conv1d_update",
+    "causal_conv1d_varlen_states",
+    "layer_norm_fn",
     "layernorm_fn",
     "mamba_chunk_scan_combined",
+    "mamba_inner_fn",
     "mamba_split_conv1d_scan_combined",
+    "rms_norm_fn",
     "rmsnorm_fn",
     "selective_scan_fn",
     "selective_state_update",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 import flashlin
-from flashlin import dispatch
+from flashlin import dispatch, serving
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Plan, UnsupportedError
 from flashlin.kernels.families import PUBLIC
@@ -211,6 +211,29 @@ def convolution_of_a_token(own: Own, **special: Any) -> dict[str, Any]:
                 activation="silu", **special)
 
 
+def on_a_pool(own: Own, **gate: torch.Tensor) -> dict[str, Any]:
+    """Two requests with a draft each. gate: g, and A_log and dt_bias, which are float32."""
+    return dict(q=own(2, 2, 4, 128), k=own(2, 2, 4, 128), v=own(2, 2, 8, 128), beta=own(2, 2, 8),
+                states=zeros(9, 8, 128, 128), indices=edges(0, 1, 2, 3).view(2, 2),
+                num_accepted_tokens=edges(1, 2), use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+                use_beta_sigmoid_in_kernel=True, **gate)
+
+
+@torch.no_grad()
+def served() -> Iterator[Call]:
+    """flashlin.serving's kernel, which is planned as the op whose function it is."""
+    def own(*shape: int) -> torch.Tensor:
+        return zeros(*shape, dtype=BF16)
+    for op, g, biases in (("fused_recurrent_gated_delta_rule", own(2, 2, 8), 8),
+                          ("fused_recurrent_kda", own(2, 2, 8, 128), 8 * 128)):
+        arguments = on_a_pool(own, g=g, A_log=zeros(8), dt_bias=zeros(biases))
+        yield _call(op, BF16, "D=128 on a pool, HV=8, gates in kernel", partial(called, arguments))
+
+
+def called(arguments: dict[str, Any]) -> None:
+    serving.decode(**arguments)
+
+
 def rotary(own: Own, B: int, D: int, **special: Any) -> dict[str, Any]:
     return dict(x=own(B, 64, 8, D), cos=own(64, 64).detach(), sin=own(64, 64).detach(), **special)
 
@@ -322,6 +345,7 @@ def _written() -> Iterator[Call]:
     yield _sequences("chunk_kda", BF16, 128, "HV=8, gates in kernel", **INSIDE_KDA)
     yield _sequences("fused_recurrent_kda", BF16, 128, "decoding, HV=8, gates in kernel", T=1,
                      lower_bound=-5.0, **INSIDE_KDA)
+    yield from served()
     yield _sequences("fused_recurrent_gla", BF16, 128, "gk gv", gates=("gk", "gv"))
     yield _sequences("fused_recurrent_delta_rule", FP32, 64, "headwise beta", gates=("beta_headwise",))
     for dtype, others in (*((dtype, IN_EVERY_DTYPE) for dtype in DTYPES), (BF16, IN_BFLOAT16)):

@@ -16,12 +16,16 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "train_lm.py"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None,
                                                                      [str(ROOT),
                                                                       os.environ.get("PYTHONPATH")]))}
-    return subprocess.run([sys.executable, str(EXAMPLE), *arguments], capture_output=True, text=True,
+    return subprocess.run([sys.executable, str(ROOT / "examples" / name), *arguments], capture_output=True, text=True,
                           timeout=600, check=False, env=environment)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_example(EXAMPLE.name, *arguments)
 
 
 def test_it_learns_agrees_with_itself_and_writes() -> None:

@@ -21,12 +21,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Imports go this way only: a room may import itself and the rooms before it. PUBLIC is flashlin itself, whose
 # names are lazy, with what lies beside the rooms; the rooms after it use the ops as a user does.
 PUBLIC = "(public names)"
-ROOMS = ("compat", "guards", "kernels", "dispatch", "trial", "ops", "modules", PUBLIC, "testing", "shielding",
-         "integrations", "backends", "diagnostics", "__main__")
+ROOMS = ("compat", "guards", "kernels", "dispatch", "trial", "ops", "modules", "serving", PUBLIC, "testing",
+         "shielding", "integrations", "backends", "diagnostics", "__main__")
 # What child processes run. The first ones run in children only: they may import every room, and nobody
 # imports them.
 CHILDREN = ("flashlin.trial.child", "flashlin.testing.plugin_child")
-STARTED = (*CHILDREN, "flashlin.testing.compile", "flashlin.diagnostics.quick")
+STARTED = (*CHILDREN, "flashlin.testing.compile", "flashlin.diagnostics.quick",
+           "flashlin.diagnostics.importing")
 # Settings belong to no room: everything from the guards on obeys them, and compat, which states facts, does
 # not. They know those facts.
 ANYWHERE_BUT_COMPAT = "flashlin.policy"
@@ -35,9 +36,9 @@ ANYWHERE_BUT_COMPAT = "flashlin.policy"
 # neither.
 NO_TORCH = ("guards/problem.py", "guards/family.py", "guards/limits.py", "kernels/*/recipe.py",
             "kernels/families.py", "kernels/shield/source.py", "kernels/variants.py", "kernels/configs.py",
-            "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "policy.py",
+            "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "diagnostics/packages.py", "integrations/probing.py", "policy.py",
             "compat/lazy.py", "compat/versions.py", "compat/releases.py", "compat/target.py",
-            "compat/known_issues.py",
+            "compat/known_issues.py", "compat/known_flaws.py",
             "__init__.py", "*/__init__.py", "kernels/*/__init__.py")
 
 
@@ -176,7 +177,7 @@ def test_importing_flashlin_loads_and_changes_nothing() -> None:
 def test_importing_the_ops_touches_no_gpu_and_no_environment_and_loads_no_compiler() -> None:
     # Triton and torch's compiler take seconds to load, and where Triton is broken torch's compiler does not
     # load at all.
-    rooms = ("ops", "modules", "trial", "shielding", "integrations")
+    rooms = ("ops", "modules", "serving", "trial", "shielding", "integrations")
     modules = [module_of(path) for path in FILES if path.relative_to(PACKAGE).parts[0] in rooms]
     said = run(f"""
         import importlib, os, sys, torch

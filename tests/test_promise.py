@@ -13,6 +13,7 @@ from typing import Any
 
 import flashlin
 import flashlin.mamba
+import flashlin.serving
 
 PROMISE = Path(__file__).parent / "promise.txt"
 
@@ -27,7 +28,7 @@ def signature(function: Any) -> str:
 
 def public() -> Iterator[str]:
     """A line for each public function, class, method and attribute of our own."""
-    for package in (flashlin, flashlin.mamba):
+    for package in (flashlin, flashlin.mamba, flashlin.serving):
         for name in package.__all__:
             thing, whole = getattr(package, name), f"{package.__name__}.{name}"
             if inspect.isclass(thing):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import flashlin
 from flashlin import dispatch
@@ -17,7 +17,8 @@ from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import Target, parse
 from flashlin.diagnostics import calls, outlook, quick
 from flashlin.diagnostics.machine import CHECKS, Machine, attempt, check_policy, checkup, examine
-from flashlin.diagnostics.report import Device, OpPlan, Ran, Report
+from flashlin.diagnostics.packages import section
+from flashlin.diagnostics.report import Check, Device, OpPlan, Ran, Report
 from flashlin.dispatch import OPS
 from flashlin.guards.problem import advice, dtype_name
 from flashlin.kernels.families import PUBLIC, family_of
@@ -27,19 +28,38 @@ from flashlin.policy import current as in_force
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 
-def doctor(*, run: bool = False, target: str | Target | None = None, op: str | None = None) -> Report:
-    """Examine this machine and say what every op does on it. Offline and read-only, unless ``run``.
+def doctor(
+    model: nn.Module | None = None,
+    *,
+    run: bool = False,
+    target: str | Target | None = None,
+    op: str | None = None,
+) -> Report:
+    """Examine this machine and say what every op does on it, and what the packages beside flashlin do, as far
+    as they are installed. Offline and read-only, unless ``run``.
 
     Args:
+        model: also say of each of its layers which functions it calls, whose they are, and what flashlin
+            plans for them on the device of its weights. Nothing of it is run or changed.
         run: also run small cases of every op, forward and backward, against the float64 reference, in a child
             process.
-        target: plan for another machine instead: ``"triton=3.2.0,sm=90"`` or a ``Target``.
-        op: only this op.
+        target: plan for another machine instead: ``"triton=3.2.0,sm=90"`` or a ``Target``. What is installed
+            there is not known.
+        op: only this op, and no packages.
 
-    Raises ValueError for an unknown op or target, or for ``run`` with a target.
+    Raises ValueError for an unknown op or target, for ``run`` with a target, or for a model that is none.
     """
+    return diagnose(model, run, target, op)
+
+
+def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
+             import_all: bool = False) -> Report:
+    """``doctor``; import_all: also try, in child processes, whether packages that are not loaded can be
+    imported, as the command line does."""
+    layers = _layers(model) if model is not None else None
     op = op and calls.known(op)
     ops = tuple(OPS) if op is None else (op,)
     if target is not None and run:
@@ -72,8 +92,26 @@ def doctor(*, run: bool = False, target: str | Target | None = None, op: str | N
     shown = [Device(where=where, sm=card.sm, **{name: getattr(card, name) for name in Device.model_fields
                                                 if name not in ("where", "sm")})
              for where, card in devices.items()]
+    known: dict[str, Any] = {}
+    imports: dict[str, Any] = {}
+    if target is None and op is None:
+        beside, error = attempt(section, machine, import_all)
+        if error:
+            checks.append(Check(name="packages", status="could not check",
+                                detail=f"could not check: {error}"))
+        else:
+            known, imports = beside[0]._asdict(), beside[1]
+    if layers is not None:
+        known["layers"] = tuple(layers.report(None if target is None else _named(target), machine.policy,
+                                              imports))
     return Report(version=flashlin.__version__, devices=tuple(shown), checks=tuple(checks),
-                  plans=_merged(rows), issues=tuple(issues), ran=tuple(ran))
+                  plans=_merged(rows), issues=tuple(issues), ran=tuple(ran), **known)
+
+
+def _layers(model: Any) -> Any:
+    """Imported late: only whoever has a model has torch."""
+    from flashlin.diagnostics.layers import Layers
+    return Layers(model)
 
 
 def described(target: Target) -> Machine:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import flashlin
 from flashlin import policy
 from flashlin.compat import releases
-from flashlin.compat.known_issues import KNOWN_ISSUES
 from flashlin.compat.target import Target, interpreting, probe, ptxas_path, triton_state
 from flashlin.compat.versions import release
 from flashlin.diagnostics.report import Check
@@ -30,7 +29,6 @@ OLDEST_TORCH = release(releases.RELEASES[0].torch[0])[:2]
 # Names under which Triton's files have been published: two of them in one folder overwrite each other.
 TRITON_NAMES = ("triton", "pytorch-triton", "triton-nightly", "triton-windows", "pytorch-triton-rocm",
                 "pytorch-triton-xpu")
-GATED_BACKWARD = next(issue for issue in KNOWN_ISSUES if issue.id == "hopper-gated-backward-640")
 PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 
 
@@ -350,23 +348,9 @@ def check_modules(machine: Machine) -> Iterator[Check]:
                     fix="pip install --force-reinstall --no-deps flashlin")
 
 
-def check_fla(machine: Machine) -> Iterator[Check]:
-    for name in ("flash-linear-attention", "fla-core"):
-        version, missing = attempt(metadata.version, name)
-        if missing:
-            continue
-        hit = [where for where, target in machine.targets.items() if GATED_BACKWARD.here(target)]
-        yield Check(name="fla", status="ok", detail=f"{name} {version}" + (
-            f"; called directly, its gated chunked backward gives wrong gradients on {', '.join(hit)} "
-            "(Hopper, 3.4.0 <= Triton < 3.7.1), which "
-            "fla 0.6.0 answers with an exception, fla-org/flash-linear-attention#640; flashlin's own kernels "
-            "are not concerned" if hit else ""))
-        return
-
-
 CHECKS: tuple[Callable[[Machine], Iterator[Check]], ...] = (
     check_python, check_torch, check_triton, check_copies, check_ptxas, check_driver, check_policy,
-    check_interpreter, check_cache, check_folders, check_tried, check_modules, check_fla)
+    check_interpreter, check_cache, check_folders, check_tried, check_modules)
 
 
 def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Check]]]) -> list[Check]:

@@ -103,6 +103,54 @@ class Ran(Facts):
     seconds: float
 
 
+class Package(Facts):
+    """A package beside flashlin that is installed. imports: whether it can be imported, and what was raised
+    if not. patch: what ``flashlin.patch`` would change, or has changed."""
+    name: str
+    version: str
+    status: Status
+    imports: str
+    patch: str = ""
+
+
+class Binding(Facts):
+    """Kernels that are called through a loaded file of another package. where: that file, or the package.
+    implementation: whose functions they are; ``torch`` is the model's own, and why says why."""
+    where: str
+    kernels: str
+    implementation: str
+    status: Status
+    why: str
+
+
+class Flaw(Facts):
+    """What a package is known to do slowly or wrongly (``compat/known_flaws.py``). where: the package, or the
+    loaded models that it concerns. status: ``worked around`` where a patch in force takes it away,
+    ``could not check`` where it depends on how the program calls, which the effect says."""
+    id: str
+    where: str
+    status: Status
+    effect: str
+    remedy: str
+    source: str
+
+
+class Layer(Facts):
+    """A function that layers of a model call. layers: their names, those that are alike in one
+    (``layers.0-2,4.attn``). function: as the layer calls it, with the kernel that it is, where that has
+    another name. implementation: as in Binding. on: device and dtype of the weights. path: what flashlin
+    plans for it there, with the sizes of the layer, ``""`` if they cannot be read; because says why, then."""
+    layers: str
+    kind: str
+    function: str
+    implementation: str
+    on: str
+    path: str
+    verdict: Status
+    because: str
+    cost: str = ""
+
+
 class Report(Facts):
     """The whole answer of ``flashlin.doctor()``. Text by ``str``, ``text()`` or ``markdown()``; JSON by
     ``model_dump_json()``."""
@@ -112,6 +160,10 @@ class Report(Facts):
     plans: tuple[OpPlan, ...]
     issues: tuple[Issue, ...]
     ran: tuple[Ran, ...] = ()
+    packages: tuple[Package, ...] = ()
+    bindings: tuple[Binding, ...] = ()
+    flaws: tuple[Flaw, ...] = ()
+    layers: tuple[Layer, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -141,6 +193,8 @@ class Report(Facts):
         bad += [f"known issue {issue.id} is not worked around"
                 for issue in self.issues if issue.status == "problem"]
         bad += [f"{ran.case} {ran.dtype}: {ran.detail}" for ran in self.ran if ran.status == "problem"]
+        bad += [f"{layer.layers} calls {layer.function}: {layer.because}"
+                for layer in self.layers if layer.verdict == "problem"]
         if stopped:
             why = "" if bad else f" ({stopped[0].because})"
             bad.append(f"{len(stopped)} of {len(self.plans)} ops cannot run, or may be wrong{why}")
@@ -154,6 +208,17 @@ class Report(Facts):
                         "they are (below, at what cost)")
         if idle:
             return f"Every op runs here, but not all of the GPU is used. {'; '.join(idle)}."
+        others = [f"{layer.layers} calls {layer.function}: {layer.because or layer.cost}"
+                  for layer in self.layers if layer.verdict == "degraded"]
+        others += [f"{package.name}: {package.imports}"
+                   for package in self.packages if package.status == "degraded"]
+        others += [f"{flaw.where}: {flaw.effect}" for flaw in self.flaws if flaw.status == "degraded"]
+        others += [f"{one.where}: {one.implementation}, {one.why}"
+                   for one in self.bindings if one.status == "degraded"]
+        if others:
+            below = f"; and {len(others) - 1} more below" if len(others) > 1 else ""
+            return ("Every op runs here. What calls other packages may run slowly or stop. "
+                    f"{others[0]}{below}.")
         around = sum(plan.verdict == "worked around" for plan in self.plans)
         if around:
             return (f"Every op runs here, {around} of {len(self.plans)} by a way around a limit of this "
@@ -172,16 +237,28 @@ class Report(Facts):
 
     def _statuses(self) -> set[Status]:
         return {*(check.status for check in self.checks), *(plan.verdict for plan in self.plans),
-                *(issue.status for issue in self.issues), *(ran.status for ran in self.ran)}
+                *(issue.status for issue in self.issues), *(ran.status for ran in self.ran),
+                *(package.status for package in self.packages), *(one.status for one in self.bindings),
+                *(flaw.status for flaw in self.flaws), *(layer.verdict for layer in self.layers)}
 
     def _tables(self) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
         """(title, columns, rows). The column ``where`` only if there is more than one device."""
         many = len(self.devices) > 1
+        yield ("The model",
+               ("", "layers", "class", "calls", "of", "on", "flashlin's plan", "because", "cost"),
+               [(one.verdict, one.layers, one.kind, one.function, one.implementation, one.on, one.path,
+                 one.because, one.cost and f"cost: {one.cost}") for one in self.layers])
         yield ("Ops", ("", "op", *["where"] * many, "path", "evidence", "because", "remedy", "cost"),
                [(p.verdict, p.op, *[p.where] * many, p.path, p.evidence, p.because, p.remedy,
                  p.cost and f"cost: {p.cost}") for p in self.plans])
         yield ("Checks", ("", "check", "found", "fix"),
                [(c.status, c.name, c.detail, c.fix and f"fix: {c.fix}") for c in self.checks])
+        yield ("Packages beside flashlin", ("", "package", "version", "imports", "patch"),
+               [(p.status, p.name, p.version, p.imports, p.patch) for p in self.packages])
+        yield ("What they are bound to now", ("", "where", "of", "kernels", "why"),
+               [(b.status, b.where, b.implementation, b.kernels, b.why) for b in self.bindings])
+        yield ("What they are known to do here", ("", "flaw", "where", "effect", "fix", "source"),
+               [(f.status, f.id, f.where, f.effect, f"fix: {f.remedy}", f.source) for f in self.flaws])
         yield ("Known issues of this machine", ("", "issue", *["where"] * many, "effect", "here", "source"),
                [(i.status, i.id, *[i.where] * many, i.effect, i.detail, i.url) for i in self.issues])
         yield ("Ran here, against the float64 reference", ("", "case", "where", "dtype", "found", "time"),

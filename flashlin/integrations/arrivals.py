@@ -13,14 +13,15 @@ from typing import Any
 
 class Watcher(importlib.abc.MetaPathFinder):
     """In ``sys.meta_path``: finds nothing by itself, and calls ``then`` when a module of these packages (or
-    below one of them) has run."""
+    below one of them) has run. A name that ends in * is that of all packages that begin so."""
 
     def __init__(self, packages: Sequence[str], then: Callable[[ModuleType], None]) -> None:
         self.packages, self.then = tuple(packages), then
+        self._beginnings = tuple(one[:-1] for one in packages if one.endswith("*"))
         self._asking = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.partition(".")[0] not in self.packages or name in vars(self._asking):
+        if not self._of_interest(name.partition(".")[0]) or name in vars(self._asking):
             return None
         setattr(self._asking, name, True)
         try:
@@ -31,6 +32,9 @@ class Watcher(importlib.abc.MetaPathFinder):
         if spec is not None and hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
             self._tell(spec.loader)
         return spec
+
+    def _of_interest(self, package: str) -> bool:
+        return package in self.packages or package.startswith(self._beginnings)
 
     def _tell(self, loader: Any) -> None:
         run = loader.exec_module

@@ -109,7 +109,7 @@ _HOME: weakref.WeakKeyDictionary[Any, weakref.ref[Bindings]] = weakref.WeakKeyDi
 def _as_now(value: Any, ending: Bindings) -> Any:
     """A value as it is without patches that have ended: two that end in another order than they began have
     seen each other's stand-ins."""
-    while callable(value) and _is_stand_in(value):
+    while callable(value) and is_stand_in(value):
         home = _HOME[value]()
         if home is not None and home is not ending and home._undo:
             break
@@ -117,7 +117,7 @@ def _as_now(value: Any, ending: Bindings) -> Any:
     return value
 
 
-def _is_stand_in(value: Any) -> bool:
+def is_stand_in(value: Any) -> bool:
     try:
         return value in _ORIGINALS
     except TypeError:  # it cannot be referred to weakly, or has no hash
@@ -162,7 +162,7 @@ def places(modules: Iterable[ModuleType] | None) -> Iterator[tuple[str, Any, Any
             if type(value) is dict and not name.startswith("__"):
                 for key, entry in list(value.items()):
                     yield f"{where}.{name}", value, key, entry
-            elif type(value) is FunctionType and value.__closure__:
+            elif type(value) is FunctionType and value.__closure__ and not _is_stand_in(value):
                 for variable, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
                     yield f"{where}.{name}", cell, variable, bound(cell, variable)
     if modules is None:

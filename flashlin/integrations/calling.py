@@ -50,7 +50,9 @@ def by_name(original: Callable[..., Any], ours: Callable[..., Any], *, module: s
         if unknown:
             tell(name, ", ".join(unknown), "which the package's own function ignores, too")
         return ours(**{key: value for key, value in given.items() if key in served})
-    return named_like(call, original, module=module, signature=theirs)
+    stand_in = named_like(call, original, module=module, signature=theirs)
+    stand_in.__wrapped__ = original  # registries that know the original find it: fla.backends.register
+    return stand_in
 
 
 def positional(signature: inspect.Signature) -> list[str]:

@@ -119,7 +119,8 @@ class FlaPatch(Patch):
                 stand_in = named_like(ours, None, module=module.__name__, name=name)
                 self.bindings.stands_for(stand_in, None)
                 self.bindings.put(module, name, stand_in, f"flashlin.mamba.{name}")
-        if names.get("is_fast_path_available") is False and all(names[name] is not None for name in wanted):
+        if names.get("is_fast_path_available") is False and wanted and all(names[name] is not None
+                                                                           for name in wanted):
             self.bindings.put(module, "is_fast_path_available", True, "its faster way")
 
 

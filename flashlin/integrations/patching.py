@@ -103,12 +103,14 @@ def patch(package: str, *more: str, model: Any = None) -> Patched:
     Args:
         package, more: names of ``PATCHES``. ``triton``: ``triton.autotune`` becomes ``flashlin.autotune``,
             also of kernels decorated before. ``fla``: every function that flashlin has runs through it, the
-            kernels of all others under ``flashlin.shield``.
+            kernels of all others under ``flashlin.shield``. ``mamba_ssm``, ``causal_conv1d``: the same
+            functions under their names, also where the package, or its extension, is not installed.
         model: a model that has been built already; what its layers keep in attributes is replaced, too.
 
     It does not matter whether modules are imported and models built before or later. Returns what was
     replaced and what was left, and why; ``print`` shows it shortly.
-    Raises ValueError for a package nobody has a patch for, ImportError where it is not installed.
+    Raises ValueError for a package nobody has a patch for, ImportError where it is not installed (but for the
+    last two).
     """
     packages = _known(package, *more)
     with _changing:
@@ -223,4 +225,7 @@ def _from(module: str, name: str) -> Callable[[], Patch]:
 
 
 PATCHES: dict[str, Callable[[], Patch]] = {"triton": _from("triton", "TritonPatch"),
-                                           "fla": _from("fla", "FlaPatch")}
+                                           "fla": _from("fla", "FlaPatch"),
+                                           "transformers": _from("transformers", "TransformersPatch"),
+                                           "mamba_ssm": _from("mamba_ssm", "MambaSsmPatch"),
+                                           "causal_conv1d": _from("mamba_ssm", "CausalConv1dPatch")}

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.abc
 import importlib.util
 import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +25,7 @@ from flashlin.integrations.patching import PATCHES, Patched, patch
 
 VARIABLE = "FLASHLIN_PATCH"
 INHERITED = Path(__file__).parent / "inherited"
+MAY_NOT_LOAD = ("mamba_ssm", "causal_conv1d")  # their extensions fail; the patch stands in for those
 SHOWN = 4  # kernels of an op in a line of the summary
 
 
@@ -54,8 +57,24 @@ def begin(names: Sequence[str]) -> None:
     for name in names:
         if name in sys.modules or importlib.util.find_spec(name) is None:
             patch(name)
+        elif name in MAY_NOT_LOAD:
+            sys.meta_path.insert(0, Before(name))
         else:
             once(name)
+
+
+class Before(importlib.abc.MetaPathFinder):
+    """Patches a package when it is first looked for."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self.package:
+            return None
+        sys.meta_path.remove(self)
+        patch(name)
+        return importlib.util.find_spec(name)
 
 
 def run(program: str, arguments: Sequence[str], names: Sequence[str], *, module: bool = False,

@@ -16,7 +16,7 @@ from flashlin.kernels.configs import FORGOTTEN
 NO_DECAY, HEAD_DECAY, TOKEN_DECAY = 0, 1, 2
 # Arguments of kernels that have one entry for each sequence; of the other tensors those with more than two
 # dimensions are [B, T, ...], the rest are parameters of heads.
-STATES = ("h0", "ht", "dh0", "dht", "indices")
+STATES = ("h0", "ht", "dh0", "dht", "indices", "accepted")
 
 
 @triton.jit

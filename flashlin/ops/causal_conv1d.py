@@ -11,9 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.problem import Problem
-from flashlin.guards.tensors import check_dense, check_device, check_integers, need_tensor, shown
+from flashlin.guards.tensors import (
+    check_cu_seqlens,
+    check_dense,
+    check_device,
+    check_integers,
+    need_tensor,
+    shown,
+)
 from flashlin.kernels.mamba.recipe import WINDOW
 from flashlin.ops import conv
 from flashlin.ops._common.calls import (
@@ -148,6 +156,30 @@ def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Te
 
 
 mamba_causal_conv1d_update = causal_conv1d_update  # its name beside fla's function
+
+
+def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
+    """What ``causal_conv1d_update`` goes on from after packed sequences. Drop-in for
+    ``causal_conv1d.causal_conv1d_varlen.causal_conv1d_varlen_states``.
+
+    Args:
+        x: [T, D] of any float dtype. cu_seqlens: [n + 1] int32 or int64: sequence i is rows cu_seqlens[i] ..
+            cu_seqlens[i + 1]. state_len: how many of its last tokens are kept.
+
+    Returns:
+        [n, D, state_len] in x's dtype, the newest token last, with zeros before the first one of a shorter
+        sequence. Gradients reach x (in causal_conv1d there are none).
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name.
+    """
+    check_nonempty("x", x, "[T, D]", (2,))
+    L = scalars.integer("state_len", state_len, 1, "an integer of at least 1")
+    edges = check_cu_seqlens(cu_seqlens, None, x[None].shape, x.device, policy.current().debug, "x").long()
+    rows = edges[1:, None] - torch.arange(L, 0, -1, device=x.device)
+    inside = rows >= edges[:-1, None]
+    padded = F.pad(x, (0, 0, 1, 0))  # row 0 is that of no token
+    return padded[torch.where(inside, rows + 1, 0)].transpose(1, 2)
 
 
 def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import os
 import pickle
 import subprocess
@@ -197,6 +198,7 @@ def ours(x: int, *, scale: float = 2.0, cp_context: Any = None) -> tuple[Any, ..
 
 def test_by_name_takes_the_originals_positions() -> None:
     call = by_name(original, ours)
+    assert inspect.unwrap(call) is original  # for registries that know the original
     assert call(1) == ("ours", 1, 2.0) and call(1, 3.0) == ("ours", 1, 3.0)
     assert call(x=1, scale=3.0) == ("ours", 1, 3.0) and call(1, flag=False) == ("ours", 1, 2.0)
     assert call.__name__ == "original" and call.__module__ == original.__module__

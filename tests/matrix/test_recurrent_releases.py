@@ -13,12 +13,13 @@ from flashlin.compat.target import parse
 from flashlin.testing.compile import Job, Result
 from flashlin.testing.record import Recorded, recording
 from tests.matrix.test_shield_releases import child
+from tests.serving.checks import Layer, decoded
 
 Compile = Callable[[str, list[Job]], list[Result]]
 
 
 def launches(triton: str, sm: int) -> list[Recorded]:
-    """Training; and decoding from a pool with everything that the kernel can do to its inputs."""
+    """Training; decoding from a pool with everything that the kernel can do to its inputs; and serving."""
     def tensor(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, requires_grad=grad)
     q, v = (tensor(2, 3, heads, 128, dtype=torch.bfloat16, grad=True) for heads in (2, 4))
@@ -34,7 +35,10 @@ def launches(triton: str, sm: int) -> list[Recorded]:
                                      use_gate_in_kernel=True, A_log=tensor(4), dt_bias=tensor(4),
                                      use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True,
                                      state_v_first=True)
-    assert len(found) == 3
+        for kind, states in (("heads, raw", torch.float32), ("channels, raw, bounded", torch.bfloat16)):
+            layer = Layer(kind, 2, 4, 128, 128, torch.bfloat16, states if sm >= 80 else torch.float32)
+            decoded(layer.parameters(), layer.tokens(4), layer.pool(4), layer.integers([[0, 1], [2, 3]]), 2)
+    assert len(found) == 5
     return found
 
 

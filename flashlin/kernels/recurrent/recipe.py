@@ -15,7 +15,9 @@ BACKWARD_TILE = 2048
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launch, and backward's if gradients are wanted."""
+    """Forward's launch, and backward's if gradients are wanted; or the one on a pool of states."""
+    if "pool" in problem.options:
+        return (_launch("recurrent_pool", token(problem.K, problem.V), problem),)
     if not problem.needs_grad:
         return (forward(problem),)
     BK = padded(problem.K)

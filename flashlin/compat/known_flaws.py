@@ -1,0 +1,217 @@
+"""What other packages do slowly or wrongly without a word, as data. Adding one is one ``Flaw(...)`` literal
+in KNOWN_FLAWS; doctor and the tests read that tuple.
+
+Matched on what is installed, on the card, and on which functions the loaded models are bound to; never on
+what a program does with them, which nobody can see from here.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from flashlin.compat.versions import affected
+
+GDN = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
+KDA = ("kimi_linear", "glm5_next", "bailing_hybrid")
+MAMBA2 = ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2")
+MAMBA = ("mamba", "falcon_mamba", "jamba")
+CONV = ("lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2")
+MODELS = (*GDN, *KDA, *MAMBA2, *MAMBA, "zamba", *CONV)
+SPLIT = ("mamba_split_conv1d_scan_combined",)
+
+
+class Stack(NamedTuple):
+    """What is installed, loaded and patched here. versions: of each package or distribution that is there,
+    ``unknown`` if nobody says. broken: packages whose import fails. gpu: whether there is one. issues: known
+    issues of Triton that include it. models: by the name of a loaded modeling file of transformers, (kernel,
+    implementation) of all it is bound to. patched: packages that flashlin is patched into."""
+    versions: Mapping[str, str]
+    broken: frozenset[str] = frozenset()
+    gpu: bool = False
+    issues: frozenset[str] = frozenset()
+    models: Mapping[str, frozenset[tuple[str, str]]] = {}
+    patched: frozenset[str] = frozenset()
+
+
+class Flaw(NamedTuple):
+    """One thing that a package does. effect: what the user pays or gets. remedy: what to do. source: who
+    found it. since, fixed_in: releases of the package from .. to (excluded).
+
+    always: whether every program pays for it, or stops; if not, the effect says how it must call.
+    mended_by: packages of which ``flashlin.patch`` takes it away, ``()`` for what no function can mend.
+    mended_from: and from which release of the package on.
+    beside: (package, fixed_in): these must be there, too, below that release. without: none of these may be.
+    broken: one of these must be there and fail to import. card: ``gpu``, ``no gpu``, the id of a known issue,
+    or ``""`` for any machine. models: a modeling file of one of these must be loaded, and be bound, in one of
+    ``kernels``, to one of ``bound``, as far as those are named.
+    """
+    id: str
+    package: str
+    effect: str
+    remedy: str
+    source: str
+    always: bool = False
+    since: str | None = None
+    fixed_in: str | None = None
+    mended_by: tuple[str, ...] = ()
+    mended_from: str | None = None
+    beside: tuple[tuple[str, str | None], ...] = ()
+    without: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
+    card: str = ""
+    models: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    bound: tuple[str, ...] = ()
+
+    def here(self, stack: Stack) -> bool:
+        """Whether it concerns what is installed on this machine, whatever is loaded."""
+        versions = stack.versions
+        return (affected(versions.get(self.package, ""), self.since, self.fixed_in)
+                and all(affected(versions.get(name, ""), None, fixed) for name, fixed in self.beside)
+                and not any(name in versions for name in self.without)
+                and (not self.broken or not stack.broken.isdisjoint(self.broken))
+                and (not self.card or self.card in stack.issues
+                     or self.card == ("gpu" if stack.gpu else "no gpu")))
+
+    def hits(self, stack: Stack) -> tuple[str, ...]:
+        """The loaded models that it concerns, or the package itself; ``()`` if it does not concern this
+        process."""
+        if not self.here(stack):
+            return ()
+        if not self.models:
+            return (self.package,)
+        return tuple(name for name in self.models if any(
+            (not self.kernels or kernel in self.kernels) and (not self.bound or whose in self.bound)
+            for kernel, whose in stack.models.get(name, ())))
+
+    def mended(self, stack: Stack) -> bool:
+        """Whether a patch that is in force takes it away."""
+        return (not stack.patched.isdisjoint(self.mended_by)
+                and (self.mended_from is None
+                     or affected(stack.versions.get(self.package, ""), self.mended_from, None)))
+
+
+_TF = "https://github.com/huggingface/transformers/"
+_FLA = "https://github.com/fla-org/flash-linear-attention/issues/"
+_TRIED = "tried with transformers 5.23.0"
+_READ = "read in transformers {}"
+_PATCH = 'flashlin.patch("transformers")'
+
+KNOWN_FLAWS: tuple[Flaw, ...] = (
+    # --- slow, or stopped ---
+    Flaw(
+        id="fla-without-gpu", package="fla", always=True, card="no gpu",
+        effect="its Triton kernels cannot start without a GPU (RuntimeError: 0 active drivers), and models "
+               "of transformers 5.15 and newer call them on the CPU, too",
+        remedy='flashlin.patch("fla", "transformers"), which runs plain torch here',
+        mended_by=("fla",), source="tried with fla 0.6.0"),
+    Flaw(
+        id="fla-gated-backward-hopper", package="fla", always=True, card="hopper-gated-backward-640",
+        effect="its gated chunked backward gives wrong gradients on this card with this Triton, which fla "
+               "0.6.0 answers with an exception: training Gated DeltaNet stops",
+        remedy='flashlin.patch("fla", "transformers"), or Triton 3.7.1', mended_by=("fla",),
+        source=_FLA + "640"),
+    Flaw(
+        id="decoding-in-torch", package="transformers", always=True, since="5.15.0", fixed_in="5.16.0",
+        beside=(("fla", None),), card="gpu",
+        effect="Gated DeltaNet models decode in a torch loop although fla is there: they ask it for "
+               "recurrent_gated_delta_rule, which it does not have",
+        remedy=f'{_PATCH}, or pip install "transformers>=5.16"', mended_by=("transformers",),
+        source=_TF + "pull/47625"),
+    Flaw(
+        id="fla-core-alone", package="transformers", always=True, since="5.15.0", fixed_in="5.17.0",
+        beside=(("fla-core", None),), without=("flash-linear-attention",), card="gpu",
+        effect="models look for fla's functions in its root module only, where fla-core alone has none, and "
+               "take their torch functions without a word",
+        remedy=f'{_PATCH}, or pip install flash-linear-attention, or pip install "transformers>=5.17"',
+        mended_by=("transformers",), source=_READ.format("5.15.1")),
+    Flaw(
+        id="broken-called-missing", package="transformers", always=True, since="5.15.0",
+        broken=("fla", "mamba_ssm", "causal_conv1d"),
+        effect='a package that is there and cannot be imported is told as "not installed" (before 5.17 not '
+               "at all), and models take their torch functions",
+        remedy=f"{_PATCH}, or repair the import that is told above", mended_by=("transformers",),
+        source=_TF + "issues/48718"),
+    Flaw(
+        id="hub-kernels-out-of-range", package="transformers", always=True, since="5.23.0",
+        beside=(("kernels", "0.18.2"),), card="gpu",
+        effect="it wants kernels 0.18.2 or newer; with this one use_kernels=True is an ImportError, and "
+               "models never take kernels of the hub",
+        remedy=f'{_PATCH}, or pip install "kernels>=0.18.2"', mended_by=("transformers",),
+        source=_READ.format("5.23.0")),
+    Flaw(
+        id="cuda-weights-only", package="transformers", since="5.0.0", fixed_in="5.15.0",
+        models=(*MAMBA2, *MAMBA, "zamba"),
+        effect="if the weights are not on CUDA, or torch.compile traces the model, Mamba layers take their "
+               "torch way, which keeps a tensor for each pair of tokens; it is told once, when the model is "
+               "built",
+        remedy='pip install "transformers>=5.15", and then ' + _PATCH, source=_READ.format("5.14.1")),
+    # --- wrong where documents are packed into a row ---
+    Flaw(
+        id="packing-ignored", package="transformers", since="5.15.0", fixed_in="5.20.0",
+        models=(*GDN, *MAMBA2), bound=("torch",), mended_by=("transformers",),
+        effect="if documents are packed, the torch functions take cu_seqlens or seq_idx and ignore them: one "
+               "document's state leaks into the next",
+        remedy=_PATCH, source=_READ.format("5.15.1 and 5.19.0")),
+    Flaw(
+        id="kda-packing-dropped", package="transformers", since="5.15.0", models=KDA,
+        mended_by=("transformers",),
+        effect="if documents are packed, they leak into each other even with fla: the call carries "
+               "cu_seq_lens_q, which the function knows as cu_seqlens, so it is dropped",
+        remedy=_PATCH, source=_TRIED),
+    Flaw(
+        id="position-ids-alone", package="transformers", models=MODELS,
+        effect="if documents are packed and only position_ids tell them apart, as with sdpa, they leak into "
+               "each other: nothing makes cu_seq_lens_q or seq_idx of them",
+        remedy="a collator that returns cu_seq_lens_q and seq_idx "
+               "(DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True))",
+        source=_TRIED),
+    Flaw(
+        id="mamba-without-seq-idx", package="transformers", models=MAMBA,
+        effect="if documents are packed, they leak into each other: these models have no seq_idx, whatever "
+               "kernel they call",
+        remedy="one document a row, padded", source=_TRIED),
+    Flaw(
+        id="mamba2-drops-arguments", package="transformers", models=("mamba2",),
+        effect="if documents are packed, they leak into each other: Mamba2ForCausalLM hands seq_idx on to "
+               "nobody",
+        remedy="one document a row, padded", source=_TRIED),
+    Flaw(
+        id="granite-packed-attention", package="transformers", models=("granitemoehybrid",),
+        effect="if documents are packed, its Mamba layers keep them apart and its attention layers do not: "
+               "their mask knows no documents",
+        remedy="one document a row, padded", source=_TRIED),
+    Flaw(
+        id="zamba-packed-convolution", package="transformers", models=("zamba",),
+        effect="if documents are packed, only its convolution keeps them apart, its scan does not",
+        remedy="one document a row, padded", source=_TRIED),
+    # --- wrong where rows are padded or continued ---
+    Flaw(
+        id="mamba-continuation", package="transformers", models=MAMBA,
+        effect="if a cached prompt goes on with several tokens at once, the state is dropped, with any "
+               "kernel: the result is that of the new tokens alone",
+        remedy="go on token by token, or run the whole prompt again", source=_TRIED),
+    Flaw(
+        id="padding-at-batch-1", package="transformers", fixed_in="5.15.0", models=(*GDN, *MAMBA2),
+        effect="if a batch of one row is padded, the padding is not masked and goes into the state",
+        remedy="no padding at batch size 1", source=_TF + "pull/46773"),
+    Flaw(
+        id="split-left-padding", package="transformers", models=MAMBA2, kernels=SPLIT,
+        bound=("mamba_ssm", "hub kernels", "flashlin"), mended_by=("transformers",), mended_from="5.15.0",
+        effect="if training rows are padded on the left, the fused kernel ignores the mask behind the "
+               "convolution: gradients are off by 2 to 90 %",
+        remedy=f"padding on the right; from 5.15 on also {_PATCH}", source="tried with 5.14.1 to 5.23.0"),
+    Flaw(
+        id="falcon-h1-norm-order", package="transformers", models=("falcon_h1",), kernels=SPLIT,
+        bound=("mamba_ssm", "hub kernels", "flashlin"), mended_by=("transformers",), mended_from="5.15.0",
+        effect="if mamba_rms_norm is on, training by the fused kernel gates before the norm, whatever "
+               "mamba_norm_before_gate says: the loss is off by 5e-2",
+        remedy=f"from 5.15 on {_PATCH}", source=_TRIED),
+    Flaw(
+        id="mamba2-groups-in-split", package="transformers", since="5.14.0", fixed_in="5.20.0",
+        models=("mamba2",), kernels=SPLIT, bound=("mamba_ssm", "hub kernels", "flashlin"),
+        mended_by=("transformers",), mended_from="5.15.0",
+        effect="if n_groups is above 1, the fused kernel, which trains, normalises each group and the "
+               "model's own way the whole row: their gradients have nothing in common",
+        remedy=f"from 5.15 on {_PATCH}", source="tried with 5.14.1 and 5.19.0"),
+)

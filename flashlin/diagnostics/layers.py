@@ -1,0 +1,284 @@
+"""A built model, layer by layer: which kernels its layers call, whose they are, and what flashlin plans for
+them. Nothing is run and nothing changed; what cannot be read from a layer is said and not guessed."""
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from flashlin import dispatch
+from flashlin.compat.known_issues import KNOWN_ISSUES
+from flashlin.compat.target import Target, probe
+from flashlin.diagnostics import calls, outlook
+from flashlin.diagnostics.importing import Tried
+from flashlin.diagnostics.machine import attempt
+from flashlin.diagnostics.packages import NEED_A_GPU, reason
+from flashlin.diagnostics.report import Layer, Status
+from flashlin.dispatch import OPS
+from flashlin.guards.problem import DTYPES, advice
+from flashlin.integrations.probing import OURS, TORCH, Bound, called_by
+from flashlin.kernels.families import PUBLIC, family_of
+from flashlin.kernels.variants import VARIANTS
+from flashlin.policy import Policy
+
+# Wrappers whose names say nothing of the layer; DDP's "module" is only one at the root.
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+GATED_BACKWARD = next(issue for issue in KNOWN_ISSUES if issue.id == "hopper-gated-backward-640")
+GATED = ("chunk_gated_delta_rule", "chunk_gdn", "chunk_simple_gla", "chunk_retention", "chunk_lightning_attn")
+# The op that a kernel is planned as, where that has another name.
+PLANNED_AS = {"mamba_inner_fn": "selective_scan_fn"}
+
+
+class Unread(Exception):
+    """What a layer does not tell."""
+
+
+def read(layer: Any, *names: str) -> int:
+    """The first of these attributes that is a size. Raises Unread."""
+    for name in names:
+        size = getattr(layer, name, None)
+        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+            return size
+    raise Unread(f"{type(layer).__name__} has no attribute {' or '.join(names)}")
+
+
+HEADS = ("num_v_heads", "num_heads", "nheads")
+STATE = ("ssm_state_size", "d_state")
+HEAD = ("head_dim", "headdim")
+
+
+def over_heads(layer: Any) -> dict[str, int]:
+    H = read(layer, *HEADS)
+    return dict(H=H, K=_head(layer, "k", "key_dim", H), V=_head(layer, "v", "value_dim", H))
+
+
+def _head(layer: Any, side: str, whole: str, H: int) -> int:
+    """Size of a head of q and k, or of v: said, or out of all heads together, or that of every head."""
+    try:
+        return read(layer, f"head_{side}_dim")
+    except Unread:
+        total = getattr(layer, whole, None)
+        if isinstance(total, int) and total % H == 0 and total:
+            return total // H
+        return read(layer, *HEAD)
+
+
+def mamba2(layer: Any) -> dict[str, int]:
+    return dict(H=read(layer, *HEADS), K=read(layer, *STATE), V=read(layer, *HEAD))
+
+
+def mamba(layer: Any) -> dict[str, int]:
+    return dict(H=1, K=read(layer, *STATE), V=read(layer, "intermediate_size", "d_inner"))
+
+
+def state_update(layer: Any) -> dict[str, int]:
+    """Mamba's state is one head."""
+    return mamba2(layer) if any(hasattr(layer, name) for name in HEADS) else mamba(layer)
+
+
+def convolution(layer: Any) -> dict[str, int]:
+    """The filters of the layer itself, or of its only convolution."""
+    found = [one.weight for one in layer.modules() if isinstance(one, nn.Conv1d)]
+    shapes = {tuple(weight.shape) for weight in found if weight.dim() == 3}
+    if len(shapes) != 1:
+        raise Unread(f"{type(layer).__name__} has {len(shapes) or 'no'} shapes of filters, need one")
+    [(D, _, W)] = shapes
+    return dict(K=int(D), V=int(W))
+
+
+def norm(layer: Any) -> dict[str, int]:
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
+        raise Unread(f"{type(layer).__name__} has no weight of one dimension")
+    return dict(H=1, K=int(weight.shape[0]))
+
+
+Reader = Callable[[Any], dict[str, int]]
+# How a layer tells the sizes of an op: by op, or else by the op's family.
+BY_OP: dict[str, Reader] = {"mamba_chunk_scan_combined": mamba2, "mamba_split_conv1d_scan_combined": mamba2,
+                            "selective_scan_fn": mamba, "selective_state_update": state_update,
+                            "mamba_causal_conv1d_update": convolution, "rms_norm": norm, "layer_norm": norm,
+                            "rms_norm_gated": norm, "layer_norm_gated": norm}
+BY_FAMILY: dict[str, Reader] = {"conv": convolution, "conv_update": convolution, "recurrent": over_heads}
+
+
+def reader(op: str) -> Reader:
+    family = family_of(op)
+    found = BY_OP.get(op) or BY_FAMILY.get(family.name) or (over_heads if family.head_dim else None)
+    if found is None:
+        raise Unread(f"nobody knows how a layer tells the sizes of {op}")
+    return found
+
+
+class Weights(NamedTuple):
+    """Where a layer's weights are. dtype: of most of them. why: what stands against planning, ``""`` if
+    nothing."""
+    device: torch.device | None
+    dtype: str
+    why: str
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (str(self.device or ""), self.dtype)))
+
+
+def weights(layer: nn.Module) -> Weights:
+    """A layer with weights on several devices, quantised or not there at all tells no dtype or device."""
+    tensors = [one for one in layer.parameters() if not isinstance(one, nn.parameter.UninitializedParameter)]
+    if not tensors:
+        return Weights(None, "", "it has no weights that tell a dtype and a device")
+    counted: Counter[torch.dtype] = Counter()
+    for one in tensors:
+        counted[one.dtype] += one.numel()
+    most = counted.most_common(1)[0][0]
+    dtype = str(most).removeprefix("torch.")
+    devices = {one.device for one in tensors}
+    hook = getattr(layer, "_hf_hook", None)  # of accelerate, which fetches offloaded weights
+    said = getattr(hook, "execution_device", None)
+    device = next(iter(devices)) if len(devices) == 1 else None
+    if device is None:
+        names = ", ".join(sorted(map(str, devices)))
+        return Weights(None, dtype, f"its weights are on {names}: the device of the call cannot be read")
+    if device.type == "meta":
+        if said is None:
+            return Weights(device, dtype, "its weights are on the meta device: not loaded, or offloaded by "
+                                          "somebody who does not say to where they are fetched")
+        device = torch.device(said if not isinstance(said, int) else f"cuda:{said}")
+    # quantised weights are integers, or of a class of their own
+    if dtype not in DTYPES:
+        return Weights(device, dtype,
+                       f"its weights are {dtype}, quantised: the dtype of the call cannot be read")
+    return Weights(device, dtype, "")
+
+
+class Layers:
+    """The layers of ``model`` that call kernels. Raises ValueError where it is no model."""
+
+    def __init__(self, model: Any) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model: got {type(model).__name__}, need a torch.nn.Module (or None)")
+        self.model = model
+
+    def report(self, target: Target | None, policy: Policy, imports: Mapping[str, Tried]) -> Iterator[Layer]:
+        """A line for each function of each layer; those that are alike in one. target: plan for this machine
+        instead of where the weights are. imports: of packages that somebody has tried."""
+        alike: dict[Layer, list[str]] = {}
+        for name, layer in self.model.named_modules():
+            found, error = attempt(_rows, layer, target, policy, imports)
+            rows = found if not error else [Layer(
+                layers="", kind=_kind(layer), function="", implementation="", on="", path="",
+                verdict="could not check", because=f"could not be read: {error}")]
+            for row in rows:
+                alike.setdefault(row, []).append(_plain(name, self.model))
+        for row, names in alike.items():
+            yield row.model_copy(update={"layers": together(names)})
+
+
+def _rows(layer: nn.Module, target: Target | None, policy: Policy,
+          imports: Mapping[str, Tried]) -> list[Layer]:
+    where = weights(layer)
+    here = target if target is not None else None if where.device is None else attempt(probe, where.device)[0]
+    rows = []
+    for one in called_by(layer):
+        op = op_of(layer, one.kernel)
+        path, verdict, because, cost = _planned(layer, op, where, here, target is not None, policy)
+        if one.implementation != OURS:
+            verdict, said = _theirs(one, op, here, layer.training, reason(one, imports))
+            because, cost = "; ".join(filter(None, (said, "" if path else because))), ""
+        function = one.attribute if one.attribute == one.kernel else f"{one.attribute} ({one.kernel})"
+        rows.append(Layer(layers="", kind=_kind(layer), function=function, implementation=one.implementation,
+                          on=str(where), path=path, verdict=verdict, because=because, cost=cost))
+    return rows
+
+
+def _theirs(one: Bound, op: str | None, here: Target | None, training: bool, why: str) -> tuple[Status, str]:
+    """What becomes of a call that does not go through flashlin. Of functions that flashlin has none of nobody
+    knows here whether the layer's settings lead to them."""
+    if one.implementation == TORCH:
+        gpu = here is not None and here.backend in ("cuda", "hip")
+        return ("degraded" if gpu else "ok"), f"the model's own torch function: {why}"
+    if here is None:
+        return "could not check", why
+    if here.backend == "cpu" and one.implementation in NEED_A_GPU:
+        return ("problem" if op else "could not check",
+                f"kernels of {one.implementation} cannot start without a GPU")
+    if training and one.implementation == "fla" and one.kernel in GATED and GATED_BACKWARD.here(here):
+        return "problem", ("fla's gated backward gives wrong gradients here, or raises: "
+                           f"{GATED_BACKWARD.id}, {GATED_BACKWARD.url}")
+    return "ok", why
+
+
+def _planned(layer: nn.Module, op: str | None, where: Weights, here: Target | None, named: bool,
+             policy: Policy) -> tuple[str, Status, str, str]:
+    """(path, verdict, because, cost) of the op of flashlin that does what is called."""
+    if op is None:
+        return "", "ok", "not planned: flashlin has no op of this name", ""
+    try:
+        if where.why and not (named and where.dtype in DTYPES):
+            raise Unread(where.why)
+        if here is None:
+            raise Unread(f"{where.device} cannot be asked")
+        sizes = reader(op)(layer)
+    except Unread as error:
+        return "", "could not check", f"cannot be planned: {error}", ""
+    mode = OPS[op][1]
+    decoding = mode == "fused_recurrent" or bool(PUBLIC[op].in_place)
+    needs_grad = (layer.training and not decoding
+                  and any(parameter.requires_grad for parameter in layer.parameters()))
+    given: dict[str, Any] = {"B": 1, "T": 1 if decoding else None, "H": None, "K": None, "V": None, "N": None,
+                             **sizes}
+    problem = calls.problem_of(op, **given, dtype=where.dtype, varlen=False, needs_grad=needs_grad, mode=mode)
+    plan = dispatch.plan(problem, here, policy)
+    told = [f"{reason_.code}: {reason_.got}; so it {VARIANTS[remedy].means}" for reason_, remedy in plan.steps
+            if reason_.forced]
+    told += [f"{reason_}; {advice(plan)}" for reason_ in plan.refused]
+    size = " ".join(f"{axis}={number}" for axis, number in sizes.items())
+    return f"{outlook.way(plan)} ({size})", outlook.judged(plan), "; ".join(told), outlook.cost(plan)
+
+
+def op_of(layer: nn.Module, kernel: str) -> str | None:
+    """The op of flashlin that does what this kernel does. Two are called causal_conv1d_update: fla's, and
+    that of causal_conv1d, which everybody else calls."""
+    if kernel == "causal_conv1d_update" and not any(
+            kind.__module__.partition(".")[0] in ("fla", "flashlin") for kind in type(layer).__mro__):
+        kernel = "mamba_causal_conv1d_update"
+    kernel = PLANNED_AS.get(kernel, kernel)
+    return PUBLIC[kernel].planned_as or kernel if kernel in PUBLIC else None
+
+
+def _kind(layer: nn.Module) -> str:
+    """The class that the model's author wrote: FSDP puts one of its own in front."""
+    return next((kind.__name__ for kind in type(layer).__mro__ if not kind.__module__.startswith("torch.")),
+                type(layer).__name__)
+
+
+def _plain(name: str, model: nn.Module) -> str:
+    """The name of a layer without those of wrappers."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    wrapped = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    return ".".join(parts[1:] if wrapped and parts[:1] == ["module"] else parts) or "(the model)"
+
+
+def together(names: Iterable[str]) -> str:
+    """``layers.0.attn``, ``layers.1.attn``, ``layers.4.attn`` -> ``layers.0-1,4.attn``, by the first number
+    that differs."""
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        number = re.search(r"(?<![^.])\d+(?![^.])", name)
+        key = (name[:number.start()], name[number.end():]) if number else (name, "")
+        kinds.setdefault(key, []).extend([int(number[0])] if number else [])
+    return ", ".join(f"{before}{spans(numbers)}{after}" for (before, after), numbers in kinds.items())
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """0, 1, 2, 4 -> ``0-2,4``"""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

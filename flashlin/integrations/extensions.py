@@ -1,0 +1,133 @@
+"""What ``selective_scan_cuda`` and ``causal_conv1d_cuda`` compute, for Python files of mamba_ssm and
+causal_conv1d that call them below their public functions. Arguments and results are theirs; nothing here is
+differentiable, since callers have backward functions of their own."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashlin import mamba
+from flashlin.kernels.plain import wide
+
+
+@torch.no_grad()
+def fwd(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+) -> list[Tensor]:
+    """``selective_scan_cuda.fwd``: y before its gate [b, D, T], what is kept [b, D, 1, 2 N] and, with z, y
+    behind it. Tensors as ``selective_scan_fn``. Of what is kept every second column is the last state, which
+    callers read; the others, which only the extension's backward reads, are zeros."""
+    y, last = mamba.selective_scan_fn(u, delta, A, B, C, D, None, delta_bias, delta_softplus,
+                                      return_last_state=True)
+    kept = torch.stack([torch.zeros_like(last), last], -1).flatten(-2)[:, :, None]
+    if z is None:
+        return [y, kept]
+    wide_y, wide_z = wide(y, z)
+    return [y, kept, (wide_y * F.silu(wide_z)).to(y.dtype)]
+
+
+def bwd(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    dout: Tensor,
+    x: Tensor,
+    out: Tensor | None,
+    dz: Tensor | None,
+    delta_softplus: bool,
+    recompute_out_z: bool,
+) -> list[Tensor | None]:
+    """``selective_scan_cuda.bwd``: the gradients of u, delta, A, B, C, D and delta_bias; with z that of z,
+    also written to dz, if it is there; and y behind the gate, if asked for. x and out, what forward kept, are
+    not read: forward runs again."""
+    names = ("u", "delta", "A", "B", "C", "D", "delta_bias", "z")
+    given = dict(zip(names, (u, delta, A, B, C, D, delta_bias, z), strict=True))
+
+    def scan(**leaves: Any) -> list[Any]:
+        return [mamba.selective_scan_fn(**leaves, delta_softplus=delta_softplus)]
+    (y,), grads = _pulled_back(scan, given, [dout])
+    found: list[Tensor | None] = [grads.get(name) for name in names[:-1]]
+    if z is None:
+        return found
+    found.append(_written(dz, grads["z"]))
+    return [*found, y] if recompute_out_z else found
+
+
+@torch.no_grad()
+def causal_conv1d_fwd_function(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None,
+                               initial_states: Tensor | None, final_states_out: Tensor | None,
+                               silu_activation: bool) -> Tensor:
+    """y [b, D, T]; tensors as ``causal_conv1d_fn``, final_states_out [b, D, W - 1] is written to."""
+    y = mamba.causal_conv1d_fn(x, weight, bias, seq_idx, initial_states, final_states_out is not None,
+                               final_states_out, _activation(silu_activation))
+    return y if isinstance(y, Tensor) else y[0]
+
+
+def causal_conv1d_bwd_function(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dout: Tensor,
+    seq_idx: Tensor | None,
+    initial_states: Tensor | None,
+    dfinal_states: Tensor | None,
+    dx: Tensor | None,
+    return_dinitial_states: bool,
+    silu_activation: bool,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, also written to dx, if it is there, of weight, bias and initial_states."""
+    given = {"x": x, "weight": weight, "bias": bias,
+             "initial_states": initial_states if return_dinitial_states else None}
+
+    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None,
+                 initial_states: Tensor | None = initial_states) -> list[Tensor]:
+        found = mamba.causal_conv1d_fn(x, weight, bias, seq_idx, initial_states, dfinal_states is not None,
+                                       activation=_activation(silu_activation))
+        return [found] if isinstance(found, Tensor) else list(found)
+    _, grads = _pulled_back(convolve, given, [dout, dfinal_states][:1 + (dfinal_states is not None)])
+    return _written(dx, grads["x"]), grads["weight"], grads.get("bias"), grads.get("initial_states")
+
+
+@torch.no_grad()
+def causal_conv1d_update_function(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None,
+                                  silu_activation: bool, cache_seqlens: Tensor | None,
+                                  conv_state_indices: Tensor | None) -> Tensor:
+    """y of x [b, D, T]; conv_state [b, D, L] is updated."""
+    return mamba.causal_conv1d_update(x, conv_state, weight, bias, _activation(silu_activation),
+                                      cache_seqlens, conv_state_indices)
+
+
+def _activation(silu: bool) -> str | None:
+    return "silu" if silu else None
+
+
+def _written(out: Tensor | None, gradient: Tensor) -> Tensor:
+    """The gradient, in the tensor that the caller has for it."""
+    return gradient if out is None else out.copy_(gradient)
+
+
+def _pulled_back(function: Callable[..., list[Tensor]], given: dict[str, Tensor | None],
+                 grads: Sequence[Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """What the function gives, and the gradients of the tensors that are there, by name."""
+    with torch.enable_grad():
+        leaves = {name: x.detach().requires_grad_() for name, x in given.items() if x is not None}
+        outputs = function(**leaves)
+        found = torch.autograd.grad(outputs, list(leaves.values()), list(grads))
+    return [y.detach() for y in outputs], dict(zip(leaves, found, strict=True))

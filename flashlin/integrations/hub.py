@@ -1,0 +1,55 @@
+"""flashlin as kernels of the package ``kernels``, which models of transformers look up by name: nothing is
+downloaded."""
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from flashlin.integrations.adapters import ADAPTERS, FUSED, declined
+from flashlin.integrations.transformers import KERNEL, decorated, is_modeling
+
+DEVICES = ("cpu", "cuda", "rocm")
+
+
+class Repository(NamedTuple):
+    """What ``kernels`` asks of a place that kernels come from: to load one, and to be told from others."""
+    name: str
+
+    def load(self) -> type[nn.Module]:
+        """A module without state whose forward is flashlin's, under the parameters that the models' own
+        function has. LookupError where no model that looks up this name is loaded."""
+        kernel = KERNEL[self.name]
+        function = declined if kernel in FUSED else ADAPTERS[kernel].function
+        theirs = next((one.torch for key, module in list(sys.modules.items()) if is_modeling(key)
+                       for one in decorated(module) if one.kernel == kernel), None)
+        if theirs is None:
+            raise LookupError(f"{self.name}: no loaded model of transformers looks up this kernel")
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # which kernels compares
+            [this, *inspect.signature(theirs).parameters.values()])
+        return type(self.name, (nn.Module,), {"forward": forward, "can_torch_compile": True,
+                                              "has_backward": True, "__module__": __name__})
+
+    def __str__(self) -> str:
+        return f"flashlin's {KERNEL[self.name]}"
+
+
+def kernel_mapping() -> dict[str, dict[str, Repository]]:
+    """A kernel mapping of the package ``kernels``: flashlin for every name that models of transformers look
+    up, on CPUs and GPUs, for inference, training and torch.compile.
+
+        with kernels.use_kernel_mapping(flashlin.kernel_mapping()):
+            kernels.kernelize(model, mode=kernels.Mode.TRAINING)
+
+    or, before ``model.set_use_kernels(True)``,
+    ``transformers.integrations.hub_kernels.get_kernel_mapping_transformers().update(flashlin.kernel_mapping())``.
+    It reaches models whose functions are modules of ``kernels`` (transformers 5.15 and newer, with a version
+    of ``kernels`` that it accepts); ``flashlin.patch("transformers")`` reaches them all.
+    """
+    return {name: {device: Repository(name) for device in DEVICES} for name in KERNEL}

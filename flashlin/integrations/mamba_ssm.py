@@ -1,0 +1,191 @@
+"""patch("mamba_ssm") and patch("causal_conv1d"): their functions are flashlin's, wherever they are bound,
+whether the package is installed, installed with an extension that does not load, or not installed.
+
+Installed, each function that flashlin has is replaced by identity; classes are left alone, since they call
+functions of their modules. In the place of an extension that is missing or does not load a module stands in,
+so that the package can be imported, and stays imported afterwards. Where the package is not installed,
+modules under its names have the functions, until the patch ends; what has been taken of them goes on working.
+"""
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch  # noqa: F401  before an extension, which finds torch's libraries loaded
+
+from flashlin import mamba
+from flashlin.integrations import extensions
+from flashlin.integrations.absent import Contents, StandIns
+from flashlin.integrations.bindings import Replaced, bound, named_like
+from flashlin.integrations.calling import by_name
+from flashlin.integrations.patching import Patch
+from flashlin.modules.add_norm import RMSNorm
+
+
+class Package(NamedTuple):
+    """version: what a stand-in says, the release whose functions these are. extension: what the package
+    imports beside its Python files; called: what such files call of it. functions: by module, what flashlin
+    has for it. beside: what else the modules have that stand in for the package."""
+    name: str
+    version: str
+    extension: str
+    called: Contents
+    functions: Mapping[str, Contents]
+    beside: Mapping[str, Contents]
+
+
+def ours(*names: str) -> Contents:
+    return {name: getattr(mamba, name) for name in names}
+
+
+MAMBA_SSM = Package(
+    "mamba_ssm", "2.3.2+flashlin", "selective_scan_cuda", {"fwd": extensions.fwd, "bwd": extensions.bwd},
+    functions={
+        "mamba_ssm.ops.selective_scan_interface": ours("selective_scan_fn", "mamba_inner_fn"),
+        "mamba_ssm.ops.triton.ssd_combined": ours("mamba_chunk_scan_combined",
+                                                  "mamba_split_conv1d_scan_combined"),
+        "mamba_ssm.ops.triton.selective_state_update": ours("selective_state_update"),
+        "mamba_ssm.ops.triton.layer_norm": ours("layer_norm_fn", "rms_norm_fn"),
+        "mamba_ssm.ops.triton.layernorm": ours("layer_norm_fn", "rms_norm_fn"),  # its name before 2.0
+        "mamba_ssm.ops.triton.layernorm_gated": ours("rmsnorm_fn", "layernorm_fn")},
+    beside={
+        "mamba_ssm": ours("selective_scan_fn", "mamba_inner_fn"),
+        "mamba_ssm.ops.triton.layer_norm": {"RMSNorm": RMSNorm},
+        "mamba_ssm.ops.triton.layernorm": {"RMSNorm": RMSNorm},
+        "mamba_ssm.ops.triton.layernorm_gated": ours("RMSNorm", "LayerNorm")})
+CAUSAL_CONV1D = Package(
+    "causal_conv1d", "1.7.0+flashlin", "causal_conv1d_cuda", {},  # called by cpp_functions alone
+    functions={
+        "causal_conv1d.causal_conv1d_interface": ours("causal_conv1d_fn", "causal_conv1d_update"),
+        "causal_conv1d.causal_conv1d_varlen": ours("causal_conv1d_varlen_states"),
+        "causal_conv1d.cpp_functions": {
+            "causal_conv1d_fwd_function": extensions.causal_conv1d_fwd_function,
+            "causal_conv1d_bwd_function": extensions.causal_conv1d_bwd_function,
+            "causal_conv1d_update_function": extensions.causal_conv1d_update_function}},
+    beside={"causal_conv1d": ours("causal_conv1d_fn", "causal_conv1d_update")})
+
+# What transformers remembers of which packages are there.
+REMEMBERED = ("is_mamba_ssm_available", "is_mamba_2_ssm_available", "is_causal_conv1d_available")
+
+
+class PackagePatch(Patch):
+    about: Package
+
+    def __init__(self) -> None:
+        self.package, self.watched = self.about.name, (self.about.name,)
+        super().__init__()
+        self._stand_ins: StandIns | None = None
+
+    def begin(self) -> None:
+        about = self.about
+        if not is_here(about.name):
+            self._stand_in(whole(about), "not installed")
+        elif why := fails(about.extension):
+            self._stand_in({about.extension: {**about.called, "__getattr__": lacking(about.extension, why)}},
+                           why)
+        for name in about.functions:
+            if name in sys.modules:
+                self._read(sys.modules[name])
+        if self._stand_ins is not None:
+            self._fill(list(sys.modules.values()))
+        self.bindings.sweep()
+
+    def arrived(self, module: ModuleType) -> None:
+        self._read(module)
+        self.bindings.sweep([module])
+
+    def end(self) -> None:
+        if self._stand_ins is not None:
+            self._stand_ins.end()
+            forget_what_is_available()
+        super().end()
+
+    def _stand_in(self, modules: Mapping[str, Contents], why: str) -> None:
+        self._stand_ins = StandIns(modules)
+        self._stand_ins.begin()
+        forget_what_is_available()
+        self.bindings.left[next(iter(modules))] = f"{why}; modules of flashlin stand in"
+        self.bindings.replaced += [Replaced(module, name, public_name(value))
+                                   for module, contents in modules.items()
+                                   for name, value in contents.items() if not name.startswith("__")]
+
+    def _read(self, module: ModuleType) -> None:
+        """Note what takes the place of what this module defines."""
+        for name, function in self.about.functions.get(module.__name__, {}).items():
+            original = vars(module).get(name)
+            if callable(original) and original is not function and not self.bindings.swapped(original):
+                self.bindings.swap(original, by_name(original, function), public_name(function))
+
+    def _fill(self, modules: Iterable[Any]) -> None:
+        """Modules that tried to import a function and bound None to its name instead. Not the norms, whose
+        names are other packages', too."""
+        functions = {name: function for module, contents in self.about.functions.items()
+                     if "norm" not in module for name, function in contents.items()}
+        for module in modules:
+            if type(module) is ModuleType and module.__name__.partition(".")[0] != "flashlin":
+                for name, function in functions.items():
+                    if bound(module, name) is None:
+                        stand_in = named_like(function, None, module=module.__name__, name=name)
+                        self.bindings.stands_for(stand_in, None)
+                        self.bindings.put(module, name, stand_in, public_name(function))
+
+
+class MambaSsmPatch(PackagePatch):
+    about = MAMBA_SSM
+
+
+class CausalConv1dPatch(PackagePatch):
+    about = CAUSAL_CONV1D
+
+
+def whole(about: Package) -> dict[str, Contents]:
+    """Contents of the modules that stand in for a package, itself first."""
+    modules: dict[str, dict[str, Any]] = {about.name: {"__version__": about.version}}
+    for table in (about.functions, about.beside):
+        for name, contents in table.items():
+            parts = name.split(".")
+            for end in range(1, len(parts)):
+                modules.setdefault(".".join(parts[:end]), {})
+            modules.setdefault(name, {}).update(contents)
+    return {**modules}
+
+
+def public_name(function: Any) -> str:
+    """The name under which users find it."""
+    name = function.__name__
+    home = "flashlin.mamba" if getattr(mamba, name, None) is function else function.__module__
+    return f"{home}.{name}"
+
+
+def lacking(extension: str, why: str) -> Any:
+    """The ``__getattr__`` of a module that stands in for an extension."""
+    def of(name: str) -> Any:
+        raise AttributeError(f"{extension}.{name}: the extension does not load ({why}), and flashlin has "
+                             "nothing in its place")
+    return of
+
+
+def is_here(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None
+
+
+def fails(extension: str) -> str:
+    """Why it does not load; empty if it does."""
+    try:
+        importlib.import_module(extension)
+    except (ImportError, OSError) as error:  # missing, or built for another torch
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def forget_what_is_available() -> None:
+    """transformers asks once for the process whether a package is there, and that changes."""
+    checks = sys.modules.get("transformers.utils.import_utils")
+    for name in REMEMBERED:
+        forget = getattr(getattr(checks, name, None), "cache_clear", None)
+        if forget is not None:
+            forget()

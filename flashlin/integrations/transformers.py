@@ -1,0 +1,372 @@
+"""``patch("transformers")``: flashlin where the models of transformers bind the functions of fla, mamba_ssm and
+causal_conv1d.
+
+Three generations bind them in three ways, and a version may have two. They are told apart by what a modeling
+file looks like:
+
+- **decorated** (since 5.15): the torch function of a kernel is decorated, and calls the package's where that
+  could be imported. The decorated function is replaced. With the package ``kernels`` it is a module (a
+  ``Func``) whose forward calls it; that object's forward is.
+- **globals** (before): the file has the functions as globals, None where they are missing, and a flag. Layers
+  of the delta rule copy them. Where there is a torch function of the same, it is replaced, too.
+- **loaded lazily** (5.0 to 5.14, Mamba): constructors of layers ask ``lazy_load_kernel`` and write globals. It is
+  given a module of flashlin's functions; what the constructors wrote is what it would have been, afterwards.
+"""
+from __future__ import annotations
+
+import dis
+import importlib.util
+import inspect
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from flashlin.integrations.bindings import MISSING, bound, layers, named_like
+from flashlin.integrations.patching import Patch
+
+HUB, DYNAMIC = "transformers.integrations.hub_kernels", "transformers.dynamic_module_utils"
+FLAG, LAZY, CONV_CACHE = "is_fast_path_available", "lazy_load_kernel", "_causal_conv1d_cache"
+# kernel -> the names under which modeling files bind it
+NAMES = {
+    "chunk_gated_delta_rule": ("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule"),
+    "fused_recurrent_gated_delta_rule": ("fused_recurrent_gated_delta_rule", "recurrent_gated_delta_rule",
+                                         "torch_recurrent_gated_delta_rule"),
+    "chunk_kda": ("chunk_kda", "chunk_kimi_delta_attention"),
+    "fused_recurrent_kda": ("fused_recurrent_kda", "recurrent_kimi_delta_attention"),
+    "causal_conv1d_fn": ("causal_conv1d_fn",),
+    "causal_conv1d_update": ("causal_conv1d_update",),
+    "mamba_split_conv1d_scan_combined": ("mamba_split_conv1d_scan_combined",
+                                         "mamba2_split_conv1d_scan_combined"),
+    "mamba_chunk_scan_combined": ("mamba_chunk_scan_combined", "mamba2_chunk_scan"),
+    "selective_state_update": ("selective_state_update", "mamba2_selective_state_update",
+                               "mamba_selective_state_update"),
+    "selective_scan_fn": ("selective_scan_fn", "mamba_selective_scan"),
+    "mamba_inner_fn": ("mamba_inner_fn", "falcon_mamba_inner_fn"),
+}
+KERNEL = {name: kernel for kernel, names in NAMES.items() for name in names}
+# Models whose attention does not look at position_ids, unless it is flash attention
+ATTENDS_ACROSS = ("GraniteMoeHybrid",)
+OF_INTEREST = {*KERNEL, FLAG, LAZY, CONV_CACHE}
+LAZILY = ("causal-conv1d", "mamba-ssm", "falcon_mamba-ssm")  # what lazy_load_kernel is asked for
+INSIDE = {"selective_state_update": "ops.triton.selective_state_update",  # where mamba_ssm has what its root
+          "mamba_chunk_scan_combined": "ops.triton.ssd_combined",         # has not
+          "mamba_split_conv1d_scan_combined": "ops.triton.ssd_combined"}
+
+
+class Decorated(NamedTuple):
+    """A decorated function in a modeling file. owner: the function itself, or kernels' module around it."""
+    name: str
+    kernel: str
+    owner: Any
+    implementation: Any
+    torch: Any
+    package: str
+
+
+def decorated(module: ModuleType) -> Iterator[Decorated]:
+    for name, owner in list(vars(module).items()):
+        function = owner
+        if hasattr(type(owner), "kernel_layer_name") and not isinstance(owner, type):
+            function = _free(type(owner).forward).get("func")
+        free = _free(function)  # nothing at all of what is no function: lazy objects load what one asks for
+        kernel = KERNEL.get(free.get("func_name", ""), KERNEL.get(name, ""))
+        if kernel and {"applicable_params", "implementation"} <= free.keys():
+            yield Decorated(name, kernel, owner, free["implementation"],
+                            getattr(function, "__wrapped__", None), free.get("package", ""))
+
+
+def _free(function: Any) -> dict[str, Any]:
+    """The variables that a function has from outside of it."""
+    if not isinstance(function, FunctionType) or not function.__closure__:
+        return {}
+    return {name: bound(cell, name)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)}
+
+
+def reads(module: ModuleType) -> set[str]:
+    """Which of the names that kernels have, and of those that say how they are found, the functions and
+    methods of a module read as globals."""
+    mine = [one for one in vars(module).values()
+            if isinstance(one, (FunctionType, type)) and one.__module__ == module.__name__]
+    functions = [inspect.unwrap(part) for one in mine
+                 for part in ([one] if isinstance(one, FunctionType) else vars(one).values())
+                 if isinstance(part, FunctionType)]
+    return {name for function in functions for name in _globals(function.__code__)}
+
+
+def _globals(code: CodeType) -> Iterator[str]:
+    if not OF_INTEREST.isdisjoint(code.co_names):  # which has the attributes, too
+        yield from (one.argval for one in dis.get_instructions(code)
+                    if one.opname == "LOAD_GLOBAL" and one.argval in OF_INTEREST)
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from _globals(part)
+
+
+def is_modeling(name: str) -> bool:
+    return name.rpartition(".")[2].startswith(("modeling_", "unsloth_compiled_module"))
+
+
+class TransformersPatch(Patch):
+    """See the module. What it cannot do: models compiled or exported before keep what was traced; a
+    ``kernelize`` with a mapping of one's own, called later, puts its kernels over flashlin's."""
+    package = "transformers"
+    watched = ("transformers", "transformers_modules", "unsloth_compiled_module*")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: set[int] = set()  # the modules, by id
+        self._in_layers: dict[tuple[str, str], Any] = {}  # (module, attribute of its layers) -> stand-in
+        self._lazily: dict[str, ModuleType] = {}
+        self._said: set[str] = set()
+
+    def begin(self) -> None:
+        if "transformers" not in sys.modules and importlib.util.find_spec("transformers") is None:
+            raise ImportError("transformers: not installed, so there is nothing to patch")
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, ModuleType) and (is_modeling(name) or name in (HUB, DYNAMIC)):
+                self._see(module)
+        self.bindings.sweep()
+        if self._in_layers:
+            self._see_layers(layers())
+
+    def arrived(self, module: ModuleType) -> None:
+        if is_modeling(module.__name__) or module.__name__ in (HUB, DYNAMIC):
+            self._see(module)
+            self.bindings.sweep([module])
+
+    def model(self, model: Any) -> None:
+        for name in {type(layer).__module__ for layer in model.modules()}:
+            if name in sys.modules and not name.startswith("torch."):
+                self._see(sys.modules[name])
+        self.bindings.sweep()
+        self._see_layers(model.modules())
+
+    def end(self) -> None:
+        written = self._written()
+        super().end()
+        self._as_without(written)
+
+    # --- where things are bound ---
+
+    def _see(self, module: ModuleType) -> None:
+        if id(module) in self._done:
+            return
+        self._done.add(id(module))
+        if module.__name__ == HUB:
+            self._see_lazy_loading(module)
+        elif module.__name__ == DYNAMIC:
+            self._see_dynamic(module)
+        else:
+            kernels = self._see_decorated(module) or self._see_globals(module)
+            if kernels:
+                self._see_models(module, kernels)
+
+    def _see_decorated(self, module: ModuleType) -> set[str]:
+        found = list(decorated(module))
+        for one in found:
+            # Its models take None from a fused function and go on
+            stand_in = stand_in_for(one.kernel, one.torch, module.__name__, one.name, takes_none=True)
+            if one.owner is _function_of(one.owner):
+                self.bindings.swap(one.owner, stand_in, _by(one.kernel))
+            else:
+                self.bindings.stands_for(stand_in, bound(one.owner, "forward"))
+                self.bindings.put(one.owner, "forward", stand_in, _by(one.kernel),
+                                  f"{module.__name__}.{one.name}")
+        return {one.kernel for one in found}
+
+    def _see_globals(self, module: ModuleType) -> set[str]:
+        read = reads(module)
+        names = vars(module)
+        wanted = [name for name in KERNEL if name in read and not name.startswith("torch_")]
+        if not wanted or not (FLAG in read or CONV_CACHE in read or module.__name__.startswith("transformers")):
+            return set()
+        made: dict[str, Any] = {}
+        for name in wanted:
+            kernel, original = KERNEL[name], names.get(name, MISSING)
+            own = next((names[one] for one in NAMES[kernel]
+                        if _is_own(names.get(one), module)), None)  # a torch function of the same
+            if original is MISSING and LAZY in read:
+                continue  # no layer has asked yet
+            if own is not None and original in (own, None):
+                stand_in = stand_in_for(kernel, own, module.__name__, own.__name__)
+                self.bindings.swap(own, stand_in, _by(kernel))
+            else:
+                stand_in = stand_in_for(kernel, original, module.__name__, name)
+                self.bindings.stands_for(stand_in, original)
+            self.bindings.put(module, name, stand_in, _by(kernel))
+            made[kernel] = stand_in
+            for attribute in NAMES[kernel]:
+                self._in_layers[module.__name__, attribute] = stand_in
+        if FLAG in names:
+            self.bindings.put(module, FLAG, True, "True")
+        if CONV_CACHE in names:
+            pair = tuple(stand_in_for(kernel, None, module.__name__, kernel)
+                         for kernel in ("causal_conv1d_update", "causal_conv1d_fn"))
+            self.bindings.put(module, CONV_CACHE, pair, _by("causal_conv1d_fn"))
+        return {KERNEL[name] for name in wanted}
+
+    def _see_layers(self, some: Iterable[Any]) -> None:
+        """Layers that were built before and hold functions, or None for them."""
+        for layer in some:
+            for name in vars(layer).keys() & KERNEL.keys():
+                stand_in = self._in_layers.get((type(layer).__module__, name))
+                if stand_in is not None:
+                    self.bindings.put(layer, name, stand_in, _by(KERNEL[name]))
+
+    def _see_lazy_loading(self, hub: ModuleType) -> None:
+        known, loaded = getattr(hub, "_HUB_KERNEL_MAPPING", {}), getattr(hub, "_KERNEL_MODULE_MAPPING", None)
+        for package in LAZILY if loaded is not None else ():
+            if package in known:
+                ours = ModuleType(f"flashlin, for {package}")
+                for name in KERNEL:
+                    stand_in = stand_in_for(KERNEL[name], None, ours.__name__, name)
+                    self.bindings.stands_for(stand_in, None)
+                    setattr(ours, name, stand_in)
+                self.bindings.stands_for(ours, None)
+                self.bindings.put(loaded, package, ours, "flashlin's functions",
+                                  f"{HUB}._KERNEL_MODULE_MAPPING")
+                self._lazily[package] = ours
+
+    def _see_dynamic(self, module: ModuleType) -> None:
+        """Files of the hub are run without Python's import, so nothing tells when they arrive."""
+        original = getattr(module, "get_class_in_module", None)
+        if original is None:
+            return
+
+        def get_class_in_module(*args: Any, **options: Any) -> Any:
+            found = original(*args, **options)
+            arrived = sys.modules.get(getattr(found, "__module__", ""))
+            if arrived is not None:
+                self.arrived(arrived)
+            return found
+        stand_in = named_like(get_class_in_module, original, signature=inspect.signature(original))
+        self.bindings.stands_for(stand_in, original)
+        self.bindings.put(module, "get_class_in_module", stand_in, "its own, watched for files of the hub")
+
+    def _see_models(self, module: ModuleType, kernels: set[str]) -> None:
+        from flashlin.integrations.documents import watched
+        kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+        carries = "selective_scan_fn" not in kernels
+        for one in list(vars(module).values()):
+            if isinstance(one, type) and one.__module__ == module.__name__ and issubclass(one, kind):
+                forward = vars(one).get("forward")
+                if isinstance(forward, FunctionType):
+                    ours = watched(forward, by_seq_idx=carries, carries_state=carries, said=self._said,
+                                   attends_across=one.__name__.startswith(ATTENDS_ACROSS))
+                    self.bindings.put(one, "forward", ours, "its own forward, told of packed rows")
+
+    # --- what constructors wrote ---
+
+    def _written(self) -> list[tuple[ModuleType, str, str]]:
+        """(modeling file, global, package) of what constructors of layers have from us."""
+        ours = {id(value): package for package, module in self._lazily.items()
+                for value in (module, *(vars(module)[name] for name in KERNEL))}
+        return [(module, name, ours[id(value)]) for module in list(sys.modules.values())
+                if isinstance(module, ModuleType) and is_modeling(getattr(module, "__name__", ""))
+                for name, value in list(vars(module).items()) if id(value) in ours]
+
+    def _as_without(self, written: list[tuple[ModuleType, str, str]]) -> None:
+        """Those globals as the constructors would have written them."""
+        for package in {package for _, _, package in written}:
+            try:
+                theirs = getattr(sys.modules[HUB], LAZY)(package, mapping={})  # which it fills
+            except Exception as error:  # a hub that does not answer must not keep a patch from ending
+                warnings.warn(f"lazy_load_kernel({package!r}): {type(error).__name__}: {error}; models built "
+                              "while transformers was patched take their torch path", RuntimeWarning,
+                              stacklevel=2)
+                theirs = None
+            for module, name, of in written:
+                if of == package:
+                    setattr(module, name, _part(theirs, name) if name in KERNEL else theirs)
+        for module in {module for module, _, _ in written}:
+            if FLAG in vars(module):
+                setattr(module, FLAG, all(vars(module)[name] for one, name, _ in written
+                                          if one is module and name in KERNEL))
+
+
+def stand_in_for(kernel: str, original: Any, module: str, name: str, takes_none: bool = False) -> Any:
+    """The adapter of a kernel as ``module.name``. takes_none: the caller goes on without a fused function."""
+    from flashlin.integrations.adapters import ADAPTERS, FUSED, declined
+    function = declined if takes_none and kernel in FUSED else ADAPTERS[kernel].function
+    stand_in = named_like(function, original, module, name, inspect.signature(function))
+    stand_in.__flashlin_kernel__ = kernel
+    return stand_in
+
+
+def _function_of(owner: Any) -> Any:
+    return owner if isinstance(owner, FunctionType) else None
+
+
+def _is_own(function: Any, module: ModuleType) -> bool:
+    return isinstance(function, FunctionType) and function.__module__ == module.__name__
+
+
+def _by(kernel: str) -> str:
+    return f"flashlin's {kernel}"
+
+
+def _part(package: Any, name: str) -> Any:
+    """A function of mamba_ssm or causal_conv1d, where its root or the module inside has it."""
+    found = getattr(package, name, None)
+    if callable(found) and not isinstance(found, ModuleType):
+        return found
+    for step in (*INSIDE.get(name, "").split("."), name):
+        package = getattr(package, step, None)
+    return package
+
+
+class Bound(NamedTuple):
+    """What one name of a modeling file is bound to. implementation: ``flashlin``, ``torch``, ``nothing`` or
+    the module that the function is from. why: the reason, where it is torch or nothing."""
+    name: str
+    kernel: str
+    implementation: str
+    why: str
+
+
+def bound_in(module: ModuleType) -> list[Bound]:
+    """What a modeling file binds where kernels go. Imports nothing and changes nothing."""
+    found = []
+    for name, value in vars(module).items():
+        function = bound(value, "forward") if hasattr(type(value), "kernel_layer_name") else value
+        if isinstance(function, FunctionType) and hasattr(function, "__flashlin_kernel__"):
+            found.append(Bound(name, function.__flashlin_kernel__, "flashlin", ""))
+        elif function is not value and function is not MISSING:
+            found.append(Bound(name, KERNEL.get(type(value).kernel_layer_name, ""),
+                               getattr(function, "__module__", ""), "kernels' kernelize"))
+    known = {one.name for one in found}
+    for one in decorated(module):
+        if one.name not in known:
+            torch = one.implementation is one.torch
+            found.append(Bound(one.name, one.kernel, "torch" if torch else one.implementation.__module__,
+                               _missing(one.package) if torch else ""))
+            known.add(one.name)
+    if not found or any(one.name in vars(module) for one in found if one.implementation == "flashlin"):
+        read = reads(module)
+        for name, kernel in KERNEL.items():
+            if name in read and name not in known and not name.startswith("torch_"):
+                value = vars(module).get(name)
+                own = _is_own(value, module)
+                found.append(Bound(name, kernel, "nothing" if value is None else "torch" if own
+                                   else getattr(value, "__module__", ""),
+                                   _absent(read) if value is None else "the file has no kernel" if own else ""))
+    return found
+
+
+def _missing(package: str) -> str:
+    if not package:
+        return "its package could not be imported when the file was"
+    try:
+        installed = importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        installed = package in sys.modules
+    return (f"{package} is installed, but could not be imported when the file was, or lacks it" if installed
+            else f"{package} is not installed")
+
+
+def _absent(read: set[str]) -> str:
+    return ("no layer has been built, or its package is missing" if LAZY in read
+            else "its package is missing, or there was no CUDA when the file was imported")

@@ -1,0 +1,143 @@
+"""The gated delta rule on a pool of states, token by token: decoding, drafts, prompts.
+
+One compiled kernel serves them all. What a call lacks (drafts, packed sequences, states to begin with) is a
+number at run time, not another kernel, and the state is rounded to the pool's dtype after every token, so a
+prompt read in one call leaves to the bit what token after token leaves.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.pieces import Batch, zero_gaps, zero_rows
+from flashlin.kernels.recurrent.forward import (
+    of_unit_length,
+    row_of,
+    tile_of_state,
+    updated,
+    vector,
+    with_rows,
+)
+from flashlin.kernels.recurrent.inputs import Inputs, bound_of
+
+
+@triton.jit(do_not_specialize=["scale", "T", "N", "H", "HV", "P", "columns", "packed", "gaps", "counted",
+                               "q_row", "k_row", "v_row"])
+def recurrent_pool(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    beta,  # [rows, HV]
+    g,  # [rows, HV] or None
+    gk,  # [rows, HV, K] or None
+    A_log,  # [HV] or None
+    dt_bias,  # [HV] or, of gk, [HV, K], or None
+    pool,  # [P, HV, V, K]
+    o,  # [rows, HV, V]
+    indices,  # [N, columns]
+    accepted,  # [N] if counted
+    bounds,  # [N + 1] if packed
+    scale,
+    T,  # tokens of a sequence, or of all of them if packed
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    P,  # states of the pool
+    columns,  # states that a sequence may leave
+    packed,  # whether bounds tell where sequences lie
+    gaps,  # whether rows outside of them have to be zeroed
+    counted,  # whether accepted tells where to begin
+    q_row,  # elements from one token to the next
+    k_row,  # elements from one token to the next
+    v_row,  # elements from one token to the next
+    state_row,  # elements from one state to the next
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    L2NORM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BOUND: tl.constexpr,
+):
+    """Sequence n begins with the state at indices[n, accepted[n] - 1], or with zeros if that is column -1,
+    and the states after its last ``columns`` tokens go to indices[n]. One that begins outside the pool is
+    padding: zeros, and nothing is written; a column outside of it is not written."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    v0 = program % NV * BV
+    nh = program // NV
+    i_h = nh % HV
+    n = nh // HV
+    i_qk = i_h // (HV // H)
+    first = n.to(tl.int64) * T
+    length = T
+    if packed != 0:
+        first = tl.load(bounds + n).to(tl.int64)
+        length = (tl.load(bounds + n + 1).to(tl.int64) - first).to(tl.int32)
+    if gaps != 0:
+        zero_gaps(o, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+    mine = indices + n.to(tl.int64) * columns
+    column = 0
+    if counted != 0:
+        column = tl.load(accepted + n).to(tl.int32) - 1
+    slot = tl.load(mine + tl.minimum(tl.maximum(column, 0), columns - 1)).to(tl.int64)
+    there = (slot >= 0) & (slot < P)
+    zero_rows(o, first, tl.where(there, 0, length), i_h, HV, V, v0, BT, BV)
+    length = tl.where(there, length, 0)
+    in_k = tl.arange(0, BK)
+    in_v = v0 + tl.arange(0, BV)
+    tile = tile_of_state(in_k, in_v, K, V, True)
+    of_head = i_h.to(tl.int64) * (K * V)
+    # not a scalar in the mask: in 3.9's interpreter two scalars make none
+    mask = (in_k < K)[:, None] & (in_v < tl.where(there & (column >= 0), V, 0))[None, :]
+    S = tl.load(pool + (slot * state_row + of_head) + tile, mask=mask, other=0.0).to(tl.float32)
+    unwritten = tl.maximum(length - columns, 0)
+    for i in range(length):
+        token = first + i
+        b_q = vector(q, token * q_row + i_qk * K, in_k, K)
+        b_k = vector(k, token * k_row + i_qk * K, in_k, K)
+        b_v = vector(v, token * v_row + i_h * V, in_v, V)
+        if L2NORM:
+            b_q = of_unit_length(b_q)
+            b_k = of_unit_length(b_k)
+        b_q *= scale
+        row = token * HV + i_h
+        S = updated(
+            S=S, b_k=b_k, b_v=b_v, beta=beta, g=g, gamma=None, gk=gk, gv=None, a=None, b=None,
+            A_log=A_log, dt_bias=dt_bias, row=row, i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V,
+            DELTA=True, PER_CHANNEL=False, SIGMOID=SIGMOID, RATE=False, BOUND=BOUND)
+        b_o = tl.sum(S * b_q[:, None], 0)
+        tl.store(o + row * V + in_v, b_o.to(o.dtype.element_ty), mask=in_v < V)
+        left = S.to(pool.dtype.element_ty)
+        S = left.to(tl.float32)
+        if i >= unwritten:
+            to = tl.load(mine + (i - unwritten)).to(tl.int64)
+            known = (to >= 0) & (to < P)
+            mask = (in_k < K)[:, None] & (in_v < tl.where(known, V, 0))[None, :]
+            tl.store(pool + (to * state_row + of_head) + tile, left, mask=mask)
+
+
+def run(plan: Plan, x: Inputs, pool: torch.Tensor, indices: torch.Tensor, accepted: torch.Tensor | None,
+        flags: tuple[str, ...], scale: float, out_dtype: torch.dtype) -> torch.Tensor:
+    """o [B, T, HV, V], after writing to the pool [P, HV, V, K]. x without h0, all contiguous but q, k and v,
+    whose tokens may lie further apart; indices [N, columns] contiguous, accepted and bounds of its dtype;
+    each state of the pool contiguous."""
+    x = x._replace(q=with_rows(x.q), k=with_rows(x.k), v=with_rows(x.v))
+    batch, launch = Batch(plan, x), plan.launch("recurrent_pool")
+    HV, V = batch.HV, batch.V
+    o = batch.new(V, dtype=out_dtype)
+    sigmoid = (2.0 if "neg_eigval" in flags else 1.0) if "sigmoid" in flags else 0.0
+    own = dict(
+        pool=pool, P=pool.shape[0], columns=indices.shape[1], packed=int(batch.packed), gaps=int(batch.gaps),
+        counted=int(accepted is not None), state_row=pool.stride(0), K=batch.K, L2NORM="l2norm" in flags,
+        SIGMOID=sigmoid, BOUND=bound_of(flags), V=V)
+    strips = -(-V // launch.block("BV"))
+    for part in batch.parts(o=o, indices=indices, accepted=accepted, scale=scale, q_row=row_of(x.q),
+                            k_row=row_of(x.k), v_row=row_of(x.v)):
+        for name in ("accepted", "bounds"):  # never read where there is none
+            part[name] = part["indices"] if part[name] is None else part[name]
+        start(launch, recurrent_pool, part["N"] * HV * strips, own, part)
+    return o

@@ -1,0 +1,123 @@
+"""The gated delta rule on a pool of states in plain torch, token by token.
+
+Bits depend on no neighbour, so a prompt in one call, in pieces, packed with others, and token after token
+leave the same ones. A library's product or reduction may go another way for another batch: sums over K are
+made of elementwise additions. Of torch's functions on a CPU, sigmoid, softplus and log1p round another way at
+the end of a tensor: they are made of exp and log, which do not."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashlin.kernels.plain import widest
+from flashlin.kernels.recurrent.inputs import Inputs, bound_of
+
+
+def run(x: Inputs, pool: Tensor, indices: Tensor, accepted: Tensor | None, flags: tuple[str, ...],
+        scale: float) -> Tensor:
+    """o [B, T, HV, V] in float32, or float64 if any tensor is, after writing to the pool [P, HV, V, K]. As
+    kernels/recurrent/pool.py. bounds are read on the host; without them nothing is."""
+    compute = widest(*x, pool)
+    q, k, v, beta, g = _prepared(x, flags, scale, compute)
+    N, columns = indices.shape
+    indices = indices.long()
+    column = torch.zeros_like(indices[:, 0]) if accepted is None else accepted.long() - 1
+    slots = indices.gather(1, column.clamp(0, columns - 1)[:, None])[:, 0]
+    there = (slots >= 0) & (slots < pool.shape[0])
+    S = states_of(pool, slots, there & (column >= 0)).to(compute)
+    first, length, most = _extents(x, N)
+    o = v.new_zeros(v.shape)
+    for i in range(most):
+        row, active = (first + i).clamp(max=len(v) - 1), there & (i < length)
+        S_new, o_new = _token(S, q[row], k[row], v[row], beta[row], None if g is None else g[row])
+        S = torch.where(active[:, None, None, None], S_new.to(pool.dtype).to(compute), S)
+        put(o, row, o_new, active)
+        to = i - (length - columns).clamp(min=0)
+        put(pool, indices.gather(1, to.clamp(0, columns - 1)[:, None])[:, 0], S, active & (to >= 0))
+    return o.view(*x.v.shape)
+
+
+def states_of(pool: Tensor, slots: Tensor, wanted: Tensor) -> Tensor:
+    """Copies of pool[slots[n]], zeros where it is not wanted [n]; those that are lie in the pool."""
+    if not len(pool):
+        return pool.new_zeros(len(slots), *pool.shape[1:])
+    states = pool[slots.clamp(0, len(pool) - 1)]
+    return torch.where(wanted.view(-1, *[1] * (pool.ndim - 1)), states, 0)
+
+
+def put(pool: Tensor, slots: Tensor, states: Tensor, wanted: Tensor) -> None:
+    """pool[slots[n]] = states[n] where wanted[n] and the slot lies in the pool. Reads nothing on the host: a
+    state that has no place is written as a copy of the first one that has, which changes nothing; where none
+    has, the pool's first row is what it was."""
+    if not len(pool) or not len(slots):
+        return
+    known = wanted & (slots >= 0) & (slots < len(pool))
+    which = torch.where(known, torch.arange(len(slots), device=slots.device), known.int().argmax())
+    some = known.any()
+    values = torch.where(some, states.to(pool.dtype)[which], pool[:1])
+    pool.index_put_((torch.where(some, slots[which], 0),), values)
+
+
+def _token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
+           g: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The states [N, HV, V, K] after a token of each, and its outputs [N, HV, V]."""
+    k = k[:, :, None]
+    if g is not None:
+        S = S * (g[:, :, None, None] if g.ndim == 2 else g[:, :, None]).exp()
+    u = (v - summed(S * k)) * beta[:, :, None]
+    S = S + k * u[..., None]
+    return S, summed(S * q[:, :, None])
+
+
+def summed(x: Tensor) -> Tensor:
+    """The sum over the last dimension, by halves."""
+    while (size := x.shape[-1]) > 1:
+        half = size // 2
+        rest = x[..., 2 * half:]
+        x = x[..., :half] + x[..., half:2 * half]
+        x = torch.cat([x, rest], -1) if size % 2 else x
+    return x[..., 0]
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + (-x).exp())
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x). The quotient takes back what 1 + e lost of e (Kahan's log1p)."""
+    e = (-x.abs()).exp()
+    u = 1 + e
+    return x.clamp(min=0) + torch.where(u == 1, e, u.log() * (e / (u - 1)))
+
+
+def _prepared(x: Inputs, flags: tuple[str, ...], scale: float,
+              compute: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k [rows, HV, K], v [rows, HV, V], beta [rows, HV] and log decays [rows, HV] or [rows, HV, K], as
+    the recurrence wants them."""
+    group = x.v.shape[2] // max(x.q.shape[2], 1)
+    q, k = (y.to(compute).contiguous() for y in (x.q, x.k))
+    if "l2norm" in flags:
+        q, k = (y * (summed(y.square()) + 1e-6).rsqrt()[..., None] for y in (q, k))
+    q, k = ((y if group == 1 else y.repeat_interleave(group, 2)) for y in (q * scale, k))
+    beta = (x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta).to(compute).contiguous()
+    if "sigmoid" in flags:
+        beta = sigmoid(beta) * (2.0 if "neg_eigval" in flags else 1.0)
+    g = x.gk if x.g is None else x.g
+    g = None if g is None else g.to(compute).contiguous()
+    if g is not None and x.A_log is not None:
+        g = g if x.dt_bias is None else g + x.dt_bias.to(compute)
+        rate = x.A_log.to(compute).exp().view(-1, *[1] * (g.ndim - 3))
+        bound = bound_of(flags)
+        g = bound * sigmoid(rate * g) if bound else -rate * softplus(g)
+    q, k, v, beta = (y.flatten(0, 1) for y in (q, k, x.v.to(compute), beta))
+    return q, k, v, beta, None if g is None else g.flatten(0, 1)
+
+
+def _extents(x: Inputs, N: int) -> tuple[Tensor, Tensor, int]:
+    """First row and length of each sequence, and the most tokens that one has."""
+    T, device = x.q.shape[1], x.q.device
+    if x.bounds is None:
+        return torch.arange(N, device=device) * T, torch.full((N,), T, device=device), T
+    edges = x.bounds.long()
+    length = edges.diff()
+    return edges[:-1], length, int(length.max()) if N else 0

@@ -1,0 +1,23 @@
+"""For engines that decode many requests at once on pools of states: one token or several drafts of each, and
+prompts in pieces, all read from and written to the slots that indices name.
+
+A pool of the delta rules is [slots, HV, V, K], of a convolution [slots, D, L]. An index below 0 or past the
+end is padding: its output is zero and nothing is written. Nothing waits for the GPU, so steps can be captured
+in a CUDA graph. Names are loaded when first used, as in the package.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flashlin.compat.lazy import attach
+
+_WHERE = {"decode": "flashlin.serving.delta", "prefill": "flashlin.serving.delta",
+          "causal_conv1d_prefill": "flashlin.serving.conv",
+          "causal_conv1d_update": "flashlin.ops.causal_conv1d"}
+
+
+def _where() -> Mapping[str, str]:
+    return _WHERE
+
+
+__getattr__, __dir__ = attach(__name__, _where)

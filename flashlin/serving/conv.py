@@ -1,0 +1,93 @@
+"""The short causal convolution of prompts on a pool of states, those of ``causal_conv1d_update``."""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashlin.guards.tensors import check_dense, check_floats, check_integers, need_tensor, shown
+from flashlin.kernels.plain import sequences_of
+from flashlin.kernels.recurrent.pool_torch import put, states_of
+from flashlin.ops._common.calls import check_written, sequences
+from flashlin.ops._common.planned import wants_grad
+from flashlin.ops.conv import causal_conv1d, check_filters
+
+
+def causal_conv1d_prefill(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None,
+                          conv_state_indices: Tensor, cu_seqlens: Tensor, has_initial_state: Tensor,
+                          activation: str | None = None, cache_seqlens: Tensor | None = None) -> Tensor:
+    """Prompts, or pieces of them, of N requests, for ``causal_conv1d_update`` to go on from.
+
+    Args:
+        x: [1, total, D], packed; never modified.
+        conv_state: [slots, D, L], the pool, L at least W - 1, of any float dtype and strides: the last L
+            tokens of each request, the newest last. UPDATED IN PLACE.
+        weight, bias, activation: as ``causal_conv1d_update``.
+        conv_state_indices: [N] int32 or int64: the slot of each request; outside of the pool: padding.
+        cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. One without
+            tokens leaves its slot as it is.
+        has_initial_state: [N] bool: whether a request goes on from its slot; else nothing lies before it.
+        cache_seqlens: [N] int32 or int64: how many tokens each request has had before these. Then conv_state
+            is a ring: token t has slot t mod L, and ``causal_conv1d_update`` gets cache_seqlens, too. For
+            drafts, whose rejected ones are to be overwritten, it needs L of at least W - 1 + drafts and only
+            the accepted tokens counted.
+
+    Returns:
+        y of x's shape and dtype; rows of nobody are zero.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name; tensors that require gradients.
+        UnsupportedError: this machine cannot run the call.
+    """
+    check_floats("x", x, "[1, total, D]", 3)
+    D, device = x.shape[2], x.device
+    W = check_filters(x, D, weight, bias).shape[1]
+    need_tensor("conv_state", conv_state, (None, D, None), "[slots, D, L]", device, "x")
+    slots, _, L = conv_state.shape
+    if L < max(W - 1, 1):
+        raise ValueError(f"conv_state: got {L} slots of tokens, need at least W - 1 = {W - 1}, and one")
+    check_written("conv_state", conv_state, "causal_conv1d_prefill", "updated in place")
+    if wants_grad(x, weight, bias):
+        raise ValueError("x, weight, bias: got tensors that require gradients, need torch.no_grad() or "
+                         "inference_mode() around a call that overwrites states")
+    if cu_seqlens is None:
+        raise TypeError("cu_seqlens: got NoneType, need an int32 or int64 tensor of shape [N + 1]")
+    bounds, N = sequences(x, cu_seqlens)
+    assert bounds is not None
+    check_integers("conv_state_indices", conv_state_indices, (N,), "[N]", device, "x")
+    check_has("has_initial_state", has_initial_state, N, device)
+    if cache_seqlens is not None:
+        check_integers("cache_seqlens", cache_seqlens, (N,), "[N]", device, "x")
+    there = (conv_state_indices >= 0) & (conv_state_indices < slots)
+    places = conv_state_indices.long()
+    before = states_of(conv_state, places, there & has_initial_state)
+    order = torch.arange(L, device=device)[None].expand(N, L)  # slots of the tokens, the oldest first
+    if cache_seqlens is not None:
+        order = (order + cache_seqlens.long()[:, None]) % L
+        before = before.gather(2, order[:, None].expand(before.shape))
+    y, _ = causal_conv1d(x, weight, bias, initial_state=F.pad(before[..., L - W + 1:], (1, 0)),
+                         activation=activation, cu_seqlens=bounds)
+    first, length = bounds[:-1].long(), bounds.long().diff()
+    token = length[:, None] - L + torch.arange(L, device=device)  # below 0: of the state before
+    new = x[0][(first[:, None] + token).clamp(0, max(x.shape[1] - 1, 0))].mT if x.shape[1] else before
+    old = before.gather(2, (token + L).clamp(0, L - 1)[:, None].expand(before.shape))
+    states = torch.where((token >= 0)[:, None], new.to(conv_state.dtype), old)
+    if cache_seqlens is not None:
+        order = (order + length[:, None]) % L
+        states = states.scatter(2, order[:, None].expand(states.shape), states)
+    put(conv_state, places, states, there & (length > 0))
+    number, inside = sequences_of(bounds, x.shape[1])
+    if not N:
+        return torch.zeros_like(y)
+    return torch.where((inside & there[number.clamp(0, N - 1)])[:, None], y, 0)
+
+
+def check_has(name: str, has: Tensor, N: int, device: torch.device) -> None:
+    """has is [N] bool on that device."""
+    check_dense(name, has, "a bool tensor of shape [N]")
+    if has.dtype != torch.bool:
+        raise TypeError(f"{name}: got {has.dtype}, need a bool tensor of shape [N]")
+    if has.shape != (N,):
+        raise ValueError(f"{name}: got shape {shown(has.shape)}, need [N] = [{N}]")
+    if has.device != device:
+        raise ValueError(f"{name}: got device {has.device}, need {device}, where the tokens are")

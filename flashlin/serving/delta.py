@@ -1,0 +1,311 @@
+"""The delta rules on a pool of states: plain, gated (Gated DeltaNet), gated by channel (KDA).
+
+    S' = e^g S        u = beta (v - S'^T k)        S = S' + k u^T        o = scale S^T q
+Source: Yang et al. 2024 (arXiv 2412.06464), Kimi Team 2025 (arXiv 2510.26692).
+"""
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from flashlin import policy
+from flashlin.guards import scalars
+from flashlin.guards.problem import Problem
+from flashlin.guards.tensors import (
+    check_cu_seqlens,
+    check_dense,
+    check_floats,
+    check_integers,
+    check_pool,
+    check_qkv,
+    check_values,
+    need_tensor,
+    shown,
+)
+from flashlin.kernels.plain import sequences_of
+from flashlin.kernels.recurrent import pool_torch
+from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.ops._common import sequences
+from flashlin.ops._common.operator import kernels, writing_operator
+from flashlin.ops._common.planned import as_planned, common_dtype, dtype_as_planned, planned, wants_grad
+from flashlin.ops._common.preprocess import check_gates
+from flashlin.ops.gated_delta_rule import chunk_gated_delta_rule
+from flashlin.ops.kda import chunk_kda, gate_parameters
+from flashlin.serving.conv import check_has
+
+MODES = ("chunk", "fused_recurrent")
+PARAMETERS = ("beta", "g", "gk", "A_log", "dt_bias")
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    states: Tensor,
+    indices: Tensor,
+    *,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    use_gate_in_kernel: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+) -> Tensor:
+    """The next token, or several drafted ones, of N requests. One launch, gates included.
+
+    Args:
+        q, k: [N, T, H, K]; v: [N, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV
+            / H). bfloat16, float16, float32 (float64 runs in plain torch), any strides. With cu_seqlens N is
+            1 here, and the requests' tokens are packed along T.
+        g: [N, T, HV] natural-log decays of heads (Gated DeltaNet), [N, T, HV, K] of channels (KDA), or None;
+            with use_gate_in_kernel the raw gate instead.
+        beta: [N, T, HV]; with use_beta_sigmoid_in_kernel its logits; None for ones.
+        states: [slots, HV, V, K], the pool: UPDATED IN PLACE. float32 or q's dtype, each state contiguous
+            (another dtype of floats runs in plain torch).
+        indices: [N] int32 or int64: the slot of each request. [N, 1 + drafts] for T = 1 + drafts: the state
+            after token t goes to indices[n, t]; with fewer columns than a request has tokens, its last ones'
+            states go there. A request that begins with an index outside of the pool is padding: o is zero,
+            nothing is written. A column outside of the pool is not written. No two may name one slot
+            (FLASHLIN_DEBUG=1 checks that, and that no index is past the end).
+        num_accepted_tokens: [N] int32 or int64, of the step before: request n begins with the state at
+            indices[n, num_accepted_tokens[n] - 1], or with zeros where it is 0. None: at column 0.
+        cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1].
+        scale: factor on the output; None means K ** -0.5.
+        use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or of channels with a lower_bound
+            below 0 lower_bound sigmoid(exp(A_log) (g + dt_bias)). A_log: [HV]; dt_bias: [HV] or None (of
+            channels: HV and HV * K elements, either may be None).
+        use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
+        use_beta_sigmoid_in_kernel: beta is sigmoid(beta); allow_neg_eigval: twice that.
+
+    Returns:
+        o [N, T, HV, V] in v's dtype.
+
+    States are rounded to their dtype after every token, so drafts, and ``prefill`` in the mode
+    ``fused_recurrent``, give to the bit what token by token gives: with the same pool, dtypes and options.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name; tensors that require gradients.
+        UnsupportedError: this machine cannot run the call.
+    """
+    return _run(locals())
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    states: Tensor,
+    indices: Tensor,
+    cu_seqlens: Tensor,
+    has_initial_state: Tensor,
+    *,
+    mode: str = "chunk",
+    scale: float | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    use_gate_in_kernel: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+) -> Tensor:
+    """Prompts, or pieces of them, of N requests.
+
+    Args:
+        q, k [1, total, H, K], v [1, total, HV, V], g, beta, states, the other options: as ``decode``.
+        indices: [N] int32 or int64: the slot of each request; outside of the pool: padding.
+        cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. One without
+            tokens leaves its slot as it is.
+        has_initial_state: [N] bool: whether a request goes on from its slot's state (a later piece); else it
+            begins with zeros, whatever the slot holds.
+        mode: ``chunk`` for speed, with matrix products; pieces give what one call gives up to rounding.
+            ``fused_recurrent``: token by token, to the bit what ``decode`` gives, however the prompt is cut:
+            for a trainer that repeats a rollout.
+
+    Returns:
+        o [1, total, HV, V] in v's dtype; rows of nobody are zero. The final states are in the slots.
+
+    ``chunk`` copies: states are gathered into float32 and scattered by torch's indexing, about nine times the
+    N states' size in memory traffic, where the least is two; a piece of 1,000 tokens moves several times
+    that. ``fused_recurrent`` copies nothing.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name; tensors that require gradients.
+        UnsupportedError: this machine cannot run the call.
+    """
+    given = locals()
+    scalars.choice("mode", given.pop("mode"), MODES)
+    if cu_seqlens is None:
+        raise TypeError("cu_seqlens: got NoneType, need an int32 or int64 tensor of shape [N + 1]")
+    if isinstance(indices, Tensor) and indices.ndim != 1:
+        raise ValueError(f"indices: got shape {shown(indices.shape)}, need [N]")
+    return _run(given, mode == "chunk")
+
+
+class Beside(NamedTuple):
+    """What comes beside the inputs. flags: words with blanks between them."""
+    pool: Tensor
+    indices: Tensor
+    accepted: Tensor | None
+    scale: float
+    flags: str
+    out_dtype: torch.dtype
+    call: str
+
+
+def _run(given: dict[str, Any], by_chunks: bool = False) -> Tensor:
+    """A call of ``decode`` or, with has_initial_state, of ``prefill``, by its arguments."""
+    x, flags = _checked(given)
+    pool, indices, A_log = given["states"], given["indices"], x.A_log
+    N = x.sequences
+    name = "has_initial_state" if "has_initial_state" in given else "num_accepted_tokens"
+    accepted = given[name]
+    check_integers("indices", indices, (N,) if indices.ndim < 2 else (N, None), "[N] or [N, 1 + drafts]",
+                   x.q.device, "q")
+    if name == "has_initial_state":
+        check_has(name, accepted, N, x.q.device)
+    elif accepted is not None:
+        check_integers(name, accepted, (N,), "[N]", x.q.device, "q")
+    table = indices if indices.ndim == 2 else indices[:, None]
+    if not table.shape[1]:
+        raise ValueError("indices: got no columns, need [N] or [N, 1 + drafts]")
+    if policy.current().debug:
+        _check_slots(table, accepted, len(pool), name)
+    scale = given["scale"]
+    scale = x.q.shape[3] ** -0.5 if scale is None else scalars.number("scale", scale)
+    if wants_grad(*x, pool):
+        raise ValueError("states: got tensors that require gradients, need torch.no_grad() or "
+                         "inference_mode() around a call that overwrites states")
+    if by_chunks:
+        return _chunked(x, given, pool, indices, accepted, scale)
+    common = common_dtype(x.v, x.q, x.k)
+    beside = Beside(pool, table, accepted, scale, " ".join(flags), x.v.dtype, _op(x))
+    x = x._replace(q=x.q.to(common), k=x.k.to(common), v=x.v.to(common), A_log=A_log)
+    if torch.compiler.is_compiling():
+        return cast(Tensor, _library_op(*x, *beside))
+    return _token_by_token(x, beside)
+
+
+def _op(x: Inputs) -> str:
+    """What the call is planned as."""
+    return ("fused_recurrent_kda" if x.gk is not None else "fused_recurrent_delta_rule" if x.g is None
+            else "fused_recurrent_gated_delta_rule")
+
+
+def _token_by_token(x: Inputs, beside: Beside) -> Tensor:
+    pool, indices, accepted, scale, words, out_dtype, _ = beside
+    flags = tuple(words.split())
+    plan = planned(problem_of(x, beside), x.q.device)
+    dot = plan.problem.dot
+    if plan.problem.path == "torch" or pool.dtype not in (dtype_as_planned(x.q.dtype, dot), torch.float32):
+        return pool_torch.run(x, pool, indices, accepted, flags, scale).to(out_dtype)
+    x = as_planned(x, dot)
+    bounds = None if x.bounds is None else x.bounds.to(indices.dtype)
+    x = x._replace(**{name: (y if y.dtype in (x.q.dtype, torch.float32) else y.float()).contiguous()
+                      for name in PARAMETERS if (y := getattr(x, name)) is not None})
+    accepted = None if accepted is None else accepted.to(indices.dtype)
+    o: Tensor = kernels("recurrent", "pool").run(
+        plan, x._replace(bounds=bounds), pool, indices.contiguous(), accepted, flags, scale,
+        dtype_as_planned(out_dtype, dot))
+    return o.to(out_dtype)
+
+
+def problem_of(x: Inputs, beside: Beside) -> Problem:
+    given = [name for name in ("beta", "g", "gk", "A_log") if getattr(x, name) is not None]
+    return sequences.problem_of(beside.call, "recurrent", "fused_recurrent", x.q, x.v, x.bounds, False,
+                                ("delta", "pool", "v_first", *beside.flags.split(), *given))
+
+
+_library_op = writing_operator("serving_decode", Inputs, Beside, "pool", _token_by_token,
+                               lambda x, beside: x.v.new_empty(x.v.shape, dtype=beside.out_dtype))
+
+
+def _chunked(x: Inputs, given: dict[str, Any], pool: Tensor, indices: Tensor, has: Tensor,
+             scale: float) -> Tensor:
+    """o; chunk by chunk from gathered states, which are then scattered."""
+    q, k, v, bounds = x.q, x.k, x.v, x.bounds
+    assert bounds is not None
+    beta = v.new_ones(v.shape[:3]) if x.beta is None else x.beta
+    slots = indices.long()
+    there = (slots >= 0) & (slots < len(pool))
+    h0 = pool_torch.states_of(pool, slots, there & has)
+    shared: dict[str, Any] = dict(
+        scale=scale, initial_state=h0, output_final_state=True, state_v_first=True, cu_seqlens=bounds,
+        use_qk_l2norm_in_kernel=given["use_qk_l2norm_in_kernel"])
+    gates = {name: given[name] for name in (
+        "use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")}
+    if x.gk is not None:
+        o, ht = chunk_kda(q, k, v, x.gk, beta, lower_bound=given["lower_bound"], **shared, **gates)
+    else:
+        g = v.new_zeros(v.shape[:3], dtype=torch.float32) if x.g is None else x.g
+        o, ht = chunk_gated_delta_rule(q, k, v, g, beta, **shared, **gates)
+    pool_torch.put(pool, slots, ht, there & (bounds[1:] > bounds[:-1]))
+    number, inside = sequences_of(bounds, q.shape[1])
+    return torch.where((inside & there[number.clamp(0, max(len(there) - 1, 0))])[:, None, None], o, 0)
+
+
+def _checked(given: dict[str, Any]) -> tuple[Inputs, tuple[str, ...]]:
+    """The inputs, and what the kernel has to do to them."""
+    q, k, v, g, beta, bounds = (given[name] for name in ("q", "k", "v", "g", "beta", "cu_seqlens"))
+    check_qkv(q, k, v, grouped=True)
+    (B, T, HV, V), K, device = v.shape, q.shape[3], q.device
+    gated, A_log, dt_bias = given["use_gate_in_kernel"], given["A_log"], given["dt_bias"]
+    sigmoid, l2norm = given["use_beta_sigmoid_in_kernel"], given["use_qk_l2norm_in_kernel"]
+    scalars.flags(use_qk_l2norm_in_kernel=l2norm)
+    check_gates("flashlin.serving", gated, A_log, dt_bias, sigmoid, given["allow_neg_eigval"])
+    if beta is not None or sigmoid:
+        need_tensor("beta", beta, (B, T, HV), "[B, T, HV]", device)
+    by_channel = isinstance(g, Tensor) and g.ndim == 4
+    if g is not None or gated:
+        check_floats("g", g, "[B, T, HV] or [B, T, HV, K]")
+        need_tensor("g", g, (B, T, HV, K) if by_channel else (B, T, HV),
+                    "[B, T, HV, K]" if by_channel else "[B, T, HV] or [B, T, HV, K]", device)
+    bound = given["lower_bound"]
+    if bound is not None:
+        bound = scalars.number("lower_bound", bound, high=-scalars.ABOVE_ZERO,
+                               need="a number below 0, or None")
+        if not (by_channel and gated):
+            raise ValueError(f"lower_bound: got {bound}, need None but for a g [B, T, HV, K] with "
+                             "use_gate_in_kernel")
+    if gated and by_channel:
+        A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
+    elif gated:
+        need_tensor("A_log", A_log, (HV,), "[HV]", device)
+        if dt_bias is not None:
+            need_tensor("dt_bias", dt_bias, (HV,), "[HV]", device)
+    if bounds is not None:
+        bounds = check_cu_seqlens(bounds, None, q.shape, device, policy.current().debug)
+        check_values("cu_seqlens", bounds)
+    check_pool("states", given["states"], None, HV, K, V, True, device, "flashlin.serving")
+    check_dense("indices", given["indices"], "an int32 or int64 tensor of shape [N] or [N, 1 + drafts]")
+    x = Inputs(q, k, v, beta, g=None if by_channel else g, gk=g if by_channel else None, A_log=A_log,
+               dt_bias=dt_bias, bounds=bounds)
+    words = (("l2norm", l2norm), ("sigmoid", sigmoid), ("neg_eigval", given["allow_neg_eigval"]),
+             (f"bound:{bound}", bound is not None))
+    return x, tuple(word for word, wanted in words if wanted)
+
+
+def _check_slots(table: Tensor, accepted: Tensor | None, slots: int, name: str) -> None:
+    """In debug mode, which may wait for the GPU: indices lie in the pool or are negative, and no two of them
+    are one slot; counts fit the columns."""
+    known = table[table >= 0]
+    if known.numel() and int(known.max()) >= slots:
+        raise ValueError(f"indices: got {int(known.max())}, need less than {slots}, the number of slots in "
+                         "states")
+    if known.bincount(minlength=1).max() > 1:
+        raise ValueError("indices: got one slot twice, need a slot of its own for each state")
+    if accepted is not None and accepted.numel():
+        least, most = int(accepted.min()), int(accepted.max())
+        if least < 0 or most > table.shape[1]:
+            raise ValueError(f"{name}: got {least if least < 0 else most}, need 0 .. {table.shape[1]}, the "
+                             "columns of indices")

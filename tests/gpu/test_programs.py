@@ -1,0 +1,72 @@
+"""fla's layers on a card, raw and patched: what flashlin replaces, and what it only guards. Needs fla."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import flashlin
+
+pytest.importorskip("fla.layers")
+import fla.layers
+
+BF16 = torch.bfloat16
+OWN: dict[str, Callable[[], Any]] = {
+    "ABC": lambda: fla.layers.ABCAttention(hidden_size=256, num_heads=4, num_slots=32, layer_idx=0),
+    "Comba": lambda: fla.layers.Comba(hidden_size=256, num_heads=4, head_dim=64, layer_idx=0),
+    "GatedSlotAttention": lambda: fla.layers.GatedSlotAttention(hidden_size=256, num_heads=4, num_slots=32,
+                                                                layer_idx=0)}
+
+
+@pytest.fixture(autouse=True)
+def no_compiler() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def trained(layer: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """o and the gradients."""
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    o = layer(x)[0]
+    o.float().square().mean().backward()
+    assert x.grad is not None
+    return {"o": o.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()
+                                             if p.grad is not None}}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_flashlin_has_not_runs_as_raw_under_shield(name: str) -> None:
+    torch.manual_seed(0)
+    layer = OWN[name]().to("cuda", BF16)
+    x = torch.randn(2, 300, 256, device="cuda", dtype=BF16)
+    try:
+        raw = trained(copy.deepcopy(layer), x)
+    except Exception as error:  # fla refuses some on some cards
+        pytest.skip(f"raw: {type(error).__name__}: {error}")
+    with flashlin.patched("fla") as report:
+        ours = trained(layer, x)
+        assert any(by.startswith("shield") for _, _, by in report.replaced)
+    for key, value in raw.items():
+        difference = (ours[key].float() - value.float()).norm() / value.float().norm().clamp(min=1e-9)
+        assert difference < 2e-2, (key, float(difference))
+
+
+def test_a_layer_of_gated_delta_net_trains_where_raw_refuses() -> None:
+    """Triton 3.4 to 3.7.0 on Hopper: raw raises in backward; elsewhere the two agree."""
+    torch.manual_seed(0)
+    layer = fla.layers.GatedDeltaNet(hidden_size=512, num_heads=4, head_dim=128, layer_idx=0).to("cuda", BF16)
+    x = torch.randn(2, 512, 512, device="cuda", dtype=BF16)
+    with flashlin.patched("fla"):
+        ours = trained(layer, x)
+    assert all(value.isfinite().all() for value in ours.values())
+    try:
+        raw = trained(layer, x)
+    except RuntimeError as error:
+        assert "Triton" in str(error), error
+        return
+    for key, value in raw.items():
+        assert (ours[key].float() - value.float()).norm() < 3e-2 * value.float().norm(), key

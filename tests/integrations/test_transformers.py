@@ -1,0 +1,460 @@
+"""patch("transformers"): models agree with their own torch paths, and everything is put back.
+
+CI runs the newest transformers, of which a file binds decorated functions, and files written as those of older
+ones, in which globals and constructors bind them; TEST_WHOLE=1 runs the models under older ones, too."""
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashlin
+from flashlin.integrations import adapters
+from flashlin.integrations.transformers import HUB, bound_in, decorated
+from flashlin.testing.environments import NotInstallable, installed
+from tests.share import WHOLE
+
+transformers = pytest.importorskip("transformers")
+SHAPE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+             head_dim=16, intermediate_size=48, pad_token_id=0, tie_word_embeddings=False)
+GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+           linear_conv_kernel_dim=4, layer_types=["linear_attention", "full_attention"])
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+MAMBA = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8, time_step_rank=4)
+MAMBA2 = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=16)
+# model -> (the name of its classes, its configuration)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3Next", {**SHAPE, **GDN, **EXPERTS, "shared_expert_intermediate_size": 16}),
+    "kimi_linear": ("KimiLinear", {
+        **SHAPE, **EXPERTS, "linear_num_heads": 2, "linear_head_dim": 8, "linear_conv_kernel_dim": 4,
+        "layer_types": GDN["layer_types"], "num_local_experts": 4, "n_group": 1, "topk_group": 1,
+        "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}),
+    "mamba": ("Mamba", MAMBA),
+    "mamba2": ("Mamba2", {**MAMBA, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
+    "falcon_h1": ("FalconH1", {**SHAPE, **MAMBA2, "mamba_d_ssm": 64, "mamba_rms_norm": True}),
+    "lfm3": ("Lfm3", {**SHAPE, **EXPERTS, "layer_types": ["conv", "full_attention"], "conv_L_cache": 7,
+                      "num_dense_layers": 1}),
+    "qwen3_5": ("Qwen3_5", {**SHAPE, **GDN}),
+    "olmo_hybrid": ("OlmoHybrid", {**SHAPE, **GDN}),
+    "falcon_mamba": ("FalconMamba", MAMBA),
+    "jamba": ("Jamba", {**SHAPE, "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
+                        "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "bamba": ("Bamba", {**SHAPE, **MAMBA2, "attn_layer_indices": [1]}),
+    "lfm2": ("Lfm2", {**SHAPE, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
+}
+IN_CI = ("qwen3_next", "kimi_linear", "mamba", "mamba2", "falcon_h1", "lfm3")
+TESTED = tuple(MODELS) if WHOLE else IN_CI
+MIXES = ("mamba", "falcon_mamba", "jamba")  # documents of a row, whatever it is told
+BEFORE_5_15 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 15)
+TOKENS = torch.randint(5, 60, (2, 21), generator=torch.Generator().manual_seed(1))
+
+
+def built(name: str, **options: Any) -> Any:
+    classes, config = MODELS[name]
+    try:
+        inside = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        kind = getattr(inside, f"{classes}ForCausalLM")
+        of = getattr(transformers, f"{classes}TextConfig", None) or getattr(transformers, f"{classes}Config")
+    except (ImportError, AttributeError):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    settings = of(**{**config, **options})
+    settings._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = kind(settings)
+    with torch.no_grad():
+        for part, weight in model.named_parameters():
+            if weight.ndim > 1 and "A_log" not in part:
+                weight.normal_(0, 0.2)
+            elif part.endswith(("dt_bias", "dt_proj.bias")):
+                weight.uniform_(-2, 0)
+    return as_on_cuda(model.eval())
+
+
+def as_on_cuda(model: Any) -> Any:
+    """Before 5.15, Mamba's layers ask whether their weights are on a CUDA device; here they need not be."""
+    for layer in model.modules() if BEFORE_5_15 else ():
+        if hasattr(layer, "cuda_kernels_forward"):
+            layer.slow_forward = layer.torch_forward = None
+            known = inspect.signature(layer.cuda_kernels_forward).parameters
+
+            def forward(hidden_states: Any = None, *args: Any, _layer: Any = layer, _known: Any = known,
+                        **more: Any) -> Any:
+                if hidden_states is None:
+                    hidden_states = more.pop("hidden_states")
+                return _layer.cuda_kernels_forward(hidden_states, *args,
+                                                   **{k: v for k, v in more.items() if k in _known})
+            layer.forward = forward
+    return model
+
+
+@contextlib.contextmanager
+def torch_path(model: Any) -> Iterator[None]:
+    """The model's own torch functions, whatever packages are installed."""
+    if BEFORE_5_15:
+        kept = [(layer, dict(vars(layer))) for layer in model.modules() if "slow_forward" in vars(layer)]
+        for layer, _ in kept:
+            for name in ("forward", "slow_forward", "torch_forward"):
+                vars(layer).pop(name, None)
+        yield
+        for layer, before in kept:
+            vars(layer).update({k: v for k, v in before.items() if "forward" in k})
+        return
+    module = sys.modules[type(model).__module__]
+    with pytest.MonkeyPatch.context() as patching:
+        for one in decorated(module):
+            patching.setattr(module, one.name, one.torch)
+        yield
+
+
+def trained(model: Any, mask: Tensor | None) -> tuple[Tensor, ...]:
+    """Logits, and the gradients of all weights, of a step of training."""
+    model.train().zero_grad()
+    logits = model(input_ids=TOKENS, attention_mask=mask, use_cache=False).logits
+    (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+    model.eval()
+    return logits.detach(), torch.cat([weight.grad.flatten().clone() for weight in model.parameters()
+                                       if weight.grad is not None])
+
+
+def written(model: Any, **options: Any) -> Any:
+    return model.generate(TOKENS, max_new_tokens=4, do_sample=False, eos_token_id=None, **options)
+
+
+def far(found: Tensor, right: Tensor) -> float:
+    return float((found - right).norm() / right.norm())
+
+
+PADDED = torch.ones_like(TOKENS).index_put((torch.zeros(6, dtype=torch.long), torch.arange(6)),
+                                           torch.tensor(0))
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_a_model_agrees_with_its_torch_path(name: str) -> None:
+    before = built(name)
+    with torch_path(before):
+        right = [trained(before, mask) for mask in (None, PADDED)]
+        says = [written(before), written(before, attention_mask=PADDED)]
+    left = everything()
+    with flashlin.patched("transformers") as report:
+        for model in (before, built(name)):
+            assert far(trained(model, None)[0], right[0][0]) < 2e-6
+            assert far(trained(model, None)[1], right[0][1]) < 2e-5
+        assert len(report.replaced) > 2
+        if not (BEFORE_5_15 and name in ("mamba", "falcon_mamba")):  # whose fused function knows no mask
+            assert max(far(a, b) for a, b in zip(trained(before, PADDED), right[1], strict=True)) < 2e-5
+        assert torch.equal(written(before), says[0])
+        assert torch.equal(written(before, attention_mask=PADDED), says[1])
+    assert changed(left) == []
+    with torch_path(model):  # built while it was patched
+        assert torch.equal(trained(model, None)[0], right[0][0])
+
+
+def packed(model: Any, **marks: Any) -> float:
+    """How far two documents in a row are from the same alone."""
+    lengths = (9, 12)
+    alone = [model(input_ids=TOKENS[row:row + 1, :length], use_cache=False).logits
+             for row, length in enumerate(lengths)]
+    row = torch.cat([TOKENS[:1, :9], TOKENS[1:, :12]], 1)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    together = model(input_ids=row, position_ids=positions, use_cache=False, **marks).logits
+    return far(together, torch.cat(alone, 1))
+
+
+BOUNDS = torch.tensor([0, 9, 21], dtype=torch.int32)
+MARKS: dict[str, dict[str, Any]] = {
+    "position_ids": {}, "seq_idx": {"seq_idx": torch.tensor([[0] * 9 + [1] * 12], dtype=torch.int32)},
+    "cu_seq_lens_q": {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q": 12, "max_length_k": 12}}
+
+
+@pytest.mark.skipif(BEFORE_5_15, reason="most files tell their layers nothing")
+@pytest.mark.parametrize("name", TESTED)
+def test_documents_of_a_row_are_kept_apart_or_one_warning_says_why_not(name: str) -> None:
+    model = built(name)
+    with torch.no_grad(), flashlin.patched("transformers"):
+        if name in MIXES:
+            with pytest.warns(RuntimeWarning, match=f"{MODELS[name][0]}ForCausalLM got position_ids.*without"):
+                assert packed(model) > 1e-3
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                packed(model, **MARKS["seq_idx"])  # it has been said
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert [packed(model, **marks) < 2e-6 for marks in MARKS.values()] == [True] * 3
+
+
+def test_a_state_that_is_dropped_is_told_once() -> None:
+    model = built("mamba")
+    with torch.no_grad(), flashlin.patched("transformers"):
+        cache = model(input_ids=TOKENS[:, :13], use_cache=True).cache_params
+        with pytest.warns(RuntimeWarning, match="several tokens after a cached state"):
+            model(input_ids=TOKENS[:, 13:], cache_params=cache, use_cache=True)
+
+
+@pytest.mark.skipif(BEFORE_5_15, reason="no cached state is carried on")
+def test_pieces_of_a_prompt_are_the_prompt() -> None:
+    model = built("qwen3_next")
+    with torch.no_grad(), flashlin.patched("transformers"):
+        whole = model(input_ids=TOKENS, use_cache=False).logits
+        first = model(input_ids=TOKENS[:, :13], use_cache=True)
+        second = model(input_ids=TOKENS[:, 13:], past_key_values=first.past_key_values)
+        assert far(torch.cat([first.logits, second.logits], 1), whole) < 2e-6
+
+
+def everything() -> dict[Any, Any]:
+    """What transformers' modules bind, with what is in their classes and tables, and what is in layers."""
+    found: dict[Any, Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("transformers", "transformers_modules") and type(vars(module)) is dict:
+            for key, value in list(vars(module).items()):
+                found[name, key] = value
+                inside = (value if type(value) is dict and not key.startswith("__") else
+                          vars(value) if isinstance(value, (type, torch.nn.Module)) else {})
+                found.update({(name, key, str(one)): part for one, part in list(inside.items())})
+    return found
+
+
+def changed(before: dict[Any, Any]) -> list[Any]:
+    now = everything()
+    return [place for place, value in before.items() if now.get(place, changed) is not value]
+
+
+def test_undo_is_by_identity_nested_in_threads_and_after_errors() -> None:
+    model = built("qwen3_next")
+    held, left = {id(layer): dict(vars(layer)) for layer in model.modules()}, everything()
+    entered, go = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with flashlin.patched("transformers"):
+            entered.set()
+            go.wait(20)
+    thread = threading.Thread(target=other)
+    with pytest.raises(KeyError), flashlin.patched("transformers"):
+        with flashlin.patched("transformers", model=model):
+            thread.start()
+            assert entered.wait(20)
+        assert changed(left)
+        raise KeyError
+    assert changed(left), "a thread is still inside"
+    go.set()
+    thread.join()
+    assert changed(left) == []
+    assert all(vars(layer)[key] is value for layer in model.modules()
+               for key, value in held[id(layer)].items())
+
+
+def test_copies_and_pickles_made_while_patched_hold_what_they_would_have_held() -> None:
+    model = built("qwen3_next")
+    with torch_path(model):
+        right = model(input_ids=TOKENS, use_cache=False).logits
+    with flashlin.patched("transformers"):
+        copied, stored = copy.deepcopy(model), pickle.dumps(model)
+        inside = pickle.loads(stored)
+        assert torch.equal(copied(input_ids=TOKENS).logits, inside(input_ids=TOKENS).logits)
+    for one in (copied, inside, pickle.loads(stored)):
+        with torch_path(one):
+            assert torch.equal(one(input_ids=TOKENS, use_cache=False).logits, right)
+
+
+def test_a_file_that_is_imported_later_is_patched_too() -> None:
+    name = "transformers.models.lfm2_moe.modeling_lfm2_moe"
+    if "lfm2_moe" not in dir(transformers.models) or sys.modules.pop(name, None):
+        pytest.skip("nothing to import")
+    with flashlin.patched("transformers"):
+        module = importlib.import_module(name)
+        said = {one.name: one.implementation for one in bound_in(module)}
+        assert said["causal_conv1d_fn"] == said["causal_conv1d_update"] == "flashlin"
+    assert "flashlin" not in {one.implementation for one in bound_in(module)}
+
+
+def test_patching_imports_nothing_and_says_where_there_is_nothing() -> None:
+    script = """
+        import importlib.machinery, sys, flashlin
+        flashlin.patch("transformers")
+        assert "transformers" not in sys.modules
+        flashlin.unpatch("transformers")
+        sys.modules["transformers"] = None
+        del sys.modules["transformers"]
+        importlib.machinery.PathFinder.find_spec = staticmethod(lambda *given: None)
+        try:
+            flashlin.patch("transformers")
+        except ImportError as error:
+            print(error)
+        """
+    said = subprocess.run([sys.executable, "-c", inspect.cleandoc(script)], capture_output=True, text=True)
+    assert said.stdout.strip() == "transformers: not installed, so there is nothing to patch", said.stderr
+
+
+# --- files as older versions have them ---
+
+OLD = '''
+import torch
+from torch import nn
+{bound}
+
+
+def torch_chunk_gated_delta_rule(*given, **more):
+    return "torch"
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {begin}
+        self.causal_conv1d_fn = causal_conv1d_fn
+        self.chunk_gated_delta_rule = chunk_gated_delta_rule or torch_chunk_gated_delta_rule
+
+    def forward(self, *given):
+        assert is_fast_path_available
+        return mamba_chunk_scan_combined
+'''
+GLOBALS = OLD.format(bound="causal_conv1d_fn = chunk_gated_delta_rule = None\nis_fast_path_available = False",
+                     begin="pass")
+LAZY = OLD.format(bound="from transformers.integrations.hub_kernels import lazy_load_kernel\n"
+                        "chunk_gated_delta_rule = None", begin="""global causal_conv1d_fn, mamba_chunk_scan_combined, is_fast_path_available, package
+        package = lazy_load_kernel("causal-conv1d")
+        causal_conv1d_fn = getattr(package, "causal_conv1d_fn", None)
+        mamba_chunk_scan_combined = getattr(lazy_load_kernel("mamba-ssm"), "mamba_chunk_scan_combined", None)
+        is_fast_path_available = all((causal_conv1d_fn, mamba_chunk_scan_combined))""")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A modeling file of this source, imported."""
+    package = tmp_path / "transformers_modules"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("transformers_modules", "transformers_modules.modeling_old"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def imported(source: str) -> ModuleType:
+        (package / "modeling_old.py").write_text(source)
+        return importlib.import_module("transformers_modules.modeling_old")
+    return imported
+
+
+def test_globals_and_what_layers_have_of_them(file: Callable[[str], ModuleType]) -> None:
+    module = file(GLOBALS)
+    before, own = module.Layer(), module.torch_chunk_gated_delta_rule
+    left = everything()
+    with flashlin.patched("transformers"):
+        inside = module.Layer()
+        for layer in (before, inside):
+            assert layer.causal_conv1d_fn.__flashlin_kernel__ == "causal_conv1d_fn"
+            assert layer.chunk_gated_delta_rule.__flashlin_kernel__ == "chunk_gated_delta_rule"
+            assert layer() is module.mamba_chunk_scan_combined  # which the file has not
+        assert {one.implementation for one in bound_in(module)} == {"flashlin"}
+        assert pickle.loads(pickle.dumps(inside)).causal_conv1d_fn is inside.causal_conv1d_fn
+    for layer in (before, inside):
+        assert layer.causal_conv1d_fn is None and layer.chunk_gated_delta_rule is own
+    assert changed(left) == [] and not hasattr(module, "mamba_chunk_scan_combined")
+    assert {one.implementation for one in bound_in(module)} == {"nothing"}
+
+
+@pytest.mark.parametrize("built_before", [False, True])
+def test_what_constructors_write_is_undone(file: Callable[[str], ModuleType], built_before: bool,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = importlib.import_module(HUB)
+    if not hasattr(hub, "_KERNEL_MODULE_MAPPING"):
+        pytest.skip("no lazy loading")
+    for package in ("causal-conv1d", "mamba-ssm"):  # which a machine without CUDA has not
+        monkeypatch.setitem(hub._HUB_KERNEL_MAPPING, package, {"repo_id": "nobody/nothing"})
+    monkeypatch.setattr(hub, "is_kernels_available", lambda: False)
+    module = file(LAZY)
+    if built_before:
+        assert module.Layer().causal_conv1d_fn is None
+    left = everything()
+    with flashlin.patched("transformers"):
+        if built_before:
+            assert module.causal_conv1d_fn.__flashlin_kernel__ == "causal_conv1d_fn"
+        layer = module.Layer()
+        assert module.is_fast_path_available and layer().__flashlin_kernel__ == "mamba_chunk_scan_combined"
+    assert changed(left) == []
+    assert module.causal_conv1d_fn is module.package is layer.causal_conv1d_fn is None
+    assert module.mamba_chunk_scan_combined is None and module.is_fast_path_available is False
+
+
+def test_a_file_of_the_hub_is_seen_when_it_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dynamic = importlib.import_module("transformers.dynamic_module_utils")
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path))
+    (tmp_path / "transformers_modules").mkdir()
+    source = tmp_path / "transformers_modules" / "modeling_far.py"
+    source.write_text(GLOBALS)
+    with flashlin.patched("transformers"):
+        layer = dynamic.get_class_in_module("Layer", Path("transformers_modules", "modeling_far.py"))()
+        assert layer.causal_conv1d_fn.__flashlin_kernel__ == "causal_conv1d_fn"
+    assert layer.causal_conv1d_fn is None
+
+
+# --- adapters ---
+
+@pytest.mark.parametrize("op", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_kda",
+                                "fused_recurrent_kda"])
+def test_a_delta_rule_takes_every_way_to_say_where_documents_begin(op: str) -> None:
+    q, k, v = torch.randn(3, 2, 40, 2, 16).unbind()
+    g = -torch.rand(2, 40, 2, 16) if "kda" in op else -torch.rand(2, 40, 2)
+    given: dict[str, Any] = dict(g=g, beta=torch.rand(2, 40, 2), use_qk_l2norm_in_kernel=True)
+    seq_idx = torch.zeros(2, 40, dtype=torch.int32)
+    seq_idx[0, 17:], seq_idx[1, 5:], seq_idx[1, 6:] = 1, 1, 2
+    ours, adapter = getattr(flashlin, op), adapters.ADAPTERS[op].function
+    got = adapter(q, k, v, **given, seq_idx=seq_idx, use_cache=False, max_length_q=40)[0]
+    for row, bounds in ((0, [0, 17, 40]), (1, [0, 5, 6, 40])):
+        one = {name: x[row:row + 1] if isinstance(x, Tensor) else x for name, x in given.items()}
+        right = ours(*(x[row:row + 1] for x in (q, k, v)), **one, cu_seqlens=torch.tensor(bounds))[0]
+        assert far(got[row:row + 1], right) < 1e-6
+        same = adapter(*(x[row:row + 1] for x in (q, k, v)), **one, cu_seq_lens_q=torch.tensor(bounds))[0]
+        assert torch.equal(same, right)
+    with pytest.raises(NotImplementedError, match=f"{op}: cp_context: got int, need None"):
+        adapter(q, k, v, **given, cp_context=1)
+    shown = inspect.signature(adapter).parameters.keys()
+    assert {"g", "cu_seqlens", "cu_seq_lens_q", "seq_idx"} | inspect.signature(ours).parameters.keys() - {"unknown"} <= shown
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "relu"])
+def test_the_convolution_has_every_activation_that_its_caller_knows(activation: str | None) -> None:
+    x, weight, bias = torch.randn(2, 6, 11), torch.randn(6, 4), torch.randn(6)
+    plain = torch.nn.functional.conv1d(torch.nn.functional.pad(x, (3, 0)), weight[:, None], bias, groups=6)
+    right = plain if activation is None else transformers.activations.ACT2FN[activation](plain)
+    assert far(adapters.causal_conv1d_fn(x, weight, bias, activation=activation, use_cache=True), right) < 1e-6
+    state = torch.nn.functional.pad(x, (4, 0))[:, :, 10:14].contiguous()
+    step = adapters.causal_conv1d_update(x[:, :, 10:], state, weight, bias, activation)
+    assert far(step, right[:, :, 10:]) < 1e-6 and torch.equal(state, x[:, :, 7:])
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"] if WHOLE else [])
+def test_a_patched_model_is_traced_whole(name: str) -> None:
+    model = built(name)
+    with torch.no_grad(), flashlin.patched("transformers"):
+        eager = model(input_ids=TOKENS, use_cache=False).logits
+        traced = torch.compile(model, fullgraph=True, backend="eager")(input_ids=TOKENS, use_cache=False).logits
+        assert far(traced, eager) < 1e-6
+
+
+@pytest.mark.parametrize("version", ["5.19.0", "5.15.1", "5.14.1", "4.57.6"] if WHOLE else [])
+def test_under_an_older_transformers(version: str) -> None:
+    try:
+        home = installed([f"transformers=={version}"], f"transformers-{version}", dependencies=True)
+    except NotInstallable as error:
+        pytest.skip(str(error))
+    root = Path(__file__).parents[2]
+    # Not the older ones that are started from here
+    command = [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "not older and not traced"]
+    path = os.pathsep.join([str(root), str(home)])
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": path})
+    assert ran.returncode == 0, ran.stdout[-4000:]
