@@ -103,7 +103,7 @@ MODELS: tuple[Model, ...] = (
 COUNTERPARTS = {
     "MambaLMHeadModel (Mamba1)": _transformers("MambaLMHeadModel (Mamba1)", "Mamba"),
     "MambaLMHeadModel (Mamba2)": _transformers("MambaLMHeadModel (Mamba2)", "Mamba2", num_heads=8,
-                                               n_groups=1)}
+                                               n_groups=1, tie_word_embeddings=True)}
 
 
 def in_mamba_ssm(name: str) -> str:

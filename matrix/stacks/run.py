@@ -129,7 +129,7 @@ def run(stacks: Iterable[Stack], names: Sequence[str], way: str, out: Path | Non
         with ThreadPoolExecutor(jobs) as pool:
             for said in pool.map(lambda share, stack=stack: _alone(stack, share, way), shares):
                 for name, one in said.items():
-                    failures = wrong(one)
+                    failures = wrong(one, stack.plain)
                     bad += bool(failures)
                     print("\n    ".join([f"{stack.name}: {name}:{'' if failures else ' agrees'}", *failures]),
                           flush=True)
@@ -148,12 +148,14 @@ def _alone(stack: Stack, models: Sequence[Model], way: str) -> dict[str, dict[st
         return {models[0].name: {"ops": [], "patched": {"logits": Outcome("raises", str(failure))}}}
 
 
-def wrong(said: dict[str, Any]) -> list[str]:
+def wrong(said: dict[str, Any], plain: bool = False) -> list[str]:
     """Where patching made something worse, a line each: what the raw program gets wrong itself is no fault of
-    the patch, and what it refuses may be refused, but not be wrong."""
+    the patch, and what it refuses may be refused, but not be wrong. plain: as a Stack's."""
     raw, lines = said.get("raw", {}), []
     for quantity, one in said.get("patched", {}).items():
         before = raw[quantity].verdict if quantity in raw else ""
+        if one.verdict == "not patched" and plain:
+            continue
         if one.verdict in ("differs", "not patched", "raises") and one.verdict != before:
             lines.append(f"{quantity}: {short(one)}" + (
                 f" | raw: {short(raw[quantity])}" if quantity in raw else ""))

@@ -10,7 +10,7 @@ from matrix.stacks.records import read
 from matrix.stacks.verdicts import GRADIENTS, LOGITS, MEANS
 
 MARKS = {"agrees": "yes", "reference": "yes", "alone": "runs", "as raw": "as raw", "differs": "**differs**",
-         "raises": "error", "not patched": "**not patched**", "-": "-"}
+         "raises": "error", "not patched": "torch", "-": "-"}
 REFERENCES = {
     "": "the raw program's own torch path, and that in float64",
     "without fla": "the same models without fla",

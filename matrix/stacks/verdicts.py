@@ -55,7 +55,7 @@ MEANS = {
     "raises": "an error",
     "reference": "what others are compared with",
     "alone": "nothing to compare with runs here",
-    "not patched": "no function of flashlin ran",
+    "not patched": "no function of flashlin ran: the model takes its own plain torch on a CPU",
     "-": "not applicable",
 }
 

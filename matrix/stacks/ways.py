@@ -148,6 +148,10 @@ def packed(by: str) -> Callable[[Program], Answer]:
     return both
 
 
+# What tells a package's layers where documents begin. mamba_ssm takes the others and reads them for states only.
+PACKED_BY = {"fla": "cu_seqlens", "mamba_ssm": "seq_idx"}
+
+
 def _told(of: Program, by: str, edges: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
     """The keywords. Attention finds documents by their positions where there is no cache, so both go along in
     transformers."""
@@ -155,11 +159,10 @@ def _told(of: Program, by: str, edges: torch.Tensor, positions: torch.Tensor) ->
     begins[0, edges[1:-1].long()] = 1
     marks = begins.cumsum(1, dtype=torch.int32)
     if of.package != "transformers":
-        others = of.package == "fla" and by != "cu_seqlens"
+        others = by != PACKED_BY[of.package]
         if others or not {"kwargs", "mixer_kwargs", by} & set(of.takes):
-            raise Lacks(f"its forward takes no {by}")
-        return {"cu_seqlens": {"cu_seqlens": edges}, "seq_idx": {"seq_idx": marks},
-                "position_ids": {"position_ids": positions}}[by]
+            raise Lacks(f"{of.package} packs by {PACKED_BY[of.package]}")
+        return {"cu_seqlens": {"cu_seqlens": edges}, "seq_idx": {"seq_idx": marks}}[by]
     if by == "position_ids" or not any(x.kind is x.VAR_KEYWORD for x in of.takes.values()):
         of.needs(by)
     given: dict[str, Any] = {"use_cache": False}

@@ -66,9 +66,7 @@ def test_patched_models_agree(stack: Any) -> None:
     models = [one for one in stack.models if WHOLE or one.name in CHANGED]
     said = run.asked(stack, models)
     assert WHOLE or set(said) == set(CHANGED)
-    assert {name: lines for name, one in said.items() if (lines := run.wrong(one))} == {}
-    for name, one in said.items():
-        assert one["patched"]["logits"].verdict in ("agrees", "alone", "raises"), name
+    assert {name: lines for name, one in said.items() if (lines := run.wrong(one, stack.plain))} == {}
 
 
 def test_a_wrong_adapter_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,4 +136,6 @@ def test_what_patching_made_worse_is_told() -> None:
         "logits: raises: E: no | raw: agrees"]
     for before in (fine, broken):
         assert run.wrong({"raw": {"logits": before}, "patched": {"logits": Outcome("differs")}})
+    unpatched = {"raw": {"logits": fine}, "patched": {"logits": Outcome("not patched")}}
+    assert run.wrong(unpatched) and not run.wrong(unpatched, plain=True)
     assert run.wrong({"raw": {"pieces": Outcome("differs")}, "patched": {"pieces": Outcome("differs")}}) == []
