@@ -162,7 +162,7 @@ def places(modules: Iterable[ModuleType] | None) -> Iterator[tuple[str, Any, Any
             if type(value) is dict and not name.startswith("__"):
                 for key, entry in list(value.items()):
                     yield f"{where}.{name}", value, key, entry
-            elif type(value) is FunctionType and value.__closure__ and not _is_stand_in(value):
+            elif type(value) is FunctionType and value.__closure__ and not is_stand_in(value):
                 for variable, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
                     yield f"{where}.{name}", cell, variable, bound(cell, variable)
     if modules is None:
