@@ -1,6 +1,7 @@
 """Real programs, raw and patched, as tables of SUPPORT.md, made of the records of ``python -m matrix stacks``."""
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,8 @@ def verdict_of(answer: str) -> str:
 
 def _figure(answer: str) -> str:
     """Beside itself if there is such a figure, or beside float64, or beside float32; none for tokens."""
-    figures = dict(zip(words[::2], words[1::2], strict=False)) if (
-        words := answer.removeprefix(verdict_of(answer)).partition(" at ")[0].split()
-        if answer and ":" not in answer.partition(" ")[0] else []) else {}
-    rms = next((figures[name].partition("/")[0] for name in ("itself", "fp64", "fp32") if name in figures), "")
-    return "" if rms == "0.0e+00" else rms
+    found = (re.search(rf" {name} ([^ /]+)/", answer) for name in ("itself", "fp64", "fp32"))
+    return next((one[1] for one in found if one), "")
 
 
 def _reasons(records: list[dict[str, Any]]) -> list[tuple[str, str, str]]:

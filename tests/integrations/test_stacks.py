@@ -127,6 +127,7 @@ def test_a_record_grows_and_becomes_a_table(tmp_path: Path) -> None:
     assert f"| `{second}` | yes 3.0e-06 | - / error |" in lines
     assert any(line.startswith("| raises: E: no | pieces |") for line in lines)
     assert table.table(tmp_path / "none") == []
+    assert table._figure("agrees fp32 1.3e+00/2e+00 at dw itself 2.5e-06/9e-06") == "2.5e-06"
 
 
 def test_what_patching_made_worse_is_told() -> None:
