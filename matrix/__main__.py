@@ -12,6 +12,7 @@ from matrix import cells, support, workflow
 from matrix import run as runner
 from matrix.results import Cell, Matrix, load_result
 from matrix.squares import CellState, Planned
+from matrix.stacks import run as stacks
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results", HERE.parent / "build" / "support.html"
@@ -75,6 +76,15 @@ def command_line() -> argparse.ArgumentParser:
                                       "results")
     report.add_argument("--check", action="store_true",
                         help="write nothing; exit with 1 if the first two are not what the results say")
+    programs = commands.add_parser("stacks", help="run other packages' models, raw and patched")
+    programs.add_argument("--stack", action="append", default=[],
+                          help="how its name begins, such as 'transformers 5.23.0' (repeatable; default: all)")
+    programs.add_argument("--model", action="append", default=[],
+                          help="such as qwen3_next (repeatable; default: all, and only then a record is kept)")
+    programs.add_argument("--way", choices=("raw", "patched", "both"), default="both")
+    programs.add_argument("--jobs", type=int, default=1, help="processes at a time (default: 1)")
+    programs.add_argument("--out", type=Path, default=RESULTS,
+                          help="folder of the records (default: matrix/results)")
     nightly = commands.add_parser("workflow", help="write the releases into matrix/github-workflow.yml")
     nightly.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is stale")
     return parser
@@ -85,6 +95,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.command == "workflow":
         return workflow.write(whole, check=options.check)
+    if options.command == "stacks":
+        try:
+            chosen_stacks = stacks.by_name(options.stack)
+        except ValueError as error:
+            parser.error(f"--stack: {error}")
+        return stacks.run(chosen_stacks, options.model, options.way, options.out, options.jobs)
     if options.command == "report":
         return support.write(whole, planned(whole), RESULTS, HERE.parent / "SUPPORT.md", PAGE,
                              check=options.check)

@@ -14,6 +14,7 @@ from matrix import peer_table as peers
 from matrix.page import page
 from matrix.results import Matrix
 from matrix.squares import MEANS, STATUSES, CellState, Square, Status, gpu_files, gpu_records, squares
+from matrix.stacks import table as programs
 
 Fact = tuple[str, str, str, str]  # configuration, release, level, card
 MARKS: dict[Status, str] = {"FAILED": "**FAILED**", "refused": "refused", "not run": "not run",
@@ -64,7 +65,8 @@ def stale(every: list[CellState], results: Path, table: Path, proven: Path = PRO
         wrong += [f"reason: {reason}"
                   for reason in map(_reason, one.why)
                   if markdown.line(reason, MARKS[one.status]) not in text]
-    wrong += [line for line in (*seeds.table(), *peers.table(results)) if line not in text]
+    wrong += [line for line in (*seeds.table(), *peers.table(results), *programs.table(results))
+              if line not in text]
     planned = {(state.result.cell.triton, outcome.card) for state in every
                for outcome in state.planned.outcomes}
     then = {(config, triton, level, card)
@@ -133,7 +135,8 @@ def support_table(matrix: Matrix, every: list[CellState], squared: list[Square],
     for op in ops:
         lines += ["", f"## {op}", "",
                   *_grid(matrix, {place: _worst([at.get((op, *place))]) for place in places})]
-    lines += ["", "## The failures it began with", "", *seeds.table(), *peers.table(folder)]
+    lines += ["", "## The failures it began with", "", *seeds.table(), *peers.table(folder),
+              *programs.table(folder)]
     lines += ["", "## Why", "", "Reasons behind everything that is not compiled or ran, most frequent first."]
     reasons = Counter((_reason(why), one.status) for one in squared for why in one.why)
     lines += ["", *markdown.table(("reason", "status", "calls"), [

@@ -55,10 +55,31 @@ def torch_environment(torch: str, triton: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(home), triton_environment(triton)["PYTHONPATH"]])}
 
 
+# How a package of other programs is installed: requirements, with a place for the version. fla and kernels
+# would bring a torch of their own; so mamba_ssm, of which its Python files are wanted, without the extension.
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "transformers": ("transformers=={}",), "fla": ("fla-core=={}", "flash-linear-attention=={}", "einops"),
+    "kernels": ("kernels=={}",), "mamba_ssm": ("mamba_ssm=={}",), "causal_conv1d": ("causal_conv1d=={}",)}
+NO_CUDA = {f"{package}_{what}_BUILD": "TRUE" for package in ("MAMBA", "CAUSAL_CONV1D")
+           for what in ("SKIP_CUDA", "FORCE")}  # FORCE: it asks for no wheel of its own first
+SOURCES = ("mamba_ssm", "causal_conv1d")  # no wheels
+
+
+def stack_environment(cache: Path | None = None, **versions: str) -> dict[str, str]:
+    """Environment variables under which a child of this Python imports these versions of other packages,
+    such as ``transformers="5.23.0", fla="0.6.0"``; installs them at the first call, beside the torch there
+    is. 5 to 150 MB each. Raises NotInstallable, which quotes pip."""
+    folders = [installed([one.format(version) for one in PACKAGES[package]], f"{package}-{version}", cache,
+                         dependencies=package == "transformers", source=package in SOURCES)
+               for package, version in versions.items()]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))}
+
+
 def installed(requirements: list[str], name: str, cache: Path | None = None, *,
-              dependencies: bool = False) -> Path:
+              dependencies: bool = False, source: bool = False) -> Path:
     """The folder ``name`` of the cache, filled by pip if it is not there yet. Safe to call from several
-    processes at once."""
+    processes at once. source: built here of Python files alone, by packages that would compile CUDA
+    otherwise."""
     home = (cache or cache_folder()).resolve() / name
     if home.exists():
         return home
@@ -68,10 +89,11 @@ def installed(requirements: list[str], name: str, cache: Path | None = None, *,
             return home
         fresh = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=home.parent))
         try:
-            options = ["--quiet", "--disable-pip-version-check", "--only-binary", ":all:", "--target",
-                       str(fresh), *([] if dependencies else ["--no-deps"])]
+            options = ["--quiet", "--disable-pip-version-check", "--target", str(fresh),
+                       *(["--no-build-isolation"] if source else ["--only-binary", ":all:"]),
+                       *([] if dependencies else ["--no-deps"])]
             ran = subprocess.run(python("pip", "install", *options, *requirements), capture_output=True,
-                                 text=True, check=False)
+                                 text=True, check=False, env={**os.environ, **(NO_CUDA if source else {})})
             if ran.returncode:
                 raise NotInstallable(f"pip install {' '.join(requirements)}: {ran.stderr.strip()[-1000:]}")
             fresh.chmod(0o755)

@@ -1,0 +1,292 @@
+"""Layers and models of realistic size on a GPU, raw and patched: errors, times, losses of a training.
+
+    python -m matrix.stacks.gpu --out matrix/results
+
+Needs fla, and transformers for the models. Each program has two processes: one, beside the others, fills
+Triton's cache; the other, alone, measures, and is held to ``--seconds``. ``--device cpu --small`` tries the
+script itself.
+
+Errors: RMS ratio beside flashlin in float32, of the output and of all gradients, ratio: patched / raw, whose
+worst may be 1.2. Times: medians of CUDA events, raw and patched in turn.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import flashlin
+from matrix import record
+
+ROUNDS, STEPS = 7, 20
+ALLOWED = 1.2
+
+
+class Size(NamedTuple):
+    """Of every program: rows, tokens, width, heads and their size."""
+    B: int = 4
+    T: int = 4096
+    D: int = 2048
+    H: int = 16
+    K: int = 128
+
+
+SMALL = Size(1, 66, 64, 4, 16)
+
+
+class Whole(nn.Module):
+    """Anything that takes [B, T, D] or tokens, with one tensor as its result."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        found: torch.Tensor = y[0] if isinstance(y, tuple) else getattr(y, "logits", y)
+        return found
+
+
+def layer(name: str, **options: Callable[[Size], Any]) -> Callable[[Size], nn.Module]:
+    def build(size: Size) -> nn.Module:
+        import fla.layers
+        made = getattr(fla.layers, name)(hidden_size=size.D, layer_idx=0,
+                                         **{key: of(size) for key, of in options.items()})
+        return Whole(made)
+    return build
+
+
+def model(name: str, **options: Any) -> Callable[[Size], nn.Module]:
+    def build(size: Size) -> nn.Module:
+        import transformers
+        sizes = {"vocab_size": 2048, "hidden_size": size.D, "intermediate_size": 2 * size.D,
+                 "num_hidden_layers": 4, "num_attention_heads": size.H, "max_position_embeddings": size.T}
+        own = {key: of(size) if callable(of) else of for key, of in options.items()}
+        return Whole(getattr(transformers, f"{name}ForCausalLM")(
+            getattr(transformers, f"{name}Config")(**{**sizes, **own, "use_cache": False})))
+    return build
+
+
+def heads(size: Size) -> int:
+    return size.H
+
+
+def width(size: Size) -> int:
+    return size.K
+
+
+MIXED = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+BOTH, FLA = ("fla", "transformers"), ("fla",)
+PROGRAMS: dict[str, tuple[tuple[str, ...], Callable[[Size], nn.Module]]] = {
+    "GatedDeltaNet": (FLA, layer("GatedDeltaNet", num_heads=heads, head_dim=width, expand_v=lambda size: 1)),
+    "DeltaNet": (FLA, layer("DeltaNet", num_heads=heads)),
+    "KDA": (FLA, layer("KimiDeltaAttention", num_heads=heads, head_dim=width)),
+    "GLA": (FLA, layer("GatedLinearAttention", num_heads=lambda size: max(size.H // 4, 2))),
+    "RetNet": (FLA, layer("MultiScaleRetention", num_heads=lambda size: max(size.H // 2, 2))),
+    "HGRN2": (FLA, layer("HGRN2Attention", num_heads=heads)),
+    "RWKV7": (FLA, layer("RWKV7Attention", head_dim=lambda size: 64 if size.K > 64 else size.K)),
+    "Qwen3-Next-like": (BOTH, model(
+        "Qwen3Next", layer_types=MIXED, mlp_only_layers=[0, 1, 2, 3], num_key_value_heads=2, head_dim=width,
+        linear_num_key_heads=heads, linear_num_value_heads=lambda size: 2 * size.H,
+        linear_key_head_dim=width, linear_value_head_dim=width)),
+    "Kimi-like": (BOTH, model(
+        "KimiLinear", layer_types=MIXED, mlp_layer_types=["dense"] * 4, num_key_value_heads=heads,
+        linear_num_heads=heads, linear_head_dim=width, kv_lora_rank=64, qk_rope_head_dim=64,
+        qk_nope_head_dim=64, v_head_dim=64)),
+    "Mamba2-like": (("transformers",), model(
+        "Mamba2", num_hidden_layers=2, num_heads=lambda size: 2 * size.D // width(size) * 2,
+        head_dim=lambda size: width(size) // 2, state_size=width, n_groups=1, expand=2, chunk_size=256)),
+}
+
+
+def block(way: str, patches: tuple[str, ...]) -> AbstractContextManager[Any]:
+    return flashlin.patched(*patches) if way == "patched" else nullcontext()
+
+
+def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Everything of one program."""
+    patches, build = PROGRAMS[name]
+    torch.manual_seed(0)
+    whole = build(size).to(device)
+    layered = not hasattr(whole.inner, "config")
+    x = (torch.randn(size.B, size.T, size.D, device=device) if layered
+         else torch.randint(0, 2048, (size.B, size.T), device=device))
+    with torch.no_grad():
+        shape = (size.B, size.T, size.D if layered else 2048)
+    pull = torch.randn(shape, device=device)
+    state = {key: value.clone() for key, value in whole.state_dict().items()}
+    with block("patched", patches):
+        want = both(whole, x, pull)
+    whole = whole.to(dtype)
+    x16 = x.to(dtype) if layered else x
+    found: dict[str, Any] = {}
+    results: dict[str, dict[str, torch.Tensor]] = {}
+    runs: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
+        "forward": lambda: forward(whole, x16), "both": lambda: both(whole, x16, pull.to(dtype))}
+    for way in ("raw", "patched"):
+        with block(way, patches):
+            found[way] = {}
+            for what, run in runs.items():
+                try:
+                    results[way] = {**results.get(way, {}), **run()}
+                except Exception as error:  # whatever is raised is the answer
+                    found[way][what] = record.raised(error).removeprefix("error: ")
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()
+    errors = {way: {key: ratio(one, want[key]) for key, one in tensors.items()}
+              for way, tensors in results.items()}
+    for way, by_name in errors.items():
+        found[way]["output"] = by_name.get("output")
+        found[way]["gradient"] = max((one for key, one in by_name.items() if key != "output"), default=None)
+    worst = [(errors["patched"][key] / max(errors["raw"][key], 1e-6), key)
+             for key in errors.get("patched", {}) if key in errors.get("raw", {})]
+    if worst:
+        found["ratio"], found["at"] = max(worst)
+    for what, run in runs.items():
+        ways = [way for way in ("raw", "patched") if what not in found[way]]
+        for way, taken in timed(run, {way: block_of(way, patches) for way in ways}, device).items():
+            found[way][what] = taken
+    found["losses"] = {way: trained(build(size), state, x16, patches, way, device, dtype)
+                       for way in ("raw", "patched") if isinstance(found[way].get("both"), float)}
+    return found
+
+
+def block_of(way: str, patches: tuple[str, ...]) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: block(way, patches)
+
+
+def forward(whole: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return {"output": whole(x)}
+
+
+def both(whole: nn.Module, x: torch.Tensor, pull: torch.Tensor) -> dict[str, torch.Tensor]:
+    whole.zero_grad(set_to_none=True)
+    output = whole(x)
+    output.backward(pull)
+    return {"output": output.detach(),
+            **{key: one.grad for key, one in whole.named_parameters() if one.grad is not None}}
+
+
+def ratio(one: torch.Tensor, want: torch.Tensor) -> float:
+    difference = (one.float() - want.float()).pow(2).mean().sqrt()
+    return float(difference / (want.float().pow(2).mean().sqrt() + 1e-12))
+
+
+def timed(run: Callable[[], Any], ways: dict[str, Callable[[], AbstractContextManager[Any]]],
+          device: torch.device) -> dict[str, float]:
+    """Milliseconds, medians over rounds in which the ways take turns."""
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(ROUNDS):
+        for way, within in ways.items():
+            with within():
+                run()
+                taken[way].append(once(run, device))
+    return {way: round(statistics.median(all_of), 3) for way, all_of in taken.items()}
+
+
+def once(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - began)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    run()
+    marks[1].record()
+    torch.cuda.synchronize()
+    return float(marks[0].elapsed_time(marks[1]))
+
+
+def trained(whole: nn.Module, state: dict[str, torch.Tensor], x: torch.Tensor, patches: tuple[str, ...],
+            way: str, device: torch.device, dtype: torch.dtype) -> list[float]:
+    """Losses of some steps: float32 weights, autocast, a fixed target."""
+    whole.load_state_dict(state)
+    whole = whole.to(device)
+    tuner, losses = torch.optim.AdamW(whole.parameters(), lr=1e-3), []
+    given = x.float() if x.is_floating_point() else x
+    target = None
+    for _ in range(STEPS):
+        with block(way, patches), torch.autocast(device.type, dtype):
+            output = whole(given).float()
+            if target is None:
+                target = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(device)
+            loss = (output - target).pow(2).mean()
+            loss.backward()
+        tuner.step()
+        tuner.zero_grad(set_to_none=True)
+        losses.append(round(float(loss.detach()), 5))
+    return losses
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    import logging
+    import warnings
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def short(name: str, found: dict[str, Any]) -> str:
+    """A line of the table."""
+    if "failed" in found:
+        return f"{name:18} {found['failed']}"
+    cells = [f"{name:18}"]
+    for what in ("forward", "both"):
+        cells.append(" / ".join(f"{taken:.2f}" if isinstance(taken := found[way].get(what), float) else "raises"
+                                for way in ("raw", "patched")))
+    cells += [f"{found[way][what]:.2e}" if found[way].get(what) is not None else "-"
+              for what in ("output", "gradient") for way in ("raw", "patched")]
+    cells.append(f"{found['ratio']:.2f} {found['at']}" if "ratio" in found else "-")
+    losses = [found["losses"].get(way, [None])[-1] for way in ("raw", "patched")]
+    return " | ".join([*cells, f"{losses[0]} / {losses[1]}"])
+
+
+def main() -> int:
+    options = record.parser(__doc__)
+    options.add_argument("--device", default="cuda")
+    options.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
+    options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
+    options.add_argument("--only", default="", help="programs whose names begin so")
+    options.add_argument("--seconds", type=float, default=100, help="for each process")
+    options.add_argument("--one", choices=PROGRAMS, help=argparse.SUPPRESS)
+    given = options.parse_args()
+    device = torch.device(given.device)
+    dtype = torch.bfloat16 if given.dtype == "bf16" else torch.float16
+    if given.one:
+        with quiet():
+            print(json.dumps(measured(given.one, SMALL if given.small else Size(), device, dtype)))
+        return 0
+    names = [name for name in PROGRAMS if name.startswith(given.only)]
+    arguments = ["--device", given.device, "--dtype", given.dtype, *(["--small"] if given.small else [])]
+
+    def asked(name: str) -> dict[str, Any]:
+        child = record.child("matrix.stacks.gpu", "--one", name, *arguments, seconds=given.seconds,
+                             HF_HUB_OFFLINE="1")
+        return child.said[-1] if child.said and not child.ending else {
+            "failed": f"{child.ending}: {child.stderr.strip()[-300:]}"}
+    with ThreadPoolExecutor(4) as pool:  # Triton's cache is full then
+        list(pool.map(asked, names))
+    rows = {name: asked(name) for name in names}
+    if given.out:
+        record.write(given.out, "stacks-gpu", record.this_card(), fla=record.version("fla-core"),
+                     transformers=record.version("transformers"), dtype=given.dtype, programs=rows)
+    print("program | forward ms raw / patched | with backward | output error raw | patched | worst gradient "
+          "raw | patched | worst ratio | last loss")
+    print("\n".join(short(name, found) for name, found in rows.items()))
+    return int(any("failed" in one or one.get("ratio", 0) > ALLOWED for one in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The models, and how each is configured: two layers, one of them linear, as small as its package allows. Of
+fla, whose numbers come from Triton's interpreter, one layer, where that is a model of its kind."""
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+# What a configuration calls its sizes. Each model takes those that it knows.
+TINY: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attention_head_dim": 16,
+    "attention_hidden_size": 64, "max_position_embeddings": 256, "num_heads": 2, "expand_k": 1, "expand_v": 1,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_head_dim": 8, "linear_num_heads": 4,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "shared_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "state_size": 8, "ssm_state_size": 8, "mamba_d_state": 8, "mamba_d_head": 8, "mamba_n_heads": 8,
+    "mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_d_ssm": 64, "chunk_size": 16, "mamba_chunk_size": 16,
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "d_rel": 4,
+    "rel_extent": 64, "unpadded_vocab_size": None}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}  # generation never ends early
+
+
+class Model(NamedTuple):
+    """classes: the model's class and its configuration's; a layer has no configuration. options: what TINY
+    does not say. plain: options under which its package takes plain torch where it would refuse a CPU."""
+    name: str
+    package: str
+    classes: tuple[str, str]
+    options: Mapping[str, Any]
+    plain: Mapping[str, Any] = MappingProxyType({})
+
+
+def _transformers(name: str, base: str, **options: Any) -> Model:
+    return Model(name, "transformers", (f"{base.removesuffix('Text')}ForCausalLM", f"{base}Config"), options,
+                 {"use_mamba_kernels": False, "experts_implementation": "eager"})
+
+
+def _fla(base: str, **options: Any) -> Model:
+    return Model(base, "fla", (f"{base}ForCausalLM", f"{base}Config"),
+                 {"head_dim": 16, "expand_v": 1.0, "num_hidden_layers": 1, **options})
+
+
+def _layer(name: str, module: str, **options: Any) -> Model:
+    return Model(f"{name} (layer)", "fla", (f"{module}.{name}", ""), options)
+
+
+def _mamba_ssm(layer: str, **options: Any) -> Model:
+    return Model(f"MambaLMHeadModel ({layer})", "mamba_ssm", ("MambaLMHeadModel", "MambaConfig"),
+                 {"layer": layer, "d_state": 8, **options})
+
+
+GDN: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
+KDA: dict[str, Any] = {**GDN, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
+DENSE: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse"]}
+MODELS: tuple[Model, ...] = (
+    _transformers("qwen3_next", "Qwen3Next", **GDN),
+    _transformers("qwen3_5", "Qwen3_5Text", **GDN),
+    _transformers("qwen3_5_moe", "Qwen3_5MoeText", **GDN),
+    _transformers("qwen4_exp", "Qwen4ExpText", **GDN, ple_layer_ids=[], indexer_n_heads=2,
+                  indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=64, indexer_compress_ratio=4),
+    _transformers("olmo_hybrid", "OlmoHybrid", **GDN),
+    _transformers("kimi_linear", "KimiLinear", **KDA, **DENSE, q_lora_rank=None),
+    _transformers("bailing_hybrid", "BailingHybrid", **KDA, **DENSE, qk_rope_head_dim=4),
+    _transformers("mamba", "Mamba"),
+    _transformers("falcon_mamba", "FalconMamba"),
+    _transformers("jamba", "Jamba", attn_layer_period=2, attn_layer_offset=1),
+    _transformers("zamba", "Zamba", num_hidden_layers=4, attn_layer_period=1, attn_layer_offset=0,
+                  num_key_value_heads=4, attention_head_dim=16),
+    _transformers("mamba2", "Mamba2", num_heads=8, n_groups=2),
+    _transformers("bamba", "Bamba", attn_layer_indices=[1]),
+    _transformers("falcon_h1", "FalconH1"),
+    _transformers("granitemoehybrid", "GraniteMoeHybrid", layer_types=["mamba", "attention"]),
+    _transformers("nemotron_h", "NemotronH", layers_block_type=["mamba", "attention"], n_groups=2),
+    _transformers("zamba2", "Zamba2", layers_block_type=["mamba", "hybrid"], num_key_value_heads=4,
+                  n_mamba_heads=4, attention_head_dim=16),
+    _transformers("lfm2", "Lfm2", **CONV),
+    _transformers("lfm2_moe", "Lfm2Moe", **CONV),
+    _transformers("lfm3", "Lfm3", **CONV),
+    _transformers("inkling", "InklingText"),
+    _fla("GatedDeltaNet"), _fla("DeltaNet"), _fla("RetNet"), _fla("GLA"), _fla("KDA"), _fla("HGRN"),
+    _fla("HGRN2", expand_ratio=16), _fla("LinearAttention"), _fla("Mom"), _fla("RWKV6"),
+    _fla("RWKV7", num_hidden_layers=2, decay_low_rank_dim=8, gate_low_rank_dim=8, a_low_rank_dim=8, v_low_rank_dim=8),
+    _fla("Mamba"), _fla("Mamba2", head_dim=16), _fla("GatedDeltaProduct"), _fla("Comba"),
+    _fla("GSA", num_slots=16), _fla("ABC", num_slots=16),
+    _fla("YOCO", num_hidden_layers=2, num_self_decoder_layers=1, self_decoder_attn={"num_heads": 2},
+         cross_decoder_attn={"num_heads": 2}),
+    _layer("SimpleGatedLinearAttention", "simple_gla", hidden_size=32, num_heads=2),
+    _layer("BasedLinearAttention", "based", hidden_size=32, num_heads=2, num_key_value_heads=2, feature_dim=8),
+    _layer("ReBasedLinearAttention", "rebased", hidden_size=32, num_heads=2, num_key_value_heads=2, feature_dim=8),
+    _mamba_ssm("Mamba1"), _mamba_ssm("Mamba2", headdim=8, chunk_size=16),
+)
+# mamba_ssm has no torch path; transformers has the same models, with parameters of the same names but one.
+COUNTERPARTS = {
+    "MambaLMHeadModel (Mamba1)": _transformers("MambaLMHeadModel (Mamba1)", "Mamba"),
+    "MambaLMHeadModel (Mamba2)": _transformers("MambaLMHeadModel (Mamba2)", "Mamba2", num_heads=8,
+                                               n_groups=1, tie_word_embeddings=True)}
+
+
+def in_mamba_ssm(name: str) -> str:
+    """What mamba_ssm calls a parameter of transformers' model."""
+    return name.replace("backbone.embeddings.", "backbone.embedding.")
+
+
+class NoSuchModel(LookupError):
+    """The installed version has not got it."""
+
+
+def named(name: str) -> Model:
+    return next(one for one in MODELS if one.name == name)
+
+
+def build(model: Model, plain: bool = False) -> nn.Module:
+    """The model with weights of which none is 0 or 1, so that nothing can be left out unseen."""
+    torch.manual_seed(0)
+    if plain:
+        model = model._replace(options={**model.options, **model.plain})
+    made = BUILDERS[model.package](model)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return made.train()
+
+
+def known(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Of these options those that a class takes."""
+    names = set(inspect.signature(kind.__init__).parameters) | set(getattr(kind, "__annotations__", {}))
+    return {name: value for name, value in options.items() if name in names}
+
+
+def _class(module: str, name: str) -> Any:
+    home = importlib.import_module(module)
+    if not hasattr(home, name):
+        raise NoSuchModel(f"{module} has no {name}")
+    return getattr(home, name)
+
+
+def _of_a_configuration(home: str) -> Callable[[Model], nn.Module]:
+    def build(model: Model) -> nn.Module:
+        kind, config = (_class(home, name) for name in model.classes)
+        given = {**known(config, TINY), **model.options, **TOKENS}
+        made: nn.Module = kind(config(**given))
+        return made
+    return build
+
+
+class OneLayer(nn.Module):
+    """A layer between an embedding and logits."""
+
+    def __init__(self, layer: nn.Module, vocabulary: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.layer, self.head = layer, nn.Linear(hidden, vocabulary)
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        x = self.layer(self.embedding(input_ids))
+        return SimpleNamespace(logits=self.head(x[0] if isinstance(x, tuple) else x))
+
+
+def _fla_program(model: Model) -> nn.Module:
+    if model.classes[1]:
+        return _of_a_configuration("fla.models")(model)
+    module, _, name = model.classes[0].partition(".")
+    layer = _class(f"fla.layers.{module}", name)(**model.options)
+    return OneLayer(layer, TINY["vocab_size"], TINY["hidden_size"])
+
+
+def _of_mamba_ssm(model: Model) -> nn.Module:
+    kind = _class("mamba_ssm.models.mixer_seq_simple", model.classes[0])
+    config = _class("mamba_ssm.models.config_mamba", model.classes[1])
+    made: nn.Module = kind(config(d_model=TINY["hidden_size"], n_layer=2, vocab_size=TINY["vocab_size"],
+                                  ssm_cfg=dict(model.options), pad_vocab_size_multiple=8))
+    return made
+
+
+BUILDERS: dict[str, Callable[[Model], nn.Module]] = {
+    "transformers": _of_a_configuration("transformers"), "fla": _fla_program, "mamba_ssm": _of_mamba_ssm}

@@ -1,0 +1,175 @@
+"""python -m matrix stacks: every stack's models raw and patched, in processes of their own, and a record a
+stack."""
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from flashlin.compat.child import python
+from matrix.results import one_a_line
+from matrix.stacks.child import Job
+from matrix.stacks.models import Model
+from matrix.stacks.records import packed, read
+from matrix.stacks.verdicts import Answer, Outcome, outcome
+from matrix.stacks.versions import STACKS, Stack
+
+SECONDS = 1800
+TOGETHER = 4  # models in a process; where it ends early, each has its own
+WAYS = {"raw": ["raw", "plain", "float64"], "patched": ["patched"], "both": ["raw", "plain", "float64", "patched"]}
+INTERPRETED = {"PYTHONOPTIMIZE": "1", "TRITON_INTERPRET": "1"}
+
+
+class Failed(RuntimeError):
+    """A process gave no answers; the text says how it ended."""
+
+
+def asked(stack: Stack, models: Sequence[Model], way: str = "both") -> dict[str, dict[str, Any]]:
+    """What ``judged`` makes of these models, all in one process (and one more for the reference, if it has to
+    be another); without those that this version has not got."""
+    names = [one.name for one in models]
+    with tempfile.TemporaryDirectory() as folder:
+        own = Job(names, WAYS[way], list(stack.patches), stack.hidden(), str(Path(folder, "own")))
+        other: dict[str, Any] = {}
+        if stack.reference:
+            beside = own._replace(ways=["raw"] if stack.reference == "interpreter" else WAYS["raw"],
+                                  out=str(Path(folder, "reference")), reference=stack.reference,
+                                  hidden=[*own.hidden, *(["fla"] if stack.reference == "without fla" else [])])
+            other = told(stack, beside)
+            own = own._replace(weights=beside.out if stack.reference == "transformers" else "",
+                               ways=[one for one in own.ways if one in ("raw", "patched")])
+        found = told(stack, own)
+    return {name: judged(one, other.get(name, {})) for name, one in found.items()}
+
+
+def told(stack: Stack, job: Job) -> dict[str, Any]:
+    """What a child answers."""
+    import torch
+    extra = INTERPRETED if job.reference == "interpreter" else {}
+    ran = subprocess.run(python("matrix.stacks.child", json.dumps(job._asdict()), first=stack.environment()
+                                ["PYTHONPATH"]), capture_output=True, text=True, timeout=SECONDS, check=False,
+                         env={**os.environ, **extra})
+    if ran.returncode:
+        raise Failed(f"{stack.name}, {', '.join(job.models)}: ended with {ran.returncode}: "
+                     f"{ran.stderr.strip()[-1000:]}")
+    found: dict[str, Any] = torch.load(job.out)
+    for one in found.values():
+        one["ways"] = {way: {quantity: Answer(**answer) for quantity, answer in said.items()}
+                       for way, said in one.get("ways", {}).items()}
+    return found
+
+
+def judged(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """``ops``: of flashlin that ran where patched; ``raw`` and ``patched``: the Outcomes by quantity. other: of the process
+    whose raw program is the reference."""
+    ways = found["ways"]
+    from_other = other.get("ways", {})
+    first = {quantity: next((one for one in (from_other.get("plain"), from_other.get("raw"),
+                                             ways.get("plain"), ways.get("raw"))
+                             if one and quantity in one and one[quantity].tensors), {}).get(quantity)
+             for quantity in next(iter(ways.values()))}
+    fp64 = from_other.get("float64") or ways.get("float64") or {}
+    said: dict[str, Any] = {"ops": found["ops"].get("patched", [])}
+    if "raw" in ways:
+        said["raw"] = {quantity: outcome(one, None, fp64.get(quantity))
+                       for quantity, one in ways["raw"].items()}
+    if "patched" in ways:
+        said["patched"] = {quantity: outcome(one, first[quantity] or Answer(), fp64.get(quantity),
+                                             ran=bool(said["ops"]))
+                           for quantity, one in ways["patched"].items()}
+    return said
+
+
+def short(one: Outcome) -> str:
+    """As a record keeps it: ``agrees fp32 3e-06/8e-06 fp64 ...``, RMS ratio and worst row; or ``raises:`` and
+    the sentence."""
+    figures = [f"{name} {error.rms:.1e}/{error.row:.1e}" + ("" if error.ok else f" at {error.at}")
+               for name, error in (("fp32", one.fp32), ("fp64", one.fp64), ("itself", one.itself))
+               if error and not (error.ok and error.rms == 0)]
+    said = re.sub(r"(/[\w.+-]+){2,}", lambda path: "..." + path.group(1), one.said)  # where this machine has it
+    return f"{one.verdict}: {said}" if said else " ".join([one.verdict, *figures])
+
+
+def row(model: str, said: dict[str, Any]) -> dict[str, Any]:
+    """A model's line of a record."""
+    return {"model": model, "ops": " ".join(said["ops"]),
+            **{way: {quantity: short(one) for quantity, one in said[way].items()}
+               for way in ("raw", "patched") if way in said}}
+
+
+def write(folder: Path, stack: Stack, rows: list[dict[str, Any]]) -> None:
+    """Put rows into the stack's record, beside those of other models."""
+    import torch
+    path = folder / f"{stack.file}.json"
+    before = read(path)["rows"] if path.exists() else []
+    known = {one["model"]: one for one in [*before, *rows]}
+    facts = {"stack": stack.name, "of": stack.of, "patches": list(stack.patches),
+             "reference": stack.reference, "torch": torch.__version__,
+             "date": datetime.date.today().isoformat(),
+             "rows": [known[one.name] for one in stack.models if one.name in known]}
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(one_a_line(packed(facts)), encoding="utf-8")
+
+
+def run(stacks: Iterable[Stack], names: Sequence[str], way: str, out: Path | None, jobs: int) -> int:
+    """Every model of these stacks; 1 if one of them fails where it should not."""
+    began, bad = time.monotonic(), 0
+    for stack in stacks:
+        stack.environment()  # installed once, before processes ask for it at the same time
+        chosen = [one for one in stack.models if not names or one.name in names]
+        shares = [chosen[first:first + TOGETHER] for first in range(0, len(chosen), TOGETHER)]
+        with ThreadPoolExecutor(jobs) as pool:
+            for said in pool.map(lambda share, stack=stack: _alone(stack, share, way), shares):
+                for name, one in said.items():
+                    failures = wrong(one, stack.plain)
+                    bad += bool(failures)
+                    print("\n    ".join([f"{stack.name}: {name}:{'' if failures else ' agrees'}", *failures]),
+                          flush=True)
+                if out is not None and way == "both":
+                    write(out, stack, [row(name, one) for name, one in said.items()])
+    print(f"{time.monotonic() - began:.0f} s")
+    return 1 if bad else 0
+
+
+def _alone(stack: Stack, models: Sequence[Model], way: str) -> dict[str, dict[str, Any]]:
+    try:
+        return asked(stack, models, way)
+    except (Failed, subprocess.TimeoutExpired) as failure:
+        if len(models) > 1:
+            return {name: said for one in models for name, said in _alone(stack, [one], way).items()}
+        return {models[0].name: {"ops": [], "patched": {"logits": Outcome("raises", str(failure))}}}
+
+
+def wrong(said: dict[str, Any], plain: bool = False) -> list[str]:
+    """Where patching made something worse, a line each: what the raw program gets wrong itself is no fault of
+    the patch, and what it refuses may be refused, but not be wrong. plain: as a Stack's."""
+    raw, lines = said.get("raw", {}), []
+    for quantity, one in said.get("patched", {}).items():
+        before = raw[quantity].verdict if quantity in raw else ""
+        if one.verdict == "not patched" and plain:
+            continue
+        if one.verdict in ("differs", "not patched", "raises") and one.verdict != before:
+            lines.append(f"{quantity}: {short(one)}" + (
+                f" | raw: {short(raw[quantity])}" if quantity in raw else ""))
+    return lines
+
+
+def by_name(names: Sequence[str]) -> list[Stack]:
+    """The stacks of these names, or whose names begin so; all without names. ValueError for a name that none has."""
+    unknown = [name for name in names if not any(one.name.startswith(name) for one in STACKS)]
+    if unknown:
+        raise ValueError(f"got {', '.join(unknown)}, need a stack out of "
+                         f"{'; '.join(one.name for one in STACKS)}")
+    exact = [one for one in STACKS if one.name in names]
+    begun = [one for one in STACKS if any(one.name.startswith(name) for name in names
+                                          if name not in {stack.name for stack in exact})]
+    return [*exact, *begun] if names else list(STACKS)
+

@@ -1,0 +1,249 @@
+"""What is asked of a program, and the ways in which it runs: as it is, in float64, patched."""
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import flashlin
+from flashlin import dispatch
+from flashlin.testing.compare import Tensors
+from matrix import record
+from matrix.stacks.models import TINY, Model, NoSuchModel, build
+from matrix.stacks.verdicts import Answer
+
+# Tokens of a training step: more than a chunk of 64. Tokens added by generation.
+T, ADDED = 66, 8
+PADS, LENGTH = 9, 24
+PIECES = (0, 10, 21, 24)
+DOCUMENTS = (0, 9, 33)
+
+
+class Lacks(Exception):
+    """The model has not got what is asked for; the text says what."""
+
+
+class Program:
+    """A model as a program uses it."""
+
+    def __init__(self, model: nn.Module, package: str) -> None:
+        self.model: Any = model  # of classes that have more than nn.Module
+        self.package = package
+        self.takes = inspect.signature(model.forward).parameters
+        self.ids = torch.randint(2, TINY["vocab_size"], (2, T), generator=torch.Generator().manual_seed(1))
+        self.rows = self.ids[:1] if package == "fla" else self.ids  # one is minutes in the interpreter
+
+    def __call__(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=ids, **options).logits
+        return logits
+
+    def needs(self, *names: str) -> None:
+        for name in names:
+            if name not in self.takes:
+                raise Lacks(f"its forward takes no {name}")
+
+    def gradients(self, loss: torch.Tensor) -> Tensors:
+        self.model.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return {"d" + name: x.grad.clone() for name, x in self.model.named_parameters() if x.grad is not None}
+
+    def trained(self, logits: torch.Tensor, targets: torch.Tensor) -> Tensors:
+        """Logits [T, vocabulary] and the gradients of their loss."""
+        return {"logits": logits.detach(), **self.gradients(F.cross_entropy(logits, targets))}
+
+
+def logits(of: Program) -> Answer:
+    return Answer({"logits": of(of.rows).detach()})
+
+
+def gradients(of: Program) -> Answer:
+    """Of the model's own loss, where it has one."""
+    if "labels" in of.takes:
+        return Answer(of.gradients(of.model(input_ids=of.rows, labels=of.rows).loss))
+    return Answer(of.gradients(F.cross_entropy(of(of.rows)[:, :-1].flatten(0, 1), of.rows[:, 1:].flatten())))
+
+
+def tokens(beams: int) -> Callable[[Program], Answer]:
+    def generated(of: Program) -> Answer:
+        of.model.eval()
+        prompt = of.rows[:, :LENGTH]
+        if not hasattr(of.model, "generate"):
+            raise Lacks("a layer generates nothing")
+        if of.package == "mamba_ssm":
+            if beams > 1:
+                raise Lacks("its generate has no beams")
+            found = of.model.generate(prompt, max_length=LENGTH + ADDED, top_k=1)
+        else:
+            found = of.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ADDED,
+                                      do_sample=False, num_beams=beams)
+        return Answer({"tokens": found})
+    return generated
+
+
+def padding(of: Program) -> Answer:
+    """A row padded on the left, beside a longer one, and the same row alone."""
+    of.needs("attention_mask")
+    row = of.ids[:1, :LENGTH]
+    padded = torch.cat([torch.cat([torch.zeros(1, PADS, dtype=torch.long), row], 1),
+                        of.ids[1:, :PADS + LENGTH]])
+    mask = torch.ones_like(padded)
+    mask[0, :PADS] = 0
+    targets = row[0, 1:]
+    found, want = of(padded, attention_mask=mask)[0, PADS:], of(row)[0]
+    return Answer(of.trained(found[:-1], targets), of.trained(want[:-1], targets))
+
+
+@torch.no_grad()
+def pieces(of: Program) -> Answer:
+    """A prompt in pieces, with the cache between them, and at once."""
+    of.model.eval()
+    row = of.ids[:, :LENGTH]
+    want, found = of(row), []
+    for part in _in_pieces(of, row):
+        found.append(part)
+    return Answer({"logits": torch.cat(found, 1)}, {"logits": want})
+
+
+def _in_pieces(of: Program, row: torch.Tensor) -> Iterator[torch.Tensor]:
+    if of.package == "mamba_ssm":  # whose cache takes a token at a time
+        from mamba_ssm.utils.generation import InferenceParams
+        cache = InferenceParams(max_seqlen=LENGTH, max_batch_size=len(row))
+        for begin, end in pairwise((0, *range(PIECES[1], LENGTH + 1))):
+            yield of(row[:, begin:end], inference_params=cache)
+            cache.seqlen_offset = end
+        return
+    name = next((name for name in ("past_key_values", "cache_params") if name in of.takes), "")
+    if not name:
+        raise Lacks("its forward takes no cache")
+    state = None
+    for begin, end in pairwise(PIECES):
+        where = {"cache_position": torch.arange(begin, end)} if "cache_position" in of.takes else {}
+        out = of.model(input_ids=row[:, begin:end], use_cache=True, **{name: state}, **where)
+        state = getattr(out, name, None)
+        if state is None:
+            raise Lacks("it returns no cache unless it is given one of its own kind")
+        yield out.logits
+
+
+def packed(by: str) -> Callable[[Program], Answer]:
+    """Two documents in a row, and one by one. by: what says where they begin."""
+    def both(of: Program) -> Answer:
+        edges = torch.tensor(DOCUMENTS, dtype=torch.int32)
+        row = of.ids[:1, :DOCUMENTS[-1]]
+        spans = [slice(begin, end) for begin, end in pairwise(DOCUMENTS)]
+        told = _told(of, by, edges, torch.cat([torch.arange(one.stop - one.start) for one in spans])[None])
+        targets = torch.cat([row[0, one][1:] for one in spans])
+        found = of(row, **told)[0]
+        want = torch.cat([of(row[:, one])[0, :-1] for one in spans])
+        return Answer(of.trained(torch.cat([found[one][:-1] for one in spans]), targets),
+                      of.trained(want, targets))
+    return both
+
+
+# What tells a package's layers where documents begin. mamba_ssm takes the others and reads them for states only.
+PACKED_BY = {"fla": "cu_seqlens", "mamba_ssm": "seq_idx"}
+
+
+def _told(of: Program, by: str, edges: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+    """The keywords. Attention finds documents by their positions where there is no cache, so both go along in
+    transformers."""
+    begins = torch.zeros_like(positions, dtype=torch.int32)
+    begins[0, edges[1:-1].long()] = 1
+    marks = begins.cumsum(1, dtype=torch.int32)
+    if of.package != "transformers":
+        others = by != PACKED_BY[of.package]
+        if others or not {"kwargs", "mixer_kwargs", by} & set(of.takes):
+            raise Lacks(f"{of.package} packs by {PACKED_BY[of.package]}")
+        return {"cu_seqlens": {"cu_seqlens": edges}, "seq_idx": {"seq_idx": marks}}[by]
+    if by == "position_ids" or not any(x.kind is x.VAR_KEYWORD for x in of.takes.values()):
+        of.needs(by)
+    given: dict[str, Any] = {"use_cache": False}
+    if "position_ids" in of.takes:
+        given["position_ids"] = positions
+    if by == "cu_seqlens":
+        longest = int((edges[1:] - edges[:-1]).max())
+        given |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest,
+                  "max_length_k": longest}
+    return {**given, "seq_idx": marks} if by == "seq_idx" else given
+
+
+QUANTITIES: dict[str, Callable[[Program], Answer]] = {
+    "logits": logits, "gradients": gradients, "greedy": tokens(1), "beams": tokens(2), "padding": padding,
+    "pieces": pieces, "packed: cu_seqlens": packed("cu_seqlens"), "packed: seq_idx": packed("seq_idx"),
+    "packed: position_ids": packed("position_ids")}
+
+
+# What the slow ways are asked for, the interpreter and float64; of the others a program is its own reference.
+FEW = ("logits", "gradients")
+
+
+class Wide(TorchFunctionMode):
+    """Whoever asks for float32 gets float64: models convert to float32 where they want to be exact."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        return function(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+@contextmanager
+def wide() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Wide():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """The ops of flashlin that run meanwhile."""
+    ran, plan = Counter[str](), dispatch.plan
+
+    def counted(problem: Any, *rest: Any) -> Any:
+        ran[problem.op] += 1
+        return plan(problem, *rest)
+    dispatch.plan = counted  # type: ignore[assignment]
+    try:
+        yield ran
+    finally:
+        dispatch.plan = plan
+
+
+def run(model: Model, way: str, patches: Sequence[str] = (), weights: dict[str, torch.Tensor] | None = None,
+        quantities: Sequence[str] = ()) -> tuple[dict[str, Answer], list[str]]:
+    """The answers by quantity, and the ops of flashlin that ran.
+
+    way: ``raw``; ``plain``, with the options under which the package takes plain torch; ``float64``, plain in
+    float64; ``patched``. weights: by name, where they come from another program. quantities: () is all.
+    """
+    block = flashlin.patched(*patches) if way == "patched" else nullcontext()
+    answers = {}
+    with block, counting() as ran:
+        for quantity in quantities or (FEW if way == "float64" else QUANTITIES):
+            try:
+                made = build(model, plain=way in ("plain", "float64"))
+                if weights:
+                    made.load_state_dict(weights)
+                with wide() if way == "float64" else nullcontext():
+                    program = Program(made.double() if way == "float64" else made, model.package)
+                    answers[quantity] = QUANTITIES[quantity](program)
+            except NoSuchModel:
+                raise
+            except Lacks as why:
+                answers[quantity] = Answer(lacks=str(why))
+            except Exception as error:  # whatever is raised is the answer
+                answers[quantity] = Answer(raises=record.raised(error).removeprefix("error: "))
+    return answers, sorted(ran)

@@ -1,0 +1,142 @@
+"""The table of real programs: what its verdicts see, and a share of it, run anew."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashlin.mamba
+from matrix.stacks import records, run, table, verdicts, ways
+from matrix.stacks.models import MODELS, known
+from matrix.stacks.verdicts import Answer, Outcome, error, outcome
+from matrix.stacks.versions import STACKS
+from tests.share import WHOLE
+
+RIGHT = {"logits": torch.randn(3, 8, generator=torch.Generator().manual_seed(0))}
+WRONG = {"logits": 1.001 * RIGHT["logits"]}
+CHANGED = ["qwen3_next", "kimi_linear", "mamba", "mamba2", "lfm3"]
+
+
+def test_a_verdict_is_measured_beside_float64_where_that_runs() -> None:
+    assert outcome(Answer(RIGHT), Answer(WRONG), Answer(RIGHT)).verdict == "agrees"
+    assert outcome(Answer(WRONG), Answer(WRONG), Answer(RIGHT)).verdict == "differs"
+    assert outcome(Answer(WRONG), Answer(RIGHT), None).verdict == "differs"
+    assert outcome(Answer(RIGHT), Answer(RIGHT), None).verdict == "agrees"
+    assert outcome(Answer(RIGHT), Answer(raises="RuntimeError: no"), None).verdict == "alone"
+    assert outcome(Answer(RIGHT), None, None).verdict == "reference"
+
+
+def test_a_program_is_its_own_reference_for_padding_and_packing() -> None:
+    assert outcome(Answer(RIGHT, RIGHT), Answer(WRONG), None).verdict == "agrees"
+    assert outcome(Answer(WRONG, RIGHT), Answer(WRONG), None).verdict == "as raw"
+    assert outcome(Answer(WRONG, RIGHT), Answer(RIGHT), None).verdict == "differs"
+    assert outcome(Answer(WRONG, RIGHT), None, None).verdict == "differs"
+
+
+def test_an_error_and_what_a_model_lacks_are_told() -> None:
+    assert outcome(Answer(raises="ValueError: no"), Answer(RIGHT), None) == Outcome("raises", "ValueError: no")
+    assert outcome(Answer(lacks="it has no cache"), None, None) == Outcome("-", "it has no cache")
+
+
+def test_a_patch_that_changes_nothing_agrees_with_nothing() -> None:
+    assert outcome(Answer(RIGHT), Answer(RIGHT), None, ran=False).verdict == "not patched"
+
+
+def test_nan_a_missing_gradient_and_one_token_are_seen() -> None:
+    nan = {"logits": RIGHT["logits"].clone().fill_(torch.nan)}
+    assert not error(nan, RIGHT).ok
+    assert not error(RIGHT, {**RIGHT, "dw": torch.ones(2)}).ok
+    tokens = torch.arange(8)
+    assert error({"tokens": tokens}, {"tokens": tokens}).ok
+    assert not error({"tokens": tokens}, {"tokens": tokens.clamp(max=6)}).ok
+
+
+def test_a_gradient_that_cancels_is_measured_by_the_largest() -> None:
+    large, tiny = torch.ones(4), torch.full((4,), 1e-7)
+    assert error({"da": large, "db": tiny}, {"da": large, "db": 2 * tiny}).ok
+    assert not error({"da": large, "db": 1e4 * tiny}, {"da": large, "db": 2e4 * tiny}).ok
+
+
+@pytest.mark.parametrize("stack", [one for one in STACKS if WHOLE or one is STACKS[0]], ids=lambda one: one.name)
+def test_patched_models_agree(stack: Any) -> None:
+    """In a process of its own: fla is installed here, and models that were imported beside it raise on a
+    CPU."""
+    models = [one for one in stack.models if WHOLE or one.name in CHANGED]
+    said = run.asked(stack, models)
+    assert WHOLE or set(said) == set(CHANGED)
+    assert {name: lines for name, one in said.items() if (lines := run.wrong(one, stack.plain))} == {}
+
+
+def test_a_wrong_adapter_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The convolution of LFM3, which needs no other package, a little too large."""
+    model, right = next(one for one in MODELS if one.name == "lfm3"), flashlin.mamba.causal_conv1d_fn
+    raw, _ = ways.run(model, "raw", quantities=["logits"])
+
+    def off(*args: Any, **options: Any) -> Any:
+        return right(*args, **options) * 1.01
+    modeling = __import__("transformers.models.lfm3.modeling_lfm3", fromlist=["causal_conv1d_fn"])
+    for wrong, verdict in ((right, "agrees"), (off, "differs")):
+        with monkeypatch.context() as patch, ways.counting() as ran:
+            patch.setattr(modeling, "causal_conv1d_fn", wrong)
+            answers, _ = ways.run(model, "raw", quantities=["logits"])
+        assert ran
+        assert outcome(answers["logits"], raw["logits"], None).verdict == verdict
+
+
+def test_float64_is_float64_where_a_model_asks_for_float32() -> None:
+    with ways.wide():
+        x = torch.ones(2)
+        assert x.dtype is x.to(torch.float32).dtype is x.float().dtype is torch.float64
+        assert torch.zeros(2, dtype=torch.float32).dtype is torch.float64
+    assert torch.ones(2).dtype is torch.float32
+
+
+def test_a_configuration_takes_what_it_knows() -> None:
+    class Sizes:
+        depth: int = 2
+
+        def __init__(self, width: int = 1) -> None: ...
+    assert known(Sizes, {"width": 3, "depth": 4, "height": 5}) == {"width": 3, "depth": 4}
+
+
+def test_every_stack_has_a_name_and_models() -> None:
+    assert len({one.file for one in STACKS}) == len(STACKS)
+    assert {one.package for one in MODELS} == {model.package for one in STACKS for model in one.models}
+    assert [one.name for one in run.by_name(["transformers 5.23.0"])] == ["transformers 5.23.0"]
+    assert run.by_name([]) == list(STACKS)
+    with pytest.raises(ValueError, match="got transformers 9"):
+        run.by_name(["transformers 9"])
+
+
+def test_a_record_grows_and_becomes_a_table(tmp_path: Path) -> None:
+    stack = STACKS[0]
+
+    def said(verdict: str) -> dict[str, Any]:
+        figure = verdicts.Error(3e-6, 9e-6, "logits", True)
+        return {"ops": ["chunk_kda"], "raw": {"logits": Outcome("reference"), "pieces": Outcome("-", "no cache")},
+                "patched": {"logits": Outcome(verdict, fp32=figure), "pieces": Outcome("raises", "E: no")}}
+    first, second = (one.name for one in stack.models[:2])
+    run.write(tmp_path, stack, [run.row(second, said("agrees"))])
+    run.write(tmp_path, stack, [run.row(first, said("differs")), run.row(second, said("agrees"))])
+    record = records.read(tmp_path / f"{stack.file}.json")
+    assert [one["model"] for one in record["rows"]] == [first, second]
+    lines = table.table(tmp_path)
+    assert f"| `{first}` | yes / **differs** 3.0e-06 | - / error |" in lines
+    assert f"| `{second}` | yes 3.0e-06 | - / error |" in lines
+    assert any(line.startswith("| raises: E: no | pieces |") for line in lines)
+    assert table.table(tmp_path / "none") == []
+    assert table._figure("agrees fp32 1.3e+00/2e+00 at dw itself 2.5e-06/9e-06") == "2.5e-06"
+
+
+def test_what_patching_made_worse_is_told() -> None:
+    fine, broken = Outcome("agrees"), Outcome("raises", "E: no")
+    assert run.wrong({"raw": {"logits": broken}, "patched": {"logits": broken}}) == []
+    assert run.wrong({"raw": {"logits": fine}, "patched": {"logits": broken}}) == [
+        "logits: raises: E: no | raw: agrees"]
+    for before in (fine, broken):
+        assert run.wrong({"raw": {"logits": before}, "patched": {"logits": Outcome("differs")}})
+    unpatched = {"raw": {"logits": fine}, "patched": {"logits": Outcome("not patched")}}
+    assert run.wrong(unpatched) and not run.wrong(unpatched, plain=True)
+    assert run.wrong({"raw": {"pieces": Outcome("differs")}, "patched": {"pieces": Outcome("differs")}}) == []
