@@ -134,9 +134,10 @@ def mamba_chunk_scan_combined(
     _check("mamba_chunk_scan_combined", of_the_model)
     seq_idx = seq_idx_of(x.shape[0], x.shape[1], seq_idx, cu_seq_lens_q)
     told("mamba_chunk_scan_combined", seq_idx is not None or return_varlen_states)
-    return ssd.mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx,
-                                         cu_seqlens, dt_softplus, dt_limit, return_final_states,
-                                         return_varlen_states)
+    return ssd.mamba_chunk_scan_combined(
+        x, dt, A, B, C, chunk_size, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states,
+        seq_idx=seq_idx, cu_seqlens=cu_seqlens, dt_softplus=dt_softplus, dt_limit=dt_limit,
+        return_final_states=return_final_states, return_varlen_states=return_varlen_states)
 
 
 def mamba_split_conv1d_scan_combined(
@@ -167,9 +168,11 @@ def mamba_split_conv1d_scan_combined(
     seq_idx = seq_idx_of(zxbcdt.shape[0], zxbcdt.shape[1], seq_idx, cu_seq_lens_q)
     told("mamba_split_conv1d_scan_combined", seq_idx is not None)
     return ssd.mamba_split_conv1d_scan_combined(
-        zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states, seq_idx, dt_limit,
-        return_final_states, activation, rmsnorm_weight, 1e-6 if rmsnorm_eps is None else rmsnorm_eps,
-        outproj_weight, outproj_bias, headdim, ngroups, norm_before_gate)
+        zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size=chunk_size,
+        initial_states=initial_states, seq_idx=seq_idx, dt_limit=dt_limit,
+        return_final_states=return_final_states, activation=activation, rmsnorm_weight=rmsnorm_weight,
+        rmsnorm_eps=1e-6 if rmsnorm_eps is None else rmsnorm_eps, outproj_weight=outproj_weight,
+        outproj_bias=outproj_bias, headdim=headdim, ngroups=ngroups, norm_before_gate=norm_before_gate)
 
 
 def selective_state_update(
@@ -186,8 +189,9 @@ def selective_state_update(
     state_batch_indices: Tensor | None = None,
     **of_the_model: Any,
 ) -> Tensor:
-    return state_update.selective_state_update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus,
-                                               state_batch_indices)
+    return state_update.selective_state_update(
+        state, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
+        state_batch_indices=state_batch_indices)
 
 
 def selective_scan_fn(
@@ -205,8 +209,9 @@ def selective_scan_fn(
 ) -> Any:
     told("selective_scan_fn", False)
     state_dropped("selective_scan_fn")
-    return selective_scan.selective_scan_fn(u, delta, A, B, C, D, z, delta_bias, delta_softplus,
-                                            return_last_state)
+    return selective_scan.selective_scan_fn(
+        u, delta, A, B, C, D, z=z, delta_bias=delta_bias, delta_softplus=delta_softplus,
+        return_last_state=return_last_state)
 
 
 def mamba_inner_fn(
@@ -250,8 +255,9 @@ def mamba_inner_fn(
                         None if out_proj_bias is None else out_proj_bias.to(y.dtype))
     return mamba.mamba_inner_fn(
         xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A,
-        B, C, D, delta_bias, B_proj_bias, C_proj_bias, delta_softplus, checkpoint_lvl, b_rms_weight,
-        c_rms_weight, dt_rms_weight, b_c_dt_rms_eps)
+        B=B, C=C, D=D, delta_bias=delta_bias, B_proj_bias=B_proj_bias, C_proj_bias=C_proj_bias,
+        delta_softplus=delta_softplus, checkpoint_lvl=checkpoint_lvl, b_rms_weight=b_rms_weight,
+        c_rms_weight=c_rms_weight, dt_rms_weight=dt_rms_weight, b_c_dt_rms_eps=b_c_dt_rms_eps)
 
 
 def declined(*arguments: Any, **of_the_model: Any) -> None:

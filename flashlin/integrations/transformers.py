@@ -49,6 +49,7 @@ NAMES = {
 KERNEL = {name: kernel for kernel, names in NAMES.items() for name in names}
 # Models whose attention does not look at position_ids, unless it is flash attention
 ATTENDS_ACROSS = ("GraniteMoeHybrid",)
+OLD = frozenset({FLAG, LAZY})
 OF_INTEREST = {*KERNEL, FLAG, LAZY, CONV_CACHE}
 LAZILY = ("causal-conv1d", "mamba-ssm", "falcon_mamba-ssm")  # what lazy_load_kernel is asked for
 INSIDE = {"selective_state_update": "ops.triton.selective_state_update",  # where mamba_ssm has what its root
@@ -163,7 +164,8 @@ class TransformersPatch(Patch):
         else:
             kernels = self._see_decorated(module) or self._see_globals(module)
             if kernels:
-                self._see_models(module, kernels)
+                # Before 5.15, whose files have the flag or its loader, layers hand no keywords on.
+                self._see_models(module, kernels, told=OLD.isdisjoint({*vars(module), *reads(module)}))
 
     def _see_decorated(self, module: ModuleType) -> set[str]:
         found = list(decorated(module))
@@ -248,7 +250,7 @@ class TransformersPatch(Patch):
         self.bindings.stands_for(stand_in, original)
         self.bindings.put(module, "get_class_in_module", stand_in, "its own, watched for files of the hub")
 
-    def _see_models(self, module: ModuleType, kernels: set[str]) -> None:
+    def _see_models(self, module: ModuleType, kernels: set[str], *, told: bool) -> None:
         from flashlin.integrations.documents import watched
         kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
         carries = "selective_scan_fn" not in kernels
@@ -256,7 +258,7 @@ class TransformersPatch(Patch):
             if isinstance(one, type) and one.__module__ == module.__name__ and issubclass(one, kind):
                 forward = vars(one).get("forward")
                 if isinstance(forward, FunctionType):
-                    ours = watched(forward, by_seq_idx=carries, carries_state=carries, said=self._said,
+                    ours = watched(forward, by_seq_idx=carries and told, carries_state=carries, said=self._said,
                                    attends_across=one.__name__.startswith(ATTENDS_ACROSS))
                     self.bindings.put(one, "forward", ours, "its own forward, told of packed rows")
 
