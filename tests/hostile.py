@@ -83,7 +83,7 @@ def _special(op: str) -> dict[str, Any]:
     calls: dict[str, dict[str, Any]] = {
         "mamba_chunk_scan_combined": {**scan, "x": randn(VECTORS), "dt": randn(HEADS), "B": randn(B, T, 1, N),
                                       "C": randn(B, T, 1, N), "z": randn(VECTORS), "dt_softplus": True,
-                                      "return_varlen_states": True},
+                                      "return_varlen_states": True, "out_dtype": torch.float32},
         "mamba_split_conv1d_scan_combined": {
             **scan, "zxbcdt": randn(B, T, 2 * H * K + 2 * N + H), "conv1d_weight": randn(H * K + 2 * N, W),
             "conv1d_bias": randn(H * K + 2 * N), "rmsnorm_weight": randn(H * K), "rmsnorm_eps": 1e-6,

@@ -129,6 +129,7 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     *,
     cu_seq_lens_q: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **of_the_model: Any,
 ) -> Any:
     _check("mamba_chunk_scan_combined", of_the_model)
@@ -137,7 +138,14 @@ def mamba_chunk_scan_combined(
     return ssd.mamba_chunk_scan_combined(
         x, dt, A, B, C, chunk_size, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states,
         seq_idx=seq_idx, cu_seqlens=cu_seqlens, dt_softplus=dt_softplus, dt_limit=dt_limit,
-        return_final_states=return_final_states, return_varlen_states=return_varlen_states)
+        return_final_states=return_final_states, return_varlen_states=return_varlen_states,
+        out_dtype=out_dtype)
+
+
+def unrounded_chunk_scan(x: Tensor, *arguments: Any, **options: Any) -> Any:
+    """As the models' torch functions, whose result is float32: a norm comes next, and rounds."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return mamba_chunk_scan_combined(x, *arguments, **options, out_dtype=wide)
 
 
 def mamba_split_conv1d_scan_combined(
@@ -291,7 +299,9 @@ ADAPTERS = {
     "mamba_inner_fn": Adapter(mamba_inner_fn, "keywords of the model are dropped; Falcon Mamba's dt is normed "
                                               "before its projection, as in the model's torch code"),
 }
-# Where a model takes None for an answer (since transformers 5.15), these are declined, because the fused
-# function is not what the model computes without it: padding is masked only before its convolution, and its
-# norm is one of groups, before or after the gate as mamba_ssm fixes it.
-FUSED = ("mamba_split_conv1d_scan_combined", "mamba_inner_fn")
+# Since transformers 5.15 models take None for an answer. Then the fused functions are declined, because they are
+# not what the model computes without them: padding is masked only before their convolution, and their norm is
+# one of groups, before or after the gate as mamba_ssm fixes it. And the scan hands its norm float32.
+UNFUSED: dict[str, Callable[..., Any]] = {
+    "mamba_split_conv1d_scan_combined": declined, "mamba_inner_fn": declined,
+    "mamba_chunk_scan_combined": unrounded_chunk_scan}

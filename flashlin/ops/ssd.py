@@ -45,6 +45,7 @@ def mamba_chunk_scan_combined(
     dt_limit: Sequence[float] = (0.0, math.inf),
     return_final_states: bool = False,
     return_varlen_states: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Mamba2's scan. Drop-in for ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined``.
 
@@ -68,10 +69,13 @@ def mamba_chunk_scan_combined(
         dt_softplus: apply softplus to dt + dt_bias. dt_limit: what dt is then clamped to.
         return_final_states: also return the state after each row. return_varlen_states: also that after each
             sequence of cu_seqlens.
+        out_dtype: torch.float32 returns y as it is computed, for a norm behind it: one rounding less, in y
+            and in the gradient that comes back. (mamba_ssm has no such argument.)
 
     Returns:
-        y [b, T, H, P] in x's dtype; or (y, final states [b, H, P, N] in float32); or (y, states of sequences
-        [n, H, P, N] in C's dtype); or (y, final states, states of sequences). (float64 for float64 tensors.)
+        y [b, T, H, P] in x's dtype or out_dtype; or (y, final states [b, H, P, N] in float32); or (y, states
+        of sequences [n, H, P, N] in C's dtype); or (y, final states, states of sequences). (float64 for
+        float64 tensors.)
         Gradients reach every floating-point argument through each of them.
 
     Raises:
@@ -89,8 +93,12 @@ def mamba_chunk_scan_combined(
                   return_varlen_states=return_varlen_states)
     given = Scan(x, dt, A, B, C, D, z, dt_bias, initial_states=initial_states, seq_idx=seq_idx)
     limits = _check(given, dt_limit, chunk_size)
+    rounded = out_dtype is None or out_dtype is x.dtype
+    if not rounded and (out_dtype is not torch.float32 or x.dtype is torch.float64):
+        raise ValueError(f"out_dtype: got {out_dtype!r}, need None, x's {x.dtype} or "
+                         "torch.float32")
     if not return_varlen_states:
-        y, final = _scan(op, given, limits, dt_softplus, return_final_states)
+        y, final = _scan(op, given, limits, dt_softplus, return_final_states, rounded=rounded)
         return y if final is None else (y, final)
     if cu_seqlens is None:
         raise ValueError("cu_seqlens: got None with return_varlen_states, need the edges of the sequences, "
@@ -101,7 +109,7 @@ def mamba_chunk_scan_combined(
         raise ValueError("cu_seqlens: got shape [1], need the edges of at least one sequence")
     if initial_states is not None:
         given = given._replace(initial_states=F.pad(initial_states, (0, 0, 0, 0, 0, 0, 0, n - 1)))
-    y, states = _scan(op, given, limits, dt_softplus, True, bounds)
+    y, states = _scan(op, given, limits, dt_softplus, True, bounds, rounded)
     assert states is not None  # for the type checker
     of_sequences = states.to(C.dtype)
     if not return_final_states:

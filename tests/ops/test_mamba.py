@@ -118,6 +118,16 @@ def test_returned_values_and_dtypes() -> None:
     assert torch.equal(both, states) and torch.equal(ht[0].bfloat16(), states[1])
 
 
+@pytest.mark.parametrize("more", [{}, {"return_final_states": True}, {"D": None}, {"z": None, "D": None}])
+def test_out_dtype_is_y_before_it_is_rounded(more: dict[str, Any]) -> None:
+    given = {**scan_inputs(torch.bfloat16), "chunk_size": 16, **more}
+    narrow, wide = (mamba.mamba_chunk_scan_combined(**given, out_dtype=dtype)  # type: ignore[arg-type]
+                    for dtype in (None, torch.float32))
+    narrow, wide = (y[0] if isinstance(y, tuple) else y for y in (narrow, wide))
+    assert wide.dtype == torch.float32 and narrow.dtype == torch.bfloat16
+    assert torch.equal(wide.bfloat16(), narrow) and not torch.equal(wide, narrow.float())
+
+
 def test_cu_seqlens_counts_only_with_its_states() -> None:
     given = scan_inputs(edges=(0, 5, 12))
     bounds = given.pop("cu_seqlens")
@@ -172,6 +182,8 @@ WRONG_SCANS = [
     ({"seq_idx": torch.zeros(2, 11).int()}, ValueError, "seq_idx: got shape [2, 11], need [b, T] = [2, 12]"),
     ({"seq_idx": torch.zeros(2, 12)}, TypeError, "seq_idx: got torch.float32, need a tensor of integers"),
     ({"chunk_size": 0}, ValueError, "chunk_size: got 0, need an integer"),
+    ({"out_dtype": torch.float16}, ValueError,
+     "out_dtype: got torch.float16, need None, x's torch.float32 or torch.float32"),
     ({"dt_limit": (1.0, 0.5)}, ValueError, "dt_limit: got (1.0, 0.5)"),
     ({"return_varlen_states": True}, ValueError, "cu_seqlens: got None with return_varlen_states"),
     ({"return_varlen_states": True, "cu_seqlens": torch.tensor([0, 12])}, ValueError,
