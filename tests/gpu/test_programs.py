@@ -14,6 +14,7 @@ import flashlin
 pytest.importorskip("fla.layers")
 import fla.layers
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 BF16 = torch.bfloat16
 OWN: dict[str, Callable[[], Any]] = {
     "ABC": lambda: fla.layers.ABCAttention(hidden_size=256, num_heads=4, num_slots=32, layer_idx=0),
