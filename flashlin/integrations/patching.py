@@ -204,11 +204,11 @@ def _take_out(package: str) -> None:
 
 
 def _watch() -> None:
-    while _unwatch:
-        _unwatch.pop()()
+    before = _unwatch.copy()
     watched = sorted({name for one in _in_force.values() for name in one.watched})
-    if watched:
-        _unwatch.append(watch(watched, _arrived))
+    _unwatch[:] = [watch(watched, _arrived)] if watched else []  # before the last one ends: nothing is missed
+    for end in before:
+        end()
 
 
 def _arrived(module: ModuleType) -> None:

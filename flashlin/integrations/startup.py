@@ -20,7 +20,7 @@ from typing import Any
 
 from flashlin import dispatch
 from flashlin.guards.problem import Plan
-from flashlin.integrations.arrivals import watch
+from flashlin.integrations.arrivals import remove, watch
 from flashlin.integrations.patching import PATCHES, Patched, patch
 
 VARIABLE = "FLASHLIN_PATCH"
@@ -72,7 +72,7 @@ class Before(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self.package:
             return None
-        sys.meta_path.remove(self)
+        remove(self)
         patch(name)
         return importlib.util.find_spec(name)
 

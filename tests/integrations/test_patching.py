@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import inspect
 import os
 import pickle
@@ -11,6 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 
 import flashlin
 from flashlin.integrations import calling, patching
+from flashlin.integrations.arrivals import watch
 from flashlin.integrations.bindings import Bindings, named_like
 from flashlin.integrations.calling import by_name
 from flashlin.integrations.patching import PATCHES, Patch
@@ -177,6 +180,37 @@ def test_an_import_does_not_fail_by_a_patch(toy: ModuleType, monkeypatch: pytest
         monkeypatch.setattr(Toy, "arrived", fails)
         with pytest.warns(RuntimeWarning, match=r"could not patch toy\.wrap: RuntimeError: no such thing"):
             assert importlib.import_module("toy.wrap").wrapped() == "ours"
+
+
+def test_a_module_is_watched_twice_executed_again_and_only_looked_for(toy: ModuleType) -> None:
+    seen: list[str] = []
+    ends = [watch(["toy"], lambda module: seen.append(module.__name__)) for _ in range(2)]
+    try:
+        assert importlib.util.find_spec("toy.late") is not None and not seen
+        wrap = importlib.import_module("toy.wrap")
+        assert seen == ["toy.wrap"] * 2
+        assert type(wrap.__loader__) is type(wrap.__spec__.loader) is SourceFileLoader
+        importlib.reload(wrap)
+        assert seen == ["toy.wrap"] * 4
+    finally:
+        for end in ends:
+            end()
+
+
+def test_an_import_meanwhile_asks_every_finder(toy: ModuleType, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """A patch that ends, as in another thread, takes a finder away while an import goes through them."""
+    class Ends:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            if name == "beside_toy":
+                flashlin.unpatch("toy")
+    (tmp_path / "beside_toy.py").write_text("")
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
+    sys.meta_path.insert(sys.meta_path.index(PathFinder), Ends())
+    flashlin.patch("toy")
+    importlib.import_module("beside_toy")
+    assert toy.f() == "theirs"
+    monkeypatch.delitem(sys.modules, "beside_toy")
 
 
 def test_unknown_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
