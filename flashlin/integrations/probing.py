@@ -10,12 +10,12 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from flashlin.integrations.bindings import bound, is_stand_in
+from flashlin.integrations.patching import found
 from flashlin.integrations.transformers import KERNEL
 from flashlin.kernels.families import PUBLIC
 
@@ -179,16 +179,6 @@ def _why(kernel: str, looked: bool) -> str:
     if not hasattr(module, kernel):
         return f"{home} has no {kernel}"
     return f"{home}.{kernel} is there now, but the file did not look there or was imported before"
-
-
-def found(package: str) -> bool:
-    """Whether a package could be imported from somewhere; imports nothing."""
-    if sys.modules.get(package) is not None:
-        return True
-    try:
-        return find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _slow(layer: Any, calls: list[Bound]) -> list[Bound]:

@@ -16,16 +16,16 @@ file looks like:
 from __future__ import annotations
 
 import dis
-import importlib.util
 import inspect
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from flashlin.integrations.bindings import MISSING, bound, layers, named_like
-from flashlin.integrations.patching import Patch
+from flashlin.integrations.patching import Patch, found
 
 HUB, DYNAMIC = "transformers.integrations.hub_kernels", "transformers.dynamic_module_utils"
 FLAG, LAZY, CONV_CACHE = "is_fast_path_available", "lazy_load_kernel", "_causal_conv1d_cache"
@@ -119,30 +119,29 @@ class TransformersPatch(Patch):
 
     def __init__(self) -> None:
         super().__init__()
-        self._done: set[int] = set()  # the modules, by id
+        self._done: weakref.WeakSet[ModuleType] = weakref.WeakSet()
         self._in_layers: dict[tuple[str, str], Any] = {}  # (module, attribute of its layers) -> stand-in
         self._lazily: dict[str, ModuleType] = {}
         self._said: set[str] = set()
 
     def begin(self) -> None:
-        if "transformers" not in sys.modules and importlib.util.find_spec("transformers") is None:
-            raise ImportError("transformers: not installed, so there is nothing to patch")
-        for name, module in list(sys.modules.items()):
-            if isinstance(module, ModuleType) and (is_modeling(name) or name in (HUB, DYNAMIC)):
-                self._see(module)
-        self.bindings.sweep()
+        if not found("transformers"):
+            raise ImportError("transformers is not installed: pip install transformers", name="transformers")
+        super().begin()
         if self._in_layers:
             self._see_layers(layers())
 
     def arrived(self, module: ModuleType) -> None:
-        if is_modeling(module.__name__) or module.__name__ in (HUB, DYNAMIC):
-            self._see(module)
-            self.bindings.sweep([module])
+        self._done.discard(module)  # it may have been half imported then, or was executed again
+        super().arrived(module)
+
+    def reads(self, name: str) -> bool:
+        return is_modeling(name) or name in (HUB, DYNAMIC)
 
     def model(self, model: Any) -> None:
         for name in {type(layer).__module__ for layer in model.modules()}:
             if name in sys.modules and not name.startswith("torch."):
-                self._see(sys.modules[name])
+                self.read(sys.modules[name])
         self.bindings.sweep()
         self._see_layers(model.modules())
 
@@ -153,10 +152,10 @@ class TransformersPatch(Patch):
 
     # --- where things are bound ---
 
-    def _see(self, module: ModuleType) -> None:
-        if id(module) in self._done:
+    def read(self, module: ModuleType) -> None:
+        if module in self._done:
             return
-        self._done.add(id(module))
+        self._done.add(module)
         if module.__name__ == HUB:
             self._see_lazy_loading(module)
         elif module.__name__ == DYNAMIC:
@@ -175,15 +174,15 @@ class TransformersPatch(Patch):
             if one.owner is _function_of(one.owner):
                 self.bindings.swap(one.owner, stand_in, _by(one.kernel))
             else:
-                self.bindings.stands_for(stand_in, bound(one.owner, "forward"))
-                self.bindings.put(one.owner, "forward", stand_in, _by(one.kernel),
-                                  f"{module.__name__}.{one.name}")
+                self.bindings.stand(one.owner, "forward", stand_in, _by(one.kernel),
+                                    f"{module.__name__}.{one.name}")
         return {one.kernel for one in found}
 
     def _see_globals(self, module: ModuleType) -> set[str]:
         read = reads(module)
         names = vars(module)
-        wanted = [name for name in KERNEL if name in read and not name.startswith("torch_")]
+        wanted = [name for name in KERNEL if name in read and not name.startswith("torch_")
+                  and not self.bindings.knows(names.get(name))]
         of_transformers = module.__name__.startswith("transformers")
         if not wanted or not (of_transformers or read & {FLAG, CONV_CACHE}):
             return set()
@@ -244,11 +243,10 @@ class TransformersPatch(Patch):
             found = original(*args, **options)
             arrived = sys.modules.get(getattr(found, "__module__", ""))
             if arrived is not None:
-                self.arrived(arrived)
+                super(TransformersPatch, self).arrived(arrived)  # perhaps not for the first time
             return found
         stand_in = named_like(get_class_in_module, original, signature=inspect.signature(original))
-        self.bindings.stands_for(stand_in, original)
-        self.bindings.put(module, "get_class_in_module", stand_in, "its own, watched for files of the hub")
+        self.bindings.stand(module, "get_class_in_module", stand_in, "its own, watched for files of the hub")
 
     def _see_models(self, module: ModuleType, kernels: set[str], *, told: bool) -> None:
         from flashlin.integrations.documents import watched
@@ -257,10 +255,10 @@ class TransformersPatch(Patch):
         for one in list(vars(module).values()):
             if isinstance(one, type) and one.__module__ == module.__name__ and issubclass(one, kind):
                 forward = vars(one).get("forward")
-                if isinstance(forward, FunctionType):
+                if isinstance(forward, FunctionType) and not self.bindings.knows(forward):
                     ours = watched(forward, by_seq_idx=carries and told, carries_state=carries, said=self._said,
                                    attends_across=one.__name__.startswith(ATTENDS_ACROSS))
-                    self.bindings.put(one, "forward", ours, "its own forward, told of packed rows")
+                    self.bindings.stand(one, "forward", ours, "its own forward, told of packed rows")
 
     # --- what constructors wrote ---
 

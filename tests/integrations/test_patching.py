@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
@@ -49,7 +51,7 @@ class Toy(Patch):
 
     def arrived(self, module: ModuleType) -> None:
         f = vars(module).get("f")
-        if f is not None and f.__module__ == module.__name__ and not self.bindings.swapped(f):
+        if f is not None and f.__module__ == module.__name__ and not self.bindings.knows(f):
             def ours(*args: Any) -> str:
                 return "ours"
             self.bindings.swap(f, named_like(ours, f), "flashlin.f")
@@ -211,6 +213,79 @@ def test_an_import_meanwhile_asks_every_finder(toy: ModuleType, tmp_path: Path,
     importlib.import_module("beside_toy")
     assert toy.f() == "theirs"
     monkeypatch.delitem(sys.modules, "beside_toy")
+
+
+class Fails(Patch):
+    package = "fails"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bindings.put(sys.modules["toy"], "mark", "begun", "a mark")
+
+    def begin(self) -> None:
+        raise ImportError("fails is not installed")
+
+
+class FailsToEnd(Fails):
+    def begin(self) -> None: ...
+
+    def end(self) -> None:
+        super().end()
+        raise OSError("no end")
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_an_error_leaves_nothing_half_done(toy: ModuleType, context: bool,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PATCHES, "fails", Fails)
+    with pytest.raises(ImportError, match="fails is not installed"):
+        if context:
+            with flashlin.patched("toy", "fails"):
+                pass
+        else:
+            flashlin.patch("toy", "fails")
+    assert toy.f() == "theirs" and not hasattr(toy, "mark")
+    assert not patching._in_force and not patching._for_good and not +patching._blocks
+
+    def model(self: Any, given: Any) -> None:
+        raise AttributeError("no model")
+    monkeypatch.setattr(Toy, "model", model)
+    with pytest.raises(AttributeError, match="no model"):
+        flashlin.patch("toy", model=1)
+    assert toy.f() == "theirs"
+
+
+def test_one_that_cannot_end_does_not_keep_others_from_it(toy: ModuleType,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PATCHES, "fails", FailsToEnd)
+    for names in (("fails", "toy"), ("toy", "fails")):
+        with pytest.raises(OSError, match="no end"), flashlin.patched(*names):
+            assert toy.f() == "ours" and toy.mark == "begun"
+        assert toy.f() == "theirs" and not hasattr(toy, "mark")
+        assert not patching._in_force and not patching._unwatch
+
+
+def test_a_patch_keeps_no_model_alive(toy: ModuleType) -> None:
+    layer = Layer(toy.f)
+    with flashlin.patched("toy"):
+        assert layer.function() == "ours"
+        layer.weight = torch.nn.Parameter(torch.ones(1))
+        weight = weakref.ref(layer.weight)
+        del layer
+        gc.collect()
+        assert weight() is None
+
+
+def test_what_is_read_again_is_not_wrapped_again(toy: ModuleType) -> None:
+    """A module may be half imported when a patch begins, and arrives afterwards."""
+    theirs = toy.f
+    with flashlin.patched("toy") as report:
+        ours, places = toy.f, len(report.replaced)
+        patching._arrived(toy.ops)
+        assert toy.f is toy.ops.f is ours and len(report.replaced) == places
+        importlib.reload(toy.ops)  # another function
+        assert toy.ops.f() == "ours" and toy.ops.f is not ours
+    assert toy.f is theirs and toy.ops.f is not theirs and toy.ops.f() == "theirs"
 
 
 def test_unknown_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
