@@ -288,8 +288,8 @@ ADAPTERS = {
                                                     "paths; it warns where documents or states are lost"),
     "mamba_split_conv1d_scan_combined": Adapter(mamba_split_conv1d_scan_combined,
                                                 "cu_seq_lens_q is a seq_idx; rmsnorm_eps may be None"),
-    "mamba_inner_fn": Adapter(mamba_inner_fn, "keywords of the model are dropped; Falcon Mamba's dt is normed "
-                                              "before its projection, as in the model's torch code"),
+    "mamba_inner_fn": Adapter(mamba_inner_fn, "keywords of the model are dropped; Falcon Mamba's dt is "
+                                              "normed before its projection, as in the model's torch code"),
 }
 # Where a model takes None for an answer (since transformers 5.15), these are declined, because the fused
 # function is not what the model computes without it: padding is masked only before its convolution, and its

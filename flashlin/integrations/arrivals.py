@@ -30,7 +30,8 @@ class Watcher:
         finally:
             delattr(self._asking, name)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = Telling(spec.loader, self.then)  # type: ignore[assignment]  # a loader by its members
+            loader: Any = Telling(spec.loader, self.then)  # a loader by its members
+            spec.loader = loader
         return spec
 
     def _of_interest(self, package: str) -> bool:

@@ -256,8 +256,8 @@ class TransformersPatch(Patch):
             if isinstance(one, type) and one.__module__ == module.__name__ and issubclass(one, kind):
                 forward = vars(one).get("forward")
                 if isinstance(forward, FunctionType) and not self.bindings.knows(forward):
-                    ours = watched(forward, by_seq_idx=carries and told, carries_state=carries, said=self._said,
-                                   attends_across=one.__name__.startswith(ATTENDS_ACROSS))
+                    ours = watched(forward, by_seq_idx=carries and told, carries_state=carries,
+                                   attends_across=one.__name__.startswith(ATTENDS_ACROSS), said=self._said)
                     self.bindings.stand(one, "forward", ours, "its own forward, told of packed rows")
 
     # --- what constructors wrote ---

@@ -23,11 +23,14 @@ import pytest
 import torch
 
 import flashlin
+from flashlin.__main__ import main
 from flashlin.integrations import calling, patching
 from flashlin.integrations.arrivals import watch
 from flashlin.integrations.bindings import Bindings, named_like
 from flashlin.integrations.calling import by_name
 from flashlin.integrations.patching import PATCHES, Patch
+
+ROOT = Path(flashlin.__file__).parents[1]
 
 
 def original(x: int, scale: float = 2.0, *, flag: bool = False, **kwargs: Any) -> tuple[Any, ...]:
@@ -391,9 +394,74 @@ def test_run_as_a_module_quietly_by_the_variable(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["['--lr', '1'] __main__ flashlin.shielding.autotune"]
 
 
+WHERE = ("import os, sys\n"
+         "print(sys.argv, __file__, __name__, __package__, sys.path[0], os.getcwd() in sys.path)\n")
+PROGRAMS = {  # name: (its text, the arguments that start it)
+    "raises": ("def f():\n    raise KeyError(1)\nf()\n", ["raises.py"]),
+    "broken_pipe": ("raise BrokenPipeError('a socket of its own')\n", ["broken_pipe.py"]),
+    "text": ("raise SystemExit('as text')\n", ["text.py"]),
+    "closes": ("import sys; print(sys.stdin.read()); sys.stdout.close()\n", ["closes.py"]),
+    "no_python": ("def f(:\n", ["no_python.py"]),
+    "at_once": ("import os; print('x', flush=True); os._exit(7)\n", ["at_once.py"]),
+    "below/where": (WHERE, ["below/where.py", "--quiet", "-x"]),
+    "whole/__main__": (WHERE, ["whole", "1"]),
+    "package/__main__": (WHERE + "raise SystemExit(4)\n", ["-m", "package", "-m"]),
+    "nowhere": ("", ["-m", "not_here"]),
+    "goes_on": ("""
+import __main__, multiprocessing, pickle, threading
+class Mine: ...
+def kind(one):
+    return type(one).__module__
+def later():
+    threading.main_thread().join()
+    print(pickle.loads(pickle.dumps(Mine())).__class__ is Mine is __main__.Mine)
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(kind, [Mine()]), flush=True)
+    threading.Thread(target=later).start()
+""", ["goes_on.py"])}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_run_is_as_python_runs_it(name: str, tmp_path: Path) -> None:
+    """Output, what is told of errors, and the exit code, of files, folders and modules."""
+    file = tmp_path / f"{name}.py"
+    file.parent.mkdir(exist_ok=True)
+    text, arguments = PROGRAMS[name]
+    file.write_text(text)
+
+    def said(*command: str) -> tuple[int, str, str]:
+        done = subprocess.run([sys.executable, *command, *arguments], capture_output=True, text=True,
+                              timeout=120, cwd=tmp_path, input="given",
+                              env={**os.environ, "PYTHONPATH": str(ROOT)})
+        return done.returncode, done.stdout, done.stderr
+    assert said("-m", "flashlin", "run", "--quiet", "--patch", "mamba_ssm") == said()
+
+
+def test_run_inside_of_run_patches_once(tmp_path: Path) -> None:
+    """A program that patches for itself, in a process that has inherited the patch and is asked for it
+    again."""
+    (tmp_path / "toolkit.py").write_text("""
+import flashlin, os
+flashlin.patch("triton")
+import triton
+print(triton.autotune.__module__, os.environ["PYTHONPATH"].count("inherited"))
+""")
+    done = run("--quiet", "--patch", "triton", "-m", "flashlin", "run", "--patch", "triton",
+               str(tmp_path / "toolkit.py"))
+    assert (done.returncode, done.stdout) == (0, "flashlin.shielding.autotune 1\n"), done.stderr
+
+
 @pytest.mark.parametrize("arguments, said", [
     (["--patch", "flax", "x.py"], "FLASHLIN_PATCH: got 'flax', need some of triton, fla"),
     (["nowhere.py"], "program: got 'nowhere.py', which does not exist")])
 def test_run_with_wrong_arguments(arguments: list[str], said: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_run_says_which_package_is_missing(toy: ModuleType, monkeypatch: pytest.MonkeyPatch,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(PATCHES, "fails", Fails)
+    assert main(["run", "--patch", "fails", __file__]) == 2
+    assert capsys.readouterr().err == "flashlin run: fails is not installed\n"

@@ -310,7 +310,7 @@ def test_patching_imports_nothing_and_says_where_there_is_nothing() -> None:
             print(error)
         """
     said = subprocess.run([sys.executable, "-c", inspect.cleandoc(script)], capture_output=True, text=True)
-    assert said.stdout.strip() == "transformers: not installed, so there is nothing to patch", said.stderr
+    assert said.stdout.strip() == "transformers is not installed: pip install transformers", said.stderr
 
 
 # --- files as older versions have them ---
