@@ -175,9 +175,10 @@ def places(modules: Iterable[ModuleType] | None) -> Iterator[tuple[str, Any, Any
         where = str(names.get("__name__", ""))
         for name, value in list(names.items()):
             yield where, names, name, value
-            if type(value) is dict and not name.startswith("__"):
+            if type(value) is dict and not str(name).startswith("__"):
+                table = f"{where}.{name}"
                 for key, entry in list(value.items()):
-                    yield f"{where}.{name}", value, key, entry
+                    yield table, value, key, entry
             elif type(value) is FunctionType and value.__closure__ and not is_stand_in(value):
                 for variable, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
                     yield f"{where}.{name}", cell, variable, bound(cell, variable)
@@ -209,10 +210,10 @@ def named_like(function: Callable[..., Any], original: Any, module: str = "", na
     whoever asks for its signature sees the one that callers know."""
     copy = FunctionType(function.__code__, function.__globals__, name or original.__name__,
                         function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
     copy.__module__ = module or original.__module__
     copy.__qualname__ = name or original.__qualname__
-    copy.__doc__ = function.__doc__
+    copy.__doc__ = function.__doc__ or (original.__doc__ if callable(original) else None)
     if signature is not None:
         copy.__signature__ = signature  # type: ignore[attr-defined]  # which inspect asks for
     return copy

@@ -194,8 +194,8 @@ def _put_in(packages: Sequence[str], model: Any) -> list[Patch]:
 
 def _take_out(packages: Sequence[str]) -> None:
     """Those that nobody wants any more."""
-    unwanted = [name for name in packages
-                if name in _in_force and name not in _for_good and not _blocks[name]]
+    unwanted = [name for name in PATCHES  # in their order, the last one first: see there
+                if name in packages and name in _in_force and name not in _for_good and not _blocks[name]]
     if unwanted:
         with ExitStack() as last_first:  # all of it, whatever one of them raises
             last_first.callback(_go_on)
@@ -213,12 +213,13 @@ def _go_on() -> None:
 def _watch() -> None:
     before = _unwatch.copy()
     watched = sorted({name for one in _in_force.values() for name in one.watched})
-    _unwatch[:] = [watch(watched, _arrived)] if watched else []  # before the last one ends: nothing is missed
+    _unwatch[:] = [watch(watched, arrived)] if watched else []  # before the last one ends: nothing is missed
     for end in before:
         end()
 
 
-def _arrived(module: ModuleType) -> None:
+def arrived(module: ModuleType) -> None:
+    """Tell the patches in force of a module that has been executed."""
     with _changing:
         for one in list(_in_force.values()):
             one.arrived(module)
@@ -242,6 +243,8 @@ def _from(module: str, name: str) -> Callable[[], Patch]:
     return make
 
 
+# transformers before the packages of which its models take functions: those end first, and what models hold
+# afterwards is asked of what is there then.
 PATCHES: dict[str, Callable[[], Patch]] = {"triton": _from("triton", "TritonPatch"),
                                            "fla": _from("fla", "FlaPatch"),
                                            "transformers": _from("transformers", "TransformersPatch"),

@@ -25,7 +25,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from flashlin.integrations.bindings import MISSING, bound, layers, named_like
-from flashlin.integrations.patching import Patch, found
+from flashlin.integrations.patching import Patch, arrived, found
 
 HUB, DYNAMIC = "transformers.integrations.hub_kernels", "transformers.dynamic_module_utils"
 FLAG, LAZY, CONV_CACHE = "is_fast_path_available", "lazy_load_kernel", "_causal_conv1d_cache"
@@ -240,11 +240,11 @@ class TransformersPatch(Patch):
             return
 
         def get_class_in_module(*args: Any, **options: Any) -> Any:
-            found = original(*args, **options)
-            arrived = sys.modules.get(getattr(found, "__module__", ""))
-            if arrived is not None:
-                super(TransformersPatch, self).arrived(arrived)  # perhaps not for the first time
-            return found
+            kind = original(*args, **options)
+            file = sys.modules.get(getattr(kind, "__module__", ""))
+            if file is not None and file not in self._done:
+                arrived(file)
+            return kind
         stand_in = named_like(get_class_in_module, original, signature=inspect.signature(original))
         self.bindings.stand(module, "get_class_in_module", stand_in, "its own, watched for files of the hub")
 

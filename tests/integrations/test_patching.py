@@ -34,6 +34,7 @@ ROOT = Path(flashlin.__file__).parents[1]
 
 
 def original(x: int, scale: float = 2.0, *, flag: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+    """What it is for."""
     return "original", x, scale, flag, kwargs
 
 
@@ -218,6 +219,40 @@ def test_an_import_meanwhile_asks_every_finder(toy: ModuleType, tmp_path: Path,
     monkeypatch.delitem(sys.modules, "beside_toy")
 
 
+def test_a_stand_in_keeps_what_is_known_of_a_function(toy: ModuleType) -> None:
+    def ours(x: int, *, scale: float = 2.0) -> tuple[int, float]:
+        return x, scale
+    toy.g = None
+    bindings = Bindings("toy")
+    bindings.fill(toy, "g", ours, "ours")
+    bindings.fill(toy, "f", ours, "it has its own")
+    assert inspect.signature(toy.g) == inspect.signature(ours) and toy.g(3) == (3, 2.0) and toy.f() == "theirs"
+    assert toy.g.__annotations__ == ours.__annotations__ and (toy.g.__module__, toy.g.__name__) == ("toy", "g")
+    assert pickle.loads(pickle.dumps(toy.g)) is toy.g
+    bindings.undo()
+    assert toy.g is None
+    assert by_name(original, ours).__doc__ == original.__doc__ == "What it is for."
+
+
+@pytest.mark.parametrize("names", [("toy", "toys"), ("toys", "toy")])
+def test_patches_end_in_one_order(toy: ModuleType, names: tuple[str, str],
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers' models hold is asked of mamba_ssm again, which must be back then."""
+    ended: list[str] = []
+
+    class Ends(Toy):
+        def end(self) -> None:
+            super().end()
+            ended.append(type(self).__name__)
+
+    class First(Ends): ...
+    monkeypatch.setitem(PATCHES, "toy", Ends)
+    monkeypatch.setitem(PATCHES, "toys", First)
+    with flashlin.patched(*names):
+        assert toy.f() == "ours"
+    assert ended == ["First", "Ends"] and toy.f() == "theirs"
+
+
 class Fails(Patch):
     package = "fails"
 
@@ -284,7 +319,7 @@ def test_what_is_read_again_is_not_wrapped_again(toy: ModuleType) -> None:
     theirs = toy.f
     with flashlin.patched("toy") as report:
         ours, places = toy.f, len(report.replaced)
-        patching._arrived(toy.ops)
+        patching.arrived(toy.ops)
         assert toy.f is toy.ops.f is ours and len(report.replaced) == places
         importlib.reload(toy.ops)  # another function
         assert toy.ops.f() == "ours" and toy.ops.f is not ours

@@ -416,6 +416,18 @@ def test_a_file_of_the_hub_is_seen_when_it_is_run(tmp_path: Path, monkeypatch: p
     assert layer.causal_conv1d_fn is None
 
 
+def test_a_file_of_the_hub_that_is_run_while_the_patch_ends_stays_as_it_is(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dynamic = importlib.import_module("transformers.dynamic_module_utils")
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path))
+    (tmp_path / "transformers_modules").mkdir()
+    source = tmp_path / "transformers_modules" / "modeling_ends.py"
+    source.write_text(f"{GLOBALS}\nimport flashlin\nflashlin.unpatch('transformers')\n")
+    flashlin.patch("transformers")
+    layer = dynamic.get_class_in_module("Layer", Path("transformers_modules", "modeling_ends.py"))()
+    assert layer.causal_conv1d_fn is None
+
+
 # --- adapters ---
 
 @pytest.mark.parametrize("op", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_kda",
