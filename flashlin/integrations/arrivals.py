@@ -45,10 +45,12 @@ class Telling:
         self.loader, self.then = loader, then
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
+        return getattr(super().__getattribute__("loader"), name)  # of a copy in the making: AttributeError
 
     def exec_module(self, module: Any) -> None:
-        module.__loader__ = module.__spec__.loader = self.loader
+        module.__loader__ = self.loader
+        if getattr(module, "__spec__", None) is not None:
+            module.__spec__.loader = self.loader
         self.loader.exec_module(module)
         try:
             self.then(sys.modules.get(module.__name__, module))  # lazy packages replace themselves

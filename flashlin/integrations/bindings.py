@@ -198,6 +198,14 @@ def layers() -> Iterator[Any]:
     yield from [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
+def free_variables(function: Any) -> dict[str, Any]:
+    """What a function has of those around it, by name; nothing of what is no function."""
+    if type(function) is not FunctionType or not function.__closure__:
+        return {}
+    return {name: bound(cell, name)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)}
+
+
 def _where(owner: Any) -> str:
     if type(owner) is dict:
         return str(owner.get("__name__", ""))

@@ -22,7 +22,7 @@ from typing import Any
 from flashlin import dispatch
 from flashlin.guards.problem import Plan
 from flashlin.integrations.arrivals import remove, watch
-from flashlin.integrations.patching import PATCHES, Patched, found, patch
+from flashlin.integrations.patching import PATCHES, Patched, _in_force, found, patch
 
 VARIABLE = "FLASHLIN_PATCH"
 INHERITED = Path(__file__).parent / "inherited"
@@ -144,7 +144,6 @@ def summary_at_exit(names: Sequence[str]) -> None:
     setattr(dispatch, "plan", noting)  # noqa: B010  mypy knows it as a function that stays
 
     def say() -> None:
-        from flashlin.integrations.patching import _in_force
         lines = str(Patched([_in_force[name] for name in names if name in _in_force])).splitlines()
         lines += [f"{op}: {count} calls, {path_of(path, kernels)}"
                   for (op, path, kernels), count in sorted(calls.items())]

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from flashlin.integrations.bindings import MISSING, bound, layers, named_like
+from flashlin.integrations.bindings import MISSING, free_variables, layers, named_like
 from flashlin.integrations.patching import Patch, arrived, found
 
 HUB, DYNAMIC = "transformers.integrations.hub_kernels", "transformers.dynamic_module_utils"
@@ -71,20 +71,12 @@ def decorated(module: ModuleType) -> Iterator[Decorated]:
     for name, owner in list(vars(module).items()):
         function = owner
         if hasattr(type(owner), "kernel_layer_name") and not isinstance(owner, type):
-            function = _free(type(owner).forward).get("func")
-        free = _free(function)  # nothing at all of what is no function: lazy objects load what one asks for
+            function = free_variables(type(owner).forward).get("func")
+        free = free_variables(function)  # nothing at all of what is no function: lazy objects load what one asks for
         kernel = KERNEL.get(free.get("func_name", ""), KERNEL.get(name, ""))
         if kernel and {"applicable_params", "implementation"} <= free.keys():
             yield Decorated(name, kernel, owner, free["implementation"],
                             getattr(function, "__wrapped__", None), free.get("package", ""))
-
-
-def _free(function: Any) -> dict[str, Any]:
-    """The variables that a function has from outside of it."""
-    if not isinstance(function, FunctionType) or not function.__closure__:
-        return {}
-    return {name: bound(cell, name)
-            for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)}
 
 
 def reads(module: ModuleType) -> set[str]:
@@ -171,7 +163,7 @@ class TransformersPatch(Patch):
         for one in found:
             # Its models take None from a fused function and go on
             stand_in = stand_in_for(one.kernel, one.torch, module.__name__, one.name, takes_none=True)
-            if one.owner is _function_of(one.owner):
+            if isinstance(one.owner, FunctionType):
                 self.bindings.swap(one.owner, stand_in, _by(one.kernel))
             else:
                 self.bindings.stand(one.owner, "forward", stand_in, _by(one.kernel),
@@ -296,10 +288,6 @@ def stand_in_for(kernel: str, original: Any, module: str, name: str, takes_none:
     stand_in = named_like(function, original, module, name, inspect.signature(function))
     stand_in.__flashlin_kernel__ = kernel
     return stand_in
-
-
-def _function_of(owner: Any) -> Any:
-    return owner if isinstance(owner, FunctionType) else None
 
 
 def _is_own(function: Any, module: ModuleType) -> bool:

@@ -198,6 +198,10 @@ def test_a_module_is_watched_twice_executed_again_and_only_looked_for(toy: Modul
         assert type(wrap.__loader__) is type(wrap.__spec__.loader) is SourceFileLoader
         importlib.reload(wrap)
         assert seen == ["toy.wrap"] * 4
+        spec = importlib.util.find_spec("toy.late")
+        assert spec is not None and spec.loader is not None
+        copy.deepcopy(spec).loader.exec_module(ModuleType("toy.late"))
+        assert seen[4:] == ["toy.later_still"] * 2 + ["toy.late"] * 2
     finally:
         for end in ends:
             end()
