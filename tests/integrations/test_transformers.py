@@ -26,6 +26,7 @@ from torch import Tensor
 
 import flashlin
 from flashlin.integrations import adapters
+from flashlin.integrations.documents import watched
 from flashlin.integrations.probing import bound_in
 from flashlin.integrations.transformers import HUB, decorated
 from flashlin.testing.environments import NotInstallable, installed
@@ -426,6 +427,16 @@ def test_a_file_of_the_hub_that_is_run_while_the_patch_ends_stays_as_it_is(
     flashlin.patch("transformers")
     layer = dynamic.get_class_in_module("Layer", Path("transformers_modules", "modeling_ends.py"))()
     assert layer.causal_conv1d_fn is None
+
+
+def test_positions_of_one_row_are_those_of_all() -> None:
+    def forward(self: Any, input_ids: Tensor, **given: Any) -> Any:
+        return given["seq_idx"]
+    call = watched(forward, by_seq_idx=True, carries_state=True, attends_across=False, said=set())
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    found = call(object(), torch.zeros(3, 5), position_ids=positions)
+    assert found.tolist() == [[1, 1, 1, 2, 2]] * 3
+    assert call(object(), torch.zeros(1, 5), position_ids=positions).tolist() == [[1, 1, 1, 2, 2]]
 
 
 # --- adapters ---
