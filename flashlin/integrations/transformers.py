@@ -72,7 +72,7 @@ def decorated(module: ModuleType) -> Iterator[Decorated]:
         function = owner
         if hasattr(type(owner), "kernel_layer_name") and not isinstance(owner, type):
             function = free_variables(type(owner).forward).get("func")
-        free = free_variables(function)  # nothing at all of what is no function: lazy objects load what one asks for
+        free = free_variables(function)  # none of what is no function: lazy objects load what one asks for
         kernel = KERNEL.get(free.get("func_name", ""), KERNEL.get(name, ""))
         if kernel and {"applicable_params", "implementation"} <= free.keys():
             yield Decorated(name, kernel, owner, free["implementation"],

@@ -230,8 +230,9 @@ def test_a_stand_in_keeps_what_is_known_of_a_function(toy: ModuleType) -> None:
     bindings = Bindings("toy")
     bindings.fill(toy, "g", ours, "ours")
     bindings.fill(toy, "f", ours, "it has its own")
-    assert inspect.signature(toy.g) == inspect.signature(ours) and toy.g(3) == (3, 2.0) and toy.f() == "theirs"
-    assert toy.g.__annotations__ == ours.__annotations__ and (toy.g.__module__, toy.g.__name__) == ("toy", "g")
+    assert toy.g(3) == (3, 2.0) and toy.f() == "theirs"
+    assert inspect.signature(toy.g) == inspect.signature(ours) and toy.g.__annotations__ == ours.__annotations__
+    assert (toy.g.__module__, toy.g.__name__) == ("toy", "g")
     assert pickle.loads(pickle.dumps(toy.g)) is toy.g
     bindings.undo()
     assert toy.g is None
