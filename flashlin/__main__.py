@@ -183,20 +183,19 @@ def load(module: str) -> Any:
 def main(argv: list[str] | None = None) -> int:
     try:
         try:
-            return run(argv)
+            arguments = vars(parser().parse_args(argv))
+            command = arguments.pop("command")
+            code = report(command, arguments) if command in COMMANDS else None
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # whoever read this has seen enough, as with any other program in a pipe
         # for what is still in the buffer when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    return run_program(**arguments) if code is None else code  # pipes that break in there are the program's
 
 
-def run(argv: list[str] | None) -> int:
-    arguments = vars(parser().parse_args(argv))
-    command = arguments.pop("command")
-    if command == "run":
-        return run_program(**arguments)
+def report(command: str, arguments: dict[str, Any]) -> int:
     try:
         with redirect_stdout(sys.stderr):  # a broken package may print when imported: stdout is the report's
             text, code = COMMANDS[command](**arguments)
@@ -248,7 +247,8 @@ def run_program(patch: str | None, program: str, arguments: list[str], **how: An
         names = startup.installed() if asked is None else startup.names_of(asked)
         if not how["module"] and not os.path.exists(program):
             raise ValueError(f"program: got {program!r}, which does not exist")
-    except ValueError as error:
+        startup.begin(names)
+    except (ValueError, ImportError) as error:
         print(f"flashlin run: {error}", file=sys.stderr)
         return 2
     startup.run(program, arguments, names, **how)

@@ -20,7 +20,8 @@ from flashlin.compat.versions import affected
 from flashlin.diagnostics.importing import Tried, tried
 from flashlin.diagnostics.machine import Machine, attempt
 from flashlin.diagnostics.report import Binding, Flaw, Package, Status
-from flashlin.integrations.probing import HOMES, OURS, TORCH, Bound, bound_in, found
+from flashlin.integrations.patching import found
+from flashlin.integrations.probing import HOMES, OURS, TORCH, Bound, bound_in
 from flashlin.kernels.families import PUBLIC
 
 

@@ -9,6 +9,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from flashlin.integrations.arrivals import remove
+
 Contents = Mapping[str, Any]  # a module's attributes by name
 
 
@@ -30,8 +32,7 @@ class StandIns(importlib.abc.MetaPathFinder):
 
     def end(self) -> None:
         """Nothing finds them any more; what programs have taken of them stays with those programs."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        remove(self)
         for name, contents in self.modules.items():
             loader = getattr(getattr(sys.modules.get(name), "__spec__", None), "loader", None)
             if isinstance(loader, Loader) and loader.contents is contents:
@@ -39,8 +40,6 @@ class StandIns(importlib.abc.MetaPathFinder):
 
 
 class Loader(importlib.abc.Loader):
-    """One for each spec, since whoever watches imports replaces its ``exec_module``."""
-
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
 

@@ -296,8 +296,8 @@ ADAPTERS = {
                                                     "paths; it warns where documents or states are lost"),
     "mamba_split_conv1d_scan_combined": Adapter(mamba_split_conv1d_scan_combined,
                                                 "cu_seq_lens_q is a seq_idx; rmsnorm_eps may be None"),
-    "mamba_inner_fn": Adapter(mamba_inner_fn, "keywords of the model are dropped; Falcon Mamba's dt is normed "
-                                              "before its projection, as in the model's torch code"),
+    "mamba_inner_fn": Adapter(mamba_inner_fn, "keywords of the model are dropped; Falcon Mamba's dt is "
+                                              "normed before its projection, as in the model's torch code"),
 }
 # Since transformers 5.15 models take None for an answer. Then the fused functions are declined, because they are
 # not what the model computes without them: padding is masked only before their convolution, and their norm is

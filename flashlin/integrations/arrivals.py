@@ -1,7 +1,6 @@
 """Says when a module has been imported, so that a patch also reaches what is imported after it."""
 from __future__ import annotations
 
-import importlib.abc
 import sys
 import threading
 import warnings
@@ -11,9 +10,9 @@ from types import ModuleType
 from typing import Any
 
 
-class Watcher(importlib.abc.MetaPathFinder):
-    """In ``sys.meta_path``: finds nothing by itself, and calls ``then`` when a module of these packages (or
-    below one of them) has run. A name that ends in * is that of all packages that begin so."""
+class Watcher:
+    """In ``sys.meta_path``: finds nothing by itself, and has ``then`` called when a module of these packages
+    (or below one of them) has run. A name that ends in * is that of all packages that begin so."""
 
     def __init__(self, packages: Sequence[str], then: Callable[[ModuleType], None]) -> None:
         self.packages, self.then = tuple(packages), then
@@ -25,38 +24,49 @@ class Watcher(importlib.abc.MetaPathFinder):
             return None
         setattr(self._asking, name, True)
         try:
-            spec = next((found for finder in list(sys.meta_path) if finder is not self
+            spec = next((found for finder in list(sys.meta_path)
+                         if finder is not self and hasattr(finder, "find_spec")
                          for found in [finder.find_spec(name, path, target)] if found is not None), None)
         finally:
             delattr(self._asking, name)
-        if spec is not None and hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
-            self._tell(spec.loader)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            loader: Any = Telling(spec.loader, self.then)  # a loader by its members
+            spec.loader = loader
         return spec
 
     def _of_interest(self, package: str) -> bool:
         return package in self.packages or package.startswith(self._beginnings)
 
-    def _tell(self, loader: Any) -> None:
-        run = loader.exec_module
 
-        def run_and_tell(module: ModuleType) -> None:
-            del loader.exec_module
-            run(module)
-            arrived = sys.modules.get(module.__name__, module)  # lazy packages replace themselves
-            try:
-                self.then(arrived)
-            except Exception as error:  # a program's import must not fail by what was to help it
-                warnings.warn(f"flashlin could not patch {module.__name__}: {type(error).__name__}: {error}; "
-                              "it runs as it is", RuntimeWarning, stacklevel=2)
-        loader.exec_module = run_and_tell
+class Telling:
+    """A loader that calls ``then`` with its module when that has run. The module never sees it."""
+
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self.loader, self.then = loader, then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(super().__getattribute__("loader"), name)  # of a copy in the making: AttributeError
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = self.loader
+        if getattr(module, "__spec__", None) is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        try:
+            self.then(sys.modules.get(module.__name__, module))  # lazy packages replace themselves
+        except Exception as error:  # a program's import must not fail by what was to help it
+            warnings.warn(f"flashlin could not patch {module.__name__}: {type(error).__name__}: {error}; "
+                          "it runs as it is", RuntimeWarning, stacklevel=2)
 
 
 def watch(packages: Sequence[str], then: Callable[[ModuleType], None]) -> Callable[[], None]:
     """Begin to watch; what is returned ends it."""
     watcher = Watcher(packages, then)
     sys.meta_path.insert(0, watcher)
+    return lambda: remove(watcher)
 
-    def end() -> None:
-        if watcher in sys.meta_path:
-            sys.meta_path.remove(watcher)
-    return end
+
+def remove(finder: Any) -> None:
+    """Out of ``sys.meta_path``, if it is there. That becomes another list: an import in another thread goes
+    through the one that it began with, and would skip a finder if one were taken out."""
+    sys.meta_path = [one for one in sys.meta_path if one is not finder]

@@ -35,7 +35,8 @@ class Replaced(NamedTuple):
 
 
 class Undo(NamedTuple):
-    owner: Any
+    """owner: gives it, or None where it is gone: a patch must not keep models alive."""
+    owner: Callable[[], Any]
     name: Any
     before: Any
     after: Any
@@ -63,8 +64,19 @@ class Bindings:
         _ORIGINALS[stand_in] = original
         _HOME[stand_in] = weakref.ref(self)
 
-    def swapped(self, original: Any) -> bool:
-        return id(original) in self._swaps
+    def knows(self, value: Any) -> bool:
+        """Whether it has a stand-in here, or is one: nothing is left to be done for it."""
+        return id(value) in self._swaps or (is_stand_in(value) and _HOME[value]() is self)
+
+    def stand(self, owner: Any, name: Any, stand_in: Any, by: str, where: str = "") -> None:
+        """``put`` of a ``stand_in`` for what is bound there now."""
+        self.stands_for(stand_in, bound(owner, name))
+        self.put(owner, name, stand_in, by, where)
+
+    def fill(self, module: ModuleType, name: str, function: Callable[..., Any], by: str) -> None:
+        """Give a module a function that it could not import, if it bound None to its name instead."""
+        if bound(module, name) is None:
+            self.stand(module, name, named_like(function, None, module=module.__name__, name=name), by)
 
     def put(self, owner: Any, name: Any, value: Any, by: str, where: str = "") -> None:
         """Bind ``name`` of a module, class, instance, dict (its entry) or closure's cell to ``value``."""
@@ -73,7 +85,8 @@ class Bindings:
         if before is value:
             return
         bind(owner, name, value)
-        self._undo.append(Undo(owner, name, before, value))
+        lasts = isinstance(owner, (dict, type, CellType))
+        self._undo.append(Undo((lambda: owner) if lasts else weakref.ref(owner), name, before, value))
         self.replaced.append(Replaced(where or _where(owner), str(name), by))
 
     def sweep(self, modules: Iterable[ModuleType] | None = None) -> None:
@@ -86,8 +99,9 @@ class Bindings:
 
     def undo(self) -> None:
         """Every place is as it was, but where another has bound something since."""
-        for owner, name, before, after in reversed(self._undo):
-            if bound(owner, name) is after:
+        for given, name, before, after in reversed(self._undo):
+            owner = given()
+            if owner is not None and bound(owner, name) is after:
                 bind(owner, name, _as_now(before, self))
         self._undo.clear()
         self._swaps.clear()
@@ -136,15 +150,17 @@ def bound(owner: Any, name: Any) -> Any:
 def bind(owner: Any, name: Any, value: Any) -> None:
     if isinstance(owner, CellType):
         owner.cell_contents = value
-    elif type(owner) is dict:
+    elif isinstance(owner, type):
         if value is MISSING:
-            owner.pop(name, None)
+            delattr(owner, name)
         else:
-            owner[name] = value
-    elif value is MISSING:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, value)
+            setattr(owner, name, value)
+    else:  # of an instance its dict, too: layers may do something else when an attribute is set
+        names = owner if type(owner) is dict else vars(owner)
+        if value is MISSING:
+            names.pop(name, None)
+        else:
+            names[name] = value
 
 
 def places(modules: Iterable[ModuleType] | None) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -159,9 +175,10 @@ def places(modules: Iterable[ModuleType] | None) -> Iterator[tuple[str, Any, Any
         where = str(names.get("__name__", ""))
         for name, value in list(names.items()):
             yield where, names, name, value
-            if type(value) is dict and not name.startswith("__"):
+            if type(value) is dict and not str(name).startswith("__"):
+                table = f"{where}.{name}"
                 for key, entry in list(value.items()):
-                    yield f"{where}.{name}", value, key, entry
+                    yield table, value, key, entry
             elif type(value) is FunctionType and value.__closure__ and not is_stand_in(value):
                 for variable, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
                     yield f"{where}.{name}", cell, variable, bound(cell, variable)
@@ -169,7 +186,7 @@ def places(modules: Iterable[ModuleType] | None) -> Iterator[tuple[str, Any, Any
         for layer in layers():
             for name, value in list(vars(layer).items()):
                 if name not in KEPT:
-                    yield type(layer).__name__, vars(layer), name, value
+                    yield type(layer).__name__, layer, name, value
 
 
 def layers() -> Iterator[Any]:
@@ -179,6 +196,14 @@ def layers() -> Iterator[Any]:
         return
     kind: type = torch.nn.Module
     yield from [one for one in gc.get_objects() if issubclass(type(one), kind)]
+
+
+def free_variables(function: Any) -> dict[str, Any]:
+    """What a function has of those around it, by name; nothing of what is no function."""
+    if type(function) is not FunctionType or not function.__closure__:
+        return {}
+    return {name: bound(cell, name)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)}
 
 
 def _where(owner: Any) -> str:
@@ -193,10 +218,10 @@ def named_like(function: Callable[..., Any], original: Any, module: str = "", na
     whoever asks for its signature sees the one that callers know."""
     copy = FunctionType(function.__code__, function.__globals__, name or original.__name__,
                         function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
     copy.__module__ = module or original.__module__
     copy.__qualname__ = name or original.__qualname__
-    copy.__doc__ = function.__doc__
+    copy.__doc__ = function.__doc__ or (original.__doc__ if callable(original) else None)
     if signature is not None:
         copy.__signature__ = signature  # type: ignore[attr-defined]  # which inspect asks for
     return copy

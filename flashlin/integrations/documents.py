@@ -63,7 +63,7 @@ def watched(forward: Callable[..., Any], *, by_seq_idx: bool, carries_state: boo
             return forward(self, *args, **given)
         marks = _marks(given)
         name = next(iter(marks), "")
-        if not marks and (seq_idx := _numbered(given)) is not None:
+        if not marks and (seq_idx := _numbered(given, _tokens(args, given))) is not None:
             name, marks = "position_ids", {"seq_idx": seq_idx}
         goes_on = not carries_state and _goes_on(args, given)
         if not marks and not goes_on:
@@ -91,9 +91,9 @@ def _tokens(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[int, ...]:
     return () if tokens is None else tuple(tokens.shape[:2])
 
 
-def _numbered(given: dict[str, Any]) -> Tensor | None:
-    """The document [B, T] of each token, where position_ids begin again within a row. With a mask they do so
-    behind padding."""
+def _numbered(given: dict[str, Any], tokens: tuple[int, ...]) -> Tensor | None:
+    """The document [B, T] of each token, where position_ids [B or 1, T] begin again within a row. With a mask
+    they do so behind padding."""
     positions = given.get("position_ids")
     if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[1] < 2:
         return None
@@ -102,7 +102,7 @@ def _numbered(given: dict[str, Any]) -> Tensor | None:
     begins = positions == 0
     if not begins[:, 1:].any():
         return None
-    return begins.cumsum(1, dtype=torch.int32)
+    return begins.cumsum(1, dtype=torch.int32).expand(*tokens[:1] or (-1,), -1)
 
 
 def _goes_on(args: tuple[Any, ...], given: dict[str, Any]) -> bool:

@@ -7,7 +7,6 @@ flashlin's. What flashlin has no function for keeps its own code, whose kernels 
 """
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ import flashlin
 import flashlin.mamba
 from flashlin.integrations.bindings import named_like
 from flashlin.integrations.calling import by_name
-from flashlin.integrations.patching import Patch
+from flashlin.integrations.patching import Patch, found
 from flashlin.kernels.families import PUBLIC
 
 # Names of flashlin's that mean something else in fla, or that fla has not: mamba_ssm's and causal_conv1d's.
@@ -64,16 +63,9 @@ class FlaPatch(Patch):
     watched = ("fla",)
 
     def begin(self) -> None:
-        if "fla" not in sys.modules and importlib.util.find_spec("fla") is None:
+        if not found("fla"):
             raise ImportError("fla is not installed: pip install flash-linear-attention", name="fla")
-        for module in [one for name, one in list(sys.modules.items()) if self._reads(name)]:
-            self._read(module)
-        self.bindings.sweep()
-
-    def arrived(self, module: ModuleType) -> None:
-        if self._reads(module.__name__):
-            self._read(module)
-            self.bindings.sweep([module])
+        super().begin()
 
     def left(self) -> dict[str, str]:
         ops = sys.modules.get("fla.ops")
@@ -82,25 +74,25 @@ class FlaPatch(Patch):
         why = "flashlin has none; its own code runs, its kernels through flashlin.shield"
         return {**dict.fromkeys(theirs, why), **self.bindings.left}
 
-    @staticmethod
-    def _reads(name: str) -> bool:
+    def reads(self, name: str) -> bool:
         return name.partition(".")[0] == "fla" and not any(part in name for part in OTHER_HARDWARE)
 
-    def _read(self, module: ModuleType) -> None:
-        """Note what takes the place of what this module defines."""
+    def read(self, module: ModuleType) -> None:
         activations = "activations" in module.__name__
         for name, value in list(vars(module).items()):
             if isinstance(value, type):
-                if name == "FusedCrossEntropyLoss" and value.__module__ == module.__name__:
-                    self.bindings.put(value, "forward", any_device(value),
-                                      "flashlin.FusedCrossEntropyLoss.forward")
+                if (name == "FusedCrossEntropyLoss" and value.__module__ == module.__name__
+                        and not self.bindings.knows(vars(value)["forward"])):
+                    self.bindings.stand(value, "forward", any_device(value),
+                                        "flashlin.FusedCrossEntropyLoss.forward")
+            elif self.bindings.knows(value):
+                continue
             elif activations and name in ON_CPU and callable(value):
-                if not self.bindings.swapped(value):
-                    self.bindings.swap(value, on_cpu(value, name, module.__name__), f"torch's {name} on a CPU")
+                self.bindings.swap(value, on_cpu(value, name, module.__name__), f"torch's {name} on a CPU")
             elif defined_in(value, module) and name in PUBLIC and name not in NOT_FLA:
                 self.bindings.swap(value, by_name(value, getattr(flashlin, name)), f"flashlin.{name}")
         self._fill(module)
-        for name, kernel in launched(module):
+        for name, kernel in [one for one in launched(module) if not self.bindings.knows(one[1])]:
             try:
                 guarded = flashlin.shield(kernel)
             except (TypeError, ValueError) as error:
@@ -108,17 +100,12 @@ class FlaPatch(Patch):
             else:
                 self.bindings.swap(kernel, guarded, f"shield {name}")
 
-
     def _fill(self, module: ModuleType) -> None:
         """Give a module that goes without other packages' functions flashlin's, and its faster way."""
         names = vars(module)
         wanted = [name for name in BORROWED if name in names]
         for name in wanted:
-            ours = getattr(flashlin.mamba, name, None)
-            if names[name] is None and ours is not None:
-                stand_in = named_like(ours, None, module=module.__name__, name=name)
-                self.bindings.stands_for(stand_in, None)
-                self.bindings.put(module, name, stand_in, f"flashlin.mamba.{name}")
+            self.bindings.fill(module, name, getattr(flashlin.mamba, name), f"flashlin.mamba.{name}")
         if names.get("is_fast_path_available") is False and wanted and all(names[name] is not None
                                                                            for name in wanted):
             self.bindings.put(module, "is_fast_path_available", True, "its faster way")

@@ -9,9 +9,8 @@ modules under its names have the functions, until the patch ends; what has been 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -20,9 +19,9 @@ import torch  # noqa: F401  before an extension, which finds torch's libraries l
 from flashlin import mamba
 from flashlin.integrations import extensions
 from flashlin.integrations.absent import Contents, StandIns
-from flashlin.integrations.bindings import Replaced, bound, named_like
+from flashlin.integrations.bindings import Replaced
 from flashlin.integrations.calling import by_name
-from flashlin.integrations.patching import Patch
+from flashlin.integrations.patching import Patch, found
 from flashlin.modules.add_norm import RMSNorm
 
 
@@ -82,21 +81,17 @@ class PackagePatch(Patch):
 
     def begin(self) -> None:
         about = self.about
-        if not is_here(about.name):
+        if not found(about.name):
             self._stand_in(whole(about), "not installed")
         elif why := fails(about.extension):
             self._stand_in({about.extension: {**about.called, "__getattr__": lacking(about.extension, why)}},
                            why)
-        for name in about.functions:
-            if name in sys.modules:
-                self._read(sys.modules[name])
         if self._stand_ins is not None:
-            self._fill(list(sys.modules.values()))
-        self.bindings.sweep()
+            self._fill()
+        super().begin()
 
-    def arrived(self, module: ModuleType) -> None:
-        self._read(module)
-        self.bindings.sweep([module])
+    def reads(self, name: str) -> bool:
+        return name.partition(".")[0] == self.package
 
     def end(self) -> None:
         if self._stand_ins is not None:
@@ -113,25 +108,21 @@ class PackagePatch(Patch):
                                    for module, contents in modules.items()
                                    for name, value in contents.items() if not name.startswith("__")]
 
-    def _read(self, module: ModuleType) -> None:
-        """Note what takes the place of what this module defines."""
+    def read(self, module: ModuleType) -> None:
         for name, function in self.about.functions.get(module.__name__, {}).items():
             original = vars(module).get(name)
-            if callable(original) and original is not function and not self.bindings.swapped(original):
+            if callable(original) and original is not function and not self.bindings.knows(original):
                 self.bindings.swap(original, by_name(original, function), public_name(function))
 
-    def _fill(self, modules: Iterable[Any]) -> None:
+    def _fill(self) -> None:
         """Modules that tried to import a function and bound None to its name instead. Not the norms, whose
         names are other packages', too."""
         functions = {name: function for module, contents in self.about.functions.items()
                      if "norm" not in module for name, function in contents.items()}
-        for module in modules:
+        for module in list(sys.modules.values()):
             if type(module) is ModuleType and module.__name__.partition(".")[0] != "flashlin":
                 for name, function in functions.items():
-                    if bound(module, name) is None:
-                        stand_in = named_like(function, None, module=module.__name__, name=name)
-                        self.bindings.stands_for(stand_in, None)
-                        self.bindings.put(module, name, stand_in, public_name(function))
+                    self.bindings.fill(module, name, function, public_name(function))
 
 
 class MambaSsmPatch(PackagePatch):
@@ -167,10 +158,6 @@ def lacking(extension: str, why: str) -> Any:
         raise AttributeError(f"{extension}.{name}: the extension does not load ({why}), and flashlin has "
                              "nothing in its place")
     return of
-
-
-def is_here(package: str) -> bool:
-    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def fails(extension: str) -> str:

@@ -6,10 +6,12 @@ in what is loaded and, told by ``arrivals.py``, in what is imported later.
 """
 from __future__ import annotations
 
+import importlib.util
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -30,10 +32,23 @@ class Patch:
 
     def begin(self) -> None:
         """Patch what is loaded. ImportError where there is nothing to patch, and never will be."""
-        raise NotImplementedError
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, ModuleType) and self.reads(name):
+                self.read(module)
+        self.bindings.sweep()
 
     def arrived(self, module: ModuleType) -> None:
-        """A module of ``watched`` has just been imported."""
+        """A module of ``watched`` has just been imported, or executed again."""
+        if self.reads(module.__name__):
+            self.read(module)
+            self.bindings.sweep([module])
+
+    def reads(self, name: str) -> bool:
+        """Whether ``read`` wants the module of this name."""
+        return False
+
+    def read(self, module: ModuleType) -> None:
+        """Note what takes the place of what this module defines."""
 
     def model(self, model: Any) -> None:
         """What can only be done for a model that is at hand."""
@@ -115,13 +130,9 @@ def patch(package: str, *more: str, model: Any = None) -> Patched:
     """
     packages = _known(package, *more)
     with _changing:
-        for name in packages:
-            _put_in(name)
+        patches = _put_in(packages, model)
         _for_good.update(packages)
-        if model is not None:
-            for name in packages:
-                _in_force[name].model(model)
-        return Patched([_in_force[name] for name in packages])
+    return Patched(patches)
 
 
 def unpatch(package: str, *more: str) -> None:
@@ -131,8 +142,7 @@ def unpatch(package: str, *more: str) -> None:
     packages = _known(package, *more)
     with _changing:
         _for_good.difference_update(packages)
-        for name in packages:
-            _take_out(name)
+        _take_out(packages)
 
 
 @contextmanager
@@ -141,24 +151,14 @@ def patched(package: str, *more: str, model: Any = None) -> Iterator[Patched]:
     back, unless there is a ``patch`` beside them. Gives what ``patch`` returns. Raises as ``patch``."""
     packages = _known(package, *more)
     with _changing:
-        begun = []
-        try:
-            for name in packages:
-                _put_in(name)
-                _blocks[name] += 1
-                begun.append(name)
-            if model is not None:
-                for name in packages:
-                    _in_force[name].model(model)
-        except BaseException:
-            _leave(begun)
-            raise
-        patches = [_in_force[name] for name in packages]
+        patches = _put_in(packages, model)
+        _blocks.update(packages)
     try:
         yield Patched(patches)
     finally:
         with _changing:
-            _leave(packages)
+            _blocks.subtract(packages)
+            _take_out(packages)
 
 
 _in_force: dict[str, Patch] = {}
@@ -175,46 +175,64 @@ def _known(*packages: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(packages))
 
 
-def _put_in(package: str) -> None:
-    if package in _in_force:
-        return
-    begun = PATCHES[package]()
+def _put_in(packages: Sequence[str], model: Any) -> list[Patch]:
+    """All of them or, with an error, none."""
     try:
-        begun.begin()
+        for name in packages:
+            if name not in _in_force:
+                _in_force[name] = PATCHES[name]()
+                _watch()  # before what is loaded is looked at: nothing that is imported meanwhile is missed
+                _in_force[name].begin()
+        if model is not None:
+            for name in packages:
+                _in_force[name].model(model)
     except BaseException:
-        begun.end()
+        _take_out(packages)
         raise
-    _in_force[package] = begun
+    return [_in_force[name] for name in packages]
+
+
+def _take_out(packages: Sequence[str]) -> None:
+    """Those that nobody wants any more."""
+    unwanted = [name for name in PATCHES  # in their order, the last one first: see there
+                if name in packages and name in _in_force and name not in _for_good and not _blocks[name]]
+    if unwanted:
+        with ExitStack() as last_first:  # all of it, whatever one of them raises
+            last_first.callback(_go_on)
+            for name in unwanted:
+                last_first.callback(_in_force.pop(name).end)
+
+
+def _go_on() -> None:
+    """The patches that are left: what came back may be what another one stands in for."""
     _watch()
-
-
-def _leave(packages: Sequence[str]) -> None:
-    for name in packages:
-        _blocks[name] -= 1
-        _take_out(name)
-
-
-def _take_out(package: str) -> None:
-    """Where nobody wants the patch any more."""
-    if package in _in_force and package not in _for_good and not _blocks[package]:
-        _in_force.pop(package).end()
-        for other in _in_force.values():  # what came back may be what another patch stands in for
-            other.bindings.sweep()
-        _watch()
+    for one in _in_force.values():
+        one.bindings.sweep()
 
 
 def _watch() -> None:
-    while _unwatch:
-        _unwatch.pop()()
+    before = _unwatch.copy()
     watched = sorted({name for one in _in_force.values() for name in one.watched})
-    if watched:
-        _unwatch.append(watch(watched, _arrived))
+    _unwatch[:] = [watch(watched, arrived)] if watched else []  # before the last one ends: nothing is missed
+    for end in before:
+        end()
 
 
-def _arrived(module: ModuleType) -> None:
+def arrived(module: ModuleType) -> None:
+    """Tell the patches in force of a module that has been executed."""
     with _changing:
         for one in list(_in_force.values()):
             one.arrived(module)
+
+
+def found(package: str) -> bool:
+    """Whether a package is imported or could be, from somewhere; imports nothing."""
+    if sys.modules.get(package) is not None:
+        return True
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _from(module: str, name: str) -> Callable[[], Patch]:
@@ -225,6 +243,8 @@ def _from(module: str, name: str) -> Callable[[], Patch]:
     return make
 
 
+# transformers before the packages of which its models take functions: those end first, and what models hold
+# afterwards is asked of what is there then.
 PATCHES: dict[str, Callable[[], Patch]] = {"triton": _from("triton", "TritonPatch"),
                                            "fla": _from("fla", "FlaPatch"),
                                            "transformers": _from("transformers", "TransformersPatch"),

@@ -10,12 +10,12 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from flashlin.integrations.bindings import bound, is_stand_in
+from flashlin.integrations.bindings import free_variables, is_stand_in
+from flashlin.integrations.patching import found
 from flashlin.integrations.transformers import KERNEL
 from flashlin.kernels.families import PUBLIC
 
@@ -81,7 +81,7 @@ def _code(member: Any) -> Iterator[FunctionType]:
     method = inspect.unwrap(member) if isinstance(member, FunctionType) else None
     if isinstance(method, FunctionType):
         yield method
-        for value in _cells(method).values():
+        for value in free_variables(method).values():
             yield from _code(value)
 
 
@@ -93,7 +93,7 @@ def _names(code: CodeType) -> set[str]:
 
 def _read(attribute: str, value: Any, where: str) -> Iterator[Bound]:
     """What ``attribute`` of a module is, if it is a kernel."""
-    cells, looked = _cells(_function(value)), True
+    cells, looked = free_variables(_function(value)), True
     if {"applicable_params", "implementation"} <= set(cells):
         own = getattr(_function(value), "__wrapped__", None)
         kernel = CALLED.get(attribute) or str(cells.get("func_name") or attribute)
@@ -122,15 +122,8 @@ def _origin(value: Any) -> tuple[str, str]:
 def _function(value: Any) -> Any:
     """The decorated function that an ``nn.Module`` of ``kernels`` calls; any other value itself."""
     if hasattr(value, "kernel_layer_name") and not isinstance(value, type):
-        return _cells(getattr(type(value), "forward", None)).get("func", value)
+        return free_variables(getattr(type(value), "forward", None)).get("func", value)
     return value
-
-
-def _cells(function: Any) -> dict[str, Any]:
-    if not isinstance(function, FunctionType) or not function.__closure__:
-        return {}
-    return {name: bound(cell, name)
-            for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)}
 
 
 def _replaced(value: Any) -> bool:
@@ -179,16 +172,6 @@ def _why(kernel: str, looked: bool) -> str:
     if not hasattr(module, kernel):
         return f"{home} has no {kernel}"
     return f"{home}.{kernel} is there now, but the file did not look there or was imported before"
-
-
-def found(package: str) -> bool:
-    """Whether a package could be imported from somewhere; imports nothing."""
-    if sys.modules.get(package) is not None:
-        return True
-    try:
-        return find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _slow(layer: Any, calls: list[Bound]) -> list[Bound]:

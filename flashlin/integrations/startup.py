@@ -6,27 +6,29 @@ torchrun, workers) find ``inherited/sitecustomize.py`` on their path, which does
 from __future__ import annotations
 
 import atexit
+import builtins
 import functools
-import importlib.abc
 import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
+import zipfile
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from flashlin import dispatch
 from flashlin.guards.problem import Plan
-from flashlin.integrations.arrivals import watch
-from flashlin.integrations.patching import PATCHES, Patched, patch
+from flashlin.integrations.arrivals import remove, watch
+from flashlin.integrations.patching import PATCHES, Patched, _in_force, found, patch
 
 VARIABLE = "FLASHLIN_PATCH"
 INHERITED = Path(__file__).parent / "inherited"
 MAY_NOT_LOAD = ("mamba_ssm", "causal_conv1d")  # their extensions fail; the patch stands in for those
 SHOWN = 4  # kernels of an op in a line of the summary
+_begun: set[str] = set()
 
 
 def names_of(text: str) -> tuple[str, ...]:
@@ -40,31 +42,37 @@ def names_of(text: str) -> tuple[str, ...]:
 
 def installed() -> tuple[str, ...]:
     """The packages that flashlin has patches for and that are here."""
-    return tuple(name for name in PATCHES if importlib.util.find_spec(name) is not None)
+    return tuple(filter(found, PATCHES))
 
 
 def begin(names: Sequence[str]) -> None:
-    """Patch each package as soon as it is imported; now, if it is already, or if it is not here at all: then
-    the patch stands in for it, or says why it cannot."""
-    def once(name: str) -> None:
-        end: list[Callable[[], None]] = []
-
-        def arrived(module: ModuleType) -> None:
-            if module.__name__ == name:  # the package itself: it is whole
-                end.pop()()
-                patch(name)
-        end.append(watch([name], arrived))
-    for name in names:
-        if name in sys.modules or importlib.util.find_spec(name) is None:
+    """Patch each package as soon as it is imported; now, if it is already. Twice is once: a process may have
+    inherited that, and be ``flashlin run``. Raises ImportError for one that is not installed, unless its
+    patch stands in for it."""
+    for name in dict.fromkeys(names):
+        if name in _begun:
+            continue
+        if name in sys.modules:
             patch(name)
         elif name in MAY_NOT_LOAD:
             sys.meta_path.insert(0, Before(name))
+        elif not found(name):
+            patch(name)  # says so
         else:
-            once(name)
+            _once(name)
+        _begun.add(name)
 
 
-class Before(importlib.abc.MetaPathFinder):
-    """Patches a package when it is first looked for."""
+def _once(name: str) -> None:
+    def arrived(module: ModuleType) -> None:
+        if module.__name__ == name:  # the package itself: it is whole
+            end()
+            patch(name)
+    end = watch([name], arrived)
+
+
+class Before:
+    """In ``sys.meta_path``: patches a package when it is first looked for."""
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -72,7 +80,7 @@ class Before(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self.package:
             return None
-        sys.meta_path.remove(self)
+        remove(self)
         patch(name)
         return importlib.util.find_spec(name)
 
@@ -80,19 +88,46 @@ class Before(importlib.abc.MetaPathFinder):
 def run(program: str, arguments: Sequence[str], names: Sequence[str], *, module: bool = False,
         quiet: bool = False) -> None:
     """Run a program (a file, or with ``module`` the name of a module) as Python would, with these packages
-    patched, in the processes it starts, too. At the end stderr says what ran through flashlin."""
+    patched (``begin``), in the processes it starts, too. At the end stderr says what ran through flashlin.
+    An error of the program is told as Python tells it, and raised on as SystemExit."""
     os.environ[VARIABLE] = ",".join(names)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(INHERITED), os.environ.get("PYTHONPATH")]))
-    begin(names)
+    path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            if part not in ("", str(INHERITED))]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(INHERITED), *path])
     if not quiet:
         summary_at_exit(names)
     sys.argv = [program, *arguments]
-    if module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(program).resolve().parent))
-        runpy.run_path(program, run_name="__main__")
+    holds_main = os.path.isdir(program) or zipfile.is_zipfile(program)
+    if not getattr(sys.flags, "safe_path", False):  # else Python puts no folder there
+        sys.path[0] = (os.getcwd() if module else os.path.abspath(program) if holds_main
+                       else str(Path(program).resolve().parent))
+    # In place for good: threads and exit functions ask for it when the program's last line has run
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    try:
+        if module or holds_main:  # by the function that Python does it with
+            run_module = runpy._run_module_as_main  # type: ignore[attr-defined]  # in no stub
+            run_module(program if module else "__main__", alter_argv=module)
+        else:
+            _run_file(main, os.path.abspath(program))
+    except Exception as error:
+        error.__traceback__ = _without_ours(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(1) from None
+
+
+def _run_file(main: ModuleType, file: str) -> None:
+    main.__file__, main.__loader__ = file, SourceFileLoader("__main__", file)
+    with open(file, "rb") as source:
+        code = compile(source.read(), file, "exec", dont_inherit=True)
+    exec(code, vars(main))
+
+
+def _without_ours(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback from the program's first frame on."""
+    while frames is not None and frames.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        frames = frames.tb_next
+    return frames
 
 
 def summary_at_exit(names: Sequence[str]) -> None:
@@ -109,7 +144,6 @@ def summary_at_exit(names: Sequence[str]) -> None:
     setattr(dispatch, "plan", noting)  # noqa: B010  mypy knows it as a function that stays
 
     def say() -> None:
-        from flashlin.integrations.patching import _in_force
         lines = str(Patched([_in_force[name] for name in names if name in _in_force])).splitlines()
         lines += [f"{op}: {count} calls, {path_of(path, kernels)}"
                   for (op, path, kernels), count in sorted(calls.items())]

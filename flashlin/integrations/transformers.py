@@ -16,16 +16,16 @@ file looks like:
 from __future__ import annotations
 
 import dis
-import importlib.util
 import inspect
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from flashlin.integrations.bindings import MISSING, bound, layers, named_like
-from flashlin.integrations.patching import Patch
+from flashlin.integrations.bindings import MISSING, free_variables, layers, named_like
+from flashlin.integrations.patching import Patch, arrived, found
 
 HUB, DYNAMIC = "transformers.integrations.hub_kernels", "transformers.dynamic_module_utils"
 FLAG, LAZY, CONV_CACHE = "is_fast_path_available", "lazy_load_kernel", "_causal_conv1d_cache"
@@ -71,20 +71,12 @@ def decorated(module: ModuleType) -> Iterator[Decorated]:
     for name, owner in list(vars(module).items()):
         function = owner
         if hasattr(type(owner), "kernel_layer_name") and not isinstance(owner, type):
-            function = _free(type(owner).forward).get("func")
-        free = _free(function)  # nothing at all of what is no function: lazy objects load what one asks for
+            function = free_variables(type(owner).forward).get("func")
+        free = free_variables(function)  # none of what is no function: lazy objects load what one asks for
         kernel = KERNEL.get(free.get("func_name", ""), KERNEL.get(name, ""))
         if kernel and {"applicable_params", "implementation"} <= free.keys():
             yield Decorated(name, kernel, owner, free["implementation"],
                             getattr(function, "__wrapped__", None), free.get("package", ""))
-
-
-def _free(function: Any) -> dict[str, Any]:
-    """The variables that a function has from outside of it."""
-    if not isinstance(function, FunctionType) or not function.__closure__:
-        return {}
-    return {name: bound(cell, name)
-            for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)}
 
 
 def reads(module: ModuleType) -> set[str]:
@@ -119,30 +111,29 @@ class TransformersPatch(Patch):
 
     def __init__(self) -> None:
         super().__init__()
-        self._done: set[int] = set()  # the modules, by id
+        self._done: weakref.WeakSet[ModuleType] = weakref.WeakSet()
         self._in_layers: dict[tuple[str, str], Any] = {}  # (module, attribute of its layers) -> stand-in
         self._lazily: dict[str, ModuleType] = {}
         self._said: set[str] = set()
 
     def begin(self) -> None:
-        if "transformers" not in sys.modules and importlib.util.find_spec("transformers") is None:
-            raise ImportError("transformers: not installed, so there is nothing to patch")
-        for name, module in list(sys.modules.items()):
-            if isinstance(module, ModuleType) and (is_modeling(name) or name in (HUB, DYNAMIC)):
-                self._see(module)
-        self.bindings.sweep()
+        if not found("transformers"):
+            raise ImportError("transformers is not installed: pip install transformers", name="transformers")
+        super().begin()
         if self._in_layers:
             self._see_layers(layers())
 
     def arrived(self, module: ModuleType) -> None:
-        if is_modeling(module.__name__) or module.__name__ in (HUB, DYNAMIC):
-            self._see(module)
-            self.bindings.sweep([module])
+        self._done.discard(module)  # it may have been half imported then, or was executed again
+        super().arrived(module)
+
+    def reads(self, name: str) -> bool:
+        return is_modeling(name) or name in (HUB, DYNAMIC)
 
     def model(self, model: Any) -> None:
         for name in {type(layer).__module__ for layer in model.modules()}:
             if name in sys.modules and not name.startswith("torch."):
-                self._see(sys.modules[name])
+                self.read(sys.modules[name])
         self.bindings.sweep()
         self._see_layers(model.modules())
 
@@ -153,10 +144,10 @@ class TransformersPatch(Patch):
 
     # --- where things are bound ---
 
-    def _see(self, module: ModuleType) -> None:
-        if id(module) in self._done:
+    def read(self, module: ModuleType) -> None:
+        if module in self._done:
             return
-        self._done.add(id(module))
+        self._done.add(module)
         if module.__name__ == HUB:
             self._see_lazy_loading(module)
         elif module.__name__ == DYNAMIC:
@@ -172,18 +163,18 @@ class TransformersPatch(Patch):
         for one in found:
             # Its models take None from a fused function and go on
             stand_in = stand_in_for(one.kernel, one.torch, module.__name__, one.name, takes_none=True)
-            if one.owner is _function_of(one.owner):
+            if isinstance(one.owner, FunctionType):
                 self.bindings.swap(one.owner, stand_in, _by(one.kernel))
             else:
-                self.bindings.stands_for(stand_in, bound(one.owner, "forward"))
-                self.bindings.put(one.owner, "forward", stand_in, _by(one.kernel),
-                                  f"{module.__name__}.{one.name}")
+                self.bindings.stand(one.owner, "forward", stand_in, _by(one.kernel),
+                                    f"{module.__name__}.{one.name}")
         return {one.kernel for one in found}
 
     def _see_globals(self, module: ModuleType) -> set[str]:
         read = reads(module)
         names = vars(module)
-        wanted = [name for name in KERNEL if name in read and not name.startswith("torch_")]
+        wanted = [name for name in KERNEL if name in read and not name.startswith("torch_")
+                  and not self.bindings.knows(names.get(name))]
         of_transformers = module.__name__.startswith("transformers")
         if not wanted or not (of_transformers or read & {FLAG, CONV_CACHE}):
             return set()
@@ -241,14 +232,13 @@ class TransformersPatch(Patch):
             return
 
         def get_class_in_module(*args: Any, **options: Any) -> Any:
-            found = original(*args, **options)
-            arrived = sys.modules.get(getattr(found, "__module__", ""))
-            if arrived is not None:
-                self.arrived(arrived)
-            return found
+            kind = original(*args, **options)
+            file = sys.modules.get(getattr(kind, "__module__", ""))
+            if file is not None and file not in self._done:
+                arrived(file)
+            return kind
         stand_in = named_like(get_class_in_module, original, signature=inspect.signature(original))
-        self.bindings.stands_for(stand_in, original)
-        self.bindings.put(module, "get_class_in_module", stand_in, "its own, watched for files of the hub")
+        self.bindings.stand(module, "get_class_in_module", stand_in, "its own, watched for files of the hub")
 
     def _see_models(self, module: ModuleType, kernels: set[str], *, told: bool) -> None:
         from flashlin.integrations.documents import watched
@@ -257,10 +247,10 @@ class TransformersPatch(Patch):
         for one in list(vars(module).values()):
             if isinstance(one, type) and one.__module__ == module.__name__ and issubclass(one, kind):
                 forward = vars(one).get("forward")
-                if isinstance(forward, FunctionType):
-                    ours = watched(forward, by_seq_idx=carries and told, carries_state=carries, said=self._said,
-                                   attends_across=one.__name__.startswith(ATTENDS_ACROSS))
-                    self.bindings.put(one, "forward", ours, "its own forward, told of packed rows")
+                if isinstance(forward, FunctionType) and not self.bindings.knows(forward):
+                    ours = watched(forward, by_seq_idx=carries and told, carries_state=carries,
+                                   attends_across=one.__name__.startswith(ATTENDS_ACROSS), said=self._said)
+                    self.bindings.stand(one, "forward", ours, "its own forward, told of packed rows")
 
     # --- what constructors wrote ---
 
@@ -299,10 +289,6 @@ def stand_in_for(kernel: str, original: Any, module: str, name: str, takes_none:
     stand_in = named_like(function, original, module, name, inspect.signature(adapter))
     stand_in.__flashlin_kernel__ = kernel
     return stand_in
-
-
-def _function_of(owner: Any) -> Any:
-    return owner if isinstance(owner, FunctionType) else None
 
 
 def _is_own(function: Any, module: ModuleType) -> bool:

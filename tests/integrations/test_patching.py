@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
+import importlib.util
 import inspect
 import os
 import pickle
@@ -10,7 +12,9 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,13 +23,18 @@ import pytest
 import torch
 
 import flashlin
+from flashlin.__main__ import main
 from flashlin.integrations import calling, patching
+from flashlin.integrations.arrivals import watch
 from flashlin.integrations.bindings import Bindings, named_like
 from flashlin.integrations.calling import by_name
 from flashlin.integrations.patching import PATCHES, Patch
 
+ROOT = Path(flashlin.__file__).parents[1]
+
 
 def original(x: int, scale: float = 2.0, *, flag: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+    """What it is for."""
     return "original", x, scale, flag, kwargs
 
 
@@ -46,7 +55,7 @@ class Toy(Patch):
 
     def arrived(self, module: ModuleType) -> None:
         f = vars(module).get("f")
-        if f is not None and f.__module__ == module.__name__ and not self.bindings.swapped(f):
+        if f is not None and f.__module__ == module.__name__ and not self.bindings.knows(f):
             def ours(*args: Any) -> str:
                 return "ours"
             self.bindings.swap(f, named_like(ours, f), "flashlin.f")
@@ -179,6 +188,149 @@ def test_an_import_does_not_fail_by_a_patch(toy: ModuleType, monkeypatch: pytest
             assert importlib.import_module("toy.wrap").wrapped() == "ours"
 
 
+def test_a_module_is_watched_twice_executed_again_and_only_looked_for(toy: ModuleType) -> None:
+    seen: list[str] = []
+    ends = [watch(["toy"], lambda module: seen.append(module.__name__)) for _ in range(2)]
+    try:
+        assert importlib.util.find_spec("toy.late") is not None and not seen
+        wrap = importlib.import_module("toy.wrap")
+        assert seen == ["toy.wrap"] * 2
+        assert type(wrap.__loader__) is type(wrap.__spec__.loader) is SourceFileLoader
+        importlib.reload(wrap)
+        assert seen == ["toy.wrap"] * 4
+        spec = importlib.util.find_spec("toy.late")
+        assert spec is not None and spec.loader is not None
+        copy.deepcopy(spec).loader.exec_module(ModuleType("toy.late"))
+        assert seen[4:] == ["toy.later_still"] * 2 + ["toy.late"] * 2
+    finally:
+        for end in ends:
+            end()
+
+
+def test_an_import_meanwhile_asks_every_finder(toy: ModuleType, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """A patch that ends, as in another thread, takes a finder away while an import goes through them."""
+    class Ends:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            if name == "beside_toy":
+                flashlin.unpatch("toy")
+    (tmp_path / "beside_toy.py").write_text("")
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
+    sys.meta_path.insert(sys.meta_path.index(PathFinder), Ends())
+    flashlin.patch("toy")
+    importlib.import_module("beside_toy")
+    assert toy.f() == "theirs"
+    monkeypatch.delitem(sys.modules, "beside_toy")
+
+
+def test_a_stand_in_keeps_what_is_known_of_a_function(toy: ModuleType) -> None:
+    def ours(x: int, *, scale: float = 2.0) -> tuple[int, float]:
+        return x, scale
+    toy.g = None
+    bindings = Bindings("toy")
+    bindings.fill(toy, "g", ours, "ours")
+    bindings.fill(toy, "f", ours, "it has its own")
+    assert toy.g(3) == (3, 2.0) and toy.f() == "theirs"
+    assert inspect.signature(toy.g) == inspect.signature(ours) and toy.g.__annotations__ == ours.__annotations__
+    assert (toy.g.__module__, toy.g.__name__) == ("toy", "g")
+    assert pickle.loads(pickle.dumps(toy.g)) is toy.g
+    bindings.undo()
+    assert toy.g is None
+    assert by_name(original, ours).__doc__ == original.__doc__ == "What it is for."
+
+
+@pytest.mark.parametrize("names", [("toy", "toys"), ("toys", "toy")])
+def test_patches_end_in_one_order(toy: ModuleType, names: tuple[str, str],
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers' models hold is asked of mamba_ssm again, which must be back then."""
+    ended: list[str] = []
+
+    class Ends(Toy):
+        def end(self) -> None:
+            super().end()
+            ended.append(type(self).__name__)
+
+    class First(Ends): ...
+    monkeypatch.setitem(PATCHES, "toy", Ends)
+    monkeypatch.setitem(PATCHES, "toys", First)
+    with flashlin.patched(*names):
+        assert toy.f() == "ours"
+    assert ended == ["First", "Ends"] and toy.f() == "theirs"
+
+
+class Fails(Patch):
+    package = "fails"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bindings.put(sys.modules["toy"], "mark", "begun", "a mark")
+
+    def begin(self) -> None:
+        raise ImportError("fails is not installed")
+
+
+class FailsToEnd(Fails):
+    def begin(self) -> None: ...
+
+    def end(self) -> None:
+        super().end()
+        raise OSError("no end")
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_an_error_leaves_nothing_half_done(toy: ModuleType, context: bool,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PATCHES, "fails", Fails)
+    with pytest.raises(ImportError, match="fails is not installed"):
+        if context:
+            with flashlin.patched("toy", "fails"):
+                pass
+        else:
+            flashlin.patch("toy", "fails")
+    assert toy.f() == "theirs" and not hasattr(toy, "mark")
+    assert not patching._in_force and not patching._for_good and not +patching._blocks
+
+    def model(self: Any, given: Any) -> None:
+        raise AttributeError("no model")
+    monkeypatch.setattr(Toy, "model", model)
+    with pytest.raises(AttributeError, match="no model"):
+        flashlin.patch("toy", model=1)
+    assert toy.f() == "theirs"
+
+
+def test_one_that_cannot_end_does_not_keep_others_from_it(toy: ModuleType,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PATCHES, "fails", FailsToEnd)
+    for names in (("fails", "toy"), ("toy", "fails")):
+        with pytest.raises(OSError, match="no end"), flashlin.patched(*names):
+            assert toy.f() == "ours" and toy.mark == "begun"
+        assert toy.f() == "theirs" and not hasattr(toy, "mark")
+        assert not patching._in_force and not patching._unwatch
+
+
+def test_a_patch_keeps_no_model_alive(toy: ModuleType) -> None:
+    layer = Layer(toy.f)
+    with flashlin.patched("toy"):
+        assert layer.function() == "ours"
+        layer.weight = torch.nn.Parameter(torch.ones(1))
+        weight = weakref.ref(layer.weight)
+        del layer
+        gc.collect()
+        assert weight() is None
+
+
+def test_what_is_read_again_is_not_wrapped_again(toy: ModuleType) -> None:
+    """A module may be half imported when a patch begins, and arrives afterwards."""
+    theirs = toy.f
+    with flashlin.patched("toy") as report:
+        ours, places = toy.f, len(report.replaced)
+        patching.arrived(toy.ops)
+        assert toy.f is toy.ops.f is ours and len(report.replaced) == places
+        importlib.reload(toy.ops)  # another function
+        assert toy.ops.f() == "ours" and toy.ops.f is not ours
+    assert toy.f is theirs and toy.ops.f is not theirs and toy.ops.f() == "theirs"
+
+
 def test_unknown_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"package: got 'flax', need one of 'triton', 'fla'"):
         flashlin.patch("triton", "flax")
@@ -282,9 +434,74 @@ def test_run_as_a_module_quietly_by_the_variable(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["['--lr', '1'] __main__ flashlin.shielding.autotune"]
 
 
+WHERE = ("import os, sys\n"
+         "print(sys.argv, __file__, __name__, __package__, sys.path[0], os.getcwd() in sys.path)\n")
+PROGRAMS = {  # name: (its text, the arguments that start it)
+    "raises": ("def f():\n    raise KeyError(1)\nf()\n", ["raises.py"]),
+    "broken_pipe": ("raise BrokenPipeError('a socket of its own')\n", ["broken_pipe.py"]),
+    "text": ("raise SystemExit('as text')\n", ["text.py"]),
+    "closes": ("import sys; print(sys.stdin.read()); sys.stdout.close()\n", ["closes.py"]),
+    "no_python": ("def f(:\n", ["no_python.py"]),
+    "at_once": ("import os; print('x', flush=True); os._exit(7)\n", ["at_once.py"]),
+    "below/where": (WHERE, ["below/where.py", "--quiet", "-x"]),
+    "whole/__main__": (WHERE, ["whole", "1"]),
+    "package/__main__": (WHERE + "raise SystemExit(4)\n", ["-m", "package", "-m"]),
+    "nowhere": ("", ["-m", "not_here"]),
+    "goes_on": ("""
+import __main__, multiprocessing, pickle, threading
+class Mine: ...
+def kind(one):
+    return type(one).__module__
+def later():
+    threading.main_thread().join()
+    print(pickle.loads(pickle.dumps(Mine())).__class__ is Mine is __main__.Mine)
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(kind, [Mine()]), flush=True)
+    threading.Thread(target=later).start()
+""", ["goes_on.py"])}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_run_is_as_python_runs_it(name: str, tmp_path: Path) -> None:
+    """Output, what is told of errors, and the exit code, of files, folders and modules."""
+    file = tmp_path / f"{name}.py"
+    file.parent.mkdir(exist_ok=True)
+    text, arguments = PROGRAMS[name]
+    file.write_text(text)
+
+    def said(*command: str) -> tuple[int, str, str]:
+        done = subprocess.run([sys.executable, *command, *arguments], capture_output=True, text=True,
+                              timeout=120, cwd=tmp_path, input="given",
+                              env={**os.environ, "PYTHONPATH": str(ROOT)})
+        return done.returncode, done.stdout, done.stderr
+    assert said("-m", "flashlin", "run", "--quiet", "--patch", "mamba_ssm") == said()
+
+
+def test_run_inside_of_run_patches_once(tmp_path: Path) -> None:
+    """A program that patches for itself, in a process that has inherited the patch and is asked for it
+    again."""
+    (tmp_path / "toolkit.py").write_text("""
+import flashlin, os
+flashlin.patch("triton")
+import triton
+print(triton.autotune.__module__, os.environ["PYTHONPATH"].count("inherited"))
+""")
+    done = run("--quiet", "--patch", "triton", "-m", "flashlin", "run", "--patch", "triton",
+               str(tmp_path / "toolkit.py"))
+    assert (done.returncode, done.stdout) == (0, "flashlin.shielding.autotune 1\n"), done.stderr
+
+
 @pytest.mark.parametrize("arguments, said", [
     (["--patch", "flax", "x.py"], "FLASHLIN_PATCH: got 'flax', need some of triton, fla"),
     (["nowhere.py"], "program: got 'nowhere.py', which does not exist")])
 def test_run_with_wrong_arguments(arguments: list[str], said: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_run_says_which_package_is_missing(toy: ModuleType, monkeypatch: pytest.MonkeyPatch,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(PATCHES, "fails", Fails)
+    assert main(["run", "--patch", "fails", __file__]) == 2
+    assert capsys.readouterr().err == "flashlin run: fails is not installed\n"

@@ -26,6 +26,7 @@ from torch import Tensor
 
 import flashlin
 from flashlin.integrations import adapters
+from flashlin.integrations.documents import watched
 from flashlin.integrations.probing import bound_in
 from flashlin.integrations.transformers import HUB, decorated
 from flashlin.testing.environments import NotInstallable, installed
@@ -310,7 +311,7 @@ def test_patching_imports_nothing_and_says_where_there_is_nothing() -> None:
             print(error)
         """
     said = subprocess.run([sys.executable, "-c", inspect.cleandoc(script)], capture_output=True, text=True)
-    assert said.stdout.strip() == "transformers: not installed, so there is nothing to patch", said.stderr
+    assert said.stdout.strip() == "transformers is not installed: pip install transformers", said.stderr
 
 
 # --- files as older versions have them ---
@@ -414,6 +415,28 @@ def test_a_file_of_the_hub_is_seen_when_it_is_run(tmp_path: Path, monkeypatch: p
         layer = dynamic.get_class_in_module("Layer", Path("transformers_modules", "modeling_far.py"))()
         assert layer.causal_conv1d_fn.__flashlin_kernel__ == "causal_conv1d_fn"
     assert layer.causal_conv1d_fn is None
+
+
+def test_a_file_of_the_hub_that_is_run_while_the_patch_ends_stays_as_it_is(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dynamic = importlib.import_module("transformers.dynamic_module_utils")
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path))
+    (tmp_path / "transformers_modules").mkdir()
+    source = tmp_path / "transformers_modules" / "modeling_ends.py"
+    source.write_text(f"{GLOBALS}\nimport flashlin\nflashlin.unpatch('transformers')\n")
+    flashlin.patch("transformers")
+    layer = dynamic.get_class_in_module("Layer", Path("transformers_modules", "modeling_ends.py"))()
+    assert layer.causal_conv1d_fn is None
+
+
+def test_positions_of_one_row_are_those_of_all() -> None:
+    def forward(self: Any, input_ids: Tensor, **given: Any) -> Any:
+        return given["seq_idx"]
+    call = watched(forward, by_seq_idx=True, carries_state=True, attends_across=False, said=set())
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    found = call(object(), torch.zeros(3, 5), position_ids=positions)
+    assert found.tolist() == [[1, 1, 1, 2, 2]] * 3
+    assert call(object(), torch.zeros(1, 5), position_ids=positions).tolist() == [[1, 1, 1, 2, 2]]
 
 
 # --- adapters ---
