@@ -314,9 +314,10 @@ def test_children_say_what_an_import_raises_and_how_one_ends_or_hangs(
     assert found["ending"].error == "its import ends the process with exit code 3"
     assert found["aborting"].error.startswith("its import ends the process by signal 6")
     since = time.monotonic()
-    hung = importing.tried({"hanging": "hanging"}, limit=2.0)["hanging"]
-    assert time.monotonic() - since < 20
-    assert (hung.error, hung.known) == ("its import gave no answer for 2 s and was ended", False)
+    hung = importing.tried({"hanging": "hanging", "fine": "fine"}, limit=10.0)
+    assert time.monotonic() - since < 45
+    assert hung["hanging"][::2] == ("its import gave no answer for 10 s and was ended", False)
+    assert hung["fine"].known, "it had an answer while another hung"
 
 
 def test_a_hang_could_not_be_checked(world: World) -> None:
