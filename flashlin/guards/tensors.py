@@ -110,7 +110,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
         raise ValueError(f"{packed}: The batch size is expected to be 1 rather than {B} when using "
                          "`cu_seqlens`; pack the sequences along T")
     for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
-        if x is None:
+        if x is None and name == "cu_seqlens_cpu":
             continue
         _check_integer(name, x, "[N + 1]")
         if x.ndim != 1 or x.numel() == 0:

@@ -8,6 +8,7 @@ import torch
 
 import flashlin
 from flashlin import serving
+from flashlin.kernels.recurrent import pool_torch
 from flashlin.ops._common.operator import fields_of
 from flashlin.serving import delta
 from tests.serving import checks
@@ -107,6 +108,15 @@ def test_it_is_the_fused_recurrent_op() -> None:
         **given, initial_state=states, state_indices=indices, state_v_first=True, **options)
     torch.testing.assert_close(o, wanted[:, 0])
     torch.testing.assert_close(pool, states)
+
+
+def test_rows_of_sequences_that_are_not_wanted_and_of_none() -> None:
+    """Edges as only a GPU has them, whose values nobody looks at: rows before the first sequence, behind the
+    last one, and no sequence at all."""
+    y, edges = torch.ones(1, 7, 2), torch.tensor([1, 2, 4, 4, 6])
+    rows = pool_torch.rows_of(y, edges, torch.tensor([True, False, True, True]))
+    assert rows[0, :, 0].tolist() == [0, 1, 0, 0, 1, 1, 0] and torch.equal(rows[..., 0], rows[..., 1])
+    assert not pool_torch.rows_of(y, torch.tensor([0]), torch.ones(0, dtype=torch.bool)).any()
 
 
 @pytest.mark.parametrize(("N", "slots", "rows"), [(0, 3, 0), (2, 0, 2), (2, 3, 0)])
