@@ -106,6 +106,8 @@ def test_every_stack_has_a_name_and_models() -> None:
     assert {one.package for one in MODELS} == {model.package for one in STACKS for model in one.models}
     assert [one.name for one in run.by_name(["transformers 5.23.0"])] == ["transformers 5.23.0"]
     assert run.by_name([]) == list(STACKS)
+    both = run.by_name(["transformers 5.19.0", "transformers 5.19"])
+    assert [one.name for one in both] == ["transformers 5.19.0", "transformers 5.19.0, kernels 0.17.2"]
     with pytest.raises(ValueError, match="got transformers 9"):
         run.by_name(["transformers 9"])
 
