@@ -164,11 +164,12 @@ def _run(given: dict[str, Any], by_chunks: bool = False) -> Tensor:
     """A call of ``decode`` or, with has_initial_state, of ``prefill``, by its arguments."""
     x, flags = _checked(given)
     pool, indices, N = given["states"], given["indices"], x.sequences
-    name = "has_initial_state" if "has_initial_state" in given else "num_accepted_tokens"
+    of_prefill = "has_initial_state" in given
+    name = "has_initial_state" if of_prefill else "num_accepted_tokens"
     accepted = given[name]
     check_integers("indices", indices, (N,) if indices.ndim < 2 else (N, None), "[N] or [N, 1 + drafts]",
                    x.q.device, "q")
-    if name == "has_initial_state":
+    if of_prefill:
         check_has(name, accepted, N, x.q.device)
     elif accepted is not None:
         check_integers(name, accepted, (N,), "[N]", x.q.device, "q")
