@@ -82,8 +82,8 @@ class Mixer(nn.Module):
         else:
             mixed = serving.causal_conv1d_prefill(mixed[None], self.window, self.filters, None, batch.slots,
                                                   batch.edges, batch.has, "silu")[0]
-            o = serving.prefill(*by_heads(mixed, g, beta, 0), self.states, batch.slots, batch.edges, batch.has,
-                                **options)
+            o = serving.prefill(*by_heads(mixed, g, beta, 0), self.states, batch.slots, batch.edges,
+                                batch.has, **options)
         y: Tensor = self.out(self.norm(o.view(-1, HV, V)).flatten(1))
         return y
 
@@ -277,8 +277,8 @@ def main() -> int:
              "steps": steps, "steps_alone": sum(request.wanted for request in alone),
              "slots": options.slots, "most_requests_of_a_slot": max(engine.used.values()),
              "different_tokens": len({token for request in requests for token in request.written}),
-             "tokens_per_second": round(written / seconds), "alone_per_second": round(written / seconds_alone),
-             "wrong": wrong}
+             "tokens_per_second": round(written / seconds),
+             "alone_per_second": round(written / seconds_alone), "wrong": wrong}
     if options.json:
         print(json.dumps(found))
     else:

@@ -120,7 +120,8 @@ def conv(name: str) -> dict[str, Any]:
 
 # id: (a world that has it, worlds beside it that have not)
 WORLDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "fla-without-gpu": (dict(fla="0.6.0", on=NO_GPU), [dict(fla="0.6.0"), dict(transformers="5.23.0", on=NO_GPU)]),
+    "fla-without-gpu": (dict(fla="0.6.0", on=NO_GPU),
+                        [dict(fla="0.6.0"), dict(transformers="5.23.0", on=NO_GPU)]),
     "fla-gated-backward-hopper": (dict(fla="0.6.0"), [
         dict(fla="0.6.0", on="triton=3.7.1,sm=90"), dict(fla="0.6.0", on="triton=3.6.0,sm=80"), {}]),
     "decoding-in-torch": (dict(transformers="5.15.1", fla="0.6.0"), [
@@ -241,7 +242,8 @@ def test_installed_packages_with_their_versions_and_what_a_patch_would_change(wo
         "transformers": ("5.23.0", "ok"), "fla": ("0.6.0", "ok"), "causal_conv1d": ("1.7.0", "degraded")}
     assert found["causal_conv1d"].imports == "cannot be imported: ImportError: libcuda.so.1"
     assert found["fla"].imports == "yes, in 0.1 s"
-    assert found["transformers"].patch == 'flashlin.patch("transformers") would put flashlin in 2 places of what is loaded'
+    assert found["transformers"].patch == (
+        'flashlin.patch("transformers") would put flashlin in 2 places of what is loaded')
     assert found["fla"].patch.endswith("into what is imported") and not found["causal_conv1d"].patch
 
 
@@ -289,7 +291,8 @@ def test_python_tries_only_what_a_loaded_file_misses(world: World) -> None:
 def test_what_a_loaded_file_is_bound_to(on: str, whose: str, status: str, why: str, world: World) -> None:
     (one,) = world.make(on=on, transformers="5.23.0",
                         models={"qwen3_next": {"torch_chunk_gated_delta_rule": whose}}).bindings
-    assert (one.where, one.kernels) == ("transformers.models.qwen3_next.modeling_qwen3_next", "chunk_gated_delta_rule")
+    assert one.where == "transformers.models.qwen3_next.modeling_qwen3_next"
+    assert one.kernels == "chunk_gated_delta_rule"
     assert (one.implementation, one.status, one.why) == (whose, status, why)
 
 
@@ -314,9 +317,10 @@ def test_children_say_what_an_import_raises_and_how_one_ends_or_hangs(
     assert found["ending"].error == "its import ends the process with exit code 3"
     assert found["aborting"].error.startswith("its import ends the process by signal 6")
     since = time.monotonic()
-    hung = importing.tried({"hanging": "hanging"}, limit=2.0)["hanging"]
-    assert time.monotonic() - since < 20
-    assert (hung.error, hung.known) == ("its import gave no answer for 2 s and was ended", False)
+    hung = importing.tried({"hanging": "hanging", "fine": "fine"}, limit=10.0)
+    assert time.monotonic() - since < 45
+    assert hung["hanging"][::2] == ("its import gave no answer for 10 s and was ended", False)
+    assert hung["fine"].known, "it had an answer while another hung"
 
 
 def test_a_hang_could_not_be_checked(world: World) -> None:
@@ -339,7 +343,8 @@ def test_the_command_line_tries_them_and_a_broken_one_fails_no_job(tmp_path: Pat
     found = read(done)
     assert done.returncode == 0 and found.ok and found.verdict.startswith("Every op runs here.")
     said = {one.name: one.imports for one in found.packages}
-    assert said["mamba_ssm"] == "cannot be imported: ModuleNotFoundError: No module named 'selective_scan_cuda'"
+    assert said["mamba_ssm"] == (
+        "cannot be imported: ModuleNotFoundError: No module named 'selective_scan_cuda'")
     assert said["causal_conv1d"] == "cannot be imported: ZeroDivisionError: division by zero"
     assert said["fla"].startswith("yes, in ") and said["transformers"].startswith("yes, in ")
     assert flaw_ids(found) >= {"broken-called-missing"} and found.fails("degraded")
@@ -368,7 +373,8 @@ def test_what_cannot_be_asked_is_a_line_and_not_the_end(monkeypatch: pytest.Monk
     monkeypatch.setattr(packages, "version_of", fails)
     found = flashlin.doctor()
     (one,) = [one for one in found.checks if one.name == "packages"]
-    assert (one.status, one.detail) == ("could not check", "could not check: OSError: metadata cannot be read")
+    assert one.status == "could not check"
+    assert one.detail == "could not check: OSError: metadata cannot be read"
     assert found.plans
 
 
@@ -389,7 +395,8 @@ def qwen() -> Any:
 @pytest.fixture(scope="module")
 def deltanet() -> Any:
     from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
-    return GatedDeltaNetForCausalLM(GatedDeltaNetConfig(**TINY | dict(num_hidden_layers=2), num_heads=2, head_dim=16))
+    return GatedDeltaNetForCausalLM(GatedDeltaNetConfig(**TINY | dict(num_hidden_layers=2), num_heads=2,
+                                                        head_dim=16))
 
 
 @pytest.fixture(scope="module")
@@ -416,7 +423,7 @@ def calling(rows: list[Layer], kernel: str) -> Layer:
 def test_a_model_of_transformers_layer_by_layer(qwen: Any) -> None:
     rows = layers(qwen)
     assert {row.layers for row in rows} == {"model.layers.0-2,4.linear_attn"}
-    assert {row.kind for row in rows} == {"Qwen3NextGatedDeltaNet"} and {row.on for row in rows} == {"cpu float32"}
+    assert {(row.kind, row.on) for row in rows} == {("Qwen3NextGatedDeltaNet", "cpu float32")}
     one = calling(rows, "torch_chunk_gated_delta_rule (chunk_gated_delta_rule)")
     assert (one.implementation, one.path) == ("fla", "torch (H=4 K=16 V=24)")
     assert one.verdict == "problem" and one.because == "kernels of fla cannot start without a GPU"
@@ -426,7 +433,8 @@ def test_a_model_of_transformers_layer_by_layer(qwen: Any) -> None:
 
 
 @pytest.mark.parametrize(("target", "training", "verdict"), [
-    (H200, True, "problem"), (H200, False, "ok"), ("triton=3.7.1,sm=90", True, "ok"), ("triton=3.6.0,sm=80", True, "ok")])
+    (H200, True, "problem"), (H200, False, "ok"), ("triton=3.7.1,sm=90", True, "ok"),
+    ("triton=3.6.0,sm=80", True, "ok")])
 def test_raw_fla_is_a_problem_only_where_its_backward_is_wrong(target: str, training: bool, verdict: str,
                                                                qwen: Any) -> None:
     one = calling(layers(qwen.train(training), target), "torch_chunk")
@@ -447,7 +455,8 @@ def test_a_model_of_fla_layer_by_layer(deltanet: Any) -> None:
     assert (one.layers, one.path) == ("model.layers.0-1.attn", "torch (H=2 K=16 V=32)")
     assert one.verdict == "problem" and one.implementation == "fla"
     norm = next(row for row in rows if row.function == "rms_norm")
-    assert norm.layers == "model.layers.0-1.attn_norm, model.layers.0-1.mlp_norm, model.norm" and norm.path == "torch (H=1 K=32)"
+    assert norm.layers == "model.layers.0-1.attn_norm, model.layers.0-1.mlp_norm, model.norm"
+    assert norm.path == "torch (H=1 K=32)"
     silent = next(row for row in rows if row.kind == "SwiGLULinear")
     assert (silent.path, silent.verdict) == ("", "could not check") and "flashlin has no op" in silent.because
     found = flashlin.doctor(deltanet, op="chunk_gla")
@@ -456,8 +465,10 @@ def test_a_model_of_fla_layer_by_layer(deltanet: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "kernel", "path"), [
-    ("mamba2", "mamba_chunk_scan_combined", "torch (H=4 K=8 V=16)"), ("mamba2", "selective_state_update", "torch (H=4 K=8 V=16)"),
-    ("mamba", "selective_scan_fn", "torch (H=1 K=8 V=64)"), ("mamba", "mamba_inner_fn", "torch (H=1 K=8 V=64)")])
+    ("mamba2", "mamba_chunk_scan_combined", "torch (H=4 K=8 V=16)"),
+    ("mamba2", "selective_state_update", "torch (H=4 K=8 V=16)"),
+    ("mamba", "selective_scan_fn", "torch (H=1 K=8 V=64)"),
+    ("mamba", "mamba_inner_fn", "torch (H=1 K=8 V=64)")])
 def test_models_of_mamba(name: str, kernel: str, path: str, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(name)
     here = [row for row in layers(model) if kernel in row.function]
@@ -468,13 +479,15 @@ def test_models_of_mamba(name: str, kernel: str, path: str, request: pytest.Fixt
 
 
 def test_flashlin_s_own_modules() -> None:
-    model = nn.Sequential(flashlin.modules.RMSNorm(32), flashlin.ShortConvolution(32, 4, activation="silu"), nn.Linear(32, 32))
+    model = nn.Sequential(flashlin.modules.RMSNorm(32), flashlin.ShortConvolution(32, 4, activation="silu"),
+                          nn.Linear(32, 32))
     rows = layers(model, T4)
     assert {(row.layers, row.function, row.implementation, row.verdict) for row in rows} == {
         ("0", "_normed (rms_norm)", "flashlin", "ok"), ("1", "causal_conv1d", "flashlin", "ok"),
         ("1", "causal_conv1d_update", "flashlin", "ok")}
     half = layers(model.bfloat16(), "triton=3.2.0,sm=75")
-    assert {row.verdict for row in half} == {"degraded"} and all("bf16" in row.because and row.cost for row in half)
+    assert {row.verdict for row in half} == {"degraded"}
+    assert all("bf16" in row.because and row.cost for row in half)
 
 
 @pytest.mark.parametrize("name", sorted(patching.PATCHES))
@@ -504,7 +517,8 @@ def test_a_stand_in_is_seen_where_it_is_bound(qwen: Any) -> None:
     mine = Bindings("transformers")
     mine.stands_for(ours, modeling.torch_chunk_gated_delta_rule)
     mine.put(modeling, "torch_chunk_gated_delta_rule", ours, "flashlin.chunk_gated_delta_rule")
-    assert ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule", "flashlin", "") in probing.bound_in(modeling)
+    assert ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule", "flashlin", "") in probing.bound_in(
+        modeling)
     assert calling(layers(qwen), "torch_chunk").implementation == "flashlin"
     assert calling(layers(qwen), "torch_chunk").verdict == "ok"
     mine.undo()
@@ -539,7 +553,8 @@ def test_kernels_of_a_module_that_keeps_them_in_a_module(world: World) -> None:
     one = kind(modeling.torch_chunk_gated_delta_rule)()
     modeling.torch_chunk_gated_delta_rule = one
     (found,) = probing.bound_in(modeling)
-    assert found == ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule", "torch", "fla is not installed")
+    assert found == ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule", "torch",
+                     "fla is not installed")
     one.forward = lambda *given: None  # as kernelize does
     assert probing.bound_in(modeling)[0].implementation == "hub kernels"
 
@@ -587,7 +602,8 @@ def test_a_decorated_method_that_does_not_say_what_it_wraps(world: World) -> Non
         del globals()["chunk_gated_delta_rule"]
 
 
-@pytest.mark.parametrize(("looked", "why"), [(True, "its import failed"), (False, "the file wants a CUDA device")])
+@pytest.mark.parametrize(("looked", "why"), [(True, "its import failed"),
+                                             (False, "the file wants a CUDA device")])
 def test_why_a_file_has_its_torch_function(looked: bool, why: str, world: World) -> None:
     assert probing._why("chunk_kda", looked) == "fla is not installed"
     package(world.folder, "fla", "")
@@ -603,7 +619,8 @@ def test_why_a_file_has_its_torch_function(looked: bool, why: str, world: World)
 
 def test_functions_that_a_layer_keeps(world: World) -> None:
     layer = nn.Module()
-    for name, home in (("chunk_gated_delta_rule", "fla.ops"), ("causal_conv1d_update", "transformers.models.x")):
+    for name, home in (("chunk_gated_delta_rule", "fla.ops"),
+                       ("causal_conv1d_update", "transformers.models.x")):
         def function() -> None: ...
         function.__module__ = home
         setattr(layer, name, function)
@@ -705,7 +722,8 @@ def test_wrapped_models_are_what_they_wrap(how: str, tmp_path: Path) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     assert {(row.layers, row.kind, row.function, row.path) for row in rows} == {
-        ("0", "ShortConvolution", name, "torch (K=32 V=4)") for name in ("causal_conv1d", "causal_conv1d_update")}
+        ("0", "ShortConvolution", name, "torch (K=32 V=4)")
+        for name in ("causal_conv1d", "causal_conv1d_update")}
 
 
 def test_sizes_of_heads_are_said_or_follow_from_all_of_them() -> None:

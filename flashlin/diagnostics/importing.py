@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from typing import NamedTuple
@@ -31,24 +32,27 @@ class Tried(NamedTuple):
 
 def tried(modules: Mapping[str, str], limit: float = LIMIT) -> dict[str, Tried]:
     """Import the module of each name, each in a child of its own."""
-    since = time.monotonic()
     children = {name: subprocess.Popen(CHILD(module), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                        stdin=subprocess.DEVNULL, text=True, errors="replace",
                                        start_new_session=True)
                 for name, module in modules.items()}
-    try:
-        return {name: _outcome(child, since, limit) for name, child in children.items()}
-    finally:
-        for child in children.values():
-            if child.poll() is None:
-                end(child)
-                child.communicate()
+    with ThreadPoolExecutor(len(children) or 1) as pool:  # one that hangs keeps no other from being read
+        try:
+            return dict(zip(children, pool.map(partial(_outcome, limit=limit), children.values()),
+                            strict=True))
+        finally:  # so that nobody waits for them after Ctrl-C
+            for child in children.values():
+                if child.poll() is None:
+                    end(child)
 
 
-def _outcome(child: subprocess.Popen[str], since: float, limit: float) -> Tried:
+def _outcome(child: subprocess.Popen[str], limit: float) -> Tried:
+    since = time.monotonic()
     try:
-        said, grumbled = child.communicate(timeout=max(0.0, since + limit - time.monotonic()))
+        said, grumbled = child.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
+        end(child)
+        child.communicate()
         return Tried(f"its import gave no answer for {limit:.0f} s and was ended", limit, known=False)
     for message in messages(said):
         return Tried(str(message["error"]), float(message["seconds"]))

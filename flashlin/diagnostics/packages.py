@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,7 +107,7 @@ def version_of(name: str) -> str:
     return written[1] if written else "unknown"
 
 
-def calls_of(versions: Iterable[str]) -> dict[str, list[Bound]]:
+def calls_of(versions: Collection[str]) -> dict[str, list[Bound]]:
     """What the loaded files of these packages are bound to."""
     calls = {}
     for where, module in list(sys.modules.items()):
@@ -153,7 +153,7 @@ class Patches(NamedTuple):
 
 
 def _patches() -> Patches:
-    """None without torch, which patching needs."""
+    """Neither without torch, which patching needs."""
     patching, error = attempt(import_module, "flashlin.integrations.patching")
     if error:
         return Patches({}, frozenset())

@@ -109,9 +109,10 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
     if B != 1:
         raise ValueError(f"{packed}: The batch size is expected to be 1 rather than {B} when using "
                          "`cu_seqlens`; pack the sequences along T")
-    for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
-        if x is None:
-            continue
+    given: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+    if cu_seqlens_cpu is not None:
+        given["cu_seqlens_cpu"] = cu_seqlens_cpu
+    for name, x in given.items():
         _check_integer(name, x, "[N + 1]")
         if x.ndim != 1 or x.numel() == 0:
             raise ValueError(f"{name}: got shape {shown(x.shape)}, need [N + 1]")

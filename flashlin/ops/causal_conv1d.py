@@ -128,9 +128,8 @@ def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Te
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name; a conv_state that requires a gradient,
-            which cannot pass through a tensor
-        updated in place (``causal_conv1d_fn`` with initial_states has it). UnsupportedError: this machine
-        cannot run the call.
+            which cannot pass through a tensor updated in place (``causal_conv1d_fn`` with initial_states has
+            it). UnsupportedError: this machine cannot run the call.
 
     Differs from causal_conv1d: x, weight and bias have gradients, where there they are silently none; any D,
     W and dtypes; CPU tensors.

@@ -73,10 +73,12 @@ def mamba_inner_fn(
             run the call.
 
     Differs from mamba_ssm: the weights of the norms have gradients, where there they are left out, and
-    out_proj_bias has one, an error there; complex A is an error; and as ``causal_conv1d_fn`` and ``selective_scan_fn``.
+    out_proj_bias has one, an error there; complex A is an error; and as ``causal_conv1d_fn`` and
+    ``selective_scan_fn``.
     """
     scalars.flags(delta_softplus=delta_softplus)
     scalars.choice("checkpoint_lvl", checkpoint_lvl, (0, 1))
+    eps = scalars.number("b_c_dt_rms_eps", b_c_dt_rms_eps, 0.0, need="a number of at least 0")
     check_rows("xz", xz, "[b, 2 D, T]", 3, columns=0)
     channels, odd = divmod(xz.shape[1], 2)
     if odd or not channels:
@@ -104,9 +106,9 @@ def mamba_inner_fn(
     x, z = xz.split(channels, 1)
     u = convolved(x.transpose(1, 2), weight, conv1d_bias, None, True)
     projected = F.linear(u, x_proj_weight)
-    dt = _normed(F.linear(projected[..., :R], delta_proj_weight), dt_rms_weight, b_c_dt_rms_eps)
-    B = _states(B, projected[..., R:R + N], B_proj_bias, b_rms_weight, b_c_dt_rms_eps)
-    C = _states(C, projected[..., columns - N:], C_proj_bias, c_rms_weight, b_c_dt_rms_eps)
+    dt = _normed(F.linear(projected[..., :R], delta_proj_weight), dt_rms_weight, eps)
+    B = _states(B, projected[..., R:R + N], B_proj_bias, b_rms_weight, eps)
+    C = _states(C, projected[..., columns - N:], C_proj_bias, c_rms_weight, eps)
     y = cast(Tensor, selective_scan_fn(u.transpose(1, 2), dt.transpose(1, 2), A, B, C, D, z, delta_bias,
                                        delta_softplus)).transpose(1, 2)
     return F.linear(y, out_proj_weight, None if out_proj_bias is None else out_proj_bias.to(y.dtype))

@@ -5,10 +5,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashlin.guards.tensors import check_dense, check_floats, check_integers, need_tensor, shown
-from flashlin.kernels.plain import sequences_of
-from flashlin.kernels.recurrent.pool_torch import put, states_of
-from flashlin.ops._common.calls import check_written, sequences
+from flashlin import policy
+from flashlin.guards.tensors import (
+    check_cu_seqlens,
+    check_dense,
+    check_floats,
+    check_integers,
+    need_tensor,
+    shown,
+)
+from flashlin.kernels.recurrent.pool_torch import put, rows_of, states_of
+from flashlin.ops._common.calls import check_written
 from flashlin.ops._common.planned import wants_grad
 from flashlin.ops.conv import causal_conv1d, check_filters
 
@@ -50,10 +57,8 @@ def causal_conv1d_prefill(x: Tensor, conv_state: Tensor, weight: Tensor, bias: T
     if wants_grad(x, weight, bias):
         raise ValueError("x, weight, bias: got tensors that require gradients, need torch.no_grad() or "
                          "inference_mode() around a call that overwrites states")
-    if cu_seqlens is None:
-        raise TypeError("cu_seqlens: got NoneType, need an int32 or int64 tensor of shape [N + 1]")
-    bounds, N = sequences(x, cu_seqlens)
-    assert bounds is not None
+    bounds = check_cu_seqlens(cu_seqlens, None, x.shape, device, policy.current().debug, "x")
+    N = len(bounds) - 1
     check_integers("conv_state_indices", conv_state_indices, (N,), "[N]", device, "x")
     check_has("has_initial_state", has_initial_state, N, device)
     if cache_seqlens is not None:
@@ -76,10 +81,7 @@ def causal_conv1d_prefill(x: Tensor, conv_state: Tensor, weight: Tensor, bias: T
         order = (order + length[:, None]) % L
         states = states.scatter(2, order[:, None].expand(states.shape), states)
     put(conv_state, places, states, there & (length > 0))
-    number, inside = sequences_of(bounds, x.shape[1])
-    if not N:
-        return torch.zeros_like(y)
-    return torch.where((inside & there[number.clamp(0, N - 1)])[:, None], y, 0)
+    return rows_of(y, bounds, there)
 
 
 def check_has(name: str, has: Tensor, N: int, device: torch.device) -> None:

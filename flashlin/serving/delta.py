@@ -24,7 +24,6 @@ from flashlin.guards.tensors import (
     need_tensor,
     shown,
 )
-from flashlin.kernels.plain import sequences_of
 from flashlin.kernels.recurrent import pool_torch
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import sequences
@@ -145,8 +144,6 @@ def prefill(
     """
     given = locals()
     scalars.choice("mode", given.pop("mode"), MODES)
-    if cu_seqlens is None:
-        raise TypeError("cu_seqlens: got NoneType, need an int32 or int64 tensor of shape [N + 1]")
     if isinstance(indices, Tensor) and indices.ndim != 1:
         raise ValueError(f"indices: got shape {shown(indices.shape)}, need [N]")
     return _run(given, mode == "chunk")
@@ -166,13 +163,13 @@ class Beside(NamedTuple):
 def _run(given: dict[str, Any], by_chunks: bool = False) -> Tensor:
     """A call of ``decode`` or, with has_initial_state, of ``prefill``, by its arguments."""
     x, flags = _checked(given)
-    pool, indices, A_log = given["states"], given["indices"], x.A_log
-    N = x.sequences
-    name = "has_initial_state" if "has_initial_state" in given else "num_accepted_tokens"
+    pool, indices, N = given["states"], given["indices"], x.sequences
+    of_prefill = "has_initial_state" in given
+    name = "has_initial_state" if of_prefill else "num_accepted_tokens"
     accepted = given[name]
     check_integers("indices", indices, (N,) if indices.ndim < 2 else (N, None), "[N] or [N, 1 + drafts]",
                    x.q.device, "q")
-    if name == "has_initial_state":
+    if of_prefill:
         check_has(name, accepted, N, x.q.device)
     elif accepted is not None:
         check_integers(name, accepted, (N,), "[N]", x.q.device, "q")
@@ -190,7 +187,7 @@ def _run(given: dict[str, Any], by_chunks: bool = False) -> Tensor:
         return _chunked(x, given, pool, indices, accepted, scale)
     common = common_dtype(x.v, x.q, x.k)
     beside = Beside(pool, table, accepted, scale, " ".join(flags), x.v.dtype, _op(x))
-    x = x._replace(q=x.q.to(common), k=x.k.to(common), v=x.v.to(common), A_log=A_log)
+    x = x._replace(q=x.q.to(common), k=x.k.to(common), v=x.v.to(common))
     if torch.compiler.is_compiling():
         return cast(Tensor, _library_op(*x, *beside))
     return _token_by_token(x, beside)
@@ -250,8 +247,7 @@ def _chunked(x: Inputs, given: dict[str, Any], pool: Tensor, indices: Tensor, ha
         g = v.new_zeros(v.shape[:3], dtype=torch.float32) if x.g is None else x.g
         o, ht = chunk_gated_delta_rule(q, k, v, g, beta, **shared, **gates)
     pool_torch.put(pool, slots, ht, there & (bounds[1:] > bounds[:-1]))
-    number, inside = sequences_of(bounds, q.shape[1])
-    return torch.where((inside & there[number.clamp(0, max(len(there) - 1, 0))])[:, None, None], o, 0)
+    return pool_torch.rows_of(o, bounds, there)
 
 
 def _checked(given: dict[str, Any]) -> tuple[Inputs, tuple[str, ...]]:
@@ -283,7 +279,7 @@ def _checked(given: dict[str, Any]) -> tuple[Inputs, tuple[str, ...]]:
         need_tensor("A_log", A_log, (HV,), "[HV]", device)
         if dt_bias is not None:
             need_tensor("dt_bias", dt_bias, (HV,), "[HV]", device)
-    if bounds is not None:
+    if bounds is not None or "has_initial_state" in given:
         bounds = check_cu_seqlens(bounds, None, q.shape, device, policy.current().debug)
         check_values("cu_seqlens", bounds)
     check_pool("states", given["states"], None, HV, K, V, True, device, "flashlin.serving")

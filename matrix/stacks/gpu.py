@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +33,9 @@ from matrix import record
 
 ROUNDS, STEPS = 5, 20
 ALLOWED = 1.2
+VOCABULARY = 2048
+Tensors = dict[str, torch.Tensor]
+Block = Callable[[], AbstractContextManager[Any]]
 
 
 class Size(NamedTuple):
@@ -68,7 +75,7 @@ def layer(name: str, **options: Callable[[Size], Any]) -> Callable[[Size], nn.Mo
 def model(name: str, **options: Any) -> Callable[[Size], nn.Module]:
     def build(size: Size) -> nn.Module:
         import transformers
-        sizes = {"vocab_size": 2048, "hidden_size": size.D, "intermediate_size": 2 * size.D,
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": size.D, "intermediate_size": 2 * size.D,
                  "num_hidden_layers": 4, "num_attention_heads": size.H, "max_position_embeddings": size.T}
         own = {key: of(size) if callable(of) else of for key, of in options.items()}
         return Whole(getattr(transformers, f"{name}ForCausalLM")(
@@ -76,14 +83,7 @@ def model(name: str, **options: Any) -> Callable[[Size], nn.Module]:
     return build
 
 
-def heads(size: Size) -> int:
-    return size.H
-
-
-def width(size: Size) -> int:
-    return size.K
-
-
+heads, width = attrgetter("H"), attrgetter("K")
 MIXED = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 BOTH, FLA = ("fla", "transformers"), ("fla",)
 PROGRAMS: dict[str, tuple[tuple[str, ...], Callable[[Size], nn.Module]]] = {
@@ -108,68 +108,57 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], Callable[[Size], nn.Module]]] = {
 }
 
 
-def block(way: str, patches: tuple[str, ...]) -> AbstractContextManager[Any]:
-    return flashlin.patched(*patches) if way == "patched" else nullcontext()
-
-
 def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Everything of one program."""
     patches, build = PROGRAMS[name]
     torch.manual_seed(0)
     whole = build(size).to(device)
-    layered = not hasattr(whole.inner, "config")
-    x = (torch.randn(size.B, size.T, size.D, device=device) if layered
-         else torch.randint(0, 2048, (size.B, size.T), device=device))
-    with torch.no_grad():
-        shape = (size.B, size.T, size.D if layered else 2048)
-    pull = torch.randn(shape, device=device)
+    layered, rows = not hasattr(whole.inner, "config"), (size.B, size.T)
+    x = (torch.randn(*rows, size.D, device=device) if layered
+         else torch.randint(0, VOCABULARY, rows, device=device))
+    pull = torch.randn(*rows, size.D if layered else VOCABULARY, device=device)
     state = {key: value.clone() for key, value in whole.state_dict().items()}
-    with block("patched", patches):
+    ways: dict[str, Block] = {"raw": nullcontext, "patched": partial(flashlin.patched, *patches)}
+    with ways["patched"]():
         want = both(whole, x, pull)
-    whole = whole.to(dtype)
-    x16 = x.to(dtype) if layered else x
-    found: dict[str, Any] = {}
-    results: dict[str, dict[str, torch.Tensor]] = {}
-    runs: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
-        "forward": lambda: forward(whole, x16), "both": lambda: both(whole, x16, pull.to(dtype))}
-    for way in ("raw", "patched"):
-        with block(way, patches):
-            found[way] = {}
-            for what, run in runs.items():
-                try:
-                    results[way] = {**results.get(way, {}), **run()}
-                except Exception as error:  # whatever is raised is the answer
-                    found[way][what] = record.raised(error).removeprefix("error: ")
-                    if device.type == "cuda":
-                        torch.cuda.empty_cache()
-    errors = {way: {key: ratio(one, want[key]) for key, one in tensors.items()}
-              for way, tensors in results.items()}
-    for way, by_name in errors.items():
-        found[way]["output"] = by_name.get("output")
-        found[way]["gradient"] = max((one for key, one in by_name.items() if key != "output"), default=None)
-    worst = [(errors["patched"][key] / max(errors["raw"][key], 1e-6), key)
-             for key in errors.get("patched", {}) if key in errors.get("raw", {})]
-    if worst:
-        found["ratio"], found["at"] = max(worst)
+    whole, x = whole.to(dtype), x.to(dtype) if layered else x
+    runs: dict[str, Callable[[], Tensors]] = {"forward": partial(forward, whole, x),
+                                              "both": partial(both, whole, x, pull.to(dtype))}
+    found: dict[str, Any] = {way: {} for way in ways}
+    errors: dict[str, dict[str, float]] = {way: {} for way in ways}
+    for way, block in ways.items():
+        for what, run in runs.items():
+            try:
+                with block():
+                    tensors = run()
+            except Exception as error:  # whatever is raised is the answer
+                found[way][what] = record.raised(error).removeprefix("error: ")
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+            else:
+                errors[way] |= {key: ratio(one, want[key]) for key, one in tensors.items()}
+        found[way]["output"] = errors[way].get("output")
+        found[way]["gradient"] = max((one for key, one in errors[way].items() if key != "output"),
+                                     default=None)
+    compared = [(one / max(errors["raw"][key], 1e-6), key) for key, one in errors["patched"].items()
+                if key in errors["raw"]]
+    if compared:
+        found["ratio"], found["at"] = max(compared)
     for what, run in runs.items():
-        ways = [way for way in ("raw", "patched") if what not in found[way]]
-        for way, taken in timed(run, {way: block_of(way, patches) for way in ways}, device).items():
+        blocks = {way: block for way, block in ways.items() if what not in found[way]}
+        for way, taken in timed(run, blocks, device).items():
             found[way][what] = taken
-    found["losses"] = {way: trained(build(size), state, x16, patches, way, device, dtype)
-                       for way in ("raw", "patched") if isinstance(found[way].get("both"), float)}
+    found["losses"] = {way: trained(build(size), state, x, block, device, dtype)
+                       for way, block in ways.items() if isinstance(found[way]["both"], float)}
     return found
 
 
-def block_of(way: str, patches: tuple[str, ...]) -> Callable[[], AbstractContextManager[Any]]:
-    return lambda: block(way, patches)
-
-
-def forward(whole: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+def forward(whole: nn.Module, x: torch.Tensor) -> Tensors:
     with torch.no_grad():
         return {"output": whole(x)}
 
 
-def both(whole: nn.Module, x: torch.Tensor, pull: torch.Tensor) -> dict[str, torch.Tensor]:
+def both(whole: nn.Module, x: torch.Tensor, pull: torch.Tensor) -> Tensors:
     whole.zero_grad(set_to_none=True)
     output = whole(x)
     output.backward(pull)
@@ -182,8 +171,7 @@ def ratio(one: torch.Tensor, want: torch.Tensor) -> float:
     return float(difference / (want.float().pow(2).mean().sqrt() + 1e-12))
 
 
-def timed(run: Callable[[], Any], ways: dict[str, Callable[[], AbstractContextManager[Any]]],
-          device: torch.device) -> dict[str, float]:
+def timed(run: Callable[[], Any], ways: dict[str, Block], device: torch.device) -> dict[str, float]:
     """Milliseconds, medians over rounds in which the ways take turns."""
     taken: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
@@ -207,18 +195,18 @@ def once(run: Callable[[], Any], device: torch.device) -> float:
     return float(marks[0].elapsed_time(marks[1]))
 
 
-def trained(whole: nn.Module, state: dict[str, torch.Tensor], x: torch.Tensor, patches: tuple[str, ...],
-            way: str, device: torch.device, dtype: torch.dtype) -> list[float]:
+def trained(whole: nn.Module, state: Tensors, x: torch.Tensor, block: Block, device: torch.device,
+            dtype: torch.dtype) -> list[float]:
     """Losses of some steps: float32 weights, autocast, a fixed target."""
     whole.load_state_dict(state)
     whole = whole.to(device)
     tuner, losses = torch.optim.AdamW(whole.parameters(), lr=1e-3), []
-    given = x.float() if x.is_floating_point() else x
-    target = None
-    with block(way, patches):
+    x = x.float() if x.is_floating_point() else x
+    target: torch.Tensor | None = None
+    with block():
         for _ in range(STEPS):
             with torch.autocast(device.type, dtype):
-                output = whole(given).float()
+                output = whole(x).float()
                 if target is None:
                     target = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(device)
                 loss = (output - target).pow(2).mean()
@@ -229,24 +217,14 @@ def trained(whole: nn.Module, state: dict[str, torch.Tensor], x: torch.Tensor, p
     return losses
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    import logging
-    import warnings
-    logging.disable(logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def short(name: str, found: dict[str, Any]) -> str:
     """A line of the table."""
     if "failed" in found:
         return f"{name:18} {found['failed']}"
     cells = [f"{name:18}"]
     for what in ("forward", "both"):
-        cells.append(" / ".join(f"{taken:.2f}" if isinstance(taken := found[way].get(what), float) else "raises"
-                                for way in ("raw", "patched")))
+        cells.append(" / ".join(f"{taken:.2f}" if isinstance(taken, float) else "raises"
+                                for taken in (found["raw"][what], found["patched"][what])))
     cells += [f"{found[way][what]:.2e}" if found[way].get(what) is not None else "-"
               for what in ("output", "gradient") for way in ("raw", "patched")]
     cells.append(f"{found['ratio']:.2f} {found['at']}" if "ratio" in found else "-")
@@ -266,8 +244,9 @@ def main() -> int:
     device = torch.device(given.device)
     dtype = torch.bfloat16 if given.dtype == "bf16" else torch.float16
     if given.one:
-        with quiet():
-            print(json.dumps(measured(given.one, SMALL if given.small else Size(), device, dtype)))
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        print(json.dumps(measured(given.one, SMALL if given.small else Size(), device, dtype)))
         return 0
     names = [name for name in PROGRAMS if name.startswith(given.only)]
     arguments = ["--device", given.device, "--dtype", given.dtype, *(["--small"] if given.small else [])]

@@ -33,8 +33,8 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod"):
 
 def _range(*bounds: Any) -> Iterator[Number]:
     """``range`` of numbers that kernels have loaded."""
-    yield from map(Number, builtins.range(*(int(one.handle.data.item()) if hasattr(one, "handle") else int(one)
-                                            for one in bounds)))
+    known = (one.handle.data.item() if hasattr(one, "handle") else one for one in bounds)
+    yield from map(Number, builtins.range(*map(int, known)))
 
 
 class Driver:

@@ -50,7 +50,8 @@ def _fla(base: str, **options: Any) -> Model:
 
 
 def _layer(name: str, module: str, **options: Any) -> Model:
-    return Model(f"{name} (layer)", "fla", (f"{module}.{name}", ""), options)
+    return Model(f"{name} (layer)", "fla", (f"{module}.{name}", ""),
+                 {"hidden_size": TINY["hidden_size"], "num_heads": 2, **options})
 
 
 def _mamba_ssm(layer: str, **options: Any) -> Model:
@@ -89,14 +90,15 @@ MODELS: tuple[Model, ...] = (
     _transformers("inkling", "InklingText"),
     _fla("GatedDeltaNet"), _fla("DeltaNet"), _fla("RetNet"), _fla("GLA"), _fla("KDA"), _fla("HGRN"),
     _fla("HGRN2", expand_ratio=16), _fla("LinearAttention"), _fla("Mom"), _fla("RWKV6"),
-    _fla("RWKV7", num_hidden_layers=2, decay_low_rank_dim=8, gate_low_rank_dim=8, a_low_rank_dim=8, v_low_rank_dim=8),
+    _fla("RWKV7", num_hidden_layers=2,
+         **dict.fromkeys(("decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim"), 8)),
     _fla("Mamba"), _fla("Mamba2", head_dim=16), _fla("GatedDeltaProduct"), _fla("Comba"),
     _fla("GSA", num_slots=16), _fla("ABC", num_slots=16),
     _fla("YOCO", num_hidden_layers=2, num_self_decoder_layers=1, self_decoder_attn={"num_heads": 2},
          cross_decoder_attn={"num_heads": 2}),
-    _layer("SimpleGatedLinearAttention", "simple_gla", hidden_size=32, num_heads=2),
-    _layer("BasedLinearAttention", "based", hidden_size=32, num_heads=2, num_key_value_heads=2, feature_dim=8),
-    _layer("ReBasedLinearAttention", "rebased", hidden_size=32, num_heads=2, num_key_value_heads=2, feature_dim=8),
+    _layer("SimpleGatedLinearAttention", "simple_gla"),
+    _layer("BasedLinearAttention", "based", num_key_value_heads=2, feature_dim=8),
+    _layer("ReBasedLinearAttention", "rebased", num_key_value_heads=2, feature_dim=8),
     _mamba_ssm("Mamba1"), _mamba_ssm("Mamba2", headdim=8, chunk_size=16),
 )
 # mamba_ssm has no torch path; transformers has the same models, with parameters of the same names but one.

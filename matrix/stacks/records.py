@@ -29,5 +29,5 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _each(row: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    return {key: {quantity: change(answer) for quantity, answer in one.items()} if isinstance(one, dict) else one
+    return {key: one if isinstance(one, str) else {name: change(answer) for name, answer in one.items()}
             for key, one in row.items()}

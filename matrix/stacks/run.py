@@ -24,7 +24,8 @@ from matrix.stacks.versions import STACKS, Stack
 
 SECONDS = 1800
 TOGETHER = 4  # models in a process; where it ends early, each has its own
-WAYS = {"raw": ["raw", "plain", "float64"], "patched": ["patched"], "both": ["raw", "plain", "float64", "patched"]}
+RAW = ["raw", "plain", "float64"]
+WAYS = {"raw": RAW, "patched": ["patched"], "both": [*RAW, "patched"]}
 INTERPRETED = {"PYTHONOPTIMIZE": "1", "TRITON_INTERPRET": "1"}
 
 
@@ -40,9 +41,9 @@ def asked(stack: Stack, models: Sequence[Model], way: str = "both") -> dict[str,
         own = Job(names, WAYS[way], list(stack.patches), stack.hidden(), str(Path(folder, "own")))
         other: dict[str, Any] = {}
         if stack.reference:
-            beside = own._replace(ways=["raw"] if stack.reference == "interpreter" else WAYS["raw"],
+            beside = own._replace(ways=["raw"] if stack.reference == "interpreter" else RAW,
                                   out=str(Path(folder, "reference")), reference=stack.reference,
-                                  hidden=[*own.hidden, *(["fla"] if stack.reference == "without fla" else [])])
+                                  hidden=own.hidden + ["fla"] * (stack.reference == "without fla"))
             other = told(stack, beside)
             own = own._replace(weights=beside.out if stack.reference == "transformers" else "",
                                ways=[one for one in own.ways if one in ("raw", "patched")])
@@ -54,8 +55,9 @@ def told(stack: Stack, job: Job) -> dict[str, Any]:
     """What a child answers."""
     import torch
     extra = INTERPRETED if job.reference == "interpreter" else {}
-    ran = subprocess.run(python("matrix.stacks.child", json.dumps(job._asdict()), first=stack.environment()
-                                ["PYTHONPATH"]), capture_output=True, text=True, timeout=SECONDS, check=False,
+    command = python("matrix.stacks.child", json.dumps(job._asdict()),
+                     first=stack.environment()["PYTHONPATH"])
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False,
                          env={**os.environ, **extra})
     if ran.returncode:
         raise Failed(f"{stack.name}, {', '.join(job.models)}: ended with {ran.returncode}: "
@@ -63,28 +65,25 @@ def told(stack: Stack, job: Job) -> dict[str, Any]:
     found: dict[str, Any] = torch.load(job.out)
     for one in found.values():
         one["ways"] = {way: {quantity: Answer(**answer) for quantity, answer in said.items()}
-                       for way, said in one.get("ways", {}).items()}
+                       for way, said in one["ways"].items()}
     return found
 
 
 def judged(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """``ops``: of flashlin that ran where patched; ``raw`` and ``patched``: the Outcomes by quantity. other: of the process
-    whose raw program is the reference."""
-    ways = found["ways"]
-    from_other = other.get("ways", {})
-    first = {quantity: next((one for one in (from_other.get("plain"), from_other.get("raw"),
-                                             ways.get("plain"), ways.get("raw"))
-                             if one and quantity in one and one[quantity].tensors), {}).get(quantity)
-             for quantity in next(iter(ways.values()))}
-    fp64 = from_other.get("float64") or ways.get("float64") or {}
-    said: dict[str, Any] = {"ops": found["ops"].get("patched", [])}
-    if "raw" in ways:
-        said["raw"] = {quantity: outcome(one, None, fp64.get(quantity))
-                       for quantity, one in ways["raw"].items()}
-    if "patched" in ways:
-        said["patched"] = {quantity: outcome(one, first[quantity] or Answer(), fp64.get(quantity),
-                                             ran=bool(said["ops"]))
-                           for quantity, one in ways["patched"].items()}
+    """``ops``: of flashlin that ran where patched; ``raw`` and ``patched``: the Outcomes by quantity, as far
+    as they were asked. other: of the process whose raw program is the reference."""
+    ways, beside, ops = found["ways"], other.get("ways", {}), found["ops"].get("patched", [])
+    fp64 = beside.get("float64") or ways.get("float64") or {}
+
+    def fp32(quantity: str) -> Answer:
+        """Of the first raw program that has it."""
+        answers = (said.get(way, {}).get(quantity) for said in (beside, ways) for way in ("plain", "raw"))
+        return next((one for one in answers if one and one.tensors), Answer())
+    said: dict[str, Any] = {"ops": ops}
+    for way in ways.keys() & {"raw", "patched"}:
+        said[way] = {quantity: outcome(one, None, fp64.get(quantity)) if way == "raw" else
+                     outcome(one, fp32(quantity), fp64.get(quantity), ran=bool(ops))
+                     for quantity, one in ways[way].items()}
     return said
 
 
@@ -94,7 +93,7 @@ def short(one: Outcome) -> str:
     figures = [f"{name} {error.rms:.1e}/{error.row:.1e}" + ("" if error.ok else f" at {error.at}")
                for name, error in (("fp32", one.fp32), ("fp64", one.fp64), ("itself", one.itself))
                if error and not (error.ok and error.rms == 0)]
-    said = re.sub(r"(/[\w.+-]+){2,}", lambda path: "..." + path.group(1), one.said)  # where this machine has it
+    said = re.sub(r"(/[\w.+-]+){2,}", r"...\1", one.said)  # not where this machine has it
     return f"{one.verdict}: {said}" if said else " ".join([one.verdict, *figures])
 
 
@@ -163,13 +162,12 @@ def wrong(said: dict[str, Any], plain: bool = False) -> list[str]:
 
 
 def by_name(names: Sequence[str]) -> list[Stack]:
-    """The stacks of these names, or whose names begin so; all without names. ValueError for a name that none has."""
-    unknown = [name for name in names if not any(one.name.startswith(name) for one in STACKS)]
-    if unknown:
-        raise ValueError(f"got {', '.join(unknown)}, need a stack out of "
-                         f"{'; '.join(one.name for one in STACKS)}")
-    exact = [one for one in STACKS if one.name in names]
-    begun = [one for one in STACKS if any(one.name.startswith(name) for name in names
-                                          if name not in {stack.name for stack in exact})]
-    return [*exact, *begun] if names else list(STACKS)
-
+    """The stacks of these names; of a name that none has those whose names begin so; all without names.
+    ValueError where there are none."""
+    found: dict[str, Stack] = {}
+    for name in names or [""]:
+        begun = {one.name: one for one in STACKS if one.name.startswith(name)}
+        if not begun:
+            raise ValueError(f"got {name}, need a stack out of {'; '.join(one.name for one in STACKS)}")
+        found |= {name: begun[name]} if name in begun else begun
+    return list(found.values())

@@ -1,4 +1,5 @@
-"""Real programs, raw and patched, as tables of SUPPORT.md, made of the records of ``python -m matrix stacks``."""
+"""Real programs, raw and patched, as tables of SUPPORT.md, made of the records of
+``python -m matrix stacks``."""
 from __future__ import annotations
 
 import re
@@ -25,9 +26,9 @@ def table(folder: Path) -> list[str]:
     if not records:
         return []
     lines = ["", "## Real programs", "",
-             "Models of other packages on a CPU, as they are and under `flashlin.patched`, made by `python -m "
-             "matrix stacks`. A cell is raw, then patched, where they differ; a figure is the patched "
-             "program's RMS ratio, or that of its worst gradient. Allowed are "
+             "Models of other packages on a CPU, as they are and under `flashlin.patched`, made by "
+             "`python -m matrix stacks`. A cell is raw, then patched, where they differ; a figure is the "
+             "patched program's RMS ratio, or that of its worst gradient. Allowed are "
              f"{LOGITS:g} for logits and {GRADIENTS:g} for gradients, and tokens have to be equal. Padding, "
              "pieces and packed rows are compared with the row alone, the prompt at once, the documents one "
              "by one.", "",
@@ -51,9 +52,8 @@ def _of_record(record: dict[str, Any]) -> Iterable[str]:
 
 def _cell(row: dict[str, Any], quantity: str) -> str:
     raw, patched = (_mark(row.get(way, {}).get(quantity, "alone")) for way in ("raw", "patched"))
-    figure = _figure(row["patched"].get(quantity, ""))
-    return " / ".join(dict.fromkeys((raw, f"{patched} {figure}".strip() if patched != "-" else "-")
-                                    if raw != patched else (f"{patched} {figure}".strip(),)))
+    shown = f"{patched} {_figure(row['patched'].get(quantity, ''))}".strip()
+    return shown if raw == patched else f"{raw} / {shown}"
 
 
 def _mark(answer: str) -> str:

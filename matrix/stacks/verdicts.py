@@ -68,8 +68,8 @@ def error(tensors: Mapping[str, torch.Tensor], wants: Mapping[str, torch.Tensor]
     floor = VANISHING * max((_size(x) for x in gradients), default=0.0)
     errors = [_error(name, x, wants[name], floor if name.startswith("d") else 0.0)
               for name, x in tensors.items()]
-    return max(errors, key=lambda one: (not one.ok, -math.inf if math.isnan(one.rms) else 0,
-                                        one.rms / allowed(one.at)))
+    return max(errors, key=lambda one: (not one.ok,
+                                        math.inf if math.isnan(one.rms) else one.rms / allowed(one.at)))
 
 
 def allowed(name: str) -> float:
@@ -101,14 +101,13 @@ def outcome(answer: Answer, fp32: Answer | None, fp64: Answer | None, ran: bool 
     beside = [None if other is None or not other.tensors else error(answer.tensors, other.tensors)
               for other in (fp32, fp64)]
     itself = error(answer.tensors, answer.wants) if answer.wants else None
-    told = [one for one in reversed(beside) if one is not None][:1]  # float64 where it runs
+    told = beside[1] or beside[0]  # float64 where it runs
     if not ran:
         verdict = "not patched"
-    elif itself is not None:
-        verdict = "agrees" if itself.ok else "as raw" if told and any(
-            one is not None and one.ok for one in beside) else "differs"
+    elif itself:
+        verdict = "agrees" if itself.ok else "as raw" if any(one.ok for one in beside if one) else "differs"
     elif told:
-        verdict = "agrees" if told[0].ok else "differs"
+        verdict = "agrees" if told.ok else "differs"
     else:
         verdict = "reference" if fp32 is None else "alone"
     return Outcome(verdict, "", beside[0], beside[1], itself)

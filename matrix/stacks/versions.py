@@ -16,8 +16,8 @@ DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "ki
 class Stack(NamedTuple):
     """versions: of packages. of: whose models. patches: the arguments of ``flashlin.patched``. reference:
     where the raw program's numbers come from, if it has no torch path: ``interpreter``, Triton's;
-    ``without fla``; ``transformers``, which has the same models. only: some of the models. plain: they ask where their weights
-    are, and take plain torch on a CPU, whatever is patched."""
+    ``without fla``; ``transformers``, which has the same models. only: some of the models. plain: they ask
+    where their weights are, and take plain torch on a CPU, whatever is patched."""
     versions: dict[str, str]
     of: str = "transformers"
     patches: tuple[str, ...] = ("transformers",)

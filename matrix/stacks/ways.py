@@ -106,10 +106,8 @@ def pieces(of: Program) -> Answer:
     """A prompt in pieces, with the cache between them, and at once."""
     of.model.eval()
     row = of.ids[:, :LENGTH]
-    want, found = of(row), []
-    for part in _in_pieces(of, row):
-        found.append(part)
-    return Answer({"logits": torch.cat(found, 1)}, {"logits": want})
+    want = of(row)
+    return Answer({"logits": torch.cat([*_in_pieces(of, row)], 1)}, {"logits": want})
 
 
 def _in_pieces(of: Program, row: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -148,28 +146,26 @@ def packed(by: str) -> Callable[[Program], Answer]:
     return both
 
 
-# What tells a package's layers where documents begin. mamba_ssm takes the others and reads them for states only.
+# What tells a package's layers where documents begin. mamba_ssm takes the others and reads them for states
+# only.
 PACKED_BY = {"fla": "cu_seqlens", "mamba_ssm": "seq_idx"}
 
 
 def _told(of: Program, by: str, edges: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
     """The keywords. Attention finds documents by their positions where there is no cache, so both go along in
     transformers."""
-    begins = torch.zeros_like(positions, dtype=torch.int32)
-    begins[0, edges[1:-1].long()] = 1
-    marks = begins.cumsum(1, dtype=torch.int32)
+    marks = (positions == 0).cumsum(1, dtype=torch.int32) - 1
     if of.package != "transformers":
-        others = by != PACKED_BY[of.package]
-        if others or not {"kwargs", "mixer_kwargs", by} & set(of.takes):
+        if by != PACKED_BY[of.package] or not {"kwargs", "mixer_kwargs", by} & set(of.takes):
             raise Lacks(f"{of.package} packs by {PACKED_BY[of.package]}")
-        return {"cu_seqlens": {"cu_seqlens": edges}, "seq_idx": {"seq_idx": marks}}[by]
+        return {by: edges if by == "cu_seqlens" else marks}
     if by == "position_ids" or not any(x.kind is x.VAR_KEYWORD for x in of.takes.values()):
         of.needs(by)
     given: dict[str, Any] = {"use_cache": False}
     if "position_ids" in of.takes:
         given["position_ids"] = positions
     if by == "cu_seqlens":
-        longest = int((edges[1:] - edges[:-1]).max())
+        longest = int(edges.diff().max())
         given |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest,
                   "max_length_k": longest}
     return {**given, "seq_idx": marks} if by == "seq_idx" else given

@@ -86,7 +86,8 @@ def test_a_step_in_a_cuda_graph(drafts: int) -> None:
     layer, T = Layer("heads, raw", 2, 4, 128, 128, BF16, device="cuda:0"), 1 + drafts
     options, pool = layer.parameters(), layer.pool(20)
     tokens: Any = layer.tokens(4 * T)
-    table, counts = layer.integers([[*range(n, n + T)] for n in range(0, 4 * T, T)]), layer.integers(1, 1, 1, 1)
+    table = layer.integers([[*range(n, n + T)] for n in range(0, 4 * T, T)])
+    counts = layer.integers(1, 1, 1, 1)
 
     def step(states: torch.Tensor) -> torch.Tensor:
         return decoded(options, tokens, states, table, T, num_accepted_tokens=counts)

@@ -82,6 +82,7 @@ def test_one_compiled_kernel_serves_a_layer(kind: str) -> None:
     with recording(parse("triton=3.6.0,sm=90")) as found:
         decoded(options, tokens, pool, torch.arange(6))
         decoded(options, tokens, pool, torch.arange(6).view(2, 3), 3)
-        decoded(options, tokens, pool, torch.arange(6).view(2, 3), 3, num_accepted_tokens=torch.tensor([1, 3]))
+        decoded(options, tokens, pool, torch.arange(6).view(2, 3), 3,
+                num_accepted_tokens=torch.tensor([1, 3]))
         prefilled(options, tokens, pool, torch.arange(2), [1, 5], [True, False], delta.MODES[1])
     assert [launch.kernel for launch in found] == ["recurrent_pool"]

@@ -173,6 +173,7 @@ WRONG_INNER: list[tuple[dict[str, Any], str]] = [
     ({"dt_rms_weight": zeros(3)}, "dt_rms_weight: got shape [3], need [D] = [6]"),
     ({"B": zeros(2, 4, 5)}, "B: got shape [2, 4, 5], need [D, N], [b, N, T] or [b, G, N, T] = [2, 4, 33]"),
     ({"checkpoint_lvl": 2}, "checkpoint_lvl: got 2, need one of 0, 1"),
+    ({"b_c_dt_rms_eps": "1e-6"}, "b_c_dt_rms_eps: got '1e-6', need a number of at least 0"),
     ({"A": zeros(6, 4, dtype=torch.complex64)}, "A: got dtype torch.complex64")]
 
 
@@ -337,6 +338,7 @@ def test_decoding_goes_on_from_them() -> None:
     ({"x": zeros(2, 3, 4)}, "x: got shape [2, 3, 4], need [T, D] with D of at least 1"),
     ({"state_len": 0}, "state_len: got 0, need an integer of at least 1"),
     ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens: got"),
+    ({"cu_seqlens": None}, "cu_seqlens: got NoneType, need an int32"),
     ({"cu_seqlens": torch.tensor([0.0, 3.0])}, "cu_seqlens: got torch.float32, need an int32")], ids=str)
 def test_wrong_arguments_of_states_are_named(change: dict[str, Any], text: str) -> None:
     given = {"x": zeros(3, 4), "cu_seqlens": torch.tensor([0, 3]), "state_len": 2, **change}

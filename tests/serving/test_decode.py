@@ -8,6 +8,7 @@ import torch
 
 import flashlin
 from flashlin import serving
+from flashlin.kernels.recurrent import pool_torch
 from flashlin.ops._common.operator import fields_of
 from flashlin.serving import delta
 from tests.serving import checks
@@ -64,7 +65,8 @@ def test_float64_is_what_float64_gives() -> None:
     wanted, S = checks.sequential(layer, tokens, options, pool[1])
     for mode in delta.MODES:
         states = pool.clone()
-        checks.close(prefilled(options, tokens, states, layer.integers([1]), [9], [True], mode), wanted, 1e-13)
+        o = prefilled(options, tokens, states, layer.integers([1]), [9], [True], mode)
+        checks.close(o, wanted, 1e-13)
         checks.close(states[1], S, 1e-13)
 
 
@@ -107,6 +109,15 @@ def test_it_is_the_fused_recurrent_op() -> None:
         **given, initial_state=states, state_indices=indices, state_v_first=True, **options)
     torch.testing.assert_close(o, wanted[:, 0])
     torch.testing.assert_close(pool, states)
+
+
+def test_rows_of_sequences_that_are_not_wanted_and_of_none() -> None:
+    """Edges as only a GPU has them, whose values nobody looks at: rows before the first sequence, behind the
+    last one, and no sequence at all."""
+    y, edges = torch.ones(1, 7, 2), torch.tensor([1, 2, 4, 4, 6])
+    rows = pool_torch.rows_of(y, edges, torch.tensor([True, False, True, True]))
+    assert rows[0, :, 0].tolist() == [0, 1, 0, 0, 1, 1, 0] and torch.equal(rows[..., 0], rows[..., 1])
+    assert not pool_torch.rows_of(y, torch.tensor([0]), torch.ones(0, dtype=torch.bool)).any()
 
 
 @pytest.mark.parametrize(("N", "slots", "rows"), [(0, 3, 0), (2, 0, 2), (2, 3, 0)])
@@ -174,7 +185,8 @@ def packed(**changed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("changed", "error", "said"), [
-    ({"states": torch.zeros(5, 4, 8, 6)}, ValueError, r"states: got shape \[5, 4, 8, 6\], need \[P, H, V, K\]"),
+    ({"states": torch.zeros(5, 4, 8, 6)}, ValueError,
+     r"states: got shape \[5, 4, 8, 6\], need \[P, H, V, K\]"),
     ({"states": torch.zeros(5, 4, 8, 6).mT}, ValueError, "states: got strides .* contiguous"),
     ({"states": torch.zeros(5, 4, 6, 8, dtype=torch.int32)}, TypeError, "states: got dtype torch.int32"),
     ({"states": None}, ValueError, "states: got None"),
@@ -206,7 +218,8 @@ def test_a_wrong_argument_is_named(changed: dict[str, Any], error: type[Exceptio
     ({"indices": torch.tensor([[1], [3]])}, ValueError, r"indices: got shape \[2, 1\], need \[N\]"),
     ({"cu_seqlens": None}, TypeError, "cu_seqlens: got NoneType"),
     ({"cu_seqlens": torch.tensor([0, 1, 3])}, ValueError, "cu_seqlens: got a last value of 3"),
-    ({"has_initial_state": torch.tensor([1, 0])}, TypeError, "has_initial_state: got torch.int64, need a bool"),
+    ({"has_initial_state": torch.tensor([1, 0])}, TypeError,
+     "has_initial_state: got torch.int64, need a bool"),
     ({"has_initial_state": torch.tensor([True])}, ValueError, "has_initial_state: got shape"),
     ({"has_initial_state": None}, TypeError, "has_initial_state: got NoneType"),
     ({"mode": "auto"}, ValueError, "mode: got 'auto', need one of chunk, fused_recurrent"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashlin.kernels.plain import widest
+from flashlin.kernels.plain import sequences_of, widest
 from flashlin.kernels.recurrent.inputs import Inputs, bound_of
 
 
@@ -56,6 +56,13 @@ def put(pool: Tensor, slots: Tensor, states: Tensor, wanted: Tensor) -> None:
     some = known.any()
     values = torch.where(some, states.to(pool.dtype)[which], pool[:1])
     pool.index_put_((torch.where(some, slots[which], 0),), values)
+
+
+def rows_of(y: Tensor, bounds: Tensor, wanted: Tensor) -> Tensor:
+    """y [1, T, ...] with zeros in the rows of sequences that are not wanted [N] and in those of none."""
+    number, _ = sequences_of(bounds, y.shape[1])
+    mine = torch.cat([wanted, wanted.new_zeros(1)])[number]  # the last for -1 and for N
+    return torch.where(mine.view(-1, *[1] * (y.ndim - 2)), y, 0)
 
 
 def _token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
