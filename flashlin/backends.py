@@ -22,6 +22,7 @@ from flashlin.guards.problem import Plan
 from flashlin.integrations.calling import REFUSED, by_name, unserved
 from flashlin.kernels.families import PUBLIC, family_of
 
+__all__ = ["register", "unregister"]
 VARIABLE = "FLA_FLASHLIN"
 # fla's operations whose backends are asked by the operation's name; the other functions are asked one by one.
 OPERATIONS = {"gated_delta_rule": ("chunk_gated_delta_rule",),

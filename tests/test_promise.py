@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import flashlin
+import flashlin.backends
 import flashlin.mamba
 import flashlin.serving
 
@@ -28,7 +29,7 @@ def signature(function: Any) -> str:
 
 def public() -> Iterator[str]:
     """A line for each public function, class, method and attribute of our own."""
-    for package in (flashlin, flashlin.mamba, flashlin.serving):
+    for package in (flashlin, flashlin.mamba, flashlin.serving, flashlin.backends):
         for name in package.__all__:
             thing, whole = getattr(package, name), f"{package.__name__}.{name}"
             if inspect.isclass(thing):
