@@ -33,17 +33,17 @@ GATED = ("chunk_gated_delta_rule", "chunk_gdn", "chunk_simple_gla", "chunk_reten
 PLANNED_AS = {"mamba_inner_fn": "selective_scan_fn"}
 
 
-class Unread(Exception):
+class _Unread(Exception):
     """What a layer does not tell."""
 
 
 def read(layer: Any, *names: str) -> int:
-    """The first of these attributes that is a size. Raises Unread."""
+    """The first of these attributes that is a size. Raises _Unread."""
     for name in names:
         size = getattr(layer, name, None)
         if isinstance(size, int) and not isinstance(size, bool) and size > 0:
             return size
-    raise Unread(f"{type(layer).__name__} has no attribute {' or '.join(names)}")
+    raise _Unread(f"{type(layer).__name__} has no attribute {' or '.join(names)}")
 
 
 HEADS = ("num_v_heads", "num_heads", "nheads")
@@ -60,7 +60,7 @@ def _head(layer: Any, side: str, whole: str, H: int) -> int:
     """Size of a head of q and k, or of v: said, or out of all heads together, or that of every head."""
     try:
         return read(layer, f"head_{side}_dim")
-    except Unread:
+    except _Unread:
         total = getattr(layer, whole, None)
         if isinstance(total, int) and total % H == 0 and total:
             return total // H
@@ -85,7 +85,7 @@ def convolution(layer: Any) -> dict[str, int]:
     found = [one.weight for one in layer.modules() if isinstance(one, nn.Conv1d)]
     shapes = {tuple(weight.shape) for weight in found if weight.dim() == 3}
     if len(shapes) != 1:
-        raise Unread(f"{type(layer).__name__} has {len(shapes) or 'no'} shapes of filters, need one")
+        raise _Unread(f"{type(layer).__name__} has {len(shapes) or 'no'} shapes of filters, need one")
     [(D, _, W)] = shapes
     return dict(K=int(D), V=int(W))
 
@@ -93,7 +93,7 @@ def convolution(layer: Any) -> dict[str, int]:
 def norm(layer: Any) -> dict[str, int]:
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
-        raise Unread(f"{type(layer).__name__} has no weight of one dimension")
+        raise _Unread(f"{type(layer).__name__} has no weight of one dimension")
     return dict(H=1, K=int(weight.shape[0]))
 
 
@@ -110,7 +110,7 @@ def reader(op: str) -> Reader:
     family = family_of(op)
     found = BY_OP.get(op) or BY_FAMILY.get(family.name) or (over_heads if family.head_dim else None)
     if found is None:
-        raise Unread(f"nobody knows how a layer tells the sizes of {op}")
+        raise _Unread(f"nobody knows how a layer tells the sizes of {op}")
     return found
 
 
@@ -218,11 +218,11 @@ def _planned(layer: nn.Module, op: str | None, where: Weights, here: Target | No
         return "", "ok", "not planned: flashlin has no op of this name", ""
     try:
         if where.why and not (named and where.dtype in DTYPES):
-            raise Unread(where.why)
+            raise _Unread(where.why)
         if here is None:
-            raise Unread(f"{where.device} cannot be asked")
+            raise _Unread(f"{where.device} cannot be asked")
         sizes = reader(op)(layer)
-    except Unread as error:
+    except _Unread as error:
         return "", "could not check", f"cannot be planned: {error}", ""
     mode = OPS[op][1]
     decoding = mode == "fused_recurrent" or bool(PUBLIC[op].in_place)
