@@ -187,7 +187,7 @@ def once(run: Callable[[], Any], device: torch.device) -> float:
         began = time.perf_counter()
         run()
         return 1e3 * (time.perf_counter() - began)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]  # torch
     marks[0].record()
     run()
     marks[1].record()

@@ -78,13 +78,13 @@ def _first(tuner: Any, *args: Any, **options: Any) -> Any:
 
 def begin() -> None:
     """Before fla's kernels are imported, and after its facts of the machine: there is no GPU."""
-    import fla.utils  # noqa: F401
+    import fla.utils  # noqa: F401  for what it reads of the machine
     from triton.runtime import driver
     from triton.runtime.autotuner import Autotuner
     driver.set_active(Driver())
     Autotuner.run = _first
     if not hasattr(torch.cpu, "device"):
-        torch.cpu.device = lambda index: contextlib.nullcontext()  # type: ignore[attr-defined]
+        torch.cpu.device = lambda index: contextlib.nullcontext()  # type: ignore[attr-defined]  # new
 
 
 def loops() -> None:

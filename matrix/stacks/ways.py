@@ -52,7 +52,7 @@ class Program:
 
     def gradients(self, loss: torch.Tensor) -> Tensors:
         self.model.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch
         return {"d" + name: x.grad.clone() for name, x in self.model.named_parameters() if x.grad is not None}
 
     def trained(self, logits: torch.Tensor, targets: torch.Tensor) -> Tensors:
@@ -211,7 +211,7 @@ def counting() -> Iterator[Counter[str]]:
     def counted(problem: Any, *rest: Any) -> Any:
         ran[problem.op] += 1
         return plan(problem, *rest)
-    dispatch.plan = counted  # type: ignore[assignment]
+    dispatch.plan = counted  # type: ignore[assignment]  # to count plans
     try:
         yield ran
     finally:
