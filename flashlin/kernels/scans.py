@@ -7,10 +7,18 @@ from collections.abc import Callable, Iterable
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import BLOCK, Config
+from flashlin.kernels.configs import BLOCK, Config, padded
 
 PADDING = 16  # elements, of a row that changes its layout
 HEADS = 16  # heads per program of the cumulative sum
+# Sequences are split where scans have less than a third of the PROGRAMS that a multiprocessor can have under
+# way, into parts of LEAST tokens or more.
+PROGRAMS, WORTH, LEAST = 2, 3, 4 * BLOCK
+CARRIED = 64  # sides of a tile of what is carried from part to part
+
+# Into how many parts every sequence is split, whatever the card: for tests, which forget plans (dispatch.plan
+# has a cache) when they change it.
+forced_parts = 0
 
 
 def operand_bytes(problem: Problem) -> int:
@@ -56,6 +64,46 @@ def tf32_copies(bytes_each: int, target: Target) -> int:
     return 2 if bytes_each == 4 and target.capability >= (8, 0) and release(target.triton) < (3, 3) else 1
 
 
+def part_length(problem: Problem, target: Target, strips: int) -> int:
+    """Tokens of the parts that sequences are split into, a multiple of BLOCK; 0 where they are not. strips:
+    programs to a head's state. Of packed sequences nobody knows which are long, so what counts is how many
+    tokens there are."""
+    if problem.invariant or problem.batch_part:
+        return 0
+    parts = forced_parts
+    if not parts:
+        programs = problem.H * strips * (1 if problem.varlen else problem.N)
+        room = PROGRAMS * target.sms // max(programs, 1) if target.backend in ("cuda", "hip") else 0
+        parts = min(room, problem.T // LEAST)
+        if parts < WORTH:
+            return 0
+    length = -(-problem.T // (parts * BLOCK)) * BLOCK
+    return length if length < problem.T else 0
+
+
+def numbered(problem: Problem, part: int) -> int:
+    """How many numbers of parts a launch has; of packed sequences not all are in use."""
+    n = problem.batch_part or problem.N
+    if not part:
+        return n
+    return n + problem.T // part if problem.varlen else n * -(-problem.T // part)
+
+
+def carry_launch(problem: Problem, part: int, transfer: bool = False) -> Launch:
+    """The kernel that carries states from part to part. transfer: by matrices."""
+    n, width = problem.batch_part or problem.N, min(CARRIED // (2 if transfer else 1), padded(problem.V))
+    strips = problem.H * -(-problem.V // width)
+    if not transfer:
+        tall = min(CARRIED, padded(problem.K))
+        return Launch("carry_decayed", (n * strips * -(-problem.K // tall),), min(4, problem.max_warps), 1,
+                      (("BK", tall), ("BV", width)), 1024, problem.K * problem.V, frozenset(), part)
+    tall, deep = padded(problem.K), min(32, padded(problem.K))
+    shared = 8 * (tall * deep + deep * width)  # two halves of each operand
+    return Launch("carry_transferred", (n * strips,), min(4, problem.max_warps), 1,
+                  (("BK", tall), ("BV", width), ("BC", deep)), shared, problem.K * max(problem.K, problem.V),
+                  frozenset({"dot", "fp32_dot"}), part)
+
+
 def narrow_state(config: Config) -> frozenset[str]:
     """Facts of a scan's tile, see ``TILE_FACTS``."""
     return frozenset({"narrow_state"} if config.BT >= 64 > min(config.BK, config.BV) else ())
@@ -74,18 +122,18 @@ def fitting(configs: Iterable[Config], shared: Callable[[Config], int], problem:
 
 
 def state_launch(kernel: str, config: Config, problem: Problem, shared: int, traits: frozenset[str],
-                 tall: bool = True) -> Launch:
-    """A program per sequence, head and tile of the state. tall: whether a state taller than its chunks
-    crashes compilers (tall-state-32)."""
+                 tall: bool = True, part: int = 0) -> Launch:
+    """A program per sequence, or part of one, head and tile of the state. tall: whether a state taller than
+    its chunks crashes compilers (tall-state-32)."""
     if tall and config.BT < 64 <= config.BK and "half_dot" in traits:
         traits = traits | {"tall_state"}
     if "dot" in traits:
         traits = traits | narrow_state(config)
     strips = -(-problem.K // config.BK) * -(-problem.V // config.BV)
     span = config.BT * problem.H * max(problem.K, problem.V)
-    return Launch(kernel, ((problem.batch_part or problem.N) * problem.H * strips,),
+    return Launch(kernel, (numbered(problem, part) * problem.H * strips,),
                   min(config.num_warps, problem.max_warps), config.num_stages,
-                  (("BT", config.BT), ("BK", config.BK), ("BV", config.BV)), shared, span, traits)
+                  (("BT", config.BT), ("BK", config.BK), ("BV", config.BV)), shared, span, traits, part)
 
 
 def dot_traits(problem: Problem) -> frozenset[str]:

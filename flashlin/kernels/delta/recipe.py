@@ -9,11 +9,13 @@ from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
+    carry_launch,
     cumsum_launch,
     dot_traits,
     fitting,
     operand_bytes,
     over_tokens,
+    part_length,
     shared_bytes,
     state_launch,
     tf32_copies,
@@ -44,12 +46,16 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                    lambda config: max(shared(config), inverting(config.BT)), problem, target)
     BT = scan.BT
     kernels = [cumsum_launch(problem, BT)] if "g" in problem.options else []
-    kernels += [over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
-                          dots - {"rmw_acc"}, num_warps=1),
-              state_launch("delta_scan", scan, problem, shared(scan), dots)]
+    part = part_length(problem, target, -(-problem.V // scan.BV))
+    deep = scan._replace(num_stages=3)
+    states = deep if scan.num_stages == 2 and shared(deep) <= target.shared else scan
+    kernels.append(over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
+                               dots - {"rmw_acc"}, num_warps=1))
+    if part:
+        kernels += [state_launch("delta_alone", states, problem, shared(states), dots, part=part),
+                    carry_launch(problem, part, transfer=True)]
+    kernels.append(state_launch("delta_scan", scan, problem, shared(scan), dots, part=part))
     if problem.needs_grad:
-        deep = scan._replace(num_stages=3)
-        states = deep if scan.num_stages == 2 and shared(deep) <= target.shared else scan
         # it has no registers to spare for a second stage (benchmarks/results/kernels-*)
         reverse = scan._replace(num_stages=1)
         # from 3.7 on so tall a state changes its layout in float32 where warpgroups multiply, and from 3.8 on
@@ -60,8 +66,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         ways = [(strip, num_stages) for strip in (STRIP, STRIP // 2, STRIP // 4) for num_stages in (2, 1)]
         strip, num_stages = next((way for way in ways if finishing(*way) <= target.shared), ways[-1])
         tile = dict(BT=BT, BK=min(strip, padded(problem.K)), BV=min(strip, padded(problem.V)))
-        kernels += [state_launch("delta_states", states, problem, shared(states), dots),
-                  state_launch("delta_reverse", reverse, problem, shared(reverse) + moved, dots),
+        kernels += [state_launch("delta_states", states, problem, shared(states), dots, part=part),
+                  state_launch("delta_reverse", reverse, problem, shared(reverse) + moved, dots, part=part),
                   over_tokens("delta_grads", problem, tile, problem.H, finishing(strip, num_stages),
                               dots - {"rmw_acc"} | {"mixed_sum"}, num_stages)]
     return tuple(kernels)

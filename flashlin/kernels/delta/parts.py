@@ -1,0 +1,99 @@
+"""Split sequences of the delta families: what each part leaves alone, and what it does to a state that enters it;
+see kernels/splitting.py.
+
+The second is the transfer, a K x K matrix: the state that the part would leave if the identity entered it and
+nothing were written, which is the scan over columns of the identity with v = 0.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import start
+from flashlin.guards.problem import Plan
+from flashlin.kernels.delta.steps import rows_of, written
+from flashlin.kernels.pieces import Batch, decays, state_offsets, tile
+from flashlin.kernels.splitting import carried, identity_strip, part_of
+
+
+@triton.jit(do_not_specialize=["T", "N", "R", "L"])
+def delta_alone(
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    A,  # [rows, HV, BT]
+    betas,  # lines [HV, R], fp32
+    G,  # lines [HV, R], fp32
+    alone,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K], fp32
+    transfer,  # [parts, HV, K, K], fp32
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    L,  # tokens of a part
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """alone and transfer, where somebody asks for them. A program: BV columns of either, of one head."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    STRIPS: tl.constexpr = NV + (K + BV - 1) // BV
+    program = tl.program_id(0)
+    strip = program % STRIPS
+    own = program // STRIPS
+    i_h = own % HV
+    i_qk = i_h // (HV // H)
+    n, i_part, first, length, last = part_of(own // HV, bounds, T, N, L, VARLEN)
+    h, length, v_length = identity_strip(strip, NV, i_part, length, last, BK, BV, HAS_H0, HAS_DHT)
+    for t0 in range(0, length, BT):
+        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
+        b_v = tile(v, first, t0, v_length, i_h, HV, D=V, d0=strip * BV, BT=BT, BD=BV)
+        b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
+        b_u, h = written(h, b_k, b_v, b_A, b_beta, D, total, DECAY, PRECISION)
+    if strip < NV:
+        at, inside = state_offsets(own, 0, strip * BV, K, V, BK, BV, V_FIRST)
+        tl.store(alone + at, h, mask=inside & (length > 0))
+    else:
+        at, inside = state_offsets(own, 0, (strip - NV) * BV, K, K, BK, BV, False)
+        tl.store(transfer + at, h, mask=inside & (length > 0))
+
+
+def entering(
+    plan: Plan,
+    batch: Batch,
+    part: dict[str, Any],
+    v_first: bool,
+    constants: dict[str, Any],
+    has_dht: bool = False,
+) -> None:
+    """Puts into part, what its launches share, h0: the states [parts, HV, K, V], or [parts, HV, V, K], that
+    enter the parts of split sequences, of whole ones those that the call has; undivided, see
+    carry_transferred; and transfer, of all parts that backward asks, too, where has_dht says that the last
+    ones hand on a gradient."""
+    part.update(undivided=None, transfer=None)
+    if not batch.split:
+        return
+    launch, sides = plan.launch("delta_alone"), (batch.V, batch.K) if v_first else (batch.K, batch.V)
+    BV, device = launch.block("BV"), batch.device
+    alone = torch.empty(part["parts"], batch.HV, *sides, dtype=torch.float32, device=device)
+    part["transfer"] = torch.empty(part["parts"], batch.HV, batch.K, batch.K, dtype=torch.float32,
+                                   device=device)
+    start(launch, delta_alone, part["parts"] * batch.HV * (-(-batch.V // BV) - (-batch.K // BV)), dict(
+        constants, V=batch.V, alone=alone, HAS_H0=part["h0"] is not None, HAS_DHT=has_dht,
+        V_FIRST=v_first), part)
+    part["undivided"] = torch.empty(part["N"], batch.HV, dtype=torch.int32, device=device)
+    part["h0"] = carried(plan, batch, part, alone, part["h0"], False, v_first, transfer=part["transfer"],
+                         undivided=part["undivided"])
