@@ -210,7 +210,7 @@ def own_part(i_p, i_h, undivided, bounds, T, N, H, L, VARLEN: tl.constexpr, REVE
     is one part, its first; the others have no tokens then."""
     n, i_part, first, length, last = part_of(i_p, bounds, T, N, L, VARLEN)
     entered = i_p
-    if undivided is not None:
+    if undivided is not None:  # known when compiling: "and" would load from nothing
         if tl.load(undivided + n * H + i_h) != 0:
             begin, whole = sequence_of(n, bounds, T, VARLEN)
             if REVERSE:
@@ -221,37 +221,100 @@ def own_part(i_p, i_h, undivided, bounds, T, N, H, L, VARLEN: tl.constexpr, REVE
     return n, i_part, first, length, last, entered
 
 
-def carried(
+def by_decays(
     plan: Plan,
     batch: Batch,
     part: dict[str, Any],
-    alone: torch.Tensor,
-    h0: torch.Tensor | None,
-    reverse: bool,
-    v_first: bool,
-    *,
-    kept: torch.Tensor | None = None,
-    transfer: torch.Tensor | None = None,
-    undivided: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The states [parts, H, K, V] that enter each part or, reverse, the gradients of those that leave it, in
-    the place of ``alone``. h0: that of whole sequences. kept or transfer: what parts do to a state. undivided
-    [N, H] int32, to write."""
-    shared = dict(alone=alone, h0=h0, bounds=part["bounds"], T=part["T"], H=batch.HV, L=part["L"], K=batch.K,
-                  V=batch.V, REVERSE=reverse, V_FIRST=v_first, HAS_H0=h0 is not None, VARLEN=batch.packed)
-    if kept is not None:
-        launch = plan.launch("carry_decayed")
-        tiles = -(-batch.V // launch.block("BV")) * -(-batch.K // launch.block("BK"))
-        start(launch, carry_decayed, part["N"] * batch.HV * tiles,
-              dict(shared, kept=kept, VECTOR=kept.ndim == 3))
-    else:
-        launch = plan.launch("carry_transferred")
-        start(launch, carry_transferred, part["N"] * batch.HV * -(-batch.V // launch.block("BV")),
-              dict(shared, transfer=transfer, undivided=undivided, PRECISION=exact(plan)))
+    kernel: Any,
+    constants: dict[str, Any],
+    operands: tuple[str, str],
+    reverse: bool = False,
+    vector: bool = False,
+) -> torch.Tensor | None:
+    """The states [parts, H, K, V] or, as the constant V_FIRST says, [parts, H, V, K], that enter the parts of
+    split sequences; reverse: the gradients of those that leave them. Of whole sequences those that the call
+    has, or None. part: what launches share. kernel: the family's, which writes ``alone`` and ``kept`` for its
+    operands x and y, named as in part; vector: whether decays are vectors over K."""
+    given: torch.Tensor | None = part["dht"] if reverse else part["h0"]
+    if not batch.split:
+        return given
+    launch, (x, y) = plan.launch(kernel.fn.__name__), operands
+    alone = _states(batch, part, constants)
+    kept = torch.empty(*alone.shape[:2], *([batch.K] if vector else ()), dtype=torch.float32,
+                       device=batch.device)
+    start(launch, kernel, part["parts"] * batch.HV * -(-batch.V // launch.block("BV")), dict(
+        constants, x=part[x], y=part[y], alone=alone, kept=kept, REVERSE=reverse), {"scale": 1.0, **part})
+    carry = plan.launch("carry_decayed")
+    tiles = -(-batch.V // carry.block("BV")) * -(-batch.K // carry.block("BK"))
+    start(carry, carry_decayed, part["N"] * batch.HV * tiles, dict(
+        _carrying(batch, part, constants, given, reverse), alone=alone, kept=kept, VECTOR=vector))
     return alone
 
 
-def exact(plan: Plan) -> str:
-    """How what is carried is multiplied: with 16 bits at least, whatever torch allows."""
+def by_transfers(
+    plan: Plan,
+    batch: Batch,
+    part: dict[str, Any],
+    kernel: Any,
+    constants: dict[str, Any],
+    has_dht: bool = False,
+) -> None:
+    """Puts into part, what launches share, as h0 the states that enter the parts of split sequences (of whole
+    ones those that the call has stay), and ``undivided`` and ``transfer``, see carry_transferred. kernel: the
+    family's, which writes ``alone`` and ``transfer``. has_dht: whether ``back_by_transfers`` follows, and
+    gradients enter the last parts, too."""
+    part.update(undivided=None, transfer=None)
+    if not batch.split:
+        return
+    launch, alone = plan.launch(kernel.fn.__name__), _states(batch, part, constants)
+    BV = launch.block("BV")
+    part["transfer"] = torch.empty(*alone.shape[:2], batch.K, batch.K, dtype=torch.float32,
+                                   device=batch.device)
+    start(launch, kernel, part["parts"] * batch.HV * (-(-batch.V // BV) - (-batch.K // BV)), dict(
+        constants, alone=alone, HAS_H0=part["h0"] is not None, HAS_DHT=has_dht), part)
+    _carry(plan, batch, part, constants, "h0", alone, False)
+
+
+def back_by_transfers(
+    plan: Plan,
+    batch: Batch,
+    part: dict[str, Any],
+    kernel: Any,
+    constants: dict[str, Any],
+    written: tuple[str, ...],
+) -> None:
+    """Puts into part as dht the gradients of the states that leave the parts of split sequences (of whole ones
+    those that the call has stay), and ``undivided``. kernel: the family's reverse scan; written: what it
+    writes besides."""
+    if not batch.split:
+        return
+    launch, alone = plan.launch(kernel.fn.__name__), _states(batch, part, constants)
+    start(launch, kernel, part["parts"] * batch.HV * -(-batch.V // launch.block("BV")), dict(
+        constants, HAS_DHT=False, HAS_DH0=False, ALONE=True),
+        {**part, **dict.fromkeys((*written, "dht", "undivided")), "dh0": alone})
+    _carry(plan, batch, part, constants, "dht", alone, True)
+
+
+def _carry(plan: Plan, batch: Batch, part: dict[str, Any], constants: dict[str, Any], name: str,
+           alone: torch.Tensor, reverse: bool) -> None:
+    carry, shared = plan.launch("carry_transferred"), _carrying(batch, part, constants, part[name], reverse)
+    part[name] = alone
+    part["undivided"] = torch.empty(part["N"], batch.HV, dtype=torch.int32, device=batch.device)
+    # with 16 bits at least, whatever torch allows
     ampere = plan.target.backend == "cuda" and plan.target.capability >= (8, 0)
-    return "tf32x3" if ampere else "ieee"
+    start(carry, carry_transferred, part["N"] * batch.HV * -(-batch.V // carry.block("BV")), dict(
+        shared, alone=alone, transfer=part["transfer"], undivided=part["undivided"],
+        PRECISION="tf32x3" if ampere else "ieee"))
+
+
+def _states(batch: Batch, part: dict[str, Any], constants: dict[str, Any]) -> torch.Tensor:
+    """A state for each part, to be written."""
+    sides = (batch.V, batch.K) if constants["V_FIRST"] else (batch.K, batch.V)
+    return torch.empty(part["parts"], batch.HV, *sides, dtype=torch.float32, device=batch.device)
+
+
+def _carrying(batch: Batch, part: dict[str, Any], constants: dict[str, Any], given: torch.Tensor | None,
+              reverse: bool) -> dict[str, Any]:
+    """What both kernels that carry take. given: the states of whole sequences."""
+    return dict(h0=given, bounds=part["bounds"], T=part["T"], H=batch.HV, L=part["L"], K=batch.K, V=batch.V,
+                REVERSE=reverse, V_FIRST=constants["V_FIRST"], HAS_H0=given is not None, VARLEN=batch.packed)

@@ -27,7 +27,7 @@ from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.delta.forward import columns, delta_states
 from flashlin.kernels.delta.inputs import Inputs
-from flashlin.kernels.delta.parts import entering
+from flashlin.kernels.delta.parts import delta_alone
 from flashlin.kernels.delta.steps import rows_of
 from flashlin.kernels.pieces import (
     Batch,
@@ -43,7 +43,7 @@ from flashlin.kernels.pieces import (
     zero_forgotten,
     zero_gaps,
 )
-from flashlin.kernels.splitting import carried, own_part
+from flashlin.kernels.splitting import back_by_transfers, by_transfers, own_part
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -111,7 +111,7 @@ def delta_reverse(
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
         D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
         b_dh = dh.to(b_k.dtype)
-        if dstates is not None:
+        if not ALONE:
             slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
             to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
             tl.store(dstates + to, b_dh, mask=whole)
@@ -134,7 +134,7 @@ def delta_reverse(
             b_low = tile(A_low, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             b_dy += tl.dot(tl.trans(b_A), (du - b_du).to(b_A.dtype), input_precision=PRECISION)
             b_dy += tl.dot(tl.trans(b_low), b_du, input_precision=PRECISION)
-        if dy is not None:
+        if not ALONE:
             put(dy, b_dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         if DECAY == 0:
             b_dv = b_dy * b_beta[:, None]
@@ -355,6 +355,7 @@ def run(
     dg = None if x.g is None else batch.new(dtype=torch.float32)
     dh0 = batch.initial_gradient(needs)
     constants = dict(VARLEN=batch.packed, PRECISION=precision(plan), K=K, V=V, DECAY=decay_of(x.g, None))
+    scanned = dict(constants, V_FIRST=how.state_v_first)
     strips = -(-V // reversing.block("BV"))
     for part in batch.parts(reversing.block("BT"), dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, dh0=dh0, do=do,
                             dht=dht, A=A, A_low=A_low, scale=how.scale, R=lines.shape[2]):
@@ -363,17 +364,11 @@ def run(
             part[name] = torch.empty_like(part["v"])
         for name in ("states", "dstates"):
             part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
-        entering(plan, batch, part, how.state_v_first, constants, has_dht=dht is not None)
+        by_transfers(plan, batch, part, delta_alone, scanned, has_dht=dht is not None)
         start(rebuilding, delta_states, part["parts"] * HV * strips,
-              dict(constants, HAS_H0=part["h0"] is not None, V_FIRST=how.state_v_first), part)
-        reverse = dict(constants, V_FIRST=how.state_v_first, HALF=A_low is not None)
-        if batch.split:
-            alone = torch.empty_like(part["h0"])
-            start(reversing, delta_reverse, part["parts"] * HV * strips, dict(
-                reverse, HAS_DHT=False, HAS_DH0=False, ALONE=True),
-                {**part, "dht": None, "dh0": alone, "dy": None, "dstates": None, "undivided": None})
-            part["dht"] = carried(plan, batch, part, alone, part["dht"], True, how.state_v_first,
-                                  transfer=part["transfer"], undivided=part["undivided"])
+              dict(scanned, HAS_H0=part["h0"] is not None), part)
+        reverse = dict(scanned, HALF=A_low is not None)
+        back_by_transfers(plan, batch, part, delta_reverse, reverse, ("dy", "dstates"))
         start(reversing, delta_reverse, part["parts"] * HV * strips, dict(
             reverse, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, ALONE=False), part)
         if batch.T:

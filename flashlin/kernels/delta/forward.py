@@ -25,7 +25,7 @@ from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta.inputs import Inputs
-from flashlin.kernels.delta.parts import entering
+from flashlin.kernels.delta.parts import delta_alone
 from flashlin.kernels.delta.steps import rows_of, written
 from flashlin.kernels.inverse import blocks, merged, merging, product, substitute
 from flashlin.kernels.pieces import (
@@ -42,7 +42,7 @@ from flashlin.kernels.pieces import (
     tile,
     zero_gaps,
 )
-from flashlin.kernels.splitting import own_part
+from flashlin.kernels.splitting import by_transfers, own_part
 
 
 @triton.jit
@@ -382,6 +382,7 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
     A_low = torch.empty_like(A) if plan.problem.needs_grad and x.q.dtype != torch.float32 else None
     lines = torch.empty(2, HV, batch.B * batch.T, dtype=torch.float32, device=batch.device)
     constants = dict(K=batch.K, VARLEN=batch.packed, PRECISION=precision(plan), DECAY=decay_of(x.g, None))
+    scanned = dict(constants, V=V, V_FIRST=how.state_v_first)
     for part in batch.parts(BT, A=A, A_low=A_low, o=o, ht=ht, scale=how.scale, R=lines.shape[2]):
         n, (betas, G) = part["N"], columns(lines, part)
         part.update(betas=betas, G=G)
@@ -390,10 +391,9 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
             scratch = torch.empty(part["slots"], HV, BT, 16, dtype=torch.float32, device=batch.device)
             start(inverting, delta_inverse, n * part["S"] * HV, dict(
                 constants, scratch=scratch, HAS_LOW=A_low is not None, MERGE=merging(plan)), part)
-        entering(plan, batch, part, how.state_v_first, constants)
+        by_transfers(plan, batch, part, delta_alone, scanned)
         start(scanning, delta_scan, part["parts"] * HV * strips, dict(
-            constants, V=V, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, V_FIRST=how.state_v_first,
-            GAPS=batch.gaps), part)
+            scanned, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
     return o, ht, A, A_low, lines
 
 

@@ -5,17 +5,12 @@ The second is the transfer, a K x K matrix: the state that the part would leave 
 nothing were written, which is the scan over columns of the identity with v = 0.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
 from flashlin.kernels.delta.steps import rows_of, written
-from flashlin.kernels.pieces import Batch, decays, state_offsets, tile
-from flashlin.kernels.splitting import carried, identity_strip, part_of
+from flashlin.kernels.pieces import decays, state_offsets, tile
+from flashlin.kernels.splitting import identity_strip, part_of
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L"])
@@ -69,31 +64,3 @@ def delta_alone(
     else:
         at, inside = state_offsets(own, 0, (strip - NV) * BV, K, K, BK, BV, False)
         tl.store(transfer + at, h, mask=inside & (length > 0))
-
-
-def entering(
-    plan: Plan,
-    batch: Batch,
-    part: dict[str, Any],
-    v_first: bool,
-    constants: dict[str, Any],
-    has_dht: bool = False,
-) -> None:
-    """Puts into part, what its launches share, h0: the states [parts, HV, K, V], or [parts, HV, V, K], that
-    enter the parts of split sequences, of whole ones those that the call has; undivided, see
-    carry_transferred; and transfer, of all parts that backward asks, too, where has_dht says that the last
-    ones hand on a gradient."""
-    part.update(undivided=None, transfer=None)
-    if not batch.split:
-        return
-    launch, sides = plan.launch("delta_alone"), (batch.V, batch.K) if v_first else (batch.K, batch.V)
-    BV, device = launch.block("BV"), batch.device
-    alone = torch.empty(part["parts"], batch.HV, *sides, dtype=torch.float32, device=device)
-    part["transfer"] = torch.empty(part["parts"], batch.HV, batch.K, batch.K, dtype=torch.float32,
-                                   device=device)
-    start(launch, delta_alone, part["parts"] * batch.HV * (-(-batch.V // BV) - (-batch.K // BV)), dict(
-        constants, V=batch.V, alone=alone, HAS_H0=part["h0"] is not None, HAS_DHT=has_dht,
-        V_FIRST=v_first), part)
-    part["undivided"] = torch.empty(part["N"], batch.HV, dtype=torch.int32, device=device)
-    part["h0"] = carried(plan, batch, part, alone, part["h0"], False, v_first, transfer=part["transfer"],
-                         undivided=part["undivided"])

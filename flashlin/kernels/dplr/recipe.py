@@ -13,11 +13,13 @@ from flashlin.kernels.configs import BLOCK, Config, over_v, padded
 from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
+    carry_launch,
     dot_traits,
     fitting,
     narrow_state,
     operand_bytes,
     over_tokens,
+    part_length,
     state_launch,
     tf32_copies,
 )
@@ -98,12 +100,16 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
                          -(-problem.H * problem.K // CHANNELS)),
              over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing,
-                         per_chunk | narrow_scores(BT, wide)),
-             state_launch("dplr_scan", scan, problem, scanning(scan), dots, tall=scan.num_stages > 1)]
+                         per_chunk | narrow_scores(BT, wide))]
+    part, single = part_length(problem, target, -(-problem.V // scan.BV)), scan._replace(num_stages=1)
+    if part:
+        kernels += [state_launch("dplr_alone", single, problem, scanning(single), dots, False, part),
+                    carry_launch(problem, part, transfer=True)]
+    kernels.append(state_launch("dplr_scan", scan, problem, scanning(scan), dots, scan.num_stages > 1, part))
     if problem.needs_grad:
-        single, strip = scan._replace(num_stages=1), strip_beside(BT)
-        kernels += [state_launch("dplr_states", single, problem, scanning(single), dots, tall=False),
-                  state_launch("dplr_reverse", single, problem, reverse(scan), dots, tall=False),
+        strip = strip_beside(BT)
+        kernels += [state_launch("dplr_states", single, problem, scanning(single), dots, False, part),
+                  state_launch("dplr_reverse", single, problem, reverse(scan), dots, False, part),
                   over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H,
                               finishing(BT, strip), per_chunk | narrow_grads(BT, strip),
                               num_warps=strip.num_warps)]

@@ -42,8 +42,8 @@ from flashlin.kernels.pieces import (
     zero_gaps,
 )
 from flashlin.kernels.simple_gla.inputs import Inputs
-from flashlin.kernels.simple_gla.parts import entering
-from flashlin.kernels.splitting import part_of
+from flashlin.kernels.simple_gla.parts import simple_gla_alone
+from flashlin.kernels.splitting import by_decays, part_of
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -366,8 +366,8 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         n, rows, slots, numbered = part["N"], part["rows"], part["slots"], part["parts"] * H
         part.update(R=rows, G=summed(plan, part["g"], part["bounds"], n),
                     **dict.fromkeys(("a", "b", "c", "through", "states")))
-        part["h0"] = entering(plan, batch, part, how.state_v_first, constants)
-        part["dht"] = entering(plan, batch, part, how.state_v_first, constants, reverse=True)
+        part["h0"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("k", "v"))
+        part["dht"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("q", "do"), reverse=True)
         if dg is not None:
             for name in ("a", "b", "c"):
                 part[name] = torch.empty(NK, H, rows, dtype=torch.float32, device=batch.device)

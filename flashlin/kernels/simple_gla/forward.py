@@ -33,8 +33,8 @@ from flashlin.kernels.pieces import (
 from flashlin.kernels.recurrent import forward as recurrent
 from flashlin.kernels.recurrent.inputs import Inputs as TokenByToken
 from flashlin.kernels.simple_gla.inputs import Inputs
-from flashlin.kernels.simple_gla.parts import entering
-from flashlin.kernels.splitting import part_of
+from flashlin.kernels.simple_gla.parts import simple_gla_alone
+from flashlin.kernels.splitting import by_decays, part_of
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -126,7 +126,7 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
     strips = -(-batch.V // launch.block("BV"))
     for part in batch.parts(launch.block("BT"), o=o, ht=ht, scale=how.scale, H=batch.HV):
         part.update(G=summed(plan, part["g"], part["bounds"], part["N"]), R=part["rows"])
-        part["h0"] = entering(plan, batch, part, how.state_v_first, constants)
+        part["h0"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("k", "v"))
         start(launch, simple_gla_scan, part["parts"] * batch.HV * strips, dict(
             constants, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
     return o, ht

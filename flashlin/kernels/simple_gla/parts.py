@@ -1,15 +1,10 @@
 """Split sequences of the scalar-decay family: what each part leaves alone, see kernels/splitting.py."""
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
-from flashlin.kernels.pieces import Batch, decays, state_offsets, tile
-from flashlin.kernels.splitting import carried, part_of
+from flashlin.kernels.pieces import decays, state_offsets, tile
+from flashlin.kernels.splitting import part_of
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -74,27 +69,3 @@ def simple_gla_alone(
     tl.store(alone + at, h, mask=inside & (length > 0))
     if v0 == 0:
         tl.store(kept + own, passed, mask=length > 0)
-
-
-def entering(
-    plan: Plan,
-    batch: Batch,
-    part: dict[str, Any],
-    v_first: bool,
-    constants: dict[str, Any],
-    reverse: bool = False,
-) -> torch.Tensor | None:
-    """The states [parts, H, K, V], or [parts, H, V, K], that enter the parts of split sequences; reverse: the
-    gradients of those that leave them. Of whole sequences those that the call has, or None. part: what the
-    launches share, G included."""
-    given: torch.Tensor | None = part["dht"] if reverse else part["h0"]
-    if not batch.split:
-        return given
-    launch, sides = plan.launch("simple_gla_alone"), (batch.V, batch.K) if v_first else (batch.K, batch.V)
-    alone = torch.empty(part["parts"], batch.HV, *sides, dtype=torch.float32, device=batch.device)
-    kept = torch.empty(part["parts"], batch.HV, dtype=torch.float32, device=batch.device)
-    names = ("q", "do") if reverse else ("k", "v")
-    x, y = (part[name] for name in names)
-    start(launch, simple_gla_alone, part["parts"] * batch.HV * -(-batch.V // launch.block("BV")), dict(
-        constants, x=x, y=y, alone=alone, kept=kept, REVERSE=reverse), {"scale": 1.0, **part})
-    return carried(plan, batch, part, alone, given, reverse, v_first, kept=kept)
