@@ -169,8 +169,8 @@ def carry_transferred(
                 else:
                     through, there = state_offsets(own, 0, c0, K, K, BK, BC, False)
                     D = tl.load(transfer + through, mask=there, other=0.0)
-                to, inside = state_offsets(own, c0, v0, K, V, BC, BV, V_FIRST)
-                left += tl.dot(D, tl.load(alone + to, mask=inside, other=0.0), input_precision=PRECISION)
+                strip, there = state_offsets(own, c0, v0, K, V, BC, BV, V_FIRST)
+                left += tl.dot(D, tl.load(alone + strip, mask=there, other=0.0), input_precision=PRECISION)
                 magnitude = tl.where(tl.abs(D) < 1e30, tl.abs(D), 1e30)  # of NaN, too
                 largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
         h = left
