@@ -14,7 +14,8 @@ HEADS = 16  # heads per program of the cumulative sum
 # Sequences are split where scans have less than a third of the PROGRAMS that a multiprocessor can have under
 # way, into parts of LEAST tokens or more.
 PROGRAMS, WORTH, LEAST = 2, 3, 4 * BLOCK
-CARRIED = 64  # sides of a tile of what is carried from part to part
+# Of what is carried from part to part: sides of a tile, and columns of a state beside a matrix.
+CARRIED, STRIP = 64, 16
 
 # Into how many parts every sequence is split, whatever the card: for tests, which forget plans (dispatch.plan
 # has a cache) when they change it.
@@ -89,18 +90,21 @@ def numbered(problem: Problem, part: int) -> int:
     return n + problem.T // part if problem.varlen else n * -(-problem.T // part)
 
 
-def carry_launch(problem: Problem, part: int, transfer: bool = False) -> Launch:
+def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = False) -> Launch:
     """The kernel that carries states from part to part. transfer: by matrices."""
-    n, width = problem.batch_part or problem.N, min(CARRIED // (2 if transfer else 1), padded(problem.V))
-    strips = problem.H * -(-problem.V // width)
+    n, tall = problem.batch_part or problem.N, padded(problem.K)
+    width = min(STRIP if transfer else CARRIED, padded(problem.V))
+    strips, span = n * problem.H * -(-problem.V // width), problem.K * max(problem.K, problem.V)
     if not transfer:
-        tall = min(CARRIED, padded(problem.K))
-        return Launch("carry_decayed", (n * strips * -(-problem.K // tall),), min(4, problem.max_warps), 1,
-                      (("BK", tall), ("BV", width)), 1024, problem.K * problem.V, frozenset(), part)
-    tall, deep = padded(problem.K), min(32, padded(problem.K))
-    shared = 8 * (tall * deep + deep * width)  # two halves of each operand
-    return Launch("carry_transferred", (n * strips,), min(4, problem.max_warps), 1,
-                  (("BK", tall), ("BV", width), ("BC", deep)), shared, problem.K * max(problem.K, problem.V),
+        tall = min(CARRIED, tall)
+        return Launch("carry_decayed", (strips * -(-problem.K // tall),), min(4, problem.max_warps), 1,
+                      (("BK", tall), ("BV", width)), 1024, span, frozenset(), part)
+
+    def shared(deep: int) -> int:
+        return 4 * tf32_copies(4, target) * (tall * deep + deep * width)
+    deep = next((deep for deep in (tall, 64, 32) if deep <= tall and shared(deep) <= target.shared), 16)
+    return Launch("carry_transferred", (strips,), min(8, problem.max_warps), 1,
+                  (("BK", tall), ("BV", width), ("BC", deep)), shared(deep), span,
                   frozenset({"dot", "fp32_dot"}), part)
 
 

@@ -136,10 +136,13 @@ def carry_transferred(
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """carry_decayed where a part does more to a state than let it decay. undivided: heads of which a matrix
-    leaves float32's range, as products of keys that are too long do, though no state need be in their way:
-    those are walked as one part. A program: BV columns of one head's state."""
+    """carry_decayed where a part does more to a state than let it decay. undivided is set for heads whose
+    states are not finite then, be it only on the way: products of keys that are too long leave float32's range
+    though no state need be in their way, and 0 x inf is NaN. Such a head is walked as one part. A program: BV
+    columns of one head's state. A matrix that is too large to be taken at once (BC < BK) is taken in slices,
+    and so is the state, from where it was stored."""
     NV: tl.constexpr = (V + BV - 1) // BV
+    FROM: tl.constexpr = 0 if HAS_H0 else 1  # the first part to be entered by more than zeros
     program = tl.program_id(0)
     v0 = program % NV * BV
     nh = program // NV
@@ -150,8 +153,7 @@ def carry_transferred(
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
-    FROM: tl.constexpr = 0 if HAS_H0 else 1  # the first part to be entered by more than zeros
-    largest = 0.0
+    beyond = tl.zeros([BK, BV], dtype=tl.int32)
     for i in range(parts):
         if REVERSE:
             own = (first + parts - 1 - i) * H + i_h
@@ -160,9 +162,17 @@ def carry_transferred(
         to, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
         left = tl.load(alone + to, mask=inside & (i < parts - 1), other=0.0)
         tl.store(alone + to, h, mask=inside)
-        tl.debug_barrier()  # what all threads have stored is read in another layout, and in slices
-        if (i >= FROM) & (i < parts - 1):
-            for c0 in range(0, K, BC):
+        beyond = tl.where(tl.abs(h) < 1e30, beyond, 1)  # NaN is not below, either
+        asked = (i >= FROM) & (i < parts - 1)
+        if BC >= BK:
+            through, there = state_offsets(own, 0, 0, K, K, BK, BK, False)
+            D = tl.load(transfer + through, mask=there & asked, other=0.0)
+            if REVERSE:
+                D = tl.trans(D)
+            h = left + tl.dot(D, h, input_precision=PRECISION)
+        else:
+            tl.debug_barrier()  # all threads have stored what is read in another layout now
+            for c0 in range(0, tl.where(asked, K, 0), BC):
                 if REVERSE:
                     through, there = state_offsets(own, c0, 0, K, K, BC, BK, False)
                     D = tl.trans(tl.load(transfer + through, mask=there, other=0.0))
@@ -171,11 +181,9 @@ def carry_transferred(
                     D = tl.load(transfer + through, mask=there, other=0.0)
                 strip, there = state_offsets(own, c0, v0, K, V, BC, BV, V_FIRST)
                 left += tl.dot(D, tl.load(alone + strip, mask=there, other=0.0), input_precision=PRECISION)
-                magnitude = tl.where(tl.abs(D) < 1e30, tl.abs(D), 1e30)  # of NaN, too
-                largest = tl.maximum(largest, tl.max(tl.max(magnitude, 1), 0))
-        h = left
-    if v0 == 0:
-        tl.store(undivided + nh, (largest >= 1e30).to(tl.int32))
+            h = left
+    if tl.max(tl.max(beyond, 1), 0) > 0:
+        tl.store(undivided + nh, 1)
 
 
 @triton.jit
@@ -261,7 +269,7 @@ def by_transfers(
 ) -> None:
     """Puts into part, what launches share, as h0 the states that enter the parts of split sequences (of whole
     ones those that the call has stay), and ``undivided`` and ``transfer``, see carry_transferred. kernel: the
-    family's, which writes ``alone`` and ``transfer``. has_dht: whether ``back_by_transfers`` follows, and
+    family's, which writes ``alone`` and ``transfer`` and clears ``undivided``. has_dht: whether ``back_by_transfers`` follows, and
     gradients enter the last parts, too."""
     part.update(undivided=None, transfer=None)
     if not batch.split:
@@ -270,6 +278,7 @@ def by_transfers(
     BV = launch.block("BV")
     part["transfer"] = torch.empty(*alone.shape[:2], batch.K, batch.K, dtype=torch.float32,
                                    device=batch.device)
+    part["undivided"] = torch.empty(part["N"], batch.HV, dtype=torch.int32, device=batch.device)
     start(launch, kernel, part["parts"] * batch.HV * (-(-batch.V // BV) - (-batch.K // BV)), dict(
         constants, alone=alone, HAS_H0=part["h0"] is not None, HAS_DHT=has_dht), part)
     _carry(plan, batch, part, constants, "h0", alone, False)
@@ -284,7 +293,7 @@ def back_by_transfers(
     written: tuple[str, ...],
 ) -> None:
     """Puts into part as dht the gradients of the states that leave the parts of split sequences (of whole ones
-    those that the call has stay), and ``undivided``. kernel: the family's reverse scan; written: what it
+    those that the call has stay), and more heads into ``undivided``. kernel: the family's reverse scan; written: what it
     writes besides."""
     if not batch.split:
         return
@@ -299,7 +308,6 @@ def _carry(plan: Plan, batch: Batch, part: dict[str, Any], constants: dict[str, 
            alone: torch.Tensor, reverse: bool) -> None:
     carry, shared = plan.launch("carry_transferred"), _carrying(batch, part, constants, part[name], reverse)
     part[name] = alone
-    part["undivided"] = torch.empty(part["N"], batch.HV, dtype=torch.int32, device=batch.device)
     # with 16 bits at least, whatever torch allows
     ampere = plan.target.backend == "cuda" and plan.target.capability >= (8, 0)
     start(carry, carry_transferred, part["N"] * batch.HV * -(-batch.V // carry.block("BV")), dict(

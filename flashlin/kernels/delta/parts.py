@@ -22,6 +22,7 @@ def delta_alone(
     G,  # lines [HV, R], fp32
     alone,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K], fp32
     transfer,  # [parts, HV, K, K], fp32
+    undivided,  # [N, HV], int32
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
     N,  # sequences
@@ -41,7 +42,8 @@ def delta_alone(
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """alone and transfer, where somebody asks for them. A program: BV columns of either, of one head."""
+    """alone and transfer, where somebody asks for them, and undivided cleared. A program: BV columns of either,
+    of one head."""
     NV: tl.constexpr = (V + BV - 1) // BV
     STRIPS: tl.constexpr = NV + (K + BV - 1) // BV
     program = tl.program_id(0)
@@ -50,6 +52,8 @@ def delta_alone(
     i_h = own % HV
     i_qk = i_h // (HV // H)
     n, i_part, first, length, last = part_of(own // HV, bounds, T, N, L, VARLEN)
+    if (i_part == 0) & (strip == 0):
+        tl.store(undivided + n * HV + i_h, 0)
     h, length, v_length = identity_strip(strip, NV, i_part, length, last, BK, BV, HAS_H0, HAS_DHT)
     for t0 in range(0, length, BT):
         b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)

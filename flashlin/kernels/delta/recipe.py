@@ -53,7 +53,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                                dots - {"rmw_acc"}, num_warps=1))
     if part:
         kernels += [state_launch("delta_alone", states, problem, shared(states), dots, part=part),
-                    carry_launch(problem, part, transfer=True)]
+                    carry_launch(problem, target, part, transfer=True)]
     kernels.append(state_launch("delta_scan", scan, problem, shared(scan), dots, part=part))
     if problem.needs_grad:
         # it has no registers to spare for a second stage (benchmarks/results/kernels-*)

@@ -19,6 +19,7 @@ def dplr_alone(
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     alone,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K], fp32
     transfer,  # [parts, HV, K, K], fp32
+    undivided,  # [N, HV], int32
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
     N,  # sequences
@@ -36,7 +37,8 @@ def dplr_alone(
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """alone and transfer, where somebody asks for them. A program: BV columns of either, of one head."""
+    """alone and transfer, where somebody asks for them, and undivided cleared. A program: BV columns of either,
+    of one head."""
     NV: tl.constexpr = (V + BV - 1) // BV
     STRIPS: tl.constexpr = NV + (K + BV - 1) // BV
     program = tl.program_id(0)
@@ -44,6 +46,8 @@ def dplr_alone(
     own = program // STRIPS
     i_h = own % HV
     n, i_part, first, length, last = part_of(own // HV, bounds, T, N, L, VARLEN)
+    if (i_part == 0) & (strip == 0):
+        tl.store(undivided + n * HV + i_h, 0)
     h, length, v_length = identity_strip(strip, NV, i_part, length, last, BK, BV, HAS_H0, HAS_DHT)
     for t0 in range(0, length, BT):
         b_W = tile(W, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)

@@ -104,7 +104,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     part, single = part_length(problem, target, -(-problem.V // scan.BV)), scan._replace(num_stages=1)
     if part:
         kernels += [state_launch("dplr_alone", single, problem, scanning(single), dots, False, part),
-                    carry_launch(problem, part, transfer=True)]
+                    carry_launch(problem, target, part, transfer=True)]
     kernels.append(state_launch("dplr_scan", scan, problem, scanning(scan), dots, scan.num_stages > 1, part))
     if problem.needs_grad:
         strip = strip_beside(BT)

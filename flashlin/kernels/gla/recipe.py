@@ -54,7 +54,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, per_chunk)]
     if part:
         kernels += [state_launch("gla_alone", scan, problem, shared(scan), dots, part=part),
-                    carry_launch(problem, part)]
+                    carry_launch(problem, target, part)]
     kernels.append(state_launch("gla_scan", scan, problem, shared(scan), dots, part=part))
     if problem.needs_grad:
         single = scan._replace(num_stages=1)

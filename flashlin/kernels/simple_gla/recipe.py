@@ -35,7 +35,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
     def scan(kernel: str, config: Config) -> Launch:
         return state_launch(kernel, config, problem, shared(config), dots, part=part)
-    split = [scan("simple_gla_alone", wide), carry_launch(problem, part)] if part else []
+    split = [scan("simple_gla_alone", wide), carry_launch(problem, target, part)] if part else []
     if problem.mode == "fused_recurrent":
         kernels = [recurrent.forward(problem), *(split if problem.needs_grad else ())]
     else:
