@@ -2,9 +2,9 @@
 
     python -m matrix.stacks.gpu --out matrix/results
 
-Needs fla, and transformers for the models. Each program has two processes: one, beside the others, fills
-Triton's cache; the other, alone, measures, and is held to ``--seconds``. ``--device cpu --small`` tries the
-script itself.
+Needs fla, and transformers for the models. First ``--warm`` processes fill Triton's cache together
+(``matrix/warming.py``), then each program has one, alone, which measures and is held to ``--seconds``.
+``--device cpu --small`` tries the script itself.
 
 Errors: RMS ratio beside flashlin in float32, of the output and of all gradients, ratio: patched / raw, whose
 worst may be 1.2. Times: medians of CUDA events, raw and patched in turn.
@@ -19,7 +19,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -29,10 +28,11 @@ import torch
 from torch import nn
 
 import flashlin
-from matrix import record
+from matrix import record, warming
 
 ROUNDS, STEPS = 5, 20
 ALLOWED = 1.2
+PATIENCE = 5  # how often, and for how many seconds, a program waits for the memory that others hold
 VOCABULARY = 2048
 Tensors = dict[str, torch.Tensor]
 Block = Callable[[], AbstractContextManager[Any]]
@@ -108,7 +108,8 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], Callable[[Size], nn.Module]]] = {
 }
 
 
-def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype, rounds: int = ROUNDS,
+             steps: int = STEPS) -> dict[str, Any]:
     """Everything of one program."""
     patches, build = PROGRAMS[name]
     torch.manual_seed(0)
@@ -146,9 +147,9 @@ def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype) ->
         found["ratio"], found["at"] = max(compared)
     for what, run in runs.items():
         blocks = {way: block for way, block in ways.items() if what not in found[way]}
-        for way, taken in timed(run, blocks, device).items():
+        for way, taken in timed(run, blocks, device, rounds).items():
             found[way][what] = taken
-    found["losses"] = {way: trained(build(size), state, x, block, device, dtype)
+    found["losses"] = {way: trained(build(size), state, x, block, device, dtype, steps)
                        for way, block in ways.items() if isinstance(found[way]["both"], float)}
     return found
 
@@ -171,10 +172,11 @@ def ratio(one: torch.Tensor, want: torch.Tensor) -> float:
     return float(difference / (want.float().pow(2).mean().sqrt() + 1e-12))
 
 
-def timed(run: Callable[[], Any], ways: dict[str, Block], device: torch.device) -> dict[str, float]:
+def timed(run: Callable[[], Any], ways: dict[str, Block], device: torch.device,
+          rounds: int) -> dict[str, float]:
     """Milliseconds, medians over rounds in which the ways take turns."""
     taken: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for way, within in ways.items():
             with within():
                 run()
@@ -196,7 +198,7 @@ def once(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def trained(whole: nn.Module, state: Tensors, x: torch.Tensor, block: Block, device: torch.device,
-            dtype: torch.dtype) -> list[float]:
+            dtype: torch.dtype, steps: int) -> list[float]:
     """Losses of some steps: float32 weights, autocast, a fixed target."""
     whole.load_state_dict(state)
     whole = whole.to(device)
@@ -204,7 +206,7 @@ def trained(whole: nn.Module, state: Tensors, x: torch.Tensor, block: Block, dev
     x = x.float() if x.is_floating_point() else x
     target: torch.Tensor | None = None
     with block():
-        for _ in range(STEPS):
+        for _ in range(steps):
             with torch.autocast(device.type, dtype):
                 output = whole(x).float()
                 if target is None:
@@ -215,6 +217,23 @@ def trained(whole: nn.Module, state: Tensors, x: torch.Tensor, block: Block, dev
             tuner.zero_grad(set_to_none=True)
             losses.append(round(float(loss.detach()), 5))
     return losses
+
+
+def compiled(share: warming.Share, names: list[str], size: Size, device: torch.device,
+             dtype: torch.dtype) -> None:
+    """This process's share of what ``measured`` compiles for these programs."""
+    with warming.claiming(share):
+        for name in warming.unfinished(names, share):
+            for _ in range(PATIENCE):
+                try:
+                    found = json.dumps(measured(name, size, device, dtype, rounds=1, steps=1))
+                except Exception as error:  # the process that measures meets it again, and tells
+                    found = record.raised(error)
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+                if "OutOfMemoryError" not in found:
+                    break
+                time.sleep(PATIENCE)  # others hold it
 
 
 def short(name: str, found: dict[str, Any]) -> str:
@@ -239,25 +258,34 @@ def main() -> int:
     options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
     options.add_argument("--only", default="", help="programs whose names begin so")
     options.add_argument("--seconds", type=float, default=100, help="for each process")
+    options.add_argument("--warm", type=int, default=0, metavar="N",
+                         help="so many processes fill Triton's cache before")
+    options.add_argument("--warm-seconds", type=float, default=300, help="for how long at most")
     options.add_argument("--one", choices=PROGRAMS, help=argparse.SUPPRESS)
+    options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
     given = options.parse_args()
     device = torch.device(given.device)
     dtype = torch.bfloat16 if given.dtype == "bf16" else torch.float16
-    if given.one:
+    size = SMALL if given.small else Size()
+    names = [name for name in PROGRAMS if name.startswith(given.only)]
+    if given.one or given.fill:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
-        print(json.dumps(measured(given.one, SMALL if given.small else Size(), device, dtype)))
+        if given.fill:
+            compiled(given.fill, names, size, device, dtype)
+        else:
+            print(json.dumps(measured(given.one, size, device, dtype)))
         return 0
-    names = [name for name in PROGRAMS if name.startswith(given.only)]
     arguments = ["--device", given.device, "--dtype", given.dtype, *(["--small"] if given.small else [])]
+    if given.warm:
+        print(warming.fill("matrix.stacks.gpu", "--only", given.only, *arguments, processes=given.warm,
+                           seconds=given.warm_seconds, HF_HUB_OFFLINE="1"), flush=True)
 
     def asked(name: str) -> dict[str, Any]:
         child = record.child("matrix.stacks.gpu", "--one", name, *arguments, seconds=given.seconds,
                              HF_HUB_OFFLINE="1")
         return child.said[-1] if child.said and not child.ending else {
             "failed": f"{child.ending}: {child.stderr.strip()[-300:]}"}
-    with ThreadPoolExecutor(8) as pool:  # Triton's cache is full then
-        list(pool.map(asked, names))
     print("program | forward ms raw / patched | with backward | output error raw | patched | worst gradient "
           "raw | patched | worst ratio | last loss")
     rows: dict[str, dict[str, Any]] = {}
