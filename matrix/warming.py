@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 from flashlin.compat import launch as door
 from matrix import record
 
+PATIENCE = 5  # how often, and for how many seconds
+
 
 class Share(NamedTuple):
     """One of ``of`` processes that fill the cache; folder: where they keep their claims."""
@@ -49,6 +51,24 @@ def fill(module: str, *arguments: str, processes: int, seconds: float, **environ
     early = [f"{child.ending}: {' '.join(child.stderr.split())[-200:]}" for child in children if child.ending]
     return "; ".join([f"{processes} processes compiled {claimed} kernels in {time.monotonic() - began:.0f} s",
                       *dict.fromkeys(early)])
+
+
+def walk(items: Sequence[str], share: Share, go: Callable[[str], Any]) -> None:
+    """In a process that fills the cache: make the calls of every item that nobody has finished. What an item
+    raises, who measures meets again, and tells; but for memory that the other processes hold it waits."""
+    import torch
+    for item in unfinished(items, share):
+        for _ in range(PATIENCE):
+            try:
+                with claiming(share):
+                    found = str(go(item))
+            except Exception as error:
+                found = record.raised(error)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if "OutOfMemoryError" not in found:
+                break
+            time.sleep(PATIENCE)
 
 
 def unfinished(items: Sequence[str], share: Share) -> Iterator[str]:

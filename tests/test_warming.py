@@ -1,5 +1,5 @@
-"""Processes that fill Triton's cache together: each kernel is compiled by one of them, and nothing is started,
-timed or written down. The compiler and the card are stand-ins."""
+"""Processes that fill Triton's cache together: each kernel is compiled by one of them, and nothing is
+launched, timed or written down. The compiler and the card are stand-ins."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -1,0 +1,145 @@
+"""What benchmarks/compare.py has measured, as a table in markdown and a plot in SVG, both for the README.
+
+``python tests/test_readme.py --write`` puts them there.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
+
+from matrix import markdown
+
+RESULTS = Path(__file__).parent / "results"
+PLOT = RESULTS / "speed.svg"
+PLOTTED = ("4x4096x32x128", "1x32768x8x128", "8x2048x80x64", "8x2048x4096x16")
+Record = dict[str, Any]
+
+
+def records(folder: Path = RESULTS) -> list[Record]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("speed-*.json"))]
+
+
+class Pair(NamedTuple):
+    """A row of a record beside one other package; where either failed, what there is."""
+    row: dict[str, Any]
+    other: str
+
+    @property
+    def name(self) -> str:
+        return self.row["op"] + (", channels last" if "channels_last" in self.row["arguments"] else "")
+
+    def figures(self, what: str, side: str) -> dict[str, Any]:
+        """Of ``forward`` or ``both``: of a side, {} where there is nothing."""
+        found = self.row.get(what, {}).get(side, {})
+        return {} if "failed" in found else dict(found)
+
+    def ratio(self, what: str) -> float | None:
+        """The card's time, flashlin / theirs."""
+        ours, theirs = (self.figures(what, side) for side in ("flashlin", self.other))
+        if not ours or not theirs:
+            return None
+        return float(ours["device_ms"]["median"] / theirs["device_ms"]["median"])
+
+
+def pairs(record: Record) -> list[Pair]:
+    return [Pair(row, other) for row in record["rows"]
+            for other in row["forward"] if other not in ("flashlin", "floor_ms")]
+
+
+COLUMNS = ("op", "B x T x H x D", "beside", "forward, ms", "theirs", "ratio", "of the floor", "host", "theirs",
+           "with backward, ms", "theirs", "ratio", "of the floor", "host", "theirs", "memory, MB", "theirs")
+
+
+def table(found: Sequence[Record]) -> str:
+    """A table for each card and Triton; ``""`` without records."""
+    lines: list[str] = []
+    for made_by, together in _by_machine(found):
+        lines += [f"{made_by}:", "",
+                  *markdown.table(COLUMNS, [_cells(pair) for one in together for pair in pairs(one)]), ""]
+    if lines:
+        lines.append(
+            "bfloat16, all in one process, in turn: medians of the card's time, by replay of a CUDA graph "
+            "(°: by events around calls in a full queue, where a call cannot be captured). Of the floor: the "
+            "time in which this card copies the bytes that the call has to read and to write, over the time "
+            "that flashlin takes. Host: what Python takes for a call, in launches of a kernel with eight "
+            "tensors in the same run (–: the call waits for the card). Memory: the peak beyond what was there, "
+            "with backward if there is one. *: fla refuses this backward here; its refusal was switched off.")
+    return "\n".join(lines)
+
+
+def _by_machine(found: Iterable[Record]) -> list[tuple[str, list[Record]]]:
+    machines: dict[str, list[Record]] = {}
+    for one in found:
+        made_by = f"{one['device']}, Triton {one['triton']}, torch {one['torch']}, fla {one['fla']}, mamba_ssm "
+        machines.setdefault(f"{made_by}{one['mamba_ssm']}, FlashQLA {one['FlashQLA']}", []).append(one)
+    return list(machines.items())
+
+
+def _cells(pair: Pair) -> list[str]:
+    cells = [f"`{pair.row['op']}`{pair.name.removeprefix(pair.row['op'])}", pair.row["shape"], pair.other]
+    for what in ("forward", "both"):
+        ours, theirs = pair.figures(what, "flashlin"), pair.figures(what, pair.other)
+        mark = "*" if what == "both" and pair.row["refused"] and pair.other == "fla" else ""
+        ratio = pair.ratio(what)
+        cells += [_time(ours), _time(theirs) + (mark if theirs else ""),
+                  f"{ratio:.2f}" if ratio is not None else "–", f"{ours['share']:.0%}" if ours else "–",
+                  _host(ours), _host(theirs)]
+    what = "both" if "both" in pair.row else "forward"
+    return cells + [_memory(pair.figures(what, side)) for side in ("flashlin", pair.other)]
+
+
+def _time(figures: dict[str, Any]) -> str:
+    if not figures:
+        return "–"
+    return f"{figures['device_ms']['median']:.3g}" + ("" if figures["how"] == "graph" else "°")
+
+
+def _host(figures: dict[str, Any]) -> str:
+    return f"{figures['launches']['median']:.1f}" if "launches" in figures else "–"
+
+
+def _memory(figures: dict[str, Any]) -> str:
+    return f"{figures['peak_mb']:.0f}" if "peak_mb" in figures else "–"
+
+
+LEFT, UNIT, HIGH, GAP, TOP = 330, 300, 11, 10, 56  # pixels; UNIT: the other's time
+FILLS = {"forward": "#3b76af", "both": "#d1812f"}
+NAMES = {"forward": "forward", "both": "with backward"}
+
+
+def plot(found: Sequence[Record]) -> str:
+    """Bars of flashlin's time in units of the other's, which a line shows; ``""`` without records."""
+    chosen = [(one, pair) for one in found for pair in pairs(one)
+              if pair.row["shape"] in PLOTTED and pair.ratio("forward") is not None]
+    if not chosen:
+        return ""
+    body, y = list[str](), TOP
+    for one, pair in chosen:
+        label = f"{pair.name}, {pair.row['shape']}, beside {pair.other}"
+        label += "" if len({record["triton"] for record, _ in chosen}) == 1 else f", Triton {one['triton']}"
+        bars = [(what, ratio) for what in FILLS if (ratio := pair.ratio(what)) is not None]
+        body.append(_text(LEFT - 8, y + HIGH * len(bars) / 2 + 4, label, anchor="end"))
+        for what, ratio in bars:
+            width = min(ratio, 2) * UNIT  # a longer one would leave the picture; its number says so
+            body += [f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{HIGH}" fill="{FILLS[what]}"/>',
+                     _text(LEFT + width + 4, y + HIGH - 2, f"{ratio:.2f}")]
+            y += HIGH
+        y += GAP
+    keys = [f'<rect x="{LEFT + 150 * at}" y="26" width="11" height="11" fill="{FILLS[what]}"/>'
+            + _text(LEFT + 150 * at + 16, 36, NAMES[what]) for at, what in enumerate(FILLS)]
+    line = (f'<line x1="{LEFT + UNIT}" y1="{TOP - 8}" x2="{LEFT + UNIT}" y2="{y}" stroke="#777" '
+            'stroke-dasharray="3 3"/>')
+    title = f"flashlin's time over theirs, {', '.join(dict.fromkeys(one['device'] for one, _ in chosen))}"
+    wide = LEFT + 2 * UNIT + 50
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{y + 8}" '
+        f'viewBox="0 0 {wide} {y + 8}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{wide}" height="{y + 8}" fill="#fff"/>', _text(LEFT, 16, title, size=13), *keys, line,
+        *body, "</svg>", ""])
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'
