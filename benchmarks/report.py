@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
@@ -15,6 +15,7 @@ from matrix import markdown
 RESULTS = Path(__file__).parent / "results"
 PLOT = RESULTS / "speed.svg"
 PLOTTED = ("4x4096x32x128", "1x32768x8x128", "8x2048x80x64", "8x2048x4096x16")
+NONE = "-"
 Record = dict[str, Any]
 
 
@@ -29,7 +30,7 @@ class Pair(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.row["op"] + (", channels last" if "channels_last" in self.row["arguments"] else "")
+        return str(self.row["op"]) + (", channels last" if "channels_last" in self.row["arguments"] else "")
 
     def figures(self, what: str, side: str) -> dict[str, Any]:
         """Of ``forward`` or ``both``: of a side, {} where there is nothing."""
@@ -45,12 +46,26 @@ class Pair(NamedTuple):
 
 
 def pairs(record: Record) -> list[Pair]:
-    return [Pair(row, other) for row in record["rows"]
-            for other in row["forward"] if other not in ("flashlin", "floor_ms")]
+    """Of every row one for each other package that ran anywhere in the record, and one at least."""
+    every = [[Pair(row, other) for other in row["forward"] if other not in ("flashlin", "floor_ms")]
+             for row in record["rows"]]
+    ran = {pair.other for beside in every for pair in beside if pair.figures("forward", pair.other)}
+    return [pair for beside in every
+            for pair in [one for one in beside if one.other in ran] or beside[:1]]
 
 
-COLUMNS = ("op", "B x T x H x D", "beside", "forward, ms", "theirs", "ratio", "of the floor", "host", "theirs",
-           "with backward, ms", "theirs", "ratio", "of the floor", "host", "theirs", "memory, MB", "theirs")
+COLUMNS = ("op", "B x T x H x D", "beside", "forward, ms", "ratio", "of the floor", "host",
+           "with backward, ms", "ratio", "of the floor", "host", "memory, MB")
+
+
+ABOUT = (
+    "bfloat16, flashlin / theirs, all in one process, in turn: medians of the card's time, by replay of a "
+    "CUDA graph (°: by events around calls in a full queue, where a call cannot be captured). Of the floor: "
+    "the time in which this card copies the bytes that the call has to read and to write, over the time that "
+    "flashlin takes. Host: what Python takes for a call, in launches of a kernel with eight tensors in the "
+    "same run. Memory: the peak beyond what was there, with backward if there is one. -: it fails, has no "
+    "backward, or its host waits for the card. *: fla refuses this backward here; its refusal was switched "
+    "off.")
 
 
 def table(found: Sequence[Record]) -> str:
@@ -60,49 +75,47 @@ def table(found: Sequence[Record]) -> str:
         lines += [f"{made_by}:", "",
                   *markdown.table(COLUMNS, [_cells(pair) for one in together for pair in pairs(one)]), ""]
     if lines:
-        lines.append(
-            "bfloat16, all in one process, in turn: medians of the card's time, by replay of a CUDA graph "
-            "(°: by events around calls in a full queue, where a call cannot be captured). Of the floor: the "
-            "time in which this card copies the bytes that the call has to read and to write, over the time "
-            "that flashlin takes. Host: what Python takes for a call, in launches of a kernel with eight "
-            "tensors in the same run (–: the call waits for the card). Memory: the peak beyond what was there, "
-            "with backward if there is one. *: fla refuses this backward here; its refusal was switched off.")
+        lines.append(ABOUT)
     return "\n".join(lines)
 
 
 def _by_machine(found: Iterable[Record]) -> list[tuple[str, list[Record]]]:
     machines: dict[str, list[Record]] = {}
     for one in found:
-        made_by = f"{one['device']}, Triton {one['triton']}, torch {one['torch']}, fla {one['fla']}, mamba_ssm "
-        machines.setdefault(f"{made_by}{one['mamba_ssm']}, FlashQLA {one['FlashQLA']}", []).append(one)
+        versions = [f"{name} {one[name if name in one else name.lower()]}"
+                    for name in ("Triton", "torch", "fla", "mamba_ssm", "FlashQLA")]
+        made_by = ", ".join([one["device"], *versions])
+        machines.setdefault(made_by, []).append(one)
     return list(machines.items())
 
 
 def _cells(pair: Pair) -> list[str]:
     cells = [f"`{pair.row['op']}`{pair.name.removeprefix(pair.row['op'])}", pair.row["shape"], pair.other]
     for what in ("forward", "both"):
-        ours, theirs = pair.figures(what, "flashlin"), pair.figures(what, pair.other)
-        mark = "*" if what == "both" and pair.row["refused"] and pair.other == "fla" else ""
-        ratio = pair.ratio(what)
-        cells += [_time(ours), _time(theirs) + (mark if theirs else ""),
-                  f"{ratio:.2f}" if ratio is not None else "–", f"{ours['share']:.0%}" if ours else "–",
-                  _host(ours), _host(theirs)]
-    what = "both" if "both" in pair.row else "forward"
-    return cells + [_memory(pair.figures(what, side)) for side in ("flashlin", pair.other)]
+        ratio, ours = pair.ratio(what), pair.figures(what, "flashlin")
+        shown = what == "both" and pair.other == "fla" and pair.row["refused"] and ratio is not None
+        cells += [_beside(pair, what, _time) + "*" * shown, NONE if ratio is None else f"{ratio:.2f}",
+                  f"{ours['share']:.0%}" if ours else NONE, _beside(pair, what, _host)]
+    return [*cells, _beside(pair, "both" if "both" in pair.row else "forward", _memory)]
+
+
+def _beside(pair: Pair, what: str, tell: Callable[[dict[str, Any]], str]) -> str:
+    told = [tell(pair.figures(what, side)) for side in ("flashlin", pair.other)]
+    return NONE if told == [NONE, NONE] else " / ".join(told)
 
 
 def _time(figures: dict[str, Any]) -> str:
     if not figures:
-        return "–"
+        return NONE
     return f"{figures['device_ms']['median']:.3g}" + ("" if figures["how"] == "graph" else "°")
 
 
 def _host(figures: dict[str, Any]) -> str:
-    return f"{figures['launches']['median']:.1f}" if "launches" in figures else "–"
+    return f"{figures['launches']['median']:.1f}" if "launches" in figures else NONE
 
 
 def _memory(figures: dict[str, Any]) -> str:
-    return f"{figures['peak_mb']:.0f}" if "peak_mb" in figures else "–"
+    return f"{figures['peak_mb']:.0f}" if "peak_mb" in figures else NONE
 
 
 LEFT, UNIT, HIGH, GAP, TOP = 330, 300, 11, 10, 56  # pixels; UNIT: the other's time
