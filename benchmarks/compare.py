@@ -22,6 +22,7 @@ import argparse
 import importlib
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,11 +32,13 @@ import torch
 
 from benchmarks import timing
 from benchmarks.calls import OPS, Op, Shape, cases, floor, runs
+from benchmarks.first import CHUNKED
 from benchmarks.winners import Winners
 from flashlin.compat import target
 from matrix import record, warming
 from matrix.peer_table import module_of
 
+RESULTS = Path(__file__).parent / "results"
 DOORS = {"FLA_FLASH_QLA": "0", "FLA_FLASH_KDA": "0", "FLA_TILELANG": "0"}
 Function = Callable[..., Any]
 
@@ -84,6 +87,18 @@ def measured(op: Op, shape: Shape, device: str, rounds: int, speed: float) -> di
     return row
 
 
+def first(op: Op, device: str) -> dict[str, Any]:
+    """Seconds to the first result of a process, ``empty`` and ``full``: see benchmarks/first.py."""
+    found: dict[str, Any] = {"op": op.name}
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as home:
+        for caches in ("empty", "full"):
+            child = record.child("benchmarks.first", "--op", op.name, "--device", device, seconds=120,
+                                 TRITON_CACHE_DIR=cache, FLASHLIN_HOME=home)
+            found[caches] = child.said[-1] if child.said and not child.ending else {
+                "failed": f"{child.ending}: {child.stderr.strip()[-300:]}"}
+    return found
+
+
 def called(op: Op, shape: Shape, device: str) -> str:
     """Each call of a row once; what is raised is told, so that who lacks memory can wait."""
     raised = []
@@ -117,27 +132,41 @@ def told(row: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def kept(place: Path, versions: dict[str, str]) -> dict[str, Any]:
+    """The record that is there, of which stays what is not measured again; {} if it is of other versions."""
+    found = dict(json.loads(place.read_text(encoding="utf-8"))) if place.exists() else {}
+    return found if versions.items() <= found.items() else {}
+
+
+def parsed() -> argparse.Namespace:
     options = record.parser(__doc__)
     options.add_argument("--op", required=True, choices=OPS)
     options.add_argument("--shape", default="", help="only this one, as in the table: 1x32768x8x128")
     options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
     options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--first", action="store_true",
+                         help="also how long a new process waits, from empty caches and from full ones")
     options.add_argument("--warm-fla", type=int, default=0, metavar="N",
                          help="so many processes fill Triton's cache before")
     options.add_argument("--warm-seconds", type=float, default=300, help="for how long at most")
     options.add_argument("--winners", type=Path, help="what tuners have found; by default in --out")
     options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
     given = options.parse_args()
+    if not cases(given.op, given.small, given.shape):
+        of = dict.fromkeys(str(shape) for _, shape in cases(given.op, given.small).values())
+        options.error(f"--shape: got {given.shape}, need one of {', '.join(of)}")
+    return given
+
+
+def main() -> None:
+    given = parsed()
     os.environ.update(DOORS)
     chosen = cases(given.op, given.small, given.shape)
-    if not chosen:
-        options.error(f"--shape: got {given.shape}, need one of {', '.join(cases(given.op))}")
     card = record.this_card() if given.device == "cuda" else target.probe(torch.device("cpu"))
     versions = {package: record.version(name) for package, name in (
         ("fla", "fla-core"), ("mamba_ssm", "mamba_ssm"), ("FlashQLA", "flash-qla"))}
-    file = given.winners or record.place(given.out or Path("benchmarks/results"), "fla-winners", card)
+    file = given.winners or record.place(given.out or RESULTS, "fla-winners", card)
     winners = Winners(file, {"device": card.name, "triton": card.triton, "ptxas": card.ptxas,
                              "fla": versions["fla"], "mamba_ssm": versions["mamba_ssm"]})
     refused = stop_refusing()
@@ -150,22 +179,21 @@ def main() -> None:
         print(warming.fill("benchmarks.compare", *arguments, processes=given.warm_fla,
                            seconds=given.warm_seconds), flush=True)
     kind, speed = f"speed-{given.op}", timing.bandwidth(given.device)
-    rows = known(record.place(given.out, kind, card)) if given.out else {}
+    before = kept(record.place(given.out, kind, card), versions) if given.out else {}
+    waits = before.get("first", [])
+    if given.first:
+        waits = [first(op, given.device) for op in OPS[given.op] if op.name in CHUNKED]
+        print("first result:", *waits, flush=True)
+    rows = {row["name"]: row for row in before.get("rows", [])}
     for name, (op, shape) in chosen.items():
         rows[name] = {"name": name, **measured(op, shape, given.device, given.rounds, speed),
                       "refused": refused and op.refused}
         print(told(rows[name]), flush=True)
         if given.out:  # after each, since a card is lent for a time
             in_order = [rows[name] for name in cases(given.op, given.small) if name in rows]
-            record.write(given.out, kind, card, **versions, copy_tb_s=round(speed / 1e12, 3), rows=in_order)
+            record.write(given.out, kind, card, **versions, copy_tb_s=round(speed / 1e12, 3), first=waits,
+                         rows=in_order)
             winners.write()
-
-
-def known(place: Path) -> dict[str, dict[str, Any]]:
-    """The rows of a record, by name: those that are not measured again stay."""
-    if not place.exists():
-        return {}
-    return {row["name"]: row for row in json.loads(place.read_text(encoding="utf-8"))["rows"]}
 
 
 if __name__ == "__main__":

@@ -74,9 +74,20 @@ def table(found: Sequence[Record]) -> str:
     for made_by, together in _by_machine(found):
         lines += [f"{made_by}:", "",
                   *markdown.table(COLUMNS, [_cells(pair) for one in together for pair in pairs(one)]), ""]
+        waits = [wait for one in together for wait in one["first"]]
+        if waits:
+            lines += [*markdown.table(FIRST, map(_first, waits)), ""]
     if lines:
         lines.append(ABOUT)
     return "\n".join(lines)
+
+
+FIRST = ("first result of a process, s", "caches empty", "with backward", "caches full", "with backward")
+
+
+def _first(wait: dict[str, Any]) -> list[str]:
+    return [f"`{wait['op']}`", *(f"{wait[caches][what]:.1f}" if what in wait[caches] else NONE
+                                 for caches in ("empty", "full") for what in ("forward_s", "both_s"))]
 
 
 def _by_machine(found: Iterable[Record]) -> list[tuple[str, list[Record]]]:

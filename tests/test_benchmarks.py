@@ -18,13 +18,13 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 import flashlin
-from benchmarks import calls, compare, report, timing
+from benchmarks import calls, compare, first, report, timing
 from benchmarks.calls import OPS, Shape, find
 from benchmarks.winners import Winners
 
 EVERY = [op for ops in OPS.values() for op in ops]
 RECORD: dict[str, Any] = {"device": "A card", "triton": "3.6.0", "torch": "2.11", "fla": "0.6.0",
-                          "mamba_ssm": "none", "FlashQLA": "none"}
+                          "mamba_ssm": "none", "FlashQLA": "none", "first": []}
 
 
 # -- floors and inputs
@@ -58,6 +58,14 @@ def test_inputs_are_what_the_op_takes_and_the_floor_counts(op: calls.Op) -> None
     assert set(given) <= set(inspect.signature(getattr(flashlin, op.name)).parameters)
     if op.gradients:
         assert [x.shape for x in runs["both"]()] == [x.shape for x in tensors]
+
+
+def test_vectors_of_length_one_and_layouts() -> None:
+    given = {op: calls.inputs(find(op), find(op).small, "cpu") for op in ("chunk_delta_rule", "chunk_rwkv7")}
+    for x in (given["chunk_delta_rule"]["k"], given["chunk_rwkv7"]["a"]):
+        assert torch.allclose(x.float().norm(dim=-1), torch.ones(1), atol=0.01)
+    assert [calls.inputs(op, op.small, "cpu")["u"].stride() for op in OPS["selective_scan"]] == [
+        (132, 66, 1), (132, 1, 2)]
 
 
 def test_a_packed_batch_is_uneven_and_whole() -> None:
@@ -168,6 +176,12 @@ def test_a_call_that_waits_for_the_card_is_timed_by_events_and_says_so(card: Car
 
 # -- a run on this machine
 
+def test_the_first_output_is_there_before_the_gradients() -> None:
+    op = find("chunk_gla")
+    waited = first.waited(op, op.small, "cpu")
+    assert 0 < waited["forward_s"] <= waited["both_s"]
+
+
 def test_a_failure_is_the_row_s_result_and_the_others_are_timed() -> None:
     found = timing.compared({"good": lambda: math.sqrt(2), "bad": lambda: 1 / 0}, rounds=3)
     assert found["bad"] == {"failed": "ZeroDivisionError: division by zero"}
@@ -183,7 +197,9 @@ def test_the_command_writes_a_record_that_can_be_shown(tmp_path: Path, monkeypat
     monkeypatch.setattr(compare, "Winners", lambda file, made_by: SimpleNamespace(write=lambda: None))
     arguments = ["compare", "--op", "simple_gla", "--device", "cpu", "--small", "--rounds", "2", "--out",
                  str(tmp_path)]
-    for more in ([], ["--shape", "1x66x2x16"]):
+    waits = {"op": "chunk_simple_gla", "empty": {"forward_s": 2.22, "both_s": 6.0}, "full": {"failed": "x"}}
+    monkeypatch.setattr(compare, "first", lambda op, device: waits)
+    for more in (["--first"], ["--shape", "1x66x2x16"]):
         monkeypatch.setattr("sys.argv", arguments + more)
         compare.main()
     record = json.loads(next(tmp_path.glob("speed-simple_gla-*.json")).read_text())
@@ -191,7 +207,9 @@ def test_the_command_writes_a_record_that_can_be_shown(tmp_path: Path, monkeypat
     assert [row["refused"] for row in record["rows"]] == [True, False]
     assert "both" not in record["rows"][1]
     assert "FlashQLA  not installed" in capsys.readouterr().out
-    assert "| fla |" in report.table([record])
+    table = report.table([record])
+    assert "| fla |" in table and "| `chunk_simple_gla` | 2.2 | 6.0 | - | - |" in table
+    assert compare.kept(next(tmp_path.glob("speed-simple_gla-*.json")), {"fla": "0.0"}) == {}
 
 
 # -- the table and the plot
