@@ -129,7 +129,7 @@ def _memory(figures: dict[str, Any]) -> str:
     return f"{figures['peak_mb']:.0f}" if "peak_mb" in figures else NONE
 
 
-LEFT, UNIT, HIGH, GAP, TOP = 330, 300, 11, 10, 56  # pixels; UNIT: the other's time
+UNIT, HIGH, GAP, TOP, LETTER = 300, 11, 10, 56, 6  # pixels; UNIT: the other's time; LETTER: a wide one's
 FILLS = {"forward": "#3b76af", "both": "#d1812f"}
 NAMES = {"forward": "forward", "both": "with backward"}
 
@@ -140,29 +140,29 @@ def plot(found: Sequence[Record]) -> str:
               if pair.row["shape"] in PLOTTED and pair.ratio("forward") is not None]
     if not chosen:
         return ""
-    body, y = list[str](), TOP
-    for one, pair in chosen:
-        label = f"{pair.name}, {pair.row['shape']}, beside {pair.other}"
-        label += "" if len({record["triton"] for record, _ in chosen}) == 1 else f", Triton {one['triton']}"
+    several = len({one["triton"] for one, _ in chosen}) > 1
+    labels = [f"{pair.name}, {pair.row['shape']}, beside {pair.other}"
+              + (f", Triton {one['triton']}" if several else "") for one, pair in chosen]
+    left, y, body = LETTER * max(map(len, labels)), TOP, list[str]()
+    for label, (_, pair) in zip(labels, chosen, strict=True):
         bars = [(what, ratio) for what in FILLS if (ratio := pair.ratio(what)) is not None]
-        body.append(_text(LEFT - 8, y + HIGH * len(bars) / 2 + 4, label, anchor="end"))
+        body.append(_text(left - 8, y + HIGH * len(bars) / 2 + 4, label, anchor="end"))
         for what, ratio in bars:
             width = min(ratio, 2) * UNIT  # a longer one would leave the picture; its number says so
-            body += [f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{HIGH}" fill="{FILLS[what]}"/>',
-                     _text(LEFT + width + 4, y + HIGH - 2, f"{ratio:.2f}")]
+            body += [f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{HIGH}" fill="{FILLS[what]}"/>',
+                     _text(left + width + 4, y + HIGH - 2, f"{ratio:.2f}")]
             y += HIGH
         y += GAP
-    keys = [f'<rect x="{LEFT + 150 * at}" y="26" width="11" height="11" fill="{FILLS[what]}"/>'
-            + _text(LEFT + 150 * at + 16, 36, NAMES[what]) for at, what in enumerate(FILLS)]
-    line = (f'<line x1="{LEFT + UNIT}" y1="{TOP - 8}" x2="{LEFT + UNIT}" y2="{y}" stroke="#777" '
-            'stroke-dasharray="3 3"/>')
+    keys = [f'<rect x="{left + 150 * at}" y="26" width="11" height="11" fill="{FILLS[what]}"/>'
+            + _text(left + 150 * at + 16, 36, NAMES[what]) for at, what in enumerate(FILLS)]
+    line = (f'<line x1="{left + UNIT}" y1="{TOP - 8}" x2="{left + UNIT}" y2="{y}" stroke="#777" '
+            'stroke-dasharray="3 3"/>' + _text(left + UNIT + 4, TOP - 6, "theirs"))
     title = f"flashlin's time over theirs, {', '.join(dict.fromkeys(one['device'] for one, _ in chosen))}"
-    wide = LEFT + 2 * UNIT + 50
+    wide, high = left + 2 * UNIT + 50, y + 8
     return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{y + 8}" '
-        f'viewBox="0 0 {wide} {y + 8}" font-family="sans-serif" font-size="11">',
-        f'<rect width="{wide}" height="{y + 8}" fill="#fff"/>', _text(LEFT, 16, title, size=13), *keys, line,
-        *body, "</svg>", ""])
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" '
+        'font-family="sans-serif" font-size="11">', f'<rect width="{wide}" height="{high}" fill="#fff"/>',
+        _text(left, 16, title, size=13), *keys, line, *body, "</svg>", ""])
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11) -> str:

@@ -109,6 +109,26 @@ def test_who_has_finished_helps_with_what_nobody_has(tmp_path: Path) -> None:
     assert not list(first)
 
 
+def test_what_lacks_memory_is_tried_again_and_what_fails_is_not(tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    slept, tried = list[float](), list[str]()
+    monkeypatch.setattr(warming.time, "sleep", slept.append)
+
+    def go(item: str) -> str:
+        tried.append(item)
+        if item == "wrong":
+            raise ValueError("not to be seen here")
+        if tried.count(item) == 1:  # raised, or caught and told
+            error = torch.cuda.OutOfMemoryError("full")
+            if item == "raises":
+                raise error
+            return record.raised(error)
+        return "done"
+    warming.walk(["wrong", "raises", "tells"], share(tmp_path, 0, 1), go)
+    assert tried == ["wrong", "raises", "raises", "tells", "tells"]
+    assert len(slept) == 2
+
+
 def test_the_processes_are_told_their_shares_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def child(module: str, *arguments: str, **options: Any) -> record.Child:
         one = warming.Share.parse(arguments[-1])
