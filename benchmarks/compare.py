@@ -10,7 +10,7 @@ copies.
 
 fla tunes for minutes. ``--warm-fla N``: before, N processes fill Triton's cache together (matrix/warming.py).
 What its tuners then find is kept in ``fla-winners-*.json`` beside the record; where that file is, nothing is
-tuned again.
+tuned again. A configuration is timed for a quarter of the usual time (``warming.hurry``).
 
 fla refuses the backward of its scalar gates on Hopper with Triton 3.4 to 3.7.0
 (https://github.com/fla-org/flash-linear-attention/issues/640); its refusal is switched off in this process
@@ -162,6 +162,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     given = parsed()
     os.environ.update(DOORS)
+    warming.hurry()
     chosen = cases(given.op, given.small, given.shape)
     card = record.this_card() if given.device == "cuda" else target.probe(torch.device("cpu"))
     versions = {package: record.version(name) for package, name in (

@@ -21,6 +21,7 @@ import flashlin
 from benchmarks import calls, compare, first, report, timing
 from benchmarks.calls import OPS, Shape, find
 from benchmarks.winners import Winners
+from matrix import warming
 
 EVERY = [op for ops in OPS.values() for op in ops]
 RECORD: dict[str, Any] = {"device": "A card", "triton": "3.6.0", "torch": "2.11", "fla": "0.6.0",
@@ -194,7 +195,8 @@ def test_the_command_writes_a_record_that_can_be_shown(tmp_path: Path, monkeypat
     monkeypatch.setattr(compare, "sides", lambda op, shape: {
         **dict.fromkeys(("fla", "flashlin"), getattr(flashlin, op.name)), "FlashQLA": "not installed"})
     monkeypatch.setattr(compare, "stop_refusing", lambda: True)
-    monkeypatch.setattr(compare, "Winners", lambda file, made_by: SimpleNamespace(write=lambda: None))
+    monkeypatch.setattr(warming, "hurry", lambda: None)
+    monkeypatch.setattr(compare, "Winners", lambda *_: SimpleNamespace(write=lambda: None))
     arguments = ["compare", "--op", "simple_gla", "--device", "cpu", "--small", "--rounds", "2", "--out",
                  str(tmp_path)]
     waits = {"op": "chunk_simple_gla", "empty": {"forward_s": 2.22, "both_s": 6.0}, "full": {"failed": "x"}}

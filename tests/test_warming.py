@@ -88,6 +88,17 @@ def test_a_configuration_that_fails_is_passed_by(tmp_path: Path, compiled: Compi
     assert [one["BK"] for one in compiled] == [16, 32, 64]
 
 
+def test_only_a_tuner_without_a_timer_is_given_a_quick_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[dict[str, float]]()
+    monkeypatch.setattr("triton.testing.do_bench", lambda call, quantiles, **time: asked.append(time))
+    monkeypatch.setattr(Autotuner, "__init__", Autotuner.__init__)  # put back in the end
+    warming.hurry()
+    tuned()[0].do_bench(None, quantiles=(0.5,))
+    assert asked == [{"warmup": 5, "rep": 25}]
+    kernel = tuned()[1]
+    assert triton.autotune([], key=[], do_bench=launched)(kernel).do_bench is launched
+
+
 def test_what_is_put_in_is_taken_out(tmp_path: Path) -> None:
     def state() -> list[Any]:
         return [JITFunction.run, Autotuner.__dict__["do_bench"], Autotuner.check_disk_cache,

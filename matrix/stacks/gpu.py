@@ -240,7 +240,7 @@ def main() -> int:
     options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
     options.add_argument("--only", default="", help="programs whose names begin so")
     options.add_argument("--seconds", type=float, default=100, help="for each process")
-    options.add_argument("--warm", type=int, default=0, metavar="N",
+    options.add_argument("--warm", type=int, default=16 if torch.cuda.is_available() else 0, metavar="N",
                          help="so many processes fill Triton's cache before")
     options.add_argument("--warm-seconds", type=float, default=300, help="for how long at most")
     options.add_argument("--one", choices=PROGRAMS, help=argparse.SUPPRESS)
@@ -257,6 +257,7 @@ def main() -> int:
             warming.walk(names, given.fill,
                          lambda name: measured(name, size, device, dtype, rounds=1, steps=1))
         else:
+            warming.hurry()
             print(json.dumps(measured(given.one, size, device, dtype)))
         return 0
     arguments = ["--device", given.device, "--dtype", given.dtype, *(["--small"] if given.small else [])]
