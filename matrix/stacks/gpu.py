@@ -75,7 +75,8 @@ def model(name: str, **options: Any) -> Callable[[Size], nn.Module]:
     def build(size: Size) -> nn.Module:
         import transformers
         sizes = {"vocab_size": VOCABULARY, "hidden_size": size.D, "intermediate_size": 2 * size.D,
-                 "num_hidden_layers": 4, "num_attention_heads": size.H, "max_position_embeddings": size.T}
+                 "num_hidden_layers": 4, "num_attention_heads": size.H, "pad_token_id": None,
+                 "max_position_embeddings": size.T}
         own = {key: of(size) if callable(of) else of for key, of in options.items()}
         return Whole(getattr(transformers, f"{name}ForCausalLM")(
             getattr(transformers, f"{name}Config")(**{**sizes, **own, "use_cache": False})))
@@ -92,7 +93,8 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], Callable[[Size], nn.Module]]] = {
     "GLA": (FLA, layer("GatedLinearAttention", num_heads=lambda size: max(size.H // 4, 2))),
     "RetNet": (FLA, layer("MultiScaleRetention", num_heads=lambda size: max(size.H // 2, 2))),
     "HGRN2": (FLA, layer("HGRN2Attention", num_heads=heads)),
-    "RWKV7": (FLA, layer("RWKV7Attention", head_dim=lambda size: 64 if size.K > 64 else size.K)),
+    "RWKV7": (FLA, layer("RWKV7Attention", num_hidden_layers=lambda size: 12,
+                         head_dim=lambda size: 64 if size.K > 64 else size.K)),
     "Qwen3-Next-like": (BOTH, model(
         "Qwen3Next", layer_types=MIXED, mlp_only_layers=[0, 1, 2, 3], num_key_value_heads=2, head_dim=width,
         linear_num_key_heads=heads, linear_num_value_heads=lambda size: 2 * size.H,
