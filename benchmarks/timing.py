@@ -67,7 +67,8 @@ def compared(calls: dict[str, Call], rounds: int) -> dict[str, dict[str, Any]]:
 
 def spread(values: list[float]) -> dict[str, float]:
     """Median and quartiles, four digits of each."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    several = values if len(values) > 1 else 2 * values
+    low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
     return {name: float(f"{value:.4g}") for name, value in (("median", middle), ("low", low), ("high", high))}
 
 

@@ -175,6 +175,11 @@ def test_a_call_that_waits_for_the_card_is_timed_by_events_and_says_so(card: Car
     assert found["other"]["how"] == "graph"
 
 
+def test_the_spread_is_the_median_and_the_quartiles() -> None:
+    assert timing.spread([5.0, 1.0, 2.0, 3.0, 4.0]) == {"median": 3.0, "low": 2.0, "high": 4.0}
+    assert timing.spread([1.23456]) == dict.fromkeys(("median", "low", "high"), 1.235)
+
+
 # -- a run on this machine
 
 def test_the_first_output_is_there_before_the_gradients() -> None:
