@@ -1,5 +1,5 @@
-"""Processes that fill Triton's cache together: each kernel is compiled by one of them, and nothing is started,
-timed or written down. The compiler and the card are stand-ins."""
+"""Processes that fill Triton's cache together: each kernel is compiled by one of them, and nothing is
+launched, timed or written down. The compiler and the card are stand-ins."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -88,6 +88,17 @@ def test_a_configuration_that_fails_is_passed_by(tmp_path: Path, compiled: Compi
     assert [one["BK"] for one in compiled] == [16, 32, 64]
 
 
+def test_only_a_tuner_without_a_timer_is_given_a_quick_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[dict[str, float]]()
+    monkeypatch.setattr("triton.testing.do_bench", lambda call, quantiles, **time: asked.append(time))
+    monkeypatch.setattr(Autotuner, "__init__", Autotuner.__init__)  # put back in the end
+    warming.hurry()
+    tuned()[0].do_bench(None, quantiles=(0.5,))
+    assert asked == [{"warmup": 5, "rep": 25}]
+    kernel = tuned()[1]
+    assert triton.autotune([], key=[], do_bench=launched)(kernel).do_bench is launched
+
+
 def test_what_is_put_in_is_taken_out(tmp_path: Path) -> None:
     def state() -> list[Any]:
         return [JITFunction.run, Autotuner.__dict__["do_bench"], Autotuner.check_disk_cache,
@@ -107,6 +118,26 @@ def test_who_has_finished_helps_with_what_nobody_has(tmp_path: Path) -> None:
     assert next(first) == "b"
     assert list(second) == ["b"]
     assert not list(first)
+
+
+def test_what_lacks_memory_is_tried_again_and_what_fails_is_not(tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    slept, tried = list[float](), list[str]()
+    monkeypatch.setattr(warming.time, "sleep", slept.append)
+
+    def go(item: str) -> str:
+        tried.append(item)
+        if item == "wrong":
+            raise ValueError("not to be seen here")
+        if tried.count(item) == 1:  # raised, or caught and told
+            error = torch.cuda.OutOfMemoryError("full")
+            if item == "raises":
+                raise error
+            return record.raised(error)
+        return "done"
+    warming.walk(["wrong", "raises", "tells"], share(tmp_path, 0, 1), go)
+    assert tried == ["wrong", "raises", "raises", "tells", "tells"]
+    assert len(slept) == 2
 
 
 def test_the_processes_are_told_their_shares_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,6 @@ from matrix import record, warming
 
 ROUNDS, STEPS = 5, 20
 ALLOWED = 1.2
-PATIENCE = 5  # how often, and for how many seconds, a program waits for the memory that others hold
 VOCABULARY = 2048
 Tensors = dict[str, torch.Tensor]
 Block = Callable[[], AbstractContextManager[Any]]
@@ -221,23 +220,6 @@ def trained(whole: nn.Module, state: Tensors, x: torch.Tensor, block: Block, dev
     return losses
 
 
-def compiled(share: warming.Share, names: list[str], size: Size, device: torch.device,
-             dtype: torch.dtype) -> None:
-    """This process's share of what ``measured`` compiles for these programs."""
-    with warming.claiming(share):
-        for name in warming.unfinished(names, share):
-            for _ in range(PATIENCE):
-                try:
-                    found = json.dumps(measured(name, size, device, dtype, rounds=1, steps=1))
-                except Exception as error:  # the process that measures meets it again, and tells
-                    found = record.raised(error)
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-                if "OutOfMemoryError" not in found:
-                    break
-                time.sleep(PATIENCE)  # others hold it
-
-
 def short(name: str, found: dict[str, Any]) -> str:
     """A line of the table."""
     if "failed" in found:
@@ -260,7 +242,7 @@ def main() -> int:
     options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
     options.add_argument("--only", default="", help="programs whose names begin so")
     options.add_argument("--seconds", type=float, default=100, help="for each process")
-    options.add_argument("--warm", type=int, default=0, metavar="N",
+    options.add_argument("--warm", type=int, default=16 if torch.cuda.is_available() else 0, metavar="N",
                          help="so many processes fill Triton's cache before")
     options.add_argument("--warm-seconds", type=float, default=300, help="for how long at most")
     options.add_argument("--one", choices=PROGRAMS, help=argparse.SUPPRESS)
@@ -274,8 +256,10 @@ def main() -> int:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
         if given.fill:
-            compiled(given.fill, names, size, device, dtype)
+            warming.walk(names, given.fill,
+                         lambda name: measured(name, size, device, dtype, rounds=1, steps=1))
         else:
+            warming.hurry()
             print(json.dumps(measured(given.one, size, device, dtype)))
         return 0
     arguments = ["--device", given.device, "--dtype", given.dtype, *(["--small"] if given.small else [])]
