@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -240,7 +241,8 @@ def main() -> int:
     options.add_argument("--device", default="cuda")
     options.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
     options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
-    options.add_argument("--only", default="", help="programs whose names begin so")
+    options.add_argument("--only", default="", help="programs whose names begin so; the record in --out, if "
+                         "made by these versions, keeps the others")
     options.add_argument("--seconds", type=float, default=100, help="for each process")
     options.add_argument("--warm", type=int, default=16 if torch.cuda.is_available() else 0, metavar="N",
                          help="so many processes fill Triton's cache before")
@@ -274,14 +276,26 @@ def main() -> int:
             "failed": f"{child.ending}: {child.stderr.strip()[-300:]}"}
     print("program | forward ms raw / patched | with backward | output error raw | patched | worst gradient "
           "raw | patched | worst ratio | last loss")
-    rows: dict[str, dict[str, Any]] = {}
+    versions = {"fla": record.version("fla-core"), "transformers": record.version("transformers"),
+                "dtype": given.dtype}
+    rows = before(given.out, versions) if given.out and given.only else {}
     for name in names:
         rows[name] = asked(name)
         print(short(name, rows[name]), flush=True)
         if given.out:  # after each, since a card is lent for a time
-            record.write(given.out, "stacks-gpu", record.this_card(), fla=record.version("fla-core"),
-                         transformers=record.version("transformers"), dtype=given.dtype, programs=rows)
-    return int(any("failed" in one or one.get("ratio", 0) > ALLOWED for one in rows.values()))
+            record.write(given.out, "stacks-gpu", record.this_card(), **versions,
+                         programs={name: rows[name] for name in PROGRAMS if name in rows})
+    return int(any("failed" in rows[name] or rows[name].get("ratio", 0) > ALLOWED for name in names))
+
+
+def before(folder: Path, versions: dict[str, str]) -> dict[str, Any]:
+    """The programs of the record of this card that is there, if these versions made it."""
+    card = record.this_card()
+    place = record.place(folder, "stacks-gpu", card)
+    facts = json.loads(place.read_text()) if place.exists() else {}
+    same = {**record.made_by(card), **versions}.items() <= facts.items()
+    programs: dict[str, Any] = facts["programs"] if same else {}
+    return programs
 
 
 if __name__ == "__main__":
