@@ -31,7 +31,8 @@ def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
     Raises KeyError for a family that has no record.
     """
     family = FAMILIES[problem.family]
-    asked, steps = problem, list[tuple[Reason, str]]()
+    asked, steps = problem._replace(invariant=policy.invariant), list[tuple[Reason, str]]()
+    problem = asked
     while True:
         if problem.path == "torch":  # none of the limits of a kernel applies
             return Plan(asked, problem, target, (), tuple(steps))

@@ -3,6 +3,7 @@ torch, no triton."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import isqrt
 
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
@@ -11,9 +12,12 @@ from flashlin.kernels.configs import BLOCK, Config, padded
 
 PADDING = 16  # elements, of a row that changes its layout
 HEADS = 16  # heads per program of the cumulative sum
-# Sequences are split where scans have less than a third of the PROGRAMS that a multiprocessor can have under
-# way, into parts of LEAST tokens or more.
-PROGRAMS, WORTH, LEAST = 2, 3, 4 * BLOCK
+# Sequences are split where scans have at most a third (WORTH) of the PROGRAMS that a multiprocessor has under
+# way at a time, into parts of LEAST tokens or more. A chunk of a part costs two passes, a part a step of
+# those that carry states on one after the other. Fastest is as many parts that both take as long: of n chunks
+# the root of n times the ratio of what they cost (on an H200 4 microseconds beside 0.3, 6 beside 2).
+PROGRAMS, WORTH, LEAST = 2, 3, 8 * BLOCK
+BY_DECAY, BY_TRANSFER = 13, 3
 # Of what is carried from part to part: sides of a tile, and columns of a state beside a matrix.
 CARRIED, STRIP = 64, 16
 
@@ -65,17 +69,17 @@ def tf32_copies(bytes_each: int, target: Target) -> int:
     return 2 if bytes_each == 4 and target.capability >= (8, 0) and release(target.triton) < (3, 3) else 1
 
 
-def part_length(problem: Problem, target: Target, strips: int) -> int:
+def part_length(problem: Problem, target: Target, strips: int, ratio: int) -> int:
     """Tokens of the parts that sequences are split into, a multiple of BLOCK; 0 where they are not. strips:
-    programs to a head's state. Of packed sequences nobody knows which are long, so what counts is how many
-    tokens there are."""
+    programs to a head's state. ratio: BY_DECAY or BY_TRANSFER. Of packed sequences nobody knows which are
+    long, so what counts is how many tokens there are."""
     if problem.invariant or problem.batch_part:
         return 0
     parts = forced_parts
     if not parts:
         programs = problem.H * strips * (1 if problem.varlen else problem.N)
         room = PROGRAMS * target.sms // max(programs, 1) if target.backend in ("cuda", "hip") else 0
-        parts = min(room, problem.T // LEAST)
+        parts = min(room, problem.T // LEAST, isqrt(ratio * problem.T // BLOCK))
         if parts < WORTH:
             return 0
     length = -(-problem.T // (parts * BLOCK)) * BLOCK
@@ -103,7 +107,7 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
     def shared(deep: int) -> int:
         return 4 * tf32_copies(4, target) * (tall * deep + deep * width)
     deep = next((deep for deep in (tall, 64, 32) if deep <= tall and shared(deep) <= target.shared), 16)
-    return Launch("carry_transferred", (strips,), min(8, problem.max_warps), 1,
+    return Launch("carry_transferred", (strips,), min(4, problem.max_warps), 1,
                   (("BK", tall), ("BV", width), ("BC", deep)), shared(deep), span,
                   frozenset({"dot", "fp32_dot"}), part)
 

@@ -4,8 +4,9 @@ A scan walks its sequence alone, so few sequences with few heads leave most of a
 says so (``Launch.part``), a sequence is cut into parts of L tokens, which all scans walk side by side:
     1. The state that each part would leave if it began with zeros (a family's states kernel, ALONE).
     2. Those carried on from part to part: h' = D h + alone, where D is what the part does to any state that
-       enters it: the part's decay, a number or a vector over K, or of delta rules a K x K matrix, which is what
-       the part leaves of the identity if nothing is written. Backward the same with D^T, from the last part.
+       enters it: the part's decay, a number or a vector over K, or of delta rules a K x K matrix, which is
+       what the part leaves of the identity if nothing is written. Backward the same with D^T, from the last
+       part.
     3. The scan as ever, each part from the state that enters it.
 Nothing here depends on how many parts there are but the memory between the steps, and nothing waits for the
 host: which parts packed sequences have, programs find out by themselves. What is carried stays float32, and
@@ -27,8 +28,8 @@ from flashlin.kernels.pieces import Batch, sequence_of, state_offsets
 def part_of(i_p, bounds, T, N, L, VARLEN: tl.constexpr):
     """Which part of which sequence i_p is: n, the number of the part in it, its first row and its length, and
     whether it is the sequence's last. All parts of a sequence but the last have L tokens; one of no tokens
-    has one. Packed sequences leave numbers without a part between them: those have no tokens, and are nobody's
-    last."""
+    has one. Packed sequences leave numbers without a part between them: those have no tokens, and are
+    nobody's last."""
     if VARLEN:
         n = i_p
         i_part = i_p * 0
@@ -137,10 +138,10 @@ def carry_transferred(
     PRECISION: tl.constexpr,
 ):
     """carry_decayed where a part does more to a state than let it decay. undivided is set for heads whose
-    states are not finite then, be it only on the way: products of keys that are too long leave float32's range
-    though no state need be in their way, and 0 x inf is NaN. Such a head is walked as one part. A program: BV
-    columns of one head's state. A matrix that is too large to be taken at once (BC < BK) is taken in slices,
-    and so is the state, from where it was stored."""
+    states are not finite then, be it only on the way: products of keys that are too long leave float32's
+    range though no state need be in their way, and 0 x inf is NaN. Such a head is walked as one part. A
+    program: BV columns of one head's state. A matrix that is too large to be taken at once (BC < BK) is taken
+    in slices, and so is the state, from where it was stored."""
     NV: tl.constexpr = (V + BV - 1) // BV
     FROM: tl.constexpr = 0 if HAS_H0 else 1  # the first part to be entered by more than zeros
     program = tl.program_id(0)
@@ -269,8 +270,8 @@ def by_transfers(
 ) -> None:
     """Puts into part, what launches share, as h0 the states that enter the parts of split sequences (of whole
     ones those that the call has stay), and ``undivided`` and ``transfer``, see carry_transferred. kernel: the
-    family's, which writes ``alone`` and ``transfer`` and clears ``undivided``. has_dht: whether ``back_by_transfers`` follows, and
-    gradients enter the last parts, too."""
+    family's, which writes ``alone`` and ``transfer`` and clears ``undivided``. has_dht: whether
+    ``back_by_transfers`` follows, and gradients enter the last parts, too."""
     part.update(undivided=None, transfer=None)
     if not batch.split:
         return
@@ -292,9 +293,9 @@ def back_by_transfers(
     constants: dict[str, Any],
     written: tuple[str, ...],
 ) -> None:
-    """Puts into part as dht the gradients of the states that leave the parts of split sequences (of whole ones
-    those that the call has stay), and more heads into ``undivided``. kernel: the family's reverse scan; written: what it
-    writes besides."""
+    """Puts into part as dht the gradients of the states that leave the parts of split sequences (of whole
+    ones those that the call has stay), and more heads into ``undivided``. kernel: the family's reverse scan;
+    written: what it writes besides."""
     if not batch.split:
         return
     launch, alone = plan.launch(kernel.fn.__name__), _states(batch, part, constants)

@@ -1,5 +1,5 @@
-"""Split sequences of the delta families: what each part leaves alone, and what it does to a state that enters it;
-see kernels/splitting.py.
+"""Split sequences of the delta families: what each part leaves alone, and what it does to a state that enters
+it; see kernels/splitting.py.
 
 The second is the transfer, a K x K matrix: the state that the part would leave if the identity entered it and
 nothing were written, which is the scan over columns of the identity with v = 0.
@@ -42,8 +42,8 @@ def delta_alone(
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """alone and transfer, where somebody asks for them, and undivided cleared. A program: BV columns of either,
-    of one head."""
+    """alone and transfer, where somebody asks for them, and undivided cleared. A program: BV columns of
+    either, of one head."""
     NV: tl.constexpr = (V + BV - 1) // BV
     STRIPS: tl.constexpr = NV + (K + BV - 1) // BV
     program = tl.program_id(0)

@@ -9,6 +9,7 @@ from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
+    BY_TRANSFER,
     carry_launch,
     cumsum_launch,
     dot_traits,
@@ -46,7 +47,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                    lambda config: max(shared(config), inverting(config.BT)), problem, target)
     BT = scan.BT
     kernels = [cumsum_launch(problem, BT)] if "g" in problem.options else []
-    part = part_length(problem, target, -(-problem.V // scan.BV))
+    part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER)
     deep = scan._replace(num_stages=3)
     states = deep if scan.num_stages == 2 and shared(deep) <= target.shared else scan
     kernels.append(over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),

@@ -1,5 +1,5 @@
-"""Split sequences of the delta families with a decay for each key channel: what each part leaves alone, and its
-transfer, a K x K matrix; see kernels/splitting.py and kernels/delta/parts.py."""
+"""Split sequences of the delta families with a decay for each key channel: what each part leaves alone, and
+its transfer, a K x K matrix; see kernels/splitting.py and kernels/delta/parts.py."""
 
 import triton
 import triton.language as tl
@@ -37,8 +37,8 @@ def dplr_alone(
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """alone and transfer, where somebody asks for them, and undivided cleared. A program: BV columns of either,
-    of one head."""
+    """alone and transfer, where somebody asks for them, and undivided cleared. A program: BV columns of
+    either, of one head."""
     NV: tl.constexpr = (V + BV - 1) // BV
     STRIPS: tl.constexpr = NV + (K + BV - 1) // BV
     program = tl.program_id(0)

@@ -13,6 +13,7 @@ from flashlin.kernels.configs import BLOCK, Config, over_v, padded
 from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
+    BY_TRANSFER,
     carry_launch,
     dot_traits,
     fitting,
@@ -101,7 +102,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                          -(-problem.H * problem.K // CHANNELS)),
              over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing,
                          per_chunk | narrow_scores(BT, wide))]
-    part, single = part_length(problem, target, -(-problem.V // scan.BV)), scan._replace(num_stages=1)
+    part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER)
+    single = scan._replace(num_stages=1)
     if part:
         kernels += [state_launch("dplr_alone", single, problem, scanning(single), dots, False, part),
                     carry_launch(problem, target, part, transfer=True)]

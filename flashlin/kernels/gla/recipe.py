@@ -8,6 +8,7 @@ from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
+    BY_DECAY,
     PADDING,
     carry_launch,
     dot_traits,
@@ -48,7 +49,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     BT, wide = scan.BT, min(SCORES, padded(problem.K))
     # both operands, of fp32 two parts of each; the scores
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2
-    part = part_length(problem, target, -(-problem.V // scan.BV))
+    part = part_length(problem, target, -(-problem.V // scan.BV), BY_DECAY)
     kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
                            -(-problem.H * problem.K // CHANNELS)),
                over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, per_chunk)]

@@ -7,6 +7,7 @@ from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_k, over_v
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
+    BY_DECAY,
     carry_launch,
     cumsum_launch,
     dot_traits,
@@ -31,7 +32,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     size = problem.K, problem.V, bytes_each, problem.max_warps
     wide = fitting(over_v(*size, target), shared, problem, target)
     gated = "g" in problem.options
-    part = part_length(problem, target, -(-problem.V // wide.BV))
+    part = part_length(problem, target, -(-problem.V // wide.BV), BY_DECAY)
 
     def scan(kernel: str, config: Config) -> Launch:
         return state_launch(kernel, config, problem, shared(config), dots, part=part)
