@@ -302,7 +302,10 @@ def forked(works: Sequence[Callable[[Path], Result]], at_once: int,
 
 
 def warm() -> None:
-    """What every child would otherwise do again: the hash of Triton's library."""
+    """What every child would otherwise do again: import what Triton's JIT imports at a first launch (from 3.4
+    on), and hash Triton's library."""
+    with suppress(ImportError):
+        importlib.import_module("triton.experimental.gluon")
     for home in ("triton.runtime.cache", "triton.compiler.compiler"):
         with suppress(ImportError, AttributeError):
             importlib.import_module(home).triton_key()
