@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,35 +89,32 @@ class Compiler:
     def __init__(self, environment: Mapping[str, str] | None = None, *, at_once: int = 0,
                  timeout: float = 180) -> None:
         self._told = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the process
+        environment = {**(environment or {}), "TRITON_INTERPRET": "0"}
         command = python("flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout),
-                         first=(environment or {}).get("PYTHONPATH", ""))
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._told, text=True,
-            env={**os.environ, **(environment or {}), "TRITON_INTERPRET": "0"})
+                         first=environment.get("PYTHONPATH", ""))
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         stderr=self._told, text=True, env=os.environ | environment)
 
     def compiling(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Result]]:
         """(number, result) as they finish. To be read to its end before the next batch. Raises RuntimeError if
         the process itself cannot run."""
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdout
+        lines = (json.dumps({"sm": job.sm, "launch": job.launch.fields()}) for job in jobs)
         with suppress(BrokenPipeError):  # why it has ended it tells below
-            self._process.stdin.writelines(
-                f"{json.dumps({'sm': job.sm, 'launch': job.launch.fields()})}\n" for job in jobs)
-            self._process.stdin.write("\n")  # the end of the batch
-            self._process.stdin.flush()
+            print(*lines, "", sep="\n", file=self._process.stdin, flush=True)
         for _ in jobs:
             line = self._process.stdout.readline()
             if not line:
-                code = self._process.wait()
+                self._process.wait()
                 self._told.seek(0)
-                raise RuntimeError(f"the compiling process ended with {code}: "
+                raise RuntimeError(f"the compiling process ended with {self._process.returncode}: "
                                    f"{self._told.read().strip()[-2000:]}")
             fields = json.loads(line)
             yield fields["job"], Result.from_fields(fields)
 
-    def compile(self, jobs: Iterable[Job]) -> list[Result]:
+    def compile(self, jobs: Sequence[Job]) -> list[Result]:
         """Results in the jobs' order."""
-        results = dict(self.compiling(list(jobs)))
-        return [results[number] for number in sorted(results)]
+        return [result for _, result in sorted(self.compiling(jobs))]
 
     def close(self) -> None:
         self._process.terminate()  # it then ends the compilers it has started
@@ -124,7 +122,7 @@ class Compiler:
         self._told.close()
 
 
-def compile_launches(jobs: Iterable[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
+def compile_launches(jobs: Sequence[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
                      timeout: float = 180) -> list[Result]:
     """Compile each job in a process that sees ``environment`` on top of this one's (see environments.py);
     results in the jobs' order.
@@ -370,16 +368,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def batches(lines: Iterable[str]) -> Iterator[list[str]]:
-    """What comes up to an empty line, or to the end."""
-    batch: list[str] = []
-    for line in map(str.strip, lines):
-        if line:
-            batch.append(line)
-        elif batch:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+    """The lines up to an empty one, or to the end."""
+    return (list(batch) for filled, batch in groupby(map(str.strip, lines), bool) if filled)
 
 
 if __name__ == "__main__":
