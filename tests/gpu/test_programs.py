@@ -11,10 +11,11 @@ from triton.runtime.autotuner import Autotuner
 
 import flashlin
 
+if not torch.cuda.is_available():  # asked first: fla takes seconds to import, in every worker
+    pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("fla.layers")
 import fla.layers
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 BF16 = torch.bfloat16
 OWN: dict[str, Callable[[], Any]] = {
     "ABC": lambda: fla.layers.ABCAttention(hidden_size=256, num_heads=4, num_slots=32, layer_idx=0),
