@@ -356,6 +356,7 @@ def run(
     dh0 = batch.initial_gradient(needs)
     constants = dict(VARLEN=batch.packed, PRECISION=precision(plan), K=K, V=V, DECAY=decay_of(x.g, None))
     scanned = dict(constants, V_FIRST=how.state_v_first)
+    reverse = dict(scanned, HALF=A_low is not None)
     strips = -(-V // reversing.block("BV"))
     for part in batch.parts(reversing.block("BT"), dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, dh0=dh0, do=do,
                             dht=dht, A=A, A_low=A_low, scale=how.scale, R=lines.shape[2]):
@@ -364,10 +365,9 @@ def run(
             part[name] = torch.empty_like(part["v"])
         for name in ("states", "dstates"):
             part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
-        by_transfers(plan, batch, part, delta_alone, scanned, has_dht=dht is not None)
+        by_transfers(plan, batch, part, delta_alone, reverse, has_dht=dht is not None)
         start(rebuilding, delta_states, part["parts"] * HV * strips,
               dict(scanned, HAS_H0=part["h0"] is not None), part)
-        reverse = dict(scanned, HALF=A_low is not None)
         back_by_transfers(plan, batch, part, delta_reverse, reverse, ("dy", "dstates"))
         start(reversing, delta_reverse, part["parts"] * HV * strips, dict(
             reverse, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, ALONE=False), part)

@@ -363,7 +363,7 @@ def delta_states(
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
         tl.store(states + to, h.to(b_k.dtype), mask=whole)
-        b_u, h = written(h, b_k, b_v, b_A, b_beta, D, total, DECAY, PRECISION)
+        b_u, h = written(h, b_k, b_v, b_A, b_beta, D, total, b_A, DECAY, False, PRECISION)
         put(u, b_u, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
 
 
@@ -391,7 +391,7 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
             scratch = torch.empty(part["slots"], HV, BT, 16, dtype=torch.float32, device=batch.device)
             start(inverting, delta_inverse, n * part["S"] * HV, dict(
                 constants, scratch=scratch, HAS_LOW=A_low is not None, MERGE=merging(plan)), part)
-        by_transfers(plan, batch, part, delta_alone, scanned)
+        by_transfers(plan, batch, part, delta_alone, dict(scanned, HALF=False))
         start(scanning, delta_scan, part["parts"] * HV * strips, dict(
             scanned, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
     return o, ht, A, A_low, lines

@@ -2,7 +2,8 @@
 it; see kernels/splitting.py.
 
 The second is the transfer, a K x K matrix: the state that the part would leave if the identity entered it and
-nothing were written, which is the scan over columns of the identity with v = 0.
+nothing were written, which is the scan over columns of the identity with v = 0. Backward takes it transposed,
+where it has to be as exact as the reverse scan is (HALF).
 """
 
 import triton
@@ -18,6 +19,7 @@ def delta_alone(
     k,  # [rows, H, K]
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
+    A_low,  # [rows, HV, BT]
     betas,  # lines [HV, R], fp32
     G,  # lines [HV, R], fp32
     alone,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K], fp32
@@ -39,6 +41,7 @@ def delta_alone(
     HAS_H0: tl.constexpr,
     HAS_DHT: tl.constexpr,
     V_FIRST: tl.constexpr,
+    HALF: tl.constexpr,
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -61,7 +64,10 @@ def delta_alone(
         b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
         D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
-        b_u, h = written(h, b_k, b_v, b_A, b_beta, D, total, DECAY, PRECISION)
+        b_low = b_A
+        if HALF:
+            b_low = tile(A_low, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        b_u, h = written(h, b_k, b_v, b_A, b_beta, D, total, b_low, DECAY, HALF, PRECISION)
     if strip < NV:
         at, inside = state_offsets(own, 0, strip * BV, K, V, BK, BV, V_FIRST)
         tl.store(alone + at, h, mask=inside & (length > 0))
