@@ -214,7 +214,18 @@ def identity_strip(
 
 
 @triton.jit
-def own_part(i_p, i_h, undivided, bounds, T, N, H, L, VARLEN: tl.constexpr, REVERSE: tl.constexpr):
+def own_part(
+    i_p,  # number of the part
+    i_h,  # the head
+    undivided,  # [N, H], int32, or None
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    L,  # tokens of a part
+    VARLEN: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """As part_of, and the number of the part whose entering state is this program's. A head that is undivided
     is one part, its first; the others have no tokens then."""
     n, i_part, first, length, last = part_of(i_p, bounds, T, N, L, VARLEN)

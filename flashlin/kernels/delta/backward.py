@@ -90,8 +90,9 @@ def delta_reverse(
     own = program // NV
     i_h = own % HV
     i_qk = i_h // (HV // H)
-    n, i_part, first, length, last, entered = own_part(own // HV, i_h, undivided, bounds, T, N, HV, L, VARLEN,
-                                                       True)
+    n, i_part, first, length, last, entered = own_part(
+        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
+        REVERSE=True)
     if ALONE:
         length = tl.where(i_part > 0, length, 0)
     if HAS_DHT:

@@ -264,8 +264,9 @@ def delta_scan(
     own = program // NV
     i_h = own % HV
     i_qk = i_h // (HV // H)
-    n, i_part, first, length, last, entered = own_part(own // HV, i_h, undivided, bounds, T, N, HV, L, VARLEN,
-                                                       False)
+    n, i_part, first, length, last, entered = own_part(
+        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
+        REVERSE=False)
     if GAPS:
         if i_part == 0:
             zero_gaps(o, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
@@ -347,8 +348,9 @@ def delta_states(
     own = program // NV
     i_h = own % HV
     i_qk = i_h // (HV // H)
-    n, i_part, first, length, last, entered = own_part(own // HV, i_h, undivided, bounds, T, N, HV, L, VARLEN,
-                                                       False)
+    n, i_part, first, length, last, entered = own_part(
+        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
+        REVERSE=False)
     if HAS_H0:
         at, inside = state_offsets(entered * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
@@ -363,7 +365,9 @@ def delta_states(
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
         tl.store(states + to, h.to(b_k.dtype), mask=whole)
-        b_u, h = written(h, b_k, b_v, b_A, b_beta, D, total, b_A, DECAY, False, PRECISION)
+        b_u, h = written(
+            h=h, b_k=b_k, b_v=b_v, b_A=b_A, b_beta=b_beta, D=D, total=total, b_low=b_A,
+            DECAY=DECAY, HALF=False, PRECISION=PRECISION)
         put(u, b_u, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
 
 

@@ -67,7 +67,9 @@ def delta_alone(
         b_low = b_A
         if HALF:
             b_low = tile(A_low, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
-        b_u, h = written(h, b_k, b_v, b_A, b_beta, D, total, b_low, DECAY, HALF, PRECISION)
+        b_u, h = written(
+            h=h, b_k=b_k, b_v=b_v, b_A=b_A, b_beta=b_beta, D=D, total=total, b_low=b_low,
+            DECAY=DECAY, HALF=HALF, PRECISION=PRECISION)
     if strip < NV:
         at, inside = state_offsets(own, 0, strip * BV, K, V, BK, BV, V_FIRST)
         tl.store(alone + at, h, mask=inside & (length > 0))

@@ -86,8 +86,9 @@ def dplr_states(
     v0 = program % NV * BV
     own = program // NV
     i_h = own % HV
-    n, i_part, first, length, last, entered = own_part(own // HV, i_h, undivided, bounds, T, N, HV, L, VARLEN,
-                                                       False)
+    n, i_part, first, length, last, entered = own_part(
+        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
+        REVERSE=False)
     if HAS_H0:
         at, inside = state_offsets(entered * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
@@ -160,8 +161,9 @@ def dplr_reverse(
     v0 = program % NV * BV
     own = program // NV
     i_h = own % HV
-    n, i_part, first, length, last, entered = own_part(own // HV, i_h, undivided, bounds, T, N, HV, L, VARLEN,
-                                                       True)
+    n, i_part, first, length, last, entered = own_part(
+        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
+        REVERSE=True)
     if GAPS and TWO and not ALONE:
         if i_part == 0:
             zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)

@@ -285,8 +285,9 @@ def dplr_scan(
     v0 = program % NV * BV
     own = program // NV
     i_h = own % HV
-    n, i_part, first, length, last, entered = own_part(own // HV, i_h, undivided, bounds, T, N, HV, L, VARLEN,
-                                                       False)
+    n, i_part, first, length, last, entered = own_part(
+        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
+        REVERSE=False)
     if GAPS:
         if i_part == 0:
             zero_gaps(o, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
