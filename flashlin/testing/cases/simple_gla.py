@@ -105,7 +105,7 @@ def _family(case: Op) -> list[Case]:
                   case("resets-packed", gate="resets", K=32, edges=(0, 4, 4, 70, 100)),
                   case("every-other", gate="every-other", K=32, V=32, T=128, B=1)]
     if case.name.startswith("chunk_"):
-        cases += [case(name, **({"gate": sequences.SLOW} if gated else {}), K=32, V=40, **facts)
+        cases += [case(name, gate=sequences.SLOW if gated else "random", K=32, V=40, **facts)
                   for name, facts in sequences.LONG.items()]
     else:
         cases.append(case("reverse", {"reverse": True}, gate="resets" if gated else "random", T=70))
