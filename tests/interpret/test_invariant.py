@@ -11,7 +11,7 @@ import flashlin
 from flashlin.kernels import scans
 from flashlin.testing.compare import poisoned
 
-B, T, H, D, CUT = 2, 150, 1, 16, 64
+B, T, H, D, CUT = 2, 210, 1, 16, 128
 Tensors = dict[str, torch.Tensor]
 
 
