@@ -82,7 +82,9 @@ def test_loss_scaling() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 1024.0  # no step was left out
-    close({name: before[name] - p.detach() for name, p in net.named_parameters()}, right, 1e-3)
+    for name, p in net.named_parameters():  # a float32 parameter rounds the step that it takes
+        step, rounding = before[name] - p.detach(), torch.finfo(p.dtype).eps * before[name].norm()
+        assert (step - right[name]).norm() <= 1e-3 * right[name].norm() + rounding, name
 
 
 def test_compiled_without_a_break() -> None:
