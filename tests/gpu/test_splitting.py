@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import flashlin
 from flashlin import dispatch
 from flashlin.kernels import scans
-from tests.splitting import HARD, errors, worse
+from tests.splitting import HARD, compare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CUDA = torch.device("cuda")
@@ -31,11 +31,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize("name", HARD)
 def test_parts_are_as_exact_as_the_whole(name: str, dtype: torch.dtype,
                                          forced: Callable[[int], None]) -> None:
-    case = HARD[name](T=8192)
-    forced(1)
-    whole = errors(case, CUDA, dtype)
-    forced(16)
-    worse(errors(case, CUDA, dtype), whole)
+    compare(HARD[name](T=8192), CUDA, dtype, forced, 16)
 
 
 @pytest.mark.parametrize("op", ["chunk_simple_gla", "chunk_gated_delta_rule"])
