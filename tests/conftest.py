@@ -1,6 +1,7 @@
 """Fixtures that more than one file of tests needs; ``fresh`` and ``interpreter`` hold for every test."""
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +22,15 @@ from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.trial import canary
 
 torch.set_num_threads(1)  # the tensors are small
+GARBAGE = (100_000, 50, 100)  # allocations, and collections of younger objects, from one collection to the next
 Compile = Callable[[str, list[Job]], list[Result]]
+
+
+def pytest_collection_finish() -> None:
+    """What the modules have loaded stays: looking for garbage in it, as often as Python does, takes a sixth of
+    the time of the interpreter's tests."""
+    gc.freeze()
+    gc.set_threshold(*GARBAGE)
 
 
 def forget() -> None:
