@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,17 @@ def test_a_new_release_comes_with_its_numpy(one_more: Release, monkeypatch: pyte
     monkeypatch.setattr(environments, "installed", installed)
     environments.triton_environment("3.98.0", interpreter=True)
     assert asked == ["triton==3.98.0", "numpy<9"]
+
+
+def test_the_installed_release_is_not_installed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(wanted: list[str], *rest: object) -> Path:
+        raise AssertionError(f"asked for {wanted}")
+    monkeypatch.setattr(environments, "installed", installed)
+    own = version("triton")
+    folder = Path(environments.triton_environment(own)["PYTHONPATH"].split(os.pathsep)[0])
+    assert folder == environments.triton_home(own) and (folder / "triton" / "__init__.py").exists()
+    with pytest.raises(AssertionError, match=r"triton==3\.98\.0"):
+        environments.triton_environment("3.98.0")
 
 
 def test_a_release_that_is_no_gate_has_no_cell(monkeypatch: pytest.MonkeyPatch) -> None:

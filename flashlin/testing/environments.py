@@ -3,12 +3,13 @@ one environment.
 
     subprocess.run([sys.executable, ...], env={**os.environ, **triton_environment("3.2.0")})
 
-A release is installed once, without its dependencies, into ``.cache/tritons`` of the working directory (or
+A release that is not the installed one is installed once, without its dependencies, into ``.cache/tritons`` of the working directory (or
 ``$FLASHLIN_CACHE``) and put in front of the installed packages by PYTHONPATH. 280 to 1,000 MB each; delete
 the folder to get the space back.
 """
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -29,19 +30,35 @@ class NotInstallable(RuntimeError):
 def triton_environment(version: str, *, interpreter: bool = False,
                        cache: Path | None = None) -> dict[str, str]:
     """Environment variables under which a child of this Python imports Triton ``version``; installs it at the
-    first call.
+    first call if it is not here.
 
     interpreter: also the newest numpy that this release's interpreter works with.
     Raises NotInstallable, which quotes pip.
     """
-    folders = [installed([f"triton=={version}"], f"triton-{version}", cache)]
+    home, here = triton_home(version, cache), _site(version)
+    folders = [] if here else [home]
     if release(version) < (3, 3) and importlib.util.find_spec("setuptools") is None:
         folders.append(installed(["setuptools"], "setuptools", cache))
     bound = nearest(version).numpy
     if interpreter and bound:
         folders.append(installed([f"numpy{bound}"], f"numpy{bound}".replace("<", "-below-"), cache))
+    folders += [home] if here else []  # in front, all that is installed would hide those
     paths = [*map(str, folders), os.environ.get("PYTHONPATH")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def triton_home(version: str, cache: Path | None = None) -> Path:
+    """The folder that holds the package ``triton`` of a release. Raises NotInstallable."""
+    return _site(version) or installed([f"triton=={version}"], f"triton-{version}", cache)
+
+
+def _site(version: str) -> Path | None:
+    """Where this Python has that release already."""
+    try:
+        found = importlib.metadata.distribution("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return Path(str(found.locate_file(""))) if found.version == version else None
 
 
 def cache_folder() -> Path:

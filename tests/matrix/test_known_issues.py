@@ -19,7 +19,7 @@ from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
 from flashlin.compat.releases import supported
 from flashlin.compat.target import Target, parse, ptxas_version
 from flashlin.testing.compile import Job, Result, compile_launches
-from flashlin.testing.environments import NotInstallable, triton_environment
+from flashlin.testing.environments import NotInstallable, triton_environment, triton_home
 from flashlin.testing.record import Recorded
 
 FOLDER = Path(__file__).resolve().parents[2] / "matrix" / "proofs"
@@ -41,8 +41,7 @@ Measure = Callable[[Cell], Result]
 
 
 def assembler(version: str) -> str:
-    return str(Path(triton_environment(version)["PYTHONPATH"].split(os.pathsep)[0]) / "triton" / "backends"
-               / "nvidia" / "bin" / "ptxas-blackwell")
+    return str(triton_home(version) / "triton" / "backends" / "nvidia" / "bin" / "ptxas-blackwell")
 
 
 def target(cell: Cell) -> Target:
