@@ -502,7 +502,8 @@ def test_a_patched_model_is_traced_whole(name: str) -> None:
         assert far(traced(input_ids=TOKENS, use_cache=False).logits, eager) < 1e-6
 
 
-@pytest.mark.parametrize("version", ["5.19.0", "5.15.1", "5.14.1", "4.57.6"] if WHOLE else [])
+@pytest.mark.parametrize("version", ["5.19.0", "5.15.1", "5.14.1", "5.13.0", "5.10.0", "5.8.0", "5.5.0", "5.0.0",
+                                     "4.57.6"] if WHOLE else [])
 def test_under_an_older_transformers(version: str) -> None:
     try:
         home = installed([f"transformers=={version}"], f"transformers-{version}", dependencies=True)
