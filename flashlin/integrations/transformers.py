@@ -53,9 +53,10 @@ NAMES = {
     "mamba_inner_fn": ("mamba_inner_fn", "falcon_mamba_inner_fn"),
 }
 KERNEL = {name: kernel for kernel, names in NAMES.items() for name in names}
-# Models whose attention does not look at position_ids, unless it is flash attention
+# Models whose attention does not look at position_ids, unless it is flash attention: these, and up to 5.0 those
+# that make their mask themselves
 DISPATCHES = frozenset({"applicable_params", "implementation"})  # what the decorated function closes over
-ATTENDS_ACROSS = ("GraniteMoeHybrid",)
+ATTENDS_ACROSS, OWN_MASK = ("GraniteMoeHybrid",), "_update_causal_mask"
 OLD = frozenset({FLAG, LAZY})
 OF_INTEREST = {*KERNEL, FLAG, LAZY, CONV_CACHE}
 LAZILY = ("causal-conv1d", "mamba-ssm", "falcon_mamba-ssm")  # what lazy_load_kernel is asked for
@@ -259,14 +260,15 @@ class TransformersPatch(Patch):
     def _see_models(self, module: ModuleType, kernels: set[str], *, told: bool) -> None:
         from flashlin.integrations.documents import watched
         kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-        carries = "selective_scan_fn" not in kernels
-        for one in list(vars(module).values()):
-            if isinstance(one, type) and one.__module__ == module.__name__ and issubclass(one, kind):
-                forward = vars(one).get("forward")
-                if isinstance(forward, FunctionType) and not self.bindings.knows(forward):
-                    ours = watched(forward, by_seq_idx=carries and told, carries_state=carries,
-                                   attends_across=one.__name__.startswith(ATTENDS_ACROSS), said=self._said)
-                    self.bindings.stand(one, "forward", ours, "its own forward, told of packed rows")
+        models = [one for one in vars(module).values()
+                  if isinstance(one, type) and one.__module__ == module.__name__ and issubclass(one, kind)]
+        across = any(one.__name__.startswith(ATTENDS_ACROSS) or hasattr(one, OWN_MASK) for one in models)
+        for one in models:
+            forward = vars(one).get("forward")
+            if isinstance(forward, FunctionType) and not self.bindings.knows(forward):
+                ours = watched(forward, by_seq_idx="selective_scan_fn" not in kernels and told,
+                               attends_across=across, said=self._said)
+                self.bindings.stand(one, "forward", ours, "its own forward, told of packed rows")
 
     # --- what constructors wrote ---
 
