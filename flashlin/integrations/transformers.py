@@ -53,7 +53,7 @@ NAMES = {
     "mamba_inner_fn": ("mamba_inner_fn", "falcon_mamba_inner_fn"),
 }
 KERNEL = {name: kernel for kernel, names in NAMES.items() for name in names}
-# Models whose attention does not look at position_ids, unless it is flash attention: these, and up to 5.0 those
+# Models whose attention does not look at position_ids, unless it is flash attention: these, and up to 5.1 those
 # that make their mask themselves
 DISPATCHES = frozenset({"applicable_params", "implementation"})  # what the decorated function closes over
 ATTENDS_ACROSS, OWN_MASK = ("GraniteMoeHybrid",), "_update_causal_mask"

@@ -224,7 +224,7 @@ def test_a_state_that_is_dropped_is_told_once() -> None:
 
 
 def test_pieces_of_a_prompt_are_the_prompt_or_one_warning_says_why_not() -> None:
-    """Up to 5.7 Gated DeltaNet has no state for several tokens."""
+    """Up to 5.6 Gated DeltaNet gives several tokens no state."""
     model = built("qwen3_next")
     with torch.no_grad(), flashlin.patched("transformers"), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
