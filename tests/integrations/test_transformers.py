@@ -66,11 +66,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                         "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
                         "use_mamba_kernels": False}),
     "bamba": ("Bamba", {**SHAPE, **MAMBA2, "attn_layer_indices": [1]}),
+    "granitemoehybrid": ("GraniteMoeHybrid", {
+        **SHAPE, **MAMBA2, "layer_types": ["mamba", "attention"], "num_local_experts": 4,
+        "num_experts_per_tok": 2, "shared_intermediate_size": 16}),
+    # A chunk is the whole row: before 5.15 their torch functions join chunks wrongly
+    "nemotron_h": ("NemotronH", {
+        **SHAPE, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "ssm_state_size": 8, "n_groups": 1, "chunk_size": 32}),
+    "zamba2": ("Zamba2", {
+        **SHAPE, "layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "mamba_d_state": 8,
+        "attention_head_dim": 32, "chunk_size": 32, "use_mem_rope": True}),
+    "zamba": ("Zamba", {
+        **SHAPE, "num_hidden_layers": 4, "attn_layer_period": 1, "attn_layer_offset": 0, "mamba_d_state": 8,
+        "mamba_dt_rank": 4, "attention_head_dim": 32, "attention_hidden_size": 64,
+        "use_mamba_kernels": False}),
     "lfm2": ("Lfm2", {**SHAPE, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
+    "lfm2_moe": ("Lfm2Moe", {**SHAPE, **EXPERTS, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3,
+                             "num_dense_layers": 1}),
 }
 IN_CI = ("qwen3_next", "kimi_linear", "mamba", "mamba2", "falcon_h1", "lfm3")
 TESTED = tuple(MODELS) if WHOLE else IN_CI
-MIXES = ("mamba", "falcon_mamba", "jamba")  # documents of a row, whatever it is told
+# What mixes the documents of a row, whatever it is told
+ATTENTION, LAYERS = "attention looks across documents", "layers call causal_conv1d_fn without"
+MIXES = {"mamba": LAYERS, "falcon_mamba": LAYERS, "granitemoehybrid": ATTENTION,
+         "zamba": ATTENTION if VERSION < (5, 2) else LAYERS, "jamba": ATTENTION if VERSION < (5, 0) else LAYERS}
 TOKENS = torch.randint(5, 60, (2, 21), generator=torch.Generator().manual_seed(1))
 
 
@@ -207,9 +226,7 @@ def test_documents_of_a_row_are_kept_apart_or_one_warning_says_why_not(name: str
             assert apart or len(ours) == 1, "neither kept apart nor told, or told twice"
             said += ours
     if name in MIXES:
-        first = ("attention looks across documents" if (name, VERSION[0]) == ("jamba", 4) else
-                 "layers call causal_conv1d_fn without")
-        assert said[0].startswith(f"{MODELS[name][0]}ForCausalLM got position_ids, and its {first}")
+        assert said[0].startswith(f"{MODELS[name][0]}ForCausalLM got position_ids, and its {MIXES[name]}")
     elif not BEFORE_5_20:
         assert not said
 
