@@ -1,0 +1,65 @@
+"""docs/: what is made of tables is what the tables say today, and what people search for is in it."""
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flashlin.compat import known_failures
+from flashlin.diagnostics import why
+from tools import documents
+
+DOCS = documents.DOCS
+
+
+@pytest.mark.parametrize("name", documents.DOCUMENTS)
+def test_a_document_is_current(name: str) -> None:
+    path = DOCS / name
+    found = path.read_text(encoding="utf-8") if path.exists() else ""
+    assert found == documents.DOCUMENTS[name](), "run: python -m tools.documents"
+
+
+def sections(text: str) -> dict[str, str]:
+    return {part.partition("\n")[0]: part for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]}
+
+
+@pytest.mark.parametrize("asked", [
+    "reshapeOuts", "Unsupported conversion", "device-side assert", "invalid argument",
+    "list index out of range", "map::at", "out of resource: shared memory", "PTXASError",
+    "No module named 'selective_scan_cuda'", "0 active drivers", "illegal memory access"])
+def test_a_search_lands_on_a_heading(asked: str) -> None:
+    headings = sections((DOCS / "TROUBLESHOOTING.md").read_text(encoding="utf-8"))
+    assert [heading for heading in headings if asked in heading]
+
+
+def test_every_failure_is_there_with_all_that_it_prints() -> None:
+    parts = sections(documents.troubleshooting())
+    for entry in why.entries():
+        for symptom in entry.symptoms:
+            assert any(symptom in part and f"**{entry.id}**" in part for part in parts.values()), entry.id
+        assert entry.symptoms or f"**{entry.id}**" in parts["Nothing is printed"]
+    headings = [documents.sorting(heading.strip("` ")) for heading in list(parts)[:-2]]
+    assert headings == sorted(headings) and "Nothing is printed" in list(parts)[-2]
+
+
+def test_a_failure_more_makes_the_page_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = documents.troubleshooting()
+    added = known_failures.KNOWN_FAILURES[0]._replace(id="new", symptoms=("never * seen",))
+    monkeypatch.setattr(why, "KNOWN_FAILURES", (*known_failures.KNOWN_FAILURES, added))
+    why.entries.cache_clear()
+    after = documents.troubleshooting()
+    why.entries.cache_clear()
+    assert before != after and "## `never * seen`" in after and "**new**" in after
+
+
+def test_what_markdown_would_eat_is_shown() -> None:
+    assert documents.plain("a <b> __shared__ x*y [c]`") == "a \\<b\\> \\_\\_shared\\_\\_ x\\*y \\[c\\]\\`"
+    assert documents.code("Assertion `x`") == "`` Assertion `x` ``" and documents.code("a|b") == "`a|b`"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for page in [*DOCS.glob("*.md"), *documents.ROOT.glob("*.md"), *(documents.ROOT / ".github").rglob("*.md")]:
+        for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+    assert Path(DOCS / "TROUBLESHOOTING.md").exists()
