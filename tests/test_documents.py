@@ -2,13 +2,17 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import flashlin
+import flashlin.mamba
 from flashlin.compat import known_failures
 from flashlin.diagnostics import why
-from tools import documents
+from flashlin.kernels.families import PUBLIC
+from tools import documents, peers
 
 DOCS = documents.DOCS
 
@@ -63,3 +67,33 @@ def test_links_between_documents_lead_somewhere() -> None:
         for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
     assert Path(DOCS / "TROUBLESHOOTING.md").exists()
+
+
+# --- what other packages have ---
+
+def test_the_record_is_what_the_installed_fla_says() -> None:
+    folder = Path(str(metadata.distribution("fla-core").locate_file("")))
+    version, names = peers.recorded()["fla"]
+    assert metadata.version("fla-core") == version, "run: python -m tools.peers"
+    assert sorted(peers.read("fla", folder)) == names and len(names) > 100
+
+
+def test_the_record_has_all_that_flashlin_says_it_has_of_others() -> None:
+    known = {package: {one.name for one in names} for package, (_, names) in peers.recorded().items()}
+    assert set(flashlin.mamba.__all__) - known["mamba_ssm"] - known["causal_conv1d"] == {
+        "RMSNormGated"}, "mamba_ssm's layers call it so; it is mamba_ssm's RMSNorm"
+    ops = {name for name, op in PUBLIC.items() if name.startswith(("chunk_", "fused_", "parallel_"))}
+    assert ops - known["fla"] == {"chunk_gdn", "fused_recurrent_gdn"}, "names of others there, too"
+
+
+def test_each_kind_of_difference_is_told() -> None:
+    def ours(q: int, scale: float = 1.0, cp_context: object = None, *, chunk_size: int = 64) -> None: ...
+
+    def told(*parameters: tuple[str, str]) -> list[str]:
+        return peers.differences(peers.Theirs("m", "f", parameters), ours)
+    same = (("q", ""), ("scale", "1.0"), ("cp_context", "None"), ("chunk_size", "64"))
+    assert told(*same) == ["`cp_context`: None only"]
+    assert told(*same, ("**kwargs", "")) == told(*same)
+    assert told(("q", ""), ("window", "None"), ("scale", "None"), ("chunk_size", "64")) == [
+        "no `window`", "`scale=1.0`, there `None`", "more: `cp_context`"]
+    assert told(("scale", "1.0"), ("q", ""), ("chunk_size", "64"))[0] == "another order: give arguments by name"
