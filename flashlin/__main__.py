@@ -76,8 +76,9 @@ WARMUP_EXAMPLES = """examples:
   flashlin warmup --op chunk_gated_delta_rule --dtype bf16 --dtype fp32 --head-dim 256
   flashlin warmup --forget --op chunk_gated_delta_rule                  take back what was found of its kernels here
 """
-WHY = """Which known failures print this text: the cards and releases that have it, what flashlin does, what to do without it, and how sure that is.
-Reads tables that come with flashlin; asks nobody, starts nothing. Without a text it reads standard input, a whole log if need be.
+WHY = """Which known failures print this text: the cards and releases that have it, what flashlin does, what to do
+without it, and how sure that is. Reads tables that come with flashlin; asks nobody, starts nothing. Without a text
+it reads standard input, a whole log if need be.
 Exit code: 0 if something is known that prints it or may, 1 if nothing is, 2 for a mistake in the arguments.
 """
 WHY_EXAMPLES = """examples:
@@ -96,7 +97,8 @@ def parser() -> argparse.ArgumentParser:
                                   epilog=DOCTOR_EXAMPLES + "\n" + EXPLAIN_EXAMPLES, formatter_class=plain)
     top.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS,
                      help="versions of flashlin, torch and Triton")
-    commands = top.add_subparsers(dest="command", metavar="doctor | explain | run | warmup | why", required=True)
+    commands = top.add_subparsers(dest="command", required=True,
+                                  metavar="doctor | explain | run | warmup | why")
     doctor = commands.add_parser("doctor", help="examine this machine", description=DOCTOR,
                                  epilog=DOCTOR_EXAMPLES, formatter_class=plain)
     doctor.add_argument("--run", action="store_true",

@@ -1,5 +1,5 @@
-"""A program written for fla in which ``fla.`` was replaced by ``flashlin.``: its imports find what flashlin has,
-and where it has nothing the error says what to do."""
+"""A program written for fla in which ``fla.`` was replaced by ``flashlin.``: its imports find what flashlin
+has, and where it has nothing the error says what to do."""
 from __future__ import annotations
 
 import ast
@@ -20,8 +20,8 @@ OURS = frozenset(flashlin.__all__) - NOT_FLA
 
 
 def places() -> list[tuple[str, str]]:
-    """(module, name) of all that a module of the installed fla defines, or that a package of it hands on, under
-    a name of ours. Read, not imported: fla's modules want a GPU."""
+    """(module, name) of all that a module of the installed fla defines, or that a package of it hands on,
+    under a name of ours. Read, not imported: fla's modules want a GPU."""
     found = []
     for file in metadata.files("fla-core") or ():
         parts = file.with_suffix("").parts
@@ -52,7 +52,8 @@ def test_what_fla_has_is_where_fla_has_it() -> None:
 
 @pytest.mark.parametrize("line", [
     "from flashlin.ops import chunk_gla, fused_recurrent_hgrn, chunk_gdn",
-    "from flashlin.ops.simple_gla import chunk_simple_gla", "from flashlin.ops.simple_gla.chunk import chunk_simple_gla",
+    "from flashlin.ops.simple_gla import chunk_simple_gla",
+    "from flashlin.ops.simple_gla.chunk import chunk_simple_gla",
     "from flashlin.ops.generalized_delta_rule import chunk_dplr_delta_rule",
     "from flashlin.modules.convolution import ShortConvolution, causal_conv1d",  # fla before 0.4
     "from flashlin.modules.l2norm import l2_norm", "from flashlin.modules import FusedRMSNormGated",
@@ -97,5 +98,5 @@ def test_paths_that_stand_in_hide_no_file_and_no_function() -> None:
 
 
 def test_names_of_ops_are_no_torch() -> None:
-    assert said("import sys; sys.modules['torch'] = sys.modules['triton'] = None; import flashlin, flashlin.ops, "
-                "flashlin.modules; dir(flashlin.ops)") == (0, "")
+    assert said("import sys; sys.modules['torch'] = sys.modules['triton'] = None; import flashlin, "
+                "flashlin.ops, flashlin.modules; dir(flashlin.ops)") == (0, "")

@@ -1,5 +1,5 @@
-"""The signatures of the packages beside whose names flashlin has its own, read from their sources, and how ours
-differ.
+"""The signatures of the packages beside whose names flashlin has its own, read from their sources, and how
+ours differ.
 
     python -m tools.peers FOLDER ...     after a release of one: its sources lie in one of the folders
 """
@@ -27,7 +27,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
                   "mamba_ssm/modules/mamba2.py", "mamba_ssm/modules/mamba3.py"),
     "causal_conv1d": ("causal_conv1d/causal_conv1d_interface.py", "causal_conv1d/causal_conv1d_varlen.py")}
 NOT_PUBLIC = ("backends", "ascend", "tilelang", "gluon", "naive", "/cp", "_ref", "/utils")
-ONLY_NONE = frozenset({"cp_context", "process_group"})  # ours have them to say, by name, that they must be None
+LAYERS = ("Mamba", "Mamba2", "Mamba3")
+ONLY_NONE = frozenset({"cp_context", "process_group"})  # ours have them to say that they must be None
 
 
 class Theirs(NamedTuple):
@@ -47,16 +48,17 @@ def ours(package: str) -> dict[str, Any]:
 # --- reading sources ---
 
 def read(package: str, folder: Path) -> Iterator[Theirs]:
-    """What the package's root exports (its ``__all__``), and what it defines elsewhere under a name of ours."""
+    """What the package exports (``__all__`` of its places), and what it defines there under a name of ours."""
     mine, exported = ours(package), set[str]()
     files = [file for place in PACKAGES[package]
-             for file in ([folder / place] if place.endswith(".py") else sorted((folder / place).rglob("*.py")))
+             for file in sorted((folder / place).rglob("*.py") if "." not in place else [folder / place])
              if not any(part in file.as_posix() for part in NOT_PUBLIC)]
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
     for file, tree in trees.items():
         if file.name == "__init__.py" and file.parent.relative_to(folder).as_posix() in PACKAGES[package]:
             exported |= {name for node in tree.body if isinstance(node, ast.Assign)
-                         and ast.unparse(node.targets[0]) == "__all__" for name in ast.literal_eval(node.value)}
+                         and ast.unparse(node.targets[0]) == "__all__"
+                         for name in ast.literal_eval(node.value)}
     for file, tree in trees.items():
         module = ".".join(file.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
         for node in tree.body:
@@ -66,7 +68,7 @@ def read(package: str, folder: Path) -> Iterator[Theirs]:
 
 
 def is_layer(package: str, node: ast.stmt) -> bool:
-    return package == "mamba_ssm" and isinstance(node, ast.ClassDef) and node.name in ("Mamba", "Mamba2", "Mamba3")
+    return isinstance(node, ast.ClassDef) and package == "mamba_ssm" and node.name in LAYERS
 
 
 def parameters(node: ast.FunctionDef | ast.ClassDef) -> Iterator[tuple[str, str]]:
@@ -103,7 +105,7 @@ def differences(theirs: Theirs, mine: Any) -> list[str]:
     return told
 
 
-def shown(default: object) -> str:
+def shown(default: Any) -> str:
     if default is inspect.Parameter.empty:
         return "(needed)"
     return default.__name__ if callable(default) else repr(default)
@@ -126,8 +128,8 @@ def recorded() -> dict[str, tuple[str, list[Theirs]]]:
 
 def version_of(package: str, folder: Path) -> str:
     text = (folder / package / "__init__.py").read_text(encoding="utf-8")
-    return next(str(ast.literal_eval(node.value)) for node in ast.parse(text).body if isinstance(node, ast.Assign)
-                and ast.unparse(node.targets[0]) == "__version__")
+    return next(str(ast.literal_eval(node.value)) for node in ast.parse(text).body
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__")
 
 
 def main(folders: list[str]) -> None:

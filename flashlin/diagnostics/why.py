@@ -1,5 +1,5 @@
-"""``flashlin why``: which known failures print what somebody has on the screen. It reads the tables of compat/,
-asks nobody and starts nothing.
+"""``flashlin why``: which known failures print what somebody has on the screen. It reads the tables of
+compat/, asks nobody and starts nothing.
 
 Nothing here is a guess told as a fact: each answer says what of the text it rests on (``Match.because``) and
 how well the failure itself is known (``Entry.known``).
@@ -60,7 +60,8 @@ class Match(NamedTuple):
         entry = self.entry
         rows = {"why": self.because, "where": entry.where, "flashlin": entry.here,
                 "otherwise": entry.otherwise, "known": entry.known, "more": entry.url}
-        lines = [f"{entry.id}: {entry.effect}", *(f"  {name:<10} {text}" for name, text in rows.items() if text)]
+        lines = [f"{entry.id}: {entry.effect}",
+                 *(f"  {name:<10} {text}" for name, text in rows.items() if text)]
         return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=" " * 13, break_long_words=False,
                                        break_on_hyphens=False) for line in lines)
 
@@ -77,8 +78,8 @@ def _of_issue(issue: KnownIssue) -> Entry:
         here = "its ops run " + ", else ".join(VARIANTS[remedy].means.removeprefix("runs ")
                                                for remedy in issue.remedies)
     elif "autotuned" in issue.traits:
-        here = ("its own ops are not tuned; flashlin.autotune, or flashlin.patched('triton'), takes the place "
-                "of triton.autotune")
+        here = ("its own ops are not tuned; flashlin.autotune, or flashlin.patched('triton'), takes the "
+                "place of triton.autotune")
     elif issue.traits & {"foreign", *LACKING}:
         here = "its own kernels do without what triggers it; for kernels of others flashlin doctor tells it"
     else:
@@ -99,10 +100,11 @@ def _of_flaw(flaw: Flaw) -> Entry:
 
 
 def _of_failure(failure: Failure) -> Entry:
+    shown = failure.source.startswith(("tests/", "matrix/"))
+    known = f"shown by {failure.source}" if shown else CONFIDENCE.get(failure.source, failure.source)
     return Entry(
         failure.id, failure.effect, failure.symptoms, where=failure.where, here=failure.here,
-        otherwise=failure.otherwise, known=CONFIDENCE.get(failure.source, f"shown by {failure.source}"
-        if failure.source.startswith(("tests/", "matrix/")) else failure.source), url=failure.url, seen_in=failure.seen_in,
+        otherwise=failure.otherwise, known=known, url=failure.url, seen_in=failure.seen_in,
         general=failure.general)
 
 
@@ -124,8 +126,8 @@ def _printed(entry: Entry, plain: str) -> Match | None:
     for symptom in entry.symptoms:
         if _pattern(symptom).search(plain):
             if entry.seen_in and not _pattern(entry.seen_in).search(plain):
-                return Match(entry, False, f"it prints {symptom!r}, and so may other programs: to be sure, the "
-                                           f"traceback should have {entry.seen_in.strip()!r}")
+                return Match(entry, False, f"it prints {symptom!r}, and so may other programs: to be sure, "
+                                           f"the traceback should have {entry.seen_in.strip()!r}")
             return Match(entry, True, f"it prints exactly this: {symptom!r}")
     return None
 

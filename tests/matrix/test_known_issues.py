@@ -150,8 +150,8 @@ def test_an_issue_is_there_where_it_is_said_to_be_and_nowhere_else(issue: KnownI
 
 @pytest.mark.parametrize("issue", [issue for issue in PROVEN if issue.symptoms], ids=lambda issue: issue.id)
 def test_what_is_printed_is_among_the_symptoms(issue: KnownIssue, measure: Measure) -> None:
-    """Of this issue, or of another one that hits the same launch; a process that is ended by a signal may have
-    printed nothing."""
+    """Of this issue, or of another one that hits the same launch; a process that is ended by a signal may
+    have printed nothing."""
     said = {f"{result.message} {result.cause}".strip() for proof in table.PROOFS if proof.issue == issue.id
             for cell in cells(proof) for result in [measure(cell)]
             if proof.fails(result) and not result.ok and hits(issue, cell)} - {"SIGSEGV"}
