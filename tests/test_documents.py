@@ -98,3 +98,26 @@ def test_each_kind_of_difference_is_told() -> None:
     assert told(("q", ""), ("window", "None"), ("scale", "None"), ("chunk_size", "64")) == [
         "no `window`", "`scale=1.0`, there `None`", "more: `cp_context`"]
     assert told(("scale", "1.0"), ("q", ""))[0] == "another order: give arguments by name"
+
+
+# --- who asks, who contributes ---
+
+def test_the_form_for_failures_asks_for_doctor_and_has_fields_that_exist() -> None:
+    folder = documents.ROOT / ".github" / "ISSUE_TEMPLATE"
+    failure = (folder / "failure.yml").read_text(encoding="utf-8")
+    asked = dict(re.findall(r"id: (\w+)\n.*?label: (.*?)\n", failure, re.DOTALL))
+    assert asked["doctor"] == '"What `flashlin doctor --markdown` prints"' and set(asked) >= {"call", "output"}
+    assert failure.count("required: true") == 3
+    yaml = pytest.importorskip("yaml")
+    for file in folder.glob("*.yml"):
+        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for field in loaded.get("body", ()):
+            assert field["type"] in ("markdown", "textarea", "input") and field["attributes"], file.name
+        assert file.name == "config.yml" or {"name", "description", "body"} <= set(loaded)
+
+
+def test_what_contributors_are_told_to_edit_is_there() -> None:
+    text = (documents.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:flashlin|matrix|tests|tools)/[\w./]+)`", text)
+    assert len(paths) > 5 and not [path for path in paths if not (documents.ROOT / path).exists()]
+    assert f"## {flashlin.__version__}" in (documents.ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
