@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 _BESIDE_OPS_AND_MODULES = {
     "flashlin.diagnostics.doctor": ("doctor", "explain"),
+    "flashlin.diagnostics.why": ("why",),
     "flashlin.dispatch": ("plan",),
     "flashlin.policy": ("settings", "Policy"),
     "flashlin.compat.target": ("Target",),

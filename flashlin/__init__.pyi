@@ -3,6 +3,7 @@ from flashlin.compat.target import Target
 from flashlin.diagnostics.doctor import doctor
 from flashlin.diagnostics.doctor import explain
 from flashlin.diagnostics.report import Report
+from flashlin.diagnostics.why import why
 from flashlin.dispatch import plan
 from flashlin.guards.problem import Problem
 from flashlin.guards.problem import UnsupportedError
@@ -231,4 +232,5 @@ __all__ = [
     "token_shift",
     "unpatch",
     "warmup",
+    "why",
 ]

@@ -1,4 +1,4 @@
-"""The command line: ``flashlin doctor``, ``explain``, ``run`` and ``warmup``, also as
+"""The command line: ``flashlin doctor``, ``explain``, ``run``, ``warmup`` and ``why``, also as
 ``python -m flashlin``."""
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ ABOUT = """Linear attention that runs on every Triton, GPU and dtype, and otherw
   flashlin explain    how one call would run, and why
   flashlin run        a program as it is, its fla, transformers or mamba_ssm through flashlin
   flashlin warmup     compile and try what this machine will need, before the first real call does
+  flashlin why        what is known of an error that is on the screen, and what to do about it
   flashlin --version  of flashlin, torch and Triton, in one line
 """
 DOCTOR = """Says first whether everything works, then what this machine is, then one line per op: the plan that a call would really follow.
@@ -75,6 +76,17 @@ WARMUP_EXAMPLES = """examples:
   flashlin warmup --op chunk_gated_delta_rule --dtype bf16 --dtype fp32 --head-dim 256
   flashlin warmup --forget --op chunk_gated_delta_rule                  take back what was found of its kernels here
 """
+WHY = """Which known failures print this text: the cards and releases that have it, what flashlin does, what to do
+without it, and how sure that is. Reads tables that come with flashlin; asks nobody, starts nothing. Without a text
+it reads standard input, a whole log if need be.
+Exit code: 0 if something is known that prints it or may, 1 if nothing is, 2 for a mistake in the arguments.
+"""
+WHY_EXAMPLES = """examples:
+  flashlin why "IndexError: map::at"
+  flashlin why reshapeOuts
+  python train.py 2>&1 | flashlin why
+  flashlin why < slurm-1234.out
+"""
 TARGET = ("plan for another machine: key=value pairs out of triton, sm, ptxas, shared, sms, name, torch, "
           "backend; e.g. triton=3.2.0,sm=90")
 
@@ -85,7 +97,8 @@ def parser() -> argparse.ArgumentParser:
                                   epilog=DOCTOR_EXAMPLES + "\n" + EXPLAIN_EXAMPLES, formatter_class=plain)
     top.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS,
                      help="versions of flashlin, torch and Triton")
-    commands = top.add_subparsers(dest="command", metavar="doctor | explain | run | warmup", required=True)
+    commands = top.add_subparsers(dest="command", required=True,
+                                  metavar="doctor | explain | run | warmup | why")
     doctor = commands.add_parser("doctor", help="examine this machine", description=DOCTOR,
                                  epilog=DOCTOR_EXAMPLES, formatter_class=plain)
     doctor.add_argument("--run", action="store_true",
@@ -136,6 +149,9 @@ def parser() -> argparse.ArgumentParser:
     warm.add_argument("--forget", action="store_true",
                       help="try nothing, and take back what was found on this machine (of --op, or of all)")
     warm.add_argument("--json", action="store_true", help="JSON on stdout")
+    ask = commands.add_parser("why", help="what is known of an error", description=WHY, epilog=WHY_EXAMPLES,
+                              formatter_class=plain)
+    ask.add_argument("text", nargs="*", help="what was printed; standard input if nothing is given")
     return top
 
 
@@ -239,6 +255,15 @@ def explain(op: str, **given: Any) -> tuple[str, int]:
     return load("diagnostics.doctor").explain(op, **given), 0
 
 
+def why(text: list[str]) -> tuple[str, int]:
+    told = " ".join(text) or ("" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read())
+    if not told.strip():
+        raise ValueError('text: got nothing, need what was printed: flashlin why "IndexError: map::at", or a '
+                         "log on standard input")
+    known = load("diagnostics.why")
+    return known.why(told), 0 if known.matches(told) else 1
+
+
 def run_program(patch: str | None, program: str, arguments: list[str], **how: Any) -> int:
     """The program has stdout for itself, and its exit ends this process."""
     startup = load("integrations.startup")
@@ -255,7 +280,8 @@ def run_program(patch: str | None, program: str, arguments: list[str], **how: An
     return 0
 
 
-COMMANDS: dict[str, Callable[..., tuple[str, int]]] = {"doctor": doctor, "explain": explain, "warmup": warmup}
+COMMANDS: dict[str, Callable[..., tuple[str, int]]] = {"doctor": doctor, "explain": explain, "warmup": warmup,
+                                                       "why": why}
 
 if __name__ == "__main__":
     sys.exit(main())

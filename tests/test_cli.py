@@ -83,7 +83,7 @@ def test_a_broken_dependency_is_named(text: str, tmp_path: Path) -> None:
 
 # --- the sub-commands ---
 
-@pytest.mark.parametrize("command", ["doctor", "explain", "warmup"])
+@pytest.mark.parametrize("command", ["doctor", "explain", "warmup", "why"])
 def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])

@@ -15,7 +15,7 @@ import pytest
 
 import flashlin
 from flashlin.compat import releases
-from flashlin.compat.releases import RELEASES, Release, nearest, supported
+from flashlin.compat.releases import RELEASES, Release, in_full, nearest, supported
 from flashlin.compat.target import OLDEST_TRITON, bundled_ptxas, parse, ptxas_path
 from flashlin.compat.versions import release
 from flashlin.diagnostics import machine
@@ -79,6 +79,19 @@ def test_the_environment_that_make_makes_is_a_pair_of_the_table() -> None:
     assert f"pip install triton=={setup_env.TRITON} " in readme
 
 
+@pytest.mark.parametrize(("asked", "found"), [
+    ("3.3", "3.3.1"), ("3.3.0", "3.3.0"), ("3.5", "3.5.1"), ("3.7", "3.7.1"), ("3.9", "3.9.0"),
+    ("3.99.0", "3.99.0"), ("3.4.0.post1", "3.4.0.post1")])
+def test_a_minor_version_is_its_newest_patch(asked: str, found: str) -> None:
+    assert in_full(asked) == found
+
+
+@pytest.mark.parametrize("asked", ["3", "3.10", "2.3.1", "latest", "", "3.2.x"])
+def test_what_is_no_release_is_refused_with_what_there_is(asked: str) -> None:
+    with pytest.raises(ValueError, match=rf"^got '{asked}', need one out of 3\.0, 3\.1, .*, 3\.9, or all three"):
+        in_full(asked)
+
+
 # --- a release more ---
 
 def test_a_new_release_is_known_to_plans(one_more: Release, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +127,7 @@ def test_the_matrix_has_a_cell_of_a_new_release(one_more: Release) -> None:
 def test_a_new_release_comes_with_its_numpy(one_more: Release, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def installed(wanted: list[str], *rest: object) -> Path:
+    def installed(wanted: list[str], *rest: object, tell: object) -> Path:
         asked.extend(wanted)
         return Path("there")
     monkeypatch.setattr(environments, "installed", installed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from flashlin.compat.versions import affected
+from flashlin.compat.versions import affected, between
 
 GDN = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
 KDA = ("kimi_linear", "glm5_next", "bailing_hybrid")
@@ -43,7 +43,8 @@ class Flaw(NamedTuple):
     beside: (package, fixed_in): these must be there, too, below that release. without: none of these may be.
     broken: one of these must be there and fail to import. card: ``gpu``, ``no gpu``, the id of a known issue,
     or ``""`` for any machine. models: a modeling file of one of these must be loaded, and be bound, in one of
-    ``kernels``, to one of ``bound``, as far as those are named.
+    ``kernels``, to one of ``bound``, as far as those are named. symptoms: what users see printed, as in
+    ``KnownIssue``.
     """
     id: str
     package: str
@@ -62,6 +63,7 @@ class Flaw(NamedTuple):
     models: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
     bound: tuple[str, ...] = ()
+    symptoms: tuple[str, ...] = ()
 
     def here(self, stack: Stack) -> bool:
         """Whether it concerns what is installed on this machine, whatever is loaded."""
@@ -72,6 +74,19 @@ class Flaw(NamedTuple):
                 and (not self.broken or not stack.broken.isdisjoint(self.broken))
                 and (not self.card or self.card in stack.issues
                      or self.card == ("gpu" if stack.gpu else "no gpu")))
+
+    @property
+    def where(self) -> str:
+        """The releases of the package, what must be beside it, and the machines, in words."""
+        cards = {"": "any machine", "gpu": "with a GPU", "no gpu": "without a GPU"}
+        words = (between(self.package, self.since, self.fixed_in),
+                 *(between(name, None, fixed) for name, fixed in self.beside if fixed),
+                 *(f"with {name}" for name, fixed in self.beside if not fixed),
+                 *(f"without {name}" for name in self.without),
+                 f"one of {', '.join(self.broken)} does not import" if self.broken else "",
+                 f"models: {', '.join(self.models)}" if self.models else "",
+                 cards.get(self.card, f"where {self.card} is"))
+        return "; ".join(filter(None, words))
 
     def hits(self, stack: Stack) -> tuple[str, ...]:
         """The loaded models that it concerns, or the package itself; ``()`` if it does not concern this
@@ -114,12 +129,14 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         effect="its Triton kernels cannot start without a GPU (RuntimeError: 0 active drivers), and models "
                "of transformers 5.15 and newer call them on the CPU, too",
         remedy='flashlin.patch("fla", "transformers"), which runs plain torch here',
-        mended_by=("fla",), source="tried with fla 0.6.0"),
+        mended_by=("fla",), symptoms=("RuntimeError: 0 active drivers ([]). There should only be one",),
+        source="tried with fla 0.6.0"),
     Flaw(
         id="fla-gated-backward-hopper", package="fla", always=True, card="hopper-gated-backward-640",
         effect="its gated chunked backward gives wrong gradients on this card with this Triton, which fla "
                "0.6.0 answers with an exception: training Gated DeltaNet stops",
         remedy='flashlin.patch("fla", "transformers"), or Triton 3.7.1', mended_by=("fla",),
+        symptoms=("on Hopper GPUs produces incorrect results for gated chunk_bwd_dqkwg",),
         source=_FLA + "640"),
     Flaw(
         id="decoding-in-torch", package="transformers", always=True, since="5.15.0", fixed_in="5.16.0",
@@ -141,6 +158,7 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         effect='a package that is there and cannot be imported is told as "not installed" (before 5.17 not '
                "at all), and models take their torch functions",
         remedy=f"{_PATCH}, or repair the import that is told above", mended_by=("transformers",),
+        symptoms=("is falling back to its reference PyTorch implementation because",),
         source=_TF + "issues/48718"),
     Flaw(
         id="hub-kernels-out-of-range", package="transformers", always=True, since="5.23.0",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashlin.compat.versions import affected
+from flashlin.compat.versions import affected, release
 
 
 class Release(NamedTuple):
@@ -57,6 +57,19 @@ MINOR_IS_ENOUGH_FROM = "2.14.0"
 def nearest(triton: str) -> Release:
     """That release, else the newest one before it; the first one for what is older than all."""
     return next((one for one in reversed(RELEASES) if affected(triton, one.version, None)), RELEASES[0])
+
+
+def in_full(version: str) -> str:
+    """``"3.3"`` -> ``"3.3.1"``, its newest patch; three numbers as they are, also of a release that is not in
+    the table. Raises ValueError, with what there is, for anything else."""
+    if len(release(version)) == 3 and release(version)[:2] >= release(RELEASES[0].version)[:2]:
+        return version
+    patches = [one.version for one in RELEASES if one.version.rpartition(".")[0] == version]
+    if not patches:
+        minors = dict.fromkeys(one.version.rpartition(".")[0] for one in RELEASES)
+        raise ValueError(f"got {version!r}, need one out of {', '.join(minors)}, or all three numbers of a "
+                         f"release from {RELEASES[0].version} on")
+    return patches[-1]
 
 
 def supported() -> tuple[str, ...]:
