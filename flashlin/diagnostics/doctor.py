@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import flashlin
 from flashlin import dispatch
+from flashlin.compat import releases
 from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import Target, parse
 from flashlin.diagnostics import calls, outlook, quick
+from flashlin.diagnostics.advice import advise
 from flashlin.diagnostics.machine import CHECKS, Machine, attempt, check_policy, checkup, examine
 from flashlin.diagnostics.packages import section
 from flashlin.diagnostics.report import Check, Device, OpPlan, Ran, Report
@@ -77,18 +80,17 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
     for where, card in devices.items():
         planned = {name: outlook.typical(name, card, machine.policy) for name in ops}
         rows += [outlook.summary(name, where, planned[name]) if not stopped[name] else
-                 OpPlan(op=name, where=where, path="cannot run", verdict="problem", because=stopped[name],
+                 OpPlan(op=name, where=where, path="cannot run", way="cannot run", verdict="problem",
+                        because=stopped[name],
                         remedy="see the checks", evidence="no record") for name in ops]
         issues += [outlook.issue_row(issue, where,
                                      [plan for plans in planned.values() for plan in plans.values()])
                    for issue in issues_here(card)]
         checks += outlook.unreleased(where, card)
-        if not machine.stops_everything:
-            checks += outlook.upgrade(where, card, planned, machine.policy)
-            if run:
-                device = where.split(", ")[0]
-                ran += [Ran(where=device, **outcome._asdict())
-                        for outcome in quick.watch(device, op, machine.policy)]
+        if run and not machine.stops_everything:
+            device = where.split(", ")[0]
+            ran += [Ran(where=device, **outcome._asdict())
+                    for outcome in quick.watch(device, op, machine.policy)]
     shown = [Device(where=where, sm=card.sm, **{name: getattr(card, name) for name in Device.model_fields
                                                 if name not in ("where", "sm")})
              for where, card in devices.items()]
@@ -104,7 +106,10 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
     if layers is not None:
         known["layers"] = tuple(layers.report(None if target is None else _named(target), machine.policy,
                                               imports))
-    return Report(version=flashlin.__version__, devices=tuple(shown), checks=tuple(checks),
+    advice, error = attempt(advise, machine, ops, checks)
+    if error:
+        checks.append(Check(name="advice", status="could not check", detail=f"could not check: {error}"))
+    return Report(version=flashlin.__version__, devices=tuple(shown), checks=tuple(checks), advice=advice,
                   plans=_merged(rows), issues=tuple(issues), ran=tuple(ran), **known)
 
 
@@ -117,7 +122,12 @@ def _layers(model: Any) -> Any:
 def described(target: Target) -> Machine:
     """A machine that is planned for without being asked."""
     policy, error = attempt(in_force)
-    return Machine(None, "", target.triton, "", {"named": target}, {}, policy or Policy(), error)
+    comes = next((pair.torch for pair in releases.pairs() if pair.triton == target.triton), "")
+    torch = target.torch or comes
+    wheel = SimpleNamespace(__version__=torch, version=SimpleNamespace(cuda=releases.wheels(torch).cuda,
+                                                                       hip=None))
+    return Machine(wheel, "", target.triton, "" if target.triton else "not installed", {"named": target}, {},
+                   policy or Policy(), error)
 
 
 def _named(target: str | Target) -> Target:
