@@ -29,7 +29,7 @@ class World(NamedTuple):
     """cards: by name. torch: as pip says, ``2.13.0+cpu`` of a build without CUDA, ``""`` where it is missing.
     torch_error, triton_error: what its import raises. beside: other Tritons in the same folder. driver:
     ``""`` where there is none. others: packages that ask for a torch or a Triton. installer: what put torch
-    there. variables: set in the shell."""
+    there. variables: set in the shell. mode: the cards' compute mode."""
 
     cards: tuple[str, ...] = ()
     torch: str = "2.10.0"
@@ -42,6 +42,7 @@ class World(NamedTuple):
     installer: str = "pip"
     variables: tuple[tuple[str, str], ...] = ()
     python: tuple[int, int] = (3, 11)
+    mode: str = "Default"
 
     @property
     def cuda(self) -> str | None:
@@ -83,7 +84,7 @@ class World(NamedTuple):
         )
         known = [card_named(card) for card in self.cards]
         cards = tuple(
-            Seen(name, card.capability, 70_000, 80_000, "Default")
+            Seen(name, card.capability, 70_000, 80_000, self.mode)
             for name, card in filter(None, known)
             if card.backend == "cuda"
         )
@@ -144,6 +145,8 @@ class World(NamedTuple):
             return self._replace(
                 variables=(*(one for one in self.variables if one[0] != name), (name, value))
             )
+        if words[:2] == ["sudo", "nvidia-smi"]:
+            return self._replace(mode={"DEFAULT": "Default"}[words[-1]])
         if words[:3] == ["pip", "uninstall", "-y"]:
             return self._replace(triton="", triton_error="", beside=())
         assert (

@@ -15,7 +15,7 @@ from flashlin.diagnostics.report import Advice, Report
 from tests.machines import H200, installed
 from tests.simulated import World
 
-pytestmark = pytest.mark.usefixtures("default_settings")
+pytestmark = pytest.mark.usefixtures("default_settings", "gpu_surroundings")
 
 VLLM = Dist("vllm", "0.8.5", needs=("torch==2.6.0",))
 SITTING = Dist("transformers", "5.23.0", needs=("torch>=2.4",))
@@ -282,6 +282,20 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         f'unset FLASHLIN_PATH && {ELSEWHERE} && pip install "torch==2.7.1"',
         "ok",
         "Triton does not import",
+    ),
+    "a card that is closed": (
+        World(("H200",), mode="Prohibited"),
+        "broken",
+        "sudo nvidia-smi -i 0 -c DEFAULT",
+        "ok",
+        "",
+    ),
+    "no compiler": (
+        World(("H200",), variables=(("CC", "/nowhere/icx"),)),
+        "broken",
+        "unset CC",
+        "ok",
+        "",
     ),
     # what holds a version
     "vLLM on a B200": (

@@ -19,7 +19,7 @@ from flashlin.__main__ import main
 from flashlin.compat.target import Target, parse
 from flashlin.diagnostics import doctor as diagnosis
 from flashlin.diagnostics import driver as drivers
-from flashlin.diagnostics import machine, outlook, quick, report
+from flashlin.diagnostics import machine, outlook, quick, report, surroundings
 from flashlin.diagnostics.driver import Seen
 from flashlin.diagnostics.machine import CHECKS, Machine, checkup
 from flashlin.diagnostics.report import Report
@@ -29,7 +29,7 @@ from flashlin.policy import Policy
 from tests import hostile
 from tests.machines import BROKEN, H200, NO_TORCH, check, installed, made, package, read, run
 
-pytestmark = pytest.mark.usefixtures("default_settings")
+pytestmark = pytest.mark.usefixtures("default_settings", "gpu_surroundings")
 
 
 # --- broken machines, each in a process of its own ---
@@ -173,11 +173,11 @@ def test_a_cache_or_ptxas_that_cannot_be_used(on: str, status: str, tmp_path: Pa
     (tmp_path / "ptxas").write_text("not executable")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/dev/null/cache")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
-    (cache,) = machine.check_cache(made(on))
+    (cache,) = surroundings.check_cache(made(on))
     ptxas, *_ = machine.check_ptxas(made(on))
     assert (cache.status, ptxas.status, ptxas.fix) == (status, status, "unset TRITON_PTXAS_PATH")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "to" / "be" / "made"))
-    assert [one.status for one in machine.check_cache(made(on))] == ["ok"] and not (tmp_path / "to").exists()
+    assert [one.status for one in surroundings.check_cache(made(on))] == ["ok"] and not (tmp_path / "to").exists()
 
 
 def test_which_ptxas_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """This machine as facts, and doctor's checks on it. Each probe is guarded: what it raises is a result and
 never the end of the report.
 
-Offline and read-only: whether a folder can be written is asked of the system, not tried.
+Offline and read-only: whether a folder can be written is asked of the system, not tried. A new check is a
+function that is named in ``CHECKS``, or with what Triton needs around it in ``surroundings.py``.
 """
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ from flashlin.compat.versions import release
 from flashlin.diagnostics import driver as drivers
 from flashlin.diagnostics.driver import Driver
 from flashlin.diagnostics.report import Check
+from flashlin.diagnostics.surroundings import SURROUNDINGS, can_write
 from flashlin.guards import verdicts
 from flashlin.testing import environments
 
@@ -369,19 +371,6 @@ def check_interpreter(machine: Machine) -> Iterator[Check]:
                            "slower")
 
 
-def check_cache(machine: Machine) -> Iterator[Check]:
-    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
-    if can_write(folder):
-        yield Check(name="cache", status="ok", detail=f"{folder} can be written")
-    else:
-        needed = bool(machine.known_cards)
-        yield Check(name="cache", status="problem" if needed else "worked around",
-                    fix='export TRITON_CACHE_DIR="${TMPDIR:-/tmp}/triton-$(id -u)"',
-                    detail=f"{folder} cannot be written, " + ("and Triton compiles into it" if needed
-                                                              else "which matters once Triton compiles"))
-
-
 def check_folders(machine: Machine) -> Iterator[Check]:
     """Where flashlin keeps something."""
     home, why = verdicts.place(warn=False)
@@ -420,12 +409,6 @@ def check_tried(machine: Machine) -> Iterator[Check]:
                                    "used as planned")
 
 
-def can_write(folder: Path) -> bool:
-    """Whether the folder, or the nearest one above it where there is none yet, may be written."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
-    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-
-
 def check_modules(machine: Machine) -> Iterator[Check]:
     """Whether everything public can be imported; without torch nothing can, which is told already."""
     if machine.torch is None:
@@ -443,7 +426,7 @@ def check_modules(machine: Machine) -> Iterator[Check]:
 
 CHECKS: tuple[Callable[[Machine], Iterator[Check]], ...] = (
     check_python, check_torch, check_triton, check_copies, check_ptxas, check_driver, check_policy,
-    check_interpreter, check_cache, check_folders, check_tried, check_modules)
+    check_interpreter, *SURROUNDINGS, check_folders, check_tried, check_modules)
 
 
 def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Check]]]) -> list[Check]:
