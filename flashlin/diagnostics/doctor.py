@@ -23,7 +23,7 @@ from flashlin.diagnostics.machine import CHECKS, Machine, attempt, check_policy,
 from flashlin.diagnostics.packages import section
 from flashlin.diagnostics.report import Check, Device, OpPlan, Ran, Report
 from flashlin.dispatch import OPS
-from flashlin.guards.problem import advice, dtype_name
+from flashlin.guards.problem import Plan, Problem, advice, dtype_name
 from flashlin.kernels.families import PUBLIC, family_of
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
@@ -49,8 +49,8 @@ def doctor(
             plans for them on the device of its weights. Nothing of it is run or changed.
         run: also run small cases of every op, forward and backward, against the float64 reference, in a child
             process.
-        target: plan for another machine instead: ``"triton=3.2.0,sm=90"`` or a ``Target``. What is installed
-            there is not known.
+        target: plan for another machine instead: ``"H100,triton=3.2.0"``, ``"t4,torch=2.6"`` or a ``Target``.
+            What is installed there beside torch and Triton is not known.
         op: only this op, and no packages.
 
     Raises ValueError for an unknown op or target, for ``run`` with a target, or for a model that is none.
@@ -153,6 +153,51 @@ def _merged(rows: list[OpPlan]) -> tuple[OpPlan, ...]:
     return tuple(row.model_copy(update={"where": ", ".join(devices)}) for row, devices in where.items())
 
 
+def plan(
+    problem: Problem | str,
+    target: str | Target | None = None,
+    policy: Policy | None = None,
+    *,
+    B: int = 1,
+    T: int | None = None,
+    H: int | None = None,
+    K: int | None = None,
+    V: int | None = None,
+    N: int | None = None,
+    dtype: str | torch.dtype = "bfloat16",
+    varlen: bool = False,
+    needs_grad: bool = True,
+    mode: str | None = None,
+) -> Plan:
+    """How one call would run, as a value: ``dispatch.plan`` of a Problem, or of an op with the words of
+    ``explain``.
+
+    Args:
+        problem: a Problem, which says all about the call, or a public op; then the rest is as in ``explain``.
+        target: a machine as for ``doctor``; None is this one (its first GPU, or its CPU).
+        policy: None is the one in force for an op, and the defaults for a Problem.
+
+    Raises ValueError as ``explain`` does, and TypeError for a Problem with sizes beside it, RuntimeError
+    where this machine cannot be asked. A call that is refused is a Plan, too: ``Plan.refused``.
+    """
+    if isinstance(problem, Problem):
+        beside = [name for name, given, usual in (
+            ("B", B, 1), ("T", T, None), ("H", H, None), ("K", K, None), ("V", V, None), ("N", N, None),
+            ("dtype", dtype, "bfloat16"), ("varlen", varlen, False), ("needs_grad", needs_grad, True),
+            ("mode", mode, None)) if given != usual]
+        if beside:
+            raise TypeError(f"{beside[0]}: got it beside a Problem, which has its own; need the name of an op")
+        return dispatch.plan(problem, _machine_of(target), Policy() if policy is None else policy)
+    op = calls.known(problem)
+    own = OPS[op][1]
+    modes = ("auto", "chunk", "fused_recurrent") if own == "auto" else (own,)
+    if mode is not None and mode not in modes:
+        raise ValueError(f"mode: got {mode!r}, need {' or '.join(map(repr, modes))} for {op}")
+    asked = calls.problem_of(op, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype_name(dtype), varlen=varlen,
+                             needs_grad=needs_grad, mode=mode or own)
+    return dispatch.plan(asked, _machine_of(target), in_force() if policy is None else policy)
+
+
 def explain(
     op: str,
     *,
@@ -187,39 +232,34 @@ def explain(
     Raises ValueError for an unknown op, dtype, mode or target, or sizes that the op cannot have, RuntimeError
     where this machine cannot be asked.
     """
-    op = calls.known(op)
-    own = OPS[op][1]
-    modes = ("auto", "chunk", "fused_recurrent") if own == "auto" else (own,)
-    if mode is not None and mode not in modes:
-        raise ValueError(f"mode: got {mode!r}, need {' or '.join(map(repr, modes))} for {op}")
-    problem = calls.problem_of(op, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype_name(dtype), varlen=varlen,
-                               needs_grad=needs_grad, mode=mode or own)
     policy = in_force() if policy is None else policy
-    plan = dispatch.plan(problem, _machine_of(target), policy)
+    made = plan(op, target, policy, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype, varlen=varlen,
+                needs_grad=needs_grad, mode=mode)
+    op = made.asked.op
     axes = ", ".join(f"{axis} {what}" for axis, what in family_of(op).axes.items())
-    lines = [str(plan), "", *([f"Sizes: {axes}."] if axes else [])]
+    lines = [str(made), "", *([f"Sizes: {axes}."] if axes else [])]
     ignored = ", ".join(sorted(policy.ignore)) or "nothing"
     lines.append(f"Policy {policy.policy}, path {policy.path}, ignoring {ignored}.")
-    for reason, remedy in plan.steps:
+    for reason, remedy in made.steps:
         how = ("the usual way" if not reason.forced else "exact" if VARIANTS[remedy].exact
                else "other arithmetic: equal up to rounding, another speed")
         lines.append(f"{reason.code}: {'needs' if reason.forced else 'takes'} {reason.need}; so it "
                      f"{VARIANTS[remedy].means} ({how}).")
-    if plan.refused:
-        lines.append(f"It cannot run. {advice(plan)}.")
+    if made.refused:
+        lines.append(f"It cannot run. {advice(made)}.")
     lines += [f"It may be wrong: {issue.id}, whose check is switched off."
-              for issue in outlook.unguarded(plan)]
+              for issue in outlook.unguarded(made)]
     with_gradients = PUBLIC[op].in_place
     if needs_grad and with_gradients:
         lines.append(f"That is a call without gradients; one with them is {with_gradients}, and copies the "
                      "state.")
-    if not plan.refused:
-        starts = (f": {len(plan.launches)} launches{', backward included' if problem.needs_grad else ''}"
-                  if plan.launches else "")
+    if not made.refused:
+        starts = (f": {len(made.launches)} launches{', backward included' if made.asked.needs_grad else ''}"
+                  if made.launches else "")
         lines.append(
-            f"It runs on the path {outlook.way(plan)}{starts}. Evidence: {outlook.evidence([plan])}.")
-    if outlook.cost(plan):
-        lines.append(f"Its cost: {outlook.cost(plan)}.")
+            f"It runs on the path {outlook.way(made)}{starts}. Evidence: {outlook.evidence([made])}.")
+    if outlook.cost(made):
+        lines.append(f"Its cost: {outlook.cost(made)}.")
     return "\n".join(lines)
 
 
@@ -230,5 +270,5 @@ def _machine_of(target: str | Target | None) -> Target:
     if not machine.targets:
         why = machine.torch_error or "; ".join(f"{name}: {error}" for name, error in machine.lost.items())
         raise RuntimeError(f"target: this machine cannot be asked ({why}); name one, for example "
-                           "triton=3.2.0,sm=90")
+                           "H100,triton=3.2.0")
     return next(iter(machine.targets.values()))

@@ -344,7 +344,7 @@ class Report(Facts):
         yield from [first[0].replace(self.grade, _painted(self.grade, self.grade, colour), 1), *first[1:], ""]
         for device in self.devices:
             yield from _wrapped(str(device), "  ", "    ")
-        yield from self._ops(colour)
+        yield from ["", *self._ops(colour)]
         for title, entries in self._entries():
             told = [(status, text) for status, text in entries if status != "ok"]
             if title == "Checks" or told:
@@ -367,20 +367,24 @@ class Report(Facts):
         """Ops grouped by what their calls take and why, worst first."""
         if not self.plans:
             return
-        groups: dict[tuple[Status, str, str], list[str]] = {}
+        groups: dict[tuple[Status, str, str], list[OpPlan]] = {}
         for plan in self.plans:
-            groups.setdefault((plan.verdict, plan.way, plan.because), []).append(plan.op)
-        ordered = sorted(groups.items(), key=lambda group: (STATUSES.index(group[0][0]), -len(group[1])))
+            groups.setdefault((plan.verdict, plan.way, plan.because), []).append(plan)
+        ordered = sorted(groups.items(), key=lambda group: (
+            STATUSES.index(group[0][0]), [*PRICES, group[0][1]].index(group[0][1]), -len(group[1])))
         yield f"Ops, by the worst of their calls ({', '.join(USES)}):"
-        for (status, way, because), ops in ordered[:SHOWN]:
-            ops = list(dict.fromkeys(ops))
-            why = f": {because}" if because and status != "ok" else ""
+        for (status, way, because), plans in ordered[:SHOWN]:
+            ops = list(dict.fromkeys(plan.op for plan in plans))
+            effect = next((f" ({issue.effect})" for issue in self.issues if issue.id == because), "")
+            why = f": {because}{effect}" if because and status != "ok" else ""
             [line, *rest] = _wrapped(f"{len(ops)}  {way}{why}", "  ", "    ")
             yield from [line.replace(way, _painted(way, status, colour), 1), *rest]
             if len(ordered) > 1 and len(ops) <= len(self.plans) // 2:
                 yield from _wrapped(", ".join(ops), "    ", "    ", lines=1)
+            worst = plans[0].cost.rpartition("; ")[2]  # costs stand in the order of the remedies
+            yield from _wrapped(f"cost: {worst}", "    ", "    ") if worst else ()
         if len(ordered) > SHOWN:
-            yield f"  {sum(len(ops) for _, ops in ordered[SHOWN:])}  in other ways"
+            yield f"  {sum(len(plans) for _, plans in ordered[SHOWN:])}  in other ways"
 
     def _entries(self) -> Iterator[tuple[str, list[tuple[Status, str]]]]:
         """(title, [(status, text)]) of everything but the ops."""
