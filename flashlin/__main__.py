@@ -22,13 +22,14 @@ ABOUT = """Linear attention that runs on every Triton, GPU and dtype, and otherw
   flashlin warmup     compile and try what this machine will need, before the first real call does
   flashlin --version  of flashlin, torch and Triton, in one line
 """
-DOCTOR = """Says first whether everything works, then what this machine is, what calls of the ops take on it (the plans that calls would really
-follow), what is wrong, and last the one command that repairs or improves it. --verbose has a line for every op, check and known issue.
+DOCTOR = """Says first whether everything works, then what this machine is, what calls of the ops take on it (the plans
+that calls would really follow), what is wrong, and last the one command that repairs or improves it.
 Offline and read-only (--run compiles kernels, and Triton caches them). Works with torch or Triton broken or missing.
 Then what fla, transformers, mamba_ssm, causal_conv1d and kernels are here, as far as they are installed: each is imported in a child process,
 all at the same time, for 60 seconds at most. With --op and --target they are left out.
 
-The first word is the verdict: ok; degraded (every op runs, but the GPU is not used, or at a price); broken. What is listed is
+The first word is the verdict: ok, degraded (every op runs, but the GPU is not used, or at a price), or broken.
+What is listed is
 
   ok               the usual way
   worked around    something stood in the way, and the way around it costs nothing worth telling
@@ -37,8 +38,8 @@ The first word is the verdict: ok; degraded (every op runs, but the GPU is not u
   problem          does not run, or may be wrong
   could not check  nobody knows
 
-Exit code: 0 if every op runs and nothing is known to be wrong (ok, degraded), 1 if not (broken, and with --fail-on degraded also degraded), 2 for
-a mistake in the arguments.
+Exit code: 0 if every op runs and nothing is known to be wrong (ok, degraded), 1 if not (broken, and with
+--fail-on degraded also degraded), 2 for a mistake in the arguments.
 """
 DOCTOR_EXAMPLES = """examples:
   flashlin doctor                                   this machine
@@ -80,8 +81,8 @@ WARMUP_EXAMPLES = """examples:
   flashlin warmup --op chunk_gated_delta_rule --dtype bf16 --dtype fp32 --head-dim 256
   flashlin warmup --forget --op chunk_gated_delta_rule                  take back what was found of its kernels here
 """
-TARGET = ("plan for another machine: a card by its name or sm, and key=value pairs out of triton, torch, ptxas, "
-          "shared, sms, name, backend; e.g. H100,triton=3.2.0 or t4,torch=2.6")
+TARGET = ("plan for another machine: a card by its name or sm, and key=value pairs out of triton, torch, "
+          "ptxas, shared, sms, name, backend; e.g. H100,triton=3.2.0 or t4,torch=2.6")
 
 
 class Parser(argparse.ArgumentParser):

@@ -24,9 +24,10 @@ from flashlin.diagnostics.driver import Seen
 from flashlin.diagnostics.machine import CHECKS, Machine, checkup
 from flashlin.diagnostics.report import Report
 from flashlin.dispatch import OPS
+from flashlin.guards.family import USES
 from flashlin.kernels.families import PUBLIC
 from flashlin.policy import Policy
-from tests import hostile
+from tests import hostile, test_readme
 from tests.machines import BROKEN, H200, NO_TORCH, check, installed, made, package, read, run
 
 pytestmark = pytest.mark.usefixtures("default_settings", "gpu_surroundings")
@@ -278,6 +279,16 @@ def test_another_machine_is_planned_for(target: str, path: str, verdict: str) ->
     assert (row(target).path, row(target).verdict) == (path, verdict)
 
 
+@pytest.mark.parametrize("target", ["T4,triton=3.2.0", "H100,triton=3.2.0", "B200,triton=3.7.1", "V100,triton=3.3.1"])
+def test_doctor_and_the_table_of_the_readme_agree_where_they_count_the_same_calls(target: str) -> None:
+    # doctor counts heads of 256, packed rows and decoding, too: the worst of them is its line
+    planned = outlook.typical("chunk_simple_gla", parse(target), Policy())
+    for dtype in test_readme.DTYPES:
+        told = test_readme.outcome(flashlin.plan(test_readme.TRAINING._replace(dtype=dtype), target))
+        assert test_readme.outcome(planned[outlook.Kind(dtype, "training", True)]) == told
+    assert ", ".join(USES) in flashlin.doctor(target=target).text()
+
+
 def test_calls_of_a_dtype_that_go_different_ways_are_told_apart() -> None:
     assert row("triton=3.7.1,sm=100",
                "fused_recurrent_simple_gla").path == "triton with 2 warps (with gradients), else triton"
@@ -325,7 +336,8 @@ def test_a_machine_of_different_cards_has_a_line_for_each_only_where_they_differ
     assert where == [("cuda:0", "ok"), ("cuda:1, cuda:2", "degraded")]
     assert [row.where for row in found.plans if row.op == "rms_norm"] == ["cuda:0, cuda:1, cuda:2"]
     assert [device.where for device in found.devices] == ["cuda:0", "cuda:1, cuda:2"]
-    assert "cuda:1, cuda:2" in found.text() and "cuda:1, cuda:2" in found.text(verbose=True) and "| cuda:1, cuda:2 |" in found.markdown()
+    assert all("cuda:1, cuda:2" in text for text in (found.text(), found.text(verbose=True)))
+    assert "| cuda:1, cuda:2 |" in found.markdown()
 
 
 def test_each_gpu_is_asked_and_one_that_fails_is_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 After a change of it: ``python -m tests.test_doctor_text --write``, and look at the difference.
 """
+
 from __future__ import annotations
 
 import io
@@ -19,15 +20,27 @@ from tests.simulated import World
 
 pytestmark = pytest.mark.usefixtures("default_settings")
 FOLDER = Path(__file__).parent / "texts"
-MACHINES = {"laptop": World(torch="2.13.0+cpu", triton="3.7.1", driver=""),
-            "t4-3.2.0": World(("T4",), "2.6.0", "3.2.0", driver="550.54"),
-            "h100-3.2.0": World(("H100",), "2.6.0", "3.2.0", driver="550.54"),
-            "h200-3.6.0": World(("H200",), "2.11.0", "3.6.0"),
-            "h100-broken": World(("H100",), "2.10.0", "3.6.0", triton_error="import fails: ImportError: libz3.so",
-                                 mode="Exclusive_Process")}
+MACHINES = {
+    "laptop": World(torch="2.13.0+cpu", triton="3.7.1", driver=""),
+    "t4-3.2.0": World(("T4",), "2.6.0", "3.2.0", driver="550.54"),
+    "h100-3.2.0": World(("H100",), "2.6.0", "3.2.0", driver="550.54"),
+    "h200-3.6.0": World(("H200",), "2.11.0", "3.6.0"),
+    "h100-broken": World(
+        ("H100",),
+        "2.10.0",
+        "3.6.0",
+        triton_error="import fails: ImportError: libz3.so",
+        mode="Exclusive_Process",
+    ),
+}
 # What depends on nothing but the machine that is simulated.
-CHECKS = (machine.check_torch, machine.check_triton, machine.check_copies, machine.check_driver,
-          surroundings.check_card)
+CHECKS = (
+    machine.check_torch,
+    machine.check_triton,
+    machine.check_copies,
+    machine.check_driver,
+    surroundings.check_card,
+)
 
 
 def report(name: str, monkeypatch: pytest.MonkeyPatch) -> Report:
@@ -59,11 +72,20 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("out", "variables", "colour"), [
-    (Terminal(), {}, True), (io.StringIO(), {}, False), (None, {}, False), (Terminal(), {"NO_COLOR": "1"}, False),
-    (Terminal(), {"NO_COLOR": ""}, True), (Terminal(), {"TERM": "dumb"}, False)])
-def test_colour_is_for_terminals_whose_owner_wants_it(out: io.StringIO | None, variables: dict[str, str],
-                                                      colour: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("out", "variables", "colour"),
+    [
+        (Terminal(), {}, True),
+        (io.StringIO(), {}, False),
+        (None, {}, False),
+        (Terminal(), {"NO_COLOR": "1"}, False),
+        (Terminal(), {"NO_COLOR": ""}, True),
+        (Terminal(), {"TERM": "dumb"}, False),
+    ],
+)
+def test_colour_is_for_terminals_whose_owner_wants_it(
+    out: io.StringIO | None, variables: dict[str, str], colour: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     for name, value in variables.items():

@@ -1,4 +1,5 @@
 """tools/first_aid.py: what it says where flashlin cannot be imported, and that it needs nothing itself."""
+
 from __future__ import annotations
 
 import ast
@@ -14,15 +15,29 @@ SCRIPT = ROOT / "tools" / "first_aid.py"
 
 def aid(*path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     search = os.pathsep.join(map(str, path))
-    return subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=300, check=False,
-                          env={**CLEAN, "PYTHONPATH": search, **environment}, cwd="/")
+    return subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**CLEAN, "PYTHONPATH": search, **environment},
+        cwd="/",
+    )
 
 
 def test_it_imports_nothing_but_python() -> None:
-    names = {name.name.partition(".")[0] for node in ast.walk(ast.parse(SCRIPT.read_text()))
-             if isinstance(node, ast.Import) for name in node.names}
-    names |= {str(node.module).partition(".")[0] for node in ast.walk(ast.parse(SCRIPT.read_text()))
-              if isinstance(node, ast.ImportFrom)}
+    names = {
+        name.name.partition(".")[0]
+        for node in ast.walk(ast.parse(SCRIPT.read_text()))
+        if isinstance(node, ast.Import)
+        for name in node.names
+    }
+    names |= {
+        str(node.module).partition(".")[0]
+        for node in ast.walk(ast.parse(SCRIPT.read_text()))
+        if isinstance(node, ast.ImportFrom)
+    }
     assert names <= sys.stdlib_module_names
     ast.parse(SCRIPT.read_text(), feature_version=(3, 8))
 

@@ -35,8 +35,8 @@ print("found", getattr(root, "__version__", "no version"), "from", getattr(root,
 def said(command: list[str], limit: int = 10) -> tuple[int, str]:
     """(exit status, the last that it printed), whatever happens to the command."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              timeout=limit, check=False)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
         return 124, f"no answer in {limit} s"
     except OSError as error:
@@ -54,7 +54,8 @@ def imported(module: str) -> tuple[bool, str]:
 
 def versions() -> Iterator[str]:
     for name in INSTALLED:
-        copies = sorted({(one.version, str(one.locate_file(""))) for one in metadata.distributions(name=name)})
+        copies = sorted({(one.version, str(one.locate_file("")))
+                         for one in metadata.distributions(name=name)})
         for version, folder in copies:
             yield f"{name} {version} in {folder}" + (f"   (one of {len(copies)})" if copies[1:] else "")
 

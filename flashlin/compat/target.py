@@ -226,7 +226,7 @@ def parse(text: str, *, torch_version: str = "") -> Target:
     for key in ("triton", "torch", "ptxas"):
         if pairs.get(key, "none") != "none" and not release(pairs[key]):
             raise ValueError(f"target: got {key}={pairs[key]}, need a version such as "
-                             f"{RELEASES[-1].version if key == 'triton' else '2.6.0'}")
+                             f"{RELEASES[-1].torch[-1] if key == 'torch' else RELEASES[-1].version}")
     for key in ("shared", "sms"):
         if not pairs.get(key, "1").isdigit():
             raise ValueError(f"target: got {key}={pairs[key]}, need a whole number")

@@ -186,7 +186,8 @@ def plan(
             ("dtype", dtype, "bfloat16"), ("varlen", varlen, False), ("needs_grad", needs_grad, True),
             ("mode", mode, None)) if given != usual]
         if beside:
-            raise TypeError(f"{beside[0]}: got it beside a Problem, which has its own; need the name of an op")
+            raise TypeError(f"{beside[0]}: got it beside a Problem, which has its own; need the name of an "
+                            "op")
         return dispatch.plan(problem, _machine_of(target), Policy() if policy is None else policy)
     op = calls.known(problem)
     own = OPS[op][1]

@@ -190,8 +190,8 @@ def examine() -> Machine:
     driver, failed = attempt(drivers.ask)
     dists, _ = attempt(distributions)
     return Machine(torch, torch_error, triton, triton_error, targets, lost, settings or policy.Policy(),
-                   policy_error, driver or Driver(failed=failed), dists or (), sys.version_info[:2],
-                   attempt(_foreign, dists or ())[0] or "")
+                   policy_error, driver=driver or Driver(failed=failed), dists=dists or (),
+                   python=sys.version_info[:2], foreign=attempt(_foreign, dists or ())[0] or "")
 
 
 def _foreign(dists: tuple[Dist, ...]) -> str:

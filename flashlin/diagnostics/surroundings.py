@@ -1,5 +1,5 @@
-"""Doctor's checks of what Triton needs around it, before it compiles anything: a C compiler, Python's headers,
-libcuda, a cache, variables that mean well, room on the card.
+"""Doctor's checks of what Triton needs around it, before it compiles anything: a C compiler, Python's
+headers, libcuda, a cache, variables that mean well, room on the card.
 
 What Triton does is read off its ``runtime/build.py`` and ``backends/nvidia/driver.py``. A check that cannot
 be made says so (``machine.checkup``): a tool that is missing, forbidden or slow is no verdict.
@@ -49,7 +49,7 @@ VARIABLES = {
     "TRITON_DEFAULT_FP_FUSION": Variable("no multiply-add is fused: slower, and rounded otherwise",
                                          unless=("", "1", "true", "on")),
     "DISABLE_PTXAS_OPT": Variable("ptxas does not optimise: kernels are many times slower"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": Variable("each tensor is allocated by the driver, which waits for the GPU"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": Variable("the driver allocates each tensor, and waits for the GPU"),
     "PYTORCH_JIT": Variable("torch.jit is switched off", "ok", unless=("", "1")),
     "CUDA_VISIBLE_DEVICES": Variable("torch and Triton see these cards only", "ok", unless=())}
 SHOWN = ("TRITON_", "PYTORCH_", "CUDA_", "NVIDIA_VISIBLE_DEVICES", "DISABLE_PTXAS_OPT")
@@ -67,7 +67,8 @@ def check_compiler(machine: Machine) -> Iterator[Check]:
         found = shutil.which(shlex.split(named)[0])
         yield Check(name="C compiler", status="ok" if found else _gravity(machine),
                     fix="" if found else "unset CC",
-                    detail=f"{found}, by CC" if found else f"CC={named} is not there: Triton calls nothing else")
+                    detail=f"{found}, by CC" if found else
+                    f"CC={named} is not there, and Triton calls nothing else")
         return
     found = shutil.which("gcc") or shutil.which("clang")
     yield Check(name="C compiler", status="ok" if found else _gravity(machine),
@@ -77,11 +78,12 @@ def check_compiler(machine: Machine) -> Iterator[Check]:
 
 def check_headers(machine: Machine) -> Iterator[Check]:
     """What the launchers include."""
-    scheme = {"posix_local": "posix_prefix"}.get(sysconfig.get_default_scheme(), sysconfig.get_default_scheme())
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
     there = header.is_file()
-    yield Check(name="Python.h", status="ok" if there else _gravity(machine), fix="" if there else _install(1),
-                detail=str(header) if there else f"{header} is not there, and launchers of kernels include it")
+    yield Check(name="Python.h", status="ok" if there else _gravity(machine),
+                fix="" if there else _install(1),
+                detail=f"{header}{'' if there else ' is not there, and launchers of kernels include it'}")
 
 
 def _install(which: int) -> str:
@@ -97,9 +99,10 @@ def check_libcuda(machine: Machine) -> Iterator[Check]:
     named = os.environ.get("TRITON_LIBCUDA_PATH")
     if named:
         there = (Path(named) / "libcuda.so.1").exists() or (Path(named) / "libcuda.so").exists()
-        yield Check(name="libcuda", status="ok" if there else "problem",
-                    fix="" if there else "unset TRITON_LIBCUDA_PATH",
-                    detail=f"{named}, by TRITON_LIBCUDA_PATH" + ("" if there else ": libcuda.so.1 is not there"))
+        missing = "" if there else ": libcuda.so.1 is not there"
+        yield Check(name="libcuda", status="problem" if missing else "ok",
+                    fix="unset TRITON_LIBCUDA_PATH" if missing else "",
+                    detail=f"{named}, by TRITON_LIBCUDA_PATH{missing}")
         return
     said = subprocess.run([LDCONFIG, "-p"], capture_output=True, text=True, errors="replace", timeout=LIMIT,
                           check=False)
@@ -117,7 +120,8 @@ def check_libcuda(machine: Machine) -> Iterator[Check]:
            else f"{', '.join(folders)}: a stub, which is for linking only" if any(
                "stubs" in Path(folder).parts for folder in folders)
            else f"{', '.join(folders)}: ldconfig names a file that is not there")
-    yield Check(name="libcuda", status="problem", detail=f"{why}{f'; the library is in {where}' if where else ''}",
+    yield Check(name="libcuda", status="problem",
+                detail=f"{why}{f'; the library is in {where}' if where else ''}",
                 fix=f"export TRITON_LIBCUDA_PATH={shlex.quote(where)}" if where else "")
 
 
@@ -160,8 +164,10 @@ def check_variables(machine: Machine) -> Iterator[Check]:
                 "none of Triton's, torch's or CUDA's is set")
     for name, one in VARIABLES.items():
         value = os.environ.get(name)
-        if value is not None and value.lower() not in one.unless and (one.status == "ok" or machine.known_cards):
-            yield Check(name="variables", status=one.status, fix="" if one.status == "ok" else f"unset {name}",
+        matters = one.status == "ok" or machine.known_cards
+        if value is not None and value.lower() not in one.unless and matters:
+            yield Check(name="variables", status=one.status,
+                        fix="" if one.status == "ok" else f"unset {name}",
                         detail=f"{name}={value}: {one.effect}")
 
 
@@ -177,8 +183,8 @@ def check_card(machine: Machine) -> Iterator[Check]:
                         detail=f"GPU {index} ({card.name}) is closed to programs: compute mode Prohibited")
         elif card.mode.startswith("Exclusive"):
             yield Check(name="compute mode", status="could not check",
-                        detail=f"GPU {index} ({card.name}) lets in one process at a time ({card.mode}): flashlin "
-                               "warmup and doctor --run start others")
+                        detail=f"GPU {index} ({card.name}) lets in one process at a time ({card.mode}): "
+                               "flashlin warmup and doctor --run start others")
 
 
 SURROUNDINGS = (check_compiler, check_headers, check_libcuda, check_cache, check_variables, check_card)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flashlin.compat import target as machine
+from flashlin.compat.releases import RELEASES
 from flashlin.compat.target import (
     CARDS,
     SHARED_PER_BLOCK,
@@ -96,7 +97,7 @@ def test_a_torch_brings_the_triton_that_it_was_made_with(text: str, triton: str)
     ("sm=95", "120, 121; did you mean 90?"), ("sm=ninety", "got sm=ninety, need the compute capability"),
     ("sm=9.0", "110, 120, 121; did you mean 90?"),
     ("H100,triton=latest", "got triton=latest, need a version "),
-    ("H100,torch=stable", "got torch=stable, need a version such as 2.6.0"),
+    ("H100,torch=stable", f"got torch=stable, need a version such as {RELEASES[-1].torch[-1]}"),
     ("H100,sms=many", "got sms=many, need a whole number"),
     ("backend=cud", "got backend=cud, need cuda, hip, interpreter or cpu")])
 def test_what_cannot_be_parsed_is_an_error_that_says_what_is_needed(text: str, message: str) -> None:
