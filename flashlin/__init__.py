@@ -15,9 +15,8 @@ from flashlin.compat.lazy import attach
 __version__ = "0.1.0"
 
 _BESIDE_OPS_AND_MODULES = {
-    "flashlin.diagnostics.doctor": ("doctor", "explain"),
+    "flashlin.diagnostics.doctor": ("doctor", "explain", "plan"),
     "flashlin.diagnostics.why": ("why",),
-    "flashlin.dispatch": ("plan",),
     "flashlin.policy": ("settings", "Policy"),
     "flashlin.compat.target": ("Target",),
     "flashlin.guards.problem": ("Problem", "UnsupportedError"),

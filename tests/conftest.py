@@ -15,6 +15,7 @@ import flashlin
 from flashlin import dispatch, policy
 from flashlin.compat import launch as door
 from flashlin.compat import target as machine
+from flashlin.diagnostics import surroundings
 from flashlin.guards import limits, proven, verdicts
 from flashlin.ops._common import planned
 from flashlin.testing.compile import Compiler, Job, Result
@@ -72,6 +73,16 @@ def default_settings(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None])
         if name.startswith(("FLASHLIN_", "TRITON_")):
             monkeypatch.delenv(name)
     fresh()
+
+
+@pytest.fixture
+def gpu_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a machine with a GPU has around Triton, for tests that simulate the rest of it."""
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "libcuda.so.1").touch()
+    (folder / "ldconfig").write_text(f"#!/bin/sh\necho 'libcuda.so.1 (libc6) => {folder}/libcuda.so.1'\n")
+    (folder / "ldconfig").chmod(0o755)
+    monkeypatch.setattr(surroundings, "LDCONFIG", str(folder / "ldconfig"))
 
 
 @pytest.fixture
