@@ -1,6 +1,6 @@
 """What benchmarks/compare.py has measured, as a table in markdown and a plot in SVG, both for the README.
 
-``python tests/test_readme.py --write`` puts them there.
+``python -m tests.test_readme --write`` puts them there.
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The README tells the truth: its generated parts are what flashlin answers today, its Python runs, its
 settings exist.
 
-After a change of what the planner decides: ``python tests/test_readme.py --write``, and look at the
+After a change of what the planner decides: ``python -m tests.test_readme --write``, and look at the
 difference.
 """
 from __future__ import annotations
@@ -171,12 +171,12 @@ def between_markers(name: str) -> re.Pattern[str]:
 def test_generated_part_is_current(name: str) -> None:
     found = between_markers(name).search(README.read_text())
     assert found, f"README.md has lost the markers of {name!r}"
-    assert found[2] == GENERATED[name](), "run: python tests/test_readme.py --write"
+    assert found[2] == GENERATED[name](), "run: python -m tests.test_readme --write"
 
 
 def test_the_plot_is_current() -> None:
     assert (report.PLOT.read_text() if report.PLOT.exists() else "") == drawn(), (
-        "run: python tests/test_readme.py --write")
+        "run: python -m tests.test_readme --write")
 
 
 def test_every_setting_and_choice_is_described() -> None:
