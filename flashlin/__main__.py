@@ -152,6 +152,8 @@ def parser() -> argparse.ArgumentParser:
                          help="bfloat16 (default), float16, float32, float64, or bf16, fp16, fp32")
     explain.add_argument("--varlen", action="store_true", help="packed sequences (cu_seqlens)")
     explain.add_argument("--no-grad", dest="needs_grad", action="store_false", help="without gradients")
+    explain.add_argument("--ranks", type=int, default=1,
+                         help="ranks that share each sequence, T tokens on each (process_group)")
     explain.add_argument("--mode", help="auto, chunk or fused_recurrent, for an op that has the choice")
     program = commands.add_parser("run", help="run a program with flashlin in the packages that it uses",
                                   description=RUN, epilog=RUN_EXAMPLES, formatter_class=plain)

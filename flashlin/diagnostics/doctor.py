@@ -168,6 +168,7 @@ def plan(
     varlen: bool = False,
     needs_grad: bool = True,
     mode: str | None = None,
+    ranks: int = 1,
 ) -> Plan:
     """How one call would run, as a value: ``dispatch.plan`` of a Problem, or of an op with the words of
     ``explain``.
@@ -184,7 +185,7 @@ def plan(
         beside = [name for name, given, usual in (
             ("B", B, 1), ("T", T, None), ("H", H, None), ("K", K, None), ("V", V, None), ("N", N, None),
             ("dtype", dtype, "bfloat16"), ("varlen", varlen, False), ("needs_grad", needs_grad, True),
-            ("mode", mode, None)) if given != usual]
+            ("mode", mode, None), ("ranks", ranks, 1)) if given != usual]
         if beside:
             raise TypeError(f"{beside[0]}: got it beside a Problem, which has its own; need the name of an "
                             "op")
@@ -196,6 +197,11 @@ def plan(
         raise ValueError(f"mode: got {mode!r}, need {' or '.join(map(repr, modes))} for {op}")
     asked = calls.problem_of(op, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype_name(dtype), varlen=varlen,
                              needs_grad=needs_grad, mode=mode or own)
+    if ranks != 1:
+        if ranks < 1 or not PUBLIC[op].takes_ranks:
+            raise ValueError(f"ranks: got {ranks} for {op}, need 1, or more for an op that takes a "
+                             "process_group")
+        asked = asked._replace(ranks=ranks)
     return dispatch.plan(asked, _machine_of(target), in_force() if policy is None else policy)
 
 
@@ -213,6 +219,7 @@ def explain(
     varlen: bool = False,
     needs_grad: bool = True,
     mode: str | None = None,
+    ranks: int = 1,
     policy: Policy | None = None,
 ) -> str:
     """How one call would run, and why: the decision trail of dispatch, then in words.
@@ -228,6 +235,7 @@ def explain(
         N: number of packed sequences, B if None, with varlen: then their B * T tokens are one row.
         dtype: a torch.dtype, its name or a short one, such as ``bf16``. mode: of an op that has the choice
             (``simple_gla``): ``auto``, ``chunk`` or ``fused_recurrent``.
+        ranks: how many share each sequence, of which each has T tokens (``process_group``).
         policy: None is the one in force.
 
     Raises ValueError for an unknown op, dtype, mode or target, or sizes that the op cannot have, RuntimeError
@@ -235,7 +243,7 @@ def explain(
     """
     policy = in_force() if policy is None else policy
     made = plan(op, target, policy, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype, varlen=varlen,
-                needs_grad=needs_grad, mode=mode)
+                needs_grad=needs_grad, mode=mode, ranks=ranks)
     op = made.asked.op
     axes = ", ".join(f"{axis} {what}" for axis, what in family_of(op).axes.items())
     lines = [str(made), "", *([f"Sizes: {axes}."] if axes else [])]

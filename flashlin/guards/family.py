@@ -61,6 +61,11 @@ class Op(NamedTuple):
     in_place: str = ""
     planned_as: str = ""
 
+    @property
+    def takes_ranks(self) -> bool:
+        """Whether ranks may share its sequences (process_group)."""
+        return self.mode == "chunk" and self.name.startswith(("chunk_", "mamba_chunk_"))
+
 
 Recipe = Callable[[Problem, Target], tuple[Launch, ...]]
 

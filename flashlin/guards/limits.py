@@ -35,6 +35,26 @@ MAX_HEAD_DIM = 512
 # Up to here a token-by-token kernel without gradients beats the chunked one: it is one short launch, and a
 # chunk would be mostly padding.
 FEW_TOKENS = 16
+# Options of calls whose ranks cannot have a share of the heads each, whatever their number.
+UNSHARED = {"own_edges": "of packed sequences each knows its own edges alone",
+            "few_qk_heads": "heads of q and k that they do not divide"}
+
+
+def check_ranks(draft: Draft) -> Reason | None:
+    problem = draft.problem
+    if problem.ranks == 1 or problem.over:
+        return None
+    got = f"each sequence on {problem.ranks} ranks, {problem.T} tokens on each"
+    for option, why in UNSHARED.items():
+        if option in problem.options:
+            return Reason("ranks", f"{got}, and {why}", "states carried from rank to rank", ("carry_states",),
+                          forced=False)
+    if problem.H % problem.ranks:
+        return Reason("ranks", f"{got}, and {problem.H} heads, which {problem.ranks} does not divide",
+                      "states carried from rank to rank", ("carry_states",), forced=False)
+    return Reason("ranks", f"{got}, and {problem.H} heads, which {problem.ranks} divides",
+                  f"whole sequences of {problem.H // problem.ranks} heads on each", ("share_heads",),
+                  forced=False)
 
 
 def check_path(draft: Draft) -> Reason | None:
@@ -167,5 +187,5 @@ def check_launch_table(draft: Draft) -> Reason | None:
 
 
 CHECKS: tuple[Check, ...] = (
-    check_path, check_backend, check_mode, check_dtype, check_head_dim, check_family, check_grid,
+    check_ranks, check_path, check_backend, check_mode, check_dtype, check_head_dim, check_family, check_grid,
     check_offsets, check_shared, check_known_issues, check_launch_table)

@@ -30,8 +30,9 @@ class Problem(NamedTuple):
     torch's name without ``torch.``. options: names of the optional tensors and flags in use, sorted. Remedies
     rewrite mode and the fields from path to avoid. avoid: facts of a tile (``TILE_FACTS``): recipes pass over
     candidates that have one. invariant: nothing may depend on how many sequences there are, or how long they
-    are. given: set where the kernel is a user's own (``shield``); then B and N are its
-    batch, and T, H, K, V say nothing.
+    are. given: set where the kernel is a user's own (``shield``); then B and N are its batch, and T, H, K, V
+    say nothing. ranks: how many share each sequence, of which each has T tokens; over: what they divide
+    between them, ``heads`` or ``tokens``, and ``""`` until the plan decides.
     """
     op: str
     family: str
@@ -53,6 +54,8 @@ class Problem(NamedTuple):
     avoid: frozenset[str] = frozenset()
     given: Given | None = None
     invariant: bool = False
+    ranks: int = 1
+    over: str = ""
 
     def __str__(self) -> str:
         if self.given is not None:
@@ -64,7 +67,8 @@ class Problem(NamedTuple):
         mode = [f"mode={self.mode}"] if self.mode else []
         sizes = f"B={self.B} T={self.T} H={self.H} K={self.K} V={self.V}"
         number = [f"N={self.N}"] if self.N != self.B else []
-        return " ".join([sizes, *number, self.dtype, *self.options, *flags, *mode, f"path={self.path}"])
+        ranks = [f"ranks={self.ranks}"] * (self.ranks > 1) + [f"over={self.over}"] * bool(self.over)
+        return " ".join([sizes, *number, self.dtype, *self.options, *flags, *mode, *ranks, f"path={self.path}"])
 
 
 class Launch(NamedTuple):

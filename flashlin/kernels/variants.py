@@ -49,6 +49,18 @@ def other_tile(problem: Problem, target: Target, reason: Reason) -> Problem | No
     return problem._replace(avoid=problem.avoid | reason.avoid) if reason.avoid - problem.avoid else None
 
 
+def share_heads(problem: Problem, target: Target, reason: Reason) -> Problem | None:
+    """Whole sequences of a share of the heads for each rank."""
+    if problem.over or problem.ranks == 1 or problem.H % problem.ranks:
+        return None
+    return problem._replace(over="heads", T=problem.T * problem.ranks, H=problem.H // problem.ranks)
+
+
+def carry_states(problem: Problem, target: Target, reason: Reason) -> Problem | None:
+    """Ranks keep their tokens, and exchange states."""
+    return problem._replace(over="tokens") if problem.ranks > 1 and not problem.over else None
+
+
 def torch_path(problem: Problem, target: Target, reason: Reason) -> Problem | None:
     """A user's own kernel has none."""
     return problem._replace(path="torch") if problem.path != "torch" and problem.given is None else None
@@ -74,6 +86,8 @@ VARIANTS: dict[str, Variant] = {
     "chunk_mode": Variant(chunk_mode, True, "runs chunk by chunk"),
     "recurrent_mode": Variant(recurrent_mode, True, "runs token by token"),
     "other_tile": Variant(other_tile, True, "runs with another tile"),
+    "share_heads": Variant(share_heads, True, "gives each rank a share of the heads, by an all-to-all"),
+    "carry_states": Variant(carry_states, True, "carries states from rank to rank"),
     "via_fp32": Variant(via_fp32, False, "runs on fp32 copies", "via fp32", 2,
                         "a cast there and one back, twice the memory for each 16-bit tensor, no tensor cores "
                         "in its products"),
