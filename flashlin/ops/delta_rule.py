@@ -28,6 +28,9 @@ def chunk_delta_rule(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     chunk_size: int = 64,
+    *,
+    cp_context: Any = None,
+    process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The delta rule, chunk by chunk. Drop-in for ``fla.ops.delta_rule.chunk_delta_rule``.
@@ -49,6 +52,7 @@ def chunk_delta_rule(
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
         chunk_size: 16, 32 or 64, accepted for compatibility; the launch table chooses the chunk, which never
             changes the result beyond rounding.
+        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64
@@ -65,7 +69,8 @@ def chunk_delta_rule(
     op = "chunk_delta_rule"
     no_unknown(op, unknown)
     scalars.choice("chunk_size", chunk_size, CHUNK_SIZES)
-    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      cp_context=cp_context, process_group=process_group)
     return delta.run(request, q, k, v, beta, l2=use_qk_l2norm_in_kernel)
 
 

@@ -42,6 +42,8 @@ def chunk_dplr_delta_rule(
     disable_recompute: bool = False,
     cp_context: Any = None,
     lower_bound: float | None = None,
+    *,
+    process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The DPLR delta rule, chunk by chunk. Drop-in for
@@ -65,7 +67,7 @@ def chunk_dplr_delta_rule(
         chunk_size: None, 16, 32 or 64, accepted for compatibility; the launch table chooses the chunk, which
             never changes the result beyond rounding. disable_recompute: accepted for compatibility: backward
             always recomputes.
-        cp_context: must be None: there is no context parallelism.
+        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
 
     Returns:
         o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in float32 (float64 for float64
@@ -81,8 +83,9 @@ def chunk_dplr_delta_rule(
     """
     op = "chunk_dplr_delta_rule"
     no_unknown(op, unknown)
-    check_options(chunk_size, (None, *CHUNK_SIZES), cp_context, lower_bound)
-    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      cp_context=cp_context, process_group=process_group)
     return chunked.run(FAMILY, request, (q, k, v, gk, a, b, None), called={"g": "gk", "a": "a", "b": "b"})
 
 

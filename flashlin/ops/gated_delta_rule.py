@@ -40,6 +40,7 @@ def chunk_gated_delta_rule(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
+    process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule, chunk by chunk. Drop-in for ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``.
@@ -63,10 +64,16 @@ def chunk_gated_delta_rule(
             1]. Empty ones are fine.
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
         chunk_indices: accepted for compatibility; nothing here needs a table of chunks.
-        cp_context: must be None: there is no context parallelism.
         chunk_size: 16, 32 or 64, accepted for compatibility; the launch table chooses the chunk, which never
             changes the result beyond rounding.
         transpose_state_layout: old name of state_v_first.
+        process_group: a group of torch.distributed whose ranks share the sequences: each has its part of T, all
+            of one length, in the ranks' order, and all make the same calls. cu_seqlens (which is read on the
+            host: cu_seqlens_cpu saves waiting for it) and initial_state are then those of the whole, the same
+            on every rank. Final states, and gradients of what the ranks have in common, are a rank's share:
+            those of all ranks add up. ``flashlin.explain(op, ranks=4)`` tells how it runs.
+        cp_context: the same as ``fla.ops.cp.build_cp_context`` makes it: without states, and with no cu_seqlens
+            beside it.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
@@ -83,7 +90,7 @@ def chunk_gated_delta_rule(
     op = "chunk_gated_delta_rule"
     no_unknown(op, unknown)
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    check_options(chunk_size, CHUNK_SIZES, cp_context)
+    check_options(chunk_size, CHUNK_SIZES)
     if use_gate_in_kernel:
         if A_log is None:
             raise ValueError(f"{op}: A_log: got None, need a tensor [HV] when use_gate_in_kernel is set")
@@ -96,7 +103,8 @@ def chunk_gated_delta_rule(
         check_floats("beta", beta, "[B, T, HV]")
         beta = beta_of_logits(beta, allow_neg_eigval)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
-                      v_first(op, state_v_first, transpose_state_layout))
+                      v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
+                      process_group=process_group)
     return delta.run(request, q, k, v, beta, g, l2=use_qk_l2norm_in_kernel)
 
 

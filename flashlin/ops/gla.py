@@ -19,7 +19,7 @@ from flashlin.ops.simple_gla import v_first
 # RWKV-6 has a bonus u, and with it reads before the update (ops/rwkv6.py).
 FAMILY = Chunked("gla", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "H", "K"), wide=True),
-    "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.run)
+    "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.run, decays=lambda x: x.g.sum(1))
 
 
 def chunk_gla(
@@ -34,6 +34,9 @@ def chunk_gla(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     transpose_state_layout: bool | None = None,
+    *,
+    cp_context: Any = None,
+    process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention, chunk by chunk. Drop-in for ``fla.ops.gla.chunk_gla``.
@@ -52,6 +55,7 @@ def chunk_gla(
             1]. Empty ones are fine.
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
         transpose_state_layout: old name of state_v_first.
+        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
 
     Returns:
         o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in float32 (float64 for float64
@@ -68,7 +72,8 @@ def chunk_gla(
     op = "chunk_gla"
     no_unknown(op, unknown)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
-                      v_first(op, state_v_first, transpose_state_layout))
+                      v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
+                      process_group=process_group)
     return chunked.run(FAMILY, request, (q, k, v, g, None))
 
 

@@ -35,6 +35,8 @@ def chunk_iplr_delta_rule(
     cu_seqlens_cpu: Tensor | None = None,
     *,
     chunk_size: int | None = None,
+    cp_context: Any = None,
+    process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The IPLR delta rule, chunk by chunk. Drop-in for
@@ -51,7 +53,8 @@ def chunk_iplr_delta_rule(
     check_qkv(q, k, v)
     scalars.choice("chunk_size", chunk_size, (None, *CHUNK_SIZES))
     g = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      cp_context=cp_context, process_group=process_group)
     return chunked.run(FAMILY, request, (q, k, v, g, a, b, None), called=CALLED)
 
 

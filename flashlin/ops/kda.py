@@ -53,6 +53,7 @@ def chunk_kda(
     use_graph: bool = False,
     max_num_seqs: int | None = None,
     transpose_state_layout: bool | None = None,
+    process_group: Any = None,
     **unknown: Any,
 ) -> Any:
     """Kimi Delta Attention, chunk by chunk. Drop-in for ``fla.ops.kda.chunk_kda``.
@@ -81,12 +82,12 @@ def chunk_kda(
         cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
             1]. Empty ones are fine.
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        cp_context: must be None: there is no context parallelism.
         chunk_size: 32 or 64, accepted for compatibility but for return_intermediate_states; the launch table
             chooses the chunk, which never changes the result beyond rounding.
         disable_recompute, use_graph, max_num_seqs: accepted for compatibility: backward always recomputes,
             and any call can be captured.
         transpose_state_layout: old name of state_v_first.
+        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
@@ -107,14 +108,15 @@ def chunk_kda(
     scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, safe_gate=safe_gate,
                   return_intermediate_states=return_intermediate_states)
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    check_options(chunk_size, CHUNK_SIZES, cp_context, lower_bound)
+    check_options(chunk_size, CHUNK_SIZES, lower_bound)
     if safe_gate and use_gate_in_kernel and (lower_bound is None or lower_bound < -5):
         raise ValueError(f"lower_bound: got {lower_bound}, need -5 <= lower_bound < 0 with safe_gate and "
                          "use_gate_in_kernel")
     if return_intermediate_states and not torch.is_inference_mode_enabled():
         raise ValueError("return_intermediate_states: got True, need torch.inference_mode() around it")
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
-                      v_first(op, state_v_first, transpose_state_layout))
+                      v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
+                      process_group=process_group)
     check_qkv(q, k, v, grouped=True)
     if use_gate_in_kernel:
         A_log, dt_bias = gate_parameters(g, A_log, dt_bias)

@@ -29,13 +29,17 @@ def chunk_lightning_attn(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     chunk_size: int = 64,
+    *,
+    cp_context: Any = None,
+    process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention, chunk by chunk. Drop-in for ``fla.ops.lightning_attn.chunk_lightning_attn``; the
     rest as ``chunk_simple_gla``."""
     no_unknown("chunk_lightning_attn", unknown)
     request = Request("chunk_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
-                      cu_seqlens_cpu)
+                      cu_seqlens_cpu,
+                      cp_context=cp_context, process_group=process_group)
     return family.run(request, q, k, v, g_gamma=_gamma(q, layer_idx, num_layers), chunk_size=chunk_size)
 
 

@@ -30,6 +30,9 @@ def chunk_linear_attn(
     output_final_state: bool = False,
     normalize: bool = True,
     cu_seqlens: Tensor | None = None,
+    *,
+    cp_context: Any = None,
+    process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, State | None]:
     """Linear attention, chunk by chunk. Drop-in for ``fla.ops.linear_attn.chunk_linear_attn``.
@@ -39,7 +42,8 @@ def chunk_linear_attn(
     state is None unless asked for.
     """
     no_unknown("chunk_linear_attn", unknown)
-    request = Request("chunk_linear_attn", scale, None, output_final_state, cu_seqlens)
+    request = Request("chunk_linear_attn", scale, None, output_final_state, cu_seqlens, cp_context=cp_context,
+                      process_group=process_group)
     return _run(request, q, k, v, initial_state, normalize)
 
 

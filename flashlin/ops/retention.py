@@ -25,12 +25,16 @@ def chunk_retention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     chunk_size: int = 64,
+    *,
+    cp_context: Any = None,
+    process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Retention, chunk by chunk. Drop-in for ``fla.ops.retention.chunk_retention``; arguments as
     ``chunk_simple_gla``, without gates."""
     no_unknown("chunk_retention", unknown)
-    request = Request("chunk_retention", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    request = Request("chunk_retention", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      cp_context=cp_context, process_group=process_group)
     return family.run(request, q, k, v, g_gamma=_gamma(q), chunk_size=chunk_size)
 
 

@@ -30,6 +30,9 @@ def chunk_rwkv6(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     chunk_size: int = 64,
+    *,
+    cp_context: Any = None,
+    process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-6, chunk by chunk. Drop-in for ``fla.ops.rwkv6.chunk_rwkv6``.
@@ -49,6 +52,7 @@ def chunk_rwkv6(
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
         chunk_size: accepted for compatibility (a power of two, 16 or more); the launch table chooses the
             chunk, which never changes the result beyond rounding.
+        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
 
     Returns:
         o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in float32 (float64 for float64
@@ -65,7 +69,8 @@ def chunk_rwkv6(
     op = "chunk_rwkv6"
     no_unknown(op, unknown)
     check_chunk_size(chunk_size)
-    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      cp_context=cp_context, process_group=process_group)
     return chunked.run(FAMILY, request, (r, k, v, w, u), called={"q": "r", "g": "w", "u": "u"})
 
 

@@ -34,6 +34,8 @@ def chunk_rwkv7(
     disable_recompute: bool = False,
     cp_context: Any = None,
     lower_bound: float | None = None,
+    *,
+    process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-7, chunk by chunk. Drop-in for ``fla.ops.rwkv7.chunk_rwkv7``.
@@ -47,8 +49,9 @@ def chunk_rwkv7(
     """
     op = "chunk_rwkv7"
     no_unknown(op, unknown)
-    check_options(chunk_size, (None, *CHUNK_SIZES), cp_context, lower_bound)
-    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      cp_context=cp_context, process_group=process_group)
     return chunked.run(FAMILY, request, (r, k, v, w, a, b, None),
                        called={"q": "r", "g": "w", "a": "a", "b": "b"})
 

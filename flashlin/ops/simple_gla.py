@@ -21,10 +21,19 @@ from flashlin.kernels.simple_gla import inputs, torch_path
 from flashlin.ops._common import chunked
 from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request
 
+
+def _decays(x: inputs.Inputs) -> Tensor:
+    B, T, HV = x.v.shape[:3]
+    decays = torch.zeros(B, HV, dtype=widest(x.q, x.k, x.v), device=x.v.device)
+    for log in (None if x.g is None else x.g.sum(1), None if x.gamma is None else T * x.gamma):
+        decays = decays if log is None else decays + log
+    return decays
+
+
 FAMILY = Chunked("simple_gla", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "HV"), wide=True, optional=True),
     "g_gamma": Argument(("HV",), wide=True, optional=True, constant=True)},
-    torch_path.run, one_graph=True)
+    torch_path.run, one_graph=True, decays=_decays)
 
 
 def chunk_simple_gla(
@@ -41,6 +50,9 @@ def chunk_simple_gla(
     cu_seqlens_cpu: Tensor | None = None,
     chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
+    *,
+    cp_context: Any = None,
+    process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Simple GLA, chunk by chunk. Drop-in for ``fla.ops.simple_gla.chunk_simple_gla``.
@@ -61,6 +73,7 @@ def chunk_simple_gla(
         chunk_size: accepted for compatibility (a power of two, 16 or more); the launch table chooses the
             chunk, which never changes the result beyond rounding.
         transpose_state_layout: old name of state_v_first.
+        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
 
     Returns:
         o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in float32 (float64 for float64
@@ -77,7 +90,8 @@ def chunk_simple_gla(
     op = "chunk_simple_gla"
     no_unknown(op, unknown)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
-                      v_first(op, state_v_first, transpose_state_layout))
+                      v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
+                      process_group=process_group)
     return run(request, q, k, v, g, finite(g_gamma), chunk_size=chunk_size)
 
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,9 @@ from flashlin.ops._common.planned import (
     wants_grad,
 )
 
+if TYPE_CHECKING:
+    from flashlin.ops._common.ranks import Shard
+
 MODES = ("auto", "chunk", "fused_recurrent")
 CHUNK_SIZES = (16, 32, 64)  # what the ops of the delta rules take
 
@@ -55,7 +60,8 @@ class Argument(NamedTuple):
 class Request(NamedTuple):
     """What a chunked op is asked for beside its tensors, as the user gave it. op: its public name, which
     errors and plans begin with. has_ht: whether the final state is returned. mode: one of MODES. reverse:
-    from the last token of each sequence to its first."""
+    from the last token of each sequence to its first. cp_context, process_group: where ranks share the
+    sequences, see ranks.py."""
     op: str
     scale: float | None
     h0: Tensor | None
@@ -65,6 +71,8 @@ class Request(NamedTuple):
     state_v_first: bool = False
     mode: str = "chunk"
     reverse: bool = False
+    cp_context: Any = None
+    process_group: Any = None
 
 
 @dataclass(eq=False)
@@ -75,7 +83,9 @@ class Chunked:
     tensors: the NamedTuple of what goes in: the arguments in their order, h0 and bounds. arguments: by public
     name, q, k, v first. torch_path(x, scale) -> (o, states). kept: names of what forward keeps for backward;
     room(needs_grad, *tensors): tensors like that. one_graph: the torch path traced once serves all lengths.
-    options: where the optional tensors are that planning knows of. operator: the family's kernels.
+    decays: what the tokens of a call do to each of its states, [B, HV] or [B, HV, K], the natural logarithms
+    of factors; None where they do more. options: where the optional tensors are that planning knows of.
+    operator: the family's kernels.
     """
     name: str
     tensors: type[tuple[Any, ...]]
@@ -84,6 +94,7 @@ class Chunked:
     kept: tuple[str, ...] = ()
     room: Callable[..., tuple[Tensor | None, ...]] = lambda *_: ()
     one_graph: bool = False
+    decays: Callable[[Any], Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.options = [(name, at) for at, (name, argument) in enumerate(self.arguments.items())
@@ -133,13 +144,17 @@ def run(
     out_dtype: torch.dtype | None = None,
     grouped: bool = False,
     called: Mapping[str, str] = MappingProxyType({}),
+    shard: Shard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(o, final state or None). tensors: the family's, in its order. out_dtype: of o, where the caller goes
     on computing with it; else v's. grouped: v may have several heads to each of q's. called: public names of
-    arguments; a tensor that is in it must be there, even if the family can do without."""
+    arguments; a tensor that is in it must be there, even if the family can do without. shard: of a rank whose
+    states come from others."""
+    if request.process_group is not None or request.cp_context is not None:
+        return across().run(family, request, tensors, out_dtype=out_dtype, grouped=grouped, called=called)
     arguments = tuple(family.arguments.values())
     q, k, v = tensors[:3]
-    op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode, reverse = request
+    op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode, reverse, *_ = request
     has_ht, reverse = scalars.flag("output_final_state", has_ht), scalars.flag("reverse", reverse)
     state_v_first = scalars.flag("state_v_first", state_v_first)
     first = called.get("q", "q")
@@ -184,17 +199,17 @@ def run(
     # Traced, a loop over chunks would be unrolled, and bounds cannot be read: then plain torch, too, runs
     # inside of the operator.
     inside = plan is None and (not family.one_graph or bounds is not None or exporting())
-    if path == "torch" and not inside:
+    if path == "torch" and not inside and shard is None:
         o, ht = family.on_torch(x, how)
     else:
-        o, ht = _on_kernels(family, plan, x, how, dot)
+        o, ht = on_kernels(family, plan, x, how, dot, shard)
     if reverse:
         o, ht = o.flip(1), ht if bounds is None or not has_ht else ht.flip(0)
     return o.to(out_dtype), ht if has_ht else None
 
 
-def _on_kernels(family: Chunked, plan: Plan | None, x: Any, how: Scalars,
-                dot: str) -> tuple[Tensor, Tensor]:
+def on_kernels(family: Chunked, plan: Plan | None, x: Any, how: Scalars, dot: str,
+               shard: Shard | None = None) -> tuple[Tensor, Tensor]:
     """(o, final state) by the family's operator, of tensors as its kernels take them. Odd head sizes would
     make every row of a tile misaligned (and crash some ptxas, fla #1262): they are padded with zeros."""
     K, V = x.q.shape[3], x.v.shape[3]
@@ -212,11 +227,21 @@ def _on_kernels(family: Chunked, plan: Plan | None, x: Any, how: Scalars,
             operands[at] = y.contiguous()
     if (out_dtype := dtype_as_planned(how.out_dtype, dot)) != how.out_dtype:
         how = how._replace(out_dtype=out_dtype)
-    o, ht = family.operator(plan, operands, how)
+    if shard is None:
+        o, ht = family.operator(plan, operands, how)
+    else:
+        over = across().Over(how, shard, how.needs_grad, how.call)
+        o, ht = across().operator(family)(plan, operands, over)
     if pads:
         o = o[..., :V]
         ht = ht if not how.has_ht else ht[..., :V, :K] if how.state_v_first else ht[..., :K, :V]
     return o, ht
+
+
+@cache
+def across() -> Any:
+    """The module of calls over several ranks, which needs torch.distributed."""
+    return import_module("flashlin.ops._common.across")
 
 
 def by_chunks(family: Chunked, op: str, mode: str, tensors: tuple[Tensor | None, ...],
@@ -252,12 +277,9 @@ def problem_of(family: Chunked, op: str, tensors: Sequence[Tensor | None], bound
     return sequences.problem_of(op, family.name, mode, q, v, bounds, needs_grad, options)
 
 
-def check_options(chunk_size: Any, chunk_sizes: tuple[int | None, ...], cp_context: Any,
+def check_options(chunk_size: Any, chunk_sizes: tuple[int | None, ...],
                   lower_bound: float | None = None) -> None:
     """What the ops of the delta rules take for compatibility and only look at."""
     scalars.choice("chunk_size", chunk_size, chunk_sizes)
-    if cp_context is not None:
-        raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: flashlin has no context "
-                         "parallelism")
     if lower_bound is not None:
         scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO, need="a number below 0, or None")

@@ -1,0 +1,213 @@
+"""The chunked ops over several ranks: a share of the heads each, or states carried from rank to rank.
+
+Heads: an all-to-all, the op as it is, an all-to-all back. States: one autograd node per call (``_Chain``), in
+which a family's own forward and backward, by kernels or plain torch, run between the exchanges:
+    forward   what this rank's tokens leave alone of its last sequence, and what they do to a state that
+              enters (``Chunked.decays``, or by the op itself); all ranks' folded up to this one; the op.
+    backward  the gradient of what enters, by this rank's tokens alone; all ranks' folded from the last; the
+              op's backward with what comes from behind.
+"""
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashlin.guards.problem import Plan
+from flashlin.guards.tensors import check_qkv
+from flashlin.kernels.chunked import Scalars
+from flashlin.ops._common import chunked, ranks
+from flashlin.ops._common.chunked import Chunked, Request
+from flashlin.ops._common.gradients import pulled_back
+from flashlin.ops._common.operator import Gradients, Operator, Outputs, fields_of
+from flashlin.ops._common.planned import SIXTEEN_BITS, planned, wants_grad
+from flashlin.ops._common.ranks import Shard
+
+INSTEAD = "none have them over several ranks"
+
+
+def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
+        **how: Any) -> tuple[Tensor, Tensor | None]:
+    """chunked.run of a request with a process_group or a cp_context."""
+    op, context, group = request.op, request.cp_context, request.process_group
+    alone = request._replace(cp_context=None, process_group=None)
+    q, k, v = tensors[:3]
+    check_qkv(q, k, v, how.get("grouped", False), how.get("called", {}).get("q", "q"))
+    assert q is not None and v is not None  # checked
+    sizes = (q.shape[2], v.shape[2], q.shape[3], v.shape[3], request.has_ht)
+    if context is None:
+        shard = ranks.of_group(op, group, q, sizes, request.cu_seqlens, request.cu_seqlens_cpu)
+    else:
+        unfit = {"process_group": group is not None, "cu_seqlens": request.cu_seqlens is not None,
+                 "initial_state": request.h0 is not None, "output_final_state": bool(request.has_ht)}
+        for name in [name for name, given in unfit.items() if given]:
+            raise ValueError(f"{name}: got one beside cp_context, need none: a context of fla knows the edges of "
+                             "one rank's sequences, and no states (process_group= has them)")
+        if context.group is None:
+            return chunked.run(family, alone._replace(cu_seqlens=context.cu_seqlens), tensors, **how)
+        shard = ranks.of_context(op, context, q, sizes)
+    if shard.size == 1:
+        return chunked.run(family, alone._replace(cu_seqlens=shard.bounds), tensors, **how)
+    options = ["own_edges"] * (context is not None) + ["few_qk_heads"] * bool(q.shape[2] % shard.size)
+    asked = chunked.problem_of(family, op, tensors, shard.bounds, wants_grad(*tensors, request.h0),
+                               request.mode, request.state_v_first)
+    asked = asked._replace(ranks=shard.size, options=tuple(sorted({*asked.options, *options})))
+    if planned(asked, q.device).problem.over == "heads":
+        return _by_heads(family, alone, tensors, shard, how)
+    mine = alone._replace(h0=shard.own(request.h0), cu_seqlens=shard.bounds, cu_seqlens_cpu=shard.bounds_cpu)
+    o, ht = chunked.run(family, mine, tensors, shard=shard, **how)
+    return o, None if ht is None else shard.share(ht, q.shape[0])
+
+
+def _by_heads(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...], shard: Shard,
+              how: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    def mine(x: Tensor, dim: int) -> Tensor:
+        return x.chunk(shard.size, dim)[shard.rank]
+
+    given = [x if x is None else ranks.of_heads(shard, x) if "T" in argument.shape else mine(x, 0)
+             for x, argument in zip(tensors, family.arguments.values(), strict=True)]
+    h0 = None if request.h0 is None else mine(request.h0, 1)
+    o, ht = chunked.run(family, request._replace(h0=h0), tuple(given), **how)
+    o = ranks.of_tokens(shard, o)
+    if ht is not None:  # to each rank the states of sequences that end on it
+        end = torch.full((ht.shape[0],), shard.size - 1, device=ht.device)
+        edges, T = shard.whole[0], o.shape[1]
+        if edges is not None:
+            last = torch.where(edges.diff() > 0, edges[1:] - 1, edges[1:])
+            end = (last // T).clamp(max=shard.size - 1)
+        to = torch.arange(shard.size, device=ht.device)[:, None]
+        ht = ranks.exchanged(shard, torch.where((end == to)[..., None, None, None], ht, 0))
+        ht = ht.movedim(0, 1).flatten(1, 2)
+    return o, ht
+
+
+class Over(NamedTuple):
+    """The scalars of a call over several ranks."""
+    how: Scalars
+    shard: Shard
+    needs_grad: bool
+    call: str
+
+
+@cache
+def operator(family: Chunked) -> Operator[Any, Over, Any]:
+    """The family's, with states that come from other ranks."""
+    chain = _Chain(family)
+    return Operator(f"{family.name}_across", family.tensors, Over, chain.outputs, 2, forward=chain.forward,
+                    kept=chain.kept, backward=chain.backward, instead=INSTEAD)
+
+
+class _Chain:
+    """Outputs: the family's, the states that its own sequences began with, and the transfers of the ranks
+    behind that have tokens of its last one before and after theirs."""
+
+    def __init__(self, family: Chunked) -> None:
+        self.family = family
+        names = *fields_of(family.operator.outputs), "began", "transfers"
+        self.outputs: Any = NamedTuple("Outputs", [(name, Tensor | None) for name in names])
+
+    def forward(self, plan: Plan, x: Any, over: Over) -> Outputs:
+        how, shard = over.how, over.shard
+        B = x.q.shape[0]
+        left = self._left(x, how, shard)
+        transfer = self._transfer(x, how, shard)
+        parts = left.flatten() if transfer is None else torch.cat([left.flatten(), transfer.flatten()])
+        all_left, all_transfers = [], []
+        for one in ranks.gathered(shard.op, shard.group, parts):
+            all_left.append(one[:left.numel()].view_as(left))
+            if transfer is not None:
+                all_transfers.append(one[left.numel():].view_as(transfer))
+        began, rank = x.h0, shard.rank
+        if shard.before:
+            first = rank - shard.before
+            came = ranks.folded(all_left[first:rank], all_transfers[first + 1:rank], ranks.through)
+            came = came.mT if how.state_v_first else came
+            n = B if x.bounds is None else x.bounds.shape[0] - 1
+            rest = came.new_zeros(n - B, *came.shape[1:]) if x.h0 is None else x.h0[B:]
+            began = torch.cat([came.to(rest.dtype), rest])
+        behind = all_transfers[rank + 1:rank + shard.after]
+        y = self._forward(plan, x._replace(h0=began), how)
+        return *y, began, torch.stack(behind) if behind and how.needs_grad else None
+
+    def kept(self, x: Any, y: Any, over: Over) -> tuple[Outputs, Outputs]:
+        return x._replace(h0=y.began), (None, None, *y[2:-2], None, y.transfers)
+
+    def backward(self, plan: Plan, x: Any, y: Any, grads: Any, over: Over,
+                 wanted: frozenset[str]) -> Gradients:
+        how, shard = over.how, over.shard
+        B, HV, K, V = x.q.shape[0], x.v.shape[2], x.q.shape[3], x.v.shape[3]
+        wide = torch.promote_types(x.q.dtype, torch.float32)
+        alone = x.q.new_zeros(B, HV, K, V, dtype=wide)
+        if shard.before:
+            of_state = self._backward(plan, x, y, grads, how, frozenset({"h0"}))["h0"]
+            if of_state is not None:
+                alone = (of_state.mT if how.state_v_first else of_state)[:B].to(wide)
+        gathered = ranks.gathered(shard.op, shard.group, alone)
+        if shard.after:
+            behind = gathered[shard.rank + 1:shard.rank + shard.after + 1][::-1]
+            transfers = [] if y.transfers is None else list(y.transfers.unbind(0))[::-1]
+            came = ranks.folded(behind, transfers, lambda D, h: ranks.through(D.mT if D.ndim == 4 else D, h))
+            came = came.mT if how.state_v_first else came
+            n = B if x.bounds is None else x.bounds.shape[0] - 1
+            dht = came.new_zeros(n, *came.shape[1:]) if grads.ht is None else grads.ht.clone()
+            dht[n - B:] += came
+            grads = grads._replace(ht=dht)
+        gradients = dict(self._backward(plan, x, y, grads, how, wanted))
+        dh0 = gradients.get("h0")
+        if shard.before and dh0 is not None:  # what entered first is the ranks' before, not the caller's
+            gradients["h0"] = torch.cat([torch.zeros_like(dh0[:B]), dh0[B:]])
+        return gradients
+
+    def _left(self, x: Any, how: Scalars, shard: Shard) -> Tensor:
+        """[B, HV, K, V]: the state that this rank's tokens of its last sequence leave to the rank behind,
+        without what came from ranks before."""
+        B, HV, K, V = x.q.shape[0], x.v.shape[2], x.q.shape[3], x.v.shape[3]
+        if not shard.after:
+            return x.q.new_zeros(B, HV, K, V, dtype=torch.promote_types(x.q.dtype, torch.float32))
+        h0 = x.h0
+        if h0 is not None:
+            h0 = None if shard.before and not shard.begin else h0[h0.shape[0] - B:]
+        tokens = [y[:, shard.begin:].contiguous() if y is not None and "T" in argument.shape else y
+                  for y, argument in zip(x, self.family.arguments.values(), strict=False)]
+        ht = self._state_after(type(x)(*tokens, h0, None), how)
+        return ht.mT if how.state_v_first else ht
+
+    def _transfer(self, x: Any, how: Scalars, shard: Shard) -> Tensor | None:
+        """What this rank's tokens do to a state that enters: decays [B, HV] or [B, HV, K], or a matrix [B, HV,
+        K, K]; zeros where no rank asks. None where none can be asked."""
+        if shard.size == 2:
+            return None
+        B, T, HV, K = *x.v.shape[:3], x.q.shape[3]
+        middle = shard.before and shard.after and not shard.begin
+        if self.family.decays is not None:
+            decays = self.family.decays(x)
+            return decays.exp() if middle else torch.zeros_like(decays)
+        wide = torch.promote_types(x.q.dtype, torch.float32)
+        if not middle:
+            return x.q.new_zeros(B, HV, K, K, dtype=wide)
+        # backward multiplies by its transpose, which asks for more digits than 16 bits have
+        exact = x._make([y.float() if y is not None and y.dtype in SIXTEEN_BITS else y for y in x])
+        eye = torch.eye(K, dtype=wide, device=x.q.device).expand(B, HV, K, K)
+        return self._state_after(exact._replace(v=exact.v.new_zeros(B, T, HV, K), h0=eye, bounds=None),
+                                 how._replace(state_v_first=False))
+
+    def _state_after(self, x: Any, how: Scalars) -> Tensor:
+        """The final states of a call of its own, planned as such."""
+        how = how._replace(has_ht=True, needs_grad=False, out_dtype=x.v.dtype)
+        plan = planned(self.family.problem(x, how), x.q.device)
+        if plan.problem.path == "torch":
+            return self.family.on_torch(x, how)[1]
+        return chunked.on_kernels(self.family, plan, x, how, plan.problem.dot)[1]
+
+    def _forward(self, plan: Plan, x: Any, how: Scalars) -> Outputs:
+        if plan.problem.path != "torch":
+            return tuple(self.family.forward(plan, x, how))
+        return *self.family.on_torch(x, how), *(None for _ in self.family.kept)
+
+    def _backward(self, plan: Plan, x: Any, y: Any, grads: Any, how: Scalars,
+                  wanted: frozenset[str]) -> Gradients:
+        if plan.problem.path != "torch":
+            return self.family.backward(plan, x, y[:-2], grads, how, wanted)
+        return pulled_back(lambda x: self.family.on_torch(x, how), x, wanted, (grads.o, grads.ht))

@@ -1,0 +1,239 @@
+"""Sequences over several ranks: what a rank has to know, and what ranks tell each other.
+
+Each rank of a torch.distributed group holds the same number of tokens of one long row, rank r the r-th part of
+it. What is exchanged goes through torch.distributed; which ranks there are and how long they wait for each
+other (``timeout``) is the group's affair.
+"""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashlin import policy
+from flashlin.guards.tensors import check_cu_seqlens
+
+CONTEXT = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks", "pre_num_conv_tokens")
+_agreed: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+class Shard(NamedTuple):
+    """A rank's part of a row.
+
+    before, after: how many ranks before it have tokens of its first sequence, and behind it of its last one.
+    begin: the row where its last sequence begins, 0 if that began before. held: tokens of its first sequence
+    that lie on ranks before. bounds, bounds_cpu: the edges of its own sequences, None where each row of the
+    batch is one. first: the number of its first sequence in the call. count: sequences of the call, 0 where
+    nobody knows. whole: the call's edges, None where only the rank's own are known.
+    """
+    op: str
+    group: Any
+    rank: int
+    size: int
+    before: int
+    after: int
+    begin: int
+    held: int
+    bounds: Tensor | None
+    bounds_cpu: Tensor | None
+    first: int
+    count: int
+    whole: tuple[Tensor | None, Tensor | None]
+
+    def own(self, states: Tensor | None) -> Tensor | None:
+        """The initial states of the rank's own sequences, of the call's."""
+        if states is None or self.bounds is None:
+            return states
+        return states[self.first:self.first + self.bounds.shape[0] - 1]
+
+    def share(self, states: Tensor, B: int) -> Tensor:
+        """The call's final states [N, ...], of the rank's own: zeros for those that do not end here. B: rows of
+        the batch."""
+        n = states.shape[0]
+        if self.after:
+            here = torch.arange(n, device=states.device) < n - B
+            states = torch.where(here.view(n, *[1] * (states.ndim - 1)), states, 0)
+        behind = max(self.count - self.first - n, 0)
+        return F.pad(states, [0, 0] * (states.ndim - 1) + [self.first, behind])
+
+
+def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: Tensor | None = None,
+             cu_seqlens_cpu: Tensor | None = None) -> Shard:
+    """The shard of this rank of a group, whose tokens are x [B, T, ...]. cu_seqlens: the edges of the whole
+    row; they are read on the host, from cu_seqlens_cpu if that is there. sizes: numbers in which the ranks'
+    calls agree, beside B and T."""
+    rank, size = _place(group)
+    (B, T), whole = x.shape[:2], (cu_seqlens, cu_seqlens_cpu)
+    agree(op, group, (B, T, *sizes), x.device)
+    if cu_seqlens is None:
+        if cu_seqlens_cpu is not None:
+            raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
+        return Shard(op, group, rank, size, rank, size - 1 - rank, 0, rank * T, None, None, 0, B, whole)
+    edges = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, torch.Size((B, T * size)), x.device,
+                             policy.current().debug)
+    host = (edges if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
+    start, end, count = rank * T, rank * T + T, len(host) - 1
+    here = [n for n in range(count)
+            if (host[n] < end and host[n + 1] > start if host[n] < host[n + 1] else
+                min(host[n] // T, size - 1) == rank)]  # one of no tokens is where its place is
+    first, last = here[0], here[-1]
+    mine = torch.tensor([min(max(edge, start), end) - start for edge in host[first:last + 2]],
+                        dtype=edges.dtype)
+    return Shard(op, group, rank, size, before=max(rank - host[first] // T, 0),
+                 after=max((host[last + 1] - 1) // T - rank, 0), begin=max(host[last] - start, 0),
+                 held=max(start - host[first], 0), bounds=(edges[first:last + 2] - start).clamp(0, T),
+                 bounds_cpu=mine, first=first, count=count, whole=whole)
+
+
+def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
+    """The shard that a context of ``fla.ops.cp.build_cp_context`` describes."""
+    if missing := [name for name in CONTEXT if not hasattr(context, name)]:
+        raise TypeError(f"cp_context: got {type(context).__name__} without {missing[0]}, need what "
+                        "fla.ops.cp.build_cp_context makes (without fla: process_group=)")
+    if getattr(context, "layout", "contiguous") != "contiguous":
+        raise ValueError(f"cp_context: got layout {context.layout!r}, need 'contiguous'")
+    if getattr(context, "pre_num_ranks_dev", None) is not None:
+        raise ValueError("cp_context: got ranks counted on the device, need them on the host: there is no "
+                         "capture of calls over several ranks")
+    rank, size = _place(context.group, "cp_context.group")
+    (B, T), cpu = x.shape[:2], getattr(context, "cu_seqlens_cpu", None)
+    agree(op, context.group, (B, T, *sizes), x.device)
+    bounds = check_cu_seqlens(context.cu_seqlens, cpu, x.shape, x.device, policy.current().debug)
+    cpu = bounds.cpu() if cpu is None else cpu
+    if cpu[-1] != T:
+        raise ValueError(f"cp_context: got edges up to {int(cpu[-1])}, need {T}, the tokens on this rank")
+    before, after = int(context.pre_num_ranks), int(context.post_num_ranks)
+    return Shard(op, context.group, rank, size, before, after, int(cpu[-2]),
+                 int(context.pre_num_conv_tokens or 0), bounds, cpu, 0, 0, (None, None))
+
+
+def _place(group: Any, name: str = "process_group") -> tuple[int, int]:
+    """(rank, size)"""
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{name}: got {type(group).__name__}, need a group of torch.distributed")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"{name}: got a group without this process, need one of its own")
+    return rank, dist.get_world_size(group)
+
+
+def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device) -> None:
+    """Raises ValueError on every rank unless all have the same sizes, B and T first. They are compared once:
+    ranks that agree have the same calls behind them."""
+    seen = _agreed.setdefault(group, set())
+    if sizes in seen:
+        return
+    mine = torch.tensor(sizes, device=device)
+    found = [one.tolist() for one in gathered(op, group, mine)]
+    if any(one != found[0] for one in found):
+        tokens = [one[1] for one in found]
+        what = f"{tokens} tokens" if len(set(tokens)) > 1 else f"sizes {found}"
+        raise ValueError(f"{op}: got {what} on ranks 0 to {len(found) - 1}, need the same on each (pad the last "
+                         "ones)")
+    seen.add(sizes)
+
+
+@contextmanager
+def answered(op: str, group: Any) -> Iterator[None]:
+    """An exchange, whose failure says what that means."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{op}: rank {dist.get_rank(group)} of {dist.get_world_size(group)} got no answer from the others: "
+            "one of them has failed, or has made another call (its own error comes first, look there); "
+            f"torch.distributed says: {error}") from error
+
+
+def gathered(op: str, group: Any, x: Tensor) -> list[Tensor]:
+    """x of every rank, in their order."""
+    x = x.contiguous()
+    out = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    with answered(op, group):
+        dist.all_gather(out, x, group=group)
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    """x [size, ...], whose slice r goes to rank r -> [size, ...], whose slice r comes from there. Its gradient
+    is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, group: Any, x: Tensor) -> Tensor:
+        ctx.op, ctx.group = op, group
+        return _exchange(op, group, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, _Exchange.apply(ctx.op, ctx.group, grads[0])
+
+
+def _exchange(op: str, group: Any, x: Tensor) -> Tensor:
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    if x.numel():
+        with answered(op, group):
+            # as bytes: not every backend knows every dtype
+            dist.all_to_all_single(y.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), group=group)
+    return y
+
+
+def exchanged(shard: Shard, x: Tensor) -> Tensor:
+    y: Tensor = _Exchange.apply(shard.op, shard.group, x)
+    return y
+
+
+def of_heads(shard: Shard, x: Tensor) -> Tensor:
+    """[B, T, H, ...] of this rank's tokens -> [B, size T, H / size, ...] of this rank's heads."""
+    x = exchanged(shard, x.unflatten(2, (shard.size, -1)).movedim(2, 0))
+    return x.movedim(0, 1).flatten(1, 2)
+
+
+def of_tokens(shard: Shard, x: Tensor) -> Tensor:
+    """of_heads the other way round."""
+    x = exchanged(shard, x.unflatten(1, (shard.size, -1)).movedim(1, 0))
+    return x.movedim(0, 2).flatten(2, 3)
+
+
+def window(shard: Shard, x: Tensor, size: int, state: Tensor | None) -> Tensor:
+    """The tokens before each of the rank's own sequences, as a convolution's states [n, D, size], the newest
+    last. x: its tokens [B, T, D]. state: the call's initial states [N, D, size], None for zeros."""
+    B, T, D = x.shape
+    if T < size - 1 and shard.size > 1:
+        raise ValueError(f"{shard.op}: got {T} tokens on each rank, need at least {size - 1}, all that a token "
+                         "looks back on")
+    own = shard.own(state)
+    n = B if shard.bounds is None else shard.bounds.shape[0] - 1
+    own = x.new_zeros(n, D, size) if own is None else own.to(x.dtype)
+    # what the last sequence leaves: its tokens here, and before them what it began with
+    left = torch.cat([own[n - B:], x[:, shard.begin:].mT], 2)[..., -size:]
+    to = torch.arange(shard.size, device=x.device).view(-1, 1, 1, 1)
+    came = exchanged(shard, torch.where((to == shard.rank + 1) & (shard.after > 0), left, 0))[shard.rank - 1]
+    # where nothing came, zeros did: every rank's gradient passes through the exchange
+    return torch.cat([came if shard.before else own[:B] + came, own[B:]])
+
+
+Fold = Callable[[Tensor, Tensor], Tensor]
+
+
+def through(transfer: Tensor, state: Tensor) -> Tensor:
+    """What becomes of a state [B, H, K, V] on a rank: transfer is a matrix [B, H, K, K] or decays, [B, H] or
+    [B, H, K]."""
+    if transfer.ndim == 4:
+        return transfer @ state
+    return transfer.view(*transfer.shape, *[1] * (4 - transfer.ndim)) * state
+
+
+def folded(states: Sequence[Tensor], transfers: Sequence[Tensor], apply: Fold) -> Tensor:
+    """The states one after the other, of which each but the first adds what its transfer leaves of those
+    before. In float64, so whatever torch allows of 32 bits, and in one order."""
+    state = states[0].double()
+    for one, transfer in zip(states[1:], transfers, strict=True):
+        state = one.double() + apply(transfer.double(), state)
+    return state.to(states[0].dtype)
