@@ -16,6 +16,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_floats, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR, MAX_WIDTH
+from flashlin.ops._common import ranks
 from flashlin.ops._common.calls import (
     call_of,
     check_nonempty,
@@ -48,6 +49,8 @@ def causal_conv1d(
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
     cp_context: Any = None,
+    *,
+    process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Causal convolution of each channel with its own filter. Drop-in for
@@ -69,6 +72,8 @@ def causal_conv1d(
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
         backend, chunk_indices: accepted for compatibility; the plan chooses, and no table of chunks is
             needed.
+        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``, of at least
+            W - 1 tokens each.
 
     Returns:
         y [B, T, D] and the final state [N, D, W] or None, both in x's dtype. Rows that cu_seqlens does not
@@ -76,17 +81,13 @@ def causal_conv1d(
         state, are computed in fp32 and repeat to the bit.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name; cp_context, which is not supported.
-            UnsupportedError: this machine
-        cannot run the call.
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine
+            cannot run the call.
 
     Differs from fla where fla fails: checks cu_seqlens, has no limit on B or T from the grid, takes tensors
     of different dtypes, runs on CPU tensors, and never tunes or compiles anew for another B or T.
     """
     no_unknown("causal_conv1d", unknown)
-    if cp_context is not None:
-        raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: a sequence split over "
-                         "several GPUs is not supported")
     if backend is not None:
         scalars.choice("backend", backend, BACKENDS)
     output_final_state = scalars.flag("output_final_state", output_final_state)
@@ -94,11 +95,21 @@ def causal_conv1d(
     check_nonempty("x", x, "[B, T, D]", (3,))
     weight = check_filters(x, x.shape[2], weight, bias)
     check_optional("x", x, [("residual", residual, x.shape, "x's shape")])
-    bounds, N = sequences(x, cu_seqlens, cu_seqlens_cpu)
+    shard = None
+    if cp_context is not None or process_group is not None:
+        shard = ranks.shard_of("causal_conv1d", x, weight.shape, cp_context, process_group, cu_seqlens,
+                               cu_seqlens_cpu, initial_state=initial_state is not None,
+                               output_final_state=output_final_state)
+        bounds, N = shard.bounds, shard.count
+    else:
+        bounds, N = sequences(x, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None:
         _check_state("initial_state", initial_state, N, x, weight)
-    return planned_run("causal_conv1d", Tensors(x, weight, bias, residual, initial_state, bounds), silu,
-                       output_final_state)
+    if shard is not None:
+        initial_state = ranks.window(shard, x, weight.shape[1], initial_state)
+    y, state = planned_run("causal_conv1d", Tensors(x, weight, bias, residual, initial_state, bounds), silu,
+                           output_final_state)
+    return y, state if shard is None or state is None else shard.share(state, x.shape[0])
 
 
 def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = None,

@@ -46,6 +46,9 @@ def mamba_chunk_scan_combined(
     return_final_states: bool = False,
     return_varlen_states: bool = False,
     out_dtype: torch.dtype | None = None,
+    *,
+    cp_context: Any = None,
+    process_group: Any = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Mamba2's scan. Drop-in for ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined``.
 
@@ -71,6 +74,8 @@ def mamba_chunk_scan_combined(
             sequence of cu_seqlens.
         out_dtype: torch.float32 returns y as it is computed, for a norm behind it: one rounding less, in y
             and in the gradient that comes back. (mamba_ssm has no such argument.)
+        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``. Then
+            cu_seqlens always counts, seq_idx is refused, and so is return_final_states with cu_seqlens.
 
     Returns:
         y [b, T, H, P] in x's dtype or out_dtype; or (y, final states [b, H, P, N] in float32); or (y, states
@@ -97,6 +102,9 @@ def mamba_chunk_scan_combined(
     if not rounded and (out_dtype is not torch.float32 or x.dtype is torch.float64):
         raise ValueError(f"out_dtype: got {out_dtype!r}, need None, x's {x.dtype} or "
                          "torch.float32")
+    if cp_context is not None or process_group is not None:
+        return _over_ranks(op, given, limits, dt_softplus, rounded, cu_seqlens, return_final_states,
+                           return_varlen_states, Beside(cp_context, process_group))
     if not return_varlen_states:
         y, final = _scan(op, given, limits, dt_softplus, return_final_states, rounded=rounded)
         return y if final is None else (y, final)
@@ -116,6 +124,34 @@ def mamba_chunk_scan_combined(
         return y, of_sequences
     last = (torch.arange(n, device=x.device) * (bounds.diff() > 0)).max()  # the last sequence with a token
     return y, states.index_select(0, last[None]), of_sequences
+
+
+def _over_ranks(
+    op: str,
+    given: Scan,
+    limits: tuple[float, float],
+    softplus: bool,
+    rounded: bool,
+    cu_seqlens: Tensor | None,
+    final: bool,
+    varlen: bool,
+    beside: Beside,
+) -> Tensor | tuple[Tensor, ...]:
+    """The scan where ranks share the sequences."""
+    if given.seq_idx is not None:
+        raise ValueError("seq_idx: got a tensor where ranks share the sequences, need cu_seqlens, the edges of "
+                         "all")
+    if (varlen and cu_seqlens is None) or (final and cu_seqlens is not None):
+        name = "return_varlen_states" if varlen else "return_final_states"
+        raise ValueError(f"{name}: got True where ranks share the sequences, need return_varlen_states with "
+                         "cu_seqlens, and return_final_states without")
+    if given.initial_states is not None and cu_seqlens is not None:
+        behind = cu_seqlens.shape[0] - 2
+        given = given._replace(initial_states=F.pad(given.initial_states, (0, 0, 0, 0, 0, 0, 0, behind)))
+    y, states = _scan(op, given, limits, softplus, final or varlen, cu_seqlens, rounded, beside)
+    if states is None:
+        return y
+    return y, states.to(given.C.dtype) if varlen else states
 
 
 def mamba_split_conv1d_scan_combined(
@@ -224,6 +260,12 @@ class Scan(NamedTuple):
     seq_idx: Tensor | None
 
 
+class Beside(NamedTuple):
+    """Ranks that share the sequences; see ops/_common/ranks.py."""
+    cp_context: Any = None
+    process_group: Any = None
+
+
 def _check(given: Scan, limit: Any, chunk_size: int) -> tuple[float, float]:
     """dt_limit."""
     x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx = given
@@ -254,7 +296,8 @@ def _check(given: Scan, limit: Any, chunk_size: int) -> tuple[float, float]:
 
 
 def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has_ht: bool,
-          bounds: Tensor | None = None, rounded: bool = True) -> tuple[Tensor, Tensor | None]:
+          bounds: Tensor | None = None, rounded: bool = True,
+          beside: Beside = Beside()) -> tuple[Tensor, Tensor | None]:
     """(y in x's dtype or, not rounded, that of the arithmetic; with has_ht the states after each row, or
     after each sequence of bounds). initial_states: one for each of those. Arguments are checked already.
     limits: of dt."""
@@ -278,8 +321,9 @@ def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has
         decay = torch.where(anew[..., None], -math.inf, decay)
     v, marks = scaled(op, x, step, dtype, marks)
     plain = D is None and z is None and marks is None
-    y, ht = chunked.run(simple_gla.FAMILY, chunked.Request(op, 1.0, h0, has_ht, bounds, state_v_first=True),
-                        (C, B, v, decay, None), out_dtype=out_dtype if plain else compute, grouped=True)
+    request = chunked.Request(op, 1.0, h0, has_ht, bounds, None, True, "chunk", False, *beside)
+    y, ht = chunked.run(simple_gla.FAMILY, request, (C, B, v, decay, None),
+                        out_dtype=out_dtype if plain else compute, grouped=True)
     if marks is not None and anew is not None:
         marks, ht = _released(marks, anew, ht, bounds)
     return y if plain else skipped(op, y, x, D, z, out_dtype, marks), ht

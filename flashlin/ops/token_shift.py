@@ -16,13 +16,15 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.conv import torch_path
 from flashlin.ops import conv
+from flashlin.ops._common import ranks
 from flashlin.ops._common.calls import sequences
 from flashlin.ops._common.pointwise import check_rows
 from flashlin.ops._common.slopes import shift_filters
 
 
 def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | None = None,
-                output_cache: bool = False, chunk_indices: Any = None) -> Tensor | tuple[Tensor, Tensor]:
+                output_cache: bool = False, chunk_indices: Any = None, *, cp_context: Any = None,
+                process_group: Any = None) -> Tensor | tuple[Tensor, Tensor]:
     """x_{t - 1} - x_t for every token. Drop-in for ``fla.modules.token_shift.token_shift``.
 
     Args:
@@ -35,6 +37,7 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
             gradient. None is zeros.
         output_cache: also return each sequence's last token, which may be the next call's cache.
         chunk_indices: accepted for compatibility; nothing is looked up in it.
+        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
 
     Returns:
         y [B, T, D] in x's dtype; with output_cache (y, cache [N, D] in x's dtype). A sequence without tokens
@@ -49,16 +52,26 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
     """
     output_cache = scalars.flag("output_cache", output_cache)
     check_rows("x", x, "[B, T, D]", 3)
-    bounds, N = sequences(x, cu_seqlens)
-    D, state = x.shape[2], None
+    D, state, shard = x.shape[2], None, None
+    if cp_context is not None or process_group is not None:
+        shard = ranks.shard_of("token_shift", x, (D,), cp_context, process_group, cu_seqlens,
+                               cache=cache is not None, output_cache=output_cache)
+        bounds, N = shard.bounds, shard.count
+    else:
+        bounds, N = sequences(x, cu_seqlens)
     if cache is not None:
         need_tensor("cache", cache, (N, D), "[N, D]", x.device, "x")
         # the convolution's state has two slots, of which a filter of two taps sees the second
         state = F.pad(cache[..., None], (1, 0))
+    if shard is not None:
+        state = ranks.window(shard, x, 2, state)
     given = conv.Tensors(x, shift_filters(D, x.device), initial_state=state, bounds=bounds)
     last: Tensor | None
     if torch.compiler.is_compiling():
         y, last = (wide.to(x.dtype) for wide in torch_path.run(*given, False))
     else:
         y, last = conv.planned_run("token_shift", given, False, output_cache)
-    return (y, last[..., 1].contiguous()) if output_cache and last is not None else y
+    if not output_cache or last is None:
+        return y
+    last = last if shard is None else shard.share(last, x.shape[0])
+    return y, last[..., 1].contiguous()

@@ -37,17 +37,8 @@ def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
     check_qkv(q, k, v, how.get("grouped", False), how.get("called", {}).get("q", "q"))
     assert q is not None and v is not None  # checked
     sizes = (q.shape[2], v.shape[2], q.shape[3], v.shape[3], request.has_ht)
-    if context is None:
-        shard = ranks.of_group(op, group, q, sizes, request.cu_seqlens, request.cu_seqlens_cpu)
-    else:
-        unfit = {"process_group": group is not None, "cu_seqlens": request.cu_seqlens is not None,
-                 "initial_state": request.h0 is not None, "output_final_state": bool(request.has_ht)}
-        for name in [name for name, given in unfit.items() if given]:
-            raise ValueError(f"{name}: got one beside cp_context, need none: a context of fla knows the edges of "
-                             "one rank's sequences, and no states (process_group= has them)")
-        if context.group is None:
-            return chunked.run(family, alone._replace(cu_seqlens=context.cu_seqlens), tensors, **how)
-        shard = ranks.of_context(op, context, q, sizes)
+    shard = ranks.shard_of(op, q, sizes, context, group, request.cu_seqlens, request.cu_seqlens_cpu,
+                           initial_state=request.h0 is not None, output_final_state=bool(request.has_ht))
     if shard.size == 1:
         return chunked.run(family, alone._replace(cu_seqlens=shard.bounds), tensors, **how)
     options = ["own_edges"] * (context is not None) + ["few_qk_heads"] * bool(q.shape[2] % shard.size)

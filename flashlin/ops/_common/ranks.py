@@ -19,7 +19,7 @@ from torch import Tensor
 from flashlin import policy
 from flashlin.guards.tensors import check_cu_seqlens
 
-CONTEXT = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks", "pre_num_conv_tokens")
+CONTEXT = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks")
 _agreed: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
@@ -27,10 +27,10 @@ class Shard(NamedTuple):
     """A rank's part of a row.
 
     before, after: how many ranks before it have tokens of its first sequence, and behind it of its last one.
-    begin: the row where its last sequence begins, 0 if that began before. held: tokens of its first sequence
-    that lie on ranks before. bounds, bounds_cpu: the edges of its own sequences, None where each row of the
-    batch is one. first: the number of its first sequence in the call. count: sequences of the call, 0 where
-    nobody knows. whole: the call's edges, None where only the rank's own are known.
+    begin: the row where its last sequence begins, 0 if that began before. bounds, bounds_cpu: the edges of
+    its own sequences, None where each row of the batch is one. first: the number of its first sequence in the
+    call. count: sequences of the call, 0 where nobody knows. whole: the call's edges, None where only the
+    rank's own are known.
     """
     op: str
     group: Any
@@ -39,7 +39,6 @@ class Shard(NamedTuple):
     before: int
     after: int
     begin: int
-    held: int
     bounds: Tensor | None
     bounds_cpu: Tensor | None
     first: int
@@ -63,18 +62,40 @@ class Shard(NamedTuple):
         return F.pad(states, [0, 0] * (states.ndim - 1) + [self.first, behind])
 
 
+def shard_of(
+    op: str,
+    x: Tensor,
+    sizes: Sequence[int],
+    cp_context: Any,
+    process_group: Any,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **states: bool,
+) -> Shard:
+    """The shard of this rank, whose tokens are x [B, T, ...]; one of ``cp_context`` and ``process_group`` is not
+    None. cu_seqlens: the edges of the whole row; they are read on the host, from cu_seqlens_cpu if that is
+    there. sizes: numbers in which the ranks' calls agree, beside B and T. states: by name, whether the call
+    has them, which fla's context cannot."""
+    if cp_context is None:
+        return of_group(op, process_group, x, sizes, cu_seqlens, cu_seqlens_cpu)
+    beside = {"process_group": process_group is not None, "cu_seqlens": cu_seqlens is not None, **states}
+    for name, given in beside.items():
+        if given:
+            raise ValueError(f"{name}: got one beside cp_context, need none: a context of fla knows the edges of "
+                             "one rank's sequences, and no states (process_group= takes them)")
+    return of_context(op, cp_context, x, sizes)
+
+
 def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: Tensor | None = None,
              cu_seqlens_cpu: Tensor | None = None) -> Shard:
-    """The shard of this rank of a group, whose tokens are x [B, T, ...]. cu_seqlens: the edges of the whole
-    row; they are read on the host, from cu_seqlens_cpu if that is there. sizes: numbers in which the ranks'
-    calls agree, beside B and T."""
+    """``shard_of`` a process_group."""
     rank, size = _place(group)
     (B, T), whole = x.shape[:2], (cu_seqlens, cu_seqlens_cpu)
     agree(op, group, (B, T, *sizes), x.device)
     if cu_seqlens is None:
         if cu_seqlens_cpu is not None:
             raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
-        return Shard(op, group, rank, size, rank, size - 1 - rank, 0, rank * T, None, None, 0, B, whole)
+        return Shard(op, group, rank, size, rank, size - 1 - rank, 0, None, None, 0, B, whole)
     edges = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, torch.Size((B, T * size)), x.device,
                              policy.current().debug)
     host = (edges if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
@@ -87,12 +108,13 @@ def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: T
                         dtype=edges.dtype)
     return Shard(op, group, rank, size, before=max(rank - host[first] // T, 0),
                  after=max((host[last + 1] - 1) // T - rank, 0), begin=max(host[last] - start, 0),
-                 held=max(start - host[first], 0), bounds=(edges[first:last + 2] - start).clamp(0, T),
+                 bounds=(edges[first:last + 2] - start).clamp(0, T),
                  bounds_cpu=mine, first=first, count=count, whole=whole)
 
 
 def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
-    """The shard that a context of ``fla.ops.cp.build_cp_context`` describes."""
+    """``shard_of`` a context that ``fla.ops.cp.build_cp_context`` has made; one without a group is of one
+    rank."""
     if missing := [name for name in CONTEXT if not hasattr(context, name)]:
         raise TypeError(f"cp_context: got {type(context).__name__} without {missing[0]}, need what "
                         "fla.ops.cp.build_cp_context makes (without fla: process_group=)")
@@ -101,16 +123,17 @@ def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
     if getattr(context, "pre_num_ranks_dev", None) is not None:
         raise ValueError("cp_context: got ranks counted on the device, need them on the host: there is no "
                          "capture of calls over several ranks")
-    rank, size = _place(context.group, "cp_context.group")
     (B, T), cpu = x.shape[:2], getattr(context, "cu_seqlens_cpu", None)
+    if context.group is None:
+        return Shard(op, None, 0, 1, 0, 0, 0, context.cu_seqlens, cpu, 0, 0, (None, None))
+    rank, size = _place(context.group, "cp_context.group")
     agree(op, context.group, (B, T, *sizes), x.device)
     bounds = check_cu_seqlens(context.cu_seqlens, cpu, x.shape, x.device, policy.current().debug)
     cpu = bounds.cpu() if cpu is None else cpu
     if cpu[-1] != T:
         raise ValueError(f"cp_context: got edges up to {int(cpu[-1])}, need {T}, the tokens on this rank")
     before, after = int(context.pre_num_ranks), int(context.post_num_ranks)
-    return Shard(op, context.group, rank, size, before, after, int(cpu[-2]),
-                 int(context.pre_num_conv_tokens or 0), bounds, cpu, 0, 0, (None, None))
+    return Shard(op, context.group, rank, size, before, after, int(cpu[-2]), bounds, cpu, 0, 0, (None, None))
 
 
 def _place(group: Any, name: str = "process_group") -> tuple[int, int]:
@@ -211,6 +234,8 @@ def window(shard: Shard, x: Tensor, size: int, state: Tensor | None) -> Tensor:
     own = shard.own(state)
     n = B if shard.bounds is None else shard.bounds.shape[0] - 1
     own = x.new_zeros(n, D, size) if own is None else own.to(x.dtype)
+    if shard.size == 1:
+        return own
     # what the last sequence leaves: its tokens here, and before them what it began with
     left = torch.cat([own[n - B:], x[:, shard.begin:].mT], 2)[..., -size:]
     to = torch.arange(shard.size, device=x.device).view(-1, 1, 1, 1)
