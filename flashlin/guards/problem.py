@@ -68,7 +68,8 @@ class Problem(NamedTuple):
         sizes = f"B={self.B} T={self.T} H={self.H} K={self.K} V={self.V}"
         number = [f"N={self.N}"] if self.N != self.B else []
         ranks = [f"ranks={self.ranks}"] * (self.ranks > 1) + [f"over={self.over}"] * bool(self.over)
-        return " ".join([sizes, *number, self.dtype, *self.options, *flags, *mode, *ranks, f"path={self.path}"])
+        return " ".join([sizes, *number, self.dtype, *self.options, *flags, *mode, *ranks,
+                         f"path={self.path}"])
 
 
 class Launch(NamedTuple):

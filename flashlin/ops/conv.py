@@ -16,7 +16,6 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_floats, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR, MAX_WIDTH
-from flashlin.ops._common import ranks
 from flashlin.ops._common.calls import (
     call_of,
     check_nonempty,
@@ -72,8 +71,8 @@ def causal_conv1d(
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
         backend, chunk_indices: accepted for compatibility; the plan chooses, and no table of chunks is
             needed.
-        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``, of at least
-            W - 1 tokens each.
+        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``, of at
+            least W - 1 tokens each.
 
     Returns:
         y [B, T, D] and the final state [N, D, W] or None, both in x's dtype. Rows that cu_seqlens does not
@@ -97,16 +96,17 @@ def causal_conv1d(
     check_optional("x", x, [("residual", residual, x.shape, "x's shape")])
     shard = None
     if cp_context is not None or process_group is not None:
+        from flashlin.ops._common import ranks
         shard = ranks.shard_of("causal_conv1d", x, weight.shape, cp_context, process_group, cu_seqlens,
                                cu_seqlens_cpu, initial_state=initial_state is not None,
                                output_final_state=output_final_state)
-        bounds, N = shard.bounds, shard.count
+        bounds, N = shard.bounds, shard.total
     else:
         bounds, N = sequences(x, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None:
         _check_state("initial_state", initial_state, N, x, weight)
     if shard is not None:
-        initial_state = ranks.window(shard, x, weight.shape[1], initial_state)
+        initial_state = shard.window(x, weight.shape[1], initial_state)
     y, state = planned_run("causal_conv1d", Tensors(x, weight, bias, residual, initial_state, bounds), silu,
                            output_final_state)
     return y, state if shard is None or state is None else shard.share(state, x.shape[0])

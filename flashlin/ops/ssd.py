@@ -139,8 +139,8 @@ def _over_ranks(
 ) -> Tensor | tuple[Tensor, ...]:
     """The scan where ranks share the sequences."""
     if given.seq_idx is not None:
-        raise ValueError("seq_idx: got a tensor where ranks share the sequences, need cu_seqlens, the edges of "
-                         "all")
+        raise ValueError("seq_idx: got a tensor where ranks share the sequences, need cu_seqlens, the edges "
+                         "of all")
     if (varlen and cu_seqlens is None) or (final and cu_seqlens is not None):
         name = "return_varlen_states" if varlen else "return_final_states"
         raise ValueError(f"{name}: got True where ranks share the sequences, need return_varlen_states with "

@@ -16,7 +16,6 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.conv import torch_path
 from flashlin.ops import conv
-from flashlin.ops._common import ranks
 from flashlin.ops._common.calls import sequences
 from flashlin.ops._common.pointwise import check_rows
 from flashlin.ops._common.slopes import shift_filters
@@ -54,9 +53,10 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
     check_rows("x", x, "[B, T, D]", 3)
     D, state, shard = x.shape[2], None, None
     if cp_context is not None or process_group is not None:
+        from flashlin.ops._common import ranks
         shard = ranks.shard_of("token_shift", x, (D,), cp_context, process_group, cu_seqlens,
                                cache=cache is not None, output_cache=output_cache)
-        bounds, N = shard.bounds, shard.count
+        bounds, N = shard.bounds, shard.total
     else:
         bounds, N = sequences(x, cu_seqlens)
     if cache is not None:
@@ -64,7 +64,7 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
         # the convolution's state has two slots, of which a filter of two taps sees the second
         state = F.pad(cache[..., None], (1, 0))
     if shard is not None:
-        state = ranks.window(shard, x, 2, state)
+        state = shard.window(x, 2, state)
     given = conv.Tensors(x, shift_filters(D, x.device), initial_state=state, bounds=bounds)
     last: Tensor | None
     if torch.compiler.is_compiling():

@@ -28,6 +28,7 @@ from flashlin.ops._common.ranks import Shard
 INSTEAD = "none have them over several ranks"
 
 
+@torch.compiler.disable
 def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
         **how: Any) -> tuple[Tensor, Tensor | None]:
     """chunked.run of a request with a process_group or a cp_context."""
@@ -47,7 +48,8 @@ def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
     asked = asked._replace(ranks=shard.size, options=tuple(sorted({*asked.options, *options})))
     if planned(asked, q.device).problem.over == "heads":
         return _by_heads(family, alone, tensors, shard, how)
-    mine = alone._replace(h0=shard.own(request.h0), cu_seqlens=shard.bounds, cu_seqlens_cpu=shard.bounds_cpu)
+    h0 = None if request.h0 is None else shard.own(request.h0)
+    mine = alone._replace(h0=h0, cu_seqlens=shard.bounds, cu_seqlens_cpu=shard.bounds_cpu)
     o, ht = chunked.run(family, mine, tensors, shard=shard, **how)
     return o, None if ht is None else shard.share(ht, q.shape[0])
 
@@ -90,14 +92,17 @@ def operator(family: Chunked) -> Operator[Any, Over, Any]:
                     kept=chain.kept, backward=chain.backward, instead=INSTEAD)
 
 
+def _outputs(names: tuple[str, ...]) -> Any:
+    return NamedTuple("Outputs", [(name, Tensor | None) for name in names])
+
+
 class _Chain:
     """Outputs: the family's, the states that its own sequences began with, and the transfers of the ranks
     behind that have tokens of its last one before and after theirs."""
 
     def __init__(self, family: Chunked) -> None:
         self.family = family
-        names = *fields_of(family.operator.outputs), "began", "transfers"
-        self.outputs: Any = NamedTuple("Outputs", [(name, Tensor | None) for name in names])
+        self.outputs = _outputs((*fields_of(family.operator.outputs), "began", "transfers"))
 
     def forward(self, plan: Plan, x: Any, over: Over) -> Outputs:
         how, shard = over.how, over.shard
@@ -162,18 +167,18 @@ class _Chain:
             h0 = None if shard.before and not shard.begin else h0[h0.shape[0] - B:]
         tokens = [y[:, shard.begin:].contiguous() if y is not None and "T" in argument.shape else y
                   for y, argument in zip(x, self.family.arguments.values(), strict=False)]
-        ht = self._state_after(type(x)(*tokens, h0, None), how)
-        return ht.mT if how.state_v_first else ht
+        left = self._state_after(x._make([*tokens, h0, None]), how)
+        return left.mT if how.state_v_first else left
 
     def _transfer(self, x: Any, how: Scalars, shard: Shard) -> Tensor | None:
-        """What this rank's tokens do to a state that enters: decays [B, HV] or [B, HV, K], or a matrix [B, HV,
-        K, K]; zeros where no rank asks. None where none can be asked."""
+        """What this rank's tokens do to a state that enters: decays [B, HV] or [B, HV, K], or a matrix [B,
+        HV, K, K]; zeros where no rank asks. None where none can be asked."""
         if shard.size == 2:
             return None
-        B, T, HV, K = *x.v.shape[:3], x.q.shape[3]
+        (B, T, HV), K = x.v.shape[:3], x.q.shape[3]
         middle = shard.before and shard.after and not shard.begin
         if self.family.decays is not None:
-            decays = self.family.decays(x)
+            decays: Tensor = self.family.decays(x)
             return decays.exp() if middle else torch.zeros_like(decays)
         wide = torch.promote_types(x.q.dtype, torch.float32)
         if not middle:

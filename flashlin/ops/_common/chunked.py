@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -151,7 +149,10 @@ def run(
     arguments; a tensor that is in it must be there, even if the family can do without. shard: of a rank whose
     states come from others."""
     if request.process_group is not None or request.cp_context is not None:
-        return across().run(family, request, tensors, out_dtype=out_dtype, grouped=grouped, called=called)
+        from flashlin.ops._common import across
+        ran: tuple[Tensor, Tensor | None] = across.run(family, request, tensors, out_dtype=out_dtype,
+                                                       grouped=grouped, called=called)
+        return ran
     arguments = tuple(family.arguments.values())
     q, k, v = tensors[:3]
     op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode, reverse, *_ = request
@@ -230,18 +231,12 @@ def on_kernels(family: Chunked, plan: Plan | None, x: Any, how: Scalars, dot: st
     if shard is None:
         o, ht = family.operator(plan, operands, how)
     else:
-        over = across().Over(how, shard, how.needs_grad, how.call)
-        o, ht = across().operator(family)(plan, operands, over)
+        from flashlin.ops._common import across
+        o, ht = across.operator(family)(plan, operands, across.Over(how, shard, how.needs_grad, how.call))
     if pads:
         o = o[..., :V]
         ht = ht if not how.has_ht else ht[..., :V, :K] if how.state_v_first else ht[..., :K, :V]
     return o, ht
-
-
-@cache
-def across() -> Any:
-    """The module of calls over several ranks, which needs torch.distributed."""
-    return import_module("flashlin.ops._common.across")
 
 
 def by_chunks(family: Chunked, op: str, mode: str, tensors: tuple[Tensor | None, ...],

@@ -1,7 +1,7 @@
 """Sequences over several ranks: what a rank has to know, and what ranks tell each other.
 
-Each rank of a torch.distributed group holds the same number of tokens of one long row, rank r the r-th part of
-it. What is exchanged goes through torch.distributed; which ranks there are and how long they wait for each
+Each rank of a torch.distributed group holds the same number of tokens of one long row, rank r the r-th part
+of it. What is exchanged goes through torch.distributed; which ranks there are and how long they wait for each
 other (``timeout``) is the group's affair.
 """
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Shard(NamedTuple):
     before, after: how many ranks before it have tokens of its first sequence, and behind it of its last one.
     begin: the row where its last sequence begins, 0 if that began before. bounds, bounds_cpu: the edges of
     its own sequences, None where each row of the batch is one. first: the number of its first sequence in the
-    call. count: sequences of the call, 0 where nobody knows. whole: the call's edges, None where only the
+    call. total: sequences of the call, 0 where nobody knows. whole: the call's edges, None where only the
     rank's own are known.
     """
     op: str
@@ -42,26 +42,47 @@ class Shard(NamedTuple):
     bounds: Tensor | None
     bounds_cpu: Tensor | None
     first: int
-    count: int
+    total: int
     whole: tuple[Tensor | None, Tensor | None]
 
-    def own(self, states: Tensor | None) -> Tensor | None:
+    def own(self, states: Tensor) -> Tensor:
         """The initial states of the rank's own sequences, of the call's."""
-        if states is None or self.bounds is None:
+        if self.bounds is None:
             return states
         return states[self.first:self.first + self.bounds.shape[0] - 1]
 
     def share(self, states: Tensor, B: int) -> Tensor:
-        """The call's final states [N, ...], of the rank's own: zeros for those that do not end here. B: rows of
-        the batch."""
+        """The call's final states [N, ...], of the rank's own: zeros for those that do not end here. B: rows
+        of the batch."""
         n = states.shape[0]
         if self.after:
             here = torch.arange(n, device=states.device) < n - B
             states = torch.where(here.view(n, *[1] * (states.ndim - 1)), states, 0)
-        behind = max(self.count - self.first - n, 0)
+        behind = max(self.total - self.first - n, 0)
         return F.pad(states, [0, 0] * (states.ndim - 1) + [self.first, behind])
 
+    @torch.compiler.disable
+    def window(self, x: Tensor, size: int, states: Tensor | None) -> Tensor:
+        """The tokens before each of the rank's own sequences, as a convolution's states [n, D, size], the
+        newest last. x: its tokens [B, T, D]. states: the call's initial ones [N, D, size], None for zeros."""
+        B, T, D = x.shape
+        n = B if self.bounds is None else self.bounds.shape[0] - 1
+        own = x.new_zeros(n, D, size) if states is None else self.own(states).to(x.dtype)
+        if self.size == 1:
+            return own
+        if T < size - 1:
+            raise ValueError(f"{self.op}: got {T} tokens on each rank, need at least {size - 1}, all that a "
+                             "token looks back on")
+        # what the last sequence leaves: its tokens here, and before them what it began with
+        left = torch.cat([own[n - B:], x[:, self.begin:].mT], 2)[..., -size:]
+        to = torch.arange(self.size, device=x.device).view(-1, 1, 1, 1)
+        sent = torch.where((to == self.rank + 1) & (self.after > 0), left, 0)
+        came = exchanged(self, sent)[self.rank - 1]
+        # where nothing came, zeros did: every rank's gradient passes through the exchange
+        return torch.cat([came if self.before else own[:B] + came, own[B:]])
 
+
+@torch.compiler.disable
 def shard_of(
     op: str,
     x: Tensor,
@@ -72,8 +93,8 @@ def shard_of(
     cu_seqlens_cpu: Tensor | None = None,
     **states: bool,
 ) -> Shard:
-    """The shard of this rank, whose tokens are x [B, T, ...]; one of ``cp_context`` and ``process_group`` is not
-    None. cu_seqlens: the edges of the whole row; they are read on the host, from cu_seqlens_cpu if that is
+    """The shard of this rank, whose tokens are x [B, T, ...]; one of ``cp_context`` and ``process_group`` is
+    not None. cu_seqlens: the edges of the whole row; they are read on the host, from cu_seqlens_cpu if that is
     there. sizes: numbers in which the ranks' calls agree, beside B and T. states: by name, whether the call
     has them, which fla's context cannot."""
     if cp_context is None:
@@ -81,8 +102,8 @@ def shard_of(
     beside = {"process_group": process_group is not None, "cu_seqlens": cu_seqlens is not None, **states}
     for name, given in beside.items():
         if given:
-            raise ValueError(f"{name}: got one beside cp_context, need none: a context of fla knows the edges of "
-                             "one rank's sequences, and no states (process_group= takes them)")
+            raise ValueError(f"{name}: got one beside cp_context, need none: a context of fla knows the edges "
+                             "of one rank's sequences, and no states (process_group= takes them)")
     return of_context(op, cp_context, x, sizes)
 
 
@@ -109,7 +130,7 @@ def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: T
     return Shard(op, group, rank, size, before=max(rank - host[first] // T, 0),
                  after=max((host[last + 1] - 1) // T - rank, 0), begin=max(host[last] - start, 0),
                  bounds=(edges[first:last + 2] - start).clamp(0, T),
-                 bounds_cpu=mine, first=first, count=count, whole=whole)
+                 bounds_cpu=mine, first=first, total=count, whole=whole)
 
 
 def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
@@ -157,8 +178,7 @@ def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device) -> 
     if any(one != found[0] for one in found):
         tokens = [one[1] for one in found]
         what = f"{tokens} tokens" if len(set(tokens)) > 1 else f"sizes {found}"
-        raise ValueError(f"{op}: got {what} on ranks 0 to {len(found) - 1}, need the same on each (pad the last "
-                         "ones)")
+        raise ValueError(f"{op}: got {what} on ranks 0 to {len(found) - 1}, need the same on each")
     seen.add(sizes)
 
 
@@ -169,8 +189,8 @@ def answered(op: str, group: Any) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"{op}: rank {dist.get_rank(group)} of {dist.get_world_size(group)} got no answer from the others: "
-            "one of them has failed, or has made another call (its own error comes first, look there); "
+            f"{op}: rank {dist.get_rank(group)} of {dist.get_world_size(group)} got no answer from the "
+            "others: one of them has failed, or has made another call (its own error comes first, look there); "
             f"torch.distributed says: {error}") from error
 
 
@@ -184,8 +204,8 @@ def gathered(op: str, group: Any, x: Tensor) -> list[Tensor]:
 
 
 class _Exchange(torch.autograd.Function):
-    """x [size, ...], whose slice r goes to rank r -> [size, ...], whose slice r comes from there. Its gradient
-    is the same exchange."""
+    """x [size, ...], whose slice r goes to rank r -> [size, ...], whose slice r comes from there. Its
+    gradient is the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, op: str, group: Any, x: Tensor) -> Tensor:
@@ -222,26 +242,6 @@ def of_tokens(shard: Shard, x: Tensor) -> Tensor:
     """of_heads the other way round."""
     x = exchanged(shard, x.unflatten(1, (shard.size, -1)).movedim(1, 0))
     return x.movedim(0, 2).flatten(2, 3)
-
-
-def window(shard: Shard, x: Tensor, size: int, state: Tensor | None) -> Tensor:
-    """The tokens before each of the rank's own sequences, as a convolution's states [n, D, size], the newest
-    last. x: its tokens [B, T, D]. state: the call's initial states [N, D, size], None for zeros."""
-    B, T, D = x.shape
-    if T < size - 1 and shard.size > 1:
-        raise ValueError(f"{shard.op}: got {T} tokens on each rank, need at least {size - 1}, all that a token "
-                         "looks back on")
-    own = shard.own(state)
-    n = B if shard.bounds is None else shard.bounds.shape[0] - 1
-    own = x.new_zeros(n, D, size) if own is None else own.to(x.dtype)
-    if shard.size == 1:
-        return own
-    # what the last sequence leaves: its tokens here, and before them what it began with
-    left = torch.cat([own[n - B:], x[:, shard.begin:].mT], 2)[..., -size:]
-    to = torch.arange(shard.size, device=x.device).view(-1, 1, 1, 1)
-    came = exchanged(shard, torch.where((to == shard.rank + 1) & (shard.after > 0), left, 0))[shard.rank - 1]
-    # where nothing came, zeros did: every rank's gradient passes through the exchange
-    return torch.cat([came if shard.before else own[:B] + came, own[B:]])
 
 
 Fold = Callable[[Tensor, Tensor], Tensor]

@@ -1,0 +1,206 @@
+"""Sequences over several ranks, by gloo processes on the torch path: outputs, states and gradients equal one
+device's, and ranks that fail make the others raise. All jobs run in one set of processes."""
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flashlin
+from flashlin import dispatch
+from tests.ranks import Job, computed, equal_one, made, model_equals_one, of_rank, run_jobs, together
+from tests.share import WHOLE
+
+OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "mamba_chunk_scan_combined",
+       "chunk_rwkv7", "chunk_linear_attn", "chunk_delta_rule", "chunk_rwkv6", "chunk_dplr_delta_rule",
+       "chunk_lightning_attn", "chunk_iplr_delta_rule", "chunk_retention")
+WINDOWS = ("causal_conv1d", "token_shift")
+T = 48
+# how many ranks, how many heads, and the edges: with an empty sequence, also where a rank begins; with one that
+# lies on three ranks or four; with all of them on one rank
+SETTINGS: dict[str, tuple[int, int, list[int] | None]] = {
+    "four ranks, states": (4, 2, [0, 2, T - 1, T]),
+    "two ranks, rows": (2, 3, None),
+    "three ranks, packed": (3, 2, [0, 5, 16, 16, 20, T - 4, T]),
+    "two ranks, heads": (2, 2, [0, 5, T // 2, T // 2, T - 3, T]),
+    "four ranks, rows": (4, 3, None)}
+
+
+def _fla_context(group: Any, edges: list[int], rows: int) -> SimpleNamespace:
+    """What fla.ops.cp.build_cp_context gives a rank: edges of its own sequences without empty ones, and how many
+    ranks hold tokens of the first before it, and of the last behind it."""
+    rank, start = dist.get_rank(group), dist.get_rank(group) * rows
+    mine = sorted({min(max(edge, start), start + rows) - start for edge in edges})
+    began = max(edge for edge in edges if edge <= start)
+    ends = min(edge for edge in edges if edge >= start + rows)
+    return SimpleNamespace(group=group, cu_seqlens=torch.tensor(mine), cu_seqlens_cpu=torch.tensor(mine),
+                           layout="contiguous", pre_num_ranks=rank - began // rows,
+                           post_num_ranks=(ends - 1) // rows - rank, is_first_rank=rank == began // rows,
+                           is_last_rank=rank == (ends - 1) // rows, pre_num_conv_tokens=start - began,
+                           conv1d_kernel_size=4, pre_num_ranks_dev=None)
+
+
+def with_fla_context(op: str, group: Any) -> None:
+    edges = [0, 5, 10, 11, T]
+    call = made(op, 4, T, edges)
+    call = call._replace(shared={name: x for name, x in call.shared.items() if name != "initial_state"}, state="")
+    right = computed(call)
+    mine = of_rank(call, group)._replace(options={name: x for name, x in call.options.items()
+                                                  if name != "cu_seqlens"})
+    context = _fla_context(group, edges, T // dist.get_world_size(group))
+    found = together(computed(mine, cp_context=context), call, group)
+    for name, x in right.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-9, atol=1e-9)
+
+
+def in_setting(op: str, setting: str, group: Any) -> None:
+    _, H, edges = SETTINGS[setting]
+    plans: list[Any] = []
+    with dispatch.watching(plans.append):
+        equal_one(made(op, H, T, edges), group)
+    over = {plan.problem.over for plan in plans if plan.asked.ranks > 1}
+    assert op in WINDOWS or over == {"heads" if setting == "two ranks, heads" and "mamba" not in op else "tokens"}
+
+
+def groups_of_heads(group: Any) -> None:
+    """Four value heads to two of q and k, on two ranks by heads, on four by states."""
+    equal_one(made("chunk_gated_delta_rule", 4, T, [0, 9, T], G=2), group)
+
+
+def twice_and_from_a_checkpoint(group: Any) -> None:
+    """backward twice, and a call that is made again in backward."""
+    call = of_rank(made("chunk_kda", 3, T, [0, 2, T]), group)
+    q = call.tokens["q"].clone().requires_grad_()
+
+    def run(q: torch.Tensor) -> torch.Tensor:
+        o, _ = flashlin.chunk_kda(**{**call.tokens, "q": q}, **call.options, process_group=group)
+        return o.square().sum()
+    loss = run(q)
+    once, = torch.autograd.grad(loss, q, retain_graph=True)
+    again, = torch.autograd.grad(loss, q)
+    from_checkpoint, = torch.autograd.grad(torch.utils.checkpoint.checkpoint(run, q, use_reentrant=False), q)
+    assert torch.equal(once, again) and torch.equal(once, from_checkpoint)
+    gradient, = torch.autograd.grad(run(q), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="chunk_kda: got a second differentiation.*over several ranks"):
+        gradient.sum().backward()
+
+
+def nothing_spreads(group: Any) -> None:
+    """NaN of a sequence that ends on rank 1 reaches no other."""
+    call = made("chunk_gated_delta_rule", 3, T, [0, 5, 30, T])
+    call.tokens["v"][:, 20] = float("nan")
+    o = together({"o": computed(of_rank(call, group), process_group=group)["o"]}, call, group)["o"]
+    bad = o.isnan().flatten(2).any(2)[0]
+    assert bad[20:30].all() and not bad[:20].any() and not bad[30:].any()
+
+
+def compiled(group: Any) -> None:
+    call = of_rank(made("chunk_kda", 3, T, None), group)
+    tokens = {name: x.float() for name, x in call.tokens.items()}
+
+    def run(v: torch.Tensor) -> torch.Tensor:
+        return flashlin.chunk_kda(**{**tokens, "v": v + 1}, process_group=group)[0] * 2
+    assert torch.equal(torch.compile(run, backend="eager")(tokens["v"]), run(tokens["v"]))
+
+
+def unequal(group: Any) -> None:
+    rows = 8 + dist.get_rank(group)
+    call = made("chunk_simple_gla", 2, rows, None)
+    with pytest.raises(ValueError, match=r"chunk_simple_gla: got \[8, 9\] tokens on ranks 0 to 1, need the same"):
+        flashlin.chunk_simple_gla(**call.tokens, process_group=group)
+
+
+def wrong(group: Any) -> None:
+    tokens = of_rank(made("chunk_kda", 3, T, None), group).tokens
+    edges = torch.tensor([0, T])
+    context = _fla_context(group, [0, T], T // dist.get_world_size(group))
+    packed = {name: x[:1] for name, x in tokens.items()}
+    refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (TypeError, "process_group: got int, need a group of torch.distributed",
+         lambda: flashlin.chunk_kda(**tokens, process_group=3)),
+        (TypeError, "cp_context: got int without group, need what fla.ops.cp.build_cp_context makes",
+         lambda: flashlin.chunk_kda(**tokens, cp_context=3)),
+        (ValueError, "process_group: got one beside cp_context, need none",
+         lambda: flashlin.chunk_kda(**packed, cp_context=context, process_group=group)),
+        (ValueError, "output_final_state: got one beside cp_context, need none",
+         lambda: flashlin.chunk_kda(**packed, cp_context=context, output_final_state=True)),
+        (ValueError, "cp_context: got layout 'zigzag', need 'contiguous'",
+         lambda: flashlin.chunk_kda(**packed, cp_context=SimpleNamespace(**{**vars(context), "layout": "zigzag"}))),
+        (ValueError, f"cp_context: got edges up to {T // 2}, need 7, the tokens on this rank",
+         lambda: flashlin.chunk_kda(**{name: x[:, :7] for name, x in packed.items()}, cp_context=context)),
+        (ValueError, "cu_seqlens: ", lambda: flashlin.chunk_kda(**packed, cu_seqlens=edges // 2,
+                                                                process_group=group)),
+        (ValueError, "causal_conv1d: got 2 tokens on each rank, need at least 3",
+         lambda: flashlin.causal_conv1d(torch.ones(1, 2, 4), torch.ones(4, 4), process_group=group))]
+    for kind, text, call in refused:
+        with pytest.raises(kind, match=text.replace("[", r"\[")):
+            call()
+
+
+def one_does_not_call(group: Any) -> None:
+    """Rank 1 has failed elsewhere, and lives: rank 0 waits as long as the group says."""
+    short = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    tokens = made("chunk_kda", 3, T, None).tokens
+    began = time.monotonic()
+    if dist.get_rank(group) == 0:
+        with pytest.raises(RuntimeError, match="chunk_kda: rank 0 of 2 got no answer from the others"):
+            flashlin.chunk_kda(**tokens, process_group=short)
+        assert time.monotonic() - began < 20
+    else:
+        time.sleep(5)
+
+
+def one_dies(group: Any) -> None:
+    """In backward, after a forward of both."""
+    tokens = {name: x.requires_grad_() for name, x in of_rank(made("chunk_kda", 3, T, None), group).tokens.items()}
+    o, _ = flashlin.chunk_kda(**tokens, process_group=group)
+    if dist.get_rank(group) == 1:
+        os._exit(1)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="chunk_kda: rank 0 of 2 got no answer from the others"):
+        o.sum().backward()
+    assert time.monotonic() - began < 20
+
+
+def _jobs() -> dict[str, tuple[int, Job]]:
+    jobs: dict[str, tuple[int, Job]] = {}
+    for number, op in enumerate(OPS + WINDOWS):
+        names = [*SETTINGS]
+        first, *others = names
+        chosen = names if WHOLE or op in WINDOWS else [first, others[number % len(others)]]
+        for name in chosen:
+            jobs[f"{op}: {name}"] = SETTINGS[name][0], partial(in_setting, op, name)
+    for kind in ("gdn", "kda", "mamba2"):
+        jobs[f"model {kind}"] = 2, partial(model_equals_one, kind)
+    jobs["model gdn, by heads"] = 2, partial(model_equals_one, "gdn", H=4)
+    for op in ("chunk_gated_delta_rule", "chunk_kda", "chunk_rwkv7", "causal_conv1d"):
+        jobs[f"{op}: a context of fla"] = 3 if op == "chunk_kda" else 2, partial(with_fla_context, op)
+    jobs.update({"groups of heads on 2": (2, groups_of_heads), "groups of heads on 4": (4, groups_of_heads),
+                 "twice": (2, twice_and_from_a_checkpoint), "NaN": (3, nothing_spreads), "compiled": (2, compiled),
+                 "unequal": (2, unequal), "wrong arguments": (2, wrong),
+                 "one does not call": (2, one_does_not_call), "one dies": (2, one_dies)})
+    return jobs
+
+
+JOBS = _jobs()
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return run_jobs(JOBS, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.parametrize("name", JOBS)
+def test_over_ranks(name: str, said: dict[str, list[str]]) -> None:
+    gone = ["", "the process was gone"] if name == "one dies" else []
+    assert said[name] == gone or not any(said[name]), "\n".join(said[name])
