@@ -239,7 +239,7 @@ def run_jobs(jobs: dict[str, tuple[int, Job]], folder: Path, backend: str = "glo
     function at the top level of a module, or a partial of one."""
     size = max(n for n, _ in jobs.values())
     context = multiprocessing.get_context("forkserver")  # torch is imported once
-    context.set_forkserver_preload(["flashlin", "tests.ranks"])
+    context.set_forkserver_preload(["flashlin.ops._common.across", "tests.ranks"])
     ranks = [context.Process(target=_rank, args=(rank, size, str(folder), backend, jobs)) for rank in range(size)]
     for one in ranks:
         one.start()
