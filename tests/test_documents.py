@@ -88,15 +88,15 @@ def test_the_record_has_all_that_flashlin_says_it_has_of_others() -> None:
 
 
 def test_each_kind_of_difference_is_told() -> None:
-    def ours(q: int, scale: float = 1.0, cp_context: object = None, *, chunk_size: int = 64) -> None: ...
+    def ours(q: int, scale: float = 1.0, process_group: object = None, *, chunk_size: int = 64) -> None: ...
 
     def told(*parameters: tuple[str, str]) -> list[str]:
         return peers.differences(peers.Theirs("m", "f", parameters), ours)
-    same = (("q", ""), ("scale", "1.0"), ("cp_context", "None"), ("chunk_size", "64"))
-    assert told(*same) == ["`cp_context`: None only"]
+    same = (("q", ""), ("scale", "1.0"), ("process_group", "None"), ("chunk_size", "64"))
+    assert told(*same) == ["`process_group`: None only"]
     assert told(*same, ("**kwargs", "")) == told(*same)
     assert told(("q", ""), ("window", "None"), ("scale", "None"), ("chunk_size", "64")) == [
-        "no `window`", "`scale=1.0`, there `None`", "more: `cp_context`"]
+        "no `window`", "`scale=1.0`, there `None`", "more: `process_group`"]
     assert told(("scale", "1.0"), ("q", ""))[0] == "another order: give arguments by name"
 
 

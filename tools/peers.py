@@ -28,7 +28,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "causal_conv1d": ("causal_conv1d/causal_conv1d_interface.py", "causal_conv1d/causal_conv1d_varlen.py")}
 NOT_PUBLIC = ("backends", "ascend", "tilelang", "gluon", "naive", "/cp", "_ref", "/utils")
 LAYERS = ("Mamba", "Mamba2", "Mamba3")
-ONLY_NONE = frozenset({"cp_context", "process_group"})  # ours have them to say that they must be None
+ONLY_NONE = frozenset({"process_group"})  # ours have them to say that they must be None
 
 
 class Theirs(NamedTuple):

@@ -8,7 +8,7 @@ function's arguments and those; ``ADAPTERS`` is the list, with the reason for ea
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,13 +23,13 @@ from flashlin.ops import kda, mamba_inner, norm, selective_scan, ssd, state_upda
 IN_KERNELS = (None, "silu", "swish")  # activations that the convolution has itself
 # Arguments of kernels that change the result and that flashlin has not. All else that a model passes along
 # speaks to other parts of it (use_cache, output_router_logits, max_length_q, position_embeddings, ...).
-NOT_SERVED = {"cp_context": "there is no context parallelism",
+NOT_SERVED = {"cp_context": "only chunked ops and the convolution run over several ranks",
               "state_dtype": "states are float32"}
 
 
-def _check(function: str, of_the_model: dict[str, Any]) -> None:
+def _check(function: str, of_the_model: dict[str, Any], own: Collection[str]) -> None:
     for name, why in NOT_SERVED.items():
-        if of_the_model.get(name) is not None:
+        if name not in own and of_the_model.get(name) is not None:
             raise NotImplementedError(f"{function}: {name}: got {type(of_the_model[name]).__name__}, need "
                                       f"None in flashlin: {why}")
 
@@ -47,7 +47,7 @@ def _of(ours: Callable[..., Any], *marks: str) -> Callable[[Callable[..., Any]],
 
     def made(adapt: Callable[..., Any]) -> Callable[..., Any]:
         def adapter(*args: Any, **options: Any) -> Any:
-            _check(ours.__name__, options)
+            _check(ours.__name__, options, own)
             marked = unmarked
             if not own.keys() >= options.keys():
                 marked = [options.get(mark) for mark in marks]

@@ -8,8 +8,8 @@ from typing import Any
 
 from flashlin.integrations.bindings import named_like
 
-# Parameters that our signatures have only to say, by name, that they must be None.
-REFUSED = frozenset({"cp_context", "process_group"})
+# Parameters of the originals that our signatures have only to say, by name, that they must be None.
+REFUSED = frozenset({"process_group"})
 _told: set[tuple[str, str]] = set()
 
 

@@ -72,8 +72,8 @@ def chunk_gated_delta_rule(
             host: cu_seqlens_cpu saves waiting for it) and initial_state are then those of the whole, the same
             on every rank. Final states, and gradients of what the ranks have in common, are a rank's share:
             those of all ranks add up. ``flashlin.explain(op, ranks=4)`` tells how it runs.
-        cp_context: the same as ``fla.ops.cp.build_cp_context`` makes it: without states, and with no
-            cu_seqlens beside it.
+        cp_context: the same as ``fla.ops.cp.build_cp_context`` makes it: it has the edges of this rank's
+            sequences, so cu_seqlens is not looked at, and there are no states.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out

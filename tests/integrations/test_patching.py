@@ -344,7 +344,7 @@ def test_unknown_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- by_name ---
 
-def ours(x: int, *, scale: float = 2.0, cp_context: Any = None) -> tuple[Any, ...]:
+def ours(x: int, *, scale: float = 2.0, process_group: Any = None) -> tuple[Any, ...]:
     return "ours", x, scale
 
 
@@ -378,11 +378,11 @@ def test_by_name_tells_of_keywords_that_nobody_reads(untold: None) -> None:
 
 
 def test_by_name_refused_parameters_go_to_the_original(untold: None) -> None:
-    def theirs(x: int, cp_context: Any = None) -> str:
+    def theirs(x: int, process_group: Any = None) -> str:
         return "original"
     call = by_name(theirs, ours)
-    assert call(1, None)[0] == "ours" and call(1, cp_context=None)[0] == "ours"
-    with pytest.warns(UserWarning, match="cp_context"):
+    assert call(1, None)[0] == "ours" and call(1, process_group=None)[0] == "ours"
+    with pytest.warns(UserWarning, match="process_group"):
         assert call(1, object()) == "original"
 
 

@@ -44,7 +44,8 @@ def test_what_does_not_fit_is_named() -> None:
     refused(r"g: got shape \[2, 12, 2\], need \[B, T, HV\]", g=torch.zeros(2, 12, 2))
     refused("chunk_size: got 48, need one of 16, 32, 64", chunk_size=48)
     refused(r"initial_state: got shape \[2, 4, 5, 8\], need", initial_state=torch.zeros(2, 4, 5, 8))
-    refused("cp_context: got int, need None", cp_context=3)
+    refused("cp_context: got int without group, need what fla.ops.cp.build_cp_context makes", TypeError,
+            cp_context=3)
     refused("got allow_neg_eigval without use_beta_sigmoid_in_kernel", allow_neg_eigval=True)
     refused("A_log: got None, need a tensor", use_gate_in_kernel=True)
     refused(r"A_log: got shape \[2\], need \[HV\]", use_gate_in_kernel=True, A_log=torch.zeros(2))

@@ -113,10 +113,8 @@ def test_what_every_op_refuses(op: str) -> None:
         function(**given, chunksize=64)
     with pytest.raises(ValueError, match="cu_seqlens_cpu: got a tensor without cu_seqlens, need both"):
         function(**given, cu_seqlens_cpu=torch.tensor([0, 12]))
-    if op != "chunk_iplr_delta_rule":
-        with pytest.raises(ValueError,
-                           match="cp_context: got object, need None: flashlin has no context parallelism"):
-            function(**given, cp_context=object())
+    with pytest.raises(TypeError, match="process_group: got object, need a group of torch.distributed"):
+        function(**given, process_group=object())
 
 
 @pytest.mark.parametrize("op", ["kda", "rwkv7"])

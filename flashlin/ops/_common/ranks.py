@@ -94,16 +94,15 @@ def shard_of(
     **states: bool,
 ) -> Shard:
     """The shard of this rank, whose tokens are x [B, T, ...]; one of ``cp_context`` and ``process_group`` is
-    not None. cu_seqlens: the edges of the whole row; they are read on the host, from cu_seqlens_cpu if that is
-    there. sizes: numbers in which the ranks' calls agree, beside B and T. states: by name, whether the call
-    has them, which fla's context cannot."""
+    not None. cu_seqlens: the edges of the whole row, read on the host, from cu_seqlens_cpu if that is there
+    (beside a context, which has edges, not looked at). sizes: numbers in which the ranks' calls agree, beside
+    B and T. states: by name, whether the call has them, which fla's context cannot."""
     if cp_context is None:
         return of_group(op, process_group, x, sizes, cu_seqlens, cu_seqlens_cpu)
-    beside = {"process_group": process_group is not None, "cu_seqlens": cu_seqlens is not None, **states}
-    for name, given in beside.items():
+    for name, given in {"process_group": process_group is not None, **states}.items():
         if given:
-            raise ValueError(f"{name}: got one beside cp_context, need none: a context of fla knows the edges "
-                             "of one rank's sequences, and no states (process_group= takes them)")
+            raise ValueError(f"{name}: got one beside cp_context, need none: a context of fla knows the "
+                             "edges of one rank's sequences, and no states (process_group= takes them)")
     return of_context(op, cp_context, x, sizes)
 
 
