@@ -124,7 +124,8 @@ def test_rows_that_belong_to_nobody_hold_the_residual() -> None:
     (lambda: flashlin.causal_conv1d(X, W, backend="cudnn"), ValueError,
      "backend: got 'cudnn', need one of triton, mix, cuda"),
     (lambda: flashlin.causal_conv1d(X, W, cp_context=1), TypeError,
-     "cp_context: got int without group, need what fla.ops.cp.build_cp_context makes"),
+     "cp_context: got int without group, need what fla.ops.cp.build_cp_context makes (without fla: "
+     "process_group=)"),
     (lambda: flashlin.causal_conv1d(X, W, seq_idx=1), TypeError,
      "causal_conv1d: got unexpected keyword seq_idx"),
     (lambda: flashlin.causal_conv1d(X, W, cu_seqlens=EDGES), ValueError,

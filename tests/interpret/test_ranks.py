@@ -1,0 +1,48 @@
+"""Sequences over several ranks by the kernels, in gloo processes: as exact as on one device."""
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from flashlin import dispatch
+from tests.ranks import Job, as_exact_as_one, made, run_jobs
+from tests.share import WHOLE
+
+# How many ranks, an op, its dtype, tokens and edges: a matrix is asked of the rank in the middle of three alone.
+CHOSEN: list[tuple[int, str, torch.dtype, int, list[int] | None]] = [
+    (3, "chunk_gated_delta_rule", torch.float16, 48, [0, 2, 48]),
+    (2, "chunk_simple_gla", torch.float32, 48, [0, 5, 30, 48]),
+    (3, "chunk_kda", torch.float16, 48, [0, 2, 48]),
+    (3, "chunk_gla", torch.float32, 48, [0, 2, 48]),
+    (3, "chunk_rwkv7", torch.float32, 48, [0, 2, 48]),
+    (3, "chunk_rwkv6", torch.float32, 48, [0, 2, 48]),
+    (3, "mamba_chunk_scan_combined", torch.float32, 48, [0, 2, 48]),
+    (2, "chunk_gated_delta_rule", torch.float32, 96, None)]
+
+
+def by_kernels(op: str, dtype: torch.dtype, T: int, edges: list[int] | None, group: Any) -> None:
+    plans: list[Any] = []
+    with dispatch.watching(plans.append):
+        as_exact_as_one(made(op, 1, T, edges, K=16, dtype=dtype), group)
+    assert {plan.path for plan in plans if plan.problem.dtype != "float64"} == {"triton"}
+    assert {plan.problem.over for plan in plans if plan.asked.ranks > 1} == {"tokens"}
+
+
+JOBS: dict[str, tuple[int, Job]] = {
+    f"{op} {str(dtype)[6:]} on {ranks}": (ranks, partial(by_kernels, op, dtype, T, edges))
+    for ranks, op, dtype, T, edges in (CHOSEN if WHOLE else CHOSEN[:2])}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return run_jobs(JOBS, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.parametrize("name", JOBS)
+def test_over_ranks(name: str, said: dict[str, list[str]]) -> None:
+    assert not any(said[name]), "\n".join(said[name])
