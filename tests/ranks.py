@@ -122,6 +122,12 @@ def together(found: dict[str, Tensor], call: Call, group: Any) -> dict[str, Tens
     return whole
 
 
+def close(found: Tensor, right: Tensor, bound: float, name: str) -> None:
+    """As far as bound times the largest of them."""
+    torch.testing.assert_close(found, right, rtol=bound, atol=bound * float(right.abs().max()),
+                               msg=lambda text: f"{name}: {text}")
+
+
 def equal_one(call: Call, group: Any, **ranks: Any) -> None:
     """float64: on all ranks as on one."""
     right = computed(call)
@@ -129,7 +135,7 @@ def equal_one(call: Call, group: Any, **ranks: Any) -> None:
     found = together(computed(of_rank(call, group), **given), call, group)
     assert found.keys() == right.keys(), (found.keys(), right.keys())
     for key, x in right.items():
-        torch.testing.assert_close(found[key], x, rtol=1e-9, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
+        close(found[key], x, 1e-9, key)
 
 
 def as_exact_as_one(call: Call, group: Any, allowed: float = 1.5) -> None:
@@ -139,7 +145,7 @@ def as_exact_as_one(call: Call, group: Any, allowed: float = 1.5) -> None:
     right, one = computed(exact), computed(call)
     found = together(computed(of_rank(call, group), process_group=group), call, group)
     for key, x in right.items():
-        ours, whole = ((y[key].double() - x).pow(2).mean().sqrt() / x.pow(2).mean().sqrt() for y in (found, one))
+        ours, whole = ((y[key].double() - x).norm() / x.norm() for y in (found, one))
         assert ours <= allowed * whole + 3e-6, f"{key}: {ours:.2e}, on one device {whole:.2e}"
 
 
@@ -206,12 +212,11 @@ def model_equals_one(kind: str, group: Any, H: int = 3, device: str = "cpu",
     part.backward()
     total = part.detach().clone()
     dist.all_reduce(total, group=group)
-    torch.testing.assert_close(total, loss.detach(), rtol=bound, atol=bound)
+    close(total, loss.detach(), bound, "loss")
     for name, p in model.named_parameters():
         assert p.grad is not None, name
         dist.all_reduce(p.grad, group=group)
-        torch.testing.assert_close(p.grad, right[name], rtol=bound, atol=bound * float(right[name].abs().max()),
-                                   msg=lambda text, name=name: f"{name}: {text}")
+        close(p.grad, right[name], bound, name)
 
 
 def _rank(rank: int, size: int, folder: str, backend: str, jobs: dict[str, tuple[int, Job]]) -> None:
@@ -240,7 +245,8 @@ def run_jobs(jobs: dict[str, tuple[int, Job]], folder: Path, backend: str = "glo
     size = max(n for n, _ in jobs.values())
     context = multiprocessing.get_context("forkserver")  # torch is imported once
     context.set_forkserver_preload(["flashlin.ops._common.across", "tests.ranks"])
-    ranks = [context.Process(target=_rank, args=(rank, size, str(folder), backend, jobs)) for rank in range(size)]
+    ranks = [context.Process(target=_rank, args=(rank, size, str(folder), backend, jobs))
+             for rank in range(size)]
     for one in ranks:
         one.start()
     for one in ranks:

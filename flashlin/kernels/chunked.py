@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 from torch import dtype
 
+# What backward is asked for where only the gradient of a state that enters goes on, to another rank.
+STATE_ALONE = frozenset({"h0"})
+
 
 class Scalars(NamedTuple):
     """What goes into a family's operator beside its tensors, h0 and bounds; out come o, ht and what forward

@@ -321,7 +321,7 @@ def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has
         decay = torch.where(anew[..., None], -math.inf, decay)
     v, marks = scaled(op, x, step, dtype, marks)
     plain = D is None and z is None and marks is None
-    request = chunked.Request(op, 1.0, h0, has_ht, bounds, None, True, "chunk", False, *beside)
+    request = chunked.Request(op, 1.0, h0, has_ht, bounds, state_v_first=True, **beside._asdict())
     y, ht = chunked.run(simple_gla.FAMILY, request, (C, B, v, decay, None),
                         out_dtype=out_dtype if plain else compute, grouped=True)
     if marks is not None and anew is not None:

@@ -113,7 +113,7 @@ def test_what_every_op_refuses(op: str) -> None:
         function(**given, chunksize=64)
     with pytest.raises(ValueError, match="cu_seqlens_cpu: got a tensor without cu_seqlens, need both"):
         function(**given, cu_seqlens_cpu=torch.tensor([0, 12]))
-    with pytest.raises(TypeError, match="process_group: got object, need a group of torch.distributed"):
+    with pytest.raises(TypeError, match=r"process_group: got object, need a group of torch.distributed"):
         function(**given, process_group=object())
 
 

@@ -25,8 +25,8 @@ OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "
        "chunk_lightning_attn", "chunk_iplr_delta_rule", "chunk_retention")
 WINDOWS = ("causal_conv1d", "token_shift")
 T = 48
-# how many ranks, how many heads, and the edges: with an empty sequence, also where a rank begins; with one that
-# lies on three ranks or four; with all of them on one rank
+# How many ranks, how many heads, and the edges: with an empty sequence, also where a rank begins, and with one
+# that lies on three ranks or four.
 SETTINGS: dict[str, tuple[int, int, list[int] | None]] = {
     "four ranks, states": (4, 2, [0, 2, T - 1, T]),
     "two ranks, rows": (2, 3, None),
@@ -36,8 +36,8 @@ SETTINGS: dict[str, tuple[int, int, list[int] | None]] = {
 
 
 def _fla_context(group: Any, edges: list[int], rows: int) -> SimpleNamespace:
-    """What fla.ops.cp.build_cp_context gives a rank: edges of its own sequences without empty ones, and how many
-    ranks hold tokens of the first before it, and of the last behind it."""
+    """What fla.ops.cp.build_cp_context gives a rank: edges of its own sequences without empty ones, and how
+    many ranks hold tokens of the first before it, and of the last behind it."""
     rank, start = dist.get_rank(group), dist.get_rank(group) * rows
     mine = sorted({min(max(edge, start), start + rows) - start for edge in edges})
     began = max(edge for edge in edges if edge <= start)
@@ -52,7 +52,8 @@ def _fla_context(group: Any, edges: list[int], rows: int) -> SimpleNamespace:
 def with_fla_context(op: str, group: Any) -> None:
     edges = [0, 5, 10, 11, T]
     call = made(op, 4, T, edges)
-    call = call._replace(shared={name: x for name, x in call.shared.items() if name != "initial_state"}, state="")
+    stateless = {name: x for name, x in call.shared.items() if name != "initial_state"}
+    call = call._replace(shared=stateless, state="")
     right = computed(call)
     mine = of_rank(call, group)._replace(options={name: x for name, x in call.options.items()
                                                   if name != "cu_seqlens"})
@@ -68,7 +69,8 @@ def in_setting(op: str, setting: str, group: Any) -> None:
     with dispatch.watching(plans.append):
         equal_one(made(op, H, T, edges), group)
     over = {plan.problem.over for plan in plans if plan.asked.ranks > 1}
-    assert op in WINDOWS or over == {"heads" if setting == "two ranks, heads" and "mamba" not in op else "tokens"}
+    by_heads = setting == "two ranks, heads" and "mamba" not in op
+    assert op in WINDOWS or over == {"heads" if by_heads else "tokens"}
 
 
 def groups_of_heads(group: Any) -> None:
@@ -115,7 +117,7 @@ def compiled(group: Any) -> None:
 def unequal(group: Any) -> None:
     rows = 8 + dist.get_rank(group)
     call = made("chunk_simple_gla", 2, rows, None)
-    with pytest.raises(ValueError, match=r"chunk_simple_gla: got \[8, 9\] tokens on ranks 0 to 1, need the same"):
+    with pytest.raises(ValueError, match=r"chunk_simple_gla: got \[8, 9\] tokens on ranks 0 to 1, need the"):
         flashlin.chunk_simple_gla(**call.tokens, process_group=group)
 
 
@@ -123,6 +125,7 @@ def wrong(group: Any) -> None:
     tokens = of_rank(made("chunk_kda", 3, T, None), group).tokens
     edges = torch.tensor([0, T])
     context = _fla_context(group, [0, T], T // dist.get_world_size(group))
+    zigzag = SimpleNamespace(**{**vars(context), "layout": "zigzag"})
     packed = {name: x[:1] for name, x in tokens.items()}
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (TypeError, "process_group: got int, need a group of torch.distributed",
@@ -134,7 +137,7 @@ def wrong(group: Any) -> None:
         (ValueError, "output_final_state: got one beside cp_context, need none",
          lambda: flashlin.chunk_kda(**packed, cp_context=context, output_final_state=True)),
         (ValueError, "cp_context: got layout 'zigzag', need 'contiguous'",
-         lambda: flashlin.chunk_kda(**packed, cp_context=SimpleNamespace(**{**vars(context), "layout": "zigzag"}))),
+         lambda: flashlin.chunk_kda(**packed, cp_context=zigzag)),
         (ValueError, f"cu_seqlens: got a last value of {T // 2}, need T = 7",
          lambda: flashlin.chunk_kda(**{name: x[:, :7] for name, x in packed.items()}, cp_context=context)),
         (ValueError, "cu_seqlens: ", lambda: flashlin.chunk_kda(**packed, cu_seqlens=edges // 2,
@@ -161,8 +164,8 @@ def one_does_not_call(group: Any) -> None:
 
 def one_dies(group: Any) -> None:
     """In backward, after a forward of both."""
-    tokens = {name: x.requires_grad_() for name, x in of_rank(made("chunk_kda", 3, T, None), group).tokens.items()}
-    o, _ = flashlin.chunk_kda(**tokens, process_group=group)
+    tokens = of_rank(made("chunk_kda", 3, T, None), group).tokens
+    o, _ = flashlin.chunk_kda(**{name: x.requires_grad_() for name, x in tokens.items()}, process_group=group)
     if dist.get_rank(group) == 1:
         os._exit(1)
     began = time.monotonic()
@@ -185,8 +188,8 @@ def _jobs() -> dict[str, tuple[int, Job]]:
     for op in ("chunk_gated_delta_rule", "chunk_kda", "chunk_rwkv7", "causal_conv1d"):
         jobs[f"{op}: a context of fla"] = 3 if op == "chunk_kda" else 2, partial(with_fla_context, op)
     jobs.update({"groups of heads on 2": (2, groups_of_heads), "groups of heads on 4": (4, groups_of_heads),
-                 "twice": (2, twice_and_from_a_checkpoint), "NaN": (3, nothing_spreads), "compiled": (2, compiled),
-                 "unequal": (2, unequal), "wrong arguments": (2, wrong),
+                 "twice": (2, twice_and_from_a_checkpoint), "NaN": (3, nothing_spreads),
+                 "compiled": (2, compiled), "unequal": (2, unequal), "wrong arguments": (2, wrong),
                  "one does not call": (2, one_does_not_call), "one dies": (2, one_dies)})
     return jobs
 

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.chunked import Scalars
+from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.delta.forward import columns, delta_states
 from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.delta.parts import delta_alone
@@ -347,7 +347,7 @@ def run(
 ) -> dict[str, torch.Tensor | None]:
     """The gradients by name, for forward.run's tensors and what it kept; do [B, T, HV, V], dht like its final
     state. Those of beta, g and h0 are fp32."""
-    batch = Batch(plan, x)
+    batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
     rebuilding, reversing, finishing = (plan.launch(f"delta_{name}")
                                         for name in ("states", "reverse", "grads"))
@@ -367,12 +367,13 @@ def run(
         for name in ("states", "dstates"):
             part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
         by_transfers(plan, batch, part, delta_alone, reverse, has_dht=dht is not None)
-        start(rebuilding, delta_states, part["parts"] * HV * strips,
-              dict(scanned, HAS_H0=part["h0"] is not None), part)
+        if whole:
+            start(rebuilding, delta_states, part["parts"] * HV * strips,
+                  dict(scanned, HAS_H0=part["h0"] is not None), part)
         back_by_transfers(plan, batch, part, delta_reverse, reverse, ("dy", "dstates"))
         start(reversing, delta_reverse, part["parts"] * HV * strips, dict(
             reverse, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, ALONE=False), part)
-        if batch.T:
+        if batch.T and whole:
             start(finishing, delta_grads, n * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
     zero_forgotten(dg, x.g)
     return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, beta=dbeta, g=dg, h0=dh0)

@@ -31,7 +31,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.chunked import Scalars
+from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.dplr.forward import beta_of, prepare
 from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.dplr.parts import dplr_alone
@@ -494,7 +494,7 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
     """The gradients by name, None for what is not there, for forward.run's tensors; do [B, T, HV, V], dht
     like its final state. Those of g, beta and h0 are fp32."""
-    batch = Batch(plan, x)
+    batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
     rebuilding, reversing, finishing = (plan.launch(f"dplr_{name}")
                                         for name in ("states", "reverse", "grads"))
@@ -514,13 +514,14 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         for name in ("x", "dy"):
             part[name] = torch.empty_like(part["v"])
         by_transfers(plan, batch, part, dplr_alone, scanned, has_dht=dht is not None)
-        start(rebuilding, dplr_states, part["parts"] * HV * strips,
-              dict(scanned, HAS_H0=part["h0"] is not None), part)
+        if whole:
+            start(rebuilding, dplr_states, part["parts"] * HV * strips,
+                  dict(scanned, HAS_H0=part["h0"] is not None), part)
         reverse = dict(scanned, HAS_LOW=part["T_low"] is not None, GAPS=batch.gaps)
         back_by_transfers(plan, batch, part, dplr_reverse, reverse, ("dy", "dv", "dstates"))
         start(reversing, dplr_reverse, part["parts"] * HV * strips, dict(
             reverse, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, ALONE=False), part)
-        if batch.T:
+        if batch.T and whole:
             start(finishing, dplr_grads, part["N"] * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
     # KDA, whose gate needs it; a pass over the largest gradient there is, so others do without
     if x.beta is not None:

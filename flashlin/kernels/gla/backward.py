@@ -33,7 +33,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.chunked import Scalars
+from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.gla.forward import (
     bonus_of,
     decay_to_meeting,
@@ -426,7 +426,7 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
     """The gradients by name, for forward.run's tensors; do [B, T, H, V], dht like its final state. Those of
     g, u and h0 are fp32."""
-    batch = Batch(plan, x)
+    batch, whole = Batch(plan, x), needs != STATE_ALONE
     H, K, V = batch.HV, batch.K, batch.V
     rebuilding, reversing, finishing = (plan.launch(f"gla_{name}") for name in ("states", "reverse", "grads"))
     dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
@@ -446,11 +446,12 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
             part[name] = torch.empty(slots, H, K, V, dtype=x.v.dtype, device=batch.device)
         # zeros, because sequences leave slots between them
         shares = None if x.u is None else torch.zeros(slots, H, K, dtype=torch.float32, device=batch.device)
-        start(rebuilding, gla_states, numbered,
-              dict(scanned, HAS_H0=part["h0"] is not None), part)
+        if whole:
+            start(rebuilding, gla_states, numbered,
+                  dict(scanned, HAS_H0=part["h0"] is not None), part)
         start(reversing, gla_reverse, numbered, dict(
             scanned, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, GAPS=batch.gaps), part)
-        if batch.T:
+        if batch.T and whole:
             start(finishing, gla_grads, n * part["S"] * H,
                   dict(constants, du=shares, BEFORE=x.u is not None, GAPS=batch.gaps), part)
         if du is not None and shares is not None:

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.chunked import Scalars
+from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.pieces import (
     Batch,
@@ -373,13 +373,15 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
                 part[name] = torch.empty(NK, H, rows, dtype=torch.float32, device=batch.device)
             part["through"] = torch.empty(NK, slots, H, dtype=torch.float32, device=batch.device)
             part["states"] = torch.empty(slots, H, K, V, dtype=x.q.dtype, device=batch.device)
-        start(for_dq, simple_gla_dq, numbered * NK,
-              dict(constants, GAPS=batch.gaps, HAS_H0=part["h0"] is not None, HAS_DG=dg is not None), part)
+        if needs != STATE_ALONE:
+            start(for_dq, simple_gla_dq, numbered * NK, dict(
+                constants, GAPS=batch.gaps, HAS_H0=part["h0"] is not None, HAS_DG=dg is not None), part)
         start(for_dk, simple_gla_dk, numbered * NK, dict(
             constants, GAPS=batch.gaps, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None,
             HAS_DG=dg is not None), part)
-        start(for_dv, simple_gla_dv, numbered * -(-V // for_dv.block("BV")),
-              dict(constants, GAPS=batch.gaps, HAS_DHT=part["dht"] is not None), part)
+        if needs != STATE_ALONE:
+            start(for_dv, simple_gla_dv, numbered * -(-V // for_dv.block("BV")),
+                  dict(constants, GAPS=batch.gaps, HAS_DHT=part["dht"] is not None), part)
         if dg is not None:
             start(plan.launch("simple_gla_dg"), simple_gla_dg, n * H * part["S"],
                   dict(NK=NK, VARLEN=batch.packed, GAPS=batch.gaps), part)

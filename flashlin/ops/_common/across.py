@@ -28,7 +28,7 @@ from flashlin.ops._common.ranks import Shard
 INSTEAD = "none have them over several ranks"
 
 
-@torch.compiler.disable
+@ranks.untraced
 def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
         **how: Any) -> tuple[Tensor, Tensor | None]:
     """chunked.run of a request with a process_group or a cp_context."""
@@ -66,7 +66,7 @@ def _by_heads(family: Chunked, request: Request, tensors: tuple[Tensor | None, .
     o = ranks.of_tokens(shard, o)
     if ht is not None:  # to each rank the states of sequences that end on it
         end = torch.full((ht.shape[0],), shard.size - 1, device=ht.device)
-        edges, T = shard.whole[0], o.shape[1]
+        edges, T = shard.whole, o.shape[1]
         if edges is not None:
             last = torch.where(edges.diff() > 0, edges[1:] - 1, edges[1:])
             end = (last // T).clamp(max=shard.size - 1)
@@ -167,7 +167,7 @@ class _Chain:
             h0 = None if shard.before and not shard.begin else h0[h0.shape[0] - B:]
         tokens = [y[:, shard.begin:].contiguous() if y is not None and "T" in argument.shape else y
                   for y, argument in zip(x, self.family.arguments.values(), strict=False)]
-        left = self._state_after(x._make([*tokens, h0, None]), how)
+        left: Tensor = self._state_after(x._make([*tokens, h0, None]), how)
         return left.mT if how.state_v_first else left
 
     def _transfer(self, x: Any, how: Scalars, shard: Shard) -> Tensor | None:

@@ -6,10 +6,12 @@ other (``timeout``) is the group's affair.
 """
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +20,32 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards.tensors import check_cu_seqlens
+from flashlin.ops._common.planned import constant_while_tracing
 
 CONTEXT = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks")
 _agreed: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+F_ = TypeVar("F_", bound=Callable[..., Any])
+
+
+def untraced(function: F_) -> F_:
+    """What torch.compiler.disable makes of the function, which loads the compiler: here only if it is there."""
+    made: list[Callable[..., Any]] = []
+
+    @constant_while_tracing
+    def make() -> bool:
+        if not made:
+            made.append(torch.compiler.disable(function))
+        return True
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        make()
+        return made[0](*args, **kwargs)
+    return cast("F_", run)
 
 
 class Shard(NamedTuple):
@@ -36,14 +61,14 @@ class Shard(NamedTuple):
     group: Any
     rank: int
     size: int
-    before: int
-    after: int
-    begin: int
-    bounds: Tensor | None
-    bounds_cpu: Tensor | None
-    first: int
-    total: int
-    whole: tuple[Tensor | None, Tensor | None]
+    before: int = 0
+    after: int = 0
+    begin: int = 0
+    bounds: Tensor | None = None
+    bounds_cpu: Tensor | None = None
+    first: int = 0
+    total: int = 0
+    whole: Tensor | None = None
 
     def own(self, states: Tensor) -> Tensor:
         """The initial states of the rank's own sequences, of the call's."""
@@ -61,7 +86,7 @@ class Shard(NamedTuple):
         behind = max(self.total - self.first - n, 0)
         return F.pad(states, [0, 0] * (states.ndim - 1) + [self.first, behind])
 
-    @torch.compiler.disable
+    @untraced
     def window(self, x: Tensor, size: int, states: Tensor | None) -> Tensor:
         """The tokens before each of the rank's own sequences, as a convolution's states [n, D, size], the
         newest last. x: its tokens [B, T, D]. states: the call's initial ones [N, D, size], None for zeros."""
@@ -82,7 +107,7 @@ class Shard(NamedTuple):
         return torch.cat([came if self.before else own[:B] + came, own[B:]])
 
 
-@torch.compiler.disable
+@untraced
 def shard_of(
     op: str,
     x: Tensor,
@@ -110,12 +135,12 @@ def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: T
              cu_seqlens_cpu: Tensor | None = None) -> Shard:
     """``shard_of`` a process_group."""
     rank, size = _place(group)
-    (B, T), whole = x.shape[:2], (cu_seqlens, cu_seqlens_cpu)
+    B, T = x.shape[:2]
     agree(op, group, (B, T, *sizes), x.device)
     if cu_seqlens is None:
         if cu_seqlens_cpu is not None:
             raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
-        return Shard(op, group, rank, size, rank, size - 1 - rank, 0, None, None, 0, B, whole)
+        return Shard(op, group, rank, size, before=rank, after=size - 1 - rank, total=B)
     edges = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, torch.Size((B, T * size)), x.device,
                              policy.current().debug)
     host = (edges if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
@@ -129,7 +154,7 @@ def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: T
     return Shard(op, group, rank, size, before=max(rank - host[first] // T, 0),
                  after=max((host[last + 1] - 1) // T - rank, 0), begin=max(host[last] - start, 0),
                  bounds=(edges[first:last + 2] - start).clamp(0, T),
-                 bounds_cpu=mine, first=first, total=count, whole=whole)
+                 bounds_cpu=mine, first=first, total=count, whole=edges)
 
 
 def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
@@ -145,13 +170,13 @@ def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
                          "capture of calls over several ranks")
     (B, T), cpu = x.shape[:2], getattr(context, "cu_seqlens_cpu", None)
     if context.group is None:
-        return Shard(op, None, 0, 1, 0, 0, 0, context.cu_seqlens, cpu, 0, 0, (None, None))
+        return Shard(op, None, 0, 1, bounds=context.cu_seqlens, bounds_cpu=cpu)
     rank, size = _place(context.group, "cp_context.group")
     agree(op, context.group, (B, T, *sizes), x.device)
     bounds = check_cu_seqlens(context.cu_seqlens, cpu, x.shape, x.device, policy.current().debug)
     cpu = bounds.cpu() if cpu is None else cpu
-    before, after = int(context.pre_num_ranks), int(context.post_num_ranks)
-    return Shard(op, context.group, rank, size, before, after, int(cpu[-2]), bounds, cpu, 0, 0, (None, None))
+    return Shard(op, context.group, rank, size, before=int(context.pre_num_ranks),
+                 after=int(context.post_num_ranks), begin=int(cpu[-2]), bounds=bounds, bounds_cpu=cpu)
 
 
 def _place(group: Any, name: str = "process_group") -> tuple[int, int]:
@@ -187,7 +212,7 @@ def answered(op: str, group: Any) -> Iterator[None]:
     except RuntimeError as error:
         raise RuntimeError(
             f"{op}: rank {dist.get_rank(group)} of {dist.get_world_size(group)} got no answer from the "
-            "others: one of them has failed, or has made another call (its own error comes first, look there); "
+            "others: one of them has failed (its own error comes first, look there), or has made another call; "
             f"torch.distributed says: {error}") from error
 
 
