@@ -35,6 +35,9 @@ MAX_HEAD_DIM = 512
 # Up to here a token-by-token kernel without gradients beats the chunked one: it is one short launch, and a
 # chunk would be mostly padding.
 FEW_TOKENS = 16
+# What ranks divide, whatever suits them: "tokens", or "" to choose. For tests and benchmarks, which forget plans
+# (dispatch.plan has a cache) when they change it.
+forced_over = ""
 # Options of calls whose ranks cannot have a share of the heads each, whatever their number.
 UNSHARED = {"own_edges": "of packed sequences each knows its own edges alone",
             "few_qk_heads": "heads of q and k that they do not divide"}
@@ -49,6 +52,9 @@ def check_ranks(draft: Draft) -> Reason | None:
         if option in problem.options:
             return Reason("ranks", f"{got}, and {why}", "states carried from rank to rank", ("carry_states",),
                           forced=False)
+    if forced_over == "tokens":
+        return Reason("ranks", f"{got}, and states asked for", "states carried from rank to rank",
+                      ("carry_states",), forced=False)
     if problem.H % problem.ranks:
         return Reason("ranks", f"{got}, and {problem.H} heads, which {problem.ranks} does not divide",
                       "states carried from rank to rank", ("carry_states",), forced=False)

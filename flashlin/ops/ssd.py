@@ -138,6 +138,8 @@ def _over_ranks(
     beside: Beside,
 ) -> Tensor | tuple[Tensor, ...]:
     """The scan where ranks share the sequences."""
+    from flashlin.ops._common import ranks
+    ranks.check_ranks(*beside)
     if given.seq_idx is not None:
         raise ValueError("seq_idx: got a tensor where ranks share the sequences, need cu_seqlens, the edges "
                          "of all")

@@ -161,7 +161,8 @@ class _Chain:
         without what came from ranks before."""
         B, HV, K, V = x.q.shape[0], x.v.shape[2], x.q.shape[3], x.v.shape[3]
         if not shard.after:
-            return x.q.new_zeros(B, HV, K, V, dtype=torch.promote_types(x.q.dtype, torch.float32))
+            wide = torch.promote_types(x.q.dtype, torch.float32)
+            return torch.zeros(B, HV, K, V, dtype=wide, device=x.q.device)
         h0 = x.h0
         if h0 is not None:
             h0 = None if shard.before and not shard.begin else h0[h0.shape[0] - B:]
@@ -182,7 +183,7 @@ class _Chain:
             return decays.exp() if middle else torch.zeros_like(decays)
         wide = torch.promote_types(x.q.dtype, torch.float32)
         if not middle:
-            return x.q.new_zeros(B, HV, K, K, dtype=wide)
+            return torch.zeros(B, HV, K, K, dtype=wide, device=x.q.device)
         # backward multiplies by its transpose, which asks for more digits than 16 bits have
         exact = x._make([y.float() if y is not None and y.dtype in SIXTEEN_BITS else y for y in x])
         eye = torch.eye(K, dtype=wide, device=x.q.device).expand(B, HV, K, K)

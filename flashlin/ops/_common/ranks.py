@@ -107,6 +107,26 @@ class Shard(NamedTuple):
         return torch.cat([came if self.before else own[:B] + came, own[B:]])
 
 
+def check_ranks(cp_context: Any, process_group: Any) -> None:
+    """That they are what they should be, or None."""
+    if process_group is not None:
+        check_group("process_group", process_group)
+    if cp_context is None:
+        return
+    if missing := [name for name in CONTEXT if not hasattr(cp_context, name)]:
+        raise TypeError(f"cp_context: got {type(cp_context).__name__} without {missing[0]}, need what "
+                        "fla.ops.cp.build_cp_context makes (without fla: process_group=)")
+    if cp_context.group is not None:
+        check_group("cp_context.group", cp_context.group)
+
+
+def check_group(name: str, group: Any) -> None:
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{name}: got {type(group).__name__}, need a group of torch.distributed")
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"{name}: got a group without this process, need one of its own")
+
+
 @untraced
 def shard_of(
     op: str,
@@ -122,6 +142,7 @@ def shard_of(
     not None. cu_seqlens: the edges of the whole row, read on the host, from cu_seqlens_cpu if that is there
     (beside a context, which has edges, not looked at). sizes: numbers in which the ranks' calls agree, beside
     B and T. states: by name, whether the call has them, which fla's context cannot."""
+    check_ranks(cp_context, process_group)
     if cp_context is None:
         return of_group(op, process_group, x, sizes, cu_seqlens, cu_seqlens_cpu)
     for name, given in {"process_group": process_group is not None, **states}.items():
@@ -134,7 +155,7 @@ def shard_of(
 def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: Tensor | None = None,
              cu_seqlens_cpu: Tensor | None = None) -> Shard:
     """``shard_of`` a process_group."""
-    rank, size = _place(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     B, T = x.shape[:2]
     agree(op, group, (B, T, *sizes), x.device)
     if cu_seqlens is None:
@@ -160,9 +181,6 @@ def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: T
 def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
     """``shard_of`` a context that ``fla.ops.cp.build_cp_context`` has made; one without a group is of one
     rank."""
-    if missing := [name for name in CONTEXT if not hasattr(context, name)]:
-        raise TypeError(f"cp_context: got {type(context).__name__} without {missing[0]}, need what "
-                        "fla.ops.cp.build_cp_context makes (without fla: process_group=)")
     if getattr(context, "layout", "contiguous") != "contiguous":
         raise ValueError(f"cp_context: got layout {context.layout!r}, need 'contiguous'")
     if getattr(context, "pre_num_ranks_dev", None) is not None:
@@ -171,22 +189,12 @@ def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
     (B, T), cpu = x.shape[:2], getattr(context, "cu_seqlens_cpu", None)
     if context.group is None:
         return Shard(op, None, 0, 1, bounds=context.cu_seqlens, bounds_cpu=cpu)
-    rank, size = _place(context.group, "cp_context.group")
+    rank, size = dist.get_rank(context.group), dist.get_world_size(context.group)
     agree(op, context.group, (B, T, *sizes), x.device)
     bounds = check_cu_seqlens(context.cu_seqlens, cpu, x.shape, x.device, policy.current().debug)
     cpu = bounds.cpu() if cpu is None else cpu
     return Shard(op, context.group, rank, size, before=int(context.pre_num_ranks),
                  after=int(context.post_num_ranks), begin=int(cpu[-2]), bounds=bounds, bounds_cpu=cpu)
-
-
-def _place(group: Any, name: str = "process_group") -> tuple[int, int]:
-    """(rank, size)"""
-    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"{name}: got {type(group).__name__}, need a group of torch.distributed")
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError(f"{name}: got a group without this process, need one of its own")
-    return rank, dist.get_world_size(group)
 
 
 def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device) -> None:

@@ -1,0 +1,127 @@
+"""Time and memory of one long sequence over several GPUs, both ways, beside one GPU that has all of it.
+
+    python -m benchmarks.context --ranks 2 --tokens 262144 --out benchmarks/results
+    python -m benchmarks.context --ranks 2 --tokens 2048 --heads 4 --head-dim 32     without a GPU: gloo on the CPU
+
+A process for each rank; a time is the slowest rank's, memory the peak of the fullest one. "heads" is a share of the
+heads each (an all-to-all), "tokens" states from rank to rank; what planning chooses is marked with *.
+"""
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+import flashlin
+from benchmarks.calls import Shape, find, runs
+from flashlin import dispatch
+from flashlin.guards import limits
+from matrix import record
+
+OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda", "mamba_chunk_scan_combined")
+WARM, ROUNDS = 2, 7
+
+
+def main() -> int:
+    options = record.parser(__doc__)
+    options.add_argument("--ranks", type=int, default=2)
+    options.add_argument("--tokens", type=int, default=262144, help="of the whole sequence")
+    options.add_argument("--heads", type=int, default=16)
+    options.add_argument("--head-dim", type=int, default=128)
+    options.add_argument("--op", choices=OPS, help="default: all")
+    given = options.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(rank_of, (folder, given), given.ranks)  # type: ignore[no-untyped-call]
+    return 0
+
+
+def rank_of(rank: int, folder: str, given: Namespace) -> None:
+    """One of the processes; rank 0 tells."""
+    on_gpus = torch.cuda.device_count() >= given.ranks
+    device = f"cuda:{rank}" if on_gpus else "cpu"
+    if on_gpus:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if on_gpus else "gloo", init_method=f"file://{folder}/meet", rank=rank,
+                            world_size=given.ranks)
+    flashlin.settings(canary="off")
+    rows: dict[str, Any] = {}
+    for name in OPS if given.op is None else (given.op,):
+        rows[name] = of_op(name, given, device)
+        if rank == 0:
+            print(name, *(f"  {way:12}{what:16}{told}" for way, row in rows[name].items()
+                          for what, told in row.items()), sep="\n", flush=True)
+            if given.out and on_gpus:
+                record.write(given.out, f"context-{given.ranks}", record.this_card(), tokens=given.tokens,
+                             heads=given.heads, head_dim=given.head_dim, dtype="bfloat16", rows=rows)
+    dist.destroy_process_group()
+
+
+def of_op(name: str, given: Namespace, device: str) -> dict[str, dict[str, Any]]:
+    """What each way takes, forward, and with all gradients ("both")."""
+    op, found = find(name), {}
+    for way in ("one device", "heads", "tokens"):
+        size = 1 if way == "one device" else given.ranks
+        if way == "heads" and chosen(name, given) != "heads":
+            continue
+        function, shape = getattr(flashlin, name), Shape(1, given.tokens // size, given.heads, given.head_dim)
+        if size > 1:
+            function = partial(function, process_group=dist.group.WORLD)
+        limits.forced_over = way if size > 1 else ""
+        dispatch.plan.cache_clear()
+        calls = runs(function, op, shape, device) if size > 1 or dist.get_rank() == 0 else None
+        found[way + "*" * (way == chosen(name, given))] = {
+            what: taken(None if calls is None else calls[what], device, size == 1) for what in ("forward", "both")}
+        del calls
+        if device != "cpu":
+            torch.cuda.empty_cache()
+    limits.forced_over = ""
+    return found
+
+
+def chosen(name: str, given: Namespace) -> str:
+    """What planning chooses, in a process that nobody has told."""
+    limits.forced_over = ""
+    dispatch.plan.cache_clear()
+    plan = flashlin.plan(name, T=given.tokens // given.ranks, H=given.heads, K=given.head_dim, V=given.head_dim,
+                         ranks=given.ranks)
+    return "tokens" if "mamba" in name else plan.problem.over  # one key for all heads
+
+
+def taken(call: Callable[[], Any] | None, device: str, alone: bool) -> dict[str, Any]:
+    """Milliseconds of the slowest rank and MiB of the fullest one; a rank without a call waits. One device
+    alone may lack the memory."""
+    times, failed = [], ""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    for round_ in range(WARM + ROUNDS):
+        dist.barrier()
+        began = time.perf_counter()
+        try:
+            if call is not None and not failed:
+                call()
+                if device != "cpu":
+                    torch.cuda.synchronize()
+        except torch.OutOfMemoryError as error:
+            if not alone:  # the others wait for this rank
+                raise
+            failed = str(error).splitlines()[0]
+        if round_ >= WARM:
+            times.append(1000 * (time.perf_counter() - began))
+    memory = 0.0 if device == "cpu" else torch.cuda.max_memory_allocated() / 2**20
+    facts = torch.tensor([statistics.median(times), memory, bool(failed)], device=device)
+    dist.all_reduce(facts, dist.ReduceOp.MAX)
+    ms, mib, out_of_memory = facts.tolist()
+    return {"failed": failed or "out of memory"} if out_of_memory else {"ms": round(ms, 3), "peak_mib": round(mib)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
