@@ -1,13 +1,14 @@
 """Time and memory of one long sequence over several GPUs, both ways, beside one GPU that has all of it.
 
     python -m benchmarks.context --ranks 2 --tokens 262144 --out benchmarks/results
-    python -m benchmarks.context --ranks 2 --tokens 2048 --heads 4 --head-dim 32     without a GPU: gloo on the CPU
+    python -m benchmarks.context --ranks 2 --tokens 2048 --heads 4 --head-dim 32     without a GPU, by gloo
 
-A process for each rank; a time is the slowest rank's, memory the peak of the fullest one. "heads" is a share of the
-heads each (an all-to-all), "tokens" states from rank to rank; what planning chooses is marked with *.
+A process for each rank; a time is the slowest rank's, memory the peak of the fullest one. "heads" is a share
+of the heads each (an all-to-all), "tokens" states from rank to rank; what planning chooses is marked with *.
 """
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -19,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
 import flashlin
 from benchmarks.calls import Shape, find, runs
@@ -40,8 +40,13 @@ def main() -> int:
     options.add_argument("--op", choices=OPS, help="default: all")
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(rank_of, (folder, given), given.ranks)  # type: ignore[no-untyped-call]
-    return 0
+        ranks = [multiprocessing.get_context("spawn").Process(target=rank_of, args=(rank, folder, given))
+                 for rank in range(given.ranks)]
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join()
+    return max(abs(one.exitcode or 0) for one in ranks)
 
 
 def rank_of(rank: int, folder: str, given: Namespace) -> None:
@@ -67,10 +72,10 @@ def rank_of(rank: int, folder: str, given: Namespace) -> None:
 
 def of_op(name: str, given: Namespace, device: str) -> dict[str, dict[str, Any]]:
     """What each way takes, forward, and with all gradients ("both")."""
-    op, found = find(name), {}
+    op, best, found = find(name), chosen(name, given), {}
     for way in ("one device", "heads", "tokens"):
         size = 1 if way == "one device" else given.ranks
-        if way == "heads" and chosen(name, given) != "heads":
+        if way == "heads" != best:
             continue
         function, shape = getattr(flashlin, name), Shape(1, given.tokens // size, given.heads, given.head_dim)
         if size > 1:
@@ -78,21 +83,21 @@ def of_op(name: str, given: Namespace, device: str) -> dict[str, dict[str, Any]]
         limits.forced_over = way if size > 1 else ""
         dispatch.plan.cache_clear()
         calls = runs(function, op, shape, device) if size > 1 or dist.get_rank() == 0 else None
-        found[way + "*" * (way == chosen(name, given))] = {
-            what: taken(None if calls is None else calls[what], device, size == 1) for what in ("forward", "both")}
+        found[way + "*" * (way == best)] = {
+            what: taken(None if calls is None else calls[what], device, size == 1)
+            for what in ("forward", "both")}
         del calls
         if device != "cpu":
             torch.cuda.empty_cache()
     limits.forced_over = ""
+    dispatch.plan.cache_clear()
     return found
 
 
 def chosen(name: str, given: Namespace) -> str:
-    """What planning chooses, in a process that nobody has told."""
-    limits.forced_over = ""
-    dispatch.plan.cache_clear()
-    plan = flashlin.plan(name, T=given.tokens // given.ranks, H=given.heads, K=given.head_dim, V=given.head_dim,
-                         ranks=given.ranks)
+    """What planning chooses."""
+    plan = flashlin.plan(name, T=given.tokens // given.ranks, H=given.heads, K=given.head_dim,
+                         V=given.head_dim, ranks=given.ranks)
     return "tokens" if "mamba" in name else plan.problem.over  # one key for all heads
 
 
@@ -120,7 +125,9 @@ def taken(call: Callable[[], Any] | None, device: str, alone: bool) -> dict[str,
     facts = torch.tensor([statistics.median(times), memory, bool(failed)], device=device)
     dist.all_reduce(facts, dist.ReduceOp.MAX)
     ms, mib, out_of_memory = facts.tolist()
-    return {"failed": failed or "out of memory"} if out_of_memory else {"ms": round(ms, 3), "peak_mib": round(mib)}
+    if out_of_memory:
+        return {"failed": failed or "out of memory"}
+    return {"ms": round(ms, 3), "peak_mib": round(mib)}
 
 
 if __name__ == "__main__":

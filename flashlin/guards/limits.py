@@ -35,8 +35,8 @@ MAX_HEAD_DIM = 512
 # Up to here a token-by-token kernel without gradients beats the chunked one: it is one short launch, and a
 # chunk would be mostly padding.
 FEW_TOKENS = 16
-# What ranks divide, whatever suits them: "tokens", or "" to choose. For tests and benchmarks, which forget plans
-# (dispatch.plan has a cache) when they change it.
+# What ranks divide, whatever suits them: "tokens", or "" to choose. For tests and benchmarks, which forget
+# plans (dispatch.plan has a cache) when they change it.
 forced_over = ""
 # Options of calls whose ranks cannot have a share of the heads each, whatever their number.
 UNSHARED = {"own_edges": "of packed sequences each knows its own edges alone",

@@ -252,9 +252,10 @@ def test_every_remedy_makes_the_problem_smaller_or_answers_none() -> None:
     with a field of Problem of its own needs that field in the measure."""
     def measure(p: Problem) -> tuple[int, ...]:
         return (p.path == "triton", p.mode == "auto", p.dot == "native", p.max_warps, p.batch_part or p.N + 1,
-                len(TILE_FACTS - p.avoid))
+                len(TILE_FACTS - p.avoid), p.ranks > 1 and not p.over)
 
     on, seen, waiting = target("3.3.1", 75), set[Problem](), list(few())
+    waiting += [asked._replace(ranks=2) for asked in waiting]
     reason = Reason("", "", "", avoid=TILE_FACTS)
     while waiting:
         asked = waiting.pop()

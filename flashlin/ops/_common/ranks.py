@@ -30,7 +30,7 @@ F_ = TypeVar("F_", bound=Callable[..., Any])
 
 
 def untraced(function: F_) -> F_:
-    """What torch.compiler.disable makes of the function, which loads the compiler: here only if it is there."""
+    """What torch.compiler.disable makes of the function; that loads the compiler, so only if it is there."""
     made: list[Callable[..., Any]] = []
 
     @constant_while_tracing
@@ -220,8 +220,8 @@ def answered(op: str, group: Any) -> Iterator[None]:
     except RuntimeError as error:
         raise RuntimeError(
             f"{op}: rank {dist.get_rank(group)} of {dist.get_world_size(group)} got no answer from the "
-            "others: one of them has failed (its own error comes first, look there), or has made another call; "
-            f"torch.distributed says: {error}") from error
+            "others: one of them has failed (its own error comes first, look there), or has made another "
+            f"call; torch.distributed says: {error}") from error
 
 
 def gathered(op: str, group: Any, x: Tensor) -> list[Tensor]:

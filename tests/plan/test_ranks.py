@@ -1,0 +1,60 @@
+"""Plans of sequences that several ranks share: which of the two ways, and why."""
+from __future__ import annotations
+
+import pytest
+
+import flashlin
+from flashlin import dispatch
+from flashlin.compat.target import parse
+from flashlin.guards import limits
+from flashlin.kernels.families import PUBLIC
+from flashlin.policy import Policy
+
+SHARED = [name for name, op in PUBLIC.items() if op.takes_ranks]
+H100 = parse("triton=3.6.0,sm=90")
+
+
+def test_the_ops_that_ranks_share() -> None:
+    assert {op.removeprefix("chunk_") for op in SHARED} == {
+        "simple_gla", "retention", "linear_attn", "lightning_attn", "delta_rule", "gated_delta_rule", "gla", "rwkv6",
+        "kda", "rwkv7", "dplr_delta_rule", "iplr_delta_rule", "mamba_chunk_scan_combined"}
+
+
+@pytest.mark.parametrize("policy", ["auto", "strict"])
+@pytest.mark.parametrize("op", SHARED)
+def test_heads_that_divide_are_shared_and_others_carry_states(op: str, policy: str) -> None:
+    heads, tokens = (flashlin.plan(op, H100, Policy(policy=policy), T=4096, H=H, ranks=4) for H in (16, 6))
+    assert (heads.problem.over, heads.problem.T, heads.problem.H) == ("heads", 4 * 4096, 4)
+    assert (tokens.problem.over, tokens.problem.T, tokens.problem.H) == ("tokens", 4096, 6)
+    # what runs is what would run of such a call on one rank, and nothing is announced
+    for plan in (heads, tokens):
+        alone = dispatch.plan(plan.problem._replace(ranks=1, over=""), H100, Policy(policy=policy))
+        assert plan.launches == alone.launches and plan.path == "triton" and not dispatch.inexact_steps(plan)
+    [(reason, remedy)] = [step for step in heads.steps if step[0].code == "ranks"]
+    assert remedy == "share_heads" and str(reason) == (
+        "ranks: each sequence on 4 ranks, 4096 tokens on each, and 16 heads, which 4 divides, need whole sequences "
+        "of 4 heads on each")
+
+
+@pytest.mark.parametrize("option", limits.UNSHARED)
+def test_what_else_leads_to_states(option: str) -> None:
+    asked = flashlin.plan("chunk_kda", H100, H=16, ranks=4).asked
+    plan = dispatch.plan(asked._replace(options=(*asked.options, option)), H100)
+    assert plan.problem.over == "tokens" and limits.UNSHARED[option] in str(plan)
+
+
+def test_one_device_has_no_such_step_and_plain_torch_has() -> None:
+    assert not any(reason.code == "ranks" for reason, _ in flashlin.plan("chunk_kda", H100).steps)
+    assert flashlin.plan("chunk_kda", "cpu", H=16, ranks=4).problem.over == "heads"
+
+
+def test_explain_says_which_and_why() -> None:
+    said = flashlin.explain("chunk_kda", target=H100, H=6, ranks=4)
+    assert "ranks=4" in said and "6 heads, which 4 does not divide" in said
+    assert "carries states from rank to rank (the usual way)" in said
+
+
+@pytest.mark.parametrize(("op", "ranks"), [("rms_norm", 2), ("fused_recurrent_kda", 2), ("chunk_kda", 0)])
+def test_ops_without_ranks_say_so(op: str, ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"ranks: got {ranks} for {op}, need 1, or more for an op that takes"):
+        flashlin.explain(op, ranks=ranks)
