@@ -68,8 +68,8 @@ def chunk_gated_delta_rule(
             changes the result beyond rounding.
         transpose_state_layout: old name of state_v_first.
         process_group: a group of torch.distributed whose ranks share the sequences: each has its part of T,
-            all of one length, in the ranks' order, and all make the same calls. cu_seqlens (which is read on the
-            host: cu_seqlens_cpu saves waiting for it) and initial_state are then those of the whole, the same
+            all of one length, in the ranks' order, and all make the same calls. cu_seqlens (read on the host:
+            cu_seqlens_cpu saves waiting for it) and initial_state are then those of the whole, the same
             on every rank. Final states, and gradients of what the ranks have in common, are a rank's share:
             those of all ranks add up. ``flashlin.explain(op, ranks=4)`` tells how it runs.
         cp_context: the same as ``fla.ops.cp.build_cp_context`` makes it: it has the edges of this rank's

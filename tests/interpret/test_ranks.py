@@ -12,7 +12,7 @@ from flashlin import dispatch
 from tests.ranks import Job, as_exact_as_one, made, run_jobs
 from tests.share import WHOLE
 
-# How many ranks, an op, its dtype, tokens and edges. Only the rank in the middle of three is asked for a matrix.
+# How many ranks, an op, its dtype, tokens and edges. Only a rank in the middle of three is asked for a matrix.
 CHOSEN: list[tuple[int, str, torch.dtype, int, list[int] | None]] = [
     (3, "chunk_gated_delta_rule", torch.float16, 48, [0, 2, 48]),
     (2, "chunk_simple_gla", torch.float32, 48, [0, 5, 30, 48]),

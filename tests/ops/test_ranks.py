@@ -25,8 +25,8 @@ OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "
        "chunk_lightning_attn", "chunk_iplr_delta_rule", "chunk_retention")
 WINDOWS = ("causal_conv1d", "token_shift")
 T = 48
-# How many ranks, how many heads, and the edges: with an empty sequence, also where a rank begins, and with one
-# that lies on three ranks or four.
+# How many ranks, how many heads, and the edges: with an empty sequence, also where a rank begins, and with
+# one that lies on three ranks or four.
 SETTINGS: dict[str, tuple[int, int, list[int] | None]] = {
     "four ranks, states": (4, 2, [0, 2, T - 1, T]),
     "two ranks, rows": (2, 3, None),
@@ -142,6 +142,12 @@ def wrong(group: Any) -> None:
          lambda: flashlin.chunk_kda(**{name: x[:, :7] for name, x in packed.items()}, cp_context=context)),
         (ValueError, "cu_seqlens: ", lambda: flashlin.chunk_kda(**packed, cu_seqlens=edges // 2,
                                                                 process_group=group)),
+        (ValueError, "beta: got shape [2, 7], need [B, T, HV]",
+         lambda: flashlin.chunk_kda(**{**tokens, "beta": torch.zeros(2, 7)}, process_group=group)),
+        (ValueError, "initial_state: got shape [1, 3, 8, 8], need",
+         lambda: flashlin.chunk_kda(**tokens, initial_state=torch.zeros(1, 3, 8, 8), process_group=group)),
+        (ValueError, "chunk_kda: got no tokens on this rank, need at least 1",
+         lambda: flashlin.chunk_kda(**{name: x[:, :0] for name, x in tokens.items()}, process_group=group)),
         (ValueError, "causal_conv1d: got 2 tokens on each rank, need at least 3",
          lambda: flashlin.causal_conv1d(torch.ones(1, 2, 4), torch.ones(4, 4), process_group=group))]
     for kind, text, call in refused:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashlin.guards.problem import Plan
-from flashlin.guards.tensors import check_qkv
+from flashlin.guards.tensors import check_qkv, check_state
 from flashlin.kernels.chunked import Scalars
 from flashlin.ops._common import chunked, ranks
 from flashlin.ops._common.chunked import Chunked, Request
@@ -35,23 +35,29 @@ def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
     op, context, group = request.op, request.cp_context, request.process_group
     alone = request._replace(cp_context=None, process_group=None)
     q, k, v = tensors[:3]
-    check_qkv(q, k, v, how.get("grouped", False), how.get("called", {}).get("q", "q"))
+    first = how["called"].get("q", "q")
+    check_qkv(q, k, v, how["grouped"], first)
     assert q is not None and v is not None  # checked
-    sizes = (q.shape[2], v.shape[2], q.shape[3], v.shape[3], request.has_ht)
+    (B, T, H, K), (HV, V), h0 = q.shape, v.shape[2:], request.h0
+    chunked.check_beside(family, tensors, how["called"], {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V})
+    sizes = (H, HV, K, V, bool(request.has_ht))
     shard = ranks.shard_of(op, q, sizes, context, group, request.cu_seqlens, request.cu_seqlens_cpu,
-                           initial_state=request.h0 is not None, output_final_state=bool(request.has_ht))
+                           initial_state=h0 is not None, output_final_state=bool(request.has_ht))
+    if h0 is not None:
+        check_state("initial_state", h0, shard.total, H=HV, K=K, V=V, v_first=bool(request.state_v_first),
+                    device=q.device, packed=request.cu_seqlens is not None, first=first)
     if shard.size == 1:
         return chunked.run(family, alone._replace(cu_seqlens=shard.bounds), tensors, **how)
-    options = ["own_edges"] * (context is not None) + ["few_qk_heads"] * bool(q.shape[2] % shard.size)
-    asked = chunked.problem_of(family, op, tensors, shard.bounds, wants_grad(*tensors, request.h0),
+    options = ["own_edges"] * (context is not None) + ["few_qk_heads"] * bool(H % shard.size)
+    asked = chunked.problem_of(family, op, tensors, shard.bounds, wants_grad(*tensors, h0),
                                request.mode, request.state_v_first)
     asked = asked._replace(ranks=shard.size, options=tuple(sorted({*asked.options, *options})))
     if planned(asked, q.device).problem.over == "heads":
         return _by_heads(family, alone, tensors, shard, how)
-    h0 = None if request.h0 is None else shard.own(request.h0)
-    mine = alone._replace(h0=h0, cu_seqlens=shard.bounds, cu_seqlens_cpu=shard.bounds_cpu)
+    mine = alone._replace(h0=None if h0 is None else shard.own(h0), cu_seqlens=shard.bounds,
+                          cu_seqlens_cpu=shard.bounds_cpu)
     o, ht = chunked.run(family, mine, tensors, shard=shard, **how)
-    return o, None if ht is None else shard.share(ht, q.shape[0])
+    return o, None if ht is None else shard.share(ht, B)
 
 
 def _by_heads(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...], shard: Shard,

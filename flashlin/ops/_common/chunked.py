@@ -163,11 +163,7 @@ def run(
     assert q is not None and k is not None and v is not None  # checked
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    sizes = {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V}
-    for (name, argument), x in zip(family.arguments.items(), tensors, strict=True):
-        if name not in QKV and (x is not None or not argument.optional or name in called):
-            need_tensor(called.get(name, name), x, tuple([sizes[letter] for letter in argument.shape]),
-                        f"[{', '.join(argument.shape)}]{argument.hint}", q.device, first)
+    check_beside(family, tensors, called, {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V})
     scalars.choice("mode", mode, MODES)
     bounds = None
     if cu_seqlens is not None:
@@ -207,6 +203,17 @@ def run(
     if reverse:
         o, ht = o.flip(1), ht if bounds is None or not has_ht else ht.flip(0)
     return o.to(out_dtype), ht if has_ht else None
+
+
+def check_beside(family: Chunked, tensors: Sequence[Tensor | None], called: Mapping[str, str],
+                 sizes: Mapping[str, int]) -> None:
+    """What comes beside q, k and v, which are checked; sizes: by letter."""
+    q = tensors[0]
+    assert q is not None
+    for (name, argument), x in zip(family.arguments.items(), tensors, strict=True):
+        if name not in QKV and (x is not None or not argument.optional or name in called):
+            need_tensor(called.get(name, name), x, tuple([sizes[letter] for letter in argument.shape]),
+                        f"[{', '.join(argument.shape)}]{argument.hint}", q.device, called.get("q", "q"))
 
 
 def on_kernels(family: Chunked, plan: Plan | None, x: Any, how: Scalars, dot: str,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -143,6 +144,8 @@ def shard_of(
     (beside a context, which has edges, not looked at). sizes: numbers in which the ranks' calls agree, beside
     B and T. states: by name, whether the call has them, which fla's context cannot."""
     check_ranks(cp_context, process_group)
+    if x.shape[1] == 0:
+        raise ValueError(f"{op}: got no tokens on this rank, need at least 1")
     if cp_context is None:
         return of_group(op, process_group, x, sizes, cu_seqlens, cu_seqlens_cpu)
     for name, given in {"process_group": process_group is not None, **states}.items():
@@ -157,7 +160,7 @@ def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: T
     """``shard_of`` a process_group."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     B, T = x.shape[:2]
-    agree(op, group, (B, T, *sizes), x.device)
+    agree(op, group, (B, T, *sizes, x.element_size()), x.device)
     if cu_seqlens is None:
         if cu_seqlens_cpu is not None:
             raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
@@ -165,6 +168,8 @@ def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: T
     edges = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, torch.Size((B, T * size)), x.device,
                              policy.current().debug)
     host = (edges if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
+    if policy.current().debug:
+        agree(op, group, (B, T, zlib.crc32(repr(host).encode())), x.device)
     start, end, count = rank * T, rank * T + T, len(host) - 1
     here = [n for n in range(count)
             if (host[n] < end and host[n + 1] > start if host[n] < host[n + 1] else
@@ -190,7 +195,7 @@ def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
     if context.group is None:
         return Shard(op, None, 0, 1, bounds=context.cu_seqlens, bounds_cpu=cpu)
     rank, size = dist.get_rank(context.group), dist.get_world_size(context.group)
-    agree(op, context.group, (B, T, *sizes), x.device)
+    agree(op, context.group, (B, T, *sizes, x.element_size()), x.device)
     bounds = check_cu_seqlens(context.cu_seqlens, cpu, x.shape, x.device, policy.current().debug)
     cpu = bounds.cpu() if cpu is None else cpu
     return Shard(op, context.group, rank, size, before=int(context.pre_num_ranks),

@@ -16,8 +16,8 @@ H100 = parse("triton=3.6.0,sm=90")
 
 def test_the_ops_that_ranks_share() -> None:
     assert {op.removeprefix("chunk_") for op in SHARED} == {
-        "simple_gla", "retention", "linear_attn", "lightning_attn", "delta_rule", "gated_delta_rule", "gla", "rwkv6",
-        "kda", "rwkv7", "dplr_delta_rule", "iplr_delta_rule", "mamba_chunk_scan_combined"}
+        "simple_gla", "retention", "linear_attn", "lightning_attn", "delta_rule", "gated_delta_rule", "gla",
+        "rwkv6", "kda", "rwkv7", "dplr_delta_rule", "iplr_delta_rule", "mamba_chunk_scan_combined"}
 
 
 @pytest.mark.parametrize("policy", ["auto", "strict"])
@@ -32,8 +32,8 @@ def test_heads_that_divide_are_shared_and_others_carry_states(op: str, policy: s
         assert plan.launches == alone.launches and plan.path == "triton" and not dispatch.inexact_steps(plan)
     [(reason, remedy)] = [step for step in heads.steps if step[0].code == "ranks"]
     assert remedy == "share_heads" and str(reason) == (
-        "ranks: each sequence on 4 ranks, 4096 tokens on each, and 16 heads, which 4 divides, need whole sequences "
-        "of 4 heads on each")
+        "ranks: each sequence on 4 ranks, 4096 tokens on each, and 16 heads, which 4 divides, need whole "
+        "sequences of 4 heads on each")
 
 
 @pytest.mark.parametrize("option", limits.UNSHARED)
@@ -56,5 +56,5 @@ def test_explain_says_which_and_why() -> None:
 
 @pytest.mark.parametrize(("op", "ranks"), [("rms_norm", 2), ("fused_recurrent_kda", 2), ("chunk_kda", 0)])
 def test_ops_without_ranks_say_so(op: str, ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"ranks: got {ranks} for {op}, need 1, or more for an op that takes"):
+    with pytest.raises(ValueError, match=f"ranks: got {ranks} for {op}, need 1, or more for an op that"):
         flashlin.explain(op, ranks=ranks)
