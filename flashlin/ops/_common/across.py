@@ -116,8 +116,10 @@ class _Chain:
         left = self._left(x, how, shard)
         transfer = self._transfer(x, how, shard)
         parts = left.flatten() if transfer is None else torch.cat([left.flatten(), transfer.flatten()])
+        arrived = ranks.gathering(shard.op, shard.group, parts)
+        y = () if shard.before else self._forward(plan, x, how)  # which waits for nobody
         all_left, all_transfers = [], []
-        for one in ranks.gathered(shard.op, shard.group, parts):
+        for one in arrived():
             all_left.append(one[:left.numel()].view_as(left))
             if transfer is not None:
                 all_transfers.append(one[left.numel():].view_as(transfer))
@@ -129,8 +131,8 @@ class _Chain:
             n = B if x.bounds is None else x.bounds.shape[0] - 1
             rest = came.new_zeros(n - B, *came.shape[1:]) if x.h0 is None else x.h0[B:]
             began = torch.cat([came.to(rest.dtype), rest])
+            y = self._forward(plan, x._replace(h0=began), how)
         behind = all_transfers[rank + 1:rank + shard.after]
-        y = self._forward(plan, x._replace(h0=began), how)
         return *y, began, torch.stack(behind) if behind and how.needs_grad else None
 
     def kept(self, x: Any, y: Any, over: Over) -> tuple[Outputs, Outputs]:
@@ -146,9 +148,9 @@ class _Chain:
             of_state = self._backward(plan, x, y, grads, how, frozenset({"h0"}))["h0"]
             if of_state is not None:
                 alone = (of_state.mT if how.state_v_first else of_state)[:B].to(wide)
-        gathered = ranks.gathered(shard.op, shard.group, alone)
+        arrived = ranks.gathering(shard.op, shard.group, alone)
         if shard.after:
-            behind = gathered[shard.rank + 1:shard.rank + shard.after + 1][::-1]
+            behind = arrived()[shard.rank + 1:shard.rank + shard.after + 1][::-1]
             transfers = [] if y.transfers is None else list(y.transfers.unbind(0))[::-1]
             came = ranks.folded(behind, transfers, lambda D, h: ranks.through(D.mT if D.ndim == 4 else D, h))
             came = came.mT if how.state_v_first else came
@@ -157,6 +159,8 @@ class _Chain:
             dht[n - B:] += came
             grads = grads._replace(ht=dht)
         gradients = dict(self._backward(plan, x, y, grads, how, wanted))
+        if not shard.after:  # nobody's gradient was waited for
+            arrived()
         dh0 = gradients.get("h0")
         if shard.before and dh0 is not None:  # what entered first is the ranks' before, not the caller's
             gradients["h0"] = torch.cat([torch.zeros_like(dh0[:B]), dh0[B:]])

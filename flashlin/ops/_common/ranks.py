@@ -209,7 +209,7 @@ def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device) -> 
     if sizes in seen:
         return
     mine = torch.tensor(sizes, device=device)
-    found = [one.tolist() for one in gathered(op, group, mine)]
+    found = [one.tolist() for one in gathering(op, group, mine)()]
     if any(one != found[0] for one in found):
         tokens = [one[1] for one in found]
         what = f"{tokens} tokens" if len(set(tokens)) > 1 else f"sizes {found}"
@@ -229,13 +229,18 @@ def answered(op: str, group: Any) -> Iterator[None]:
             f"call; torch.distributed says: {error}") from error
 
 
-def gathered(op: str, group: Any, x: Tensor) -> list[Tensor]:
-    """x of every rank, in their order."""
+def gathering(op: str, group: Any, x: Tensor) -> Callable[[], list[Tensor]]:
+    """Begins to tell x to every rank; what waits for theirs, in their order."""
     x = x.contiguous()
     out = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     with answered(op, group):
-        dist.all_gather(out, x, group=group)
-    return out
+        work = dist.all_gather(out, x, group=group, async_op=True)
+
+    def arrived() -> list[Tensor]:
+        with answered(op, group):
+            work.wait()
+        return out
+    return arrived
 
 
 class _Exchange(torch.autograd.Function):
