@@ -93,14 +93,15 @@ class Shard(NamedTuple):
         newest last. x: its tokens [B, T, D]. states: the call's initial ones [N, D, size], None for zeros."""
         B, T, D = x.shape
         n = B if self.bounds is None else self.bounds.shape[0] - 1
-        own = x.new_zeros(n, D, size) if states is None else self.own(states).to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)  # the initial states may be, and gradients are
+        own = (x.new_zeros(n, D, size) if states is None else self.own(states)).to(wide)
         if self.size == 1:
             return own
         if T < size - 1:
             raise ValueError(f"{self.op}: got {T} tokens on each rank, need at least {size - 1}, all that a "
                              "token looks back on")
         # what the last sequence leaves: its tokens here, and before them what it began with
-        left = torch.cat([own[n - B:], x[:, self.begin:].mT], 2)[..., -size:]
+        left = torch.cat([own[n - B:], x[:, max(self.begin, T - size):].mT.to(wide)], 2)[..., -size:]
         to = torch.arange(self.size, device=x.device).view(-1, 1, 1, 1)
         sent = torch.where((to == self.rank + 1) & (self.after > 0), left, 0)
         came = exchanged(self, sent)[self.rank - 1]
