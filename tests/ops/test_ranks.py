@@ -78,6 +78,17 @@ def groups_of_heads(group: Any) -> None:
     equal_one(made("chunk_gated_delta_rule", 4, T, [0, 9, T], G=2), group)
 
 
+def alone(group: Any) -> None:
+    """A group of one, and a context of fla that has none."""
+    for op in ("chunk_kda", "causal_conv1d", "token_shift", "mamba_chunk_scan_combined"):
+        equal_one(made(op, 3, T, [0, 5, 5, T]), group)
+    call = made("chunk_kda", 3, T, [0, 5, T])
+    packed = {name: x for name, x in call.options.items() if name == "cu_seqlens"}
+    context = SimpleNamespace(group=None, cu_seqlens=packed["cu_seqlens"], pre_num_ranks=0, post_num_ranks=0)
+    same = flashlin.chunk_kda(**call.tokens, cp_context=context)[0]
+    assert torch.equal(flashlin.chunk_kda(**call.tokens, **packed)[0], same)
+
+
 def twice_and_from_a_checkpoint(group: Any) -> None:
     """backward twice, and a call that is made again in backward."""
     call = of_rank(made("chunk_kda", 3, T, [0, 2, T]), group)
@@ -194,7 +205,7 @@ def _jobs() -> dict[str, tuple[int, Job]]:
     for op in ("chunk_gated_delta_rule", "chunk_kda", "chunk_rwkv7", "causal_conv1d"):
         jobs[f"{op}: a context of fla"] = 3 if op == "chunk_kda" else 2, partial(with_fla_context, op)
     jobs.update({"groups of heads on 2": (2, groups_of_heads), "groups of heads on 4": (4, groups_of_heads),
-                 "twice": (2, twice_and_from_a_checkpoint), "NaN": (3, nothing_spreads),
+                 "alone": (1, alone), "twice": (2, twice_and_from_a_checkpoint), "NaN": (3, nothing_spreads),
                  "compiled": (2, compiled), "unequal": (2, unequal), "wrong arguments": (2, wrong),
                  "one does not call": (2, one_does_not_call), "one dies": (2, one_dies)})
     return jobs

@@ -47,7 +47,8 @@ def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
         check_state("initial_state", h0, shard.total, H=HV, K=K, V=V, v_first=bool(request.state_v_first),
                     device=q.device, packed=request.cu_seqlens is not None, first=first)
     if shard.size == 1:
-        return chunked.run(family, alone._replace(cu_seqlens=shard.bounds), tensors, **how)
+        whole = alone._replace(cu_seqlens=shard.bounds, cu_seqlens_cpu=shard.bounds_cpu)
+        return chunked.run(family, whole, tensors, **how)
     options = ["own_edges"] * (context is not None) + ["few_qk_heads"] * bool(H % shard.size)
     asked = chunked.problem_of(family, op, tensors, shard.bounds, wants_grad(*tensors, h0),
                                request.mode, request.state_v_first)
