@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
-from flashlin.guards.family import Op, over_heads
+from flashlin.guards.family import Op, Sizes, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
@@ -74,6 +74,11 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     return tuple(kernels)
 
 
+def two_steps(sizes: Sizes) -> Sizes:
+    """The rows of a delta product that takes two steps a token, as fla's layer does unless told otherwise."""
+    return sizes._replace(T=2 * sizes.T)
+
+
 SPECS = (over_heads(
     "delta", launches, (
         Op("chunk_delta_rule", "delta_rule", "chunk"),
@@ -84,5 +89,8 @@ SPECS = (over_heads(
         Op("fused_recurrent_gated_delta_rule", "gated_delta_rule", "fused_recurrent", ("beta", "delta", "g"),
            family="recurrent"),
         Op("gated_delta_rule", "gated_delta_rule", "auto", ("g",)),
+        Op("chunk_gated_delta_product", "gated_delta_product", "chunk", ("g",), counted=two_steps),
+        Op("fused_recurrent_gated_delta_product", "gated_delta_product", "fused_recurrent",
+           ("beta", "delta", "g"), family="recurrent", counted=two_steps),
         Op("chunk_gdn", "gated_delta_rule", planned_as="chunk_gated_delta_rule"),
         Op("fused_recurrent_gdn", "gated_delta_rule", planned_as="fused_recurrent_gated_delta_rule"))),)

@@ -1,0 +1,197 @@
+"""Gated DeltaNet 2: Kimi Delta Attention with a rate of erasing for each key channel and a rate of writing for
+each value channel; mirrors ``fla.ops.gdn2``.
+
+    S' = Diag(e^{g_t}) S_{t-1}        S_t = S' + k_t (w_t v_t - S'^T (b_t k_t))^T        o_t = scale S_t^T q_t
+With b = w = beta it is Kimi Delta Attention. Source: the recurrence that fla's own functions give. Composed:
+the DPLR delta rule (dplr_delta_rule.py), which reads the state before it decays, so with -b k e^g there.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashlin.guards import scalars
+from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
+from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.ops._common import chunked, recurrent
+from flashlin.ops._common.chunked import Request, check_options
+from flashlin.ops._common.planned import common_dtype
+from flashlin.ops._common.preprocess import wide
+from flashlin.ops.dplr_delta_rule import FAMILY
+from flashlin.ops.gates import fused_kda_gate
+from flashlin.ops.kda import gate_parameters, with_states
+from flashlin.ops.norm import l2norm
+from flashlin.ops.simple_gla import v_first
+
+
+def chunk_gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cp_context: Any = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
+    **unknown: Any,
+) -> Any:
+    """Gated DeltaNet 2, chunk by chunk. Drop-in for ``fla.ops.gdn2.chunk_gdn2``.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV
+            / H). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
+            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
+        g: [B, T, HV, K] natural-log decays, normally <= 0, as strong as you like; with use_gate_in_kernel the
+            raw gate instead.
+        b: [B, T, HV, K], how much of what k reads is erased, normally in 0 .. 2; w: [B, T, HV, V], how much
+            of v is written, normally in 0 .. 1. Any float dtype.
+        scale: factor on the output; None means K ** -0.5.
+        initial_state: [N, HV, K, V] (N sequences) of any float dtype, [N, HV, V, K] with state_v_first; gets
+            a gradient.
+        output_final_state: also return the state after each sequence.
+        use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
+        use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound lower_bound
+            sigmoid(exp(A_log) (g + dt_bias)). A_log: HV elements, or with a lower_bound None for a factor of
+            1; dt_bias: HV * K elements or None. Both get gradients.
+        lower_bound: below 0. safe_gate: with use_gate_in_kernel it wants a lower_bound of -5 or more, as in
+            fla; nothing here depends on it.
+        return_intermediate_states: also return the states that enter each chunk of 64 tokens. Only under
+            torch.inference_mode(); it then goes chunk by chunk on the host, and with cu_seqlens waits for its
+            values.
+        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
+            1]. Empty ones are fine.
+        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
+        cp_context: must be None: there is no context parallelism.
+        chunk_size: 64, as in fla; the launch table chooses the chunk, which never changes the result beyond
+            rounding. disable_recompute: accepted for compatibility: backward always recomputes.
+        transpose_state_layout: old name of state_v_first.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
+        like initial_state, or None; with return_intermediate_states also h [B, chunks, HV, K, V] in k's
+        dtype, as ``chunk_kda``. Rows that cu_seqlens does not cover are zero, as are their gradients.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
+
+    Differs from fla where fla fails: strong decays are exact without safe_gate, several value heads to a
+    head, K above 256, any B * H, states of any float dtype, checked cu_seqlens, CPU tensors, torch.compile,
+    and an unknown keyword is an error, as is A_log or dt_bias that nothing would read.
+    """
+    op = "chunk_gdn2"
+    no_unknown(op, unknown)
+    scalars.flags(safe_gate=safe_gate, return_intermediate_states=return_intermediate_states)
+    check_options(chunk_size, (64,), cp_context)
+    if safe_gate and use_gate_in_kernel and (lower_bound is None or lower_bound < -5):
+        raise ValueError(f"lower_bound: got {lower_bound}, need -5 <= lower_bound < 0 with safe_gate and "
+                         "use_gate_in_kernel")
+    if return_intermediate_states and not torch.is_inference_mode_enabled():
+        raise ValueError("return_intermediate_states: got True, need torch.inference_mode() around it")
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      v_first(op, state_v_first, transpose_state_layout))
+    x = _as_dplr(op, q, k, v, g, b, w, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
+                 lower_bound)
+    tensors = (x.q, x.k, x.v, x.gk, x.a, x.b, None)
+    if return_intermediate_states:
+        return with_states(request, tensors, chunk_size)
+    return chunked.run(FAMILY, request, tensors, grouped=True)
+
+
+def fused_recurrent_gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated DeltaNet 2, token by token: for decoding and short inputs. Drop-in for
+    ``fla.ops.gdn2.fused_recurrent_gdn2``.
+
+    Arguments, returns and errors as ``chunk_gdn2``.
+
+    Differs from fla where fla fails: there nothing gets a gradient, without a word; here everything does,
+    through o and through the final state. A gate without A_log and without a lower_bound is an error (fla
+    takes e for exp(A_log) there, and refuses it chunk by chunk), and so is an unknown keyword. The gates and
+    norms are passes of torch before the one launch.
+    """
+    op = "fused_recurrent_gdn2"
+    no_unknown(op, unknown)
+    x = _as_dplr(op, q, k, v, g, b, w, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
+                 lower_bound)
+    flags = recurrent.flags(state_v_first=v_first(op, state_v_first, transpose_state_layout))
+    return recurrent.run(op, x._replace(h0=initial_state, bounds=cu_seqlens), flags, scale,
+                         output_final_state)
+
+
+def _as_dplr(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    l2: bool,
+    gate: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+) -> Inputs:
+    """The call as one of the DPLR delta rule, checked, after norms and gates."""
+    scalars.flags(use_qk_l2norm_in_kernel=l2, use_gate_in_kernel=gate)
+    if lower_bound is not None:
+        lower_bound = scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO,
+                                     need="a number below 0, or None")
+    if not gate and (A_log is not None or dt_bias is not None):
+        raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, "
+                         "which alone reads it")
+    check_qkv(q, k, v, grouped=True)
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    for name, x in (("g", g), ("b", b)):
+        need_tensor(name, x, (B, T, HV, K), "[B, T, HV, K]", q.device)
+    need_tensor("w", w, (B, T, HV, V), "[B, T, HV, V]", q.device)
+    if gate:
+        if A_log is None and lower_bound is None:
+            raise ValueError(f"{op}: A_log: got None, need a tensor [HV] with use_gate_in_kernel and without "
+                             "lower_bound")
+        A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
+        g = fused_kda_gate(g, A_log, dt_bias, lower_bound, wide(g[:0]).dtype)
+    if l2:
+        q, k = l2norm(q), l2norm(k)
+    dtype = common_dtype(q, k, v)
+    written = k.repeat_interleave(HV // max(H, 1), 2) if HV != H else k
+    read = -wide(b) * written * wide(g).exp()
+    return Inputs(q, k, (wide(w) * v).to(v.dtype), gk=g, a=read.to(dtype), b=written)
