@@ -46,7 +46,8 @@ class Op(NamedTuple):
     kernels/recurrent/inputs.py. delta: the prediction is subtracted (kda, the delta rules). before: the state
     is read before the update (rwkv6). home: module in fla or mamba_ssm. options: keywords it is always called
     with. initial, last: the arguments that bring a state and ask for the last one, empty where there is none.
-    packed: whose ops take cu_seqlens, or what else there is to say of it."""
+    packed: whose ops take cu_seqlens, or what else there is to say of it. steps: rows of k, v and beta for
+    each token."""
     name: str
     home: str
     arguments: str
@@ -56,6 +57,7 @@ class Op(NamedTuple):
     initial: str = "initial_state"
     last: str = "output_final_state"
     packed: str = "both"
+    steps: int = 1
 
 
 def _both(family: str, arguments: str, **facts: Any) -> list[Op]:
@@ -71,6 +73,9 @@ OPS: list[Op] = [
     *_both("lightning_attn", "q k v", options=(("layer_idx", 1), ("num_layers", 4))),
     *_both("delta_rule", "q k v beta", delta=True), *_both("gated_delta_rule", "q k v g beta", delta=True),
     *_both("kda", "q k v g:gk beta", delta=True),
+    *_both("gdn2", "q k v g:gk b:erase w:write", delta=True), *_both("comba", "q k v p g beta", delta=True),
+    Op("chunk_gated_delta_product", "fla.ops.gated_delta_product", "q k v g beta", delta=True,
+       options=(("num_householder", 2),), steps=2),
     Op("chunk_gla", "fla.ops.gla", "q k v g:gk"), Op("fused_recurrent_gla", "fla.ops.gla", "q k v gk"),
     *_both("rwkv6", "r:q k v w:gk u:bonus", before=True), *_both("rwkv7", "r:q w:gk k v a b"),
     Op("fused_mul_recurrent_rwkv7", "fla.ops.rwkv7", "r:q w:gk k v kk a:rate"),
@@ -138,10 +143,13 @@ def made(op: Op, sizes: Sizes, dtype: Any, generator: Any) -> dict[str, Any]:
                  "C": randn(B, K, T).to(dtype)}
     else:
         unit = F.normalize(randn(B, T, H, K), dim=-1)
-        every = {"q": randn(B, T, H, K).to(dtype),
-                 "k": (F.normalize(randn(B, T, H, K), dim=-1) if op.delta else randn(B, T, H, K)).to(dtype),
-                 "v": randn(B, T, H, V).to(dtype), "g": F.logsigmoid(randn(B, T, H)),
-                 "gk": F.logsigmoid(randn(B, T, H, K) + 2), "beta": randn(B, T, H).sigmoid().to(dtype),
+        rows = T * op.steps
+        key = randn(B, rows, H, K)
+        key = F.normalize(key, dim=-1) if op.delta else key
+        every = {"q": randn(B, T, H, K).to(dtype), "k": key.to(dtype), "p": (key / 2).to(dtype),
+                 "v": randn(B, rows, H, V).to(dtype), "erase": randn(B, T, H, K).sigmoid().to(dtype),
+                 "write": randn(B, T, H, V).sigmoid().to(dtype), "g": F.logsigmoid(randn(B, T, H)),
+                 "gk": F.logsigmoid(randn(B, T, H, K) + 2), "beta": randn(B, rows, H).sigmoid().to(dtype),
                  "bonus": randn(H, K), "a": -unit.to(dtype),
                  "b": (unit * randn(B, T, H, K).sigmoid()).to(dtype), "kk": unit.to(dtype),
                  "rate": randn(B, T, H, K).sigmoid().to(dtype)}
@@ -169,8 +177,9 @@ def reference(op: Op, with_state: bool, cu_seqlens: Any = None, **tensors: Any) 
     if cu_seqlens is not None:
         parts = []
         for n, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
-            own = {name: x[n:n + 1] if name == "initial_state" else x if name == "u" else x[:, first:end]
-                   for name, x in tensors.items()}
+            rows = {name: op.steps if name in ("k", "v", "beta") else 1 for name in tensors}
+            own = {name: x[n:n + 1] if name == "initial_state" else x if name == "u"
+                   else x[:, first * rows[name]:end * rows[name]] for name, x in tensors.items()}
             parts.append(reference(op, with_state, **own))
         return {name: torch.cat([part[name] for part in parts], 1 if name == "o" else 0) for name in parts[0]}
     o, ht = recurrence(op, by_role(op, tensors))
@@ -219,10 +228,11 @@ def recurrence(op: Op, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B, T, H, V] and the state after the last token."""
     S = x.get("S", x["q"].new_zeros(x["q"].shape[0], *x["q"].shape[2:], x["v"].shape[-1]))
     outputs = []
-    for t in range(x["v"].shape[1]):
-        q, k, v = x["q"][:, t], x["k"][:, t], x["v"][:, t]
+    for row in range(x["v"].shape[1]):
+        t, step = divmod(row, op.steps)
+        q, k, v = x["q"][:, t], x["k"][:, row], x["v"][:, row]
         old = S
-        if "g" in x:
+        if "g" in x and step == 0:
             S = x["g"][:, t, :, None, None].exp() * S
         if "gk" in x:
             S = x["gk"][:, t, :, :, None].exp() * S
@@ -230,11 +240,15 @@ def recurrence(op: Op, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
             S = x["gv"][:, t, :, None].exp() * S
         if "a" in x:
             S = S + x["b"][:, t, :, :, None] * torch.einsum("bhkv,bhk->bhv", old, x["a"][:, t])[:, :, None, :]
-        if op.delta:
-            v = x["beta"][:, t, :, None] * (v - torch.einsum("bhkv,bhk->bhv", S, k))
+        if "erase" in x:
+            v = x["write"][:, t] * v - torch.einsum("bhkv,bhk->bhv", S, x["erase"][:, t] * k)
+        elif op.delta:
+            seen, by = (old, x["p"][:, t]) if "p" in x else (S, k)
+            v = x["beta"][:, row, :, None] * (v - torch.einsum("bhkv,bhk->bhv", seen, by))
         S = S + k[..., None] * v[:, :, None, :]
         read = old + (x["bonus"][None] * k)[..., None] * v[:, :, None, :] if op.before else S
-        outputs.append(torch.einsum("bhkv,bhk->bhv", read, q))
+        if step == op.steps - 1:
+            outputs.append(torch.einsum("bhkv,bhk->bhv", read, q))
     return torch.stack(outputs, 1) if outputs else x["v"], S
 
 

@@ -112,13 +112,15 @@ def sequences(
     **options: Any,
 ) -> dict[str, Any]:
     """Arguments of an op over q, k [B, T, 4, D] and v [B, T, HV, V], V = D if 0. gates: which of g, beta, gk,
-    gv and so on to pass, g_vector being a g for each key channel, and which others like k: a, b, kk. The
+    gv and so on to pass, g_vector being a g for each key channel, and which others like k: a, b, kk, p. The
     gates and states are float32, as layers have them."""
     B, V = 1 if packed else 2, V or D
-    shapes = {"g": (B, T, HV), "beta": (B, T, HV), "gk": (B, T, HV, D), "gv": (B, T, HV, D),
+    rows = T * options.get("num_householder", 1)  # of k, v and beta, in a delta product
+    shapes = {"g": (B, T, HV), "beta": (B, rows, HV), "gk": (B, T, HV, D), "gv": (B, T, HV, D),
               "beta_headwise": (B, T, HV, D), "g_vector": (B, T, HV, D), "w": (B, T, HV, D), "u": (HV, D),
               "A_log": (HV,), "dt_bias": (HV,), "dt_bias_vector": (HV * D,)}
-    given = {"r" if "rwkv" in op else "q": own(B, T, 4, D), "k": own(B, T, 4, D), "v": own(B, T, HV, V)}
+    given = {"r" if "rwkv" in op else "q": own(B, T, 4, D), "k": own(B, rows, 4, D),
+             "v": own(B, rows, HV, V)}
     for gate in gates:
         name = gate.removesuffix("_headwise").removesuffix("_vector")
         given[name] = zeros(*shapes[gate]) if gate in shapes else own(B, T, HV, D)
@@ -140,8 +142,10 @@ GATES = {"simple_gla": ("g",), "retention": (), "linear_attn": (), "lightning_at
          "delta_rule": ("beta",), "gated_delta_rule": ("g", "beta"), "gla": ("g_vector",),
          "fused_recurrent_gla": ("gk",), "kda": ("g_vector", "beta"), "rwkv6": ("w", "u"),
          "rwkv7": ("w", "a", "b"), "fused_mul_recurrent_rwkv7": ("w", "kk", "a"),
-         "dplr_delta_rule": ("a", "b", "gk"), "iplr_delta_rule": ("a", "b")}
-OPTIONS: dict[str, dict[str, Any]] = {"linear_attn": {"normalize": False},
+         "dplr_delta_rule": ("a", "b", "gk"), "iplr_delta_rule": ("a", "b"),
+         "gated_delta_product": ("g", "beta"), "gdn2": ("g_vector", "b", "w"), "comba": ("p", "g", "beta")}
+OPTIONS: dict[str, dict[str, Any]] = {"gated_delta_product": {"num_householder": 2},
+                                      "linear_attn": {"normalize": False},
                                       "lightning_attn": {"layer_idx": 1, "num_layers": 4}}
 INSIDE: dict[str, Any] = {"gates": ("g", "beta", "A_log", "dt_bias"), "HV": 8,
                           "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,

@@ -50,13 +50,13 @@ OPTIONS: dict[str, Any] = {
     "inplace_state": False, "cu_seqlens": EDGES, "cu_seqlens_cpu": EDGES, "activation": "silu",
     "backend": "triton", "eps": 1e-6, "prenorm": True, "residual_in_fp32": True, "is_rms_norm": True,
     "num_groups": 2, "group_size": 4, "norm_before_gate": True, "output_dtype": torch.float32,
-    "process_group": None}
+    "process_group": None, "num_householder": 1}
 
 
 def _of_tokens(op: str) -> dict[str, Any]:
-    vectors = "kda" in op or op in ("chunk_gla", "gla")
+    vectors = "kda" in op or "gdn2" in op or op in ("chunk_gla", "gla")
     state = randn(2, H, K, K)
-    return {**{name: randn(VECTORS) for name in ("q", "r", "k", "v", "a", "b", "kk")},
+    return {**{name: randn(VECTORS) for name in ("q", "r", "k", "v", "a", "b", "kk", "p")},
             **{name: -rand(VECTORS) for name in ("gk", "gv", "w")}, "g": -rand(VECTORS if vectors else HEADS),
             "g_gamma": None if op == "fused_chunk_simple_gla" else -rand(H), "beta": rand(HEADS),
             "u": randn(H, K), "A_log": randn(H), "dt_bias": randn(H * K if vectors else H),

@@ -37,6 +37,9 @@ SAID: dict[str, dict[str, int]] = {
     "mamba_split_conv1d_scan_combined": SCAN, "selective_state_update": dict(B=2),
     "selective_scan_fn": dict(B=2, T=64, V=1024), "fused_gdn_gate": dict(B=2, T=64, H=32),
     "fused_kda_gate": dict(B=2, T=64, H=32, K=64), "fused_addcmul_rwkv7": dict(B=2, T=64, H=32, K=64),
+    # tokens, of which each has two rows
+    "chunk_gated_delta_product": dict(B=2, T=128, H=4, K=128, V=128),
+    "fused_recurrent_gated_delta_product": dict(B=2, T=128, H=4, K=128, V=128),
     "fused_k_rwkv7": dict(B=2, T=64, H=32, K=64), "gate_output_correction": dict(B=2, T=64, H=32, K=64),
     "rotary_embedding": dict(B=2, T=64, H=8, K=128), "cross_entropy_loss": dict(T=8, K=32000),
     "fused_linear_cross_entropy_loss": dict(T=128, K=32000)}

@@ -16,8 +16,8 @@ from matrix import peers, record
 
 def test_every_op_over_sequences_is_asked_about() -> None:
     """fused_chunk_ ops are chunk_ ops under another name, Mamba2's layer is its scan among others, and ops by
-    mode are one of the others."""
-    aside = ("fused_chunk_", "mamba_split_")
+    mode are one of the others; fla has no delta product token by token."""
+    aside = ("fused_chunk_", "mamba_split_", "fused_recurrent_gated_delta_product")
     ops = {name for name, (_, mode) in dispatch.OPS.items() if mode in ("chunk", "fused_recurrent")
            and not name.startswith(aside)}
     assert {*ops, "selective_scan_fn"} <= {op.name for op in peers.OPS}
@@ -25,7 +25,8 @@ def test_every_op_over_sequences_is_asked_about() -> None:
 
 @pytest.mark.parametrize("name",
                          ["chunk_rwkv6", "fused_mul_recurrent_rwkv7", "chunk_kda", "fused_recurrent_hgrn",
-                          "mamba_chunk_scan_combined", "selective_scan_fn"])
+                          "mamba_chunk_scan_combined", "selective_scan_fn", "chunk_gated_delta_product",
+                          "chunk_gdn2", "fused_recurrent_comba"])
 def test_the_other_reference_agrees_on_the_cpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Written apart from those the cases use: two derivations of the same recurrence."""
     op = next(op for op in peers.OPS if op.name == name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
@@ -17,7 +16,7 @@ from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.planned import common_dtype
-from flashlin.ops._common.preprocess import wide
+from flashlin.ops._common.preprocess import by_value_head, wide
 from flashlin.ops.dplr_delta_rule import FAMILY
 from flashlin.ops.norm import l2norm
 
@@ -70,7 +69,8 @@ def chunk_comba(
     x = _as_dplr(q, k, v, p, g, beta, use_qk_l2norm_in_kernel)
     request = Request("chunk_comba", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
     decays = x.g[..., None].expand(x.a.shape)
-    return chunked.run(FAMILY, request, (x.q, x.k, x.v, decays, x.a, x.b, None), grouped=True)
+    # two writing vectors have no kernels for several value heads to a head
+    return chunked.run(FAMILY, request, (by_value_head(x.q, v), x.b, x.v, decays, x.a, x.b, None))
 
 
 def fused_recurrent_comba(
@@ -116,7 +116,7 @@ def _as_dplr(q: Tensor, k: Tensor, v: Tensor, p: Tensor | None, g: Tensor, beta:
     """The call as one of the DPLR delta rule, checked, after the norms."""
     scalars.flags(use_qk_l2norm_in_kernel=l2)
     check_qkv(q, k, v, grouped=True)
-    (B, T, H, _), HV = q.shape, v.shape[2]
+    B, T, HV = v.shape[:3]
     if p is not None:
         need_tensor("p", p, tuple(k.shape), "[B, T, H, K]", q.device)
     need_tensor("g", g, (B, T, HV), "[B, T, HV]", q.device)
@@ -125,8 +125,7 @@ def _as_dplr(q: Tensor, k: Tensor, v: Tensor, p: Tensor | None, g: Tensor, beta:
     if l2:
         q, k, p = l2norm(q), l2norm(k), None if p is None else l2norm(p)
     dtype = common_dtype(q, k, v, p)
-    written, read = (x.repeat_interleave(HV // max(H, 1), 2) if HV != H else x
-                     for x in (k, k if p is None else p))
+    written, read = by_value_head(k, v), by_value_head(k if p is None else p, v)
     if beta is None:
         return _Dplr(q, k, v, g, -read, written)
     rate = wide(beta)[..., None]

@@ -1,13 +1,13 @@
-"""Gated DeltaNet 2: Kimi Delta Attention with a rate of erasing for each key channel and a rate of writing for
+"""Gated DeltaNet 2: Kimi Delta Attention that erases at a rate for each key channel and writes at one for
 each value channel; mirrors ``fla.ops.gdn2``.
 
     S' = Diag(e^{g_t}) S_{t-1}        S_t = S' + k_t (w_t v_t - S'^T (b_t k_t))^T        o_t = scale S_t^T q_t
-With b = w = beta it is Kimi Delta Attention. Source: the recurrence that fla's own functions give. Composed:
+With b = w = beta it is Kimi Delta Attention. Source: Hatamizadeh et al. 2026 (arXiv 2605.22791). Composed:
 the DPLR delta rule (dplr_delta_rule.py), which reads the state before it decays, so with -b k e^g there.
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import Request, check_options
 from flashlin.ops._common.planned import common_dtype
-from flashlin.ops._common.preprocess import wide
+from flashlin.ops._common.preprocess import by_value_head, wide
 from flashlin.ops.dplr_delta_rule import FAMILY
 from flashlin.ops.gates import fused_kda_gate
 from flashlin.ops.kda import gate_parameters, with_states
@@ -101,19 +101,17 @@ def chunk_gdn2(
     no_unknown(op, unknown)
     scalars.flags(safe_gate=safe_gate, return_intermediate_states=return_intermediate_states)
     check_options(chunk_size, (64,), cp_context)
-    if safe_gate and use_gate_in_kernel and (lower_bound is None or lower_bound < -5):
-        raise ValueError(f"lower_bound: got {lower_bound}, need -5 <= lower_bound < 0 with safe_gate and "
-                         "use_gate_in_kernel")
     if return_intermediate_states and not torch.is_inference_mode_enabled():
         raise ValueError("return_intermediate_states: got True, need torch.inference_mode() around it")
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       v_first(op, state_v_first, transpose_state_layout))
-    x = _as_dplr(op, q, k, v, g, b, w, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
-                 lower_bound)
-    tensors = (x.q, x.k, x.v, x.gk, x.a, x.b, None)
+    gate = Gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate)
+    x = _as_dplr(op, Given(q, k, v, g, b, w), use_qk_l2norm_in_kernel, gate)
+    # two writing vectors have no kernels for several value heads to a head
+    tensors = (by_value_head(x.q, v), x.b, x.v, x.gk, x.a, x.b, None)
     if return_intermediate_states:
         return with_states(request, tensors, chunk_size)
-    return chunked.run(FAMILY, request, tensors, grouped=True)
+    return chunked.run(FAMILY, request, tensors)
 
 
 def fused_recurrent_gdn2(
@@ -149,49 +147,66 @@ def fused_recurrent_gdn2(
     """
     op = "fused_recurrent_gdn2"
     no_unknown(op, unknown)
-    x = _as_dplr(op, q, k, v, g, b, w, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
-                 lower_bound)
+    gate = Gate(use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    x = _as_dplr(op, Given(q, k, v, g, b, w), use_qk_l2norm_in_kernel, gate)
     flags = recurrent.flags(state_v_first=v_first(op, state_v_first, transpose_state_layout))
     return recurrent.run(op, x._replace(h0=initial_state, bounds=cu_seqlens), flags, scale,
                          output_final_state)
 
 
-def _as_dplr(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    b: Tensor,
-    w: Tensor,
-    l2: bool,
-    gate: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-) -> Inputs:
+class Given(NamedTuple):
+    """The tensors, shaped as in ``chunk_gdn2``."""
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    b: Tensor
+    w: Tensor
+
+
+class Gate(NamedTuple):
+    """What makes decays of a raw g, where ``inside`` says that it is raw."""
+    inside: bool
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    lower_bound: float | None
+    safe: bool = False
+
+
+def _as_dplr(op: str, given: Given, l2: bool, gate: Gate) -> Inputs:
     """The call as one of the DPLR delta rule, checked, after norms and gates."""
-    scalars.flags(use_qk_l2norm_in_kernel=l2, use_gate_in_kernel=gate)
-    if lower_bound is not None:
-        lower_bound = scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO,
-                                     need="a number below 0, or None")
-    if not gate and (A_log is not None or dt_bias is not None):
-        raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without use_gate_in_kernel, "
-                         "which alone reads it")
+    q, k, v, g, b, w = given
+    scalars.flags(use_qk_l2norm_in_kernel=l2)
     check_qkv(q, k, v, grouped=True)
-    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     for name, x in (("g", g), ("b", b)):
         need_tensor(name, x, (B, T, HV, K), "[B, T, HV, K]", q.device)
     need_tensor("w", w, (B, T, HV, V), "[B, T, HV, V]", q.device)
-    if gate:
-        if A_log is None and lower_bound is None:
-            raise ValueError(f"{op}: A_log: got None, need a tensor [HV] with use_gate_in_kernel and without "
-                             "lower_bound")
-        A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
-        g = fused_kda_gate(g, A_log, dt_bias, lower_bound, wide(g[:0]).dtype)
+    g = _decay(op, g, gate)
     if l2:
         q, k = l2norm(q), l2norm(k)
-    dtype = common_dtype(q, k, v)
-    written = k.repeat_interleave(HV // max(H, 1), 2) if HV != H else k
-    read = -wide(b) * written * wide(g).exp()
-    return Inputs(q, k, (wide(w) * v).to(v.dtype), gk=g, a=read.to(dtype), b=written)
+    written = by_value_head(k, v)
+    read = (-wide(b) * written * wide(g).exp()).to(common_dtype(q, k, v))
+    return Inputs(q, k, (wide(w) * v).to(v.dtype), gk=g, a=read, b=written)
+
+
+def _decay(op: str, g: Tensor, gate: Gate) -> Tensor:
+    """g, or the decays that a raw one becomes."""
+    inside, A_log, dt_bias, bound, safe = gate
+    scalars.flags(use_gate_in_kernel=inside)
+    if bound is not None:
+        bound = scalars.number("lower_bound", bound, high=-scalars.ABOVE_ZERO,
+                               need="a number below 0, or None")
+    if not inside:
+        if A_log is not None or dt_bias is not None:
+            raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without "
+                             "use_gate_in_kernel, which alone reads it")
+        return g
+    if safe and (bound is None or bound < -5):
+        raise ValueError(f"lower_bound: got {bound}, need -5 <= lower_bound < 0 with safe_gate and "
+                         "use_gate_in_kernel")
+    if A_log is None and bound is None:
+        raise ValueError(f"{op}: A_log: got None, need a tensor [HV] with use_gate_in_kernel and without "
+                         "lower_bound")
+    A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
+    return fused_kda_gate(g, A_log, dt_bias, bound, wide(g[:0]).dtype)

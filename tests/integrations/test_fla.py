@@ -55,7 +55,7 @@ def test_what_flashlin_has_is_replaced_and_the_rest_is_named() -> None:
         kept = {name for name in now if now[name] is theirs[name]}
         assert not kept & set(PUBLIC)
         assert {name for name in kept if name in fla.ops.__all__} <= set(report.left)
-        assert {"chunk_gsa", "chunk_comba"} <= set(report.left)
+        assert {"chunk_gsa", "parallel_based"} <= set(report.left)
         assert "kernels of its own are launched through flashlin.shield" in str(report)
         assert type(sys.modules["fla.ops.gsa.chunk"].chunk_gsa).__name__ == "function"
 

@@ -67,7 +67,7 @@ def product(
     """
     n, HV = num_householder, v.shape[2]
     k = k.repeat_interleave(HV // max(k.shape[2], 1), 2)
-    keys, values, rates = (x.unflatten(1, (q.shape[1], n)).transpose(2, 3) for x in (k, v, beta))
+    keys, values, rates = (x.view(x.shape[0], -1, n, *x.shape[2:]).transpose(2, 3) for x in (k, v, beta))
 
     def step(
         S: torch.Tensor,

@@ -1,7 +1,6 @@
 """Cases of Comba: those of the gated delta rule with a vector p that the state is read with."""
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch

@@ -42,11 +42,13 @@ _small: dict[str, Any] = {"B": 1, "K": 16, "V": 24}
 CASES = [
     _chunk("random", quick=True), _chunk("three", {"scale": -0.7}, n=3, T=33, K=32, V=40),
     _chunk("one", n=1, T=40, K=32, V=32), _chunk("packed", edges=(0, 1, 1, 33, 65, 75)),
-    _chunk("no-gate", {"g": None}, gate="none", K=32, V=32), _chunk("no-state", state=False, T=32, K=32, V=32),
+    _chunk("no-gate", {"g": None}, gate="none", K=32, V=32),
+    _chunk("no-state", state=False, T=32, K=32, V=32),
     _chunk("grouped", H=2, HV=6, K=32, V=40, T=35), _chunk("odd", K=100, V=36, T=35),
     _chunk("alike-l2", L2, keys="alike"),
     _chunk("one-key", allowed=delta.FORGETFUL, keys="one-key", rate="1", K=32, V=32),
     _chunk("resets", gate="resets", K=32, V=40, B=1), _chunk("g=-inf", gate="-inf", T=10, K=32, V=32),
     _recurrent("random", quick=True, T=4, **_small), _recurrent("three-l2", L2, n=3, T=3, **_small),
-    _recurrent("packed", T=5, edges=(0, 2, 2, 5), **_small), _recurrent("no-gate", {"g": None}, gate="none", T=3, **_small),
+    _recurrent("packed", T=5, edges=(0, 2, 2, 5), **_small),
+    _recurrent("no-gate", {"g": None}, gate="none", T=3, **_small),
     _recurrent("segments", T=33, HV=1, H=1, **_small)]

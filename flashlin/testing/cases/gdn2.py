@@ -1,5 +1,4 @@
-"""Cases of Gated DeltaNet 2: those of the DPLR delta rule, which it is composed of, where rates of erasing and
-writing are its own."""
+"""Cases of Gated DeltaNet 2: Kimi Delta Attention's with rates of erasing and writing."""
 from __future__ import annotations
 
 from functools import partial
@@ -39,7 +38,8 @@ CASES = [
     _chunk("random", quick=True, T=70), _chunk("batch", B=3, K=32, V=32),
     _chunk("no-state", {"scale": -0.7}, state=False, T=64, K=32, V=32),
     _chunk("packed", edges=(0, 1, 1, 66, 130, 150)), _chunk("odd", K=100, V=36, T=70),
-    _chunk("grouped", H=2, HV=6, K=32, V=40, T=40), _chunk("v-first", V_FIRST, v_first=True, K=24, V=40, T=70),
+    _chunk("grouped", H=2, HV=6, K=32, V=40, T=40),
+    _chunk("v-first", V_FIRST, v_first=True, K=24, V=40, T=70),
     _chunk("strong-packed", gate="strong", edges=(0, 17, 97, 97, 130)),
     _chunk("resets", gate="resets", K=32, V=32, T=70), _chunk("g=-inf", gate="-inf", T=20, H=1),
     _chunk("one-key", allowed=dplr.FORGETFUL, keys="one-key", rate="1"),
