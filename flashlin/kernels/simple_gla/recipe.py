@@ -74,4 +74,5 @@ SPECS = (over_heads(
         Op("fused_recurrent_lightning_attn", "lightning_attn", "fused_recurrent"),
         Op("mamba_chunk_scan_combined", "ssd", "chunk", _MAMBA, typical=_SCANS),
         Op("mamba_split_conv1d_scan_combined", "ssd", "chunk", _MAMBA,
-           typical={"training": _SCANS["training"]}))),)
+           typical={"training": _SCANS["training"]}),
+        Op("mamba3_siso_combined", "mamba3", "chunk", ("g", "v_first"), typical=_SCANS))),)
