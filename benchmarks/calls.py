@@ -43,6 +43,9 @@ ROLES: dict[str, tuple[str, torch.dtype]] = {
     "units": ("B 2T H D", BF16), "values": ("B 2T HV D", BF16), "betas": ("B 2T HV", BF16),
     # of Mamba2: one key and query for all heads, of its usual 128 states
     "dt": ("B T H", FP32), "pole": ("H", FP32), "shared": ("B T 1 128", BF16),
+    # of Mamba-3: what is by head before it is by token, and a quarter of the states' pairs turned
+    "steps": ("B H T", FP32), "decays": ("B H T", FP32), "traps": ("B H T", BF16), "bias": ("H 128", FP32),
+    "angles": ("B T H 32", FP32),
     # of Mamba: H channels of D states; channels_last, as a linear layer leaves them
     "channels": ("B H T", BF16), "channels_last": ("B H T", BF16), "poles": ("H D", FP32),
     "columns": ("B D T", BF16), "weights": ("H", FP32),
@@ -80,6 +83,7 @@ class Op(NamedTuple):
 SHAPES = (Shape(4, 4096, 32, 128), Shape(1, 32768, 8, 128), Shape(1, 8192, 32, 128), Shape(1, 8192, 2, 128),
           Shape(8, 1024, 8, 64), Shape(1, 32768, 8, 128, packed=32))
 DECODING = tuple(Shape(B, 1, 16, 128) for B in (1, 32, 128))
+MAMBA3 = "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined"
 MAMBA, MAMBA2 = "mamba_ssm.ops.selective_scan_interface", "mamba_ssm.ops.triton.ssd_combined"
 
 
@@ -109,6 +113,9 @@ OPS: dict[str, list[Op]] = {
     "rwkv7": _both("rwkv7", "r:q w:gk k v a b"),
     "mamba2": [Op("mamba_chunk_scan_combined", MAMBA2, "x:v dt A:pole B:shared C:shared",
                   (Shape(8, 2048, 80, 64),), options=(("chunk_size", 256),))],
+    "mamba3": [Op("mamba3_siso_combined", MAMBA3,
+                  "Q:shared K:shared V:v ADT:decays DT:steps Trap:traps Q_bias:bias K_bias:bias "
+                  "Angles:angles D:weights Z:v", (Shape(8, 2048, 32, 64),))],
     "selective_scan": [
         Op("selective_scan_fn", MAMBA,
            f"u:{layout} delta:{layout} A:poles B:columns C:columns D:weights z:{layout} delta_bias:weights",
@@ -156,8 +163,10 @@ def inputs(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Any]:
             return key * torch.rand([*key.shape[:-1], 1], device=device)
         if role in ("g", "gk"):
             return F.logsigmoid(drawn(role, shape, device))
-        if role == "dt":
+        if role in ("dt", "steps"):
             return F.softplus(drawn(role, shape, device) - 2)
+        if role == "decays":  # of a step and a pole
+            return -0.1 * drawn(role, shape, device, torch.rand)
         if role in ("pole", "poles"):
             return -drawn(role, shape, device, torch.rand) - 0.5
         return drawn(role, shape, device, torch.rand if role in ("beta", "betas") else torch.randn)

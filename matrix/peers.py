@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +87,9 @@ OPS: list[Op] = [
     Op("mamba_chunk_scan_combined", "mamba_ssm.ops.triton.ssd_combined", "x:v dt A B:k C:q",
        options=(("chunk_size", 64),), initial="initial_states", last="return_final_states",
        packed="see cu_seqlens and seq_idx in the op's own cases"),
+    Op("mamba3_siso_combined", "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined",
+       "Q K V ADT DT Trap Q_bias K_bias Angles", initial="", last="",
+       packed="see cu_seqlens and Input_States in the op's own cases"),
     Op("selective_scan_fn", "mamba_ssm.ops.selective_scan_interface", "u:v delta A B:k C:q", initial="",
        last="return_last_state", packed="none")]
 
@@ -132,6 +136,11 @@ def made(op: Op, sizes: Sizes, dtype: Any, generator: Any) -> dict[str, Any]:
     if "hgrn" in op.name:
         given = {"x": randn(B, T, H * V).to(dtype), "g": F.logsigmoid(randn(B, T, H * V)).to(dtype)}
         state = (state[0], H * V)
+    elif op.name.startswith("mamba3"):
+        given = {**{name: randn(B, T, H, K).to(dtype) for name in "QK"}, "V": randn(B, T, H, V).to(dtype),
+                 "ADT": -torch.rand(B, H, T, generator=generator), "DT": F.softplus(randn(B, H, T) - 2),
+                 "Trap": randn(B, H, T).to(dtype),
+                 **{f"{name}_bias": randn(H, K) / 4 + 1 for name in "QK"}, "Angles": randn(B, T, H, K // 4)}
     elif op.name.startswith("mamba"):
         given = {"x": randn(B, T, H, V).to(dtype), "dt": F.softplus(randn(B, T, H) - 2),
                  "A": -torch.rand(H, generator=generator) - 0.5, "B": randn(B, T, H, K).to(dtype),
@@ -168,7 +177,8 @@ def _roles(op: Op) -> dict[str, str]:
 
 def called(function: Callable[..., Any], op: Op, with_state: bool, **tensors: Any) -> Tensors:
     options = {**dict(op.options), **({op.last: True} if op.last else {})}
-    o, ht = function(**tensors, **options)
+    returned = function(**tensors, **options)
+    o, ht = returned if isinstance(returned, tuple) else (returned, None)
     return {"o": o, "ht": ht} if op.last and with_state else {"o": o}
 
 
@@ -205,6 +215,13 @@ def by_role(op: Op, tensors: Tensors) -> Tensors:
         sizes = (*step.shape[:3], k.shape[3])
         return {"q": tensors["C"].mT[:, :, None].expand(sizes), "k": k.expand(sizes), "v": step * u,
                 "gk": step * tensors["A"]}
+    if op.name.startswith("mamba3"):
+        dt, r = tensors["DT"].mT, tensors["Trap"].mT.sigmoid()
+        angles = (math.pi * tensors["Angles"].tanh() * dt[..., None]).cumsum(1)
+        rates = torch.polar(torch.ones_like(angles), angles)
+        q, k = (turned(tensors[name] + tensors[f"{name}_bias"], rates) for name in "QK")
+        return {"q": q, "k": k, "v": tensors["V"], "g": tensors["ADT"].mT, "own": dt * r,
+                "past": dt * (1 - r)}
     if op.name.startswith("mamba"):
         dt = tensors["dt"]
         return {"q": tensors["C"], "k": tensors["B"], "v": tensors["x"] * dt[..., None],
@@ -224,6 +241,13 @@ def by_role(op: Op, tensors: Tensors) -> Tensors:
     return x
 
 
+def turned(x: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
+    """x [B, T, H, K], of which so many pairs as there are rates are complex numbers to multiply by them."""
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous())
+    count = rates.shape[-1]
+    return torch.view_as_real(torch.cat([pairs[..., :count] * rates, pairs[..., count:]], -1)).flatten(-2)
+
+
 def recurrence(op: Op, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B, T, H, V] and the state after the last token."""
     S = x.get("S", x["q"].new_zeros(x["q"].shape[0], *x["q"].shape[2:], x["v"].shape[-1]))
@@ -232,6 +256,8 @@ def recurrence(op: Op, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         t, step = divmod(row, op.steps)
         q, k, v = x["q"][:, t], x["k"][:, row], x["v"][:, row]
         old = S
+        if "past" in x and t > 0:
+            S = S + x["past"][:, t, :, None, None] * x["k"][:, t - 1, :, :, None] * x["v"][:, t - 1, :, None]
         if "g" in x and step == 0:
             S = x["g"][:, t, :, None, None].exp() * S
         if "gk" in x:
@@ -245,6 +271,7 @@ def recurrence(op: Op, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         elif op.delta:
             seen, by = (old, x["p"][:, t]) if "p" in x else (S, k)
             v = x["beta"][:, row, :, None] * (v - torch.einsum("bhkv,bhk->bhv", seen, by))
+        v = x["own"][:, t, :, None] * v if "own" in x else v
         S = S + k[..., None] * v[:, :, None, :]
         read = old + (x["bonus"][None] * k)[..., None] * v[:, :, None, :] if op.before else S
         if step == op.steps - 1:

@@ -185,6 +185,15 @@ def scan_of_mamba2(own: Own, B: int = 2, **special: Any) -> dict[str, Any]:
                 initial_states=zeros(B, H, P, N), dt_softplus=True, return_final_states=True, **special)
 
 
+def scan_of_mamba3(own: Own, B: int = 2, **special: Any) -> dict[str, Any]:
+    """As its layer calls it, with what a model in 16 bits computes in float32."""
+    H, P, N, R = 8, 64, 128, 32
+    return dict(Q=own(B, 128, 1, N), K=own(B, 128, 1, N), V=own(B, 128, H, P), ADT=zeros(B, H, 128),
+                DT=zeros(B, H, 128), Trap=own(B, H, 128), Q_bias=zeros(H, N), K_bias=zeros(H, N),
+                Angles=zeros(B, 128, H, R), D=zeros(H), Z=own(B, 128, H, P), return_final_states=True,
+                **special)
+
+
 def layer_of_mamba2(own: Own, **special: Any) -> dict[str, Any]:
     H, P, N = 8, 64, 128
     D, C = H * P, H * P + 2 * N
@@ -255,6 +264,7 @@ IN_EVERY_DTYPE: tuple[tuple[str, str, Arguments], ...] = (
     ("token_shift", "D=1024", lambda own: dict(x=own(2, 64, 1024))),
     ("chunk_hgrn", "D=1024", lambda own: hgrn(own, 2, 1024)),
     ("mamba_chunk_scan_combined", "P=64 N=128", scan_of_mamba2),
+    ("mamba3_siso_combined", "P=64 N=128", scan_of_mamba3),
     ("selective_state_update", "P=64 N=128", state_update_of_mamba2),
     ("selective_scan_fn", "N=16", lambda own: selective_scan(own, 16)),
     ("causal_conv1d_fn", "W=4, states",
@@ -298,6 +308,8 @@ IN_BFLOAT16: tuple[tuple[str, str, Arguments], ...] = (
      lambda own: scan_of_mamba2(own, 1, cu_seqlens=edges(0, 50, 128), return_varlen_states=True)),
     ("mamba_chunk_scan_combined", "P=64 N=128 numbered",
      lambda own: scan_of_mamba2(own, seq_idx=zeros(2, 128).int())),
+    ("mamba3_siso_combined", "P=64 N=128 packed",
+     lambda own: scan_of_mamba3(own, 1, cu_seqlens=edges(0, 50, 128))),
     ("mamba_split_conv1d_scan_combined", "P=64 N=128",
      lambda own: layer_of_mamba2(own, seq_idx=zeros(2, 128).int())),
     ("mamba_split_conv1d_scan_combined", "P=64 N=128, one sequence", layer_of_mamba2),

@@ -88,6 +88,11 @@ def _special(op: str) -> dict[str, Any]:
             **scan, "zxbcdt": randn(B, T, 2 * H * K + 2 * N + H), "conv1d_weight": randn(H * K + 2 * N, W),
             "conv1d_bias": randn(H * K + 2 * N), "rmsnorm_weight": randn(H * K), "rmsnorm_eps": 1e-6,
             "outproj_weight": randn(5, H * K), "outproj_bias": randn(5), "headdim": K, "ngroups": 1},
+        "mamba3_siso_combined": {
+            **{name: randn(VECTORS) for name in "QKVZ"}, "ADT": -rand(B, H, T), "DT": rand(B, H, T),
+            "Trap": randn(B, H, T), "Q_bias": randn(H, K), "K_bias": randn(H, K), "Angles": randn(B, T, H, 3),
+            "D": randn(H), "return_final_states": True,
+            "Input_States": (randn(2, H, 3), randn(2, H, K, K), randn(2, H, K), randn(2, H, K))},
         "selective_state_update": {
             "state": randn(2, H, K, N), "x": randn(2, H, K), "dt": randn(2, H, K), "A": -rand(H, K, N),
             "B": randn(2, 1, N), "C": randn(2, 1, N), "D": randn(H, K), "z": randn(2, H, K),

@@ -27,7 +27,7 @@ EDGES = (0, 5, 5, 75, 175, 182)  # two of about the same length, an empty one, a
 NUMBERS = [n for n, (first, last) in enumerate(pairwise(EDGES)) for _ in range(first, last)]
 # of the packed ones: the one, and the token of it, that get what is not finite
 SEQUENCE, TOKEN = 2, 66
-GATES = ("g", "gk", "gv", "w", "A")
+GATES = ("g", "gk", "gv", "w", "A", "ADT")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -66,8 +66,8 @@ class Call(NamedTuple):
             x = torch.randn(self.shape(letters), generator=generator,
                             device="cpu").to(torch.get_default_device())
             small = name in ("k", "kk", "a", "b", "B", "p") and letters.endswith("K")
-            made[name] = -0.02 * x.abs() if name in GATES else x.sigmoid() if name in ("beta",
-                                                                                       "dt") else 0.3 * x if small else x
+            made[name] = (-0.02 * x.abs() if name in GATES else x.sigmoid() if name in ("beta", "dt", "DT")
+                          else 0.3 * x if small else x)
         return made
 
     def cotangents(self, seed: int) -> list[torch.Tensor]:
@@ -189,6 +189,12 @@ def two_steps(op: str) -> Callable[..., Any]:
     return function
 
 
+def with_states(**tensors: Any) -> Any:
+    """Mamba-3's scan, whose four states are one argument."""
+    states = tuple(tensors.pop(name) for name in ("angle", "state", "k", "v"))
+    return flashlin.mamba3_siso_combined(**tensors, Input_States=states)
+
+
 LAST = {"output_final_state": True}
 QKV, STATE = "q:BTHK k:BTHK v:BTHV", "initial_state:NHKV"
 SCALAR = f"{QKV} g:BTH {STATE}"
@@ -257,6 +263,10 @@ CALLS: list[Call] = [
          at_once=EDGES[-1], numbered=True),
     Call("mamba_split_conv1d_scan_combined", "zxbcdt:BTZ conv1d_weight:FW conv1d_bias:F dt_bias:H A:H D:HV",
          "BTM", {"chunk_size": 64}, at_once=EDGES[-1], numbered=True),
+    *_both("mamba3_siso_combined",
+           "Q:BTHK K:BTHK V:BTHV ADT:BHT DT:BHT Trap:BHT Q_bias:HK K_bias:HK Angles:BTHR D:H Z:BTHV "
+           "angle:NHR state:NHVK k:NHK v:NHV", "BTHV NHR NHVK NHK NHV", {"return_final_states": True},
+           function=with_states),
     Call("selective_scan_fn", "u:BCT delta:BCT A:CK B:BKT C:BKT D:C z:BCT", "BCT BCK",
          {"delta_softplus": True, "return_last_state": True}),
     Call("selective_state_update", "*state:NHVK *x:BHV *dt:BHV *A:HVK *B:BHK *C:BHK", "BHV NHVK",

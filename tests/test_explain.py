@@ -34,7 +34,8 @@ SAID: dict[str, dict[str, int]] = {
     "token_shift": dict(B=2, T=64, K=1024), "causal_conv1d_fn": dict(B=2, T=64, K=1024),
     "mamba_causal_conv1d_update": dict(B=2, K=1024), "chunk_hgrn": dict(B=2, T=1024, K=1024),
     "fused_recurrent_hgrn": dict(B=2, T=1, K=1024), "mamba_chunk_scan_combined": SCAN,
-    "mamba_split_conv1d_scan_combined": SCAN, "selective_state_update": dict(B=2),
+    "mamba_split_conv1d_scan_combined": SCAN, "mamba3_siso_combined": SCAN,
+    "selective_state_update": dict(B=2),
     "selective_scan_fn": dict(B=2, T=64, V=1024), "fused_gdn_gate": dict(B=2, T=64, H=32),
     "fused_kda_gate": dict(B=2, T=64, H=32, K=64), "fused_addcmul_rwkv7": dict(B=2, T=64, H=32, K=64),
     # tokens, of which each has two rows

@@ -23,7 +23,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "fla": ("fla/ops", "fla/modules"),
     "mamba_ssm": ("mamba_ssm/ops/selective_scan_interface.py", "mamba_ssm/ops/triton/ssd_combined.py",
                   "mamba_ssm/ops/triton/selective_state_update.py", "mamba_ssm/ops/triton/layer_norm.py",
-                  "mamba_ssm/ops/triton/layernorm_gated.py", "mamba_ssm/modules/mamba_simple.py",
+                  "mamba_ssm/ops/triton/layernorm_gated.py",
+                  "mamba_ssm/ops/triton/mamba3/mamba3_siso_combined.py", "mamba_ssm/modules/mamba_simple.py",
                   "mamba_ssm/modules/mamba2.py", "mamba_ssm/modules/mamba3.py"),
     "causal_conv1d": ("causal_conv1d/causal_conv1d_interface.py", "causal_conv1d/causal_conv1d_varlen.py")}
 NOT_PUBLIC = ("backends", "ascend", "tilelang", "gluon", "naive", "/cp", "_ref", "/utils")

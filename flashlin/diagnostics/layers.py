@@ -100,7 +100,8 @@ def norm(layer: Any) -> dict[str, int]:
 Reader = Callable[[Any], dict[str, int]]
 # How a layer tells the sizes of an op: by op, or else by the op's family.
 BY_OP: dict[str, Reader] = {"mamba_chunk_scan_combined": mamba2, "mamba_split_conv1d_scan_combined": mamba2,
-                            "selective_scan_fn": mamba, "selective_state_update": state_update,
+                            "mamba3_siso_combined": mamba2, "selective_scan_fn": mamba,
+                            "selective_state_update": state_update,
                             "mamba_causal_conv1d_update": convolution, "rms_norm": norm, "layer_norm": norm,
                             "rms_norm_gated": norm, "layer_norm_gated": norm}
 BY_FAMILY: dict[str, Reader] = {"conv": convolution, "conv_update": convolution, "recurrent": over_heads}

@@ -33,6 +33,7 @@ from flashlin.ops.lightning_attn import fused_recurrent_lightning_attn
 from flashlin.ops.linear_attn import chunk_linear_attn
 from flashlin.ops.linear_attn import fused_chunk_linear_attn
 from flashlin.ops.linear_attn import fused_recurrent_linear_attn
+from flashlin.ops.mamba3 import mamba3_siso_combined
 from flashlin.ops.norm import group_norm
 from flashlin.ops.norm import l2_norm
 from flashlin.ops.norm import l2norm
@@ -126,6 +127,7 @@ __all__ = [
     "layer_norm_linear",
     "layer_norm_swish_gate_linear",
     "layernorm_fn",
+    "mamba3_siso_combined",
     "mamba_causal_conv1d_update",
     "mamba_chunk_scan_combined",
     "mamba_split_conv1d_scan_combined",

@@ -1,12 +1,13 @@
 """Mamba-3 with one input and one output a head (SISO), chunk by chunk; mirrors
 ``mamba_ssm.ops.triton.mamba3.mamba3_siso_combined``.
 
-    theta_t = theta_{t-1} + pi tanh(Angles_t) DT_t        q_t, k_t = Q_t + Q_bias, K_t + K_bias turned by theta_t
-    S_t = e^{ADT_t} (S_{t-1} + (1 - r_t) DT_t v_{t-1} k_{t-1}^T) + r_t DT_t v_t k_t^T        r_t = sigmoid(Trap_t)
+    theta_t = theta_{t-1} + pi tanh(Angles_t) DT_t
+    q_t, k_t = Q_t + Q_bias, K_t + K_bias, turned by theta_t        r_t = sigmoid(Trap_t)
+    S_t = e^{ADT_t} (S_{t-1} + (1 - r_t) DT_t v_{t-1} k_{t-1}^T) + r_t DT_t v_t k_t^T
     y_t = (S_t q_t + D v_t) silu(Z_t)
-Source: Lahoti et al. 2026 (arXiv 2603.15569). Composed: two scans of simple GLA (simple_gla.py), one that writes
-what a token brings and one that writes what the token before it brought, the trapezoid's two sides; the
-angles' running sums and the rotation are torch, and what D and Z do is the elementwise kernel of Mamba2.
+Source: Lahoti et al. 2026 (arXiv 2603.15569). Composed: two scans of simple GLA (simple_gla.py), one that
+writes what a token brings and one that writes what the token before it brought, the trapezoid's two sides;
+the angles' running sums and the rotation are torch, and what D and Z do is Mamba2's elementwise kernel.
 """
 from __future__ import annotations
 
@@ -142,8 +143,8 @@ def _check(Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tenso
     need_tensor("Q", Q, (b, T, None, None), "[b, T, G, N]", V.device, "V")
     G, N = Q.shape[2:]
     if N == 0 or N % 2 or H % max(G, 1) or bool(H) != bool(G):
-        raise ValueError(f"Q: got shape {shown(Q.shape)}, need [b, T, G, N] with G a divisor of the {H} heads "
-                         "of V and N even, at least 2")
+        raise ValueError(f"Q: got shape {shown(Q.shape)}, need [b, T, G, N] with G a divisor of the {H} "
+                         "heads of V and N even, at least 2")
     need_tensor("K", K, tuple(Q.shape), "[b, T, G, N]", V.device, "V")
     for name, x in (("ADT", ADT), ("DT", DT), ("Trap", Trap)):
         need_tensor(name, x, (b, H, T), "[b, H, T]", V.device, "V")
@@ -175,7 +176,7 @@ def _check_others(Q: Tensor, V: Tensor, Angles: Tensor, D: Tensor | None, Z: Ten
 
 
 def _turned(x: Tensor, bias: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [b, T, G, N] + bias [H, N], of each head [b, T, H, N], its first pairs turned by angles [b, T, H, R]."""
+    """x [b, T, G, N] + bias [H, N] for each head, its first pairs turned by angles [b, T, H, R]."""
     H, N = bias.shape
     G, R = x.shape[2], cos.shape[3]
     heads = (x.to(cos.dtype)[:, :, :, None] + bias.to(cos.dtype).view(G, H // max(G, 1), N)).flatten(2, 3)
@@ -232,8 +233,8 @@ def _rows(b: int, T: int, bounds: Tensor | None, device: torch.device) -> _Rows:
 
 
 class _RunningSum(torch.autograd.Function):
-    """Of rows x [rows, ...]: x[first[t]] + ... + x[t] for each t. What is not finite stays in its sequence, in
-    gradients, too: of a sum over all rows, less what came before a sequence, it would leave NaN."""
+    """Of rows x [rows, ...]: x[first[t]] + ... + x[t] for each t. What is not finite stays in its sequence,
+    and so do gradients: a sum over all rows less that of the rows before a sequence would be NaN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor, end: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def test_without_a_gpu_what_flashlin_has_not_says_so() -> None:
 
 MODELS = {"GatedDeltaNet": {"num_heads": 2, "head_dim": 16}, "DeltaNet": {"num_heads": 2},
           "GatedDeltaProduct": {"num_heads": 2, "head_dim": 16}, "Comba": {"num_heads": 2, "head_dim": 16},
-          "GDN2": {"num_heads": 2, "head_dim": 16}, "RetNet": {"num_heads": 2}, "RWKV6": {"num_heads": 2}, "RWKV7": {"head_dim": 16},
+          "RetNet": {"num_heads": 2}, "RWKV6": {"num_heads": 2}, "RWKV7": {"head_dim": 16},
           "Mamba2": {"num_heads": 4, "head_dim": 16, "expand": 1, "state_size": 16}}
 
 

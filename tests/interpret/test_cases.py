@@ -74,7 +74,7 @@ ONLY = {
     "fused_recurrent_retention": "random", "fused_recurrent_lightning_attn": "",
     "chunk_lightning_attn": "random", "fused_recurrent_linear_attn": "reverse normalized",
     "selective_scan_fn": "odd-states bare", "mamba_chunk_scan_combined": "forgetting packed",
-    "mamba_split_conv1d_scan_combined": "random"}
+    "mamba_split_conv1d_scan_combined": "random", "mamba3_siso_combined": "odd packed"}
 # Others that take many seconds: sizes of real models, more rows than a card has programs for (test_conv.py
 # has a card of one multiprocessor), segments of the usual length (test_hgrn.py has short ones).
 SLOW = ("causal_conv1d-many-blocks", "group_norm-many-rows", "chunk_simple_gla-K=256,V=256",

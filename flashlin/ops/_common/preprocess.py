@@ -24,7 +24,7 @@ def l2normalized(x: Tensor) -> Tensor:
 
 
 def by_value_head(x: Tensor, v: Tensor) -> Tensor:
-    """x [B, T, H, K] as [B, T, HV, K], for the value heads of v [B, T, HV, V]: head j is x's j // (HV / H)."""
+    """x [B, T, H, K] as [B, T, HV, K], for value heads of v [B, T, HV, V]: head j is x's j // (HV / H)."""
     H, HV = x.shape[2], v.shape[2]
     return x if H == HV else x.repeat_interleave(HV // max(H, 1), 2)
 
