@@ -123,6 +123,19 @@ def test_models_train_and_generate_on_a_cpu(name: str) -> None:
         assert greedy.tolist() == again.tolist()
 
 
+def test_the_layer_of_gdn2_reads_a_prompt_as_it_decodes() -> None:
+    """It has no model. With gradients it goes chunk by chunk, without and for few tokens token by token."""
+    torch.manual_seed(0)
+    layer = fla.layers.GatedDeltaNet2(64, head_dim=16, num_heads=2, num_v_heads=4, layer_idx=0)
+    x = torch.randn(2, 40, 64)
+    with flashlin.patched("fla"):
+        by_chunks = layer(x)[0]
+        by_chunks.square().sum().backward()
+        assert all(p.grad is not None and p.grad.any() for p in layer.parameters())
+        with torch.no_grad():
+            torch.testing.assert_close(layer.eval()(x)[0], by_chunks, rtol=1e-4, atol=1e-5)
+
+
 def test_threads_enter_and_leave_in_any_order() -> None:
     tokens, net = torch.randint(0, VOCABULARY, (1, 20)), model("GatedDeltaNet")
     barrier, seen = threading.Barrier(2), []
