@@ -433,7 +433,7 @@ def test_the_report_survives_json_and_reads_as_text_and_markdown(capsys: pytest.
         found.model_dump_json())["verdict"] == found.verdict
     assert str(found) == found.text() and " ".join(found.text().split()).startswith(
         f"flashlin {flashlin.__version__}: {found.verdict}")
-    assert repr(found) == ("<flashlin.Report degraded: 66 ops on T4 sm75, triton 3.2.0, ptxas 12.4.99, torch "
+    assert repr(found) == ("<flashlin.Report degraded: 73 ops on T4 sm75, triton 3.2.0, ptxas 12.4.99, torch "
                            "unknown>") and found._repr_markdown_() == found.markdown()
     assert found.markdown().count("<details>") == found.markdown().count("</details>") == 3
     tables: list[list[str]] = [table.splitlines()
