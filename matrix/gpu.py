@@ -71,7 +71,7 @@ def work(part: int, of: int, ops: list[str], known: dict[str, Any]) -> None:
     """A worker: its share of the cases, one JSON line each, announced before it starts so that a death names
     its case. Those of which a record knows all that they would start, and that they were right, are left
     out."""
-    flashlin.settings(canary="off")  # this is the trial
+    flashlin.settings(canary="trial")
     torch.set_num_threads(1)  # the references run on the CPU, one worker a core
     # neighbours share kernels, so a worker takes a run of them and compiles each kernel once
     todo = [(case, dtype) for dtype in DTYPES for case in cases.CASES if not ops or case.op in ops]

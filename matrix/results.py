@@ -39,8 +39,7 @@ class Card(Facts):
         return self.sm or self.name
 
     def target(self, triton: str, torch: str = "") -> Target:
-        return parse(f"triton={triton},sm={self.sm}" if self.sm
-                     else f"triton={triton},backend=hip,name={self.name}", torch_version=torch)
+        return parse(f"{self.name},triton={triton}", torch_version=torch)
 
 
 class Cell(Facts):

@@ -7,21 +7,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from flashlin.testing.record import Recorded
 from matrix.results import CellResult, Compiled
 
 # Of an op on a card under a release, worst first.
-Status = Literal["FAILED", "refused", "not run", "torch path", "worked around", "compiled", "ran"]
-STATUSES: tuple[Status, ...] = ("FAILED", "refused", "not run", "torch path", "worked around", "compiled",
-                                "ran")
+Status = Literal["FAILED", "refused", "not run", "torch path", "compiled only", "worked around", "compiled",
+                 "ran"]
+STATUSES: tuple[Status, ...] = get_args(Status)
 MEANS: dict[Status, str] = {
     "FAILED": "At least one call raised what was neither planned nor refused, or needs a kernel that does "
               "not compile.",
     "refused": "At least one call is refused before anything is started, with the reason and what to do.",
     "not run": "Nothing is known, or not enough: not every kernel has been tried.",
     "torch path": "At least one call is computed by plain torch: right, but slower than a kernel.",
+    "compiled only": "Every kernel compiles to machine code for this card, and plain torch serves until somebody "
+                     "has run them there, as `flashlin warmup` does for one machine.",
     "worked around": "Kernels do it all, but at least one call had to be planned around a known failure.",
     "compiled": "Every kernel compiles to machine code for this card; no real card has run the cases.",
     "ran": "Every case was right on a real card.",
@@ -128,14 +130,16 @@ def _status(outcome: Outcome, state: CellState) -> tuple[Status, list[str]]:
         return "FAILED", [f"{outcome.call}: {outcome.failed}"]
     if outcome.path == "refused":
         return "refused", forced
-    if outcome.path == "torch":
-        return "torch path", forced
     broken = [f"{outcome.call}: {state.planned.launches[launch]}: {why}"
               for launch in outcome.launches if (why := state.why(launch, outcome.card))]
+    if outcome.path == "torch" and (broken or not outcome.launches):
+        return "torch path", [*forced, *broken]
     if broken:
         return "FAILED", broken
     if not all(state.verdict(launch, outcome.card) for launch in outcome.launches):
         return "not run", []
+    if outcome.path == "torch":
+        return "compiled only", forced
     return ("worked around", forced) if outcome.remedies else ("compiled", [])
 
 
@@ -143,7 +147,7 @@ def gpu_files(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Each record of ``python -m matrix.gpu``: its file's name, its card and what it says."""
     for path in sorted(folder.glob("gpu-*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        yield path.name, "sm{}{}".format(*record["capability"]), record
+        yield path.name, record.get("arch") or "sm{}{}".format(*record["capability"]), record
 
 
 def gpu_records(folder: Path) -> dict[tuple[str, str, str], str]:

@@ -390,8 +390,10 @@ def check_folders(machine: Machine) -> Iterator[Check]:
 
 def check_tried(machine: Machine) -> Iterator[Check]:
     """What was found out about kernels on this machine, and when."""
-    for where, target in machine.cards:
-        here = verdicts.local(target)
+    for target, names in machine.names.items():
+        if target.backend not in ("cuda", "hip"):
+            continue
+        where, here = names[-1], verdicts.local(target)
         ran = sorted(one.date for one in here.kernels.values() if one.word == "ran")
         when = f", {ran[0]} to {ran[-1]}" if ran else " in trials of this machine's own"
         yield Check(name="tried here", status="ok",

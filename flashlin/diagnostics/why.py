@@ -82,6 +82,8 @@ def _of_issue(issue: KnownIssue) -> Entry:
                 "place of triton.autotune")
     elif issue.traits & {"foreign", *LACKING}:
         here = "its own kernels do without what triggers it; for kernels of others flashlin doctor tells it"
+    elif issue.amd:
+        here = "on AMD it starts kernels only where flashlin warmup has run them"
     else:
         here = "flashlin doctor tells it; no plan is changed"
     return Entry(

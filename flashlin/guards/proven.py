@@ -4,6 +4,7 @@ itself (``guards.verdicts``)."""
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -34,6 +35,17 @@ def trust(config: str, target: Target) -> Trust:
     if here is None:
         return _shipped(config, target.triton, target.sm)
     return "ran" if here.word == "ran" else "failed"
+
+
+def has_run(config: str, ops: Collection[str], dtype: str, target: Target) -> bool:
+    """Whether a configuration was right in a record that is shipped for that card and release, or on this
+    very machine, where a trial of one of these ops in that dtype was, too."""
+    here = verdicts.local(target)
+    if config not in here.kernels:
+        return _shipped(config, target.triton, target.sm) == "ran"
+    return here.kernels[config].word == "ran" and any(
+        one.word == "ran" and trial.split(" ")[:2] == [op, dtype]
+        for trial, one in here.trials.items() for op in ops)
 
 
 def failure(config: str, target: Target) -> str:

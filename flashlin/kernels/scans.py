@@ -50,10 +50,11 @@ def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: in
 
 def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
     """An upper estimate of a scan's shared memory: its tiles once per stage, the state and the scores as
-    operands of dots."""
+    operands of dots. On AMD a loop's last stage loads into registers."""
+    buffers = config.num_stages - (target.backend == "hip")
     tiles = config.BT * (2 * max(config.BK, config.BV) + min(config.BK, config.BV))
     moved = config.BT * (min(config.BK, config.BV) + PADDING) if moves(target) else 0
-    elements = config.num_stages * tiles + config.BK * config.BV + config.BT * config.BT + moved
+    elements = buffers * tiles + config.BK * config.BV + config.BT * config.BT + moved
     return tf32_copies(bytes_each, target) * bytes_each * elements
 
 
@@ -78,7 +79,8 @@ def part_length(problem: Problem, target: Target, strips: int, ratio: int) -> in
     parts = forced_parts
     if not parts:
         programs = problem.H * strips * (1 if problem.varlen else problem.N)
-        room = PROGRAMS * target.sms // max(programs, 1) if target.backend in ("cuda", "hip") else 0
+        # not on AMD: what is started there has run in a trial, whose sequences are too short to be split
+        room = PROGRAMS * target.sms // max(programs, 1) if target.backend == "cuda" else 0
         parts = min(room, problem.T // LEAST, isqrt(ratio * problem.T // BLOCK))
         if parts < WORTH:
             return 0

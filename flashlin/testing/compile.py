@@ -32,7 +32,7 @@ import torch
 
 from flashlin.compat import blame
 from flashlin.compat.child import python
-from flashlin.compat.target import SHARED_ON_AMD, shared_per_block
+from flashlin.compat.target import SHARED_ON_AMD, lanes, shared_per_block
 from flashlin.testing.record import TYPES, Recorded
 
 DTYPES = {name: dtype for dtype, name in TYPES.items()}
@@ -167,7 +167,7 @@ class Driver:
         from triton.backends.compiler import GPUTarget
         if isinstance(self.sm, int):
             return GPUTarget("cuda", self.sm, 32)
-        return GPUTarget("hip", self.sm, 64 if self.sm.startswith("gfx9") else 32)
+        return GPUTarget("hip", self.sm, lanes(self.sm))
 
 
 def argument(kind: str | None) -> Any:

@@ -143,7 +143,7 @@ def test_a_stand_in_driver_is_enough_to_compile(record: Record) -> None:
 
 def test_it_compiles_for_amd_too(gated: Callable[..., None]) -> None:
     pytest.importorskip("triton")
-    with flashlin.settings(policy="off"), recording(parse("triton=3.6.0,backend=hip,name=gfx942")) as found:
+    with flashlin.settings(canary="trial"), recording(parse("gfx942,triton=3.6.0")) as found:
         gated(K=16, V=16)
     result = compile_launches([Job("gfx942", scan(found))])[0]
     assert result.ok and 0 < result.shared <= 65536 and result.registers > 0 and not result.matrix, result

@@ -6,7 +6,7 @@ from flashlin.compat.target import Target
 from flashlin.compat.versions import release
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import Config, over_v, padded
+from flashlin.kernels.configs import Config, over_v, padded, room
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_TRANSFER,
@@ -49,7 +49,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     kernels = [cumsum_launch(problem, BT)] if "g" in problem.options else []
     part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER)
     deep = scan._replace(num_stages=3)
-    states = deep if scan.num_stages == 2 and shared(deep) <= target.shared else scan
+    states = (deep if scan.num_stages == 2 and target.stages >= 3 and shared(deep) <= target.shared else scan)
     kernels.append(over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
                                dots - {"rmw_acc"}, num_warps=1))
     if part:
@@ -64,7 +64,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         hopper = (9, 0) <= target.capability < (10, 0)
         moved = (4 - bytes_each) * scan.BK * scan.BV if scan.BK >= 256 and hopper else 0
         moved += 2 * scan.BT * scan.BV if bytes_each == 2 and release(target.triton) >= (3, 8) else 0
-        ways = [(strip, num_stages) for strip in (STRIP, STRIP // 2, STRIP // 4) for num_stages in (2, 1)]
+        ways = [(strip, num_stages) for strip in (STRIP, STRIP // 2, STRIP // 4) if strip <= room(target).columns
+                for num_stages in room(target).stages]
         strip, num_stages = next((way for way in ways if finishing(*way) <= target.shared), ways[-1])
         tile = dict(BT=BT, BK=min(strip, padded(problem.K)), BV=min(strip, padded(problem.V)))
         kernels += [state_launch("delta_states", states, problem, shared(states), dots, part=part),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashlin.compat.target import Target
+from flashlin.compat.target import Target, lanes
 from flashlin.compat.versions import release
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
@@ -41,7 +41,8 @@ class Strip(NamedTuple):
 
 # Of the gradients in 16 bits, the fastest on an H200 with Triton 3.6.0 (benchmarks/results/kernels-*). It is
 # a choice, too, that releases before TIMED keep to 4 warps (3.2 cannot compile 8 for Hopper:
-# reshape-outs-32).
+# reshape-outs-32), and waves of 64 lanes, of which 8 have too few registers each (0.8 KB a thread spill, compiled
+# for gfx942 with 3.6.0).
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 TIMED = (3, 5)
 
@@ -68,7 +69,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return scanning(config._replace(num_stages=1), 2, 3)
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
     best = OF_TWO if two else OF_ONE
-    warps = min(problem.max_warps, 8 if release(target.triton) >= TIMED else 4)
+    warps = min(problem.max_warps, 8 if release(target.triton) >= TIMED and lanes(target.arch) == 32 else 4)
     strips = [Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)]
     fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps
     if bytes_each == 2 and fits:
