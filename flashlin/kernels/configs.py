@@ -75,9 +75,10 @@ def _chunks(BK: int, BV: int, bytes_each: int, max_warps: int, target: Target) -
     # of 32 barely. Beside a strip narrower than 64, chunks of 64 take half the time of chunks of 32 on an
     # H200, where they run at all (benchmarks/results/sweep-*); on other cards nobody has timed them.
     timed = min(BK, BV) >= 64 or (target.backend == "cuda" and (9, 0) <= target.capability < (10, 0))
-    longest = room(target).longest if bytes_each == 2 and max_warps >= 4 and timed else 32
+    most = room(target)
+    longest = most.longest // 2 if bytes_each == 4 else most.longest if max_warps >= 4 and timed else 32
     for BT in (64, 32, 16):
-        for num_stages in room(target).stages:
+        for num_stages in most.stages:
             if longest >= BT:
                 yield Config(BT, BK, BV, 4, num_stages)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from math import isqrt
 
-from flashlin.compat.target import Target
+from flashlin.compat.target import Target, lanes
 from flashlin.compat.versions import release
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, padded
@@ -50,8 +50,10 @@ def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: in
 
 def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
     """An upper estimate of a scan's shared memory: its tiles once per stage, the state and the scores as
-    operands of dots. On AMD a loop's last stage loads into registers."""
-    buffers = config.num_stages - (target.backend == "hip")
+    operands of dots. On AMD the last stage loads into registers, except for fp32 on RDNA, which has no matrix
+    instructions for it."""
+    registers = target.backend == "hip" and (bytes_each == 2 or lanes(target.arch) == 64)
+    buffers = config.num_stages - registers
     tiles = config.BT * (2 * max(config.BK, config.BV) + min(config.BK, config.BV))
     moved = config.BT * (min(config.BK, config.BV) + PADDING) if moves(target) else 0
     elements = buffers * tiles + config.BK * config.BV + config.BT * config.BT + moved
