@@ -11,7 +11,8 @@ from matrix.squares import STATUSES, Status
 # Of each status the mark in SUPPORT.md, and its colour on light and on dark pages.
 COLOURS: dict[Status, tuple[str, str, str]] = {
     "ran": ("ran", "#00705a", "#3fc79a"), "compiled": ("compiled", "#6cc4a8", "#1d7a66"),
-    "worked around": ("around", "#6fa8e8", "#2f6fb5"), "compiled only": ("compiled only", "#b9a7e0", "#5b4a94"), "torch path": ("torch", "#e8cf4a", "#8a7500"),
+    "worked around": ("around", "#6fa8e8", "#2f6fb5"),
+    "compiled only": ("compiled only", "#b9a7e0", "#5b4a94"), "torch path": ("torch", "#e8cf4a", "#8a7500"),
     "not run": ("not run", "#c9ced6", "#4a525c"), "refused": ("refused", "#f2a65a", "#b86200"),
     "FAILED": ("**FAILED**", "#b3171f", "#ff6b63")}
 LEFT, TOP, WIDE, HIGH, GAP = 148, 62, 58, 16, 6  # pixels of a bar and what is around it

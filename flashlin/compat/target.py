@@ -59,6 +59,9 @@ CARDS: dict[str, Card] = {
     **{name: Card((0, 0), units, "hip", arch) for arch, (name, units) in USUAL_AMD.items()},
     "MI210": Card((0, 0), 104, "hip", "gfx90a"), "MI300": Card((0, 0), 304, "hip", "gfx942"),
     "MI325X": Card((0, 0), 304, "hip", "gfx942"), "MI350X": Card((0, 0), 256, "hip", "gfx950")}
+# Backends that are a GPU. On the last two plain torch serves.
+GPUS = {"cuda": "an NVIDIA GPU", "hip": "an AMD GPU", "xpu": "an Intel GPU", "mps": "an Apple GPU"}
+BACKENDS = (*GPUS, "interpreter", "cpu")
 BEFORE_VOLTA = ((5, 0), (5, 2), (6, 0), (6, 1))  # which Triton has no code for
 OLDEST_TRITON = release(RELEASES[0].version)[:2]
 
@@ -66,8 +69,8 @@ OLDEST_TRITON = release(RELEASES[0].version)[:2]
 class Target(NamedTuple):
     """A machine. Hashable, and buildable by hand for a machine one does not own.
 
-    triton, ptxas, torch: versions, ``""`` where not installed or not usable. backend: ``cuda``, ``hip``,
-    ``interpreter`` (Triton's interpreter on the CPU) or ``cpu``. capability: NVIDIA's (major, minor), elsewhere
+    triton, ptxas, torch: versions, ``""`` where not installed or not usable. backend: one of ``BACKENDS``,
+    ``interpreter`` is Triton's on the CPU. capability: NVIDIA's (major, minor), elsewhere
     (0, 0). shared: bytes of shared memory per block. sms: multiprocessors. arch: AMD's, ``gfx942``.
     """
     triton: str
@@ -91,7 +94,7 @@ class Target(NamedTuple):
         return STAGES_ON_AMD if self.backend == "hip" else 3
 
     def __str__(self) -> str:
-        card = f"{self.name} {self.sm}" if self.backend in ("cuda", "hip") else self.name
+        card = f"{self.name} {self.sm}" if self.backend in GPUS else self.name
         ptxas = f", ptxas {self.ptxas}" if self.ptxas else ""
         return f"{card}, triton {self.triton or 'none'}{ptxas}, torch {self.torch or 'none'}"
 
@@ -215,6 +218,9 @@ def _ask(device: torch.device) -> Target:
         ptxas = ptxas_version(ptxas_path(triton, capability)) if triton else ""
         return Target(triton, ptxas, torch.__version__, "cuda", capability, properties.name, shared,
                       properties.multi_processor_count)
+    if device.type in GPUS:
+        name = torch.xpu.get_device_properties(device).name if device.type == "xpu" else "Apple GPU"
+        return Target(triton, "", torch.__version__, device.type, (0, 0), name, 1 << 30, 1)
     backend = "interpreter" if device.type == "cpu" and interpreting() and triton else "cpu"
     return Target(triton, "", torch.__version__, backend, (0, 0), device.type, 1 << 30, os.cpu_count() or 1)
 
@@ -283,8 +289,8 @@ def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
     given = pairs.get("card", "")
     if re.fullmatch(r"sm_?\d+", given.lower()) and not digits:
         given, digits = "", given.lower().removeprefix("sm").strip("_")
-    if backend and backend not in ("cuda", "hip", "interpreter", "cpu"):
-        raise ValueError(f"target: got backend={backend}, need cuda, hip, interpreter or cpu")
+    if backend and backend not in BACKENDS:
+        raise ValueError(f"target: got backend={backend}, need one of {', '.join(BACKENDS)}")
     if given.lower() == "cpu":
         given, backend = "", backend or "cpu"
     if re.fullmatch(r"gfx\d+[0-9a-f]{2}", given.lower()):
@@ -304,5 +310,5 @@ def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
         raise ValueError(f"target: got sm={pairs.get('sm', digits)}, need the compute capability of an "
                          f"NVIDIA card: {', '.join(known)}{nearest_name(digits, known, 0.3)}")
     capability = divmod(int(digits), 10) if digits.isdigit() and backend != "hip" else (0, 0)
-    card, sms = USUAL_CARD.get(capability, ("GPU" if digits or backend == "hip" else "cpu", 64))
+    card, sms = USUAL_CARD.get(capability, ("GPU" if digits or backend in GPUS else "cpu", 64))
     return card, Card(capability, sms, backend or "cuda")

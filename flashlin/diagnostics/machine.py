@@ -222,8 +222,10 @@ def _torch() -> Any:
 
 
 def _devices(torch: Any) -> list[str]:
-    return [f"cuda:{index}" for index
-            in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    kinds = {"cuda": torch.cuda, "xpu": getattr(torch, "xpu", None), "mps": getattr(torch, "mps", None)}
+    return [f"{kind}:{index}" for kind, module in kinds.items() if module is not None
+            and (torch.backends.mps if kind == "mps" else module).is_available()
+            for index in range(module.device_count())]
 
 
 def check_python(machine: Machine) -> Iterator[Check]:

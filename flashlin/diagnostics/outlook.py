@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from flashlin import dispatch
 from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
-from flashlin.compat.target import Target
+from flashlin.compat.target import GPUS, Target
 from flashlin.compat.versions import is_unreleased, release
 from flashlin.diagnostics.report import STATUSES, Check, Issue, OpPlan, Status
 from flashlin.guards.family import USES, problem_of
@@ -91,7 +91,7 @@ def cost(plan: Plan) -> str:
     """What a GPU pays for not running the kernels on the tensors as they are, ``""`` if it does. The last
     costly remedy has the say."""
     costs = [VARIANTS[remedy].cost for _, remedy in plan.steps if VARIANTS[remedy].cost]
-    return costs[-1] if costs and plan.target.backend in ("cuda", "hip") else ""
+    return costs[-1] if costs and plan.target.backend in GPUS else ""
 
 
 def unguarded(plan: Plan) -> list[KnownIssue]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field, field_validator, model_validator
 
+from flashlin.compat.target import GPUS
 from flashlin.guards.family import USES
 
 # worked around: something is in the way and costs nothing worth telling. degraded: a GPU that is not used, or
@@ -66,7 +67,7 @@ class Device(Facts):
 
     def __str__(self) -> str:
         gpu = f"{self.name} {self.sm}, "
-        card = {"cuda": gpu, "hip": gpu, "interpreter": "Triton's interpreter, "}.get(self.backend, "")
+        card = {**dict.fromkeys(GPUS, gpu), "interpreter": "Triton's interpreter, "}.get(self.backend, "")
         ptxas = f", ptxas {self.ptxas}" if self.ptxas else ""
         where = "" if self.where == "named" else f"{self.where}: "
         return f"{where}{card}triton {self.triton or 'none'}{ptxas}, torch {self.torch or 'unknown'}"
@@ -226,8 +227,8 @@ class Report(Facts):
         [one, *_] = [*self.devices, None]
         if one is None or one.where != "named":
             return ""
-        name = one.name if one.backend in ("cuda", "hip") else f"machine without a GPU ({one.name})"
-        an = "an" if re.match(r"[AEFHILMNORSX](?![a-z])", name) else "a"
+        name = one.name if one.backend in GPUS else f"machine without a GPU ({one.name})"
+        an = "an" if re.match(r"[AEFHILMNORSX](?![a-z])|[AEIO][a-z]", name) else "a"
         return f"For {an} {name} with {f'Triton {one.triton}' if one.triton else 'no Triton'}: "
 
     def _bad(self) -> list[str]:
@@ -251,7 +252,7 @@ class Report(Facts):
             return f"every op runs, but {'; and '.join(_few(idle))}"
         slower = [plan for plan in self.plans if plan.verdict == "degraded"]
         cards = " and ".join(dict.fromkeys(one.name for one in self.devices
-                                           if one.backend in ("cuda", "hip")))
+                                           if one.backend in GPUS))
         if slower and all(plan.path == "torch" for plan in self.plans):
             why = list(dict.fromkeys(plan.because for plan in slower))
             whose = "this" if self._subject() else "your"
@@ -275,7 +276,7 @@ class Report(Facts):
         around = [plan for plan in self.plans if plan.verdict == "worked around"]
         if around:
             return f"every op runs, {self._prices(around) or 'some by a way around a limit of the machine'}"
-        if not any(one.backend in ("cuda", "hip") for one in self.devices):
+        if not any(one.backend in GPUS for one in self.devices):
             return "every op runs, in plain torch: there is no GPU to use"
         return "every op runs kernels on the tensors as they are"
 

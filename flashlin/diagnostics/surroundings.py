@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,12 +90,12 @@ def check_headers(machine: Machine) -> Iterator[Check]:
 def _install(which: int) -> str:
     """The command of this system's package manager."""
     first = next((commands[which] for name, commands in MANAGERS.items() if shutil.which(name)), "")
-    return f"sudo {first}" if first and os.geteuid() else first
+    return f"sudo {first}" if first and os.geteuid() else first  # where one is found, there are users by number
 
 
 def check_libcuda(machine: Machine) -> Iterator[Check]:
     """Triton links its launchers with the driver's library, which it asks ldconfig for."""
-    if not machine.known_cards:
+    if not machine.known_cards or sys.platform != "linux":
         return
     named = os.environ.get("TRITON_LIBCUDA_PATH")
     if named:
@@ -133,7 +134,7 @@ def check_cache(machine: Machine) -> Iterator[Check]:
     wrong = ("cannot be written" if not can_write(folder)
              else f"has {_free(near)} MiB left" if _free(near) < ROOM
              else "does not let libraries be loaded (mounted noexec)"
-             if os.statvfs(near).f_flag & getattr(os, "ST_NOEXEC", 0) else "")
+             if hasattr(os, "statvfs") and os.statvfs(near).f_flag & getattr(os, "ST_NOEXEC", 0) else "")
     if not wrong:
         yield Check(name="cache", status="ok", detail=f"{folder} can be written")
         return

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from flashlin.compat.known_issues import TILE_FACTS, KnownIssue, issues_here
-from flashlin.compat.target import Target
+from flashlin.compat.target import GPUS, Target
 from flashlin.compat.versions import release
 from flashlin.guards.family import Family
 from flashlin.guards.problem import Launch, Problem, Reason
@@ -49,6 +49,8 @@ def check_backend(draft: Draft) -> Reason | None:
     if draft.target.backend == "cpu":
         return Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels",
                       ("torch_path",), forced=False)
+    if draft.target.backend in GPUS and draft.target.backend not in ("cuda", "hip"):
+        return Reason("backend", GPUS[draft.target.backend], "an NVIDIA GPU for the Triton kernels", ("torch_path",))
     if not draft.target.triton or release(draft.target.triton)[:2] < (3, 0):
         return Reason("triton", f"Triton {draft.target.triton or 'not usable'}", "Triton 3.0 or newer",
                       ("torch_path",))

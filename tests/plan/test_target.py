@@ -110,7 +110,7 @@ def test_a_torch_brings_the_triton_that_it_was_made_with(text: str, triton: str)
     ("H100,triton=latest", "got triton=latest, need a version "),
     ("H100,torch=stable", f"got torch=stable, need a version such as {RELEASES[-1].torch[-1]}"),
     ("H100,sms=many", "got sms=many, need a whole number"),
-    ("backend=cud", "got backend=cud, need cuda, hip, interpreter or cpu")])
+    ("backend=cud", "got backend=cud, need one of cuda, hip, xpu, mps, interpreter, cpu")])
 def test_what_cannot_be_parsed_is_an_error_that_says_what_is_needed(text: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse(text)
