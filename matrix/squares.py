@@ -132,14 +132,13 @@ def _status(outcome: Outcome, state: CellState) -> tuple[Status, list[str]]:
         return "refused", forced
     broken = [f"{outcome.call}: {state.planned.launches[launch]}: {why}"
               for launch in outcome.launches if (why := state.why(launch, outcome.card))]
-    if outcome.path == "torch" and (broken or not outcome.launches):
-        return "torch path", [*forced, *broken]
+    tried = all(state.verdict(launch, outcome.card) for launch in outcome.launches)
+    if outcome.path == "torch":
+        return ("compiled only" if outcome.launches and tried and not broken else "torch path"), forced + broken
     if broken:
         return "FAILED", broken
-    if not all(state.verdict(launch, outcome.card) for launch in outcome.launches):
+    if not tried:
         return "not run", []
-    if outcome.path == "torch":
-        return "compiled only", forced
     return ("worked around", forced) if outcome.remedies else ("compiled", [])
 
 

@@ -258,7 +258,7 @@ def outcome(path: str = "triton", remedies: tuple[str, ...] = (), launches: tupl
     ([outcome("torch", ("torch_path",))], "", "compiled only"),
     ([outcome("torch", ("torch_path",)), outcome()], "", "compiled only"),
     ([outcome("torch", ("torch_path",)), outcome("torch", ("torch_path",), ())], "", "torch path"),
-    ([outcome("torch", ("torch_path",), ("a", "b"))], "", "not run"),
+    ([outcome("torch", ("torch_path",), ("a", "b"))], "", "torch path"),
     ([outcome("torch", ("torch_path",), ("a", "c"))], "", "torch path"),
     ([outcome(launches=("a", "b"))], "a record", "not run"), ([outcome(failed="TypeError")], "", "FAILED"),
     ([outcome(), outcome("torch", ("torch_path",), ())], "", "torch path"),
