@@ -2,14 +2,15 @@
 
     python -m matrix.blackwell_warps [--cell 3.6.0] [--card sm100]     writes blackwell-warps-<card>.json
 
-Each kernel of the chunked families is compiled as it is planned, and with 4 and with 8 warps as it would be without
-these issues: whether it compiles, whether it multiplies by tcgen05, which is what the issues are about, and what it
-spills. A compiler cannot tell whether numbers are right. An owner of such a card can:
+Each kernel of the chunked families is compiled as it is planned, and with 4 and with 8 warps as it would be
+without these issues: whether it compiles, whether it multiplies by tcgen05, which is what the issues are
+about, and what it spills. A compiler cannot tell whether numbers are right. An owner of such a card can:
 
     FLASHLIN_IGNORE=<ids> python -m matrix.gpu --out FOLDER
 
-runs every case with 4 warps, twice, against float64; the ids are in the record, by release. Where all is right,
-FLASHLIN_IGNORE=<ids> has the speed at once, and the record, sent in, ends the issue's range at that release.
+runs every case with 4 warps, twice, against float64; the ids are in the record, by release. Where all is
+right, FLASHLIN_IGNORE=<ids> has the speed at once, and the record, sent in, ends the issue's range at that
+release.
 """
 from __future__ import annotations
 
@@ -56,11 +57,13 @@ def of_release(triton: str, card: str) -> list[dict[str, Any]]:
     target = next(one for one in cells.CARDS if one.name == card).target(triton, torch.__version__)
     without = started(target, limiting(target))
     tried = [*started(target, []),
-             *(launch._replace(num_warps=warps) for warps in WARPS for launch in without if launch.num_warps > 1)]
+             *(launch._replace(num_warps=warps) for warps in WARPS for launch in without
+               if launch.num_warps > 1)]
     jobs = [Job(int(card[2:]), launch) for launch in dict.fromkeys(tried)]
     return [{"triton": triton, "kernel": job.launch.kernel, "BT": dict(job.launch.constants)["BT"],
-             "warps": job.launch.num_warps, "status": result.status, "tcgen05": "tcgen05.mma" in result.matrix,
-             "spills": result.spills, **({"cause": result.cause or result.message} if not result.ok else {})}
+             "warps": job.launch.num_warps, "status": result.status,
+             "tcgen05": "tcgen05.mma" in result.matrix, "spills": result.spills,
+             **({} if result.ok else {"cause": result.cause or result.message})}
             for job, result in zip(jobs, compile_launches(jobs, triton_environment(triton)), strict=True)]
 
 
@@ -86,9 +89,10 @@ def main() -> int:
         place.write_text(one_a_line({"card": given.card, "dtype": "bfloat16", "head_dim": D, **known}))
         for warps in sorted({row["warps"] for row in rows}):
             some = [row for row in rows if row["warps"] == warps]
-            print(f"{triton} {warps} warps: {sum(row['status'] == 'ok' for row in some)} of {len(some)} compile, "
-                  f"{sum(row['tcgen05'] for row in some)} by tcgen05, at most {max(row['spills'] for row in some)} bytes "
-                  "spilled a thread", flush=True)
+            good, by_tcgen05 = (sum(map(one, some)) for one in (lambda row: row["status"] == "ok",
+                                                                lambda row: row["tcgen05"]))
+            print(f"{triton} {warps} warps: {good} of {len(some)} compile, {by_tcgen05} by tcgen05, at most "
+                  f"{max(row['spills'] for row in some)} bytes spilled a thread", flush=True)
     return 0
 
 

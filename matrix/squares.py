@@ -22,8 +22,8 @@ MEANS: dict[Status, str] = {
     "refused": "At least one call is refused before anything is started, with the reason and what to do.",
     "not run": "Nothing is known, or not enough: not every kernel has been tried.",
     "torch path": "At least one call is computed by plain torch: right, but slower than a kernel.",
-    "compiled only": "Every kernel compiles to machine code for this card, and plain torch serves until somebody "
-                     "has run them there, as `flashlin warmup` does for one machine.",
+    "compiled only": "Every kernel compiles to machine code for this card, and plain torch serves until "
+                     "somebody has run them there, as `flashlin warmup` does for one machine.",
     "worked around": "Kernels do it all, but at least one call had to be planned around a known failure.",
     "compiled": "Every kernel compiles to machine code for this card; no real card has run the cases.",
     "ran": "Every case was right on a real card.",
@@ -134,7 +134,8 @@ def _status(outcome: Outcome, state: CellState) -> tuple[Status, list[str]]:
               for launch in outcome.launches if (why := state.why(launch, outcome.card))]
     tried = all(state.verdict(launch, outcome.card) for launch in outcome.launches)
     if outcome.path == "torch":
-        return ("compiled only" if outcome.launches and tried and not broken else "torch path"), forced + broken
+        all_compile = outcome.launches and tried and not broken
+        return "compiled only" if all_compile else "torch path", forced + broken
     if broken:
         return "FAILED", broken
     if not tried:

@@ -224,7 +224,8 @@ def test_on_amd_the_torch_path_is_taken_and_the_kernels_are_compiled_nevertheles
                                                        for job in seen} >= {"simple_gla_scan",
                                                                             "simple_gla_dk"}
     [square] = squares([found], {})
-    assert square.status == "compiled only" and square.evidence == f"{len(seen)} of {len(seen)} kernels compiled"
+    assert square.status == "compiled only"
+    assert square.evidence == f"{len(seen)} of {len(seen)} kernels compiled"
     assert support.launch_table([found], tmp_path) == "{\n\n}\n", "nobody plans with it"
 
 
@@ -287,8 +288,9 @@ def test_a_gpu_record_counts_only_where_all_of_an_op_is_right(tmp_path: Path) ->
                                          '[{"op": "a", "ok": true}, {"op": "b", "ok": true}, {"op": "b", '
                                          '"ok": false}]}')
     assert set(gpu_records(tmp_path)) == {("a", "sm90", "3.6.0")}
-    (tmp_path / "gpu-x.json").write_text('{"arch": "gfx942", "capability": [0, 0], "triton": "3.6.0", "device": "x", '
-                                         '"date": "d", "rows": [{"op": "a", "ok": true}]}')
+    (tmp_path / "gpu-x.json").write_text(
+        '{"arch": "gfx942", "capability": [0, 0], "triton": "3.6.0", "device": "x", "date": "d", '
+        '"rows": [{"op": "a", "ok": true}]}')
     assert set(gpu_records(tmp_path)) == {("a", "gfx942", "3.6.0")}
 
 

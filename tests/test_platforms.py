@@ -1,5 +1,6 @@
-"""Where there is no Triton and no CUDA: Windows, macOS, Intel's GPUs. All of flashlin can be imported there, its
-ops run in plain torch, and doctor says so. Such a machine is pretended: what Python lacks there is taken away."""
+"""Where there is no Triton and no CUDA: Windows, macOS, Intel's GPUs. All of flashlin can be imported there,
+its ops run in plain torch, and doctor says so. Such a machine is pretended: what Python lacks there is taken
+away."""
 from __future__ import annotations
 
 import json
@@ -19,7 +20,8 @@ from tests.machines import CLEAN, ROOT
 
 # torch and the standard library are loaded first: they look at the real platform.
 BEFORE = """
-import faulthandler, importlib, json, os, pathlib, pkgutil, shutil, signal, subprocess, sys, tempfile, warnings
+import faulthandler, importlib, json, os, pathlib, pkgutil, shutil, signal, subprocess, sys, tempfile
+import warnings
 import concurrent.futures, multiprocessing, platform, sysconfig, pydantic.main, torch, torch.utils.checkpoint
 from importlib import metadata
 platform.platform(), sysconfig.get_config_vars()
@@ -58,7 +60,8 @@ WORK = """
 import flashlin
 no_triton = []
 for _, name, _ in pkgutil.walk_packages(flashlin.__path__, "flashlin."):
-    if name == "flashlin.__main__" or name.startswith(("flashlin.layers", "flashlin.models", "flashlin.integrations.inherited")):
+    if name.startswith(("flashlin.__main__", "flashlin.layers", "flashlin.models",
+                        "flashlin.integrations.inherited")):
         continue  # a program, packages whose import is an error, and what Python runs at its start
     try:
         importlib.import_module(name)
@@ -70,7 +73,8 @@ missing = [name for name in flashlin.__all__ if not hasattr(flashlin, name)]
 x = torch.randn(1, 70, 2, 8, requires_grad=True)
 g, beta = -torch.rand(1, 70, 2), torch.rand(1, 70, 2)
 for o in (flashlin.chunk_simple_gla(x, x, x, g)[0], flashlin.chunk_gated_delta_rule(x, x, x, g, beta)[0],
-          flashlin.fused_recurrent_gla(x, x, x, x.sigmoid().log())[0], flashlin.rms_norm(x, torch.ones(8), None),
+          flashlin.fused_recurrent_gla(x, x, x, x.sigmoid().log())[0],
+          flashlin.rms_norm(x, torch.ones(8), None),
           flashlin.causal_conv1d(x.flatten(2), torch.randn(16, 4))[0]):
     o.sum().backward()
 assert x.grad.isfinite().all()
@@ -87,8 +91,9 @@ with warnings.catch_warnings(record=True) as told:
     verdicts.keep(Table({"a": Verdict("ran", 1.0, "x")}, {}), parse("H100,triton=3.6.0"))
 kept = "a" in verdicts.local(parse("H100,triton=3.6.0")).kernels
 found = flashlin.doctor()
-print(json.dumps({"missing": missing, "no_triton": no_triton, "kept": kept, "told": [str(one.message) for one in told],
-                  "verdict": found.verdict, "paths": sorted({one.path for one in found.plans}),
+print(json.dumps({"missing": missing, "no_triton": no_triton, "kept": kept,
+                  "told": [str(one.message) for one in told], "verdict": found.verdict,
+                  "paths": sorted({one.path for one in found.plans}),
                   "devices": [str(one) for one in found.devices],
                   "unsure": [f"{one.name}: {one.detail}" for one in found.checks if one.status != "ok"]}))
 """

@@ -29,9 +29,9 @@ class KnownIssue(NamedTuple):
     """One failure of Triton, ptxas or a kernel. effect: what the user sees. traits: all must be on the
     launch. spared: none of these may be. since, fixed_in: the releases of Triton from .. to (excluded);
     ptxas_since, ptxas_fixed_in: where an assembler decides, those of ptxas. None leaves a side open.
-    capabilities: half-open range of (major, minor), by default every card of NVIDIA. amd: in place of those, how
-    names of AMD's architectures begin. proof: the test, record or thread
-    behind it. confidence: how sure that makes us.
+    capabilities: half-open range of (major, minor), by default every card of NVIDIA. amd: in place of those,
+    how names of AMD's architectures begin. proof: the test, record or thread behind it. confidence: how sure
+    that makes us.
 
     symptoms: what users see printed, ``...`` for what varies; none where nothing is printed. seen_in: what a
     traceback also has, where the text alone may be anybody's."""
@@ -457,8 +457,8 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         confidence="compiled"),
     KnownIssue(
         id="amd-stages-36",
-        effect="the compiler aborts: operation destroyed but still has uses, in loops of several loads with 4 "
-               "stages",
+        effect="the compiler aborts: operation destroyed but still has uses, in loops of several loads with "
+               "4 stages",
         symptoms=("LLVM ERROR: operation destroyed but still has uses",),
         since="3.6.0", amd=("gfx9", "gfx12"), traits=_FOREIGN_DOT, min_stages=4, need="at most 2 stages",
         url=_TRITON + "9815", proof="the thread (gfx942), and vllm #44973 (gfx90a)", confidence="thread"),
@@ -488,11 +488,13 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="amd-scratch-38",
         effect="results vary: what a kernel writes to scratch memory and reads again is read too early",
         since="3.8.0", fixed_in="3.9.0", amd=("gfx11", "gfx12"),
-        need="a Triton of AMD's that has triton-lang/triton#10906", url="https://github.com/ROCm/triton/pull/967",
+        need="a Triton of AMD's that has triton-lang/triton#10906",
+        url="https://github.com/ROCm/triton/pull/967",
         proof="the thread (gfx1151), which says it of AMD's wheels of 3.8", confidence="thread"),
     KnownIssue(
         id="amd-conv-backward-1156",
-        effect="silently wrong gradients, hipErrorIllegalAddress or a hang: backward of the short convolution of fla",
+        effect="silently wrong gradients, hipErrorIllegalAddress or a hang: backward of the short "
+               "convolution of fla",
         symptoms=("hipErrorIllegalAddress",),
         amd=("gfx950",), traits=frozenset({"foreign"}),
         need="another convolution, such as flashlin's in plain torch", url=_FLA + "1156",

@@ -27,9 +27,9 @@ USUAL_CARD = {(7, 0): ("V100", 80), (7, 5): ("T4", 40), (8, 0): ("A100", 108), (
               (8, 7): ("Orin", 16), (8, 9): ("RTX 4090", 128), (9, 0): ("H100", 132),
               (10, 0): ("B200", 148), (10, 3): ("B300", 148), (11, 0): ("Thor", 20),
               (12, 0): ("RTX 5090", 170), (12, 1): ("GB10", 48)}
-# The same of AMD, by architecture: compute units. What its architectures have in common: bytes of shared memory
-# that a block can have (CDNA 4, gfx950, has more), and stages of a loop, of which compilers fail with more
-# (amd-pipeliner-36).
+# The same of AMD, by architecture: compute units. What its architectures have in common: bytes of shared
+# memory that a block can have (CDNA 4, gfx950, has more), and stages of a loop, of which compilers fail with
+# more (amd-stages-36).
 USUAL_AMD = {"gfx90a": ("MI250", 104), "gfx942": ("MI300X", 304), "gfx950": ("MI355X", 256),
              "gfx1100": ("RX 7900", 96), "gfx1201": ("RX 9070", 64)}
 SHARED_ON_AMD, STAGES_ON_AMD = 65536, 2
@@ -228,9 +228,9 @@ def _ask(device: torch.device) -> Target:
 def parse(text: str, *, torch_version: str = "") -> Target:
     """``"H100"``, ``"H100,triton=3.2.0"``, ``"t4,torch=2.6"``, ``"triton=3.2.0,sm=90"`` -> Target.
 
-    A card is needed: its name (``CARDS``), its sm (75, 90, 103 ...), AMD's gfx942 or a backend. Other keys are triton,
-    torch, ptxas, shared (bytes), sms and name. Without triton it is the one that the torch was made with,
-    else this machine's.
+    A card is needed: its name (``CARDS``), its sm (75, 90, 103 ...), AMD's gfx942 or a backend. Other keys
+    are triton, torch, ptxas, shared (bytes), sms and name. Without triton it is the one that the torch was
+    made with, else this machine's.
 
     Raises ValueError that names what is wrong, and what was probably meant.
     """
@@ -299,11 +299,12 @@ def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
     if given:
         named = card_named(given)
         if named is None:
+            meant = nearest_name(given.upper(), CARDS, 0.5)
             raise ValueError(f"target: got the card {given!r}, need one of {', '.join(CARDS)}, or another by "
-                             f"its architecture, as gfx942 or as sm=90{nearest_name(given.upper(), CARDS, 0.5)}")
+                             f"its architecture, as gfx942 or as sm=90{meant}")
         if digits and named[1].sm != digits:
-            raise ValueError(f"target: got {given} and sm={digits}, need one of them: {named[0]} is "
-                             f"{f'sm={named[1].sm}' if named[1].backend == 'cuda' else f'{named[1].arch} of AMD'}")
+            means = f"sm={named[1].sm}" if named[1].backend == "cuda" else f"{named[1].arch} of AMD"
+            raise ValueError(f"target: got {given} and sm={digits}, need one of them: {named[0]} is {means}")
         return named[0], named[1]._replace(backend=backend or named[1].backend)
     known = {f"{major}{minor}": (major, minor) for major, minor in (*BEFORE_VOLTA, *SHARED_PER_BLOCK)}
     if digits and digits != "0" and digits not in known and backend in ("", "cuda"):

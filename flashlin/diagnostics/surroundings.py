@@ -90,7 +90,7 @@ def check_headers(machine: Machine) -> Iterator[Check]:
 def _install(which: int) -> str:
     """The command of this system's package manager."""
     first = next((commands[which] for name, commands in MANAGERS.items() if shutil.which(name)), "")
-    return f"sudo {first}" if first and os.geteuid() else first  # where one is found, there are users by number
+    return f"sudo {first}" if first and os.geteuid() else first
 
 
 def check_libcuda(machine: Machine) -> Iterator[Check]:

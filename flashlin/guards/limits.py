@@ -50,7 +50,8 @@ def check_backend(draft: Draft) -> Reason | None:
         return Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels",
                       ("torch_path",), forced=False)
     if draft.target.backend in GPUS and draft.target.backend not in ("cuda", "hip"):
-        return Reason("backend", GPUS[draft.target.backend], "an NVIDIA GPU for the Triton kernels", ("torch_path",))
+        return Reason("backend", GPUS[draft.target.backend], "an NVIDIA GPU for the Triton kernels",
+                      ("torch_path",))
     if not draft.target.triton or release(draft.target.triton)[:2] < (3, 0):
         return Reason("triton", f"Triton {draft.target.triton or 'not usable'}", "Triton 3.0 or newer",
                       ("torch_path",))

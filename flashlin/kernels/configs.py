@@ -28,17 +28,18 @@ STATE_TILE = 8192
 
 
 class Room(NamedTuple):
-    """What a scan may take. state: elements of an fp32 state tile; longest: tokens of a chunk of 16-bit operands;
-    stages: best first. columns: of q, k, v and of the state at a time where a program has a chunk to itself."""
+    """What a scan may take. state: elements of an fp32 state tile; longest: tokens of a chunk of 16-bit
+    operands; stages: best first. columns: of q, k, v and of the state at a time where a program has a chunk
+    to itself."""
     state: int = STATE_TILE
     longest: int = BLOCK
     stages: tuple[int, ...] = (2, 1)
     columns: int = 64
 
 
-# Nobody has timed AMD's cards. Compiled with Triton 3.6.0 for heads of 128, scans with a stage spill nothing on CDNA
-# (gfx942), whose waves have 64 lanes. On RDNA (gfx1100) they spill 2 to 4 KB a thread; with half the state and chunks
-# of 32 tokens it is 0.5 to 1 KB, with a second stage twice that.
+# Nobody has timed AMD's cards. Compiled with Triton 3.6.0 for heads of 128, scans with a stage spill nothing
+# on CDNA (gfx942), whose waves have 64 lanes. On RDNA (gfx1100) they spill 2 to 4 KB a thread; with half the
+# state and chunks of 32 tokens it is 0.5 to 1 KB, with a second stage twice that.
 CDNA, RDNA = Room(), Room(STATE_TILE // 2, 32, (1,), 32)
 
 

@@ -81,7 +81,8 @@ def test_cards_are_known_as_people_and_drivers_write_them(name: str, card: str |
 def test_the_usual_cards_are_among_the_known_ones() -> None:
     assert all(CARDS[name].capability == capability and CARDS[name].sms == sms
                for capability, (name, sms) in USUAL_CARD.items())
-    assert all(CARDS[name].arch == arch and CARDS[name].sms == units for arch, (name, units) in USUAL_AMD.items())
+    assert all(CARDS[name].arch == arch and CARDS[name].sms == units
+               for arch, (name, units) in USUAL_AMD.items())
 
 
 @pytest.mark.parametrize(("text", "triton"), [
@@ -214,7 +215,8 @@ def test_an_amd_card_is_hip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.2")
     found = probe(torch.device("cuda", 0))
     assert (found.backend, found.ptxas, found.sm, found.capability) == ("hip", "", "hip", (0, 0))
-    card = SimpleNamespace(name="AMD Instinct MI210", multi_processor_count=104, gcnArchName="gfx90a:sramecc+:xnack-")
+    card = SimpleNamespace(name="AMD Instinct MI210", multi_processor_count=104,
+                           gcnArchName="gfx90a:sramecc+:xnack-")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     assert probe(torch.device("cuda", 1)) == parse("MI210,triton=3.7.1")._replace(
         name=card.name, torch=torch.__version__, triton=machine.triton_state()[0])

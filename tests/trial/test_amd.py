@@ -1,5 +1,5 @@
-"""On AMD, where nobody has run our kernels: plain torch, until ``flashlin warmup`` has found them right on the
-machine; nothing is ever tried that the user did not ask for, and nothing after a hang."""
+"""On AMD, where nobody has run our kernels: plain torch, until ``flashlin warmup`` has found them right on
+the machine; nothing is ever tried that the user did not ask for, and nothing after a hang."""
 from __future__ import annotations
 
 import itertools
@@ -31,8 +31,8 @@ TRYING = Policy(canary="trial")
 def planned(dtype: str = "bfloat16", op: str = OP, K: int = 64, policy: Policy = Policy(),
             target: Target = MI300X) -> Plan:
     asked = next(one for one in few() if one.op == OP and one.needs_grad)
-    mode = dispatch.OPS[op][1]
-    return dispatch.plan(asked._replace(op=op, mode=mode, dtype=dtype, K=K, V=K, options=("g",)), target, policy)
+    asked = asked._replace(op=op, mode=dispatch.OPS[op][1], dtype=dtype, K=K, V=K, options=("g",))
+    return dispatch.plan(asked, target, policy)
 
 
 class Children:
@@ -43,10 +43,12 @@ class Children:
         monkeypatch.setattr(run, "_child", self.child)
         machine._probed[CPU] = MI300X
 
-    def child(self, trial: Trial, device: torch.device, target: Target, limit: float, small: bool = False) -> Tried:
+    def child(self, trial: Trial, device: torch.device, target: Target, limit: float,
+              small: bool = False) -> Tried:
         self.asked.append(trial)
         word: Any = self.words.get(trial.op, "ran")
-        configs = tuple(one.config for one in planned(trial.dtype, K=trial.head_dim or 64, policy=TRYING).launches)
+        launches = planned(trial.dtype, K=trial.head_dim or 64, policy=TRYING).launches
+        configs = tuple(one.config for one in launches)
         return Tried(trial, word, "", configs, configs[-1] if word == "hang" else "")
 
 
@@ -80,8 +82,8 @@ def test_what_warmup_has_found_right_is_started_from_then_on(monkeypatch: pytest
 
 
 def test_what_was_not_tried_stays_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another dtype, whose kernel is another one though its tile may be the same; another size of heads; another
-    op with the same kernels; another card."""
+    """Another dtype, whose kernel is another one though its tile may be the same; another size of heads;
+    another op with the same kernels; another card."""
     Children(monkeypatch)
     warm(OP)
     assert planned("float16").path == planned(K=256).path == planned(op="chunk_retention").path == "torch"
@@ -95,7 +97,7 @@ def test_what_is_not_right_is_not_started(monkeypatch: pytest.MonkeyPatch, word:
     assert warm(OP) == [word] and planned().path == "torch"
 
 
-def test_after_a_hang_nothing_is_tried_and_what_was_found_before_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_hang_nothing_is_tried_and_what_was_found_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     children = Children(monkeypatch, chunk_retention="hang")
     assert warm(OP, "chunk_retention", "chunk_linear_attn", jobs=8) == ["ran", "hang"]
     assert [one.op for one in children.asked] == [OP, "chunk_retention"], "once each: it is not asked again"
@@ -107,11 +109,13 @@ def test_after_a_hang_nothing_is_tried_and_what_was_found_before_is_kept(monkeyp
 def test_a_record_that_is_shipped_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashlin.guards import proven
     configs = [one.config for one in planned(policy=TRYING).launches]
-    monkeypatch.setattr(proven, "table", lambda: {config: {"3.6.0": {"ran": ["gfx942"]}} for config in configs})
+    shipped = {config: {"3.6.0": {"ran": ["gfx942"]}} for config in configs}
+    monkeypatch.setattr(proven, "table", lambda: shipped)
     proven._shipped.cache_clear()
     dispatch.plan.cache_clear()
     assert planned().path == "triton"
-    assert {planned(target=parse(f"{arch},triton=3.6.0")).path for arch in USUAL_AMD if arch != "gfx942"} == {"torch"}
+    others = [parse(f"{arch},triton=3.6.0") for arch in USUAL_AMD if arch != "gfx942"]
+    assert {planned(target=one).path for one in others} == {"torch"}
 
 
 @pytest.mark.parametrize("arch", USUAL_AMD)

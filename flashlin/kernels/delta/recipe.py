@@ -22,8 +22,6 @@ from flashlin.kernels.scans import (
     tf32_copies,
 )
 
-STRIP = 64  # columns of q, k, v and of the state at a time where a program has a chunk to itself
-
 
 @recurrent.or_token_by_token
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
@@ -64,8 +62,9 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         hopper = (9, 0) <= target.capability < (10, 0)
         moved = (4 - bytes_each) * scan.BK * scan.BV if scan.BK >= 256 and hopper else 0
         moved += 2 * scan.BT * scan.BV if bytes_each == 2 and release(target.triton) >= (3, 8) else 0
-        ways = [(strip, num_stages) for strip in (STRIP, STRIP // 2, STRIP // 4) if strip <= room(target).columns
-                for num_stages in room(target).stages]
+        most = room(target)
+        ways = [(strip, num_stages) for strip in (most.columns, most.columns // 2, 16)
+                for num_stages in most.stages]
         strip, num_stages = next((way for way in ways if finishing(*way) <= target.shared), ways[-1])
         tile = dict(BT=BT, BK=min(strip, padded(problem.K)), BV=min(strip, padded(problem.V)))
         kernels += [state_launch("delta_states", states, problem, shared(states), dots, part=part),

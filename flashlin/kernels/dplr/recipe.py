@@ -41,8 +41,8 @@ class Strip(NamedTuple):
 
 # Of the gradients in 16 bits, the fastest on an H200 with Triton 3.6.0 (benchmarks/results/kernels-*). It is
 # a choice, too, that releases before TIMED keep to 4 warps (3.2 cannot compile 8 for Hopper:
-# reshape-outs-32), and waves of 64 lanes, of which 8 have too few registers each (0.8 KB a thread spill, compiled
-# for gfx942 with 3.6.0).
+# reshape-outs-32), and waves of 64 lanes, of which 8 have too few registers each (0.8 KB a thread spill,
+# compiled for gfx942 with 3.6.0).
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 TIMED = (3, 5)
 
