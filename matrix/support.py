@@ -23,8 +23,8 @@ Grid = dict[tuple[str, str], str]  # (release, card) -> what its square says
 OPS = "Ops: "
 PICTURE = "docs/support.svg"
 MARKS: dict[Status, str] = {"FAILED": "**FAILED**", "refused": "refused", "not run": "not run",
-                            "torch path": "torch", "compiled only": "compiled only", "worked around": "around",
-                            "compiled": "compiled", "ran": "ran"}
+                            "torch path": "torch", "compiled only": "compiled only",
+                            "worked around": "around", "compiled": "compiled", "ran": "ran"}
 
 
 def failures(matrix: Matrix, state: CellState) -> list[str]:
