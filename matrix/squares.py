@@ -9,19 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from flashlin.guards.proven import SPILLS
 from flashlin.testing.record import Recorded
-from matrix.results import CellResult, Compiled
+from matrix.results import CellResult, Compiled, Figures
 
 # Of an op on a card under a release, worst first.
-Status = Literal["FAILED", "refused", "not run", "torch path", "worked around", "compiled", "ran"]
-STATUSES: tuple[Status, ...] = ("FAILED", "refused", "not run", "torch path", "worked around", "compiled",
-                                "ran")
+Status = Literal["FAILED", "refused", "not run", "torch path", "slow", "worked around", "compiled", "ran"]
+STATUSES: tuple[Status, ...] = ("FAILED", "refused", "not run", "torch path", "slow", "worked around",
+                                "compiled", "ran")
 MEANS: dict[Status, str] = {
     "FAILED": "At least one call raised what was neither planned nor refused, or needs a kernel that does "
               "not compile.",
     "refused": "At least one call is refused before anything is started, with the reason and what to do.",
     "not run": "Nothing is known, or not enough: not every kernel has been tried.",
     "torch path": "At least one call is computed by plain torch: right, but slower than a kernel.",
+    "slow": f"Every kernel compiles, but in every configuration that there is for it at least one keeps more "
+            f"than {SPILLS} bytes of a thread in memory for want of registers; nobody has timed it.",
     "worked around": "Kernels do it all, but at least one call had to be planned around a known failure.",
     "compiled": "Every kernel compiles to machine code for this card; no real card has run the cases.",
     "ran": "Every case was right on a real card.",
@@ -75,6 +78,11 @@ class CellState:
     def verdict(self, launch: str, card: str) -> Compiled | None:
         return self.result.verdict(launch, card)
 
+    def slow(self, launch: str, card: str) -> Figures | None:
+        """The figures of a launch that is slow."""
+        tried = self.verdict(launch, card)
+        return tried.slow if tried else None
+
     def why(self, launch: str, card: str) -> str:
         """``""`` of a launch that holds, and of one that was not tried."""
         tried = self.verdict(launch, card)
@@ -110,7 +118,7 @@ def _square(op: str, card: str, state: CellState, outcomes: list[Outcome], recor
     status = min((status for (status, _), _ in judged), key=STATUSES.index)
     kernels = {launch for outcome in outcomes for launch in outcome.launches}
     tried = [verdict for launch in kernels if (verdict := state.verdict(launch, card))]
-    if record and status == "compiled":
+    if record and status in ("slow", "compiled"):
         status = "ran"
     why = dict.fromkeys(reason
                         for (its, reasons), _ in judged if its == status or status != "FAILED"
@@ -136,6 +144,10 @@ def _status(outcome: Outcome, state: CellState) -> tuple[Status, list[str]]:
         return "FAILED", broken
     if not all(state.verdict(launch, outcome.card) for launch in outcome.launches):
         return "not run", []
+    slow = [f"{outcome.call}: {state.planned.launches[launch].kernel} spills: {one.spills} bytes"
+            for launch in outcome.launches if (one := state.slow(launch, outcome.card))]
+    if slow:
+        return "slow", [*forced, *slow]
     return ("worked around", forced) if outcome.remedies else ("compiled", [])
 
 

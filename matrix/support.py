@@ -7,19 +7,20 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from flashlin.guards import proven
 from flashlin.guards.proven import PROVEN
 from flashlin.testing.record import is_current
 from matrix import markdown, seeds
 from matrix import peer_table as peers
 from matrix.page import page
-from matrix.results import Matrix
+from matrix.results import Matrix, slow_by_config
 from matrix.squares import MEANS, STATUSES, CellState, Square, Status, gpu_files, gpu_records, squares
 from matrix.stacks import table as programs
 
 Fact = tuple[str, str, str, str]  # configuration, release, level, card
 MARKS: dict[Status, str] = {"FAILED": "**FAILED**", "refused": "refused", "not run": "not run",
-                            "torch path": "torch", "worked around": "around", "compiled": "compiled",
-                            "ran": "ran"}
+                            "torch path": "torch", "slow": "compiled, slow", "worked around": "around",
+                            "compiled": "compiled", "ran": "ran"}
 
 
 def failures(matrix: Matrix, state: CellState) -> list[str]:
@@ -53,7 +54,7 @@ def write(matrix: Matrix, every: list[CellState], results: Path, table: Path, ht
     return 0
 
 
-def stale(every: list[CellState], results: Path, table: Path, proven: Path = PROVEN) -> list[str]:
+def stale(every: list[CellState], results: Path, table: Path, launches: Path = PROVEN) -> list[str]:
     """What SUPPORT.md and the launch table say otherwise than ``every`` does, which may be planned for some
     of the cards only; a line each."""
     text = table.read_text(encoding="utf-8")
@@ -69,9 +70,18 @@ def stale(every: list[CellState], results: Path, table: Path, proven: Path = PRO
               if line not in text]
     planned = {(state.result.cell.triton, outcome.card) for state in every
                for outcome in state.planned.outcomes}
-    then = {(config, triton, level, card)
-            for config, releases in json.loads(proven.read_text(encoding="utf-8")).items()
-            for triton, levels in releases.items() for level, cards in levels.items() for card in cards}
+    shipped = proven.read(launches)
+    then = {(config, triton, level, card) for config, releases in shipped.items()
+            for triton, levels in releases.items() for level in set(levels) - {"slow"}
+            for card in levels[level].split()}
+    for state in every:
+        triton, now = state.result.cell.triton, slow_by_config(state.result)
+        if not state.planned.outcomes:  # a cell whose launches are another's
+            continue
+        was = {config: releases[triton]["slow"] for config, releases in shipped.items()
+               if "slow" in releases.get(triton, ())}
+        wrong += [f"launch table: {config} {triton} slow: {was.get(config)}, now {now.get(config)}"
+                  for config in sorted(was.keys() | now.keys()) if was.get(config) != now.get(config)]
     # what compiles only where it is planned, since only there it is known of all uses
     return wrong + [f"launch table: {' '.join(fact)}" for fact in sorted(launch_facts(every, results) ^ then)
                     if fact[2] != "compiled" or (fact[1], fact[3]) in planned]
@@ -113,13 +123,25 @@ def launch_facts(every: Iterable[CellState], folder: Path) -> set[Fact]:
 
 
 def launch_table(every: Iterable[CellState], folder: Path) -> str:
-    """JSON: configuration -> release -> ``compiled``, ``failed`` and ``ran``, each the cards of which it is
-    known."""
-    table: dict[str, dict[str, dict[str, list[str]]]] = {}
+    """JSON, see ``guards.proven``: configuration -> releases -> ``compiled``, ``failed`` and ``ran``, each the
+    cards of which it is known, and ``slow``, card -> what a ``proven.Slow`` has."""
+    every, table = list(every), proven.Table()
     for config, triton, level, card in sorted(launch_facts(every, folder)):
-        table.setdefault(config, {}).setdefault(triton, {}).setdefault(level, []).append(card)
-    lines = [f" {json.dumps(config)}: {json.dumps(releases)}" for config, releases in table.items()]
+        levels = table.setdefault(config, {}).setdefault(triton, {})
+        levels[level] = f"{levels[level]} {card}" if level in levels else card
+    for state in every:
+        for config, cards in slow_by_config(state.result).items():
+            table.setdefault(config, {}).setdefault(state.result.cell.triton, {})["slow"] = cards
+    lines = [f" {json.dumps(config)}: {json.dumps(_together(table[config]))}" for config in sorted(table)]
     return "{\n" + ",\n".join(lines) + "\n}\n"  # a line each, so that a change is a change of lines
+
+
+def _together(releases: dict[str, proven.Record]) -> dict[str, proven.Record]:
+    """Releases of which the same is known under one name."""
+    alike: dict[str, list[str]] = {}
+    for triton, record in releases.items():
+        alike.setdefault(json.dumps(record), []).append(triton)
+    return {" ".join(tritons): json.loads(record) for record, tritons in alike.items()}
 
 
 def support_table(matrix: Matrix, every: list[CellState], squared: list[Square], folder: Path) -> str:

@@ -139,7 +139,7 @@ def sequences(
 
 
 # Head sizes by dtype: training in bf16 at every size, fp32 where somebody checks a model, fp16 once.
-SIZES = ((BF16, 128), (BF16, 64), (BF16, 256), (FP16, 128), (FP32, 64), (FP32, 128))
+SIZES = ((BF16, 128), (BF16, 64), (BF16, 256), (FP16, 128), (FP16, 64), (FP16, 256), (FP32, 64), (FP32, 128))
 DTYPES = (BF16, FP16, FP32)
 # Ops over q, k and v, and what else they are always called with: by the op's name, or by that without chunk_
 # and so on.

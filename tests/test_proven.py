@@ -21,9 +21,9 @@ from matrix.results import Cell, CellResult, Compiled, load_result
 from matrix.squares import CellState, Outcome, Planned
 
 LAUNCH = Launch("scan", (1,), 4, 2, (("BT", 64),), 0, 0, frozenset({"dot", "bf16"}))
-TABLE = {LAUNCH.config: {"3.6.0": {"compiled": ["sm80", "sm90"], "ran": ["sm90"]},
-                         "3.3.0": {"failed": ["sm90"], "compiled": ["sm80"]},
-                         "3.3.1": {"compiled": ["sm90"]}}}
+TABLE = {LAUNCH.config: {"3.6.0": {"compiled": "sm80 sm90", "ran": "sm90"},
+                         "3.3.0": {"failed": "sm90", "compiled": "sm80"},
+                         "3.3.1": {"compiled": "sm90"}}}
 PROBLEM = Problem("chunk_simple_gla", "simple_gla", "chunk", 2, 128, 4, 64, 64, 2, "bfloat16", options=("g",))
 
 
@@ -45,7 +45,7 @@ def plan_on(text: str, policy: Policy = Policy()) -> Plan:
 def test_what_failed_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> None:
     monkeypatch.setattr(proven, "table", dict)
     first = plan_on("triton=3.6.0,sm=90").launches[-1]
-    bad = {first.config: {"3.6.0": {"failed": ["sm90"]}}}
+    bad = {first.config: {"3.6.0": {"failed": "sm90"}}}
     monkeypatch.setattr(proven, "table", lambda: bad)
     fresh()
     plan = plan_on("triton=3.6.0,sm=90")
@@ -66,9 +66,9 @@ def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(proven, "table", dict)
     plan = plan_on("triton=3.6.0,sm=90")
     configs = [launch.config for launch in plan.launches]
-    everything = {config: {"3.6.0": {"ran": ["sm90"]}} for config in configs}
+    everything = {config: {"3.6.0": {"ran": "sm90"}} for config in configs}
     for table, told in ((everything, "ran"),
-                        ({**everything, configs[-1]: {"3.6.0": {"compiled": ["sm90"]}}}, "compiled"),
+                        ({**everything, configs[-1]: {"3.6.0": {"compiled": "sm90"}}}, "compiled"),
                         ({**everything, configs[-1]: {}}, "no record")):
         monkeypatch.setattr(proven, "table", lambda table=table: table)
         fresh()
@@ -92,8 +92,8 @@ FINE, BAD = Compiled(), Compiled(status="abort")
 
 
 @pytest.mark.parametrize("verdicts, levels", [
-    ({"n1": FINE, "n2": FINE}, {"compiled": ["sm90"]}), ({"n1": FINE, "n2": BAD}, {"failed": ["sm90"]}),
-    ({"n1": FINE}, None), ({"n1": BAD}, {"failed": ["sm90"]})])
+    ({"n1": FINE, "n2": FINE}, {"compiled": "sm90"}), ({"n1": FINE, "n2": BAD}, {"failed": "sm90"}),
+    ({"n1": FINE}, None), ({"n1": BAD}, {"failed": "sm90"})])
 def test_a_configuration_holds_where_every_use_of_it_compiles(verdicts: dict[str, Compiled],
                                                               levels: dict[str, list[str]] | None,
                                                                tmp_path: Path) -> None:
@@ -117,4 +117,4 @@ def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path,
            "configs": {CONFIG: record.source_hash("flashlin.kernels.pieces", "gate_cumsum"),
                        "gate_cumsum BT=32": "flashlin.kernels.pieces:0123"}}
     (tmp_path / "gpu-x.json").write_text(json.dumps(gpu))
-    assert json.loads(support.launch_table([], tmp_path)) == {CONFIG: {"3.6.0": {"ran": ["sm90"]}}}
+    assert json.loads(support.launch_table([], tmp_path)) == {CONFIG: {"3.6.0": {"ran": "sm90"}}}

@@ -70,7 +70,7 @@ class Check(Facts):
 
 class OpPlan(Facts):
     """What dispatch plans for an op's typical calls. where: the devices it holds for. evidence: ``ran``,
-    ``compiled``, ``no record``, and ``plain torch`` or ``interpreter`` where no kernel of ours is compiled.
+    ``compiled``, ``compiled, slow: `` and what spills, ``no record``, and ``plain torch`` or ``interpreter`` where no kernel of ours is compiled.
     cost: of a degraded op, what that takes."""
     op: str
     where: str

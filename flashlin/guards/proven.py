@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from flashlin.compat import releases
 from flashlin.compat.target import Target
@@ -18,6 +18,25 @@ PROVEN = Path(__file__).parents[1] / "kernels" / "proven.json"
 # it did not hold on this machine. Best first.
 Trust = Literal["ran", "compiled", "unknown", "failed"]
 TRUST: tuple[Trust, ...] = ("ran", "compiled", "unknown", "failed")
+Record = dict[str, Any]  # level -> cards, ``sm80 sm90``; and ``slow`` -> card -> the fields of a Slow
+Table = dict[str, dict[str, Record]]  # configuration -> release
+# Compiled code is slow that keeps more bytes of a thread in memory than SPILLS, or any at all beside GIVEN_UP
+# registers, to which ptxas falls where its allocator finds no way.
+SPILLS, GIVEN_UP = 1000, 32
+
+
+class Slow(NamedTuple):
+    """What a thread has of a slow configuration, of the use that is compiled worst: registers, and bytes that
+    it stores to and loads from memory for want of more."""
+    registers: int
+    spills: int
+
+    def __str__(self) -> str:
+        return f"spills {self.spills} bytes a thread with {self.registers} registers"
+
+
+def is_slow(registers: int, spills: int) -> bool:
+    return spills > SPILLS or (spills > 0 and registers <= GIVEN_UP)
 
 
 def knows(triton: str) -> bool:
@@ -46,17 +65,39 @@ def failure(config: str, target: Target) -> str:
 
 
 @lru_cache(maxsize=4096)
+def slow(config: str, target: Target) -> Slow | None:
+    """How slow a configuration is known to be on that card under that release, or others of the same minor
+    version."""
+    known = [record["slow"][target.sm] for record in _records(config, target.triton)
+             if target.sm in record.get("slow", ())]
+    return Slow(*max(known, key=lambda figures: figures[1])) if known else None
+
+
+@lru_cache(maxsize=4096)
 def _shipped(config: str, triton: str, card: str) -> Trust:
-    known = table().get(config, {})
-    if not triton or is_unreleased(triton):
-        return "unknown"
-    records = [known[triton]] if triton in known else [
-        record for version, record in known.items() if release(version)[:2] == release(triton)[:2]]
-    levels = [level for record in records for level in TRUST if card in record.get(level, ())]
+    levels = [level for record in _records(config, triton) for level in TRUST
+              if card in record.get(level, "").split()]
     return "failed" if "failed" in levels else min(levels, key=TRUST.index, default="unknown")
 
 
+def _records(config: str, triton: str) -> list[Record]:
+    """What is shipped of a configuration under that release or, where it was not tried, others of the same
+    minor version."""
+    known = table().get(config, {})
+    if not triton or is_unreleased(triton):
+        return []
+    return [known[triton]] if triton in known else [
+        record for version, record in known.items() if release(version)[:2] == release(triton)[:2]]
+
+
 @lru_cache(maxsize=1)
-def table() -> dict[str, dict[str, dict[str, list[str]]]]:
-    """configuration -> release -> level -> cards. Empty where none was shipped."""
-    return dict(json.loads(PROVEN.read_text(encoding="utf-8"))) if PROVEN.exists() else {}
+def table() -> Table:
+    """The one that is shipped, empty where none was."""
+    return read(PROVEN)
+
+
+def read(path: Path) -> Table:
+    """A table out of its file, where releases of which the same is known stand together: ``3.3.0 3.3.1``."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {config: {triton: dict(record) for together, record in releases.items()
+                     for triton in together.split()} for config, releases in kept.items()}

@@ -2,15 +2,19 @@
 torch, no triton."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
+from flashlin.guards import proven
+from flashlin.guards.family import Recipe
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config
 
 PADDING = 16  # elements, of a row that changes its layout
 HEADS = 16  # heads per program of the cumulative sum
+LONG = (64, 32)  # tokens of chunks that may be halved where something spills
 
 
 def operand_bytes(problem: Problem) -> int:
@@ -61,13 +65,76 @@ def narrow_state(config: Config) -> frozenset[str]:
     return frozenset({"narrow_state"} if config.BT >= 64 > min(config.BK, config.BV) else ())
 
 
+def calm(recipe: Recipe) -> Recipe:
+    """A recipe that leaves out what is known to be slow (``proven.slow``), as far as there is anything else:
+    of a slow launch the same tile with other warps and stages; where that is slow, too, all launches of the
+    problem with shorter chunks. Of what is slow in every way the least slow."""
+    def calmed(problem: Problem, target: Target) -> tuple[Launch, ...]:
+        def all_spilled(launches: tuple[Launch, ...]) -> int:
+            return sum(spilled(launch, target) for launch in launches)
+        best = _calmest(recipe(problem, target), problem, target)
+        for BT in LONG:
+            if not all_spilled(best):
+                break
+            problem = problem._replace(avoid=problem.avoid | {_chunks_of(BT)})
+            shorter = _calmest(recipe(problem, target), problem, target)
+            if all_spilled(shorter) < all_spilled(best) and not any(objected(one, target) for one in shorter):
+                best = shorter
+        return best
+    return calmed
+
+
+def _calmest(launches: Iterable[Launch], problem: Problem, target: Target) -> tuple[Launch, ...]:
+    return tuple(least_spilled([launch, *ways(launch, problem)], target) for launch in launches)
+
+
+def ways(launch: Launch, problem: Problem) -> Iterator[Launch]:
+    """The same tile with other warps and stages, where these are for speed alone: less than 4 warps are for
+    other reasons."""
+    if "dot" in launch.traits and launch.num_warps == 4 < problem.max_warps:
+        yield launch._replace(num_warps=8)
+        yield launch._replace(num_warps=8, num_stages=1)
+    if "dot" in launch.traits and launch.num_stages > 1:
+        yield launch._replace(num_stages=1)
+
+
+def least_spilled(launches: Sequence[Launch], target: Target) -> Launch:
+    """The first of these ways to compute the same that is not slow or, if all are, that spills least. After
+    the first, those do not count that planning would reject."""
+    first, *others = launches
+    if not spilled(first, target):
+        return first
+    return min([first, *(other for other in others if not objected(other, target))],
+               key=lambda launch: spilled(launch, target))
+
+
+def spilled(launch: Launch, target: Target) -> int:
+    """Bytes that a thread spills, 0 of a launch that is not known to be slow. On Hopper, where configurations
+    were timed, it is only slow where ptxas has given up."""
+    slow = proven.slow(launch.config, target)
+    hopper = (9, 0) <= target.capability < (10, 0)
+    return 0 if slow is None or (hopper and slow.registers > proven.GIVEN_UP) else slow.spills
+
+
+def objected(launch: Launch, target: Target) -> bool:
+    """Whether a check would reject it."""
+    return (launch.shared > target.shared or proven.trust(launch.config, target) == "failed"
+            or any(issue.remedies and issue.hits(launch.traits, launch.num_warps, launch.num_stages)
+                   for issue in issues_here(target)))
+
+
+def _chunks_of(BT: int) -> str:
+    """What to avoid, as facts of a tile are, where chunks are not to be so long."""
+    return f"chunks of {BT}"
+
+
 def fitting(configs: Iterable[Config], shared: Callable[[Config], int], problem: Problem, target: Target,
             facts: Callable[[Config], frozenset[str]] = narrow_state) -> Config:
     """The first candidate whose shared memory fits and that has none of the facts which the problem has to
     avoid; if there is none, the last one, which the checks then refuse."""
     config = None
     for config in configs:
-        if shared(config) <= target.shared and not facts(config) & problem.avoid:
+        if shared(config) <= target.shared and not (facts(config) | {_chunks_of(config.BT)}) & problem.avoid:
             break
     assert config is not None  # a kernel without candidates is a mistake in configs.py
     return config

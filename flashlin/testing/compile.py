@@ -32,6 +32,7 @@ import torch
 from flashlin.compat import blame
 from flashlin.compat.child import python
 from flashlin.compat.target import SHARED_ON_AMD, shared_per_block
+from flashlin.testing.machine_code import Loop, loop_of
 from flashlin.testing.record import TYPES, Recorded
 
 DTYPES = {name: dtype for dtype, name in TYPES.items()}
@@ -48,7 +49,8 @@ class Result(NamedTuple):
     ``not tried``: the machine failed (no room, no memory, a program that is not there, a child that was
     killed), which says nothing of the kernel. message: of the exception; cause: the line of stderr that says
     why. shared, registers, spills: bytes of shared memory, registers a thread, bytes of spill stores and
-    loads. matrix: tensor-core instructions. triton: the release that ran.
+    loads. instructions, local: of the longest loop, see ``testing.machine_code``. matrix: tensor-core
+    instructions. triton: the release that ran.
     """
     status: str
     message: str = ""
@@ -56,6 +58,8 @@ class Result(NamedTuple):
     shared: int = 0
     registers: int = 0
     spills: int = 0
+    instructions: int = 0
+    local: int = 0
     matrix: tuple[str, ...] = ()
     seconds: float = 0.0
     triton: str = ""
@@ -178,7 +182,9 @@ def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path) -> Resul
             text += f" <- {type(error.__cause__).__name__}: {error.__cause__}"
         refusals = [line for line in str(error).splitlines() if line.startswith("ptxas ") and "error" in line]
         return Result("ptxas" if "ptxas" in str(error) else "exception", [*refusals, text][0][:2000])
+    loop = Loop()
     if isinstance(sm, int):
+        loop = loop_of(compiled.asm["cubin"], disassembler(), folder)
         report, limit = "\n".join(log), shared_per_block((sm // 10, sm % 10))
         registers = re.search(r"Used (\d+) registers", report)
         spills = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
@@ -188,9 +194,16 @@ def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path) -> Resul
         spills = [4 * int(count) for count in re.findall(r"\.vgpr_spill_count:\s+(\d+)", code)]
     shared = int(compiled.metadata.shared)
     result = Result("ok", shared=shared, registers=int(registers[1]) if registers else 0, spills=sum(spills),
+                    instructions=loop.instructions, local=loop.local,
                     matrix=tuple(sorted(set(MATRIX_INSTRUCTIONS.findall(code)))))
     return result if shared <= limit else result._replace(
         status="shared", message=f"{shared} bytes of shared memory, {limit} on {sm}")
+
+
+def disassembler() -> Path:
+    """The one in the wheel of the Triton that is imported; every release has one."""
+    import triton.backends
+    return Path(triton.backends.__path__[0]) / "nvidia" / "bin" / "nvdisasm"
 
 
 def _keep_ptxas_report() -> list[str]:

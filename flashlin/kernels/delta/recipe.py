@@ -9,6 +9,7 @@ from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
+    calm,
     cumsum_launch,
     dot_traits,
     fitting,
@@ -22,6 +23,7 @@ from flashlin.kernels.scans import (
 STRIP = 64  # columns of q, k, v and of the state at a time where a program has a chunk to itself
 
 
+@calm
 @recurrent.or_token_by_token
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """The inverse of each chunk and the scan; for gradients the scan that rebuilds states, the reverse scan,

@@ -13,8 +13,10 @@ from flashlin.kernels.configs import BLOCK, Config, over_v, padded
 from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
+    calm,
     dot_traits,
     fitting,
+    least_spilled,
     narrow_state,
     operand_bytes,
     over_tokens,
@@ -43,6 +45,7 @@ OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 TIMED = (3, 5)
 
 
+@calm
 @recurrent.or_token_by_token
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Sums, what chunks need, and the scan; for gradients the scan that rebuilds states, the reverse scan,
@@ -69,16 +72,22 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     strips = [Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)]
     fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps
     if bytes_each == 2 and fits:
-        strips.insert(0, best)
+        strips = [best, *strips, *([] if two else [best._replace(K=32)])]
 
     def finishing(BT: int, strip: Strip) -> int:
         tiles = 4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2
         return size * tiles + 4 * BT ** 2
 
+    def grads(BT: int, strip: Strip) -> Launch:
+        return over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H,
+                           finishing(BT, strip), per_chunk | narrow_grads(BT, strip),
+                           num_warps=strip.num_warps)
+
     def strip_beside(BT: int) -> Strip:
-        good = (strip for strip in strips
-                if finishing(BT, strip) <= target.shared and not narrow_grads(BT, strip) & problem.avoid)
-        return next(good, strips[-1])
+        good = [strip for strip in strips
+                if finishing(BT, strip) <= target.shared and not narrow_grads(BT, strip) & problem.avoid]
+        made = {grads(BT, strip): strip for strip in good or strips[-1:]}
+        return made[least_spilled(list(made), target)]
 
     def facts(config: Config) -> frozenset[str]:
         """The facts of a scan's tile and of the tiles that come with it."""
@@ -104,9 +113,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         single, strip = scan._replace(num_stages=1), strip_beside(BT)
         kernels += [state_launch("dplr_states", single, problem, scanning(single), dots, tall=False),
                   state_launch("dplr_reverse", single, problem, reverse(scan), dots, tall=False),
-                  over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H,
-                              finishing(BT, strip), per_chunk | narrow_grads(BT, strip),
-                              num_warps=strip.num_warps)]
+                  grads(BT, strip)]
     return tuple(kernels)
 
 

@@ -7,6 +7,7 @@ from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_k, over_v
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
+    calm,
     cumsum_launch,
     dot_traits,
     fitting,
@@ -17,6 +18,7 @@ from flashlin.kernels.scans import (
 )
 
 
+@calm
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Forward's launches, then backward's if gradients are wanted; backward of the token kernel is the
     chunked one."""
