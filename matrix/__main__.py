@@ -46,9 +46,13 @@ def planned(whole: Matrix) -> list[CellState]:
     """What is known of every cell, with the plans of today, which take two minutes."""
     bar, every = Bar(), []
     for cell in whole.cell:
-        bar.cell = cell.triton
-        every.append(CellState(load_result(RESULTS, cell),
-                           runner.plans(cell, whole.card, bar) if "plan" in cell.layers else Planned()))
+        bar.cell, result = cell.triton, load_result(RESULTS, cell)
+        if "plan" in cell.layers:
+            runner.plan_by(result)
+            made = runner.plans(cell, whole.card, bar)
+            every.append(CellState(result, made, plain=runner.plain(result, whole.card)))
+        else:
+            every.append(CellState(result, Planned()))
         bar.close()
     return every
 

@@ -17,15 +17,12 @@ from flashlin.testing.environments import triton_environment
 from flashlin.testing.record import Recorded
 from matrix.results import Figures, one_a_line
 from matrix.run import identity
-from matrix.workload import calls, seen
+from matrix.workload import calls, is_main, seen
 
 RECORD = Path(__file__).with_name("results") / "figures-triton-3.6.0.json"
-TRITON = "3.6.0"
+TRITON = RECORD.stem.rpartition("-")[2]
 CARDS = (80, 89, 90, 100, 120)
-# Of each chunked family the shapes that most models train with; not what multiplies no matrices, which is
-# bound by memory, but for Mamba's scan.
-OPS = {"chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_rwkv6", "chunk_kda", "chunk_rwkv7",
-       "mamba_chunk_scan_combined", "selective_scan_fn"}
+# The shapes that most models train with; of sizes besides them SUPPORT.md tells what spills.
 SHAPES = {"bfloat16 D=128", "float16 D=64", "bfloat16 P=64 N=128", "float16 P=64 N=128", "bfloat16 N=16",
           "float16 N=16"}
 # A figure has grown that is more than a tenth larger; of a small one so much does not count.
@@ -45,9 +42,10 @@ def planned(sm: int) -> dict[str, Recorded]:
     """The main kernels that are planned for a card, by op, shape and name."""
     launches: dict[str, Recorded] = {}
     for call in calls():
-        if call.op in OPS and call.label in SHAPES:
+        if is_main(call.op, call.label) and call.label in SHAPES:
             for launch in seen(call, parse(f"triton={TRITON},sm={sm}")).launches:
                 name = f"{call.op} {call.label} {launch.kernel}"
+                # what multiplies no matrices is bound by memory, but for Mamba's scan
                 if "dot" in launch.traits or launch.kernel.startswith("selective"):
                     # forward's and backward's are two
                     launches[f"{name} again" if name in launches else name] = launch

@@ -92,8 +92,9 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
     return CellState(result, planned, untried)
 
 
-def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: None) -> Planned:
-    """What every call leads to on every card; half a second for each card."""
+def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: None,
+          wanted: Callable[[str, str], bool] = lambda op, label: True) -> Planned:
+    """What every call, or those wanted, leads to on every card; half a second for each card."""
     import torch
 
     from matrix.workload import Seen, calls, seen
@@ -104,6 +105,8 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
         progress("plan", n, len(cards), card.name)
         target = card.target(cell.triton, torch.__version__)
         for call in calls():
+            if not wanted(call.op, call.label):
+                continue
             made, failed = Seen((), ()), ""
             try:
                 made = seen(call, target)
@@ -137,9 +140,19 @@ def plan_by(result: CellResult) -> bool:
         proven.table().setdefault(config, {}).setdefault(triton, {})["slow"] = cards
     if {config: cards for config, cards in before.items() if cards} == slow:
         return False
-    for cached in (proven.slow, proven._shipped, dispatch.plan):
+    for cached in (proven.slow_on, proven._shipped, dispatch.plan):
         cached.cache_clear()
     return True
+
+
+def plain(result: CellResult, cards: Sequence[Card]) -> Planned:
+    """The main calls as they would be planned if nothing were known to be slow."""
+    from matrix.workload import is_main
+    plan_by(CellResult(cell=result.cell))
+    try:
+        return plans(result.cell, cards, wanted=is_main)
+    finally:
+        plan_by(result)
 
 
 def identity(launch: Recorded) -> str:

@@ -70,10 +70,11 @@ class Planned:
 @dataclass(frozen=True)
 class CellState:
     """A cell: what is known of it and what is planned there. untried: card -> why some of its launches could
-    not be tried."""
+    not be tried. plain: main calls as they would be planned if nothing were known to be slow."""
     result: CellResult
     planned: Planned
     untried: dict[str, str] = field(default_factory=dict)
+    plain: Planned = Planned()
 
     def verdict(self, launch: str, card: str) -> Compiled | None:
         return self.result.verdict(launch, card)

@@ -10,7 +10,7 @@ from pathlib import Path
 from flashlin.guards import proven
 from flashlin.guards.proven import PROVEN
 from flashlin.testing.record import is_current
-from matrix import markdown, seeds
+from matrix import markdown, seeds, spilling
 from matrix import peer_table as peers
 from matrix.page import page
 from matrix.results import Matrix, slow_by_config
@@ -66,8 +66,8 @@ def stale(every: list[CellState], results: Path, table: Path, launches: Path = P
         wrong += [f"reason: {reason}"
                   for reason in map(_reason, one.why)
                   if markdown.line(reason, MARKS[one.status]) not in text]
-    wrong += [line for line in (*seeds.table(), *peers.table(results), *programs.table(results))
-              if line not in text]
+    wrong += [line for line in (*seeds.table(), *peers.table(results), *programs.table(results),
+                                *spilling.lines(every)) if line not in text]
     planned = {(state.result.cell.triton, outcome.card) for state in every
                for outcome in state.planned.outcomes}
     shipped = proven.read(launches)
@@ -159,6 +159,7 @@ def support_table(matrix: Matrix, every: list[CellState], squared: list[Square],
                   *_grid(matrix, {place: _worst([at.get((op, *place))]) for place in places})]
     lines += ["", "## The failures it began with", "", *seeds.table(), *peers.table(folder),
               *programs.table(folder)]
+    lines += ["", *spilling.table(every)]
     lines += ["", "## Why", "", "Reasons behind everything that is not compiled or ran, most frequent first."]
     reasons = Counter((_reason(why), one.status) for one in squared for why in one.why)
     lines += ["", *markdown.table(("reason", "status", "calls"), [

@@ -4,6 +4,7 @@ started, and only shapes and dtypes tell which kernels a call needs."""
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -41,6 +42,16 @@ class Seen(NamedTuple):
     the kernels it would start."""
     plans: tuple[Plan, ...]
     launches: tuple[Recorded, ...]
+
+
+# Of each chunked family the ops that most models train with, and their labels in 16 bits.
+MAIN = {"chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_rwkv6", "chunk_kda", "chunk_rwkv7",
+        "mamba_chunk_scan_combined", "selective_scan_fn"}
+MAIN_SHAPES = re.compile(r"(bfloat16|float16) (D=(64|128|256)|P=64 N=128|N=16)")
+
+
+def is_main(op: str, label: str) -> bool:
+    return op in MAIN and MAIN_SHAPES.fullmatch(label) is not None
 
 
 WITHOUT_KERNELS = {"backend", "triton"}  # reasons of a target, that hold for every kernel on it

@@ -14,7 +14,7 @@ import pytest
 from flashlin.testing.record import Recorded, source_hash, source_of
 from flashlin.testing.source_text import normalised
 from matrix import cells, gpu
-from matrix.results import Cell, CellResult, Compiled, Verdict, load_result, one_a_line
+from matrix.results import Cell, CellResult, Compiled, Figures, Verdict, load_result, one_a_line
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL = Cell(triton="3.6.0", kind="gate")
@@ -152,14 +152,16 @@ def lines(folder: Path) -> list[str]:
 
 
 def test_what_is_kept_comes_back_in_one_order_with_cards_by_verdict(tmp_path: Path) -> None:
-    verdicts = {"sm100": Compiled(shared=2048), "sm75": REFUSED, "gfx90a": Compiled(shared=2048),
-                "sm90": Compiled(shared=2048), "sm80": Compiled()}
+    fine = Compiled(shared=2048, counted=True)
+    slow = Compiled(shared=2048, counted=True, slow=Figures(32, 19104, 6181, 3175))
+    verdicts = {"sm100": fine, "sm75": REFUSED, "gfx90a": fine, "sm90": fine, "sm80": Compiled(), "sm70": slow}
     result = kept(tmp_path, **verdicts)
     assert load_result(tmp_path, CELL) == result
     at = lines(tmp_path).index('"launches": [')
     assert [json.loads(line.rstrip(",")) for line in lines(tmp_path)[at + 1:-2]] == [
         {"config": "conv_backward_x BT=16 warps=4 stages=1", "id": "a",
-         "ok": {"sm80": 0, "sm90 sm100 gfx90a": 2048},
+         "fine": {"sm90 sm100 gfx90a": 2048}, "slow": {"sm70": [2048, 32, 19104, 6181, 3175]},
+         "ok": {"sm80": 0},
          "failed": {"sm75": {"status": "abort", "message": "SIGABRT", "cause": "Assertion `x' failed"}}},
         {"config": "gate_cumsum BT=32 warps=4 stages=1", "id": "c", "ok": {"gfx942": 0}},
         {"config": "gate_cumsum BT=64 warps=4 stages=1", "id": "b", "ok": {"sm90": 512}}]

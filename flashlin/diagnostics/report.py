@@ -70,8 +70,8 @@ class Check(Facts):
 
 class OpPlan(Facts):
     """What dispatch plans for an op's typical calls. where: the devices it holds for. evidence: ``ran``,
-    ``compiled``, ``compiled, slow: `` and what spills, ``no record``, and ``plain torch`` or ``interpreter`` where no kernel of ours is compiled.
-    cost: of a degraded op, what that takes."""
+    ``compiled``, ``compiled, slow: `` and what spills, ``no record``, and ``plain torch`` or ``interpreter``
+    where no kernel of ours is compiled. cost: of a degraded op, what that takes."""
     op: str
     where: str
     path: str

@@ -64,13 +64,17 @@ def failure(config: str, target: Target) -> str:
             f"({here.said or here.trial}; flashlin warmup --forget takes it back)")
 
 
-@lru_cache(maxsize=4096)
-def slow(config: str, target: Target) -> Slow | None:
-    """How slow a configuration is known to be on that card under that release, or others of the same minor
-    version."""
-    known = [record["slow"][target.sm] for record in _records(config, target.triton)
-             if target.sm in record.get("slow", ())]
-    return Slow(*max(known, key=lambda figures: figures[1])) if known else None
+@lru_cache(maxsize=256)
+def slow_on(card: str, triton: str, given_up: bool = False) -> dict[str, Slow]:
+    """The configurations that are known to be slow on a card under that release, or others of the same minor
+    version. given_up: only those with GIVEN_UP registers."""
+    slow = {}
+    for config in table():
+        known = [Slow(*record["slow"][card]) for record in _records(config, triton)
+                 if card in record.get("slow", ())]
+        if known:
+            slow[config] = max(known, key=lambda one: one.spills)
+    return {config: one for config, one in slow.items() if one.registers <= GIVEN_UP or not given_up}
 
 
 @lru_cache(maxsize=4096)

@@ -66,26 +66,28 @@ def narrow_state(config: Config) -> frozenset[str]:
 
 
 def calm(recipe: Recipe) -> Recipe:
-    """A recipe that leaves out what is known to be slow (``proven.slow``), as far as there is anything else:
+    """A recipe that leaves out what is known to be slow (``proven.slow_on``), as far as there is anything else:
     of a slow launch the same tile with other warps and stages; where that is slow, too, all launches of the
     problem with shorter chunks. Of what is slow in every way the least slow."""
     def calmed(problem: Problem, target: Target) -> tuple[Launch, ...]:
         def all_spilled(launches: tuple[Launch, ...]) -> int:
             return sum(spilled(launch, target) for launch in launches)
-        best = _calmest(recipe(problem, target), problem, target)
+
+        def calmest() -> tuple[Launch, ...]:
+            return tuple(least_spilled([launch, *ways(launch, problem)], target)
+                         for launch in recipe(problem, target))
+        if not slow_here(target):
+            return recipe(problem, target)
+        best = calmest()
         for BT in LONG:
             if not all_spilled(best):
                 break
             problem = problem._replace(avoid=problem.avoid | {_chunks_of(BT)})
-            shorter = _calmest(recipe(problem, target), problem, target)
+            shorter = calmest()
             if all_spilled(shorter) < all_spilled(best) and not any(objected(one, target) for one in shorter):
                 best = shorter
         return best
     return calmed
-
-
-def _calmest(launches: Iterable[Launch], problem: Problem, target: Target) -> tuple[Launch, ...]:
-    return tuple(least_spilled([launch, *ways(launch, problem)], target) for launch in launches)
 
 
 def ways(launch: Launch, problem: Problem) -> Iterator[Launch]:
@@ -109,11 +111,14 @@ def least_spilled(launches: Sequence[Launch], target: Target) -> Launch:
 
 
 def spilled(launch: Launch, target: Target) -> int:
-    """Bytes that a thread spills, 0 of a launch that is not known to be slow. On Hopper, where configurations
-    were timed, it is only slow where ptxas has given up."""
-    slow = proven.slow(launch.config, target)
-    hopper = (9, 0) <= target.capability < (10, 0)
-    return 0 if slow is None or (hopper and slow.registers > proven.GIVEN_UP) else slow.spills
+    """Bytes that a thread spills, 0 of a launch that is not known to be slow."""
+    slow = slow_here(target)
+    return slow[launch.config].spills if slow and launch.config in slow else 0
+
+
+def slow_here(target: Target) -> dict[str, proven.Slow]:
+    """On Hopper, where configurations were timed, a configuration is only slow where ptxas has given up."""
+    return proven.slow_on(target.sm, target.triton, (9, 0) <= target.capability < (10, 0))
 
 
 def objected(launch: Launch, target: Target) -> bool:

@@ -13,6 +13,7 @@ from flashlin.kernels.scans import (
     cumsum_launch,
     dot_traits,
     fitting,
+    least_spilled,
     operand_bytes,
     over_tokens,
     shared_bytes,
@@ -46,8 +47,10 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                    lambda config: max(shared(config), inverting(config.BT)), problem, target)
     BT = scan.BT
     kernels = [cumsum_launch(problem, BT)] if "g" in problem.options else []
-    kernels += [over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
-                          dots - {"rmw_acc"}, num_warps=1),
+    # a warp waits at no barriers; two have the registers
+    inverses = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
+                            dots - {"rmw_acc"}, num_warps=warps) for warps in (1, 2)]
+    kernels += [least_spilled(inverses, target),
               state_launch("delta_scan", scan, problem, shared(scan), dots)]
     if problem.needs_grad:
         deep = scan._replace(num_stages=3)
@@ -60,12 +63,14 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         moved = (4 - bytes_each) * scan.BK * scan.BV if scan.BK >= 256 and hopper else 0
         moved += 2 * scan.BT * scan.BV if bytes_each == 2 and release(target.triton) >= (3, 8) else 0
         ways = [(strip, num_stages) for strip in (STRIP, STRIP // 2, STRIP // 4) for num_stages in (2, 1)]
-        strip, num_stages = next((way for way in ways if finishing(*way) <= target.shared), ways[-1])
-        tile = dict(BT=BT, BK=min(strip, padded(problem.K)), BV=min(strip, padded(problem.V)))
+        grads = [over_tokens("delta_grads", problem, dict(BT=BT, BK=min(strip, padded(problem.K)),
+                                                          BV=min(strip, padded(problem.V))), problem.H,
+                             finishing(strip, num_stages), dots - {"rmw_acc"} | {"mixed_sum"}, num_stages)
+                 for strip, num_stages in ways]
+        fits = [launch for launch in grads if launch.shared <= target.shared]
         kernels += [state_launch("delta_states", states, problem, shared(states), dots),
                   state_launch("delta_reverse", reverse, problem, shared(reverse) + moved, dots),
-                  over_tokens("delta_grads", problem, tile, problem.H, finishing(strip, num_stages),
-                              dots - {"rmw_acc"} | {"mixed_sum"}, num_stages)]
+                  least_spilled(fits or grads[-1:], target)]
     return tuple(kernels)
 
 
