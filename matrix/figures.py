@@ -26,7 +26,7 @@ CARDS = (80, 89, 90, 100, 120)
 SHAPES = {"bfloat16 D=128", "float16 D=64", "bfloat16 P=64 N=128", "float16 P=64 N=128", "bfloat16 N=16",
           "float16 N=16"}
 # A figure has grown that is more than a tenth larger; of a small one so much does not count.
-SLACK = Figures(registers=8, spills=64, instructions=16, local=8)
+SLACK = Figures(spills=64, registers=8, instructions=16, local=8)
 
 
 class Measured(NamedTuple):
@@ -60,7 +60,7 @@ def measure(sm: int, launches: dict[str, Recorded], *, jobs: int = 0) -> Iterato
     for number, one in compiling(todo, triton_environment(TRITON), at_once=jobs):
         if not one.ok:
             raise RuntimeError(f"{todo[number].launch} on sm{sm}: {one.status}: {one.message} {one.cause}")
-        found[list(distinct)[number]] = Figures(one.registers, one.spills, one.instructions, one.local)
+        found[list(distinct)[number]] = Figures(one.spills, one.registers, one.instructions, one.local)
     for name, launch in launches.items():
         yield name, Measured(identity(launch), found[identity(launch)])
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flashlin.compat.target import Target, parse
 from flashlin.compat.versions import release
+from flashlin.guards import proven
 from flashlin.testing.record import Recorded, is_current, source_hash
 
 Kind = Literal["gate", "report"]
@@ -71,18 +72,21 @@ class Matrix(Facts):
         return tuple(cell for cell in self.cell if not cell.torch)
 
 
+MANY = 4000  # bytes that a thread spills
+
+
 class Figures(NamedTuple):
     """Of the machine code: see ``testing.compile.Result``."""
-    registers: int
     spills: int
-    instructions: int
-    local: int
+    registers: int = 0
+    instructions: int = 0
+    local: int = 0
 
 
 class Compiled(Facts):
     """What came of a launch on a card: see ``testing.compile.Result``. counted: whether its figures are known
-    (those of verdicts before 2026-11-23 are not); slow: they, where they are ``proven.is_slow``. Others are
-    not kept: a checkout has to stay small."""
+    (those of verdicts before 2026-11-23 are not); slow: they, where they are ``proven.is_slow``, of no more
+    than MANY bytes these alone. Others are not kept: a checkout has to stay small."""
     status: str = "ok"
     message: str = ""
     cause: str = ""
@@ -169,18 +173,16 @@ def load_result(folder: Path, cell: Cell) -> CellResult:
 
 
 def slow_by_config(result: CellResult) -> dict[str, dict[str, list[int]]]:
-    """configuration -> card -> registers and spilled bytes (``proven.Slow``) of its worst use, of NVIDIA's
-    cards. Planned or not: what is slow is planned otherwise from then on."""
+    """configuration -> card -> what a ``proven.Slow`` has of its worst use, of NVIDIA's cards. Planned or not:
+    what is slow is planned otherwise from then on."""
     slow: dict[str, dict[str, list[int]]] = {}
     for tried in result.launches.values():
-        cards = slow.get(tried.config, {})
         for card, verdict in tried.cards.items():
-            worse = verdict.slow and verdict.slow.spills > cards.get(card, [0, 0])[1]
-            if verdict.slow and worse and card.startswith("sm"):
-                cards[card] = [verdict.slow.registers, verdict.slow.spills]
-        if cards:
-            slow[tried.config] = dict(sorted(cards.items()))
-    return slow
+            if verdict.slow and card.startswith("sm"):
+                one = proven.slow_of(verdict.slow.registers, verdict.slow.spills) or ()
+                cards = slow.setdefault(tried.config, {})
+                cards[card] = max(cards.get(card, []), [*filter(None, one)])
+    return {config: dict(sorted(cards.items())) for config, cards in slow.items()}
 
 
 def kernel_of(launch: str) -> str:
@@ -197,7 +199,7 @@ def _line(launch: str, tried: Tried) -> dict[str, Any]:
     line = {"config": tried.config, "id": launch.rpartition("-")[2],
             "fine": {cards: one.shared for cards, one in verdicts.items()
                      if one.status == "ok" and one.counted and not one.slow},
-            "slow": {cards: (one.shared, *one.slow) for cards, one in verdicts.items() if one.slow},
+            "slow": {cards: (one.shared, *filter(None, one.slow)) for cards, one in verdicts.items() if one.slow},
             "ok": {cards: one.shared for cards, one in verdicts.items()
                    if one.status == "ok" and not one.counted},
             "failed": {cards: one.model_dump(exclude_defaults=True)

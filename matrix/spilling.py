@@ -8,11 +8,9 @@ from typing import NamedTuple
 from flashlin.compat.versions import release
 from flashlin.guards.proven import GIVEN_UP, SPILLS
 from matrix import markdown
-from matrix.results import Figures
+from matrix.results import MANY, Figures
 from matrix.squares import CellState, Planned
 from matrix.workload import is_main
-
-MANY = 4000  # bytes
 
 
 class Count(NamedTuple):
@@ -38,7 +36,7 @@ def table(every: Iterable[CellState]) -> list[str]:
             "", "### compiled, slow", "",
             "What spills that much in every configuration there is for it, of which the least is taken. Where "
             "kernels have been timed (sm90), a configuration that is known to be fast stays.", "",
-            *markdown.table(("configuration", "where", "registers", "bytes", "instructions of the loop",
+            *markdown.table(("configuration", "where", "bytes", "registers", "instructions of the loop",
                              "of them local", "others tried, bytes"), _slow(states))]
 
 
@@ -64,7 +62,7 @@ def counts(states: Iterable[CellState]) -> Iterator[Count]:
 def _cells(one: Count) -> list[str]:
     if not one.counted:
         return [one.triton, one.card, str(one.kernels), *["not counted"] * 3]
-    bounds: tuple[Callable[[Figures], bool], ...] = (lambda figures: figures.registers <= GIVEN_UP,
+    bounds: tuple[Callable[[Figures], bool], ...] = (lambda figures: 0 < figures.registers <= GIVEN_UP,
                                                      lambda figures: figures.spills > SPILLS,
                                                      lambda figures: figures.spills > MANY)
     return [one.triton, one.card, str(one.kernels),
@@ -101,8 +99,8 @@ def _slow(states: Iterable[CellState]) -> Iterator[list[str]]:
                           for card, tritons in sorted(by_card.items(), key=lambda one: int(one[0][2:])))
         others = "; ".join(f"{_tile(other)}: {spills:,}"
                            for other, spills in sorted(tried.get(config, {}).items(), key=lambda one: one[1]))
-        yield [config, where, str(worst.registers), f"{worst.spills:,}", f"{worst.instructions:,}",
-               f"{worst.local:,}", others or "none"]
+        yield [config, where, f"{worst.spills:,}", *(f"{figure:,}" if figure else "-" for figure in worst[1:]),
+               others or "none"]
 
 
 def _same(one: str, other: str) -> bool:

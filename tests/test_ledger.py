@@ -153,14 +153,15 @@ def lines(folder: Path) -> list[str]:
 
 def test_what_is_kept_comes_back_in_one_order_with_cards_by_verdict(tmp_path: Path) -> None:
     fine = Compiled(shared=2048, counted=True)
-    slow = Compiled(shared=2048, counted=True, slow=Figures(32, 19104, 6181, 3175))
-    verdicts = {"sm100": fine, "sm75": REFUSED, "gfx90a": fine, "sm90": fine, "sm80": Compiled(), "sm70": slow}
+    slow = Compiled(shared=2048, counted=True, slow=Figures(19104, 32, 6181, 3175))
+    spills = Compiled(shared=2048, counted=True, slow=Figures(1001))
+    verdicts = {"sm89": spills, "sm100": fine, "sm75": REFUSED, "gfx90a": fine, "sm90": fine, "sm80": Compiled(), "sm70": slow}
     result = kept(tmp_path, **verdicts)
     assert load_result(tmp_path, CELL) == result
     at = lines(tmp_path).index('"launches": [')
     assert [json.loads(line.rstrip(",")) for line in lines(tmp_path)[at + 1:-2]] == [
         {"config": "conv_backward_x BT=16 warps=4 stages=1", "id": "a",
-         "fine": {"sm90 sm100 gfx90a": 2048}, "slow": {"sm70": [2048, 32, 19104, 6181, 3175]},
+         "fine": {"sm90 sm100 gfx90a": 2048}, "slow": {"sm70": [2048, 19104, 32, 6181, 3175], "sm89": [2048, 1001]},
          "ok": {"sm80": 0},
          "failed": {"sm75": {"status": "abort", "message": "SIGABRT", "cause": "Assertion `x' failed"}}},
         {"config": "gate_cumsum BT=32 warps=4 stages=1", "id": "c", "ok": {"gfx942": 0}},

@@ -116,11 +116,11 @@ def test_what_compiles_to_slow_code_is_planned_otherwise_in_the_same_run(
     assert [launch.num_warps for launch in dq] == [4, 8] and len(seen) == len(found.result.launches)
     slow = {tried.config: tried.cards["sm80"].slow for tried in found.result.launches.values()
             if tried.cards["sm80"].slow}
-    assert slow == {dq[0].config: (32, 19104, 6181, 3175)}
+    assert slow == {dq[0].config: (19104, 32, 6181, 3175)}
     assert load_result(tmp_path, CELL) == found.result
     planned = {launch for launch, _ in found.planned.started}
     assert matrix.identity(dq[1]) in planned and matrix.identity(dq[0]) not in planned
-    assert table[dq[0].config]["3.6.0"]["slow"] == {"sm80": [32, 19104]}
+    assert table[dq[0].config]["3.6.0"]["slow"] == {"sm80": [19104, 32]}
     square, = squares([found], {})
     assert square.status == "compiled"
     plain = matrix.plain(found.result, (AMPERE,))
@@ -305,7 +305,7 @@ def outcome(path: str = "triton", remedies: tuple[str, ...] = (), launches: tupl
     ([outcome(remedies=("limit_num_warps",), launches=("s",))], "", "slow")])
 def test_a_square_is_the_worst_of_its_calls(outcomes: list[Outcome], record: str, status: str) -> None:
     tried = {"a": Tried(config="", cards={"sm90": Compiled()}),
-             "s": Tried(config="", cards={"sm90": Compiled(counted=True, slow=Figures(32, 8, 9, 2))}),
+             "s": Tried(config="", cards={"sm90": Compiled(counted=True, slow=Figures(8, 32, 9, 2))}),
              "c": Tried(config="", cards={"sm90": Compiled(status="exception", message="no")})}
     planned = Planned(tuple(outcomes), dict.fromkeys("abcs", LAUNCH), {(name, "sm90"): 0 for name in "abcs"})
     found = CellState(CellResult(cell=CELL, launches=tried), planned)

@@ -69,8 +69,8 @@ Launches = Callable[[str], dict[str, Launch]]
 @pytest.fixture
 def launches_where(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> Callable[..., Launches]:
     """launches_where(slow, failed)(place): what is planned there by kernel, where these configurations are
-    slow, by registers and spilled bytes, and those failed. No plan says a word of it."""
-    def known(slow: dict[str, tuple[int, int]], failed: tuple[str, ...] = ()) -> Launches:
+    slow, as in a ``proven.Slow``, and those failed. No plan says a word of it."""
+    def known(slow: dict[str, tuple[int, ...]], failed: tuple[str, ...] = ()) -> Launches:
         cards = ("sm80", "sm90")
         table = {config: {"3.6.0": {"slow": dict.fromkeys(cards, figures)}} for config, figures in slow.items()}
         table |= {config: {"3.6.0": {"failed": "sm80 sm90"}} for config in failed}
@@ -94,34 +94,34 @@ def test_what_is_slow_has_other_warps_or_stages(launches_where: Callable[..., La
     dq, dk = before["simple_gla_dq"], before["simple_gla_dk"]
     assert how(dq) == how(dk) == (64, 4, 2)
     eight = dq._replace(num_warps=8).config
-    after = launches_where({dq.config: (255, 1200)})(AMPERE)
+    after = launches_where({dq.config: (1200,)})(AMPERE)
     assert how(after["simple_gla_dq"]) == (64, 8, 2) and after["simple_gla_dk"] == dk, "the others as before"
-    after = launches_where({dq.config: (255, 1200), eight: (255, 1100)})(AMPERE)
+    after = launches_where({dq.config: (1200,), eight: (1100,)})(AMPERE)
     assert how(after["simple_gla_dq"]) == (64, 8, 1)
-    after = launches_where({dq.config: (255, 1200)}, failed=(eight,))(AMPERE)
+    after = launches_where({dq.config: (1200,)}, failed=(eight,))(AMPERE)
     assert how(after["simple_gla_dq"]) == (64, 8, 1), "what failed is no way"
 
 
-def every_way(launch: Launch, registers: int, spills: int) -> dict[str, tuple[int, int]]:
+def every_way(launch: Launch, spills: int) -> dict[str, tuple[int, ...]]:
     """A slow launch, less so with fewer warps and stages."""
     return {launch._replace(num_warps=warps, num_stages=stages).config:
-            (registers, spills + 100 * warps + stages) for warps in (4, 8) for stages in (1, 2)}
+            (spills + 100 * warps + stages,) for warps in (4, 8) for stages in (1, 2)}
 
 
-def slow_throughout(launches_where: Callable[..., Launches]) -> dict[str, tuple[int, int]]:
+def slow_throughout(launches_where: Callable[..., Launches]) -> dict[str, tuple[int, ...]]:
     """simple_gla_dq, however it is planned, with longer chunks less than with short ones."""
-    slow: dict[str, tuple[int, int]] = {}
+    slow: dict[str, tuple[int, ...]] = {}
     for BT, spills in ((64, 20000), (32, 30000), (16, 40000)):
         dq = launches_where(slow)(AMPERE)["simple_gla_dq"]
         assert how(dq) == (BT, 4, 2)
-        slow |= every_way(dq, 32, spills)
+        slow |= every_way(dq, spills)
     return slow
 
 
 def test_what_is_slow_in_every_way_has_shorter_chunks_or_the_least_slow(
         launches_where: Callable[..., Launches]) -> None:
     dq = launches_where({})(AMPERE)["simple_gla_dq"]
-    after = launches_where(every_way(dq, 255, 1100))(AMPERE)
+    after = launches_where(every_way(dq, 1100))(AMPERE)
     assert {after[f"simple_gla_{name}"].block("BT") for name in ("scan", "dq", "dk", "dv")} == {32}
     least = launches_where(slow_throughout(launches_where))(AMPERE)
     assert how(least["simple_gla_dq"]) == (64, 4, 1)
@@ -130,21 +130,23 @@ def test_what_is_slow_in_every_way_has_shorter_chunks_or_the_least_slow(
 def test_where_configurations_were_timed_only_what_ptxas_gave_up_is_slow(
         launches_where: Callable[..., Launches]) -> None:
     dq = launches_where({})(HOPPER)["simple_gla_dq"]
-    assert launches_where({dq.config: (255, 30000)})(HOPPER)["simple_gla_dq"] == dq
-    assert launches_where({dq.config: (32, 900)})(HOPPER)["simple_gla_dq"].num_warps == 8
+    assert launches_where({dq.config: (30000,)})(HOPPER)["simple_gla_dq"] == dq
+    assert launches_where({dq.config: (900, 32)})(HOPPER)["simple_gla_dq"].num_warps == 8
 
 
-@pytest.mark.parametrize("registers, spills, slow", [(255, 1000, False), (255, 1001, True), (32, 0, False),
-                                                     (32, 8, True), (40, 8, False)])
-def test_what_is_slow(registers: int, spills: int, slow: bool) -> None:
-    assert proven.is_slow(registers, spills) is slow
+@pytest.mark.parametrize("registers, spills, slow", [
+    (255, 1000, None), (255, 1001, "spills 1,001 bytes a thread"), (32, 0, None), (40, 8, None),
+    (32, 8, "spills 8 bytes a thread, given 32 registers")])
+def test_what_is_slow(registers: int, spills: int, slow: str | None) -> None:
+    found = proven.slow_of(registers, spills)
+    assert (str(found) if found else None) == slow
 
 
 def test_doctor_tells_what_spills_most(launches_where: Callable[..., Launches]) -> None:
     launches_where(slow_throughout(launches_where))
     plan = dispatch.plan(TRAINING, parse(AMPERE))
     assert outlook.evidence([plan]) == (
-        "no record, slow: simple_gla_dq spills 20401 bytes a thread with 32 registers")
+        "no record, slow: simple_gla_dq spills 20,401 bytes a thread")
 
 
 def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch,

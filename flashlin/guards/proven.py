@@ -26,17 +26,20 @@ SPILLS, GIVEN_UP = 1000, 32
 
 
 class Slow(NamedTuple):
-    """What a thread has of a slow configuration, of the use that is compiled worst: registers, and bytes that
-    it stores to and loads from memory for want of more."""
-    registers: int
+    """Of a configuration's use that is compiled worst: bytes that a thread stores to and loads from memory for
+    want of registers; how many it has, where ptxas has given up, else 0."""
     spills: int
+    registers: int = 0
 
     def __str__(self) -> str:
-        return f"spills {self.spills} bytes a thread with {self.registers} registers"
+        return f"spills {self.spills:,} bytes a thread" + (f", given {self.registers} registers" if self.registers
+                                                           else "")
 
 
-def is_slow(registers: int, spills: int) -> bool:
-    return spills > SPILLS or (spills > 0 and registers <= GIVEN_UP)
+def slow_of(registers: int, spills: int) -> Slow | None:
+    """None of what is not slow."""
+    given_up = registers if spills and 0 < registers <= GIVEN_UP else 0
+    return Slow(spills, given_up) if spills > SPILLS or given_up else None
 
 
 def knows(triton: str) -> bool:
@@ -67,14 +70,14 @@ def failure(config: str, target: Target) -> str:
 @lru_cache(maxsize=256)
 def slow_on(card: str, triton: str, given_up: bool = False) -> dict[str, Slow]:
     """The configurations that are known to be slow on a card under that release, or others of the same minor
-    version. given_up: only those with GIVEN_UP registers."""
+    version. given_up: only those of which ptxas has given up."""
     slow = {}
     for config in table():
         known = [Slow(*record["slow"][card]) for record in _records(config, triton)
                  if card in record.get("slow", ())]
         if known:
-            slow[config] = max(known, key=lambda one: one.spills)
-    return {config: one for config, one in slow.items() if one.registers <= GIVEN_UP or not given_up}
+            slow[config] = max(known)
+    return {config: one for config, one in slow.items() if one.registers or not given_up}
 
 
 @lru_cache(maxsize=4096)

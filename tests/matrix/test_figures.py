@@ -40,16 +40,16 @@ def test_no_main_kernel_grows(sm: int) -> None:
 
 
 @pytest.mark.parametrize("now, said", [
-    ((128, 1000, 2000, 50), []), ((140, 1100, 2200, 58), []),
-    ((141, 1000, 2000, 50), ["registers 128 -> 141"]), ((128, 1101, 2000, 50), ["spills 1000 -> 1101"]),
-    ((128, 900, 2201, 59), ["instructions 2000 -> 2201", "local 50 -> 59"])])
+    ((1000, 128, 2000, 50), []), ((1100, 140, 2200, 58), []),
+    ((1000, 141, 2000, 50), ["registers 128 -> 141"]), ((1101, 128, 2000, 50), ["spills 1000 -> 1101"]),
+    ((900, 128, 2201, 59), ["instructions 2000 -> 2201", "local 50 -> 59"])])
 def test_what_has_grown(now: tuple[int, int, int, int], said: list[str]) -> None:
-    assert figures.grown(Figures(128, 1000, 2000, 50), Figures(*now)) == said
+    assert figures.grown(Figures(1000, 128, 2000, 50), Figures(*now)) == said
 
 
 def test_a_little_of_nothing_has_not_grown() -> None:
-    assert figures.grown(Figures(24, 0, 20, 0), Figures(32, 64, 36, 8)) == []
-    assert figures.grown(Figures(24, 0, 20, 0), Figures(32, 65, 36, 8)) == ["spills 0 -> 65"]
+    assert figures.grown(Figures(0, 24, 20, 0), Figures(64, 32, 36, 8)) == []
+    assert figures.grown(Figures(0, 24, 20, 0), Figures(65, 32, 36, 8)) == ["spills 0 -> 65"]
 
 
 def test_what_is_kept_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_what_is_kept_is_written_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def measure(sm: int, launches: dict[str, Recorded], *, jobs: int = 0) -> list[tuple[str, Measured]]:
         compiled.extend(launches)
-        return [(name, Measured(figures.identity(one), Figures(32, 0, 10, 0)))
+        return [(name, Measured(figures.identity(one), Figures(0, 32, 10, 0)))
                 for name, one in launches.items()]
     monkeypatch.setattr(figures, "measure", measure)
     for launches in ({"a": launch}, {"a": launch, "b": launch._replace(num_warps=8)}, {"b": launch}):
