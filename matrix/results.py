@@ -223,12 +223,23 @@ def _by_number(card: str) -> tuple[bool, int, str]:
     return not card.startswith("sm"), len(card), card
 
 
+# What the record of a GPU keeps of a case that was right, as a list. One that was not is a dict.
+RIGHT = ("op", "case", "dtype", "worst", "rms", "row", "allowed")
+
+
+def load_gpu(path: Path) -> dict[str, Any]:
+    """The record of a GPU, with a dict for each case."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    return {**record, "rows": [{**dict(zip(RIGHT, row, strict=True)), "ok": True} if isinstance(row, list)
+                               else row for row in record.get("rows", ())]}
+
+
 def one_a_line(fields: dict[str, Any]) -> str:
     """JSON in which each entry of a long value has its line, so that a change is a change of lines."""
     def block(value: Any) -> str:
         if isinstance(value, dict):
             entries = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in value.items()]
-        elif isinstance(value, (list, tuple)) and any(isinstance(one, dict) for one in value):
+        elif isinstance(value, (list, tuple)) and any(isinstance(one, (dict, list)) for one in value):
             entries = [json.dumps(one) for one in value]
         else:
             return json.dumps(value)

@@ -2,7 +2,6 @@
 each card. SUPPORT.md and the page are made of it."""
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from flashlin.guards.proven import SPILLS
 from flashlin.testing.record import Recorded
-from matrix.results import CellResult, Compiled, Figures
+from matrix.results import CellResult, Compiled, Figures, load_gpu
 
 # Of an op on a card under a release, worst first.
 Status = Literal["FAILED", "refused", "not run", "torch path", "slow", "worked around", "compiled", "ran"]
@@ -155,7 +154,7 @@ def _status(outcome: Outcome, state: CellState) -> tuple[Status, list[str]]:
 def gpu_files(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Each record of ``python -m matrix.gpu``: its file's name, its card and what it says."""
     for path in sorted(folder.glob("gpu-*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = load_gpu(path)
         yield path.name, "sm{}{}".format(*record["capability"]), record
 
 

@@ -14,7 +14,7 @@ import pytest
 from flashlin.testing.record import Recorded, source_hash, source_of
 from flashlin.testing.source_text import normalised
 from matrix import cells, gpu
-from matrix.results import Cell, CellResult, Compiled, Figures, Verdict, load_result, one_a_line
+from matrix.results import Cell, CellResult, Compiled, Figures, Verdict, load_gpu, load_result, one_a_line
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL = Cell(triton="3.6.0", kind="gate")
@@ -197,14 +197,21 @@ def test_the_results_are_as_they_would_be_written(tmp_path: Path) -> None:
         assert kept.exists(), f"run: python -m matrix run --cell {cell.name}"
         assert (tmp_path / kept.name).read_text() == kept.read_text()
     for path in (ROOT / "matrix" / "results").glob("gpu-*.json"):
-        record = json.loads(path.read_text())
+        record = load_gpu(path)
         assert one_a_line({**record, "rows": [gpu.brief(row) for row in record["rows"]]}) == path.read_text()
 
 
-def test_a_row_of_a_gpu_says_what_is_worth_knowing() -> None:
-    right = {"op": "a", "ok": True, "bitwise": True, "rms": 0.0027159167}
-    assert gpu.brief(right) == {"op": "a", "ok": True, "rms": 0.0027}
-    assert gpu.brief({**right, "ok": False, "bitwise": False})["bitwise"] is False
+def test_a_row_of_a_gpu_says_what_is_worth_knowing(tmp_path: Path) -> None:
+    right = {"op": "a", "case": "b", "dtype": "float32", "ok": True, "bitwise": True, "worst": "dq",
+             "rms": 0.0027159167, "row": 0.01, "allowed": 0.1}
+    kept = gpu.brief(right)
+    assert kept == ["a", "b", "float32", "dq", 0.0027, 0.01, 0.1]
+    wrong = {**right, "ok": False, "bitwise": False}
+    assert gpu.brief(wrong) == {**wrong, "rms": 0.0027}
+    (tmp_path / "gpu.json").write_text(one_a_line({"rows": [kept, gpu.brief(wrong)]}))
+    first, second = load_gpu(tmp_path / "gpu.json")["rows"]
+    assert first == {name: value for name, value in {**right, "rms": 0.0027}.items() if name != "bitwise"}
+    assert second == gpu.brief(wrong)
 
 
 def test_a_checkout_is_small() -> None:
