@@ -72,9 +72,6 @@ class Matrix(Facts):
         return tuple(cell for cell in self.cell if not cell.torch)
 
 
-MANY = 4000  # bytes that a thread spills
-
-
 class Figures(NamedTuple):
     """Of the machine code: see ``testing.compile.Result``."""
     spills: int
@@ -85,8 +82,8 @@ class Figures(NamedTuple):
 
 class Compiled(Facts):
     """What came of a launch on a card: see ``testing.compile.Result``. counted: whether its figures are known
-    (those of verdicts before 2026-11-23 are not); slow: they, where they are ``proven.is_slow``, of no more
-    than MANY bytes these alone. Others are not kept: a checkout has to stay small."""
+    (those of verdicts before 2026-11-23 are not); slow: they, where they are (``proven.slow_of``), of what is
+    not very slow the bytes alone. Others are not kept: a checkout has to stay small."""
     status: str = "ok"
     message: str = ""
     cause: str = ""

@@ -30,7 +30,6 @@ from flashlin.testing.compile import NOT_TRIED, Job, Result, compiling
 from flashlin.testing.environments import torch_environment, triton_environment
 from flashlin.testing.record import Recorded, source_of
 from matrix.results import (
-    MANY,
     Card,
     Cell,
     CellResult,
@@ -229,7 +228,7 @@ def compile_all(result: CellResult, planned: Planned, cards: Sequence[Card], fol
 def compiled(answer: Result) -> Compiled:
     slow = proven.slow_of(answer.registers, answer.spills) if answer.ok else None
     figures = Figures(answer.spills, answer.registers, answer.instructions, answer.local)
-    if slow and not slow.registers and slow.spills <= MANY:
+    if slow and not slow.very:
         figures = Figures(slow.spills)
     return Compiled(status=answer.status, message=answer.message[:500], cause=answer.cause[:300],
                     shared=answer.shared, counted=answer.ok, slow=figures if slow else None)

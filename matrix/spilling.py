@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from flashlin.compat.versions import release
-from flashlin.guards.proven import GIVEN_UP, SPILLS
+from flashlin.guards.proven import GIVEN_UP, MANY, SPILLS
 from matrix import markdown
-from matrix.results import MANY, Figures
+from matrix.results import Figures
 from matrix.squares import CellState, Planned
 from matrix.workload import is_main
 
@@ -34,8 +34,10 @@ def table(every: Iterable[CellState]) -> list[str]:
             *markdown.table(("Triton", "card", "kernels", f"{GIVEN_UP} registers", f"over {SPILLS:,}",
                              f"over {MANY:,}"), ()), *lines(states),
             "", "### compiled, slow", "",
-            "What spills that much in every configuration there is for it, of which the least is taken. Where "
-            "kernels have been timed (sm90), a configuration that is known to be fast stays.", "",
+            f"What spills that much with every number of warps and stages there is for it, of which the best is "
+            f"taken. Chunks are shorter only instead of {GIVEN_UP} registers or more than {MANY:,} bytes: they "
+            "take twice the steps, and twice the memory for states. On sm90, where configurations were timed, "
+            f"one goes only for its {GIVEN_UP} registers.", "",
             *markdown.table(("configuration", "where", "bytes", "registers", "instructions of the loop",
                              "of them local", "others tried, bytes"), _slow(states))]
 

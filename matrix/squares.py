@@ -22,8 +22,8 @@ MEANS: dict[Status, str] = {
     "refused": "At least one call is refused before anything is started, with the reason and what to do.",
     "not run": "Nothing is known, or not enough: not every kernel has been tried.",
     "torch path": "At least one call is computed by plain torch: right, but slower than a kernel.",
-    "slow": f"Every kernel compiles, but in every configuration that there is for it at least one keeps more "
-            f"than {SPILLS} bytes of a thread in memory for want of registers; nobody has timed it.",
+    "slow": f"Every kernel compiles, but at least one, however it is started, keeps more than {SPILLS:,} "
+            "bytes of a thread in memory for want of registers; nobody has timed it.",
     "worked around": "Kernels do it all, but at least one call had to be planned around a known failure.",
     "compiled": "Every kernel compiles to machine code for this card; no real card has run the cases.",
     "ran": "Every case was right on a real card.",

@@ -118,10 +118,12 @@ def slow_throughout(launches_where: Callable[..., Launches]) -> dict[str, tuple[
     return slow
 
 
-def test_what_is_slow_in_every_way_has_shorter_chunks_or_the_least_slow(
+def test_what_is_slow_in_every_way_is_the_least_slow_or_has_shorter_chunks(
         launches_where: Callable[..., Launches]) -> None:
     dq = launches_where({})(AMPERE)["simple_gla_dq"]
     after = launches_where(every_way(dq, 1100))(AMPERE)
+    assert how(after["simple_gla_dq"]) == (64, 4, 1)
+    after = launches_where(every_way(dq, 4100))(AMPERE)
     assert {after[f"simple_gla_{name}"].block("BT") for name in ("scan", "dq", "dk", "dv")} == {32}
     least = launches_where(slow_throughout(launches_where))(AMPERE)
     assert how(least["simple_gla_dq"]) == (64, 4, 1)

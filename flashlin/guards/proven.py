@@ -21,8 +21,8 @@ TRUST: tuple[Trust, ...] = ("ran", "compiled", "unknown", "failed")
 Record = dict[str, Any]  # level -> cards, ``sm80 sm90``; and ``slow`` -> card -> the fields of a Slow
 Table = dict[str, dict[str, Record]]  # configuration -> release
 # Compiled code is slow that keeps more bytes of a thread in memory than SPILLS, or any at all beside GIVEN_UP
-# registers, to which ptxas falls where its allocator finds no way.
-SPILLS, GIVEN_UP = 1000, 32
+# registers, to which ptxas falls where its allocator finds no way; very slow where it has, or beyond MANY.
+SPILLS, MANY, GIVEN_UP = 1000, 4000, 32
 
 
 class Slow(NamedTuple):
@@ -30,6 +30,10 @@ class Slow(NamedTuple):
     want of registers; how many it has, where ptxas has given up, else 0."""
     spills: int
     registers: int = 0
+
+    @property
+    def very(self) -> bool:
+        return self.registers > 0 or self.spills > MANY
 
     def __str__(self) -> str:
         return f"spills {self.spills:,} bytes a thread" + (f", given {self.registers} registers" if self.registers

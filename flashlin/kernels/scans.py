@@ -66,21 +66,24 @@ def narrow_state(config: Config) -> frozenset[str]:
 
 
 def calm(recipe: Recipe) -> Recipe:
-    """A recipe that leaves out what is known to be slow (``proven.slow_on``), as far as there is anything else:
-    of a slow launch the same tile with other warps and stages; where that is slow, too, all launches of the
-    problem with shorter chunks. Of what is slow in every way the least slow."""
+    """A recipe that leaves out what is known to be slow (``proven.slow_on``), as far as there is anything
+    else: of a slow launch the same tile with other warps and stages; where every way is very slow, all
+    launches of the problem with shorter chunks, which take twice the steps and the memory for states. Of what
+    is slow in every way the least slow."""
     def calmed(problem: Problem, target: Target) -> tuple[Launch, ...]:
+        slow = slow_here(target)
+        if not slow:
+            return recipe(problem, target)
+
         def all_spilled(launches: tuple[Launch, ...]) -> int:
             return sum(spilled(launch, target) for launch in launches)
 
         def calmest() -> tuple[Launch, ...]:
             return tuple(least_spilled([launch, *ways(launch, problem)], target)
                          for launch in recipe(problem, target))
-        if not slow_here(target):
-            return recipe(problem, target)
         best = calmest()
         for BT in LONG:
-            if not all_spilled(best):
+            if not any(launch.config in slow and slow[launch.config].very for launch in best):
                 break
             problem = problem._replace(avoid=problem.avoid | {_chunks_of(BT)})
             shorter = calmest()
