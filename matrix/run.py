@@ -59,7 +59,7 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
     result = load_result(folder, cell)
     result.date, result.torch = datetime.date.today().isoformat(), cell.torch or torch.__version__
     result.python = platform.python_version()
-    planned, untried = Planned(), dict[str, str]()
+    planned, first, untried = Planned(), Planned(), dict[str, str]()
 
     def wanted(layer: Layer) -> bool:
         return layer in cell.layers and (not layers or layer in layers)
@@ -75,21 +75,21 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
     if wanted("plan") or wanted("compile"):
         began = time.monotonic()
         plan_by(result)
-        planned = plans(cell, cards, progress)
+        planned, first = plans(cell, cards, progress), plain(result, cards)
         result.layers["plan"] = round(time.monotonic() - began, 1)
-        forget(result, planned, cards)
+        forget(result, planned.beside(first), cards)
         result.save(folder)
         if wanted("compile"):
-            untried = compile_all(result, planned, cards, folder, jobs, timeout, progress)
+            untried = compile_all(result, planned.beside(first), cards, folder, jobs, timeout, progress)
             while plan_by(result):  # what is slow is planned otherwise, which may be slow, too
                 planned = plans(cell, cards, progress)
                 untried = compile_all(result, planned, cards, folder, jobs, timeout, progress)
-            forget(result, planned, cards)
+            forget(result, planned.beside(first), cards)
     for layer in RUNNING:
         if wanted(layer):
             enter(layer, partial(cases, cell, layer, progress))
     result.save(folder)
-    return CellState(result, planned, untried)
+    return CellState(result, planned, untried, first)
 
 
 def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: None,
@@ -166,8 +166,8 @@ def identity(launch: Recorded) -> str:
 
 
 def forget(result: CellResult, planned: Planned, cards: Sequence[Card]) -> None:
-    """Drop what is planned no more on these cards, except what was refused or is slow: that is planned
-    otherwise only as long as it is remembered."""
+    """Drop what is not planned on these cards, except what was refused or is slow: that is planned otherwise
+    only as long as it is remembered."""
     names, places = {card.name for card in cards}, set(planned.places)
     for launch, tried in list(result.launches.items()):
         for card in names & set(tried.cards):

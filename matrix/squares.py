@@ -59,6 +59,11 @@ class Planned:
         return list(dict.fromkeys((launch, outcome.card) for outcome in self.outcomes
                                   for launch in outcome.launches))
 
+    def beside(self, other: Planned) -> Planned:
+        """Both, for what is compiled."""
+        return Planned((*self.outcomes, *other.outcomes), {**other.launches, **self.launches},
+                       {**other.shared, **self.shared})
+
     @property
     def started(self) -> set[tuple[str, str]]:
         """Those without the ones that no plan leads to."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashlin.testing.machine_code import longest_loop
+from flashlin.testing.machine_code import Loop, longest_loop, loop_of
 from flashlin.testing.record import Recorded
 from matrix import figures
 from matrix.figures import CARDS, Figures, Measured
@@ -32,8 +32,8 @@ def chosen(sm: int) -> dict[str, Recorded]:
 def test_no_main_kernel_grows(sm: int) -> None:
     pytest.importorskip("triton")
     kept = figures.load()[f"sm{sm}"]
-    missing = sorted(figures.planned(sm).keys() - kept.keys())
-    assert not missing, f"sm{sm}: nothing is kept of {', '.join(missing)}; run python -m matrix figures"
+    others = sorted(figures.planned(sm).keys() ^ kept.keys())
+    assert not others, f"sm{sm}: kept or planned alone: {', '.join(others)}; run python -m matrix figures"
     wrong = [f"sm{sm} {name}: {', '.join(said)}" for name, now in figures.measure(sm, chosen(sm))
              if (said := figures.grown(kept[name].figures, now.figures))]
     assert not wrong, "\n".join([*wrong, ACCEPT])
@@ -89,3 +89,20 @@ kernel:
 def test_the_longest_loop_of_a_listing() -> None:
     assert longest_loop(LISTING) == (4, 2)
     assert longest_loop(LISTING.replace("(.L_x_1) ;", "(.L_x_0) ;")) == (9, 3), "without a loop, everything"
+
+
+@pytest.mark.parametrize("said, loop", [
+    ("nvdisasm fatal : CUDA architecture \"SM70\" is deprecated. Please use CUDA toolkit 13.0", Loop()),
+    ("nvdisasm fatal : no such thing", None)])
+def test_a_disassembler_that_does_not_know_the_card_says_nothing_and_other_failures_are_errors(
+        said: str, loop: Loop | None, tmp_path: Path) -> None:
+    program = tmp_path / "nvdisasm"
+    program.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    program.chmod(0o755)
+    if loop is None:
+        with pytest.raises(RuntimeError, match="no such thing"):
+            loop_of(b"", program, tmp_path)
+    else:
+        assert loop_of(b"", program, tmp_path) == loop
+    with pytest.raises(OSError, match="nowhere"):
+        loop_of(b"", tmp_path / "nowhere", tmp_path)

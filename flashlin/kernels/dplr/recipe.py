@@ -22,6 +22,7 @@ from flashlin.kernels.scans import (
     over_tokens,
     state_launch,
     tf32_copies,
+    ways,
 )
 
 # Choices, for speed. Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a
@@ -101,13 +102,14 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return max(scanning(config), reverse(config) if problem.needs_grad else 0)
     scan = fitting(candidates, shared, problem, target, facts)
     BT = scan.BT
-    preparing = size * 4 * BT * wide + 12 * BT ** 2
+    prepare = [over_tokens("dplr_prepare", problem, dict(BT=BT, BK=width), problem.H,
+                           size * 4 * BT * width + 12 * BT ** 2, per_chunk | narrow_scores(BT, width))
+               for width in (wide, max(16, wide // 2))]
     # tall: the scans multiply what they load, and of that no state is too tall for 4 warps, unless 3.0 and
     # 3.1 pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
     kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
                          -(-problem.H * problem.K // CHANNELS)),
-             over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing,
-                         per_chunk | narrow_scores(BT, wide)),
+             least_spilled([way for launch in prepare for way in (launch, *ways(launch, problem))], target),
              state_launch("dplr_scan", scan, problem, scanning(scan), dots, tall=scan.num_stages > 1)]
     if problem.needs_grad:
         single, strip = scan._replace(num_stages=1), strip_beside(BT)
