@@ -55,7 +55,7 @@ def planned(sm: int) -> dict[str, Recorded]:
 def measure(sm: int, launches: dict[str, Recorded], *, jobs: int = 0) -> Iterator[tuple[str, Measured]]:
     """Compile them, each once. Raises RuntimeError where one does not compile."""
     distinct = {identity(launch): launch for launch in launches.values()}
-    todo = [Job(sm, launch) for launch in distinct.values()]
+    todo = [Job(sm, launch, loop=True) for launch in distinct.values()]
     found: dict[str, Figures] = {}
     for number, one in compiling(todo, triton_environment(TRITON), at_once=jobs):
         if not one.ok:

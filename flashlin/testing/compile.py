@@ -32,7 +32,8 @@ import torch
 from flashlin.compat import blame
 from flashlin.compat.child import python
 from flashlin.compat.target import SHARED_ON_AMD, shared_per_block
-from flashlin.testing.machine_code import Loop, loop_of
+from flashlin.guards import proven
+from flashlin.testing.machine_code import loop_of
 from flashlin.testing.record import TYPES, Recorded
 
 DTYPES = {name: dtype for dtype, name in TYPES.items()}
@@ -49,8 +50,9 @@ class Result(NamedTuple):
     ``not tried``: the machine failed (no room, no memory, a program that is not there, a child that was
     killed), which says nothing of the kernel. message: of the exception; cause: the line of stderr that says
     why. shared, registers, spills: bytes of shared memory, registers a thread, bytes of spill stores and
-    loads. instructions, local: of the longest loop, see ``testing.machine_code``. matrix: tensor-core
-    instructions. triton: the release that ran.
+    loads. instructions, local: of the longest loop, see ``testing.machine_code``, where asked for or where
+    the kernel is very slow (``proven.Slow``). matrix: tensor-core instructions. triton: the release that
+    ran.
     """
     status: str
     message: str = ""
@@ -76,9 +78,11 @@ class Result(NamedTuple):
 
 
 class Job(NamedTuple):
-    """sm: compute capability as ptxas writes it: 90, 103; or an AMD architecture: ``gfx942``."""
+    """sm: compute capability as ptxas writes it: 90, 103; or an AMD architecture: ``gfx942``. loop: whether
+    to count the longest loop of whatever it is, which takes half a second."""
     sm: int | str
     launch: Recorded
+    loop: bool = False
 
 
 def compile_launches(jobs: Iterable[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
@@ -97,7 +101,7 @@ def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None,
               timeout: float = 180) -> Iterator[tuple[int, Result]]:
     """compile_launches, but (number, result) as they finish. Closing the iterator ends the children."""
     with tempfile.TemporaryFile("w+") as lines, tempfile.TemporaryFile("w+") as told:
-        lines.writelines(f"{json.dumps({'sm': job.sm, 'launch': job.launch.fields()})}\n" for job in jobs)
+        lines.writelines(f"{json.dumps({**job._asdict(), 'launch': job.launch.fields()})}\n" for job in jobs)
         lines.seek(0)
         command = python("flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout),
                          first=(environment or {}).get("PYTHONPATH", ""))
@@ -162,11 +166,12 @@ def _compile(job: Job, folder: Path) -> Result:
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
     return compiled_by(partial(kernel.warmup, *(argument(kind) for _, kind in launch.arguments), grid=(1,),
                                **dict(launch.constants), num_warps=launch.num_warps,
-                               num_stages=launch.num_stages), job.sm, folder)
+                               num_stages=launch.num_stages), job.sm, folder, job.loop)
 
 
-def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path) -> Result:
-    """In the child: what comes out where ``warmup`` has the JIT compile a kernel for ``sm``."""
+def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path, loop: bool = False) -> Result:
+    """In the child: what comes out where ``warmup`` has the JIT compile a kernel for ``sm``. loop: as of a
+    Job."""
     from triton.runtime import driver
     os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
     driver.set_active(Driver(sm))
@@ -182,9 +187,7 @@ def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path) -> Resul
             text += f" <- {type(error.__cause__).__name__}: {error.__cause__}"
         refusals = [line for line in str(error).splitlines() if line.startswith("ptxas ") and "error" in line]
         return Result("ptxas" if "ptxas" in str(error) else "exception", [*refusals, text][0][:2000])
-    loop = Loop()
     if isinstance(sm, int):
-        loop = loop_of(compiled.asm["cubin"], disassembler(), folder)
         report, limit = "\n".join(log), shared_per_block((sm // 10, sm % 10))
         registers = re.search(r"Used (\d+) registers", report)
         spills = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
@@ -194,8 +197,10 @@ def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path) -> Resul
         spills = [4 * int(count) for count in re.findall(r"\.vgpr_spill_count:\s+(\d+)", code)]
     shared = int(compiled.metadata.shared)
     result = Result("ok", shared=shared, registers=int(registers[1]) if registers else 0, spills=sum(spills),
-                    instructions=loop.instructions, local=loop.local,
                     matrix=tuple(sorted(set(MATRIX_INSTRUCTIONS.findall(code)))))
+    slow = proven.slow_of(result.registers, result.spills)
+    if isinstance(sm, int) and (loop or (slow and slow.very)):
+        result = result._replace(**loop_of(compiled.asm["cubin"], disassembler(), folder)._asdict())
     return result if shared <= limit else result._replace(
         status="shared", message=f"{shared} bytes of shared memory, {limit} on {sm}")
 
@@ -334,10 +339,10 @@ def main(arguments: list[str] | None = None) -> None:
     jobs = []
     for line in filter(None, map(str.strip, sys.stdin)):
         fields = json.loads(line)
-        sm = fields.pop("sm", given.sm)
+        sm, loop = fields.pop("sm", given.sm), fields.pop("loop", False)
         if sm is None:
             parser.error("--sm is needed where a line does not say")
-        jobs.append(Job(sm, Recorded.from_fields(fields.get("launch", fields))))
+        jobs.append(Job(sm, Recorded.from_fields(fields.get("launch", fields)), loop))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the children are ended, too
     for module in {job.launch.module for job in jobs}:
         importlib.import_module(module)  # once, before the children
