@@ -1,18 +1,16 @@
 """Time of each kernel in a forward and backward of an op, for a configuration: where the time goes, and what
 a tile is worth.
 
-    python benchmarks/kernels.py --op chunk_gated_delta_rule                       the planned configuration
-    python benchmarks/kernels.py --op chunk_gated_delta_rule --tile 64,64,4,2      BT, BV, num_warps, num_stages of the scans
-    python benchmarks/kernels.py --op chunk_gated_delta_rule --set delta_grads=4,2
-    python benchmarks/kernels.py --op chunk_kda --set dplr_grads=8,1,BK=64,BV=64      num_warps, num_stages, the tile
+    python -m benchmarks.kernels --op chunk_gated_delta_rule                       the planned configuration
+    python -m benchmarks.kernels --op chunk_gated_delta_rule --tile 64,64,4,2      BT, BV, num_warps, num_stages of the scans
+    python -m benchmarks.kernels --op chunk_gated_delta_rule --set delta_grads=4,2
+    python -m benchmarks.kernels --op chunk_kda --set dplr_grads=8,1,BK=64,BV=64      num_warps, num_stages, the tile
 """
 from __future__ import annotations
 
 import argparse
 import datetime
 import json
-import sys
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,14 +18,12 @@ import torch
 import triton
 
 import flashlin
+from benchmarks.calls import Shape, find, inputs, output
 from flashlin.compat import launch as door
 from flashlin.kernels.configs import Config, padded
 from flashlin.kernels.delta import recipe as delta
 from flashlin.kernels.dplr import recipe as dplr
 from flashlin.kernels.gla import recipe as gla
-
-sys.path.insert(0, str(Path(__file__).parent))
-from compare_fla import OPS, inputs, output
 
 
 def main() -> None:
@@ -47,8 +43,7 @@ def main() -> None:
         for recipe in (dplr, gla, delta):
             vars(recipe)["over_v"] = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2],
                                                                       tile[3])])
-    _, _, arguments_of, _, extra = next(row for row in OPS if row[1] == options.op)
-    tensors = inputs(B, T, H, D, arguments_of, torch.bfloat16)
+    given = inputs(find(options.op), Shape(B, T, H, D))
     events: list[tuple[str, Any, Any]] = []
 
     def timing(launch: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
@@ -73,7 +68,7 @@ def main() -> None:
         if repeat == 3:
             torch.cuda.synchronize()
             events.clear()
-        o = output(getattr(flashlin, options.op)(**tensors, **extra))
+        o = output(getattr(flashlin, options.op)(**given))
         o.backward(torch.randn_like(o))
     torch.cuda.synchronize()
     times: dict[str, list[float]] = {}

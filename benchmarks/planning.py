@@ -1,7 +1,7 @@
 """What planning adds to a call, measured on the CPU, where all of it happens: nothing here starts a kernel or
 needs a GPU.
 
-    python benchmarks/planning.py [--out benchmarks/results/planning.json]
+    python -m benchmarks.planning [--out benchmarks/results/planning.json]
 
 Each row is the quickest of many runs, in microseconds of this thread's time: other programs only add to it.
 ``added to a call`` is what an op does from its tensors to its plan when it has seen the call before (the plan is

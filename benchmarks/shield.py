@@ -1,7 +1,7 @@
 """What shield adds to a call that it has seen before, measured on the CPU with a launch that does nothing:
 nothing here needs a GPU.
 
-    python benchmarks/shield.py [--out benchmarks/results/shield.json]
+    python -m benchmarks.shield [--out benchmarks/results/shield.json]
 
 Each row is the best of many runs (others share the machine), in microseconds: what a call costs more than the
 same call of the same kernel without shield, whose launch does nothing either. Not in it: asking CUDA for the
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from planning import cpu
 
 import flashlin
+from benchmarks.planning import cpu
 from flashlin.compat.target import parse, pretend
 
 LIMIT = 10.0  # microseconds that shield may add to a call

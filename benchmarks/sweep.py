@@ -1,7 +1,7 @@
 """Time tiles, warps and stages of the scalar-decay kernels on this GPU: what flashlin/kernels/configs.py is
 picked from.
 
-    python benchmarks/sweep.py --out benchmarks/results/ [--head-dim 128] [--dtype bfloat16] [--jobs 14]
+    python -m benchmarks.sweep --out benchmarks/results/ [--head-dim 128] [--dtype bfloat16] [--jobs 14]
 
 First every configuration is compiled in parallel processes, then timed one by one, each kernel in a process
 of its own: one that faults ends that process only, and the next one goes on behind it. Each must repeat

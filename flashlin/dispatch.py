@@ -9,7 +9,9 @@ too: only ops raise. Pure and cached; imports neither torch nor triton.
 """
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, wraps
 
 from flashlin.compat.target import Target
 from flashlin.guards.limits import CHECKS, Draft
@@ -31,7 +33,8 @@ def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
     Raises KeyError for a family that has no record.
     """
     family = FAMILIES[problem.family]
-    asked, steps = problem, list[tuple[Reason, str]]()
+    asked, steps = problem._replace(invariant=policy.invariant), list[tuple[Reason, str]]()
+    problem = asked
     while True:
         if problem.path == "torch":  # none of the limits of a kernel applies
             return Plan(asked, problem, target, (), tuple(steps))
@@ -46,6 +49,25 @@ def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
         # 8 warps allowed, then 4: one step to the reader where 4 are in use
         if not steps or steps[-1] != (reason, name):
             steps.append((reason, name))
+
+
+@contextmanager
+def watching(see: Callable[[Plan], None]) -> Iterator[None]:
+    """Meanwhile ``see`` is given every plan that is asked for, in all threads; what it raises ends the call
+    that asked. The last block begun has to end first."""
+    watched = plan
+
+    @wraps(watched)
+    def seen(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
+        made = watched(problem, target, policy)
+        see(made)
+        return made
+    vars(seen).update(cache_clear=watched.cache_clear, cache_info=watched.cache_info)
+    globals()["plan"] = seen
+    try:
+        yield
+    finally:
+        globals()["plan"] = watched
 
 
 def _remedy(reason: Reason, draft: Draft) -> tuple[str, Problem] | None:

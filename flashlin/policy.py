@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 CHOICES = {"policy": ("auto", "strict", "off"), "path": ("auto", "triton", "torch"),
            "tokens": ("async", "sync", "off"), "canary": ("auto", "off"), "debug": ("0", "1"),
-           "autotune": ("timed", "first", "rank0")}
+           "autotune": ("timed", "first", "rank0"), "invariant": ("0", "1")}
+SWITCHES = ("debug", "invariant")  # True or False
 # FLASHLIN_HOME, FLASHLIN_CACHE, FLASHLIN_PATCH: guards.verdicts, testing.environments, integrations.startup
 ELSEWHERE = ("home", "cache", "patch")
 
@@ -21,7 +22,9 @@ class Policy(NamedTuple):
     tokens: how out-of-range tokens on a GPU are reported (``async``, ``sync``, ``off``). canary: whether
     kernels that nobody has run on such a card under such a Triton are tried in a child process before their
     first use. debug: also check values, at the price of a sync. autotune: how a configuration of a tuned
-    kernel is found (``flashlin.autotune``: ``timed``, ``first``, ``rank0``).
+    kernel is found (``flashlin.autotune``: ``timed``, ``first``, ``rank0``). invariant: no choice depends on
+    how many sequences a call has or on how long they are, so that what a row gives does not, either, to the
+    bit; few long sequences then leave most of a card idle.
     """
     policy: str = "auto"
     path: str = "auto"
@@ -30,6 +33,7 @@ class Policy(NamedTuple):
     canary: str = "auto"
     debug: bool = False
     autotune: str = "timed"
+    invariant: bool = False
 
 
 class _Own:
@@ -104,10 +108,10 @@ def _checked(given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if name == "ignore":
             fields[name] = _known(shown, value.split(",") if isinstance(value, str) else value)
             continue
-        text = {True: "1", False: "0"}.get(value, value) if name == "debug" else value
+        text = {True: "1", False: "0"}.get(value, value) if name in SWITCHES else value
         if text not in CHOICES[name]:
             raise ValueError(f"{shown}: got {value!r}, need one of {', '.join(CHOICES[name])}")
-        fields[name] = text == "1" if name == "debug" else text
+        fields[name] = text == "1" if name in SWITCHES else text
     return fields
 
 

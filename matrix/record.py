@@ -69,6 +69,12 @@ class Child(NamedTuple):
     stderr: str
     code: int | None
 
+    @property
+    def died(self) -> str:
+        """Its end as an outcome: that its time was up, or the last line that it had to say."""
+        last = self.stderr.strip().rpartition("\n")[2]
+        return f"error: {self.ending if self.code is None else last[:200] or self.ending}"
+
 
 def child(module: str, *arguments: str, seconds: float | None = None, **environment: str) -> Child:
     """Run a module in a child process, for so long at most."""

@@ -67,7 +67,7 @@ def stale(every: list[CellState], results: Path, table: Path, launches: Path = P
                   for reason in map(_reason, one.why)
                   if markdown.line(reason, MARKS[one.status]) not in text]
     wrong += [line for line in (*seeds.table(), *peers.table(results), *programs.table(results),
-                                *spilling.lines(every)) if line not in text]
+                                *programs.seeds(results), *spilling.lines(every)) if line not in text]
     planned = {(state.result.cell.triton, outcome.card) for state in every
                for outcome in state.planned.outcomes}
     shipped = proven.read(launches)
@@ -158,7 +158,7 @@ def support_table(matrix: Matrix, every: list[CellState], squared: list[Square],
         lines += ["", f"## {op}", "",
                   *_grid(matrix, {place: _worst([at.get((op, *place))]) for place in places})]
     lines += ["", "## The failures it began with", "", *seeds.table(), *peers.table(folder),
-              *programs.table(folder)]
+              *programs.table(folder), *programs.seeds(folder)]
     lines += ["", *spilling.table(every)]
     lines += ["", "## Why", "", "Reasons behind everything that is not compiled or ran, most frequent first."]
     reasons = Counter((_reason(why), one.status) for one in squared for why in one.why)

@@ -7,6 +7,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,23 +66,15 @@ class _NoKernels(Exception):
 def seen(call: Call, target: Target) -> Seen:
     """Make the call as if on ``target``. A refusal is a plan, too."""
     plans: list[Plan] = []
-    original = dispatch.plan
 
-    def noting(*args: Any) -> Plan:
-        plans.append(original(*args))
-        if plans[-1].asked.op == call.op and any(reason.code in WITHOUT_KERNELS
-                                                 for reason, _ in plans[-1].steps):
+    def note(plan: Plan) -> None:
+        plans.append(plan)
+        if plan.asked.op == call.op and any(reason.code in WITHOUT_KERNELS for reason, _ in plan.steps):
             raise _NoKernels
-        return plans[-1]
-    with recording(target) as launches, warnings.catch_warnings():
+    with recording(target) as launches, warnings.catch_warnings(), dispatch.watching(note):
         warnings.simplefilter("ignore")  # remedies announce themselves; here they are the result
-        vars(dispatch)["plan"] = noting
-        try:
+        with suppress(UnsupportedError, _NoKernels):  # the last of plans says why
             call.run()
-        except (UnsupportedError, _NoKernels):
-            pass  # the last of plans says why
-        finally:
-            vars(dispatch)["plan"] = original
     return Seen(tuple(dict.fromkeys(plans)), tuple(launches))
 
 

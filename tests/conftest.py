@@ -16,7 +16,7 @@ from flashlin.compat import launch as door
 from flashlin.compat import target as machine
 from flashlin.guards import limits, proven, verdicts
 from flashlin.ops._common import planned
-from flashlin.testing.compile import Job, Result, compile_launches
+from flashlin.testing.compile import Compiler, Job, Result
 from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.trial import canary
 
@@ -113,9 +113,11 @@ def no_host_sync() -> Iterator[Callable[[], None]]:
 # --- every Triton release, without a GPU: launches recorded here, compiled in children that import it ---
 
 @pytest.fixture(scope="session")
-def compiled() -> Compile:
-    """compiled(version, jobs) -> results. A release that cannot be installed skips the test; in CI it fails:
-    nobody looks at skips there."""
+def compiled() -> Iterator[Compile]:
+    """compiled(version, jobs) -> results. A release is started once. One that cannot be installed skips the
+    test; in CI it fails: nobody looks at skips there."""
+    compilers: dict[str, Compiler] = {}
+
     def run(version: str, jobs: list[Job]) -> list[Result]:
         try:
             environment = triton_environment(version)
@@ -123,10 +125,14 @@ def compiled() -> Compile:
             if os.environ.get("CI"):
                 raise
             pytest.skip(str(error))
-        results = compile_launches(jobs, environment)
+        if version not in compilers:
+            compilers[version] = Compiler(environment)
+        results = compilers[version].compile(jobs)
         assert {result.triton for result in results} <= {version}
         return results
-    return run
+    yield run
+    for compiler in compilers.values():
+        compiler.close()
 
 
 @pytest.fixture(scope="session")

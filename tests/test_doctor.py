@@ -264,17 +264,12 @@ def test_what_doctor_says_is_what_dispatch_plans(op: str, target: str) -> None:
         assert all(reason.code in said.because for reason, _ in plan.steps if reason.forced)
 
 
-def test_the_table_of_ops_is_what_the_ops_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_ops_is_what_the_ops_ask_for() -> None:
     asked = []
-
-    def recording(problem: Any, target: Target, policy: Policy) -> Any:
-        asked.append(problem)
-        return dispatch_plan(problem, target, policy)
-    dispatch_plan = dispatch.plan
-    monkeypatch.setattr(dispatch, "plan", recording)
     for op in OPS:
         before = len(asked)
-        getattr(flashlin, op)(**hostile.arguments(op))
+        with dispatch.watching(lambda plan: asked.append(plan.asked)):
+            getattr(flashlin, op)(**hostile.arguments(op))
         # the ops that auto has chosen, and the convolution inside a layer, ask in their own names; the
         # elementwise parts of a scan in its name
         asked[before:] = [next(problem

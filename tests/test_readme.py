@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import flashlin
+from benchmarks import report
 from flashlin.compat import releases
 from flashlin.compat.target import USUAL_CARD, Target, parse
 from flashlin.guards.problem import Plan, Problem
@@ -101,7 +102,17 @@ def error_example() -> str:
     return f"```\nUnsupportedError: {flashlin.UnsupportedError(plan)}\n```"
 
 
-def speed_table() -> str:
+def speed() -> str:
+    """The table and the plot of benchmarks/report.py; until benchmarks/compare.py has been run, the table of
+    an earlier script's records."""
+    found = report.records()
+    if not found:
+        return earlier_speed()
+    name = report.PLOT.relative_to(README.parent)
+    return f"![the time of flashlin over that of others]({name})\n\n{report.table(found)}"
+
+
+def earlier_speed() -> str:
     """Out of benchmarks/results/compare-fla-*.json: one row for each op and shape."""
     lines = ["| op | forward, ms | theirs | ratio | with backward, ms | theirs | ratio | first call, s |",
              "|---" * 8 + "|"]
@@ -128,7 +139,7 @@ def speed_table() -> str:
 
 
 GENERATED: dict[str, Callable[[], str]] = {"support table": support_table, "error": error_example,
-                                           "speed": speed_table}
+                                           "speed": speed}
 
 
 def between_markers(name: str) -> re.Pattern[str]:
@@ -140,6 +151,12 @@ def test_generated_part_is_current(name: str) -> None:
     found = between_markers(name).search(README.read_text())
     assert found, f"README.md has lost the markers of {name!r}"
     assert found[2] == GENERATED[name](), "run: python tests/test_readme.py --write"
+
+
+def test_the_plot_is_current() -> None:
+    drawn = report.plot(report.records())
+    assert (report.PLOT.read_text() if report.PLOT.exists() else "") == drawn, (
+        "run: python tests/test_readme.py --write")
 
 
 def test_every_setting_and_choice_is_described() -> None:
@@ -173,6 +190,8 @@ def write() -> None:
     for name, made in GENERATED.items():
         text = between_markers(name).sub(lambda found, made=made: found[1] + made() + found[3], text)  # type: ignore[misc]
     README.write_text(text)
+    if drawn := report.plot(report.records()):
+        report.PLOT.write_text(drawn)
 
 
 if __name__ == "__main__":

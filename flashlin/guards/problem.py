@@ -29,7 +29,8 @@ class Problem(NamedTuple):
     until the plan decides (``""`` for ops without modes). N: number of sequences (B unless varlen). dtype:
     torch's name without ``torch.``. options: names of the optional tensors and flags in use, sorted. Remedies
     rewrite mode and the fields from path to avoid. avoid: facts of a tile (``TILE_FACTS``): recipes pass over
-    candidates that have one. given: set where the kernel is a user's own (``shield``); then B and N are its
+    candidates that have one. invariant: nothing may depend on how many sequences there are, or how long they
+    are. given: set where the kernel is a user's own (``shield``); then B and N are its
     batch, and T, H, K, V say nothing.
     """
     op: str
@@ -51,6 +52,7 @@ class Problem(NamedTuple):
     batch_part: int = 0
     avoid: frozenset[str] = frozenset()
     given: Given | None = None
+    invariant: bool = False
 
     def __str__(self) -> str:
         if self.given is not None:
@@ -58,7 +60,7 @@ class Problem(NamedTuple):
             batch = f" batch={self.B} on axis {self.given.axis}" if self.given.axis >= 0 else ""
             return (f"grid={launch.grid} {self.dtype} num_warps={launch.num_warps} "
                     f"num_stages={launch.num_stages}{batch}")
-        flags = [flag for flag, on in (("varlen", self.varlen), ("needs_grad", self.needs_grad)) if on]
+        flags = [flag for flag in ("varlen", "needs_grad", "invariant") if getattr(self, flag)]
         mode = [f"mode={self.mode}"] if self.mode else []
         sizes = f"B={self.B} T={self.T} H={self.H} K={self.K} V={self.V}"
         number = [f"N={self.N}"] if self.N != self.B else []
@@ -68,7 +70,8 @@ class Problem(NamedTuple):
 class Launch(NamedTuple):
     """One kernel start as facts. tile: block sizes by name. shared: bytes, an upper estimate. span: the
     largest offset that the kernel computes in 32 bits, in elements. traits: what known issues look for
-    (``dot``, ``half_dot``, ``rmw_acc`` ...)."""
+    (``dot``, ``half_dot``, ``rmw_acc`` ...). part: tokens of the parts that sequences are split into, 0 where
+    they are not."""
     kernel: str
     grid: tuple[int, ...]
     num_warps: int
@@ -77,6 +80,7 @@ class Launch(NamedTuple):
     shared: int
     span: int
     traits: frozenset[str]
+    part: int = 0
 
     def block(self, name: str) -> int:
         return dict(self.tile)[name]
@@ -93,8 +97,9 @@ class Launch(NamedTuple):
                 f"{' '.join(sorted(self.traits))}").strip()
 
     def __str__(self) -> str:
+        parts = f" parts of {self.part} tokens" if self.part else ""
         return (f"{self.kernel} grid={self.grid} {self.tile_text} num_warps={self.num_warps} "
-                f"num_stages={self.num_stages}")
+                f"num_stages={self.num_stages}{parts}")
 
 
 class Given(NamedTuple):
@@ -152,6 +157,11 @@ class Plan(NamedTuple):
             if launch.kernel == kernel:
                 return launch
         raise KeyError(f"{self.asked.op}: no launch of {kernel} is planned")
+
+    @property
+    def part(self) -> int:
+        """Tokens of the parts that sequences are split into, 0 where they are not."""
+        return max((launch.part for launch in self.launches), default=0)
 
     def __str__(self) -> str:
         lines = [f"{self.asked.op}: {'cannot run' if self.refused else self.path + ' path'}",

@@ -8,8 +8,7 @@ function's arguments and those; ``ADAPTERS`` is the list, with the reason for ea
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from flashlin.integrations.documents import forgetting, seq_idx_of, state_dropped, told
 from flashlin.ops import causal_conv1d as conv
 from flashlin.ops import gated_delta_rule as gdn
-from flashlin.ops import kda, norm, selective_scan, ssd, state_update
+from flashlin.ops import kda, mamba_inner, norm, selective_scan, ssd, state_update
 
 IN_KERNELS = (None, "silu", "swish")  # activations that the convolution has itself
 # Arguments of kernels that change the result and that flashlin has not. All else that a model passes along
@@ -35,111 +34,81 @@ def _check(function: str, of_the_model: dict[str, Any]) -> None:
                                       f"None in flashlin: {why}")
 
 
+Own = dict[str, Any]  # arguments of flashlin's function, by name
+
+
+def _of(ours: Callable[..., Any], *marks: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes an adapter: the signature of ``ours``, then keywords that say where documents begin, then whatever
+    a model passes along. The decorated function gets the arguments of ``ours`` that are given, and the marks."""
+    own = {name: one for name, one in inspect.signature(ours).parameters.items()
+           if one.kind is not one.VAR_KEYWORD}
+    order, required = tuple(own), [name for name, one in own.items() if one.default is one.empty]
+    unmarked: list[Any] = [None] * len(marks)
+
+    def made(adapt: Callable[..., Any]) -> Callable[..., Any]:
+        def adapter(*args: Any, **options: Any) -> Any:
+            _check(ours.__name__, options)
+            marked = unmarked
+            if not own.keys() >= options.keys():
+                marked = [options.get(mark) for mark in marks]
+                options = {name: value for name, value in options.items() if name in own}
+            given = {**dict(zip(order, args, strict=False)), **options}
+            if len(given) < len(args) + len(options) or (
+                    len(args) < len(required) and any(name not in given for name in required)):
+                return ours(*args, **options)  # a TypeError, in its own words
+            return adapt(given, *marked)
+        added = [inspect.Parameter(mark, inspect.Parameter.KEYWORD_ONLY, default=None) for mark in marks]
+        rest = inspect.Parameter("of_the_model", inspect.Parameter.VAR_KEYWORD)
+        adapter.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # which inspect asks for
+            [*own.values(), *added, rest])
+        adapter.__name__ = adapter.__qualname__ = ours.__name__
+        return adapter
+    return made
+
+
 def _delta(ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A delta rule under the signature of ``ours``, with cu_seq_lens_q for cu_seqlens, and seq_idx."""
-    name = ours.__name__
-    own = {one: is_ for one, is_ in inspect.signature(ours).parameters.items()
-           if is_.kind is not is_.VAR_KEYWORD}
-    order = tuple(own)
-
-    def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *more: Any,
-                   cu_seqlens: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
-                   seq_idx: Tensor | None = None, **options: Any) -> Any:
-        _check(name, options)
-        options = {one: value for one, value in options.items() if one in own}
-        options.update(zip(order[4:], more, strict=False))
-        cu_seqlens = options.pop("cu_seqlens", cu_seqlens)
-        if cu_seqlens is None:
-            cu_seqlens = cu_seq_lens_q
-        if q.shape[1] > 1:
-            told(name, cu_seqlens is not None or seq_idx is not None)
-            if cu_seqlens is None and seq_idx is not None and g is not None:
-                g = forgetting(g, seq_idx)
-        return ours(q, k, v, g, cu_seqlens=cu_seqlens, **options)
-
-    marks = [inspect.Parameter(one, inspect.Parameter.KEYWORD_ONLY, default=None)
-             for one in ("cu_seq_lens_q", "seq_idx")]
-    of_the_model = inspect.Parameter("of_the_model", inspect.Parameter.VAR_KEYWORD)
-    delta_rule.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # which inspect asks for
-        [*own.values(), *marks, of_the_model])
-    delta_rule.__name__ = delta_rule.__qualname__ = name
+    """A delta rule, with cu_seq_lens_q for cu_seqlens, and seq_idx."""
+    @_of(ours, "cu_seq_lens_q", "seq_idx")
+    def delta_rule(own: Own, cu_seq_lens_q: Tensor | None, seq_idx: Tensor | None) -> Any:
+        if own.get("cu_seqlens") is None:
+            own["cu_seqlens"] = cu_seq_lens_q
+        if own["q"].shape[1] > 1:
+            told(ours.__name__, own["cu_seqlens"] is not None or seq_idx is not None)
+            if own["cu_seqlens"] is None and seq_idx is not None and own.get("g") is not None:
+                own["g"] = forgetting(own["g"], seq_idx)
+        return ours(**own)
     return delta_rule
 
 
-def causal_conv1d_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    final_states_out: Tensor | None = None,
-    activation: str | None = None,
-    *,
-    cu_seq_lens_q: Tensor | None = None,
-    **of_the_model: Any,
-) -> Any:
-    seq_idx = seq_idx_of(x.shape[0], x.shape[2], seq_idx, cu_seq_lens_q)
-    told("causal_conv1d_fn", seq_idx is not None)
-    y = conv.causal_conv1d_fn(x, weight, bias, seq_idx, initial_states, return_final_states,
-                              final_states_out, activation if activation in IN_KERNELS else None)
+@_of(conv.causal_conv1d_fn, "cu_seq_lens_q")
+def causal_conv1d_fn(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
+    rows, _, tokens = own["x"].shape
+    own["seq_idx"] = seq_idx_of(rows, tokens, own.get("seq_idx"), cu_seq_lens_q)
+    told("causal_conv1d_fn", own["seq_idx"] is not None)
+    return _activated(conv.causal_conv1d_fn, own)
+
+
+@_of(conv.causal_conv1d_update)
+def causal_conv1d_update(own: Own) -> Any:
+    return _activated(conv.causal_conv1d_update, own)
+
+
+def _activated(ours: Callable[..., Any], own: Own) -> Any:
+    """Of an activation that is not the convolution's, transformers' own comes after it."""
+    activation = own.get("activation")
     if activation in IN_KERNELS:
-        return y
-    return (_activated(y[0], activation), y[1]) if isinstance(y, tuple) else _activated(y, activation)
-
-
-def causal_conv1d_update(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    cache_seqlens: Tensor | None = None,
-    conv_state_indices: Tensor | None = None,
-    **of_the_model: Any,
-) -> Tensor:
-    y = conv.causal_conv1d_update(x, conv_state, weight, bias,
-                                  activation if activation in IN_KERNELS else None, cache_seqlens,
-                                  conv_state_indices)
-    return y if activation in IN_KERNELS else _activated(y, activation)
-
-
-def _activated(y: Tensor, activation: str | None) -> Tensor:
+        return ours(**own)
     from transformers.activations import ACT2FN
-    acted: Tensor = ACT2FN[activation](y)
-    return acted
+    y = ours(**{**own, "activation": None})
+    return (ACT2FN[activation](y[0]), y[1]) if isinstance(y, tuple) else ACT2FN[activation](y)
 
 
-def mamba_chunk_scan_combined(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: Sequence[float] = (0.0, math.inf),
-    return_final_states: bool = False,
-    return_varlen_states: bool = False,
-    *,
-    cu_seq_lens_q: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    **of_the_model: Any,
-) -> Any:
-    _check("mamba_chunk_scan_combined", of_the_model)
-    seq_idx = seq_idx_of(x.shape[0], x.shape[1], seq_idx, cu_seq_lens_q)
-    told("mamba_chunk_scan_combined", seq_idx is not None or return_varlen_states)
-    return ssd.mamba_chunk_scan_combined(
-        x, dt, A, B, C, chunk_size, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states,
-        seq_idx=seq_idx, cu_seqlens=cu_seqlens, dt_softplus=dt_softplus, dt_limit=dt_limit,
-        return_final_states=return_final_states, return_varlen_states=return_varlen_states,
-        out_dtype=out_dtype)
+@_of(ssd.mamba_chunk_scan_combined, "cu_seq_lens_q")
+def mamba_chunk_scan_combined(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
+    rows, tokens = own["x"].shape[:2]
+    own["seq_idx"] = seq_idx_of(rows, tokens, own.get("seq_idx"), cu_seq_lens_q)
+    told("mamba_chunk_scan_combined", own["seq_idx"] is not None or own.get("return_varlen_states", False))
+    return ssd.mamba_chunk_scan_combined(**own)
 
 
 def unrounded_chunk_scan(x: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -148,81 +117,36 @@ def unrounded_chunk_scan(x: Tensor, *arguments: Any, **options: Any) -> Any:
     return mamba_chunk_scan_combined(x, *arguments, **options, out_dtype=wide)
 
 
-def mamba_split_conv1d_scan_combined(
-    zxbcdt: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    dt_limit: Sequence[float] = (0.0, math.inf),
-    return_final_states: bool = False,
-    activation: str | None = "silu",
-    rmsnorm_weight: Tensor | None = None,
-    rmsnorm_eps: float | None = None,
-    outproj_weight: Tensor | None = None,
-    outproj_bias: Tensor | None = None,
-    headdim: int | None = None,
-    ngroups: int = 1,
-    norm_before_gate: bool = True,
-    *,
-    cu_seq_lens_q: Tensor | None = None,
-    **of_the_model: Any,
-) -> Any:
-    _check("mamba_split_conv1d_scan_combined", of_the_model)
-    seq_idx = seq_idx_of(zxbcdt.shape[0], zxbcdt.shape[1], seq_idx, cu_seq_lens_q)
-    told("mamba_split_conv1d_scan_combined", seq_idx is not None)
-    return ssd.mamba_split_conv1d_scan_combined(
-        zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size=chunk_size,
-        initial_states=initial_states, seq_idx=seq_idx, dt_limit=dt_limit,
-        return_final_states=return_final_states, activation=activation, rmsnorm_weight=rmsnorm_weight,
-        rmsnorm_eps=1e-6 if rmsnorm_eps is None else rmsnorm_eps, outproj_weight=outproj_weight,
-        outproj_bias=outproj_bias, headdim=headdim, ngroups=ngroups, norm_before_gate=norm_before_gate)
+@_of(ssd.mamba_split_conv1d_scan_combined, "cu_seq_lens_q")
+def mamba_split_conv1d_scan_combined(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
+    rows, tokens = own["zxbcdt"].shape[:2]
+    own["seq_idx"] = seq_idx_of(rows, tokens, own.get("seq_idx"), cu_seq_lens_q)
+    told("mamba_split_conv1d_scan_combined", own["seq_idx"] is not None)
+    if own.get("rmsnorm_eps", 0) is None:
+        del own["rmsnorm_eps"]
+    return ssd.mamba_split_conv1d_scan_combined(**own)
 
 
-def selective_state_update(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    state_batch_indices: Tensor | None = None,
-    **of_the_model: Any,
-) -> Tensor:
-    return state_update.selective_state_update(
-        state, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
-        state_batch_indices=state_batch_indices)
+@_of(state_update.selective_state_update)
+def selective_state_update(own: Own) -> Any:
+    return state_update.selective_state_update(**own)
 
 
-def selective_scan_fn(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **of_the_model: Any,
-) -> Any:
+@_of(selective_scan.selective_scan_fn)
+def selective_scan_fn(own: Own) -> Any:
     told("selective_scan_fn", False)
     state_dropped("selective_scan_fn")
-    return selective_scan.selective_scan_fn(
-        u, delta, A, B, C, D, z=z, delta_bias=delta_bias, delta_softplus=delta_softplus,
-        return_last_state=return_last_state)
+    return selective_scan.selective_scan_fn(**own)
 
 
-def mamba_inner_fn(
+@_of(mamba_inner.mamba_inner_fn)
+def mamba_inner_fn(own: Own) -> Any:
+    told("mamba_inner_fn", False)
+    of_falcon = own.get("dt_rms_weight") is not None and own.get("B") is None and own.get("C") is None
+    return (_of_falcon if of_falcon else mamba_inner.mamba_inner_fn)(**own)
+
+
+def _of_falcon(
     xz: Tensor,
     conv1d_weight: Tensor,
     conv1d_bias: Tensor | None,
@@ -231,41 +155,29 @@ def mamba_inner_fn(
     out_proj_weight: Tensor,
     out_proj_bias: Tensor | None,
     A: Tensor,
-    B: Tensor | None = None,
-    C: Tensor | None = None,
+    *,
     D: Tensor | None = None,
     delta_bias: Tensor | None = None,
-    B_proj_bias: Tensor | None = None,
-    C_proj_bias: Tensor | None = None,
     delta_softplus: bool = True,
-    checkpoint_lvl: int = 1,
     b_rms_weight: Tensor | None = None,
     c_rms_weight: Tensor | None = None,
-    dt_rms_weight: Tensor | None = None,
     b_c_dt_rms_eps: float = 1e-6,
-    **of_the_model: Any,
-) -> Any:
-    from flashlin import mamba
-    told("mamba_inner_fn", False)
-    if dt_rms_weight is not None and B is None and C is None:  # Falcon Mamba
-        # The fused function norms dt behind its projection, the model's torch code, which decodes, before
-        # it, without a weight. The model's counts: training must be what it is in generation.
-        x, z = xz.chunk(2, 1)
-        u: Any = mamba.causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
-        N, R = A.shape[1], delta_proj_weight.shape[1]
-        columns = torch.split(F.linear(u.transpose(1, 2), x_proj_weight), [R, N, N], -1)
-        dt, *states = (norm.rms_norm(one, weight, None, eps=b_c_dt_rms_eps)
-                       for one, weight in zip(columns, (None, b_rms_weight, c_rms_weight), strict=True))
-        steps: Any = F.linear(cast(Tensor, dt), delta_proj_weight)
-        B, C = (cast(Tensor, one).transpose(1, 2) for one in states)
-        y: Any = mamba.selective_scan_fn(u, steps.transpose(1, 2), A, B, C, D, z, delta_bias, delta_softplus)
-        return F.linear(y.transpose(1, 2), out_proj_weight,
-                        None if out_proj_bias is None else out_proj_bias.to(y.dtype))
-    return mamba.mamba_inner_fn(
-        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A,
-        B=B, C=C, D=D, delta_bias=delta_bias, B_proj_bias=B_proj_bias, C_proj_bias=C_proj_bias,
-        delta_softplus=delta_softplus, checkpoint_lvl=checkpoint_lvl, b_rms_weight=b_rms_weight,
-        c_rms_weight=c_rms_weight, dt_rms_weight=dt_rms_weight, b_c_dt_rms_eps=b_c_dt_rms_eps)
+    **unused: Any,
+) -> Tensor:
+    """Falcon Mamba's fused function norms dt behind its projection, the model's torch code, which decodes,
+    before it, without a weight. The model's counts: training must be what it is in generation."""
+    x, z = xz.chunk(2, 1)
+    u: Any = conv.causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
+    N, R = A.shape[1], delta_proj_weight.shape[1]
+    columns = torch.split(F.linear(u.transpose(1, 2), x_proj_weight), [R, N, N], -1)
+    dt, *states = (norm.rms_norm(one, weight, None, eps=b_c_dt_rms_eps)
+                   for one, weight in zip(columns, (None, b_rms_weight, c_rms_weight), strict=True))
+    steps: Any = F.linear(cast(Tensor, dt), delta_proj_weight)
+    B, C = (cast(Tensor, one).transpose(1, 2) for one in states)
+    y: Any = selective_scan.selective_scan_fn(u, steps.transpose(1, 2), A, B, C, D, z, delta_bias,
+                                              delta_softplus)
+    return F.linear(y.transpose(1, 2), out_proj_weight,
+                    None if out_proj_bias is None else out_proj_bias.to(y.dtype))
 
 
 def declined(*arguments: Any, **of_the_model: Any) -> None:

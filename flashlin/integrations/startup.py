@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import functools
 import importlib.util
 import os
 import runpy
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -131,19 +132,15 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
 
 
 def summary_at_exit(names: Sequence[str]) -> None:
-    calls: dict[Any, int] = {}  # (op, path, kernels) -> calls
-    plan = dispatch.plan
+    calls = Counter[tuple[str, str, tuple[str, ...]]]()  # (op, path, kernels)
 
-    @functools.wraps(plan)
-    def noting(*given: Any) -> Plan:
-        made = plan(*given)
-        key = made.asked.op, made.path, tuple(dict.fromkeys(launch.kernel for launch in made.launches))
-        calls[key] = calls.get(key, 0) + 1
-        return made
-    vars(noting).update({name: getattr(plan, name) for name in ("cache_clear", "cache_info")})
-    setattr(dispatch, "plan", noting)  # noqa: B010  mypy knows it as a function that stays
+    def note(made: Plan) -> None:
+        calls[made.asked.op, made.path, tuple(dict.fromkeys(launch.kernel for launch in made.launches))] += 1
+    whole_program = ExitStack()
+    whole_program.enter_context(dispatch.watching(note))
 
     def say() -> None:
+        whole_program.close()
         lines = str(Patched([_in_force[name] for name in names if name in _in_force])).splitlines()
         lines += [f"{op}: {count} calls, {path_of(path, kernels)}"
                   for (op, path, kernels), count in sorted(calls.items())]

@@ -12,6 +12,7 @@ from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.configs import FORGOTTEN
 
+WHOLE = 2**31 - 1  # tokens of a part where sequences are not split
 # How a kernel gets its decay, as a constexpr.
 NO_DECAY, HEAD_DECAY, TOKEN_DECAY = 0, 1, 2
 # Arguments of kernels that have one entry for each sequence; of the other tensors those with more than two
@@ -259,6 +260,8 @@ class Batch:
         self.packed = x.bounds is not None
         self.N = x.bounds.shape[0] - 1 if self.packed else self.B
         self.slices = parts(plan, self.N, most) if self.HV else []  # without heads no program would run
+        self.split = plan.part > 0
+        self.L = plan.part or WHOLE
         # Whether kernels zero the rows outside the packed sequences: one launch of all of them can, one of
         # several cannot, since to it the others' rows are outside, too.
         self.gaps = self.packed and len(self.slices) == 1
@@ -291,16 +294,18 @@ class Batch:
     def parts(self, BT: int = 1, /, **more: Any) -> Iterator[dict[str, Any]]:
         """For each launch the values that its kernels share, by the names of their parameters (``start``
         takes them as ``shared``): the tensors of x and the values of ``more``, cut to the launch's sequences;
-        T, H, HV and N, the number of its sequences; for chunks of BT tokens S, programs to a sequence, and
-        slots, entries of a table of chunks. Not for kernels: part, which sequences they are, and rows, how
-        many rows they have."""
-        shared = {"T": self.T, "H": self.H, "HV": self.HV, **self.x._asdict(), **more}
+        T, H, HV and N, the number of its sequences; L, tokens of the parts that they are split into; for
+        chunks of BT tokens S, programs to a sequence, and slots, entries of a table of chunks. Not for
+        kernels: part, which sequences they are, rows, how many rows they have, and parts, how many numbers of
+        parts."""
+        shared = {"T": self.T, "H": self.H, "HV": self.HV, "L": self.L, **self.x._asdict(), **more}
         for part in self.slices:
             n = part.stop - part.start
             mine = shared if n == self.N else self._cut(shared, part)
             mine["N"], mine["part"] = n, part
             mine["rows"] = rows = self.B * self.T if self.packed else n * self.T
             mine["S"], mine["slots"] = -(-rows // (BT * n)) or 1, rows // BT + n + 1
+            mine["parts"] = n * (-(-self.T // self.L) or 1) if not self.packed else n + rows // self.L
             yield mine
 
     def _cut(self, shared: dict[str, Any], part: slice) -> dict[str, Any]:

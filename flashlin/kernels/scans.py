@@ -3,6 +3,7 @@ torch, no triton."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import isqrt
 
 from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import Target
@@ -10,11 +11,23 @@ from flashlin.compat.versions import release
 from flashlin.guards import proven
 from flashlin.guards.family import Recipe
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import BLOCK, Config
+from flashlin.kernels.configs import BLOCK, Config, padded
 
 PADDING = 16  # elements, of a row that changes its layout
 HEADS = 16  # heads per program of the cumulative sum
 LONG = (64, 32)  # tokens of chunks that may be halved where something spills
+# Sequences are split where scans have at most a third (WORTH) of the PROGRAMS that a multiprocessor has under
+# way at a time, into parts of LEAST tokens or more. A chunk of a part costs two passes, a part a step of
+# those that carry states on one after the other. Fastest is as many parts that both take as long: of n chunks
+# the root of n times the ratio of what they cost (on an H200 4 microseconds beside 0.3, 6 beside 2).
+PROGRAMS, WORTH, LEAST = 2, 3, 8 * BLOCK
+BY_DECAY, BY_TRANSFER = 13, 3
+# Of what is carried from part to part: sides of a tile, and columns of a state beside a matrix.
+CARRIED, STRIP = 64, 16
+
+# Into how many parts every sequence is split, whatever the card: for tests, which forget plans (dispatch.plan
+# has a cache) when they change it.
+forced_parts = 0
 
 
 def operand_bytes(problem: Problem) -> int:
@@ -58,6 +71,49 @@ def tf32_copies(bytes_each: int, target: Target) -> int:
     """Before 3.3 the two halves that three tf32 products split an operand into both go through shared
     memory."""
     return 2 if bytes_each == 4 and target.capability >= (8, 0) and release(target.triton) < (3, 3) else 1
+
+
+def part_length(problem: Problem, target: Target, strips: int, ratio: int) -> int:
+    """Tokens of the parts that sequences are split into, a multiple of BLOCK; 0 where they are not. strips:
+    programs to a head's state. ratio: BY_DECAY or BY_TRANSFER. Of packed sequences nobody knows which are
+    long, so what counts is how many tokens there are."""
+    if problem.invariant or problem.batch_part:
+        return 0
+    parts = forced_parts
+    if not parts:
+        programs = problem.H * strips * (1 if problem.varlen else problem.N)
+        room = PROGRAMS * target.sms // max(programs, 1) if target.backend in ("cuda", "hip") else 0
+        parts = min(room, problem.T // LEAST, isqrt(ratio * problem.T // BLOCK))
+        if parts < WORTH:
+            return 0
+    length = -(-problem.T // (parts * BLOCK)) * BLOCK
+    return length if length < problem.T else 0
+
+
+def numbered(problem: Problem, part: int) -> int:
+    """How many numbers of parts a launch has; of packed sequences not all are in use."""
+    n = problem.batch_part or problem.N
+    if not part:
+        return n
+    return n + problem.T // part if problem.varlen else n * -(-problem.T // part)
+
+
+def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = False) -> Launch:
+    """The kernel that carries states from part to part. transfer: by matrices."""
+    n, tall = problem.batch_part or problem.N, padded(problem.K)
+    width = min(STRIP if transfer else CARRIED, padded(problem.V))
+    strips, span = n * problem.H * -(-problem.V // width), problem.K * max(problem.K, problem.V)
+    if not transfer:
+        tall = min(CARRIED, tall)
+        return Launch("carry_decayed", (strips * -(-problem.K // tall),), min(4, problem.max_warps), 1,
+                      (("BK", tall), ("BV", width)), 1024, span, frozenset(), part)
+
+    def shared(deep: int) -> int:
+        return 4 * tf32_copies(4, target) * (tall * deep + deep * width)
+    deep = next((deep for deep in (tall, 64, 32) if deep <= tall and shared(deep) <= target.shared), 16)
+    return Launch("carry_transferred", (strips,), min(4, problem.max_warps), 1,
+                  (("BK", tall), ("BV", width), ("BC", deep)), shared(deep), span,
+                  frozenset({"dot", "fp32_dot"}), part)
 
 
 def narrow_state(config: Config) -> frozenset[str]:
@@ -149,18 +205,18 @@ def fitting(configs: Iterable[Config], shared: Callable[[Config], int], problem:
 
 
 def state_launch(kernel: str, config: Config, problem: Problem, shared: int, traits: frozenset[str],
-                 tall: bool = True) -> Launch:
-    """A program per sequence, head and tile of the state. tall: whether a state taller than its chunks
-    crashes compilers (tall-state-32)."""
+                 tall: bool = True, part: int = 0) -> Launch:
+    """A program per sequence, or part of one, head and tile of the state. tall: whether a state taller than
+    its chunks crashes compilers (tall-state-32)."""
     if tall and config.BT < 64 <= config.BK and "half_dot" in traits:
         traits = traits | {"tall_state"}
     if "dot" in traits:
         traits = traits | narrow_state(config)
     strips = -(-problem.K // config.BK) * -(-problem.V // config.BV)
     span = config.BT * problem.H * max(problem.K, problem.V)
-    return Launch(kernel, ((problem.batch_part or problem.N) * problem.H * strips,),
+    return Launch(kernel, (numbered(problem, part) * problem.H * strips,),
                   min(config.num_warps, problem.max_warps), config.num_stages,
-                  (("BT", config.BT), ("BK", config.BK), ("BV", config.BV)), shared, span, traits)
+                  (("BT", config.BT), ("BK", config.BK), ("BV", config.BV)), shared, span, traits, part)
 
 
 def dot_traits(problem: Problem) -> frozenset[str]:

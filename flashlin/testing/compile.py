@@ -22,8 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,7 +86,51 @@ class Job(NamedTuple):
     loop: bool = False
 
 
-def compile_launches(jobs: Iterable[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
+class Compiler:
+    """A process that has imported Triton and compiles what it is handed, batch after batch: only its start takes
+    time, about two seconds.
+
+    environment: on top of this process's, as ``triton_environment`` answers. at_once: children at a time, 0 for
+    one per core. timeout: seconds for each.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None, *, at_once: int = 0,
+                 timeout: float = 180) -> None:
+        self._told = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the process
+        environment = {**(environment or {}), "TRITON_INTERPRET": "0"}
+        command = python("flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout),
+                         first=environment.get("PYTHONPATH", ""))
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         stderr=self._told, text=True, env=os.environ | environment)
+
+    def compiling(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Result]]:
+        """(number, result) as they finish. To be read to its end before the next batch. Raises RuntimeError if
+        the process itself cannot run."""
+        assert self._process.stdout
+        lines = (json.dumps({**job._asdict(), "launch": job.launch.fields()}) for job in jobs)
+        with suppress(BrokenPipeError):  # why it has ended it tells below
+            print(*lines, "", sep="\n", file=self._process.stdin, flush=True)
+        for _ in jobs:
+            line = self._process.stdout.readline()
+            if not line:
+                self._process.wait()
+                self._told.seek(0)
+                raise RuntimeError(f"the compiling process ended with {self._process.returncode}: "
+                                   f"{self._told.read().strip()[-2000:]}")
+            fields = json.loads(line)
+            yield fields["job"], Result.from_fields(fields)
+
+    def compile(self, jobs: Sequence[Job]) -> list[Result]:
+        """Results in the jobs' order."""
+        return [result for _, result in sorted(self.compiling(jobs))]
+
+    def close(self) -> None:
+        self._process.terminate()  # it then ends the compilers it has started
+        self._process.communicate()
+        self._told.close()
+
+
+def compile_launches(jobs: Sequence[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
                      timeout: float = 180) -> list[Result]:
     """Compile each job in a process that sees ``environment`` on top of this one's (see environments.py);
     results in the jobs' order.
@@ -93,32 +138,15 @@ def compile_launches(jobs: Iterable[Job], environment: Mapping[str, str] | None 
     at_once: children at a time, 0 for one per core. timeout: seconds for each. Raises RuntimeError if that
     process itself cannot run.
     """
-    results = dict(compiling(list(jobs), environment, at_once=at_once, timeout=timeout))
-    return [results[number] for number in sorted(results)]
+    with closing(Compiler(environment, at_once=at_once, timeout=timeout)) as compiler:
+        return compiler.compile(jobs)
 
 
 def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
               timeout: float = 180) -> Iterator[tuple[int, Result]]:
     """compile_launches, but (number, result) as they finish. Closing the iterator ends the children."""
-    with tempfile.TemporaryFile("w+") as lines, tempfile.TemporaryFile("w+") as told:
-        lines.writelines(f"{json.dumps({**job._asdict(), 'launch': job.launch.fields()})}\n" for job in jobs)
-        lines.seek(0)
-        command = python("flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout),
-                         first=(environment or {}).get("PYTHONPATH", ""))
-        process = subprocess.Popen(command, stdin=lines, stdout=subprocess.PIPE, stderr=told, text=True,
-                                   env={**os.environ, **(environment or {}), "TRITON_INTERPRET": "0"})
-        try:
-            for line in process.stdout or ():
-                fields = json.loads(line)
-                yield fields["job"], Result.from_fields(fields)
-            if process.wait():
-                told.seek(0)
-                raise RuntimeError(f"the compiling process ended with {process.returncode}: "
-                                   f"{told.read().strip()[-2000:]}")
-        finally:
-            process.terminate()  # it then ends the compilers it has started
-            process.wait()
-            (process.stdout or told).close()
+    with closing(Compiler(environment, at_once=at_once, timeout=timeout)) as compiler:
+        yield from compiler.compiling(jobs)
 
 
 class _Pointer:
@@ -320,7 +348,10 @@ def forked(works: Sequence[Callable[[Path], Result]], at_once: int,
 
 
 def warm() -> None:
-    """What every child would otherwise do again: the hash of Triton's library."""
+    """What every child would otherwise do again: import what Triton's JIT imports at a first launch (from 3.4
+    on), and hash Triton's library."""
+    with suppress(ImportError):
+        importlib.import_module("triton.experimental.gluon")
     for home in ("triton.runtime.cache", "triton.compiler.compiler"):
         with suppress(ImportError, AttributeError):
             importlib.import_module(home).triton_key()
@@ -329,28 +360,34 @@ def warm() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m flashlin.testing.compile",
-                                     description="launches as JSON lines in, results as JSON lines out")
+                                     description="launches as JSON lines in, results as JSON lines out; an "
+                                                 "empty line: what came so far is compiled before more is read")
     parser.add_argument("--sm", type=int,
                         help="compute capability, 90 for instance, where a line does not say")
     parser.add_argument("--at-once", type=int, default=0,
                         help="kernels compiled at a time, 0 for one per core")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for each")
     given = parser.parse_args(arguments)
-    jobs = []
-    for line in filter(None, map(str.strip, sys.stdin)):
-        fields = json.loads(line)
-        sm, loop = fields.pop("sm", given.sm), fields.pop("loop", False)
-        if sm is None:
-            parser.error("--sm is needed where a line does not say")
-        jobs.append(Job(sm, Recorded.from_fields(fields.get("launch", fields)), loop))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the children are ended, too
-    for module in {job.launch.module for job in jobs}:
-        importlib.import_module(module)  # once, before the children
-    warm()
-    works = [partial(_compile, job) for job in jobs]
-    for number, result in forked(works, given.at_once or os.cpu_count() or 1, given.timeout):
-        print(json.dumps({"job": number, "kernel": jobs[number].launch.kernel, "sm": jobs[number].sm,
-                          **result._asdict()}), flush=True)
+    at_once = given.at_once or os.cpu_count() or 1
+    for lines in batches(sys.stdin):
+        jobs = []
+        for fields in map(json.loads, lines):
+            sm, loop = fields.pop("sm", given.sm), fields.pop("loop", False)
+            if sm is None:
+                parser.error("--sm is needed where a line does not say")
+            jobs.append(Job(sm, Recorded.from_fields(fields.get("launch", fields)), loop))
+        for module in {job.launch.module for job in jobs}:
+            importlib.import_module(module)  # once, before the children
+        warm()
+        for number, result in forked([partial(_compile, job) for job in jobs], at_once, given.timeout):
+            print(json.dumps({"job": number, "kernel": jobs[number].launch.kernel, "sm": jobs[number].sm,
+                              **result._asdict()}), flush=True)
+
+
+def batches(lines: Iterable[str]) -> Iterator[list[str]]:
+    """The lines up to an empty one, or to the end."""
+    return (list(batch) for filled, batch in groupby(map(str.strip, lines), bool) if filled)
 
 
 if __name__ == "__main__":

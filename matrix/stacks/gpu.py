@@ -2,9 +2,9 @@
 
     python -m matrix.stacks.gpu --out matrix/results
 
-Needs fla, and transformers for the models. Each program has two processes: one, beside the others, fills
-Triton's cache; the other, alone, measures, and is held to ``--seconds``. ``--device cpu --small`` tries the
-script itself.
+Needs fla, and transformers for the models. First ``--warm`` processes fill Triton's cache together
+(``matrix/warming.py``), then each program has one, alone, which measures and is held to ``--seconds``.
+``--device cpu --small`` tries the script itself.
 
 Errors: RMS ratio beside flashlin in float32, of the output and of all gradients, ratio: patched / raw, whose
 worst may be 1.2. Times: medians of CUDA events, raw and patched in turn.
@@ -19,17 +19,17 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import flashlin
-from matrix import record
+from matrix import record, warming
 
 ROUNDS, STEPS = 5, 20
 ALLOWED = 1.2
@@ -76,7 +76,8 @@ def model(name: str, **options: Any) -> Callable[[Size], nn.Module]:
     def build(size: Size) -> nn.Module:
         import transformers
         sizes = {"vocab_size": VOCABULARY, "hidden_size": size.D, "intermediate_size": 2 * size.D,
-                 "num_hidden_layers": 4, "num_attention_heads": size.H, "max_position_embeddings": size.T}
+                 "num_hidden_layers": 4, "num_attention_heads": size.H, "pad_token_id": None,
+                 "max_position_embeddings": size.T}
         own = {key: of(size) if callable(of) else of for key, of in options.items()}
         return Whole(getattr(transformers, f"{name}ForCausalLM")(
             getattr(transformers, f"{name}Config")(**{**sizes, **own, "use_cache": False})))
@@ -93,7 +94,8 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], Callable[[Size], nn.Module]]] = {
     "GLA": (FLA, layer("GatedLinearAttention", num_heads=lambda size: max(size.H // 4, 2))),
     "RetNet": (FLA, layer("MultiScaleRetention", num_heads=lambda size: max(size.H // 2, 2))),
     "HGRN2": (FLA, layer("HGRN2Attention", num_heads=heads)),
-    "RWKV7": (FLA, layer("RWKV7Attention", head_dim=lambda size: 64 if size.K > 64 else size.K)),
+    "RWKV7": (FLA, layer("RWKV7Attention", num_hidden_layers=lambda size: 12,
+                         head_dim=lambda size: 64 if size.K > 64 else size.K)),
     "Qwen3-Next-like": (BOTH, model(
         "Qwen3Next", layer_types=MIXED, mlp_only_layers=[0, 1, 2, 3], num_key_value_heads=2, head_dim=width,
         linear_num_key_heads=heads, linear_num_value_heads=lambda size: 2 * size.H,
@@ -108,7 +110,8 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], Callable[[Size], nn.Module]]] = {
 }
 
 
-def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype, rounds: int = ROUNDS,
+             steps: int = STEPS) -> dict[str, Any]:
     """Everything of one program."""
     patches, build = PROGRAMS[name]
     torch.manual_seed(0)
@@ -146,9 +149,9 @@ def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype) ->
         found["ratio"], found["at"] = max(compared)
     for what, run in runs.items():
         blocks = {way: block for way, block in ways.items() if what not in found[way]}
-        for way, taken in timed(run, blocks, device).items():
+        for way, taken in timed(run, blocks, device, rounds).items():
             found[way][what] = taken
-    found["losses"] = {way: trained(build(size), state, x, block, device, dtype)
+    found["losses"] = {way: trained(build(size), state, x, block, device, dtype, steps)
                        for way, block in ways.items() if isinstance(found[way]["both"], float)}
     return found
 
@@ -171,10 +174,11 @@ def ratio(one: torch.Tensor, want: torch.Tensor) -> float:
     return float(difference / (want.float().pow(2).mean().sqrt() + 1e-12))
 
 
-def timed(run: Callable[[], Any], ways: dict[str, Block], device: torch.device) -> dict[str, float]:
+def timed(run: Callable[[], Any], ways: dict[str, Block], device: torch.device,
+          rounds: int) -> dict[str, float]:
     """Milliseconds, medians over rounds in which the ways take turns."""
     taken: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for way, within in ways.items():
             with within():
                 run()
@@ -196,7 +200,7 @@ def once(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def trained(whole: nn.Module, state: Tensors, x: torch.Tensor, block: Block, device: torch.device,
-            dtype: torch.dtype) -> list[float]:
+            dtype: torch.dtype, steps: int) -> list[float]:
     """Losses of some steps: float32 weights, autocast, a fixed target."""
     whole.load_state_dict(state)
     whole = whole.to(device)
@@ -204,7 +208,7 @@ def trained(whole: nn.Module, state: Tensors, x: torch.Tensor, block: Block, dev
     x = x.float() if x.is_floating_point() else x
     target: torch.Tensor | None = None
     with block():
-        for _ in range(STEPS):
+        for _ in range(steps):
             with torch.autocast(device.type, dtype):
                 output = whole(x).float()
                 if target is None:
@@ -237,37 +241,61 @@ def main() -> int:
     options.add_argument("--device", default="cuda")
     options.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
     options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
-    options.add_argument("--only", default="", help="programs whose names begin so")
+    options.add_argument("--only", default="", help="programs whose names begin so; the record in --out, if "
+                         "made by these versions, keeps the others")
     options.add_argument("--seconds", type=float, default=100, help="for each process")
+    options.add_argument("--warm", type=int, default=16 if torch.cuda.is_available() else 0, metavar="N",
+                         help="so many processes fill Triton's cache before")
+    options.add_argument("--warm-seconds", type=float, default=300, help="for how long at most")
     options.add_argument("--one", choices=PROGRAMS, help=argparse.SUPPRESS)
+    options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
     given = options.parse_args()
     device = torch.device(given.device)
     dtype = torch.bfloat16 if given.dtype == "bf16" else torch.float16
-    if given.one:
+    size = SMALL if given.small else Size()
+    names = [name for name in PROGRAMS if name.startswith(given.only)]
+    if given.one or given.fill:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
-        print(json.dumps(measured(given.one, SMALL if given.small else Size(), device, dtype)))
+        if given.fill:
+            warming.walk(names, given.fill,
+                         lambda name: measured(name, size, device, dtype, rounds=1, steps=1))
+        else:
+            warming.hurry()
+            print(json.dumps(measured(given.one, size, device, dtype)))
         return 0
-    names = [name for name in PROGRAMS if name.startswith(given.only)]
     arguments = ["--device", given.device, "--dtype", given.dtype, *(["--small"] if given.small else [])]
+    if given.warm:
+        print(warming.fill("matrix.stacks.gpu", "--only", given.only, *arguments, processes=given.warm,
+                           seconds=given.warm_seconds, HF_HUB_OFFLINE="1"), flush=True)
 
     def asked(name: str) -> dict[str, Any]:
         child = record.child("matrix.stacks.gpu", "--one", name, *arguments, seconds=given.seconds,
                              HF_HUB_OFFLINE="1")
         return child.said[-1] if child.said and not child.ending else {
             "failed": f"{child.ending}: {child.stderr.strip()[-300:]}"}
-    with ThreadPoolExecutor(8) as pool:  # Triton's cache is full then
-        list(pool.map(asked, names))
     print("program | forward ms raw / patched | with backward | output error raw | patched | worst gradient "
           "raw | patched | worst ratio | last loss")
-    rows: dict[str, dict[str, Any]] = {}
+    versions = {"fla": record.version("fla-core"), "transformers": record.version("transformers"),
+                "dtype": given.dtype}
+    rows = before(given.out, versions) if given.out and given.only else {}
     for name in names:
         rows[name] = asked(name)
         print(short(name, rows[name]), flush=True)
         if given.out:  # after each, since a card is lent for a time
-            record.write(given.out, "stacks-gpu", record.this_card(), fla=record.version("fla-core"),
-                         transformers=record.version("transformers"), dtype=given.dtype, programs=rows)
-    return int(any("failed" in one or one.get("ratio", 0) > ALLOWED for one in rows.values()))
+            record.write(given.out, "stacks-gpu", record.this_card(), **versions,
+                         programs={name: rows[name] for name in PROGRAMS if name in rows})
+    return int(any("failed" in rows[name] or rows[name].get("ratio", 0) > ALLOWED for name in names))
+
+
+def before(folder: Path, versions: dict[str, str]) -> dict[str, Any]:
+    """The programs of the record of this card that is there, if these versions made it."""
+    card = record.this_card()
+    place = record.place(folder, "stacks-gpu", card)
+    facts = json.loads(place.read_text()) if place.exists() else {}
+    same = {**record.made_by(card), **versions}.items() <= facts.items()
+    programs: dict[str, Any] = facts["programs"] if same else {}
+    return programs
 
 
 if __name__ == "__main__":

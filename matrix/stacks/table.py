@@ -2,6 +2,7 @@
 ``python -m matrix stacks``."""
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,6 +39,23 @@ def table(folder: Path) -> list[str]:
         lines += _of_record(record)
     return [*lines, "", "What is behind everything else than *yes*, patched:", "",
             *markdown.table(("answer", "quantity", "where"), _reasons(records))]
+
+
+def seeds(folder: Path) -> list[str]:
+    """The programs that flashlin began with, on GPUs; no lines without a record."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("seeds-*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        lines += ["", f"### {record['device']}, Triton {record['triton']}", "",
+                  f"fla {record['fla']}, torch {record['torch']}, {record['date']}.", "",
+                  *markdown.table(("program", "what it does", "raw", "patched"),
+                                  [(row["program"], row["part"], row["raw"], row["patched"])
+                                   for row in record["rows"]])]
+    return lines and ["", "## Programs it began with", "",
+                      "fla's layers and functions as they are and under `flashlin.patched(\"fla\")`, made by "
+                      "`python -m matrix.stacks.seeds`. *right* is within bounds of float32 in plain torch, "
+                      "or the error that was asked for. What a program does second meets what the first has "
+                      "left behind.", *lines]
 
 
 def _of_record(record: dict[str, Any]) -> Iterable[str]:

@@ -206,16 +206,9 @@ def wide() -> Iterator[None]:
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
     """The ops of flashlin that run meanwhile."""
-    ran, plan = Counter[str](), dispatch.plan
-
-    def counted(problem: Any, *rest: Any) -> Any:
-        ran[problem.op] += 1
-        return plan(problem, *rest)
-    dispatch.plan = counted  # type: ignore[assignment]  # to count plans
-    try:
+    ran = Counter[str]()
+    with dispatch.watching(lambda plan: ran.update([plan.asked.op])):
         yield ran
-    finally:
-        dispatch.plan = plan
 
 
 def run(model: Model, way: str, patches: Sequence[str] = (), weights: dict[str, torch.Tensor] | None = None,

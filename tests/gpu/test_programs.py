@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from triton.runtime.autotuner import Autotuner
 
 import flashlin
+from matrix.stacks import seeds
 
+if not torch.cuda.is_available():  # asked first: fla takes seconds to import, in every worker
+    pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("fla.layers")
 import fla.layers
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 BF16 = torch.bfloat16
+REFUSAL = "on Hopper GPUs produces incorrect results"  # fla's, of Triton 3.4 to 3.7.0, in gated backwards
 OWN: dict[str, Callable[[], Any]] = {
     "ABC": lambda: fla.layers.ABCAttention(hidden_size=256, num_heads=4, num_slots=32, layer_idx=0),
     "Comba": lambda: fla.layers.Comba(hidden_size=256, num_heads=4, head_dim=64, layer_idx=0),
@@ -24,12 +26,8 @@ OWN: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is compiled by torch, and every tuner has one configuration: fla's have dozens, and raw and
-    patched shall launch the same."""
-    prune = Autotuner.prune_configs
-    monkeypatch.setattr(Autotuner, "prune_configs", lambda *args, **given: prune(*args, **given)[:1])
-    with torch.compiler.set_stance("force_eager"):
+def quick() -> Iterator[None]:
+    with seeds.quick():
         yield
 
 
@@ -51,8 +49,10 @@ def test_what_flashlin_has_not_runs_as_raw_under_shield(name: str) -> None:
     x = torch.randn(2, 300, 256, device="cuda", dtype=BF16)
     try:
         raw = trained(copy.deepcopy(layer), x)
-    except Exception as error:  # fla refuses some on some cards
-        pytest.skip(f"raw: {type(error).__name__}: {error}")
+    except RuntimeError as error:
+        if REFUSAL not in str(error):
+            raise
+        pytest.skip(f"raw: {error}")
     with flashlin.patched("fla") as report:
         ours = trained(layer, x)
         assert any(by.startswith("shield") for _, _, by in report.replaced)
@@ -72,7 +72,8 @@ def test_a_layer_of_gated_delta_net_trains_where_raw_refuses() -> None:
     try:
         raw = trained(layer, x)
     except RuntimeError as error:
-        assert "Triton" in str(error), error
+        if REFUSAL not in str(error):
+            raise
         return
     for key, value in raw.items():
         assert (ours[key].float() - value.float()).norm() < 3e-2 * value.float().norm(), key

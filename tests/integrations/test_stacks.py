@@ -1,14 +1,19 @@
 """The table of real programs: what its verdicts see, and a share of it, run anew."""
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from triton import Config
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.errors import OutOfResources
 
 import flashlin.mamba
-from matrix.stacks import records, run, table, verdicts, ways
+from matrix.record import Child
+from matrix.stacks import records, run, seeds, table, verdicts, ways
 from matrix.stacks.models import MODELS, known
 from matrix.stacks.verdicts import Answer, Outcome, error, outcome
 from matrix.stacks.versions import STACKS
@@ -144,3 +149,43 @@ def test_what_patching_made_worse_is_told() -> None:
     unpatched = {"raw": {"logits": fine}, "patched": {"logits": Outcome("not patched")}}
     assert run.wrong(unpatched) and not run.wrong(unpatched, plain=True)
     assert run.wrong({"raw": {"pieces": Outcome("differs")}, "patched": {"pieces": Outcome("differs")}}) == []
+
+
+def test_what_a_child_did_not_say_is_how_it_ended(tmp_path: Path) -> None:
+    first, second = seeds.PROGRAMS["RMSNorm after an embedding"]
+    said = [{"part": first, "outcome": "right"}]
+    late, dead = Child(said, "no answer in 45 s", "a warning", None), Child(said, "process ended with -6",
+                                                                           "a warning\nabort: a | b", -6)
+    rows = [seeds.row_of("RMSNorm after an embedding", part, {"raw": dead, "patched": late})
+            for part in (first, second)]
+    assert [(row["raw"], row["patched"]) for row in rows] == [
+        ("right", "right"), ("error: abort: a | b", "error: no answer in 45 s")]
+    assert Child([], "process ended with -11", "", -11).died == "error: process ended with -11"
+    assert table.seeds(tmp_path) == []
+    (tmp_path / "seeds-H200-triton-3.6.0.json").write_text(json.dumps(
+        {"device": "H200", "triton": "3.6.0", "torch": "2.11.0", "fla": "0.6.0", "date": "", "rows": rows}))
+    assert (f"| RMSNorm after an embedding | {second} | error: abort: a \\| b | error: no answer in 45 s |"
+            in table.seeds(tmp_path))
+
+
+def test_a_quick_tuner_takes_the_first_configuration_that_fits() -> None:
+    tried: list[int] = []
+
+    class Kernel:
+        fn = staticmethod(lambda n: None)
+
+        def run(self, *args: Any, num_warps: int, **rest: Any) -> None:
+            tried.append(num_warps)
+            if num_warps < 4:
+                raise OutOfResources(2, 1, "shared memory")
+
+    def timed(call: Any, quantiles: Any) -> list[float]:
+        call()
+        return [1.0] * 3
+    tuner = Autotuner(Kernel(), ["n"], [Config({}, num_warps=warps) for warps in (1, 2, 4, 8)], ["n"], None,
+                      None, do_bench=timed, cache_results=True)
+    with seeds.quick():
+        for n in (5, 6):
+            tuner.run(n)
+    assert tried == 2 * [1, 2, 4, 4]  # the last is the call itself
+    assert "_bench" in vars(Autotuner) and Autotuner._bench.__qualname__ == "Autotuner._bench"

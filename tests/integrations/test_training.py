@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import flashlin
+from flashlin import dispatch
+from matrix.stacks.models import TINY, build, named
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that there is no GPU here
     import fla.models
 
 VOCABULARY = 67
-TOKENS = torch.arange(2 * 40).reshape(2, 40).mul(7).remainder(VOCABULARY)
+TOKENS = torch.arange(2 * 40).reshape(2, 40).mul(7).remainder(TINY["vocab_size"])
 
 
 @pytest.fixture(autouse=True)
@@ -94,42 +96,55 @@ def test_compiled_without_a_break() -> None:
     close(gradients(net, loss), right, 1e-3)
 
 
-RANKS = """
-import sys, warnings
-warnings.simplefilter("ignore")
-import torch, torch.distributed as dist
-import flashlin
+# What is patched, and a model of it with the op that it shall call.
+RANKED: dict[str, tuple[str, Callable[[], Any], str]] = {
+    "fla's GatedDeltaNet": ("fla", model, "chunk_gated_delta_rule"),
+    "qwen3_next": ("transformers", lambda: build(named("qwen3_next")), "chunk_gated_delta_rule"),
+    "mamba2": ("transformers", lambda: build(named("mamba2")), "mamba_chunk_scan_combined")}
+
+
+def ranked(name: str, rank: int) -> None:
+    """The mean of two ranks' gradients, each of one row, is the gradient of both rows."""
+    package, made, op = RANKED[name]
+    asked = set[str]()
+    with flashlin.patched(package), dispatch.watching(lambda plan: asked.add(plan.asked.op)):
+        net, mine = made(), TOKENS[rank:rank + 1]
+        right = gradients(net, net(TOKENS, labels=TOKENS).loss)
+        parallel = torch.nn.parallel.DistributedDataParallel(made())
+        parallel(mine, labels=mine).loss.backward()
+        close({one: p.grad for one, p in parallel.module.named_parameters()}, right, 1e-3)
+        sharded = made()
+        for layer in getattr(sharded, sharded.base_model_prefix).layers:
+            fully_shard(layer)
+        fully_shard(sharded)
+        sharded(mine, labels=mine).loss.backward()
+        close({one: p.grad.full_tensor() for one, p in sharded.named_parameters()}, right, 1e-3)
+    assert op in asked, asked
+    print(f"{name}: rank {rank} is right", flush=True)
+
+
+RANK = """
+import sys
+import torch.distributed as dist
 sys.path.insert(0, {tests!r})
-from tests.integrations.test_training import TOKENS, close, gradients, model
+from tests.integrations.test_training import RANKED, ranked
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-with flashlin.patched("fla"):
-    net = model()
-    right = gradients(net, net(TOKENS, labels=TOKENS).loss)
-    mine = TOKENS[rank:rank + 1]
-    ddp = torch.nn.parallel.DistributedDataParallel(model())
-    ddp(mine, labels=mine).loss.backward()
-    close({{name: p.grad for name, p in ddp.module.named_parameters()}}, right, 1e-3)
-    from torch.distributed.fsdp import fully_shard
-    sharded = model()
-    for layer in sharded.model.layers:
-        fully_shard(layer)
-    fully_shard(sharded)
-    sharded(mine, labels=mine).loss.backward()
-    close({{name: p.grad.full_tensor() for name, p in sharded.named_parameters()}}, right, 1e-3)
+for name in RANKED:
+    ranked(name, rank)
 dist.destroy_process_group()
-print("rank", rank, "is right")
 """
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    """The mean of two ranks' gradients, each of one row, is the gradient of both rows: DDP and FSDP2."""
+    """DDP and FSDP2."""
     root = str(Path(__file__).resolve().parents[2])
     script = tmp_path / "rank.py"
-    script.write_text(textwrap.dedent(RANKS.format(tests=root)))
-    ranks = [subprocess.Popen([sys.executable, str(script), str(rank), str(tmp_path / "meet")],
+    script.write_text(RANK.format(tests=root))
+    ranks = [subprocess.Popen([sys.executable, "-W", "ignore", str(script), str(rank), str(tmp_path / "meet")],
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                               env={**os.environ, "OMP_NUM_THREADS": "1"}) for rank in (0, 1)]
     said = [rank.communicate(timeout=240)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    assert all(f"rank {at} is right" in text for at, text in enumerate(said))
+    assert [[name for name in RANKED if f"{name}: rank {at} is right" in text] for at, text in enumerate(said)
+            ] == 2 * [[*RANKED]]

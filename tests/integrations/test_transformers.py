@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 import flashlin
+import flashlin.mamba
 from flashlin.integrations import adapters
 from flashlin.integrations.documents import watched
 from flashlin.integrations.probing import bound_in
@@ -461,6 +462,23 @@ def test_a_delta_rule_takes_every_way_to_say_where_documents_begin(op: str) -> N
         adapter(q, k, v, **given, cp_context=1)
     shown = inspect.signature(adapter).parameters.keys()
     assert {"cu_seq_lens_q", "seq_idx", *inspect.signature(ours).parameters} - shown == {"unknown"}
+
+
+@pytest.mark.parametrize("name, ours", [
+    ("selective_state_update", flashlin.mamba.selective_state_update),
+    ("mamba_split_conv1d_scan_combined", flashlin.mamba.mamba_split_conv1d_scan_combined),
+    ("mamba_inner_fn", flashlin.mamba.mamba_inner_fn), ("chunk_kda", flashlin.chunk_kda)])
+def test_an_adapter_has_the_signature_of_its_function(name: str, ours: Any) -> None:
+    adapter, own = adapters.ADAPTERS[name].function, inspect.signature(ours).parameters
+    names = [one for one in own if own[one].kind is not inspect.Parameter.VAR_KEYWORD]
+    shown = inspect.signature(adapter).parameters
+    assert [*shown][:len(names)] == names and [shown[one] for one in names] == [own[one] for one in names]
+    with pytest.raises(TypeError, match=rf"{name}\(\) missing"):
+        adapter(1, use_cache=False)
+    with pytest.raises(TypeError, match=rf"{name}\(\) got multiple values for argument '{names[0]}'"):
+        adapter(*names[:9], **{names[0]: 1})
+    with pytest.raises(TypeError, match=rf"{name}\(\) takes .* positional arguments but"):
+        adapter(*names, 1, 2)
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "relu"])

@@ -220,6 +220,24 @@ def test_the_same_question_has_the_same_answer() -> None:
             assert hash(first) == hash(dispatch.plan(asked, on, policy))
 
 
+def test_plans_are_watched_until_the_block_ends() -> None:
+    plan, on, outer, inner = dispatch.plan, target("3.6.0", 90), list[Plan](), list[Plan]()
+    asked = problem("chunk_simple_gla", "bfloat16", 64, 64)
+    with dispatch.watching(outer.append):
+        with dispatch.watching(inner.append):
+            made = dispatch.plan(asked, on)
+        dispatch.plan.cache_clear()
+        assert dispatch.plan(asked, on) == made and dispatch.plan.cache_info().misses == 1
+    dispatch.plan(asked, on)
+    assert (inner, outer) == ([made], [made, made]) and dispatch.plan is plan
+
+    def refuse(made: Plan) -> None:
+        raise LookupError(made.asked.op)
+    with pytest.raises(LookupError, match="chunk_simple_gla"), dispatch.watching(refuse):
+        dispatch.plan(asked, on)
+    assert dispatch.plan is plan
+
+
 def test_ops_that_share_a_family_and_mode_plan_alike() -> None:
     seen: dict[tuple[object, ...], Plan] = {}
     for op, way in dispatch.OPS.items():

@@ -15,7 +15,7 @@ import pytest
 import flashlin
 from flashlin import policy
 from flashlin.compat.known_issues import KNOWN_ISSUES
-from flashlin.policy import CHOICES, Policy, current, from_environment, settings
+from flashlin.policy import CHOICES, SWITCHES, Policy, current, from_environment, settings
 
 pytestmark = pytest.mark.usefixtures("default_settings")
 
@@ -28,7 +28,7 @@ def test_an_empty_environment_is_the_default_policy() -> None:
                          [(name, choice) for name, choices in CHOICES.items() for choice in choices])
 def test_every_choice_can_come_from_the_environment(name: str, choice: str) -> None:
     found = from_environment({f"FLASHLIN_{name.upper()}": choice})
-    assert found == Policy()._replace(**{name: choice == "1" if name == "debug" else choice})
+    assert found == Policy()._replace(**{name: choice == "1" if name in SWITCHES else choice})
 
 
 def test_ignore_is_a_list_with_commas_and_spaces() -> None:
@@ -73,9 +73,9 @@ def test_a_wrong_variable_is_an_error_that_lists_the_choices(variable: str, got:
     (dict(tokens=1), "tokens: got 1, need one of async, sync, off"),
     (dict(debug="yes"), "debug: got 'yes', need one of 0, 1"),
     (dict(paths="torch"), "settings: got paths, need some of policy, path, ignore, tokens, canary, debug, "
-                          "autotune"),
+                          "autotune, invariant"),
     (dict(zeal=1, amount=2), "settings: got amount, zeal, need some of policy, path, ignore, tokens, canary, "
-                             "debug, autotune")])
+                             "debug, autotune, invariant")])
 def test_a_wrong_setting_is_an_error_that_changes_nothing(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         settings(**changes)

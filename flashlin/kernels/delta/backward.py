@@ -25,8 +25,10 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import Scalars
-from flashlin.kernels.delta.forward import columns, delta_states, rows_of
+from flashlin.kernels.delta.forward import columns, delta_states
 from flashlin.kernels.delta.inputs import Inputs
+from flashlin.kernels.delta.parts import delta_alone
+from flashlin.kernels.delta.steps import rows_of
 from flashlin.kernels.pieces import (
     Batch,
     decay_of,
@@ -41,9 +43,10 @@ from flashlin.kernels.pieces import (
     zero_forgotten,
     zero_gaps,
 )
+from flashlin.kernels.splitting import back_by_transfers, by_transfers, own_part
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def delta_reverse(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
@@ -52,10 +55,11 @@ def delta_reverse(
     A_low,  # [rows, HV, BT]
     betas,  # lines [HV, R], fp32
     G,  # lines [HV, R], fp32
-    dht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
-    dy,  # [rows, HV, V]
-    dh0,  # like dht
-    dstates,  # [slots, HV, K, V], one for each chunk
+    dht,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    dy,  # [rows, HV, V], or None
+    dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]; with ALONE of parts
+    dstates,  # [slots, HV, K, V], one for each chunk, or None
+    undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
     scale,
     T,  # tokens of a sequence
@@ -63,6 +67,7 @@ def delta_reverse(
     H,  # heads of q and k
     HV,  # heads of v
     R,  # elements of a line
+    L,  # tokens of a part
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -71,22 +76,27 @@ def delta_reverse(
     DECAY: tl.constexpr,
     HAS_DHT: tl.constexpr,
     HAS_DH0: tl.constexpr,
+    ALONE: tl.constexpr,
     V_FIRST: tl.constexpr,
     HALF: tl.constexpr,
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, and dh0."""
+    """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, and dh0.
+    ALONE: dh0 alone, of each part but a sequence's first, as if no gradient came from those after it."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
-    nh = program // NV
-    i_h = nh % HV
+    own = program // NV
+    i_h = own % HV
     i_qk = i_h // (HV // H)
-    n = nh // HV
-    first, length = sequence_of(n, bounds, T, VARLEN)
-    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    n, i_part, first, length, last, entered = own_part(
+        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
+        REVERSE=True)
+    if ALONE:
+        length = tl.where(i_part > 0, length, 0)
     if HAS_DHT:
+        at, inside = state_offsets(entered * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
         dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
     else:
         dh = tl.zeros([BK, BV], dtype=tl.float32)
@@ -102,9 +112,10 @@ def delta_reverse(
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
         D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
         b_dh = dh.to(b_k.dtype)
-        slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
-        to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
-        tl.store(dstates + to, b_dh, mask=whole)
+        if not ALONE:
+            slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
+            to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
+            tl.store(dstates + to, b_dh, mask=whole)
         s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
         du = tl.dot(b_k, b_dh, input_precision=PRECISION)
         if DECAY == 0:
@@ -124,15 +135,20 @@ def delta_reverse(
             b_low = tile(A_low, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             b_dy += tl.dot(tl.trans(b_A), (du - b_du).to(b_A.dtype), input_precision=PRECISION)
             b_dy += tl.dot(tl.trans(b_low), b_du, input_precision=PRECISION)
-        put(dy, b_dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+        if not ALONE:
+            put(dy, b_dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         if DECAY == 0:
             b_dv = b_dy * b_beta[:, None]
         else:
             b_dv = b_dy * (b_beta * tl.exp2(D))[:, None]
         dh += tl.dot(tl.trans(b_q), b_w, input_precision=PRECISION)
         dh -= tl.dot(tl.trans(b_k), b_dv.to(b_k.dtype), input_precision=PRECISION)
-    if HAS_DH0:
-        tl.store(dh0 + at, dh, mask=inside)
+    if ALONE:
+        at, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
+        tl.store(dh0 + at, dh, mask=inside & (length > 0))
+    elif HAS_DH0:
+        at, inside = state_offsets(n * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
+        tl.store(dh0 + at, dh, mask=inside & (i_part == 0))
 
 
 @triton.jit
@@ -340,6 +356,8 @@ def run(
     dg = None if x.g is None else batch.new(dtype=torch.float32)
     dh0 = batch.initial_gradient(needs)
     constants = dict(VARLEN=batch.packed, PRECISION=precision(plan), K=K, V=V, DECAY=decay_of(x.g, None))
+    scanned = dict(constants, V_FIRST=how.state_v_first)
+    reverse = dict(scanned, HALF=A_low is not None)
     strips = -(-V // reversing.block("BV"))
     for part in batch.parts(reversing.block("BT"), dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, dh0=dh0, do=do,
                             dht=dht, A=A, A_low=A_low, scale=how.scale, R=lines.shape[2]):
@@ -348,11 +366,12 @@ def run(
             part[name] = torch.empty_like(part["v"])
         for name in ("states", "dstates"):
             part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
-        start(rebuilding, delta_states, n * HV * strips,
-              dict(constants, HAS_H0=x.h0 is not None, V_FIRST=how.state_v_first), part)
-        start(reversing, delta_reverse, n * HV * strips, dict(
-            constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=how.state_v_first,
-            HALF=A_low is not None), part)
+        by_transfers(plan, batch, part, delta_alone, reverse, has_dht=dht is not None)
+        start(rebuilding, delta_states, part["parts"] * HV * strips,
+              dict(scanned, HAS_H0=part["h0"] is not None), part)
+        back_by_transfers(plan, batch, part, delta_reverse, reverse, ("dy", "dstates"))
+        start(reversing, delta_reverse, part["parts"] * HV * strips, dict(
+            reverse, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, ALONE=False), part)
         if batch.T:
             start(finishing, delta_grads, n * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
     zero_forgotten(dg, x.g)

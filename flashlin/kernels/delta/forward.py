@@ -25,6 +25,8 @@ from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta.inputs import Inputs
+from flashlin.kernels.delta.parts import delta_alone
+from flashlin.kernels.delta.steps import rows_of, written
 from flashlin.kernels.inverse import blocks, merged, merging, product, substitute
 from flashlin.kernels.pieces import (
     Batch,
@@ -40,13 +42,7 @@ from flashlin.kernels.pieces import (
     tile,
     zero_gaps,
 )
-
-
-@triton.jit
-def rows_of(line, first, t0, length, i_h, R, BT: tl.constexpr):
-    """[BT] of a line [HV, R], zeros past the end."""
-    rows = tl.arange(0, BT)
-    return tl.load(line + i_h.to(tl.int64) * R + first + t0 + rows, mask=t0 + rows < length, other=0.0)
+from flashlin.kernels.splitting import by_transfers, own_part
 
 
 @triton.jit
@@ -227,7 +223,7 @@ def delta_inverse(
             K=K, BT=BT, BK=BK, DECAY=DECAY, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def delta_scan(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
@@ -235,9 +231,10 @@ def delta_scan(
     A,  # [rows, HV, BT]
     betas,  # lines [HV, R], fp32
     G,  # lines [HV, R], fp32
-    h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    h0,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
     o,  # [rows, HV, V]
-    ht,  # like h0, fp32
+    ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
+    undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
     scale,
     T,  # tokens of a sequence
@@ -245,6 +242,7 @@ def delta_scan(
     H,  # heads of q and k
     HV,  # heads of v
     R,  # elements of a line
+    L,  # tokens of a part
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -263,15 +261,17 @@ def delta_scan(
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
-    nh = program // NV
-    i_h = nh % HV
+    own = program // NV
+    i_h = own % HV
     i_qk = i_h // (HV // H)
-    n = nh // HV
-    first, length = sequence_of(n, bounds, T, VARLEN)
+    n, i_part, first, length, last, entered = own_part(
+        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
+        REVERSE=False)
     if GAPS:
-        zero_gaps(o, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+        if i_part == 0:
+            zero_gaps(o, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_H0:
+        at, inside = state_offsets(entered * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
@@ -307,25 +307,28 @@ def delta_scan(
         h += tl.dot(tl.trans(b_k), b_w, input_precision=PRECISION)
         put(o, b_o, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_HT:
-        tl.store(ht + at, h, mask=inside)
+        at, inside = state_offsets(n * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
+        tl.store(ht + at, h, mask=inside & last)
 
 
-@triton.jit(do_not_specialize=["T", "N", "R"])
+@triton.jit(do_not_specialize=["T", "N", "R", "L"])
 def delta_states(
     k,  # [rows, H, K]
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
     betas,  # lines [HV, R], fp32
     G,  # lines [HV, R], fp32
-    h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    h0,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
     u,  # [rows, HV, V]
     states,  # [slots, HV, K, V], one for each chunk
+    undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
     N,  # sequences
     H,  # heads of q and k
     HV,  # heads of v
     R,  # elements of a line
+    L,  # tokens of a part
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -342,13 +345,14 @@ def delta_states(
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
-    nh = program // NV
-    i_h = nh % HV
+    own = program // NV
+    i_h = own % HV
     i_qk = i_h // (HV // H)
-    n = nh // HV
-    first, length = sequence_of(n, bounds, T, VARLEN)
-    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    n, i_part, first, length, last, entered = own_part(
+        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
+        REVERSE=False)
     if HAS_H0:
+        at, inside = state_offsets(entered * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
@@ -358,21 +362,13 @@ def delta_states(
         b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
         D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
-        b_h = h.to(b_k.dtype)
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
-        tl.store(states + to, b_h, mask=whole)
-        kh = tl.dot(b_k, b_h, input_precision=PRECISION)
-        if DECAY == 0:
-            y = (b_v - kh) * b_beta[:, None]
-        else:
-            y = (b_v - kh * tl.exp2(D)[:, None]) * b_beta[:, None]
-            h *= tl.exp2(total)
-        b_u = tl.dot(b_A, y.to(b_A.dtype), input_precision=PRECISION)
+        tl.store(states + to, h.to(b_k.dtype), mask=whole)
+        b_u, h = written(
+            h=h, b_k=b_k, b_v=b_v, b_A=b_A, b_beta=b_beta, D=D, total=total, b_low=b_A,
+            DECAY=DECAY, HALF=False, PRECISION=PRECISION)
         put(u, b_u, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-        if DECAY != 0:
-            b_u *= tl.exp2(total - D)[:, None]
-        h += tl.dot(tl.trans(b_k), b_u.to(b_k.dtype), input_precision=PRECISION)
 
 
 def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor,
@@ -390,6 +386,7 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
     A_low = torch.empty_like(A) if plan.problem.needs_grad and x.q.dtype != torch.float32 else None
     lines = torch.empty(2, HV, batch.B * batch.T, dtype=torch.float32, device=batch.device)
     constants = dict(K=batch.K, VARLEN=batch.packed, PRECISION=precision(plan), DECAY=decay_of(x.g, None))
+    scanned = dict(constants, V=V, V_FIRST=how.state_v_first)
     for part in batch.parts(BT, A=A, A_low=A_low, o=o, ht=ht, scale=how.scale, R=lines.shape[2]):
         n, (betas, G) = part["N"], columns(lines, part)
         part.update(betas=betas, G=G)
@@ -398,9 +395,9 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
             scratch = torch.empty(part["slots"], HV, BT, 16, dtype=torch.float32, device=batch.device)
             start(inverting, delta_inverse, n * part["S"] * HV, dict(
                 constants, scratch=scratch, HAS_LOW=A_low is not None, MERGE=merging(plan)), part)
-        start(scanning, delta_scan, n * HV * strips, dict(
-            constants, V=V, HAS_H0=x.h0 is not None, HAS_HT=how.has_ht, V_FIRST=how.state_v_first,
-            GAPS=batch.gaps), part)
+        by_transfers(plan, batch, part, delta_alone, dict(scanned, HALF=False))
+        start(scanning, delta_scan, part["parts"] * HV * strips, dict(
+            scanned, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
     return o, ht, A, A_low, lines
 
 

@@ -9,13 +9,16 @@ from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
+    BY_TRANSFER,
     calm,
+    carry_launch,
     cumsum_launch,
     dot_traits,
     fitting,
     least_spilled,
     operand_bytes,
     over_tokens,
+    part_length,
     shared_bytes,
     state_launch,
     tf32_copies,
@@ -47,14 +50,18 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                    lambda config: max(shared(config), inverting(config.BT)), problem, target)
     BT = scan.BT
     kernels = [cumsum_launch(problem, BT)] if "g" in problem.options else []
+    part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER)
+    deep = scan._replace(num_stages=3)
+    states = deep if scan.num_stages == 2 and shared(deep) <= target.shared else scan
     # a warp waits at no barriers; two have the registers
     inverses = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
                             dots - {"rmw_acc"}, num_warps=warps) for warps in (1, 2)]
-    kernels += [least_spilled(inverses, target),
-              state_launch("delta_scan", scan, problem, shared(scan), dots)]
+    kernels.append(least_spilled(inverses, target))
+    if part:
+        kernels += [state_launch("delta_alone", states, problem, shared(states), dots, part=part),
+                    carry_launch(problem, target, part, transfer=True)]
+    kernels.append(state_launch("delta_scan", scan, problem, shared(scan), dots, part=part))
     if problem.needs_grad:
-        deep = scan._replace(num_stages=3)
-        states = deep if scan.num_stages == 2 and shared(deep) <= target.shared else scan
         # it has no registers to spare for a second stage (benchmarks/results/kernels-*)
         reverse = scan._replace(num_stages=1)
         # from 3.7 on so tall a state changes its layout in float32 where warpgroups multiply, and from 3.8 on
@@ -68,8 +75,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                              finishing(strip, num_stages), dots - {"rmw_acc"} | {"mixed_sum"}, num_stages)
                  for strip, num_stages in ways]
         fits = [launch for launch in grads if launch.shared <= target.shared]
-        kernels += [state_launch("delta_states", states, problem, shared(states), dots),
-                  state_launch("delta_reverse", reverse, problem, shared(reverse) + moved, dots),
+        kernels += [state_launch("delta_states", states, problem, shared(states), dots, part=part),
+                  state_launch("delta_reverse", reverse, problem, shared(reverse) + moved, dots, part=part),
                   least_spilled(fits or grads[-1:], target)]
     return tuple(kernels)
 

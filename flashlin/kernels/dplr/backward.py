@@ -34,8 +34,10 @@ from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.dplr.forward import beta_of, prepare
 from flashlin.kernels.dplr.inputs import Inputs
+from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.gla.backward import rows_beside, summed_before
-from flashlin.kernels.gla.forward import halves, sum_of_chunk, sums_at, sums_read
+from flashlin.kernels.gla.forward import halves, sums_at, sums_read
+from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.pieces import (
     Batch,
     first_slot,
@@ -47,9 +49,10 @@ from flashlin.kernels.pieces import (
     zero_forgotten,
     zero_gaps,
 )
+from flashlin.kernels.splitting import back_by_transfers, by_transfers, own_part
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T", "N", "L"])
 def dplr_states(
     b_out,  # [rows, HV, K]
     k_out,  # [rows, HV, K]
@@ -57,13 +60,15 @@ def dplr_states(
     M,  # [rows, HV, BT]
     v,  # [rows, HV, V]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    h0,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
     x,  # [rows, HV, V]
     states,  # [slots, HV, K, V], one for each chunk
+    undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
     N,  # sequences
     HV,  # heads of v
+    L,  # tokens of a part
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -79,12 +84,13 @@ def dplr_states(
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
-    nh = program // NV
-    i_h = nh % HV
-    n = nh // HV
-    first, length = sequence_of(n, bounds, T, VARLEN)
-    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    own = program // NV
+    i_h = own % HV
+    n, i_part, first, length, last, entered = own_part(
+        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
+        REVERSE=False)
     if HAS_H0:
+        at, inside = state_offsets(entered * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
@@ -108,7 +114,7 @@ def dplr_states(
             h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T", "N", "L"])
 def dplr_reverse(
     q_in,  # [rows, HV, K]
     a_in,  # [rows, HV, K]
@@ -121,15 +127,17 @@ def dplr_reverse(
     T_low,  # [rows, HV, BT]
     do,  # [rows, HV, V]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    dht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
-    dy,  # [rows, HV, V]
-    dv,  # [rows, HV, V]
-    dh0,  # like dht
-    dstates,  # [slots, HV, K, V], one for each chunk
+    dht,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    dy,  # [rows, HV, V], or None
+    dv,  # [rows, HV, V], or None
+    dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]; with ALONE of parts
+    dstates,  # [slots, HV, K, V], one for each chunk, or None
+    undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
     N,  # sequences
     HV,  # heads of v
+    L,  # tokens of a part
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -138,6 +146,7 @@ def dplr_reverse(
     TWO: tl.constexpr,
     HAS_DHT: tl.constexpr,
     HAS_DH0: tl.constexpr,
+    ALONE: tl.constexpr,
     V_FIRST: tl.constexpr,
     HAS_LOW: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -145,18 +154,23 @@ def dplr_reverse(
     PRECISION: tl.constexpr,
 ):
     """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, dh0, and of
-    two writers dv."""
+    two writers dv. ALONE: dh0 alone, of each part but a sequence's first, as if no gradient came from those
+    after it."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
-    nh = program // NV
-    i_h = nh % HV
-    n = nh // HV
-    first, length = sequence_of(n, bounds, T, VARLEN)
-    if GAPS and TWO:
-        zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    own = program // NV
+    i_h = own % HV
+    n, i_part, first, length, last, entered = own_part(
+        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
+        REVERSE=True)
+    if GAPS and TWO and not ALONE:
+        if i_part == 0:
+            zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+    if ALONE:
+        length = tl.where(i_part > 0, length, 0)
     if HAS_DHT:
+        at, inside = state_offsets(entered * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
         dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
     else:
         dh = tl.zeros([BK, BV], dtype=tl.float32)
@@ -167,12 +181,13 @@ def dplr_reverse(
         b_P = tile(P, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(b_b.dtype)
         b_dh = dh.to(b_b.dtype)
-        slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
-        to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
-        tl.store(dstates + to, b_dh, mask=whole)
+        if not ALONE:
+            slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
+            to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
+            tl.store(dstates + to, b_dh, mask=whole)
         dx = tl.dot(tl.trans(b_P), b_do, input_precision=PRECISION)
         dx += tl.dot(b_b, b_dh, input_precision=PRECISION)
-        if TWO:  # what of dv reads dh comes first, then what does not
+        if TWO and not ALONE:  # what of dv reads dh comes first, then what does not
             b_R = tile(R, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             b_k = tile(k_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
             b_dv = tl.dot(tl.trans(b_R), b_do, input_precision=PRECISION)
@@ -193,13 +208,18 @@ def dplr_reverse(
         b_y = y.to(b_b.dtype)
         b_a = tile(a_in, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
         dh += tl.dot(tl.trans(b_a), b_y, input_precision=PRECISION)
-        put(dy, b_y, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-        if TWO:
+        if not ALONE:
+            put(dy, b_y, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+        if TWO and not ALONE:
             b_N = tile(N_, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             b_dv += tl.dot(tl.trans(b_N), b_y, input_precision=PRECISION)
             put(dv, b_dv, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-    if HAS_DH0:
-        tl.store(dh0 + at, dh, mask=inside)
+    if ALONE:
+        at, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
+        tl.store(dh0 + at, dh, mask=inside & (length > 0))
+    elif HAS_DH0:
+        at, inside = state_offsets(n * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
+        tl.store(dh0 + at, dh, mask=inside & (i_part == 0))
 
 
 @triton.jit
@@ -484,22 +504,24 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     dbeta = None if x.beta is None else batch.new(dtype=torch.float32)
     dh0 = batch.initial_gradient(needs)
     constants = dict(K=K, V=V, TWO=x.beta is None, VARLEN=batch.packed, PRECISION=precision(plan))
+    scanned = dict(constants, V_FIRST=how.state_v_first)
     strips = -(-V // reversing.block("BV"))
     for part in batch.parts(finishing.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, da=da, db=db, dbeta=dbeta,
                             dh0=dh0, do=do, dht=dht, scale=how.scale):
         prepare(plan, part, backward=True)
-        n = part["N"]
         for name in ("states", "dstates"):
             part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
         for name in ("x", "dy"):
             part[name] = torch.empty_like(part["v"])
-        start(rebuilding, dplr_states, n * HV * strips,
-              dict(constants, HAS_H0=x.h0 is not None, V_FIRST=how.state_v_first), part)
-        start(reversing, dplr_reverse, n * HV * strips, dict(
-            constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=how.state_v_first,
-            HAS_LOW=part["T_low"] is not None, GAPS=batch.gaps), part)
+        by_transfers(plan, batch, part, dplr_alone, scanned, has_dht=dht is not None)
+        start(rebuilding, dplr_states, part["parts"] * HV * strips,
+              dict(scanned, HAS_H0=part["h0"] is not None), part)
+        reverse = dict(scanned, HAS_LOW=part["T_low"] is not None, GAPS=batch.gaps)
+        back_by_transfers(plan, batch, part, dplr_reverse, reverse, ("dy", "dv", "dstates"))
+        start(reversing, dplr_reverse, part["parts"] * HV * strips, dict(
+            reverse, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, ALONE=False), part)
         if batch.T:
-            start(finishing, dplr_grads, n * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
+            start(finishing, dplr_grads, part["N"] * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
     # KDA, whose gate needs it; a pass over the largest gradient there is, so others do without
     if x.beta is not None:
         zero_forgotten(dg, x.g)

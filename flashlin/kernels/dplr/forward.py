@@ -33,7 +33,9 @@ from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.dplr.inputs import Inputs
-from flashlin.kernels.gla.forward import halves, sum_of_chunk, sums_at, sums_of_chunks, sums_read
+from flashlin.kernels.dplr.parts import dplr_alone
+from flashlin.kernels.gla.forward import halves, sums_at, sums_of_chunks, sums_read
+from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.inverse import inverse, merging, product
 from flashlin.kernels.pieces import (
     Batch,
@@ -45,6 +47,7 @@ from flashlin.kernels.pieces import (
     tile,
     zero_gaps,
 )
+from flashlin.kernels.splitting import by_transfers, own_part
 
 
 @triton.jit
@@ -242,7 +245,7 @@ def dplr_prepare(
             HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T", "N", "L"])
 def dplr_scan(
     q_in,  # [rows, HV, K]
     b_out,  # [rows, HV, K]
@@ -253,13 +256,15 @@ def dplr_scan(
     R,  # [rows, HV, BT]
     v,  # [rows, HV, V]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
+    h0,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
     o,  # [rows, HV, V]
-    ht,  # like h0, fp32
+    ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
+    undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
     N,  # sequences
     HV,  # heads of v
+    L,  # tokens of a part
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -278,14 +283,16 @@ def dplr_scan(
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
-    nh = program // NV
-    i_h = nh % HV
-    n = nh // HV
-    first, length = sequence_of(n, bounds, T, VARLEN)
+    own = program // NV
+    i_h = own % HV
+    n, i_part, first, length, last, entered = own_part(
+        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
+        REVERSE=False)
     if GAPS:
-        zero_gaps(o, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+        if i_part == 0:
+            zero_gaps(o, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_H0:
+        at, inside = state_offsets(entered * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
@@ -312,7 +319,8 @@ def dplr_scan(
         b_o += tl.dot(b_P, b_x, input_precision=PRECISION)
         put(o, b_o, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_HT:
-        tl.store(ht + at, h, mask=inside)
+        at, inside = state_offsets(n * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
+        tl.store(ht + at, h, mask=inside & last)
 
 
 def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
@@ -340,11 +348,12 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
     batch, scanning = Batch(plan, x), plan.launch("dplr_scan")
     o = batch.new(batch.V, dtype=how.out_dtype)
     ht = batch.final_state(how.has_ht, how.state_v_first)
-    constants = dict(K=batch.K, V=batch.V, TWO=x.beta is None, HAS_H0=x.h0 is not None, HAS_HT=how.has_ht,
-                     V_FIRST=how.state_v_first, VARLEN=batch.packed, GAPS=batch.gaps,
-                     PRECISION=precision(plan))
+    constants = dict(K=batch.K, V=batch.V, TWO=x.beta is None, V_FIRST=how.state_v_first,
+                     VARLEN=batch.packed, PRECISION=precision(plan))
     strips = -(-batch.V // scanning.block("BV"))
     for part in batch.parts(scanning.block("BT"), o=o, ht=ht, scale=how.scale):
         prepare(plan, part)
-        start(scanning, dplr_scan, part["N"] * batch.HV * strips, constants, part)
+        by_transfers(plan, batch, part, dplr_alone, constants)
+        start(scanning, dplr_scan, part["parts"] * batch.HV * strips, dict(
+            constants, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
     return o, ht

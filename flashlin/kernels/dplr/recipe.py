@@ -13,13 +13,16 @@ from flashlin.kernels.configs import BLOCK, Config, over_v, padded
 from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
+    BY_TRANSFER,
     calm,
+    carry_launch,
     dot_traits,
     fitting,
     least_spilled,
     narrow_state,
     operand_bytes,
     over_tokens,
+    part_length,
     state_launch,
     tf32_copies,
     ways,
@@ -109,13 +112,17 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     # 3.1 pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
     kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
                          -(-problem.H * problem.K // CHANNELS)),
-             least_spilled([way for launch in prepare for way in (launch, *ways(launch, problem))], target),
-             state_launch("dplr_scan", scan, problem, scanning(scan), dots, tall=scan.num_stages > 1)]
+             least_spilled([way for launch in prepare for way in (launch, *ways(launch, problem))], target)]
+    part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER)
+    single = scan._replace(num_stages=1)
+    if part:
+        kernels += [state_launch("dplr_alone", single, problem, scanning(single), dots, False, part),
+                    carry_launch(problem, target, part, transfer=True)]
+    kernels.append(state_launch("dplr_scan", scan, problem, scanning(scan), dots, scan.num_stages > 1, part))
     if problem.needs_grad:
-        single, strip = scan._replace(num_stages=1), strip_beside(BT)
-        kernels += [state_launch("dplr_states", single, problem, scanning(single), dots, tall=False),
-                  state_launch("dplr_reverse", single, problem, reverse(scan), dots, tall=False),
-                  grads(BT, strip)]
+        kernels += [state_launch("dplr_states", single, problem, scanning(single), dots, False, part),
+                  state_launch("dplr_reverse", single, problem, reverse(scan), dots, False, part),
+                  grads(BT, strip_beside(BT))]
     return tuple(kernels)
 
 

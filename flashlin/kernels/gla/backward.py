@@ -39,11 +39,11 @@ from flashlin.kernels.gla.forward import (
     decay_to_meeting,
     halves,
     prepare,
-    sum_of_chunk,
     sums_at,
     sums_read,
 )
 from flashlin.kernels.gla.inputs import Inputs
+from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
 from flashlin.kernels.pieces import (
     Batch,
     first_slot,
@@ -54,19 +54,21 @@ from flashlin.kernels.pieces import (
     tile,
     zero_gaps,
 )
+from flashlin.kernels.splitting import by_decays, part_of
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T", "N", "L"])
 def gla_states(
     k_out,  # [rows, H, K]
     v,  # [rows, H, V]
     G,  # [rows, H, K], fp32: sums of a chunk's decays
-    h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
     states,  # [slots, H, K, V], one for each chunk
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
     N,  # sequences
     H,  # heads
+    L,  # tokens of a part
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -81,12 +83,11 @@ def gla_states(
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
-    nh = program // NV
-    i_h = nh % H
-    n = nh // H
-    first, length = sequence_of(n, bounds, T, VARLEN)
-    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+    own = program // NV
+    i_h = own % H
+    n, i_part, first, length, last = part_of(own // H, bounds, T, N, L, VARLEN)
     if HAS_H0:
+        at, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
@@ -101,22 +102,23 @@ def gla_states(
         h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["T", "N", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "L", "scale"])
 def gla_reverse(
     q_in,  # [rows, H, K]
     k_out,  # [rows, H, K]
     do,  # [rows, H, V]
     A,  # [rows, H, BT]
     G,  # [rows, H, K], fp32: sums of a chunk's decays
-    dht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    dht,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
     dv,  # [rows, H, V]
-    dh0,  # like dht
+    dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     dstates,  # [slots, H, K, V], one for each chunk
     bounds,  # [N + 1] or None
     scale,
     T,  # tokens of a sequence
     N,  # sequences
     H,  # heads
+    L,  # tokens of a part
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -133,14 +135,14 @@ def gla_reverse(
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
-    nh = program // NV
-    i_h = nh % H
-    n = nh // H
-    first, length = sequence_of(n, bounds, T, VARLEN)
+    own = program // NV
+    i_h = own % H
+    n, i_part, first, length, last = part_of(own // H, bounds, T, N, L, VARLEN)
     if GAPS:
-        zero_gaps(dv, bounds, n, T, N, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
-    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+        if i_part == 0:
+            zero_gaps(dv, bounds, n, T, N, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_DHT:
+        at, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
         dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
     else:
         dh = tl.zeros([BK, BV], dtype=tl.float32)
@@ -162,7 +164,8 @@ def gla_reverse(
         dh *= tl.exp2(total)[:, None]
         dh += tl.dot(tl.trans(b_q), (b_do * scale).to(b_do.dtype), input_precision=PRECISION)
     if HAS_DH0:
-        tl.store(dh0 + at, dh, mask=inside)
+        at, inside = state_offsets(n * H + i_h, 0, v0, K, V, BK, BV, V_FIRST)
+        tl.store(dh0 + at, dh, mask=inside & (i_part == 0))
 
 
 @triton.jit
@@ -430,20 +433,23 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     dv, dg = batch.new(V, dtype=x.v.dtype), batch.new(K, dtype=torch.float32)
     dh0, du = batch.initial_gradient(needs), None if x.u is None else torch.zeros_like(x.u)
     constants = dict(K=K, V=V, VARLEN=batch.packed, PRECISION=precision(plan))
+    scanned = dict(constants, V_FIRST=how.state_v_first)
     strips = -(-V // reversing.block("BV"))
     for part in batch.parts(finishing.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do, dht=dht,
                             scale=how.scale):
         prepare(plan, part)
-        n, slots = part["N"], part["slots"]
+        n, slots, numbered = part["N"], part["slots"], part["parts"] * H * strips
+        part["h0"] = by_decays(plan, batch, part, gla_alone, scanned, ("k_out", "v"), vector=True)
+        part["dht"] = by_decays(plan, batch, part, gla_alone, scanned, ("q_in", "do"), reverse=True,
+                                vector=True)
         for name in ("states", "dstates"):
             part[name] = torch.empty(slots, H, K, V, dtype=x.v.dtype, device=batch.device)
         # zeros, because sequences leave slots between them
         shares = None if x.u is None else torch.zeros(slots, H, K, dtype=torch.float32, device=batch.device)
-        start(rebuilding, gla_states, n * H * strips,
-              dict(constants, HAS_H0=x.h0 is not None, V_FIRST=how.state_v_first), part)
-        start(reversing, gla_reverse, n * H * strips, dict(
-            constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, V_FIRST=how.state_v_first,
-            GAPS=batch.gaps), part)
+        start(rebuilding, gla_states, numbered,
+              dict(scanned, HAS_H0=part["h0"] is not None), part)
+        start(reversing, gla_reverse, numbered, dict(
+            scanned, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, GAPS=batch.gaps), part)
         if batch.T:
             start(finishing, gla_grads, n * part["S"] * H,
                   dict(constants, du=shares, BEFORE=x.u is not None, GAPS=batch.gaps), part)

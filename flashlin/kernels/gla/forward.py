@@ -29,7 +29,9 @@ from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.gla.inputs import Inputs
+from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
 from flashlin.kernels.pieces import Batch, precision, put, sequence_of, state_offsets, tile, zero_gaps
+from flashlin.kernels.splitting import by_decays, part_of
 
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
@@ -115,23 +117,6 @@ def bonus_of(u, i_h, K: tl.constexpr, k0, BK: tl.constexpr):
     """[1, BK] of u [H, K]."""
     columns = k0 + tl.arange(0, BK)
     return tl.load(u + i_h * K + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def sum_of_chunk(
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
-    last,  # the chunk's last row
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    i_h,  # the head
-    H,  # heads
-    K: tl.constexpr,
-    k0,  # first column
-    BK: tl.constexpr,
-):
-    """[BK]: G_L, which is that of the chunk's last row inside the sequence."""
-    columns = k0 + tl.arange(0, BK)
-    return tl.load(G + ((first + t0 + last) * H + i_h) * K + columns, mask=columns < K, other=0.0)
 
 
 @triton.jit
@@ -261,21 +246,22 @@ def gla_scores(
             K=K, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
 
 
-@triton.jit(do_not_specialize=["T", "N", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "L", "scale"])
 def gla_scan(
     q_in,  # [rows, H, K]
     k_out,  # [rows, H, K]
     v,  # [rows, H, V]
     A,  # [rows, H, BT]
     G,  # [rows, H, K], fp32: sums of a chunk's decays
-    h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
     o,  # [rows, H, V]
-    ht,  # like h0, fp32
+    ht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32
     bounds,  # [N + 1] or None
     scale,
     T,  # tokens of a sequence
     N,  # sequences
     H,  # heads
+    L,  # tokens of a part
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -293,14 +279,14 @@ def gla_scan(
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
-    nh = program // NV
-    i_h = nh % H
-    n = nh // H
-    first, length = sequence_of(n, bounds, T, VARLEN)
+    own = program // NV
+    i_h = own % H
+    n, i_part, first, length, last = part_of(own // H, bounds, T, N, L, VARLEN)
     if GAPS:
-        zero_gaps(o, bounds, n, T, N, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
-    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+        if i_part == 0:
+            zero_gaps(o, bounds, n, T, N, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_H0:
+        at, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
@@ -317,7 +303,8 @@ def gla_scan(
         h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
         put(o, b_o, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_HT:
-        tl.store(ht + at, h, mask=inside)
+        at, inside = state_offsets(n * H + i_h, 0, v0, K, V, BK, BV, V_FIRST)
+        tl.store(ht + at, h, mask=inside & last)
 
 
 def sums_of_chunks(plan: Plan, x: dict[str, Any]) -> torch.Tensor:
@@ -347,11 +334,12 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
     batch, scanning = Batch(plan, x), plan.launch("gla_scan")
     o = batch.new(batch.V, dtype=how.out_dtype)
     ht = batch.final_state(how.has_ht, how.state_v_first)
-    constants = dict(K=batch.K, V=batch.V, HAS_H0=x.h0 is not None, HAS_HT=how.has_ht,
-                     V_FIRST=how.state_v_first, VARLEN=batch.packed, GAPS=batch.gaps,
+    constants = dict(K=batch.K, V=batch.V, V_FIRST=how.state_v_first, VARLEN=batch.packed,
                      PRECISION=precision(plan))
     strips = -(-batch.V // scanning.block("BV"))
     for part in batch.parts(scanning.block("BT"), o=o, ht=ht, scale=how.scale):
         prepare(plan, part)
-        start(scanning, gla_scan, part["N"] * batch.HV * strips, constants, part)
+        part["h0"] = by_decays(plan, batch, part, gla_alone, constants, ("k_out", "v"), vector=True)
+        start(scanning, gla_scan, part["parts"] * batch.HV * strips, dict(
+            constants, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
     return o, ht

@@ -8,13 +8,16 @@ from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
+    BY_DECAY,
     PADDING,
     calm,
+    carry_launch,
     dot_traits,
     fitting,
     moves,
     operand_bytes,
     over_tokens,
+    part_length,
     shared_bytes,
     state_launch,
     tf32_copies,
@@ -48,16 +51,20 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     BT, wide = scan.BT, min(SCORES, padded(problem.K))
     # both operands, of fp32 two parts of each; the scores
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2
+    part = part_length(problem, target, -(-problem.V // scan.BV), BY_DECAY)
     kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
-                         -(-problem.H * problem.K // CHANNELS)),
-             over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, per_chunk),
-             state_launch("gla_scan", scan, problem, shared(scan), dots)]
+                           -(-problem.H * problem.K // CHANNELS)),
+               over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, per_chunk)]
+    if part:
+        kernels += [state_launch("gla_alone", scan, problem, shared(scan), dots, part=part),
+                    carry_launch(problem, target, part)]
+    kernels.append(state_launch("gla_scan", scan, problem, shared(scan), dots, part=part))
     if problem.needs_grad:
         single = scan._replace(num_stages=1)
         narrow, strip = min(GRADS, padded(problem.K)), min(GRADS, padded(problem.V))
         finishing = size * (2 * BT * strip + 2 * narrow * strip + BT * narrow + BT ** 2) + 4 * BT ** 2
-        kernels += [state_launch("gla_states", scan, problem, shared(scan), dots),
-                  state_launch("gla_reverse", single, problem, shared(single), dots),
+        kernels += [state_launch("gla_states", scan, problem, shared(scan), dots, part=part),
+                  state_launch("gla_reverse", single, problem, shared(single), dots, part=part),
                   over_tokens("gla_grads", problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing,
                               per_chunk)]
     return tuple(kernels)

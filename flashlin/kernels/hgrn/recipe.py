@@ -33,7 +33,7 @@ def segments(problem: Problem, target: Target) -> int:
     """Into how many segments each sequence is split. The second reading of the inputs that this costs has to
     pay."""
     programs = max(1, problem.N * strips(problem.K))
-    if programs >= ENOUGH * target.sms:
+    if problem.invariant or programs >= ENOUGH * target.sms:
         return 1
     return max(1, min(cdiv(WANTED * target.sms, programs), problem.T // SHORTEST))
 

@@ -42,9 +42,11 @@ from flashlin.kernels.pieces import (
     zero_gaps,
 )
 from flashlin.kernels.simple_gla.inputs import Inputs
+from flashlin.kernels.simple_gla.parts import simple_gla_alone
+from flashlin.kernels.splitting import by_decays, part_of
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def simple_gla_dq(
     k,  # [rows, H // GROUP, K]
     v,  # [rows, H, V]
@@ -52,7 +54,7 @@ def simple_gla_dq(
     q,  # [rows, H // GROUP, K]
     G,  # [H, R], fp32
     gamma,  # [H]
-    h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
     dq,  # [rows, H, K]
     a,  # [NK, H, R], fp32
     states,  # [slots, H, K, V], one for each chunk
@@ -62,6 +64,7 @@ def simple_gla_dq(
     N,  # sequences
     H,  # heads
     R,  # elements of a line
+    L,  # tokens of a part
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -84,13 +87,13 @@ def simple_gla_dq(
     program = tl.program_id(0)
     i_k = program % NK
     k0 = i_k * BK
-    nh = program // NK
-    i_h = nh % H
-    n = nh // H
-    first, length = sequence_of(n, bounds, T, VARLEN)
+    own = program // NK
+    i_h = own % H
+    n, i_part, first, length, last = part_of(own // H, bounds, T, N, L, VARLEN)
     if GAPS:
-        zero_gaps(dq, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-    at, inside = state_offsets(nh, k0, 0, K, V, BK, BV, V_FIRST)
+        if i_part == 0:
+            zero_gaps(dq, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+    at, inside = state_offsets(own, k0, 0, K, V, BK, BV, V_FIRST)
     if HAS_H0:
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -132,7 +135,7 @@ def simple_gla_dq(
         put(dq, b_dq, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "slots", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "R", "slots", "L", "scale"])
 def simple_gla_dk(
     q,  # [rows, H // GROUP, K]
     v,  # [rows, H, V]
@@ -140,9 +143,9 @@ def simple_gla_dk(
     k,  # [rows, H // GROUP, K]
     G,  # [H, R], fp32
     gamma,  # [H]
-    dht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    dht,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
     dk,  # [rows, H, K]
-    dh0,  # like dht
+    dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     b,  # [NK, H, R], fp32
     c,  # [NK, H, R], fp32
     through,  # [NK, slots, H], fp32
@@ -154,6 +157,7 @@ def simple_gla_dk(
     H,  # heads
     R,  # elements of a line
     slots,  # slots of chunks
+    L,  # tokens of a part
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -176,13 +180,13 @@ def simple_gla_dk(
     program = tl.program_id(0)
     i_k = program % NK
     k0 = i_k * BK
-    nh = program // NK
-    i_h = nh % H
-    n = nh // H
-    first, length = sequence_of(n, bounds, T, VARLEN)
+    own = program // NK
+    i_h = own % H
+    n, i_part, first, length, last = part_of(own // H, bounds, T, N, L, VARLEN)
     if GAPS:
-        zero_gaps(dk, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-    at, inside = state_offsets(nh, k0, 0, K, V, BK, BV, V_FIRST)
+        if i_part == 0:
+            zero_gaps(dk, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+    at, inside = state_offsets(own, k0, 0, K, V, BK, BV, V_FIRST)
     if HAS_DHT:
         dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -227,17 +231,18 @@ def simple_gla_dk(
         dh += tl.dot(tl.trans(b_w), b_do, input_precision=PRECISION)
         put(dk, b_dk, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
     if HAS_DH0:
-        tl.store(dh0 + at, dh, mask=inside)
+        at, inside = state_offsets(n * H + i_h, k0, 0, K, V, BK, BV, V_FIRST)
+        tl.store(dh0 + at, dh, mask=inside & (i_part == 0))
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def simple_gla_dv(
     q,  # [rows, H // GROUP, K]
     k,  # [rows, H // GROUP, K]
     do,  # [rows, H, V]
     G,  # [H, R], fp32
     gamma,  # [H]
-    dht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    dht,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
     dv,  # [rows, H, V]
     bounds,  # [N + 1] or None
     scale,
@@ -245,6 +250,7 @@ def simple_gla_dv(
     N,  # sequences
     H,  # heads
     R,  # elements of a line
+    L,  # tokens of a part
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -263,13 +269,13 @@ def simple_gla_dv(
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
-    nh = program // NV
-    i_h = nh % H
-    n = nh // H
-    first, length = sequence_of(n, bounds, T, VARLEN)
+    own = program // NV
+    i_h = own % H
+    n, i_part, first, length, last = part_of(own // H, bounds, T, N, L, VARLEN)
     if GAPS:
-        zero_gaps(dv, bounds, n, T, N, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
-    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+        if i_part == 0:
+            zero_gaps(dv, bounds, n, T, N, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+    at, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
     if HAS_DHT:
         dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -352,27 +358,30 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     dg = batch.new(dtype=torch.float32) if x.g is not None and "g" in needs else None
     dh0 = batch.initial_gradient(needs)
     NK = -(-K // for_dk.block("BK"))
-    gaps = dict(VARLEN=batch.packed, GAPS=batch.gaps)
-    constants = dict(gaps, K=K, V=V, DECAY=decay_of(x.g, x.gamma), V_FIRST=how.state_v_first,
+    constants = dict(VARLEN=batch.packed, K=K, V=V, DECAY=decay_of(x.g, x.gamma), V_FIRST=how.state_v_first,
                      GROUP=H // max(batch.H, 1), BLOCK=BLOCK, PRECISION=precision(plan))
     # do as the kernels multiply it, also where o is float32
     for part in batch.parts(for_dk.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do.to(x.v.dtype),
                             dht=dht, scale=how.scale, H=H):
-        n, rows, slots = part["N"], part["rows"], part["slots"]
+        n, rows, slots, numbered = part["N"], part["rows"], part["slots"], part["parts"] * H
         part.update(R=rows, G=summed(plan, part["g"], part["bounds"], n),
                     **dict.fromkeys(("a", "b", "c", "through", "states")))
+        part["h0"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("k", "v"))
+        part["dht"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("q", "do"), reverse=True)
         if dg is not None:
             for name in ("a", "b", "c"):
                 part[name] = torch.empty(NK, H, rows, dtype=torch.float32, device=batch.device)
             part["through"] = torch.empty(NK, slots, H, dtype=torch.float32, device=batch.device)
             part["states"] = torch.empty(slots, H, K, V, dtype=x.q.dtype, device=batch.device)
-        start(for_dq, simple_gla_dq, n * H * NK,
-              dict(constants, HAS_H0=x.h0 is not None, HAS_DG=dg is not None), part)
-        start(for_dk, simple_gla_dk, n * H * NK, dict(
-            constants, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None, HAS_DG=dg is not None), part)
-        start(for_dv, simple_gla_dv, n * H * -(-V // for_dv.block("BV")),
-              dict(constants, HAS_DHT=dht is not None), part)
+        start(for_dq, simple_gla_dq, numbered * NK,
+              dict(constants, GAPS=batch.gaps, HAS_H0=part["h0"] is not None, HAS_DG=dg is not None), part)
+        start(for_dk, simple_gla_dk, numbered * NK, dict(
+            constants, GAPS=batch.gaps, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None,
+            HAS_DG=dg is not None), part)
+        start(for_dv, simple_gla_dv, numbered * -(-V // for_dv.block("BV")),
+              dict(constants, GAPS=batch.gaps, HAS_DHT=part["dht"] is not None), part)
         if dg is not None:
-            start(plan.launch("simple_gla_dg"), simple_gla_dg, n * H * part["S"], dict(gaps, NK=NK), part)
+            start(plan.launch("simple_gla_dg"), simple_gla_dg, n * H * part["S"],
+                  dict(NK=NK, VARLEN=batch.packed, GAPS=batch.gaps), part)
     zero_forgotten(dg, x.g)
     return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, g=dg, gamma=None, h0=dh0)

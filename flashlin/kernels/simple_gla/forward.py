@@ -25,7 +25,6 @@ from flashlin.kernels.pieces import (
     precision,
     put,
     scaled_decay,
-    sequence_of,
     state_offsets,
     summed,
     tile,
@@ -34,24 +33,27 @@ from flashlin.kernels.pieces import (
 from flashlin.kernels.recurrent import forward as recurrent
 from flashlin.kernels.recurrent.inputs import Inputs as TokenByToken
 from flashlin.kernels.simple_gla.inputs import Inputs
+from flashlin.kernels.simple_gla.parts import simple_gla_alone
+from flashlin.kernels.splitting import by_decays, part_of
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def simple_gla_scan(
     q,  # [rows, H // GROUP, K]
     k,  # [rows, H // GROUP, K]
     v,  # [rows, H, V]
     G,  # [H, R], fp32
     gamma,  # [H]
-    h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
     o,  # [rows, H, V]
-    ht,  # like h0, fp32
+    ht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32
     bounds,  # [N + 1] or None
     scale,
     T,  # tokens of a sequence
     N,  # sequences
     H,  # heads
     R,  # elements of a line
+    L,  # tokens of a part
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -72,14 +74,14 @@ def simple_gla_scan(
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
-    nh = program // NV
-    i_h = nh % H
-    n = nh // H
-    first, length = sequence_of(n, bounds, T, VARLEN)
+    own = program // NV
+    i_h = own % H
+    n, i_part, first, length, last = part_of(own // H, bounds, T, N, L, VARLEN)
     if GAPS:
-        zero_gaps(o, bounds, n, T, N, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
-    at, inside = state_offsets(nh, 0, v0, K, V, BK, BV, V_FIRST)
+        if i_part == 0:
+            zero_gaps(o, bounds, n, T, N, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_H0:
+        at, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
@@ -105,7 +107,8 @@ def simple_gla_scan(
         h += tl.dot(tl.trans(b_k), b_w, input_precision=PRECISION)
         put(o, b_o, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_HT:
-        tl.store(ht + at, h, mask=inside)
+        at, inside = state_offsets(n * H + i_h, 0, v0, K, V, BK, BV, V_FIRST)
+        tl.store(ht + at, h, mask=inside & last)
 
 
 def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -117,12 +120,13 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
     batch, launch = Batch(plan, x), plan.launch("simple_gla_scan")
     o = batch.new(batch.V, dtype=how.out_dtype)
     ht = batch.final_state(how.has_ht, how.state_v_first)
-    constants = dict(K=batch.K, V=batch.V, DECAY=decay_of(x.g, x.gamma), HAS_H0=x.h0 is not None,
-                     HAS_HT=how.has_ht, V_FIRST=how.state_v_first, GROUP=batch.HV // max(batch.H, 1),
-                     VARLEN=batch.packed, GAPS=batch.gaps, BLOCK=BLOCK, PRECISION=precision(plan))
+    constants = dict(K=batch.K, V=batch.V, DECAY=decay_of(x.g, x.gamma), V_FIRST=how.state_v_first,
+                     GROUP=batch.HV // max(batch.H, 1), VARLEN=batch.packed, BLOCK=BLOCK,
+                     PRECISION=precision(plan))
     strips = -(-batch.V // launch.block("BV"))
     for part in batch.parts(launch.block("BT"), o=o, ht=ht, scale=how.scale, H=batch.HV):
-        n = part["N"]
-        start(launch, simple_gla_scan, n * batch.HV * strips, dict(
-            constants, G=summed(plan, part["g"], part["bounds"], n), R=part["rows"]), part)
+        part.update(G=summed(plan, part["g"], part["bounds"], part["N"]), R=part["rows"])
+        part["h0"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("k", "v"))
+        start(launch, simple_gla_scan, part["parts"] * batch.HV * strips, dict(
+            constants, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
     return o, ht

@@ -7,12 +7,15 @@ from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_k, over_v
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
+    BY_DECAY,
     calm,
+    carry_launch,
     cumsum_launch,
     dot_traits,
     fitting,
     operand_bytes,
     over_tokens,
+    part_length,
     shared_bytes,
     state_launch,
 )
@@ -31,15 +34,18 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     size = problem.K, problem.V, bytes_each, problem.max_warps
     wide = fitting(over_v(*size, target), shared, problem, target)
     gated = "g" in problem.options
+    part = part_length(problem, target, -(-problem.V // wide.BV), BY_DECAY)
+
+    def scan(kernel: str, config: Config) -> Launch:
+        return state_launch(kernel, config, problem, shared(config), dots, part=part)
+    split = [scan("simple_gla_alone", wide), carry_launch(problem, target, part)] if part else []
     if problem.mode == "fused_recurrent":
-        kernels = [recurrent.forward(problem)]
+        kernels = [recurrent.forward(problem), *(split if problem.needs_grad else ())]
     else:
-        kernels = [state_launch("simple_gla_scan", wide, problem, shared(wide), dots)]
+        kernels = [*split, scan("simple_gla_scan", wide)]
     if problem.needs_grad:
         tall = fitting(over_k(*size, target), shared, problem, target)
-        kernels += [state_launch("simple_gla_dq", tall, problem, shared(tall), dots),
-                  state_launch("simple_gla_dk", tall, problem, shared(tall), dots),
-                  state_launch("simple_gla_dv", wide, problem, shared(wide), dots)]
+        kernels += [scan("simple_gla_dq", tall), scan("simple_gla_dk", tall), scan("simple_gla_dv", wide)]
         if gated:
             kernels.append(over_tokens("simple_gla_dg", problem, dict(BT=tall.BT), problem.H))
     if gated and (problem.needs_grad or problem.mode == "chunk"):

@@ -99,7 +99,9 @@ def _shared(case: Op) -> list[Case]:
             case("one-key-g=0", allowed=FORGETFUL, keys="one-key", rate="1", gate="0"),
             case("alike", allowed=FORGETFUL, keys="alike", rate="1"), case("rate=0", rate="0", T=70),
             *(case(f"K={K},V={V}", K=K, V=V, H=1, T=80)
-              for K, V in ((256, 256), (64, 512), (512, 64), (129, 20)))]
+              for K, V in ((256, 256), (64, 512), (512, 64), (129, 20))),
+            *(case(name, gate=sequences.SLOW, K=32, V=40, **facts)
+              for name, facts in sequences.LONG.items())]
 
 
 _kda = _op("chunk_kda", {}, vectors=False)

@@ -427,7 +427,7 @@ CASES: list[Case] = [
     _scan("no-groups", G=4, T=70), _scan("no-gate", given=("D", "initial_states"), T=70),
     _scan("no-softplus", {"dt_softplus": False}, step="large", T=70), _scan("large-steps", step="large"),
     _scan("tiny-steps", step="tiny", T=70), _scan("forgetting", step="forgetting", seq=(5, 1, 40, 24), T=70),
-    _scan("sequences", seq=(5, 1, 60, 70, 14)),
+    _scan("sequences", seq=(5, 1, 60, 70, 14)), _scan("in-parts", b=1, T=1600),
     _scan("token-each", seq=(1,) * 66, b=1, T=66, given=("initial_states",)), _scan("one-token", T=1),
     _scan("packed", VARLEN, edges=(0, 1, 1, 66, 130, 150)),
     _scan("packed-no-state", VARLEN, edges=(0, 40, 40), given=("z",)),

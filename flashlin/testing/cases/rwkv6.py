@@ -31,4 +31,5 @@ CASES: list[Case] = [
     _chunk("strong-packed", gate="strong", edges=(0, 17, 97, 97, 130)), _chunk("wide", K=128, V=128, T=100),
     _chunk("odd", K=100, V=36, T=70), _chunk("one-token", T=1), _chunk("two-tokens", T=2),
     _chunk("short", T=21), _chunk("K=256,V=512", K=256, V=512, B=1, T=80),
-    _chunk("K=512,V=64", K=512, B=1, T=80)]
+    _chunk("K=512,V=64", K=512, B=1, T=80),
+    *(_chunk(name, gate=sequences.SLOW, K=32, V=40, **facts) for name, facts in sequences.LONG.items())]

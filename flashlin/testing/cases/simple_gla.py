@@ -104,7 +104,10 @@ def _family(case: Op) -> list[Case]:
         cases += [case("narrow", K=64, V=32, T=70),
                   case("resets-packed", gate="resets", K=32, edges=(0, 4, 4, 70, 100)),
                   case("every-other", gate="every-other", K=32, V=32, T=128, B=1)]
-    if case.name.startswith("fused_recurrent"):
+    if case.name.startswith("chunk_"):
+        cases += [case(name, gate=sequences.SLOW if gated else "random", K=32, V=40, **facts)
+                  for name, facts in sequences.LONG.items()]
+    else:
         cases.append(case("reverse", {"reverse": True}, gate="resets" if gated else "random", T=70))
     return cases
 

@@ -1,0 +1,1 @@
+"""Speed: what is timed, how, and what came out."""

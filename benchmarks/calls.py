@@ -1,0 +1,208 @@
+"""What is timed: ops, shapes and inputs, and the bytes below which a call cannot go."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class Shape(NamedTuple):
+    """HV: heads of values, 0 for H. packed: so many sequences in the one row of tokens. D is the size of a
+    head; where there are no heads, H or D is that of a token."""
+    B: int
+    T: int
+    H: int
+    D: int
+    HV: int = 0
+    packed: int = 0
+
+    def __str__(self) -> str:
+        heads = f"{self.H}/{self.HV}" if self.HV else str(self.H)
+        return f"{self.B}x{self.T}x{heads}x{self.D}" + (f" in {self.packed}" if self.packed else "")
+
+    def size(self, dimension: str) -> int:
+        """Of a dimension of ROLES."""
+        if dimension.isdigit():
+            return int(dimension)
+        return self.HV or self.H if dimension == "HV" else int(getattr(self, dimension))
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# What an argument is: its dimensions and its dtype.
+ROLES: dict[str, tuple[str, torch.dtype]] = {
+    "q": ("B T H D", BF16), "k": ("B T H D", BF16), "v": ("B T HV D", BF16), "unit": ("B T H D", BF16),
+    "a": ("B T H D", BF16), "b": ("B T H D", BF16), "g": ("B T HV", FP32), "gk": ("B T HV D", FP32),
+    "beta": ("B T HV", BF16), "bonus": ("H D", BF16), "state": ("B HV D D", FP32),
+    # of Mamba2: one key and query for all heads, of its usual 128 states
+    "dt": ("B T H", FP32), "pole": ("H", FP32), "shared": ("B T 1 128", BF16),
+    # of Mamba: H channels of D states; channels_last, as a linear layer leaves them
+    "channels": ("B H T", BF16), "channels_last": ("B H T", BF16), "poles": ("H D", FP32),
+    "columns": ("B D T", BF16), "weights": ("H", FP32),
+    # of a norm and a convolution
+    "weight": ("D", BF16), "tokens": ("B T D", BF16), "taps": ("D 4", BF16), "cache": ("B D 4", BF16)}
+
+
+class Op(NamedTuple):
+    """A function, and where else it is. home: its module in fla or mamba_ssm. arguments: ``name``, or
+    ``name:role`` where they differ. output: its role. options: keywords of every call. refused: fla's
+    backward is refused on Hopper under Triton 3.4 to 3.7.0
+    (https://github.com/fla-org/flash-linear-attention/issues/640). gradients: a backward is timed, too.
+    keeps: the final state is asked for."""
+    name: str
+    home: str
+    arguments: str
+    shapes: tuple[Shape, ...]
+    output: str = "v"
+    options: tuple[tuple[str, Any], ...] = ()
+    refused: bool = False
+    gradients: bool = True
+    keeps: bool = False
+    small: Shape = Shape(1, 66, 2, 16)
+
+    @property
+    def peer(self) -> str:
+        return self.home.partition(".")[0]
+
+    @property
+    def roles(self) -> dict[str, str]:
+        return {name: role or name
+                for name, _, role in (argument.partition(":") for argument in self.arguments.split())}
+
+
+SHAPES = (Shape(4, 4096, 32, 128), Shape(1, 32768, 8, 128), Shape(1, 8192, 32, 128), Shape(1, 8192, 2, 128),
+          Shape(8, 1024, 8, 64), Shape(1, 32768, 8, 128, packed=32))
+DECODING = tuple(Shape(B, 1, 16, 128) for B in (1, 32, 128))
+MAMBA, MAMBA2 = "mamba_ssm.ops.selective_scan_interface", "mamba_ssm.ops.triton.ssd_combined"
+
+
+def _both(family: str, arguments: str, decoding: str = "", more: tuple[Shape, ...] = (),
+          **facts: Any) -> list[Op]:
+    """The chunk op of a family and the one that decodes; decoding: its own arguments."""
+    home = f"fla.ops.{family}"
+    return [Op(f"chunk_{family}", home, arguments, SHAPES + more, **facts),
+            Op(f"fused_recurrent_{family}", home, f"{decoding or arguments} initial_state:state", DECODING,
+               gradients=False, keeps=True, small=Shape(2, 1, 2, 16))]
+
+
+# By the name that the command takes.
+OPS: dict[str, list[Op]] = {
+    "gated_delta_rule": _both("gated_delta_rule", "q k:unit v g beta", more=(Shape(1, 8192, 16, 128, HV=48),),
+                              refused=True),
+    "delta_rule": _both("delta_rule", "q k:unit v beta"),
+    "simple_gla": _both("simple_gla", "q k v g", refused=True),
+    "retention": _both("retention", "q k v"),
+    "gla": _both("gla", "q k v g:gk", decoding="q k v gk"),
+    "kda": _both("kda", "q k:unit v g:gk beta"),
+    "rwkv6": _both("rwkv6", "r:q k v w:gk u:bonus"),
+    "rwkv7": _both("rwkv7", "r:q w:gk k v a b"),
+    "mamba2": [Op("mamba_chunk_scan_combined", MAMBA2, "x:v dt A:pole B:shared C:shared",
+                  (Shape(8, 2048, 80, 64),), options=(("chunk_size", 256),))],
+    "selective_scan": [
+        Op("selective_scan_fn", MAMBA,
+           f"u:{layout} delta:{layout} A:poles B:columns C:columns D:weights z:{layout} delta_bias:weights",
+           (Shape(8, 2048, 4096, 16),), output=layout, options=(("delta_softplus", True),))
+        for layout in ("channels", "channels_last")],
+    "layer": [
+        Op("rms_norm_gated", "fla.modules.fused_norm_gate", "x:v g:v weight", (Shape(4, 4096, 32, 128),),
+           options=(("bias", None),)),
+        Op("causal_conv1d", "fla.modules.convolution", "x:tokens weight:taps", (Shape(4, 4096, 1, 4096),),
+           output="tokens", options=(("activation", "silu"),)),
+        Op("causal_conv1d_update", "fla.modules.convolution", "x:tokens cache weight:taps",
+           (Shape(128, 1, 1, 4096),), output="tokens", options=(("activation", "silu"),), gradients=False,
+           small=Shape(2, 1, 1, 16))]}
+
+
+def find(name: str) -> Op:
+    """The op of this name; of several the first."""
+    return next(op for ops in OPS.values() for op in ops if op.name == name)
+
+
+def cases(family: str, small: bool = False, shape: str = "") -> dict[str, tuple[Op, Shape]]:
+    """What is called, by a name that tells it from the others of a family."""
+    found = {}
+    for op in OPS[family]:
+        for one in (op.small,) if small else op.shapes:
+            if shape in ("", str(one)):
+                found[f"{op.name} {one} {op.output}"] = op, one
+    return found
+
+
+def inputs(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Any]:
+    """The arguments of a call: leaves that ask for a gradient where the op has one. Keys of the delta rules
+    have length 1, or the state would grow."""
+    torch.manual_seed(0)
+    key = F.normalize(drawn("k", shape, device).float(), dim=-1)
+
+    def made(role: str) -> torch.Tensor:
+        if role in ("unit", "a"):  # a = -key, b = its rate times key
+            return key if role == "unit" else -key
+        if role == "b":
+            return key * torch.rand([*key.shape[:-1], 1], device=device)
+        if role in ("g", "gk"):
+            return F.logsigmoid(drawn(role, shape, device))
+        if role == "dt":
+            return F.softplus(drawn(role, shape, device) - 2)
+        if role in ("pole", "poles"):
+            return -drawn(role, shape, device, torch.rand) - 0.5
+        return drawn(role, shape, device, torch.rand if role == "beta" else torch.randn)
+    tensors: dict[str, Any] = {name: made(role).to(ROLES[role][1]).requires_grad_(op.gradients)
+                               for name, role in op.roles.items()}
+    if shape.packed:
+        edges = [0]
+        for length in uneven(shape.T, shape.packed):
+            edges.append(edges[-1] + length)
+        tensors["cu_seqlens"] = torch.tensor(edges, device=device)
+    return tensors | dict(op.options) | ({"output_final_state": True} if op.keeps else {})
+
+
+def drawn(role: str, shape: Shape, device: str,
+          how: Callable[..., torch.Tensor] = torch.randn) -> torch.Tensor:
+    """A tensor of that role; in bf16 it is drawn there."""
+    dimensions, dtype = ROLES[role]
+    made = how([shape.size(dimension) for dimension in dimensions.split()], device=device, dtype=dtype)
+    return made.mT.contiguous().mT if role == "channels_last" else made
+
+
+def uneven(total: int, count: int) -> list[int]:
+    """So many lengths, the longest 16 times the shortest before they are rounded, neighbours far apart."""
+    weights = [2 ** (4 * (7 * number % count) / max(count - 1, 1)) for number in range(count)]
+    edges = [round(total * sum(weights[:number]) / sum(weights)) for number in range(count + 1)]
+    return [end - begin for begin, end in pairwise(edges)]
+
+
+def floor(op: Op, shape: Shape) -> dict[str, int]:
+    """Bytes that a call has to move, each tensor once. forward: every input is read, the output (and the
+    final state) written. both: besides, every input and the output's gradient are read, and every input's
+    gradient written."""
+    def size(role: str) -> int:
+        dimensions, dtype = ROLES[role]
+        return math.prod(shape.size(dimension) for dimension in dimensions.split()) * dtype.itemsize
+    given, output = sum(map(size, op.roles.values())), size(op.output)
+    written = sum(size(role) for role in op.roles.values() if role == "cache")  # in place
+    forward = given + output + written + (size("state") if op.keeps else 0)
+    return {"forward": forward} | ({"both": forward + 2 * given + output} if op.gradients else {})
+
+
+def output(returned: Any) -> torch.Tensor:
+    """o, of an op that returns it alone or with its final state."""
+    o: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return o
+
+
+def runs(function: Callable[..., Any], op: Op, shape: Shape,
+         device: str) -> dict[str, Callable[[], Any]]:
+    """What is timed of a function: ``forward``, and ``both`` with all gradients."""
+    arguments, pull = inputs(op, shape, device), drawn(op.output, shape, device)
+    leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return function(**arguments)
+
+    def both() -> Any:
+        return torch.autograd.grad(output(function(**arguments)), leaves, pull)
+    return {"forward": forward} | ({"both": both} if op.gradients else {})

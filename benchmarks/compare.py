@@ -1,0 +1,201 @@
+"""One op of flashlin beside fla, mamba_ssm and FlashQLA, on the same work in one process, in turn.
+
+    python -m benchmarks.compare --op gated_delta_rule --out benchmarks/results [--warm-fla 16]
+    python -m benchmarks.compare --op gla --shape 1x32768x8x128
+    python -m benchmarks.compare --op gla --device cpu --small        tries the script itself
+
+Forward, and forward with backward, at the shapes of benchmarks/calls.py: see benchmarks/timing.py for what is
+timed and how. A floor is the bytes that a call has to move (``calls.floor``) at the speed at which this card
+copies.
+
+fla tunes for minutes. ``--warm-fla N``: before, N processes fill Triton's cache together (matrix/warming.py).
+What its tuners then find is kept in ``fla-winners-*.json`` beside the record; where that file is, nothing is
+tuned again. A configuration is timed for a quarter of the usual time (``warming.hurry``).
+
+fla refuses the backward of its scalar gates on Hopper with Triton 3.4 to 3.7.0
+(https://github.com/fla-org/flash-linear-attention/issues/640); its refusal is switched off in this process
+only, and the row is marked (``refused``). fla's own doors to other packages are shut: its column is its own.
+"""
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import timing
+from benchmarks.calls import OPS, Op, Shape, cases, floor, runs
+from benchmarks.first import CHUNKED
+from benchmarks.winners import Winners
+from flashlin.compat import target
+from matrix import record, warming
+from matrix.peer_table import module_of
+
+RESULTS = Path(__file__).parent / "results"
+DOORS = {"FLA_FLASH_QLA": "0", "FLA_FLASH_KDA": "0", "FLA_TILELANG": "0"}
+Function = Callable[..., Any]
+
+
+def sides(op: Op, shape: Shape) -> dict[str, Function | str]:
+    """Whose function there is, or why there is none."""
+    import flashlin
+    found: dict[str, Function | str] = {"flashlin": getattr(flashlin, op.name)}
+    loaders: dict[str, Callable[[], Function]] = {op.peer: lambda: getattr(module_of(op.home), op.name)}
+    if op.name == "chunk_gated_delta_rule" and shape.D == 128:
+        loaders["FlashQLA"] = lambda: partial(importlib.import_module("flash_qla").chunk_gated_delta_rule,
+                                              auto_cp=True)
+    for name, load in loaders.items():
+        try:
+            found[name] = load()
+        except Exception as error:  # the other package is not installed, or broken here: its column says so
+            found[name] = record.raised(error).removeprefix("error: ")
+    return found
+
+
+def stop_refusing() -> bool:
+    """Switch fla's refusal off; whether it would have refused here."""
+    try:
+        module: Any = importlib.import_module("fla.ops.common.chunk_o")
+    except Exception:  # its column says why
+        return False
+    refuses = module.IS_NVIDIA_HOPPER and module.TRITON_ABOVE_3_4_0 and not module.TRITON_ABOVE_3_7_1
+    module.IS_NVIDIA_HOPPER = False
+    return bool(refuses)
+
+
+def measured(op: Op, shape: Shape, device: str, rounds: int, speed: float) -> dict[str, Any]:
+    """A row. speed: bytes a second of a copy."""
+    found = sides(op, shape)
+    calls = {name: runs(function, op, shape, device) for name, function in found.items()
+             if not isinstance(function, str)}
+    floors = {what: 1e3 * size / speed for what, size in floor(op, shape).items()}
+    row: dict[str, Any] = {"op": op.name, "shape": str(shape), **shape._asdict(), "arguments": op.arguments}
+    for what, least in floors.items():
+        row[what] = {"floor_ms": float(f"{least:.4g}"),
+                     **{name: {"failed": why} for name, why in found.items() if isinstance(why, str)},
+                     **timing.compared({name: of[what] for name, of in calls.items()}, rounds)}
+        for figures in row[what].values():
+            if isinstance(figures, dict) and "device_ms" in figures:
+                figures["share"] = float(f"{least / figures['device_ms']['median']:.4g}")
+    return row
+
+
+def first(op: Op, device: str) -> dict[str, Any]:
+    """Seconds to the first result of a process, ``empty`` and ``full``: see benchmarks/first.py."""
+    found: dict[str, Any] = {"op": op.name}
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as home:
+        for caches in ("empty", "full"):
+            child = record.child("benchmarks.first", "--op", op.name, "--device", device, seconds=120,
+                                 TRITON_CACHE_DIR=cache, FLASHLIN_HOME=home)
+            found[caches] = child.said[-1] if child.said and not child.ending else {
+                "failed": f"{child.ending}: {child.stderr.strip()[-300:]}"}
+    return found
+
+
+def called(op: Op, shape: Shape, device: str) -> str:
+    """Each call of a row once; what is raised is told, so that who lacks memory can wait."""
+    raised = []
+    for name, function in sides(op, shape).items():
+        if isinstance(function, str) or name == "FlashQLA":  # which is not Triton's
+            continue
+        for call in runs(function, op, shape, device).values():
+            try:
+                call()
+            except Exception as error:  # the process that measures meets it again
+                raised.append(record.raised(error))
+    return "; ".join(raised)
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row on the terminal."""
+    lines = [f"{row['op']} {row['shape']}" + (", fla's refusal off" if row["refused"] else "")]
+    for what in ("forward", "both"):
+        for name, figures in row.get(what, {}).items():
+            if name == "floor_ms":
+                continue
+            if "failed" in figures:
+                lines.append(f"  {what:8} {name:9} {figures['failed']}")
+                continue
+            parts = [f"{figures['device_ms']['median']:9.4f} ms", f"{100 * figures['share']:3.0f} % of floor",
+                     f"wall {figures['wall_ms']['median']:9.4f} ms"]
+            if "launches" in figures:
+                parts.append(f"host {figures['launches']['median']:5.1f} launches")
+            parts += [f"{figures['peak_mb']:.0f} MB"] if "peak_mb" in figures else []
+            lines.append(f"  {what:8} {name:9} " + "  ".join([*parts, figures["how"]]))
+    return "\n".join(lines)
+
+
+def kept(place: Path, versions: dict[str, str]) -> dict[str, Any]:
+    """The record that is there, of which stays what is not measured again; {} if it is of other versions."""
+    found = dict(json.loads(place.read_text(encoding="utf-8"))) if place.exists() else {}
+    return found if versions.items() <= found.items() else {}
+
+
+def parsed() -> argparse.Namespace:
+    options = record.parser(__doc__)
+    options.add_argument("--op", required=True, choices=OPS)
+    options.add_argument("--shape", default="", help="only this one, as in the table: 1x32768x8x128")
+    options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
+    options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--first", action="store_true",
+                         help="also how long a new process waits, from empty caches and from full ones")
+    options.add_argument("--warm-fla", type=int, default=0, metavar="N",
+                         help="so many processes fill Triton's cache before")
+    options.add_argument("--warm-seconds", type=float, default=300, help="for how long at most")
+    options.add_argument("--winners", type=Path, help="what tuners have found; by default in --out")
+    options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
+    given = options.parse_args()
+    if not cases(given.op, given.small, given.shape):
+        of = dict.fromkeys(str(shape) for _, shape in cases(given.op, given.small).values())
+        options.error(f"--shape: got {given.shape}, need one of {', '.join(of)}")
+    return given
+
+
+def main() -> None:
+    given = parsed()
+    os.environ.update(DOORS)
+    warming.hurry()
+    chosen = cases(given.op, given.small, given.shape)
+    card = record.this_card() if given.device == "cuda" else target.probe(torch.device("cpu"))
+    versions = {package: record.version(name) for package, name in (
+        ("fla", "fla-core"), ("mamba_ssm", "mamba_ssm"), ("FlashQLA", "flash-qla"))}
+    file = given.winners or record.place(given.out or RESULTS, "fla-winners", card)
+    winners = Winners(file, {"device": card.name, "triton": card.triton, "ptxas": card.ptxas,
+                             "fla": versions["fla"], "mamba_ssm": versions["mamba_ssm"]})
+    refused = stop_refusing()
+    if given.fill:
+        warming.walk(list(chosen), given.fill, lambda name: called(*chosen[name], given.device))
+        return
+    if given.warm_fla:
+        arguments = ["--op", given.op, "--shape", given.shape, "--device", given.device,
+                     "--winners", str(file), *(["--small"] if given.small else [])]
+        print(warming.fill("benchmarks.compare", *arguments, processes=given.warm_fla,
+                           seconds=given.warm_seconds), flush=True)
+    kind, speed = f"speed-{given.op}", timing.bandwidth(given.device)
+    before = kept(record.place(given.out, kind, card), versions) if given.out else {}
+    waits = before.get("first", [])
+    if given.first:
+        waits = [first(op, given.device) for op in OPS[given.op] if op.name in CHUNKED]
+        print("first result:", *waits, flush=True)
+    rows = {row["name"]: row for row in before.get("rows", [])}
+    for name, (op, shape) in chosen.items():
+        rows[name] = {"name": name, **measured(op, shape, given.device, given.rounds, speed),
+                      "refused": refused and op.refused}
+        print(told(rows[name]), flush=True)
+        if given.out:  # after each, since a card is lent for a time
+            in_order = [rows[name] for name in cases(given.op, given.small) if name in rows]
+            record.write(given.out, kind, card, **versions, copy_tb_s=round(speed / 1e12, 3), first=waits,
+                         rows=in_order)
+            winners.write()
+
+
+if __name__ == "__main__":
+    main()

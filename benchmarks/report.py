@@ -1,0 +1,169 @@
+"""What benchmarks/compare.py has measured, as a table in markdown and a plot in SVG, both for the README.
+
+``python tests/test_readme.py --write`` puts them there.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
+
+from matrix import markdown
+
+RESULTS = Path(__file__).parent / "results"
+PLOT = RESULTS / "speed.svg"
+PLOTTED = ("4x4096x32x128", "1x32768x8x128", "8x2048x80x64", "8x2048x4096x16")
+NONE = "-"
+Record = dict[str, Any]
+
+
+def records(folder: Path = RESULTS) -> list[Record]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("speed-*.json"))]
+
+
+class Pair(NamedTuple):
+    """A row of a record beside one other package; where either failed, what there is."""
+    row: dict[str, Any]
+    other: str
+
+    @property
+    def name(self) -> str:
+        return str(self.row["op"]) + (", channels last" if "channels_last" in self.row["arguments"] else "")
+
+    def figures(self, what: str, side: str) -> dict[str, Any]:
+        """Of ``forward`` or ``both``: of a side, {} where there is nothing."""
+        found = self.row.get(what, {}).get(side, {})
+        return {} if "failed" in found else dict(found)
+
+    def ratio(self, what: str) -> float | None:
+        """The card's time, flashlin / theirs."""
+        ours, theirs = (self.figures(what, side) for side in ("flashlin", self.other))
+        if not ours or not theirs:
+            return None
+        return float(ours["device_ms"]["median"] / theirs["device_ms"]["median"])
+
+
+def pairs(record: Record) -> list[Pair]:
+    """Of every row one for each other package that ran anywhere in the record, and one at least."""
+    every = [[Pair(row, other) for other in row["forward"] if other not in ("flashlin", "floor_ms")]
+             for row in record["rows"]]
+    ran = {pair.other for beside in every for pair in beside if pair.figures("forward", pair.other)}
+    return [pair for beside in every
+            for pair in [one for one in beside if one.other in ran] or beside[:1]]
+
+
+COLUMNS = ("op", "B x T x H x D", "beside", "forward, ms", "ratio", "of the floor", "host",
+           "with backward, ms", "ratio", "of the floor", "host", "memory, MB")
+
+
+ABOUT = (
+    "bfloat16, flashlin / theirs, all in one process, in turn: medians of the card's time, by replay of a "
+    "CUDA graph (°: by events around calls in a full queue, where a call cannot be captured). Of the floor: "
+    "the time in which this card copies the bytes that the call has to read and to write, over the time that "
+    "flashlin takes. Host: what Python takes for a call, in launches of a kernel with eight tensors in the "
+    "same run. Memory: the peak beyond what was there, with backward if there is one. -: it fails, has no "
+    "backward, or its host waits for the card. *: fla refuses this backward here; its refusal was switched "
+    "off.")
+
+
+def table(found: Sequence[Record]) -> str:
+    """A table for each card and Triton; ``""`` without records."""
+    lines: list[str] = []
+    for made_by, together in _by_machine(found):
+        lines += [f"{made_by}:", "",
+                  *markdown.table(COLUMNS, [_cells(pair) for one in together for pair in pairs(one)]), ""]
+        waits = [wait for one in together for wait in one["first"]]
+        if waits:
+            lines += [*markdown.table(FIRST, map(_first, waits)), ""]
+    if lines:
+        lines.append(ABOUT)
+    return "\n".join(lines)
+
+
+FIRST = ("first result of a process, s", "caches empty", "with backward", "caches full", "with backward")
+
+
+def _first(wait: dict[str, Any]) -> list[str]:
+    return [f"`{wait['op']}`", *(f"{wait[caches][what]:.1f}" if what in wait[caches] else NONE
+                                 for caches in ("empty", "full") for what in ("forward_s", "both_s"))]
+
+
+def _by_machine(found: Iterable[Record]) -> list[tuple[str, list[Record]]]:
+    machines: dict[str, list[Record]] = {}
+    for one in found:
+        versions = [f"{name} {one[name if name in one else name.lower()]}"
+                    for name in ("Triton", "torch", "fla", "mamba_ssm", "FlashQLA")]
+        made_by = ", ".join([one["device"], *versions])
+        machines.setdefault(made_by, []).append(one)
+    return list(machines.items())
+
+
+def _cells(pair: Pair) -> list[str]:
+    cells = [f"`{pair.row['op']}`{pair.name.removeprefix(pair.row['op'])}", pair.row["shape"], pair.other]
+    for what in ("forward", "both"):
+        ratio, ours = pair.ratio(what), pair.figures(what, "flashlin")
+        shown = what == "both" and pair.other == "fla" and pair.row["refused"] and ratio is not None
+        cells += [_beside(pair, what, _time) + "*" * shown, NONE if ratio is None else f"{ratio:.2f}",
+                  f"{ours['share']:.0%}" if ours else NONE, _beside(pair, what, _host)]
+    return [*cells, _beside(pair, "both" if "both" in pair.row else "forward", _memory)]
+
+
+def _beside(pair: Pair, what: str, tell: Callable[[dict[str, Any]], str]) -> str:
+    told = [tell(pair.figures(what, side)) for side in ("flashlin", pair.other)]
+    return NONE if told == [NONE, NONE] else " / ".join(told)
+
+
+def _time(figures: dict[str, Any]) -> str:
+    if not figures:
+        return NONE
+    return f"{figures['device_ms']['median']:.3g}" + ("" if figures["how"] == "graph" else "°")
+
+
+def _host(figures: dict[str, Any]) -> str:
+    return f"{figures['launches']['median']:.1f}" if "launches" in figures else NONE
+
+
+def _memory(figures: dict[str, Any]) -> str:
+    return f"{figures['peak_mb']:.0f}" if "peak_mb" in figures else NONE
+
+
+UNIT, HIGH, GAP, TOP, LETTER = 300, 11, 10, 56, 6  # pixels; UNIT: the other's time; LETTER: a wide one's
+FILLS = {"forward": "#3b76af", "both": "#d1812f"}
+NAMES = {"forward": "forward", "both": "with backward"}
+
+
+def plot(found: Sequence[Record]) -> str:
+    """Bars of flashlin's time in units of the other's, which a line shows; ``""`` without records."""
+    chosen = [(one, pair) for one in found for pair in pairs(one)
+              if pair.row["shape"] in PLOTTED and pair.ratio("forward") is not None]
+    if not chosen:
+        return ""
+    several = len({one["triton"] for one, _ in chosen}) > 1
+    labels = [f"{pair.name}, {pair.row['shape']}, beside {pair.other}"
+              + (f", Triton {one['triton']}" if several else "") for one, pair in chosen]
+    left, y, body = LETTER * max(map(len, labels)), TOP, list[str]()
+    for label, (_, pair) in zip(labels, chosen, strict=True):
+        bars = [(what, ratio) for what in FILLS if (ratio := pair.ratio(what)) is not None]
+        body.append(_text(left - 8, y + HIGH * len(bars) / 2 + 4, label, anchor="end"))
+        for what, ratio in bars:
+            width = min(ratio, 2) * UNIT  # a longer one would leave the picture; its number says so
+            body += [f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{HIGH}" fill="{FILLS[what]}"/>',
+                     _text(left + width + 4, y + HIGH - 2, f"{ratio:.2f}")]
+            y += HIGH
+        y += GAP
+    keys = [f'<rect x="{left + 150 * at}" y="26" width="11" height="11" fill="{FILLS[what]}"/>'
+            + _text(left + 150 * at + 16, 36, NAMES[what]) for at, what in enumerate(FILLS)]
+    line = (f'<line x1="{left + UNIT}" y1="{TOP - 8}" x2="{left + UNIT}" y2="{y}" stroke="#777" '
+            'stroke-dasharray="3 3"/>' + _text(left + UNIT + 4, TOP - 6, "theirs"))
+    title = f"flashlin's time over theirs, {', '.join(dict.fromkeys(one['device'] for one, _ in chosen))}"
+    wide, high = left + 2 * UNIT + 50, y + 8
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" '
+        'font-family="sans-serif" font-size="11">', f'<rect width="{wide}" height="{high}" fill="#fff"/>',
+        _text(left, 16, title, size=13), *keys, line, *body, "</svg>", ""])
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'

@@ -1,0 +1,78 @@
+"""Split sequences of the delta families: what each part leaves alone, and what it does to a state that enters
+it; see kernels/splitting.py.
+
+The second is the transfer, a K x K matrix: the state that the part would leave if the identity entered it and
+nothing were written, which is the scan over columns of the identity with v = 0. Backward takes it transposed,
+where it has to be as exact as the reverse scan is (HALF).
+"""
+
+import triton
+import triton.language as tl
+
+from flashlin.kernels.delta.steps import rows_of, written
+from flashlin.kernels.pieces import decays, state_offsets, tile
+from flashlin.kernels.splitting import identity_strip, part_of
+
+
+@triton.jit(do_not_specialize=["T", "N", "R", "L"])
+def delta_alone(
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    A,  # [rows, HV, BT]
+    A_low,  # [rows, HV, BT]
+    betas,  # lines [HV, R], fp32
+    G,  # lines [HV, R], fp32
+    alone,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K], fp32
+    transfer,  # [parts, HV, K, K], fp32
+    undivided,  # [N, HV], int32
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    L,  # tokens of a part
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    HALF: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """alone and transfer, where somebody asks for them, and undivided cleared. A program: BV columns of
+    either, of one head."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    STRIPS: tl.constexpr = NV + (K + BV - 1) // BV
+    program = tl.program_id(0)
+    strip = program % STRIPS
+    own = program // STRIPS
+    i_h = own % HV
+    i_qk = i_h // (HV // H)
+    n, i_part, first, length, last = part_of(own // HV, bounds, T, N, L, VARLEN)
+    if (i_part == 0) & (strip == 0):
+        tl.store(undivided + n * HV + i_h, 0)
+    h, length, v_length = identity_strip(strip, NV, i_part, length, last, BK, BV, HAS_H0, HAS_DHT)
+    for t0 in range(0, length, BT):
+        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
+        b_v = tile(v, first, t0, v_length, i_h, HV, D=V, d0=strip * BV, BT=BT, BD=BV)
+        b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
+        D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
+        b_low = b_A
+        if HALF:
+            b_low = tile(A_low, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        b_u, h = written(
+            h=h, b_k=b_k, b_v=b_v, b_A=b_A, b_beta=b_beta, D=D, total=total, b_low=b_low,
+            DECAY=DECAY, HALF=HALF, PRECISION=PRECISION)
+    if strip < NV:
+        at, inside = state_offsets(own, 0, strip * BV, K, V, BK, BV, V_FIRST)
+        tl.store(alone + at, h, mask=inside & (length > 0))
+    else:
+        at, inside = state_offsets(own, 0, (strip - NV) * BV, K, K, BK, BV, False)
+        tl.store(transfer + at, h, mask=inside & (length > 0))

@@ -1,0 +1,45 @@
+"""What several kernels of the delta families do with a chunk."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rows_of(line, first, t0, length, i_h, R, BT: tl.constexpr):
+    """[BT] of a line [HV, R], zeros past the end."""
+    rows = tl.arange(0, BT)
+    return tl.load(line + i_h.to(tl.int64) * R + first + t0 + rows, mask=t0 + rows < length, other=0.0)
+
+
+@triton.jit
+def written(
+    h,  # [BK, BV], fp32: the state that enters the chunk
+    b_k,  # [BT, BK]
+    b_v,  # [BT, BV]
+    b_A,  # [BT, BT]
+    b_beta,  # [BT]
+    D,  # [BT]: the chunk's decays, summed
+    total,  # their sum
+    b_low,  # [BT, BT]: with HALF what rounding A has lost
+    DECAY: tl.constexpr,
+    HALF: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """(u [BT, BV], the state that leaves the chunk), with the notation of forward.py. HALF: neither side of A
+    y loses what it would by being rounded, as in the reverse scan."""
+    kh = tl.dot(b_k, h.to(b_k.dtype), input_precision=PRECISION)
+    if DECAY == 0:
+        y = (b_v - kh) * b_beta[:, None]
+    else:
+        y = (b_v - kh * tl.exp2(D)[:, None]) * b_beta[:, None]
+        h *= tl.exp2(total)
+    b_y = y.to(b_A.dtype)
+    u = tl.dot(b_A, b_y, input_precision=PRECISION)
+    if HALF:
+        u += tl.dot(b_A, (y - b_y).to(b_A.dtype), input_precision=PRECISION)
+        u += tl.dot(b_low, b_y, input_precision=PRECISION)
+    b_w = u
+    if DECAY != 0:
+        b_w *= tl.exp2(total - D)[:, None]
+    h += tl.dot(tl.trans(b_k), b_w.to(b_k.dtype), input_precision=PRECISION)
+    return u, h

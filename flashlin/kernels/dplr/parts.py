@@ -1,0 +1,70 @@
+"""Split sequences of the delta families with a decay for each key channel: what each part leaves alone, and
+its transfer, a K x K matrix; see kernels/splitting.py and kernels/delta/parts.py."""
+
+import triton
+import triton.language as tl
+
+from flashlin.kernels.gla.parts import sum_of_chunk
+from flashlin.kernels.pieces import state_offsets, tile
+from flashlin.kernels.splitting import identity_strip, part_of
+
+
+@triton.jit(do_not_specialize=["T", "N", "L"])
+def dplr_alone(
+    b_out,  # [rows, HV, K]
+    k_out,  # [rows, HV, K]
+    W,  # [rows, HV, K]
+    M,  # [rows, HV, BT]
+    v,  # [rows, HV, V]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    alone,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K], fp32
+    transfer,  # [parts, HV, K, K], fp32
+    undivided,  # [N, HV], int32
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    HV,  # heads of v
+    L,  # tokens of a part
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TWO: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """alone and transfer, where somebody asks for them, and undivided cleared. A program: BV columns of
+    either, of one head."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    STRIPS: tl.constexpr = NV + (K + BV - 1) // BV
+    program = tl.program_id(0)
+    strip = program % STRIPS
+    own = program // STRIPS
+    i_h = own % HV
+    n, i_part, first, length, last = part_of(own // HV, bounds, T, N, L, VARLEN)
+    if (i_part == 0) & (strip == 0):
+        tl.store(undivided + n * HV + i_h, 0)
+    h, length, v_length = identity_strip(strip, NV, i_part, length, last, BK, BV, HAS_H0, HAS_DHT)
+    for t0 in range(0, length, BT):
+        b_W = tile(W, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
+        b_M = tile(M, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        b_v = tile(v, first, t0, v_length, i_h, HV, D=V, d0=strip * BV, BT=BT, BD=BV)
+        b_b = tile(b_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
+        total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, HV, K, 0, BK)
+        b_x = tl.dot(b_M, b_v, input_precision=PRECISION)
+        b_x += tl.dot(b_W, h.to(b_W.dtype), input_precision=PRECISION)
+        h *= tl.exp2(total)[:, None]
+        h += tl.dot(tl.trans(b_b), b_x.to(b_W.dtype), input_precision=PRECISION)
+        if TWO:
+            b_k = tile(k_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
+            h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
+    if strip < NV:
+        at, inside = state_offsets(own, 0, strip * BV, K, V, BK, BV, V_FIRST)
+        tl.store(alone + at, h, mask=inside & (length > 0))
+    else:
+        at, inside = state_offsets(own, 0, (strip - NV) * BV, K, K, BK, BV, False)
+        tl.store(transfer + at, h, mask=inside & (length > 0))

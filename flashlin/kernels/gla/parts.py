@@ -1,0 +1,82 @@
+"""Split sequences of gated linear attention and RWKV-6: what each part leaves alone, see kernels/splitting.py."""
+
+import triton
+import triton.language as tl
+
+from flashlin.kernels.pieces import state_offsets, tile
+from flashlin.kernels.splitting import part_of
+
+
+@triton.jit
+def sum_of_chunk(
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    last,  # the chunk's last row
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    k0,  # first column
+    BK: tl.constexpr,
+):
+    """[BK]: G_L, which is that of the chunk's last row inside the sequence."""
+    columns = k0 + tl.arange(0, BK)
+    return tl.load(G + ((first + t0 + last) * H + i_h) * K + columns, mask=columns < K, other=0.0)
+
+
+@triton.jit(do_not_specialize=["T", "N", "L", "scale"])
+def gla_alone(
+    x,  # [rows, H, K]: k_out, with REVERSE q_in
+    y,  # [rows, H, V]: v, with REVERSE do
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    alone,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K], fp32
+    kept,  # [parts, H, K], fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    L,  # tokens of a part
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """alone: the state that each part but a sequence's last would leave if it began with zeros or, with
+    REVERSE, the gradient that each but the first would hand on; kept: the part's decay, to base 2."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    v0 = program % NV * BV
+    own = program // NV
+    i_h = own % H
+    n, i_part, first, length, last = part_of(own // H, bounds, T, N, L, VARLEN)
+    if REVERSE:
+        length = tl.where(i_part > 0, length, 0)
+    else:
+        length = tl.where(last, 0, length)
+    h = tl.zeros([BK, BV], dtype=tl.float32)
+    passed = tl.zeros([BK], dtype=tl.float32)
+    chunks = (length + BT - 1) // BT
+    for i_c in range(chunks):
+        if REVERSE:
+            t0 = (chunks - 1 - i_c) * BT
+        else:
+            t0 = i_c * BT
+        b_x = tile(x, first, t0, length, i_h, H, D=K, d0=0, BT=BT, BD=BK)
+        b_y = tile(y, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV).to(b_x.dtype)
+        if REVERSE:
+            b_y = (b_y * scale).to(b_x.dtype)
+        total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, H, K, 0, BK)
+        h *= tl.exp2(total)[:, None]
+        h += tl.dot(tl.trans(b_x), b_y, input_precision=PRECISION)
+        passed += total
+    at, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
+    tl.store(alone + at, h, mask=inside & (length > 0))
+    if v0 == 0:
+        columns = tl.arange(0, BK)
+        tl.store(kept + own.to(tl.int64) * K + columns, passed, mask=(columns < K) & (length > 0))

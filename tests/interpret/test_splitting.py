@@ -1,0 +1,134 @@
+"""Sequences in parts: the kernels of split sequences against float64 and against the same kernels unsplit."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flashlin
+from flashlin import dispatch
+from flashlin.compat.target import parse
+from flashlin.kernels import scans
+from flashlin.policy import Policy
+from flashlin.testing.cases import CASES
+from flashlin.testing.compare import Case, check, poisoned
+from tests.share import WHOLE
+from tests.splitting import HARD, errors, worse
+
+CPU = torch.device("cpu")
+Forced = Callable[[int], None]
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forced]:
+    """Sets into how many parts every sequence is split, for this test."""
+    def force(parts: int) -> None:
+        monkeypatch.setattr(scans, "forced_parts", parts)
+        dispatch.plan.cache_clear()
+    yield force
+    monkeypatch.undo()
+    dispatch.plan.cache_clear()
+
+
+# Of the chunked ops, those whose kernels differ; all with TEST_WHOLE=1.
+CHOSEN = {"chunk_simple_gla": "random packed resets-packed one-token", "chunk_retention": "packed",
+          "chunk_linear_attn": "no-state", "chunk_delta_rule": "packed",
+          "chunk_gated_delta_rule": "random packed grouped v-first resets-packed one-key-2",
+          "chunk_gla": "v-first packed strong-packed", "chunk_rwkv6": "packed", "chunk_kda": "packed grouped",
+          "chunk_dplr_delta_rule": "packed", "mamba_chunk_scan_combined": "packed sequences",
+          "fused_recurrent_simple_gla": "packed"}
+
+
+def cases() -> list[Any]:
+    """Each chosen case in 2 to 5 parts in turn; TEST_WHOLE=1: in each of these numbers."""
+    chosen = [case for case in CASES if "in-parts" not in case.id and (
+        case.op.startswith(("chunk_", "mamba_chunk", "mamba_split")) and "hgrn" not in case.op if WHOLE
+        else case.id in CHOSEN.get(case.op, "").split())]
+    return [pytest.param(case, parts, id=f"{case}-{parts}") for number, case in enumerate(chosen)
+            for parts in (range(2, 6) if WHOLE else (2 + number % 4,))]
+
+
+@pytest.mark.parametrize(("case", "parts"), cases())
+def test_cases_in_parts(case: Case, parts: int, forced: Forced) -> None:
+    forced(parts)
+    assert [verdict for verdict in check(case, CPU, torch.float32) if not verdict.ok] == []
+
+
+def test_the_chosen_cases_exist() -> None:
+    assert {f"{op}-{name}" for op, names in CHOSEN.items() for name in names.split()} <= {*map(str, CASES)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", HARD)
+def test_parts_are_as_exact_as_the_whole(name: str, dtype: torch.dtype, forced: Forced) -> None:
+    case = HARD[name](T=330)
+    forced(1)
+    whole = errors(case, CPU, dtype)
+    forced(5)
+    worse(errors(case, CPU, dtype), whole)
+
+
+def test_a_product_of_long_keys_is_in_no_empty_states_way(forced: Forced) -> None:
+    """Keys that multiply what is along them by -2.2 a token: not beyond float32 in a chunk, but in the 128
+    tokens of a part. The state is empty until the last part's end. Of the other head each matrix is
+    finite."""
+    torch.manual_seed(0)
+    keys = F.normalize(torch.ones(1, 384, 2, 16), dim=-1) * torch.tensor([3.2 ** 0.5, 1.0])[:, None]
+    x = {"q": torch.randn(1, 384, 2, 16), "k": keys, "v": torch.randn(1, 384, 2, 16),
+         "beta": torch.ones(1, 384, 2)}
+    x["v"][:, :376] = 0
+    outputs = []
+    for parts in (1, 3):
+        forced(parts)
+        with poisoned():
+            outputs.append(flashlin.chunk_delta_rule(**x, output_final_state=True))
+    (o, ht), (split_o, split_ht) = outputs
+    assert o.isfinite().all() and bool(o.any())
+    for whole, split in ((o, split_o), (ht, split_ht)):
+        torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+
+
+def test_nan_stays_in_its_sequence_and_behind_its_chunk(forced: Forced) -> None:
+    torch.manual_seed(0)
+    x = {name: torch.randn(1, 700, 1, 16) for name in ("q", "k", "v")}
+    x |= {"g": F.logsigmoid(torch.randn(1, 700, 1) + 4), "beta": torch.rand(1, 700, 1)}
+    x["k"] = F.normalize(x["k"], dim=-1)
+    x["k"][0, 300, 0, 3] = torch.nan
+    edges = torch.tensor([0, 10, 500, 700])
+    for op in ("chunk_gated_delta_rule", "chunk_simple_gla"):
+        forced(4)
+        given = x if "delta" in op else {name: t for name, t in x.items() if name != "beta"}
+        o, ht = getattr(flashlin, op)(**given, cu_seqlens=edges, output_final_state=True)
+        assert o[:, :266].isfinite().all() and o[:, 300:500].isnan().any() and o[:, 500:].isfinite().all()
+        assert ht[0].isfinite().all() and ht[1].isnan().any() and ht[2].isfinite().all()
+
+
+def lengths(op: str, T: int, H: int, machine: str = "triton=3.6.0,sm=90", **more: Any) -> int:
+    """Tokens of the parts that such a call's sequences are split into."""
+    family, mode = dispatch.OPS[op]
+    facts = {"B": 1, "N": 1, **more}
+    problem = flashlin.Problem(op, family, mode, T=T, H=H, K=128, V=128, dtype="bfloat16", **facts)
+    return dispatch.plan(problem, parse(machine)).part
+
+
+@pytest.mark.parametrize(("op", "T", "H", "parts"), [
+    ("chunk_simple_gla", 32768, 8, 16), ("chunk_gated_delta_rule", 32768, 8, 16),  # two programs an SM
+    ("chunk_simple_gla", 8192, 2, 16), ("chunk_kda", 8192, 2, 16),  # 512 tokens each
+    ("chunk_simple_gla", 32768, 1, 64), ("chunk_gla", 32768, 1, 64),
+    ("chunk_gated_delta_rule", 32768, 1, 37),  # carrying takes as long as walking
+    ("chunk_gla", 8192, 32, 4), ("chunk_gla", 8192, 64, 1), ("chunk_gla", 1024, 2, 1)])
+def test_parts_fill_the_card(op: str, T: int, H: int, parts: int) -> None:
+    length = lengths(op, T, H)
+    assert -(-T // length) == parts if parts > 1 else length == 0
+
+
+def test_what_is_not_split() -> None:
+    assert lengths("chunk_gla", 8192, 8) > 0
+    assert lengths("chunk_gla", 8192, 8, B=8, N=8) == 0  # a full card
+    assert lengths("chunk_gla", 8192, 8, "triton=3.6.0,sm=90,sms=20") == 0  # a small one
+    assert lengths("chunk_gla", 8192, 8, N=40, varlen=True) > 0  # of which one may be long
+    problem = flashlin.Problem("chunk_gla", "gla", "chunk", 1, 8192, 8, 128, 128, 1, "bfloat16")
+    assert dispatch.plan(problem, parse("triton=3.6.0,sm=90"), Policy(invariant=True)).part == 0

@@ -1,0 +1,335 @@
+"""The parts of the benchmark that need no GPU: floors, inputs, the table, the plot, the file of winners."""
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import triton
+from triton.runtime.autotuner import Autotuner
+
+import flashlin
+from benchmarks import calls, compare, first, report, timing
+from benchmarks.calls import OPS, Shape, find
+from benchmarks.winners import Winners
+from matrix import warming
+
+EVERY = [op for ops in OPS.values() for op in ops]
+RECORD: dict[str, Any] = {"device": "A card", "triton": "3.6.0", "torch": "2.11", "fla": "0.6.0",
+                          "mamba_ssm": "none", "FlashQLA": "none", "first": []}
+
+
+# -- floors and inputs
+
+@pytest.mark.parametrize(("op", "shape", "floors"), [
+    # q k v g -> o: four of 4 * 4096 * 32 * 128 * 2 bytes, g 4; again the inputs, do and their gradients
+    ("chunk_simple_gla", Shape(4, 4096, 32, 128), (4 * 134217728 + 2097152, 11 * 134217728 + 3 * 2097152)),
+    # 16 heads of q, k; 48 of v, o, g (fp32), beta (bf16)
+    ("chunk_gated_delta_rule", Shape(1, 8192, 16, 128, HV=48),
+     (2 * 33554432 + 2 * 100663296 + 8192 * 48 * 6,
+      6 * 33554432 + 5 * 100663296 + 3 * 8192 * 48 * 6)),
+    # the state, 1 MiB in fp32, is read and written
+    ("fused_recurrent_retention", Shape(1, 1, 16, 128), (2 * 16 * 128 * 128 * 4 + 4 * 16 * 128 * 2,)),
+    # the cache of 4 taps is read and written, too
+    ("causal_conv1d_update", Shape(128, 1, 1, 4096), (2 * 128 * 4096 * (1 + 1 + 4 + 4) + 4096 * 4 * 2,)),
+])
+def test_a_floor_is_each_tensor_once(op: str, shape: Shape, floors: tuple[int, ...]) -> None:
+    assert tuple(calls.floor(find(op), shape).values()) == floors
+
+
+@pytest.mark.parametrize("op", EVERY, ids=lambda op: f"{op.name}-{op.output}")
+def test_inputs_are_what_the_op_takes_and_the_floor_counts(op: calls.Op) -> None:
+    given = calls.inputs(op, op.small, "cpu")
+    runs = calls.runs(getattr(flashlin, op.name), op, op.small, "cpu")
+    o = calls.output(runs["forward"]())
+    tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
+    moved = sum(x.nbytes for x in (*tensors, o)) + (given["cache"].nbytes if "cache" in given else 0)
+    if op.keeps:
+        moved += given["initial_state"].nbytes
+    assert moved == calls.floor(op, op.small)["forward"]
+    assert set(given) <= set(inspect.signature(getattr(flashlin, op.name)).parameters)
+    if op.gradients:
+        assert [x.shape for x in runs["both"]()] == [x.shape for x in tensors]
+
+
+def test_vectors_of_length_one_and_layouts() -> None:
+    given = {op: calls.inputs(find(op), find(op).small, "cpu") for op in ("chunk_delta_rule", "chunk_rwkv7")}
+    for x in (given["chunk_delta_rule"]["k"], given["chunk_rwkv7"]["a"]):
+        assert torch.allclose(x.float().norm(dim=-1), torch.ones(1), atol=0.01)
+    assert [calls.inputs(op, op.small, "cpu")["u"].stride() for op in OPS["selective_scan"]] == [
+        (132, 66, 1), (132, 1, 2)]
+
+
+def test_a_packed_batch_is_uneven_and_whole() -> None:
+    lengths = calls.uneven(32768, 32)
+    assert (len(lengths), sum(lengths)) == (32, 32768)
+    assert 15 < max(lengths) / min(lengths) < 17
+    small = Shape(1, 66, 2, 16, packed=3)
+    given = calls.inputs(find("chunk_gla"), small, "cpu")
+    assert (given["cu_seqlens"][0], given["cu_seqlens"][-1], len(given["cu_seqlens"])) == (0, 66, 4)
+
+
+def test_every_case_has_a_name_of_its_own() -> None:
+    for family, ops in OPS.items():
+        assert len(calls.cases(family)) == sum(len(op.shapes) for op in ops)
+    assert list(calls.cases("gla", shape="1x32768x8x128")) == ["chunk_gla 1x32768x8x128 v"]
+
+
+# -- the clock, on a card whose time is arithmetic
+
+class Card:
+    """A host and a queue. now: the host's seconds; done: when the queue is empty; captured: seconds of what
+    is being captured."""
+
+    def __init__(self) -> None:
+        self.now, self.done = 0.0, 0.0
+        self.captured: float | None = None
+        self.streams: list[str] = []
+        self.cuda = SimpleNamespace(
+            is_available=lambda: True, synchronize=self.wait, Event=lambda enable_timing: Event(self),
+            Stream=object, stream=lambda stream: nullcontext(), current_stream=lambda: "first",
+            set_stream=self.streams.append, CUDAGraph=lambda: Graph(self), graph=self.capturing,
+            _sleep=lambda cycles: self.run(0, cycles / 2e9), memory_allocated=lambda: 2**20,
+            max_memory_allocated=lambda: 4 * 2**20, reset_peak_memory_stats=lambda: None)
+
+    def wait(self) -> None:
+        if self.captured is not None:
+            raise RuntimeError("not while capturing")
+        self.now = max(self.now, self.done)
+
+    def run(self, host: float, card: float) -> None:
+        self.now += host
+        if self.captured is None:
+            self.done = max(self.done, self.now) + card
+        else:
+            self.captured += card
+
+    @contextmanager
+    def capturing(self, graph: Graph, stream: object) -> Iterator[None]:
+        self.captured = 0.0
+        try:
+            yield
+        finally:
+            graph.seconds, self.captured = self.captured, None
+
+
+class Graph:
+    def __init__(self, card: Card) -> None:
+        self.card, self.seconds = card, 0.0
+
+    def replay(self) -> None:
+        self.card.run(5e-6, self.seconds)
+
+
+class Event:
+    def __init__(self, card: Card) -> None:
+        self.card, self.at = card, 0.0
+
+    def record(self) -> None:
+        self.at = max(self.card.now, self.card.done)
+
+    def query(self) -> bool:
+        return self.at <= self.card.now
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    made = Card()
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=made.cuda))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    monkeypatch.setattr(timing, "_bare", lambda: partial(made.run, 20e-6, 2e-6))
+    timing._cycles_per_ms.cache_clear()
+    return made
+
+
+@pytest.mark.parametrize(("host", "device"), [(200e-6, 50e-6), (50e-6, 2000e-6)])
+def test_the_card_the_host_and_the_wall_are_told_apart(card: Card, host: float, device: float) -> None:
+    found = timing.compared({"call": partial(card.run, host, device)}, rounds=3)["call"]
+    assert found["device_ms"]["median"] == pytest.approx(1e3 * device, rel=0.1)
+    assert found["wall_ms"]["median"] == pytest.approx(1e3 * max(host, device), rel=0.3)
+    assert found["host_us"]["median"] == pytest.approx(1e6 * host)
+    assert found["launches"]["median"] == pytest.approx(host / 20e-6)
+    assert (found["how"], found["peak_mb"]) == ("graph", 3.0)
+
+
+def test_a_call_that_waits_for_the_card_is_timed_by_events_and_says_so(card: Card) -> None:
+    def call() -> None:
+        card.run(10e-6, 100e-6)
+        card.wait()
+    found = timing.compared({"call": call, "other": partial(card.run, 1e-5, 1e-3)}, rounds=3)
+    assert found["call"]["how"] == "events: RuntimeError: not while capturing"
+    assert "host_us" not in found["call"] and "launches" not in found["call"]
+    assert card.streams == ["first"]
+    assert found["other"]["how"] == "graph"
+
+
+def test_the_spread_is_the_median_and_the_quartiles() -> None:
+    assert timing.spread([5.0, 1.0, 2.0, 3.0, 4.0]) == {"median": 3.0, "low": 2.0, "high": 4.0}
+    assert timing.spread([1.23456]) == dict.fromkeys(("median", "low", "high"), 1.235)
+
+
+# -- a run on this machine
+
+def test_the_first_output_is_there_before_the_gradients() -> None:
+    op = find("chunk_gla")
+    waited = first.waited(op, op.small, "cpu")
+    assert 0 < waited["forward_s"] <= waited["both_s"]
+
+
+def test_a_failure_is_the_row_s_result_and_the_others_are_timed() -> None:
+    found = timing.compared({"good": lambda: math.sqrt(2), "bad": lambda: 1 / 0}, rounds=3)
+    assert found["bad"] == {"failed": "ZeroDivisionError: division by zero"}
+    assert 0 < found["good"]["wall_ms"]["median"] < 1
+
+
+def test_the_command_writes_a_record_that_can_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that are not measured again stay."""
+    monkeypatch.setattr(compare, "sides", lambda op, shape: {
+        **dict.fromkeys(("fla", "flashlin"), getattr(flashlin, op.name)), "FlashQLA": "not installed"})
+    monkeypatch.setattr(compare, "stop_refusing", lambda: True)
+    monkeypatch.setattr(warming, "hurry", lambda: None)
+    monkeypatch.setattr(compare, "Winners", lambda *_: SimpleNamespace(write=lambda: None))
+    arguments = ["compare", "--op", "simple_gla", "--device", "cpu", "--small", "--rounds", "2", "--out",
+                 str(tmp_path)]
+    waits = {"op": "chunk_simple_gla", "empty": {"forward_s": 2.22, "both_s": 6.0}, "full": {"failed": "x"}}
+    monkeypatch.setattr(compare, "first", lambda op, device: waits)
+    for more in (["--first"], ["--shape", "1x66x2x16"]):
+        monkeypatch.setattr("sys.argv", arguments + more)
+        compare.main()
+    record = json.loads(next(tmp_path.glob("speed-simple_gla-*.json")).read_text())
+    assert [row["op"] for row in record["rows"]] == ["chunk_simple_gla", "fused_recurrent_simple_gla"]
+    assert [row["refused"] for row in record["rows"]] == [True, False]
+    assert "both" not in record["rows"][1]
+    assert "FlashQLA  not installed" in capsys.readouterr().out
+    table = report.table([record])
+    assert "| fla |" in table and "| `chunk_simple_gla` | 2.2 | 6.0 | - | - |" in table
+    assert compare.kept(next(tmp_path.glob("speed-simple_gla-*.json")), {"fla": "0.0"}) == {}
+
+
+# -- the table and the plot
+
+def figures(ms: float, **more: Any) -> dict[str, Any]:
+    return {"how": "graph", "device_ms": {"median": ms, "low": ms, "high": ms}, "share": 0.25, **more}
+
+
+def row(**others: Any) -> dict[str, Any]:
+    return {"op": "chunk_gla", "shape": "1x32768x8x128", "arguments": "q k v g:gk", "refused": True,
+            "forward": {"floor_ms": 1.0, "flashlin": figures(1.0, launches={"median": 4.04}, peak_mb=10.4),
+                        **others},
+            "both": {"floor_ms": 3.0, "flashlin": figures(4.0), **others}}
+
+
+def test_the_table_sets_flashlin_beside_each_other() -> None:
+    rows = [row(fla=figures(2.0, how="events: no", peak_mb=20.0), FlashQLA={"failed": "ImportError"})]
+    lines = report.table([{**RECORD, "rows": rows}]).splitlines()
+    assert lines[0] == "A card, Triton 3.6.0, torch 2.11, fla 0.6.0, mamba_ssm none, FlashQLA none:"
+    assert lines[4:6] == [
+        "| `chunk_gla` | 1x32768x8x128 | fla | 1 / 2° | 0.50 | 25% | 4.0 / - | 4 / 2°* | 2.00 | 25% | - "
+        "| - / 20 |", "", ]
+    assert report.table([]) == ""
+    rows = [row(fla={"failed": "ImportError"}, FlashQLA={"failed": "ImportError"})]
+    assert report.table([{**RECORD, "rows": rows}]).splitlines()[4:6] == [
+        "| `chunk_gla` | 1x32768x8x128 | fla | 1 / - | - | 25% | 4.0 / - | 4 / - | - | 25% | - | - |", ""]
+
+
+def test_a_bar_is_as_long_as_the_ratio() -> None:
+    drawn = report.plot([{**RECORD, "rows": [row(fla=figures(2.0)), row(fla={"failed": "<&>"})]}])
+    bars = [float(bar.get("width", 0)) for bar in ElementTree.fromstring(drawn).iter()
+            if bar.tag.endswith("rect")][1:]
+    assert sorted(bars) == [11.0, 11.0, 0.5 * report.UNIT, 2 * report.UNIT]
+    assert "0.50</text>" in drawn and "2.00</text>" in drawn
+    assert report.plot([]) == ""
+
+
+# -- winners
+
+@pytest.fixture
+def made_anew() -> Iterator[None]:
+    before = Autotuner.__init__
+    yield
+    Autotuner.__init__ = before
+
+
+class Kernel:
+    """As much of a kernel as a tuner touches."""
+    arg_names = ("n", "BK")
+
+    @staticmethod
+    def fn(n: int, BK: int) -> None:
+        """Only its name counts."""
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Timer:
+    """A ``do_bench`` for which each configuration is faster than the one before."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, call: Any, quantiles: Any) -> list[float]:
+        self.calls += 1
+        return [1.0 / self.calls] * 3
+
+
+def tuner(timer: Timer, *sizes: int) -> Any:
+    configs = [triton.Config({"BK": size}, num_warps=2) for size in sizes]
+    return Autotuner(Kernel(), Kernel.arg_names, configs, ["n"], None, None, do_bench=timer)
+
+
+def opened(file: Path, **made_by: str) -> Winners:
+    return Winners(file, made_by, packages=())
+
+
+@pytest.mark.usefixtures("made_anew")
+def test_what_one_process_has_tuned_the_next_one_does_not(tmp_path: Path) -> None:
+    file, start, first = tmp_path / "w.json", Autotuner.__init__, Timer()
+    found = opened(file, triton="3.6.0")
+    for n in (1, 2):
+        tuner(first, 16, 32).run(n)
+    found.write()
+    assert first.calls == 4
+    Autotuner.__init__ = start
+    again, second = opened(file, triton="3.6.0"), Timer()
+    known = tuner(second, 16, 32)
+    known.run(1)
+    assert (second.calls, known.best_config) == (0, triton.Config({"BK": 32}, num_warps=2))
+    assert known.best_config is known.configs[1]
+    known.run(3)
+    assert second.calls == 2
+    again.write()
+    assert [one["key"] for one in json.loads(file.read_text())["winners"]] == [[1], [2], [3]]
+
+
+@pytest.mark.usefixtures("made_anew")
+@pytest.mark.parametrize(("version", "sizes"), [("3.7.1", (16, 32)), ("3.6.0", (16, 64))])
+def test_winners_of_another_release_or_of_other_configurations_do_not_count(
+        tmp_path: Path, version: str, sizes: tuple[int, ...]) -> None:
+    start, file = Autotuner.__init__, tmp_path / "w.json"
+    found = opened(file, triton="3.6.0")
+    tuner(Timer(), 16, 32).run(1)
+    found.write()
+    Autotuner.__init__ = start
+    opened(file, triton=version)
+    timer = Timer()
+    tuner(timer, *sizes).run(1)
+    assert timer.calls == 2
+
+
+def test_winners_come_before_the_package() -> None:
+    with pytest.raises(RuntimeError, match="json has made its tuners already"):
+        Winners(Path("none"), {}, packages=("json",))
