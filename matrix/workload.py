@@ -369,6 +369,9 @@ def _over_sequences(op: str, mode: str) -> Iterator[Call]:
             yield _sequences(op, BF16, 128, "no state", state=False)
             for dtype, D in SIZES[1:]:
                 yield _sequences(op, dtype, D)
+        for dtype, D in ((BF16, 128), (FP16, 128), (FP32, 64)):  # long enough to be split
+            yield _sequences(op, dtype, D, "in parts", T=1600, state=False)
+        yield _sequences(op, BF16, 128, "in parts, packed", T=1600, packed=True)
     else:
         yield _sequences(op, BF16, 128, "decoding", T=1)
 

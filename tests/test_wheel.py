@@ -4,7 +4,7 @@ Nothing is fetched: setuptools and pip are those of this environment (the extra 
 """
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -44,7 +44,9 @@ print(flashlin.__version__)
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of both archives, built from a copy of the source tree, into which setuptools writes."""
-    absent = [name for name in ("pip", "setuptools") if importlib.util.find_spec(name) is None]
+    # metadata, not find_spec("pip"): setuptools takes that for an import of pip and can no longer be imported itself
+    present = {found.name.lower() for found in importlib.metadata.distributions() if found.name}
+    absent = sorted({"pip", "setuptools"} - present)
     if absent:
         reason = f"building a wheel needs {' and '.join(absent)}: pip install {' '.join(absent)}"
         if os.environ.get("CI"):  # nobody looks at skips there

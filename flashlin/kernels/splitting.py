@@ -2,7 +2,8 @@
 
 A scan walks its sequence alone, so few sequences with few heads leave most of a card idle. Where the plan
 says so (``Launch.part``), a sequence is cut into parts of L tokens, which all scans walk side by side:
-    1. The state that each part would leave if it began with zeros (a family's states kernel, ALONE).
+    1. The state that each part would leave if it began with zeros (``parts.py`` of each family; of a delta
+       rule's gradients its reverse scan, ALONE).
     2. Those carried on from part to part: h' = D h + alone, where D is what the part does to any state that
        enters it: the part's decay, a number or a vector over K, or of delta rules a K x K matrix, which is
        what the part leaves of the identity if nothing is written. Backward the same with D^T, from the last

@@ -82,7 +82,9 @@ def test_loss_scaling() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 1024.0  # no step was left out
-    close({name: before[name] - p.detach() for name, p in net.named_parameters()}, right, 1e-3)
+    close({name: p.grad for name, p in net.named_parameters() if p.grad is not None}, right, 1e-3)
+    assert all(torch.equal(p, before[name] - p.grad)  # unscaled, and the step that was taken
+               for name, p in net.named_parameters() if p.grad is not None)
 
 
 def test_compiled_without_a_break() -> None:

@@ -16,7 +16,7 @@ from flashlin.policy import Policy
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, check, poisoned
 from tests.share import WHOLE
-from tests.splitting import HARD, errors, worse
+from tests.splitting import HARD, compare
 
 CPU = torch.device("cpu")
 Forced = Callable[[int], None]
@@ -64,11 +64,7 @@ def test_the_chosen_cases_exist() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", HARD)
 def test_parts_are_as_exact_as_the_whole(name: str, dtype: torch.dtype, forced: Forced) -> None:
-    case = HARD[name](T=330)
-    forced(1)
-    whole = errors(case, CPU, dtype)
-    forced(5)
-    worse(errors(case, CPU, dtype), whole)
+    compare(HARD[name](T=330), CPU, dtype, forced, 5)
 
 
 def test_a_product_of_long_keys_is_in_no_empty_states_way(forced: Forced) -> None:

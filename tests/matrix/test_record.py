@@ -95,16 +95,21 @@ def test_a_kernel_started_twice_is_recorded_once(gated: Callable[..., None]) -> 
 @pytest.mark.parametrize("op", ["chunk_simple_gla", "fused_recurrent_simple_gla"])
 def test_no_batch_and_no_length_compiles_anything_anew(op: str, packed: bool,
                                                        gated: Callable[..., None]) -> None:
-    counts = []
-    with recording(HOPPER) as launches:
-        for T in (64, 1, 16, 100, 4096):
-            for size in (2, 1, 16, 33):  # batch, or number of sequences
-                if packed:
-                    gated(op, B=1, T=T, edges=[0] * size + [T])
-                else:
-                    gated(op, B=size, T=T)
-                counts.append(len(launches))
-    assert counts[0] > 0 and set(counts) == {counts[0]}
+    """Sequences that are split have kernels of their own, which other lengths and batches then share."""
+    for lengths, sizes in (((64, 1, 16, 100, 1500), (2, 1, 16, 33)), ((2000, 1600, 4096), (2, 1, 3))):
+        counts = []
+        with recording(HOPPER) as launches:
+            for T in lengths:
+                for size in sizes:  # batch, or number of sequences
+                    if packed:
+                        gated(op, B=1, T=T, edges=[0] * size + [T])
+                    else:
+                        gated(op, B=size, T=T)
+                    counts.append(len(launches))
+        assert counts[0] > 0 and set(counts) == {counts[0]}, lengths
+        split = any(launch.kernel == "simple_gla_alone" for launch in launches)
+        assert split == (max(lengths) > 1500)
+
 
 
 def test_json_brings_back_the_same_launch(record: Record) -> None:

@@ -51,6 +51,7 @@ def delta_alone(
     STRIPS: tl.constexpr = NV + (K + BV - 1) // BV
     program = tl.program_id(0)
     strip = program % STRIPS
+    v0 = strip * BV
     own = program // STRIPS
     i_h = own % HV
     i_qk = i_h // (HV // H)
@@ -60,7 +61,7 @@ def delta_alone(
     h, length, v_length = identity_strip(strip, NV, i_part, length, last, BK, BV, HAS_H0, HAS_DHT)
     for t0 in range(0, length, BT):
         b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
-        b_v = tile(v, first, t0, v_length, i_h, HV, D=V, d0=strip * BV, BT=BT, BD=BV)
+        b_v = tile(v, first, t0, v_length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
         D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
@@ -71,7 +72,7 @@ def delta_alone(
             h=h, b_k=b_k, b_v=b_v, b_A=b_A, b_beta=b_beta, D=D, total=total, b_low=b_low,
             DECAY=DECAY, HALF=HALF, PRECISION=PRECISION)
     if strip < NV:
-        at, inside = state_offsets(own, 0, strip * BV, K, V, BK, BV, V_FIRST)
+        at, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
         tl.store(alone + at, h, mask=inside & (length > 0))
     else:
         at, inside = state_offsets(own, 0, (strip - NV) * BV, K, K, BK, BV, False)

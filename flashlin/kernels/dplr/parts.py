@@ -43,6 +43,7 @@ def dplr_alone(
     STRIPS: tl.constexpr = NV + (K + BV - 1) // BV
     program = tl.program_id(0)
     strip = program % STRIPS
+    v0 = strip * BV
     own = program // STRIPS
     i_h = own % HV
     n, i_part, first, length, last = part_of(own // HV, bounds, T, N, L, VARLEN)
@@ -52,7 +53,7 @@ def dplr_alone(
     for t0 in range(0, length, BT):
         b_W = tile(W, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
         b_M = tile(M, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
-        b_v = tile(v, first, t0, v_length, i_h, HV, D=V, d0=strip * BV, BT=BT, BD=BV)
+        b_v = tile(v, first, t0, v_length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         b_b = tile(b_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
         total = sum_of_chunk(G, tl.minimum(BT, length - t0) - 1, first, t0, i_h, HV, K, 0, BK)
         b_x = tl.dot(b_M, b_v, input_precision=PRECISION)
@@ -63,7 +64,7 @@ def dplr_alone(
             b_k = tile(k_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
             h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
     if strip < NV:
-        at, inside = state_offsets(own, 0, strip * BV, K, V, BK, BV, V_FIRST)
+        at, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
         tl.store(alone + at, h, mask=inside & (length > 0))
     else:
         at, inside = state_offsets(own, 0, (strip - NV) * BV, K, K, BK, BV, False)
