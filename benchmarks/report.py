@@ -1,6 +1,6 @@
 """What benchmarks/compare.py has measured, as a table in markdown and a plot in SVG, both for the README.
 
-``python tests/test_readme.py --write`` puts them there.
+``python -m tests.test_readme --write`` puts them there.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 from matrix import markdown
 
 RESULTS = Path(__file__).parent / "results"
-PLOT = RESULTS / "speed.svg"
+PLOT = Path(__file__).parents[1] / "docs" / "speed.svg"
 PLOTTED = ("4x4096x32x128", "1x32768x8x128", "8x2048x80x64", "8x2048x4096x16")
 NONE = "-"
 Record = dict[str, Any]
@@ -130,39 +130,51 @@ def _memory(figures: dict[str, Any]) -> str:
 
 
 UNIT, HIGH, GAP, TOP, LETTER = 300, 11, 10, 56, 6  # pixels; UNIT: the other's time; LETTER: a wide one's
-FILLS = {"forward": "#3b76af", "both": "#d1812f"}
+FILLS = {"forward": ("#3b76af", "#6aa5dd"), "both": ("#d1812f", "#e09b52")}  # on light pages and on dark ones
 NAMES = {"forward": "forward", "both": "with backward"}
+STYLE = "\n".join([
+    "<style>", *(f"{around}.back {{ fill: {back} }} text {{ fill: {fore} }} .theirs {{ stroke: #777 }} "
+                 + " ".join(f".{what} {{ fill: {fills[dark]} }}" for what, fills in FILLS.items()) + close
+                 for dark, (around, back, fore, close) in enumerate(
+                     [("", "#fff", "#1b1f24", ""),
+                      ("@media (prefers-color-scheme: dark) { ", "#14171b", "#e4e8ec", " }")])), "</style>"])
 
 
 def plot(found: Sequence[Record]) -> str:
-    """Bars of flashlin's time in units of the other's, which a line shows; ``""`` without records."""
+    """The ratios of these records; ``""`` without any."""
     chosen = [(one, pair) for one in found for pair in pairs(one)
               if pair.row["shape"] in PLOTTED and pair.ratio("forward") is not None]
-    if not chosen:
-        return ""
     several = len({one["triton"] for one, _ in chosen}) > 1
-    labels = [f"{pair.name}, {pair.row['shape']}, beside {pair.other}"
-              + (f", Triton {one['triton']}" if several else "") for one, pair in chosen]
-    left, y, body = LETTER * max(map(len, labels)), TOP, list[str]()
-    for label, (_, pair) in zip(labels, chosen, strict=True):
-        bars = [(what, ratio) for what in FILLS if (ratio := pair.ratio(what)) is not None]
-        body.append(_text(left - 8, y + HIGH * len(bars) / 2 + 4, label, anchor="end"))
-        for what, ratio in bars:
+    rows = [(f"{pair.name}, {pair.row['shape']}, beside {pair.other}"
+             + (f", Triton {one['triton']}" if several else ""),
+             {what: ratio for what in FILLS if (ratio := pair.ratio(what)) is not None})
+            for one, pair in chosen]
+    return bars(rows, ", ".join(dict.fromkeys(one["device"] for one, _ in chosen)))
+
+
+def bars(rows: Sequence[tuple[str, dict[str, float]]], device: str) -> str:
+    """A picture in SVG, for light and dark pages: flashlin's time in units of the other's, which a line shows.
+    rows: (label, {``forward``, ``both``: the ratio}); ``""`` without any."""
+    if not rows:
+        return ""
+    left, y, body = LETTER * max(len(label) for label, _ in rows), TOP, list[str]()
+    for label, ratios in rows:
+        body.append(_text(left - 8, y + HIGH * len(ratios) / 2 + 4, label, anchor="end"))
+        for what, ratio in ratios.items():
             width = min(ratio, 2) * UNIT  # a longer one would leave the picture; its number says so
-            body += [f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{HIGH}" fill="{FILLS[what]}"/>',
+            body += [f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{HIGH}" class="{what}"/>',
                      _text(left + width + 4, y + HIGH - 2, f"{ratio:.2f}")]
             y += HIGH
         y += GAP
-    keys = [f'<rect x="{left + 150 * at}" y="26" width="11" height="11" fill="{FILLS[what]}"/>'
+    keys = [f'<rect x="{left + 150 * at}" y="26" width="11" height="11" class="{what}"/>'
             + _text(left + 150 * at + 16, 36, NAMES[what]) for at, what in enumerate(FILLS)]
-    line = (f'<line x1="{left + UNIT}" y1="{TOP - 8}" x2="{left + UNIT}" y2="{y}" stroke="#777" '
+    line = (f'<line x1="{left + UNIT}" y1="{TOP - 8}" x2="{left + UNIT}" y2="{y}" class="theirs" '
             'stroke-dasharray="3 3"/>' + _text(left + UNIT + 4, TOP - 6, "theirs"))
-    title = f"flashlin's time over theirs, {', '.join(dict.fromkeys(one['device'] for one, _ in chosen))}"
     wide, high = left + 2 * UNIT + 50, y + 8
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" '
-        'font-family="sans-serif" font-size="11">', f'<rect width="{wide}" height="{high}" fill="#fff"/>',
-        _text(left, 16, title, size=13), *keys, line, *body, "</svg>", ""])
+        'font-family="sans-serif" font-size="11">', STYLE, f'<rect width="{wide}" height="{high}" class="back"/>',
+        _text(left, 16, f"flashlin's time over theirs, {device}", size=13), *keys, line, *body, "</svg>", ""])
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11) -> str:

@@ -15,8 +15,8 @@ from flashlin.compat.lazy import attach
 __version__ = "0.1.0"
 
 _BESIDE_OPS_AND_MODULES = {
-    "flashlin.diagnostics.doctor": ("doctor", "explain"),
-    "flashlin.dispatch": ("plan",),
+    "flashlin.diagnostics.doctor": ("doctor", "explain", "plan"),
+    "flashlin.diagnostics.why": ("why",),
     "flashlin.policy": ("settings", "Policy"),
     "flashlin.compat.target": ("Target",),
     "flashlin.guards.problem": ("Problem", "UnsupportedError"),

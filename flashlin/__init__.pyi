@@ -2,8 +2,9 @@
 from flashlin.compat.target import Target
 from flashlin.diagnostics.doctor import doctor
 from flashlin.diagnostics.doctor import explain
+from flashlin.diagnostics.doctor import plan
 from flashlin.diagnostics.report import Report
-from flashlin.dispatch import plan
+from flashlin.diagnostics.why import why
 from flashlin.guards.problem import Problem
 from flashlin.guards.problem import UnsupportedError
 from flashlin.integrations.hub import kernel_mapping
@@ -231,4 +232,5 @@ __all__ = [
     "token_shift",
     "unpatch",
     "warmup",
+    "why",
 ]

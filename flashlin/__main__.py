@@ -1,15 +1,16 @@
-"""The command line: ``flashlin doctor``, ``explain``, ``run`` and ``warmup``, also as
+"""The command line: ``flashlin doctor``, ``explain``, ``run``, ``warmup`` and ``why``, also as
 ``python -m flashlin``."""
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import flashlin
 
@@ -19,28 +20,34 @@ ABOUT = """Linear attention that runs on every Triton, GPU and dtype, and otherw
   flashlin explain    how one call would run, and why
   flashlin run        a program as it is, its fla, transformers or mamba_ssm through flashlin
   flashlin warmup     compile and try what this machine will need, before the first real call does
+  flashlin why        what is known of an error that is on the screen, and what to do about it
   flashlin --version  of flashlin, torch and Triton, in one line
 """
-DOCTOR = """Says first whether everything works, then what this machine is, then one line per op: the plan that a call would really follow.
+DOCTOR = """Says first whether everything works, then what this machine is, what calls of the ops take on it (the plans
+that calls would really follow), what is wrong, and last the one command that repairs or improves it.
 Offline and read-only (--run compiles kernels, and Triton caches them). Works with torch or Triton broken or missing.
 Then what fla, transformers, mamba_ssm, causal_conv1d and kernels are here, as far as they are installed: each is imported in a child process,
 all at the same time, for 60 seconds at most. With --op and --target they are left out.
+
+The first word is the verdict: ok, degraded (every op runs, but the GPU is not used, or at a price), or broken.
+What is listed is
 
   ok               the usual way
   worked around    something stood in the way, and the way around it costs nothing worth telling
   degraded         a GPU that is not used, or runs plain torch or fp32 copies; what that costs is told. Another package that cannot be
                    imported, or what it does slowly, or stops at, here
-  problem          does not run, or may be wrong; the command that repairs it is told
+  problem          does not run, or may be wrong
   could not check  nobody knows
 
-Exit code: 0 if every op runs and nothing is known to be wrong, 1 if not (with --fail-on degraded also for what is degraded), 2 for a mistake in
-the arguments.
+Exit code: 0 if every op runs and nothing is known to be wrong (ok, degraded), 1 if not (broken, and with
+--fail-on degraded also degraded), 2 for a mistake in the arguments.
 """
 DOCTOR_EXAMPLES = """examples:
   flashlin doctor                                   this machine
   flashlin doctor --run                             also run small cases of every op against a float64 reference
   flashlin doctor --run --op chunk_simple_gla       one op
-  flashlin doctor --target triton=3.2.0,sm=75       another machine: Triton 3.2.0 on a T4
+  flashlin doctor --verbose                         every op, check and known issue
+  flashlin doctor --target T4,triton=3.2.0          another machine; or t4,torch=2.6, or sm=75,triton=3.2.0
   flashlin doctor --fail-on degraded                in a job's first line: does this machine run the kernels?
   flashlin doctor --markdown                        to paste into an issue; nothing in it says whose machine it is
   flashlin doctor --json | jq .status
@@ -51,7 +58,7 @@ Exit code: 0 if there is an answer, also if it is that the call cannot run; 1 if
 EXPLAIN_EXAMPLES = """examples:
   flashlin explain chunk_simple_gla                                             on this machine, training, bfloat16
   flashlin explain chunk_simple_gla --dtype fp16 -B 4 -T 4096 -K 256
-  flashlin explain chunk_simple_gla --target triton=3.3.1,sm=75                 on a T4 with Triton 3.3.1
+  flashlin explain chunk_simple_gla --target T4,triton=3.3.1                    on another machine
   flashlin explain simple_gla -T 1 -B 64 --no-grad                              decoding: which mode?
   flashlin explain mamba_causal_conv1d_update -B 64                             sizes not given are those of the op's typical calls
 """
@@ -75,17 +82,49 @@ WARMUP_EXAMPLES = """examples:
   flashlin warmup --op chunk_gated_delta_rule --dtype bf16 --dtype fp32 --head-dim 256
   flashlin warmup --forget --op chunk_gated_delta_rule                  take back what was found of its kernels here
 """
-TARGET = ("plan for another machine: key=value pairs out of triton, sm, ptxas, shared, sms, name, torch, "
-          "backend; e.g. triton=3.2.0,sm=90")
+WHY = """Which known failures print this text: the cards and releases that have it, what flashlin does, what to do
+without it, and how sure that is. Reads tables that come with flashlin; asks nobody, starts nothing. Without a text
+it reads standard input, a whole log if need be.
+Exit code: 0 if something is known that prints it or may, 1 if nothing is, 2 for a mistake in the arguments.
+"""
+WHY_EXAMPLES = """examples:
+  flashlin why "IndexError: map::at"
+  flashlin why reshapeOuts
+  python train.py 2>&1 | flashlin why
+  flashlin why < slurm-1234.out
+"""
+TARGET = ("plan for another machine: a card by its name or sm, and key=value pairs out of triton, torch, "
+          "ptxas, shared, sms, name, backend; e.g. H100,triton=3.2.0 or t4,torch=2.6")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says which command or option was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '([^']+)'|unrecognized arguments: (\S+)", message)
+        if wrong:
+            from difflib import get_close_matches
+
+            options = [option for one in self.everybody() for option in one._option_string_actions]
+            given = wrong[1] or wrong[2].partition("=")[0]
+            close = get_close_matches(given, options if wrong[2] else COMMANDS | {"run": None}, 1)
+            message += f"; did you mean {close[0]}?" if close else ""
+        super().error(message)
+
+    def everybody(self) -> list[argparse.ArgumentParser]:
+        """This one and those of its commands."""
+        return [self, *(one for action in self._actions if isinstance(action, argparse._SubParsersAction)
+                        for one in action.choices.values())]
 
 
 def parser() -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
-    top = argparse.ArgumentParser(prog="flashlin", description=ABOUT,
+    top = Parser(prog="flashlin", description=ABOUT,
                                   epilog=DOCTOR_EXAMPLES + "\n" + EXPLAIN_EXAMPLES, formatter_class=plain)
     top.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS,
                      help="versions of flashlin, torch and Triton")
-    commands = top.add_subparsers(dest="command", metavar="doctor | explain | run | warmup", required=True)
+    commands = top.add_subparsers(dest="command", required=True,
+                                  metavar="doctor | explain | run | warmup | why")
     doctor = commands.add_parser("doctor", help="examine this machine", description=DOCTOR,
                                  epilog=DOCTOR_EXAMPLES, formatter_class=plain)
     doctor.add_argument("--run", action="store_true",
@@ -95,8 +134,9 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--fail-on", choices=("problem", "degraded"), default="problem",
                         help="what makes the exit code 1 (default problem)")
     style = doctor.add_mutually_exclusive_group()
+    style.add_argument("--verbose", action="store_true", help="every op, check and known issue")
     style.add_argument("--json", action="store_true", help="JSON on stdout")
-    style.add_argument("--markdown", action="store_true", help="Markdown on stdout")
+    style.add_argument("--markdown", action="store_true", help="Markdown on stdout, folded for an issue")
     explain = commands.add_parser("explain", help="how one call would run, and why", epilog=EXPLAIN_EXAMPLES,
                                   formatter_class=plain, description=EXPLAIN)
     explain.add_argument("op", help="a public op, such as chunk_simple_gla")
@@ -136,6 +176,9 @@ def parser() -> argparse.ArgumentParser:
     warm.add_argument("--forget", action="store_true",
                       help="try nothing, and take back what was found on this machine (of --op, or of all)")
     warm.add_argument("--json", action="store_true", help="JSON on stdout")
+    ask = commands.add_parser("why", help="what is known of an error", description=WHY, epilog=WHY_EXAMPLES,
+                              formatter_class=plain)
+    ask.add_argument("text", nargs="*", help="what was printed; standard input if nothing is given")
     return top
 
 
@@ -207,10 +250,17 @@ def report(command: str, arguments: dict[str, Any]) -> int:
     return code
 
 
-def doctor(fail_on: Any, json: bool, markdown: bool, **given: Any) -> tuple[str, int]:
+def doctor(fail_on: Any, json: bool, markdown: bool, verbose: bool, **given: Any) -> tuple[str, int]:
     report = load("diagnostics.doctor").diagnose(None, **given, import_all=True)
-    text = report.model_dump_json(indent=2) if json else report.markdown() if markdown else report.text()
+    text = (report.model_dump_json(indent=2) if json else report.markdown() if markdown
+            else report.text(verbose, colour=coloured(sys.__stdout__)))
     return text, int(report.fails(fail_on))
+
+
+def coloured(out: Any) -> bool:
+    """Whether that is a terminal whose owner has not asked for plain text (no-color.org)."""
+    return (out is not None and out.isatty() and not os.environ.get("NO_COLOR")
+            and os.environ.get("TERM") != "dumb")
 
 
 def warmup(op: list[str], dtype: list[str], head_dim: list[int], forget: bool, json: bool,
@@ -239,6 +289,15 @@ def explain(op: str, **given: Any) -> tuple[str, int]:
     return load("diagnostics.doctor").explain(op, **given), 0
 
 
+def why(text: list[str]) -> tuple[str, int]:
+    told = " ".join(text) or ("" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read())
+    if not told.strip():
+        raise ValueError('text: got nothing, need what was printed: flashlin why "IndexError: map::at", or a '
+                         "log on standard input")
+    known = load("diagnostics.why")
+    return known.why(told), 0 if known.matches(told) else 1
+
+
 def run_program(patch: str | None, program: str, arguments: list[str], **how: Any) -> int:
     """The program has stdout for itself, and its exit ends this process."""
     startup = load("integrations.startup")
@@ -255,7 +314,8 @@ def run_program(patch: str | None, program: str, arguments: list[str], **how: An
     return 0
 
 
-COMMANDS: dict[str, Callable[..., tuple[str, int]]] = {"doctor": doctor, "explain": explain, "warmup": warmup}
+COMMANDS: dict[str, Callable[..., tuple[str, int]]] = {"doctor": doctor, "explain": explain, "warmup": warmup,
+                                                       "why": why}
 
 if __name__ == "__main__":
     sys.exit(main())

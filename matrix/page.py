@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from flashlin.compat.known_issues import KNOWN_ISSUES
 from matrix.results import Matrix
 from matrix.squares import MEANS, STATUSES, Square
 
@@ -24,7 +25,8 @@ def data(matrix: Matrix, squares: list[Square], date: str) -> dict[str, Any]:
         square = known.get((op, triton, card)) or Square(op=op, card=card, triton=triton, status="not run")
         evidence, *why = (texts.setdefault(text, len(texts)) for text in (square.evidence, *square.why))
         rows.append((STATUSES.index(square.status), square.calls, evidence, why))
-    return {"date": date, "statuses": [(status, MEANS[status]) for status in STATUSES], "axes": axes,
+    links = {issue.id: issue.url for issue in KNOWN_ISSUES if issue.url.startswith("https://")}
+    return {"date": date, "links": links, "statuses": [(status, MEANS[status]) for status in STATUSES], "axes": axes,
             "texts": list(texts), "squares": rows}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
+from flashlin.compat.known_issues import KNOWN_ISSUES
 from matrix import markdown
 
 
@@ -46,15 +46,7 @@ SEEDS = (
 def table() -> list[str]:
     """Lines of markdown."""
     known = {issue.id: issue for issue in KNOWN_ISSUES}
-    rows = [(seed.failure, seed.raw or "; ".join(f"{known[name].effect} ({_within(known[name])})"
+    rows = [(seed.failure, seed.raw or "; ".join(f"{known[name].effect} ({known[name].releases})"
                                                  for name in seed.issues),
              seed.here, ", ".join(f"`{path}`" for path in seed.shown)) for seed in SEEDS]
     return markdown.table(("failure", "raw", "here", "shown by"), rows)
-
-
-def _within(issue: KnownIssue) -> str:
-    """In words; the release that mends it is not one of those that have it."""
-    if issue.fixed_in is None:
-        return f"Triton {issue.since} and newer" if issue.since else "every Triton"
-    return (f"Triton {issue.since} and newer, before {issue.fixed_in}" if issue.since
-            else f"Triton before {issue.fixed_in}")

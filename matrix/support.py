@@ -3,6 +3,7 @@ left blank."""
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,11 +14,15 @@ from flashlin.testing.record import is_current
 from matrix import markdown, seeds, spilling
 from matrix import peer_table as peers
 from matrix.page import page
+from matrix.picture import picture
 from matrix.results import Matrix, slow_by_config
 from matrix.squares import MEANS, STATUSES, CellState, Square, Status, gpu_files, gpu_records, squares
 from matrix.stacks import table as programs
 
 Fact = tuple[str, str, str, str]  # configuration, release, level, card
+Grid = dict[tuple[str, str], str]  # (release, card) -> what its square says
+OPS = "Ops: "
+PICTURE = "docs/support.svg"
 MARKS: dict[Status, str] = {"FAILED": "**FAILED**", "refused": "refused", "not run": "not run",
                             "torch path": "torch", "slow": "compiled, slow", "worked around": "around",
                             "compiled": "compiled", "ran": "ran"}
@@ -36,10 +41,11 @@ def failures(matrix: Matrix, state: CellState) -> list[str]:
 
 def write(matrix: Matrix, every: list[CellState], results: Path, table: Path, html: Path,
           check: bool = False) -> int:
-    """Write SUPPORT.md, the launch table and the page; with check only compare the first two. 1 if they were
+    """Write SUPPORT.md, its picture, the launch table and the page; with check only compare the others. 1 if they were
     not what they should be."""
     squared = squares(every, gpu_records(results))
     texts = {table: support_table(matrix, every, squared, results), PROVEN: launch_table(every, results)}
+    texts[table.parent / PICTURE] = picture(marks_of(texts[table]), examples(matrix))
     if check:
         old = [path.name
                for path, text in texts.items() if not path.exists()
@@ -54,11 +60,15 @@ def write(matrix: Matrix, every: list[CellState], results: Path, table: Path, ht
     return 0
 
 
+def examples(matrix: Matrix) -> dict[str, str]:
+    return {card.name: card.example for card in matrix.card}
+
+
 def stale(every: list[CellState], results: Path, table: Path, launches: Path = PROVEN) -> list[str]:
     """What SUPPORT.md and the launch table say otherwise than ``every`` does, which may be planned for some
     of the cards only; a line each."""
     text = table.read_text(encoding="utf-8")
-    said, wrong = _said(text), list[str]()
+    said, wrong = marks_of(text), list[str]()
     for one in squares(every, gpu_records(results)):
         mark = said.get((one.op, one.triton, one.card))
         wrong += [] if mark == MARKS[one.status] else [
@@ -87,17 +97,20 @@ def stale(every: list[CellState], results: Path, table: Path, launches: Path = P
                     if fact[2] != "compiled" or (fact[1], fact[3]) in planned]
 
 
-def _said(text: str) -> dict[tuple[str, str, str], str]:
+def marks_of(text: str) -> dict[tuple[str, str, str], str]:
     """(op, release, card) -> the mark in SUPPORT.md."""
-    marks, op, cards = {}, "", list[str]()
+    marks, ops, cards = {}, list[str](), list[str]()
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("## "):
-            op, cards = line.removeprefix("## "), []
+            ops, cards = [name for name in [line.removeprefix("## ")] if name != "All ops"], []
+        elif line.startswith(OPS):
+            ops = re.findall(r"`(\w+)`", line)
         elif cells[0] == "Triton":
             cards = [cell.partition(" ")[0] for cell in cells[1:]]
-        else:
-            marks.update({(op, cells[0], card): mark for card, mark in zip(cards, cells[1:], strict=False)})
+        elif cells[0][:1].isdigit():
+            marks.update({(op, cells[0], card): mark
+                          for op in ops for card, mark in zip(cards, cells[1:], strict=False)})
     return marks
 
 
@@ -145,20 +158,26 @@ def _together(releases: dict[str, proven.Record]) -> dict[str, proven.Record]:
 
 
 def support_table(matrix: Matrix, every: list[CellState], squared: list[Square], folder: Path) -> str:
-    at = {(one.op, one.triton, one.card): one for one in squared}
-    ops = sorted({one.op for one in squared})
+    places = [(cell.triton, card.name) for cell in matrix.tritons for card in matrix.card]
+    grids = {op: dict.fromkeys(places, MARKS["not run"]) for op in sorted({one.op for one in squared})}
+    for one in squared:
+        grids[one.op][one.triton, one.card] = MARKS[one.status]
     lines = ["# What runs where", "",
              "Made by `python -m matrix report` out of `matrix/results/`. It writes the same as a page to "
              "click through, with every reason: `build/support.html`.", "",
-             *markdown.table(("", "means"), [(MARKS[one], MEANS[one]) for one in reversed(STATUSES)]),
-             "", "## All ops", "", "The worst of all ops in each square.", ""]
-    places = [(cell.triton, card.name) for cell in matrix.tritons for card in matrix.card]
-    lines += _grid(matrix, {place: _worst([at.get((op, *place)) for op in ops]) for place in places})
-    for op in ops:
-        lines += ["", f"## {op}", "",
-                  *_grid(matrix, {place: _worst([at.get((op, *place))]) for place in places})]
-    lines += ["", "## The failures it began with", "", *seeds.table(), *peers.table(folder),
-              *programs.table(folder), *programs.seeds(folder)]
+             f"![how many ops run where, and how]({PICTURE})", "",
+             "First the failures that flashlin began with, and what the same calls do in fla, in mamba_ssm and "
+             "in real programs; then [all ops](#all-ops) on every card under every Triton, and "
+             "[why](#why).", "", "## The failures it began with", "", *seeds.table(), *peers.table(folder),
+             *programs.table(folder), *programs.seeds(folder), "", "## What the words mean", "",
+             *markdown.table(("", "means"), [(MARKS[one], MEANS[one]) for one in reversed(STATUSES)]), "",
+             "A *gate* is a card or a release on which a failure fails the run; of a *report* one is only "
+             "told.", "", "## All ops", "", "How many of them, best first.", "",
+             *_grid(matrix, {place: _counted(grid[place] for grid in grids.values()) for place in places})]
+    for ops in _alike(grids):
+        others = f" and {len(ops) - 1} more" if len(ops) > 1 else ""
+        lines += ["", f"## {ops[0]}{others}", "", OPS + ", ".join(f"`{op}`" for op in ops), "",
+                  *_grid(matrix, grids[ops[0]])]
     lines += ["", *spilling.table(every)]
     lines += ["", "## Why", "", "Reasons behind everything that is not compiled or ran, most frequent first."]
     reasons = Counter((_reason(why), one.status) for one in squared for why in one.why)
@@ -191,11 +210,21 @@ def _reason(why: str) -> str:
     return why.partition(": ")[2].partition(":")[0]
 
 
-def _worst(squared: list[Square | None]) -> Status:
-    return min((one.status if one else "not run" for one in squared), key=STATUSES.index, default="not run")
+def _counted(marks: Iterable[str]) -> str:
+    """``57 ran, 9 compiled``, best first."""
+    counts = Counter(marks)
+    return ", ".join(f"{counts[MARKS[one]]} {MARKS[one]}" for one in reversed(STATUSES) if counts[MARKS[one]])
 
 
-def _grid(matrix: Matrix, status: dict[tuple[str, str], Status]) -> list[str]:
+def _alike(grids: dict[str, Grid]) -> list[list[str]]:
+    """Ops by what is known of them: those of which the same is known together, most of them first."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for op, grid in grids.items():
+        groups.setdefault(tuple(grid.values()), []).append(op)
+    return sorted(groups.values(), key=lambda ops: (-len(ops), ops))
+
+
+def _grid(matrix: Matrix, texts: Grid) -> list[str]:
     return markdown.table(("Triton", *(f"{card.name} ({card.example})" for card in matrix.card)), [
-        (cell.triton, *(MARKS[status[cell.triton, card.name]] for card in matrix.card))
+        (cell.triton, *(texts[cell.triton, card.name] or MARKS["not run"] for card in matrix.card))
         for cell in matrix.tritons])

@@ -1,6 +1,7 @@
 """Fixtures that more than one file of tests needs; ``fresh`` and ``interpreter`` hold for every test."""
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import flashlin
 from flashlin import dispatch, policy
 from flashlin.compat import launch as door
 from flashlin.compat import target as machine
+from flashlin.diagnostics import surroundings
 from flashlin.guards import limits, proven, verdicts
 from flashlin.ops._common import planned
 from flashlin.testing.compile import Compiler, Job, Result
@@ -21,7 +23,15 @@ from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.trial import canary
 
 torch.set_num_threads(1)  # the tensors are small
+GARBAGE = (100_000, 50, 100)  # allocations, and collections of younger objects, from one collection to the next
 Compile = Callable[[str, list[Job]], list[Result]]
+
+
+def pytest_collection_finish() -> None:
+    """What the modules have loaded stays: looking for garbage in it, as often as Python does, takes a sixth of
+    the time of the interpreter's tests."""
+    gc.freeze()
+    gc.set_threshold(*GARBAGE)
 
 
 def forget() -> None:
@@ -63,6 +73,16 @@ def default_settings(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None])
         if name.startswith(("FLASHLIN_", "TRITON_")):
             monkeypatch.delenv(name)
     fresh()
+
+
+@pytest.fixture
+def gpu_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a machine with a GPU has around Triton, for tests that simulate the rest of it."""
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "libcuda.so.1").touch()
+    (folder / "ldconfig").write_text(f"#!/bin/sh\necho 'libcuda.so.1 (libc6) => {folder}/libcuda.so.1'\n")
+    (folder / "ldconfig").chmod(0o755)
+    monkeypatch.setattr(surroundings, "LDCONFIG", str(folder / "ldconfig"))
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ def test_a_broken_dependency_is_named(text: str, tmp_path: Path) -> None:
 
 # --- the sub-commands ---
 
-@pytest.mark.parametrize("command", ["doctor", "explain", "warmup"])
+@pytest.mark.parametrize("command", ["doctor", "explain", "warmup", "why"])
 def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
@@ -136,3 +136,18 @@ def test_short_names_of_dtypes_reach_every_command(monkeypatch: pytest.MonkeyPat
     for command in (["explain", "chunk_gla", "--target", H200], ["warmup", "--device", "cpu"]):
         assert main([*command, "--dtype", "banana"]) == 2
         assert "dtype: got 'banana', need one of bfloat16, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "meant"), [
+    (["docter"], "doctor"), (["warm-up"], "warmup"), (["doctor", "--markdwn"], "--markdown"),
+    (["explain", "chunk_gla", "--varln"], "--varlen")])
+def test_what_was_meant_is_named(arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
+def test_what_is_like_nothing_names_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["xyzzy"])
+    assert "did you mean" not in capsys.readouterr().err

@@ -5,12 +5,16 @@ import importlib.util
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from flashlin.policy import ELSEWHERE, Policy
+from tests import test_readme
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "train_lm.py"
@@ -85,3 +89,31 @@ def test_the_bar_fills_one_line_in_a_terminal(example: ModuleType, monkeypatch: 
     text = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert text.count("\r") == total and text.count("\n") == 1 and text.endswith("\n")
     assert "#" * 30 in text.rsplit("\r", 1)[1]
+
+
+# --- shield_kernel.py, package-ci.yml ---
+
+def test_a_kernel_of_ones_own_is_right_without_a_gpu() -> None:
+    done = run_example("shield_kernel.py")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "every result agrees with float64" and len(lines) >= 3
+    assert all(": off by " in line for line in lines[:-1])
+
+
+def test_the_workflow_for_a_package_types_what_works() -> None:
+    text = (ROOT / "examples" / "package-ci.yml").read_text()
+    steps = [line.strip().removeprefix("run: ") for line in text.splitlines()
+             if re.match(r" +(run: )?(pip install|python|flashlin) ", line)]
+    assert len(steps) == 4
+    for step in steps:
+        here = step.replace("./flashlin[matrix]", ".[matrix]").partition(" >>")[0]
+        assert not test_readme.complaint(here), step
+    names = set(re.findall(r"FLASHLIN_\w+", text))
+    assert names <= {f"FLASHLIN_{name.upper()}" for name in (*Policy._fields, *ELSEWHERE)}
+    ours = (ROOT / "matrix" / "github-workflow.yml").read_text()
+    actions = set(re.findall(r"uses: (actions/(?:checkout|setup-python)@\S+)", text))
+    assert actions and all(action in ours for action in actions)
+    setup_env = (ROOT / "tools" / "setup_env.py").read_text()
+    [(torch, triton)] = re.findall(r'^TORCH, TRITON = "(.*)", "(.*)"', setup_env, re.MULTILINE)
+    assert f"torch=={torch}+cpu" in text and f"triton=={triton} " in text

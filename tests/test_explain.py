@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from functools import partial
 from typing import Any
 
@@ -152,3 +153,34 @@ def test_explain_says_so_where_this_machine_cannot_be_asked(monkeypatch: pytest.
     monkeypatch.setattr(diagnosis, "examine", lambda: made(torch_error="ImportError: libcudart.so.12"))
     assert main(["explain", "chunk_simple_gla"]) == 2
     assert "libcudart.so.12" in capsys.readouterr().err
+
+
+# --- the plan as a value ---
+
+def test_plan_is_explain_as_a_value() -> None:
+    made = flashlin.plan("chunk_gla", B=4, T=512, dtype="fp16", target="T4,triton=3.3.1")
+    assert (made.asked.op, made.asked.B, made.asked.T, made.asked.dtype) == ("chunk_gla", 4, 512, "float16")
+    assert made.problem.dot == "fp32" and made.target.name == "T4"
+    assert flashlin.explain("chunk_gla", B=4, T=512, dtype="fp16", target="T4,triton=3.3.1").startswith(str(made))
+    assert flashlin.plan(made.asked, "T4,triton=3.3.1") == flashlin.plan(made.asked, made.target) == made
+    assert flashlin.plan("l2_norm", "H100,triton=3.6.0").asked.op == "l2norm"
+
+
+def test_plan_obeys_the_policy_in_force_for_an_op_and_is_pure_for_a_problem() -> None:
+    asked = flashlin.plan("chunk_gla", H200).asked
+    with flashlin.settings(path="torch"):
+        assert flashlin.plan("chunk_gla", H200).path == "torch"
+        assert flashlin.plan(asked, H200).path == "triton"
+    assert flashlin.plan("chunk_gla", H200, Policy(path="torch")).path == "torch"
+
+
+@pytest.mark.parametrize(("given", "error", "said"), [
+    (dict(problem="chunk_glaa"), ValueError, "did you mean chunk_gla?"),
+    (dict(problem="chunk_gla", target="H1000"), ValueError, "did you mean H100?"),
+    (dict(problem="chunk_gla", dtype="banana"), ValueError, "dtype: got 'banana'"),
+    (dict(problem="chunk_gla", mode="auto"), ValueError, "mode: got 'auto'"),
+    (dict(problem=Problem("l2norm", "norm", "", 1, 1, 1, 8, 0, 1, "float32"), T=4), TypeError,
+     "T: got it beside a Problem")])
+def test_what_cannot_be_planned_is_refused(given: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=re.escape(said)):
+        flashlin.plan(**{"target": H200, **given})

@@ -32,13 +32,17 @@ STARTED = (*CHILDREN, "flashlin.testing.compile", "flashlin.diagnostics.quick",
 # not. They know those facts.
 ANYWHERE_BUT_COMPAT = "flashlin.policy"
 
+# Packages whose import is an error that says where to look.
+ERRORS = ("layers", "models")
+
 # Doctor answers on a machine where torch or Triton is broken, and plans are made for machines that have
 # neither.
 NO_TORCH = ("guards/problem.py", "guards/family.py", "guards/limits.py", "kernels/*/recipe.py",
             "kernels/families.py", "kernels/shield/source.py", "kernels/variants.py", "kernels/configs.py",
-            "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "diagnostics/packages.py", "integrations/probing.py", "policy.py",
+            "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "diagnostics/packages.py",
+            "diagnostics/why.py",            "integrations/probing.py", "policy.py",
             "compat/lazy.py", "compat/versions.py", "compat/releases.py", "compat/target.py",
-            "compat/known_issues.py", "compat/known_flaws.py",
+            "compat/known_issues.py", "compat/known_flaws.py", "compat/known_failures.py",
             "__init__.py", "*/__init__.py", "kernels/*/__init__.py")
 
 
@@ -120,7 +124,8 @@ def test_the_settings_import_facts_and_only_when_asked_about_them() -> None:
 
 
 def without_torch() -> list[Path]:
-    return sorted({path for pattern in NO_TORCH for path in PACKAGE.glob(pattern)})
+    return sorted({path for pattern in NO_TORCH for path in PACKAGE.glob(pattern)
+                   if path.parent.name not in ERRORS})
 
 
 def test_every_pattern_of_torchless_files_finds_one() -> None:

@@ -3,9 +3,11 @@ tests/matrix compiles for real."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -16,10 +18,10 @@ from flashlin.guards import proven
 from flashlin.testing import environments
 from flashlin.testing.compile import NOT_TRIED, Job, Result
 from flashlin.testing.record import Recorded
-from matrix import cells, results, seeds, spilling, support, workload
+from matrix import cells, picture, results, seeds, spilling, support, workload
 from matrix import run as matrix
 from matrix.results import Card, Cell, CellResult, Compiled, Figures, Matrix, Tried, load_result
-from matrix.squares import STATUSES, CellState, Outcome, Planned, gpu_records, squares
+from matrix.squares import STATUSES, CellState, Outcome, Planned, Square, gpu_records, squares
 from tests.share import WHOLE as ALL
 from tests.share import share
 
@@ -330,12 +332,62 @@ def test_a_gpu_record_counts_only_where_all_of_an_op_is_right(tmp_path: Path) ->
     assert set(gpu_records(tmp_path)) == {("a", "sm90", "3.6.0")}
 
 
+NOWHERE = Path("nowhere")
+
+
+def a_table(squared: list[Square]) -> str:
+    states = [CellState(CellResult(cell=cell), Planned()) for cell in WHOLE.cell]
+    return support.support_table(WHOLE, states, squared, NOWHERE)
+
+
+def every_square(*ops: str) -> list[Square]:
+    return [Square(op=op, card=card.name, triton=cell.triton, status="compiled", calls=1)
+            for op in ops for cell in WHOLE.tritons for card in WHOLE.card]
+
+
 def test_the_table_leaves_nothing_blank() -> None:
-    text = support.support_table(WHOLE, [CellState(CellResult(cell=cell), Planned()) for cell in WHOLE.cell], [],
-                                 Path("nowhere"))
-    rows = [line for line in text.splitlines()
-            if line.startswith(tuple(f"| {cell.triton} |" for cell in WHOLE.cell))]
-    assert rows and all("not run" in row and "|  |" not in row for row in rows)
+    lost = [one for one in every_square("a") if one.triton != "3.6.0"]
+    for text in (a_table([]), a_table(lost)):
+        rows = [line for line in text.splitlines()
+                if line.startswith(tuple(f"| {cell.triton} |" for cell in WHOLE.cell))]
+        assert rows and all("|  |" not in row for row in rows)
+        assert "not run" in next(row for row in rows if row.startswith("| 3.6.0 |"))
+
+
+def test_ops_of_which_the_same_is_known_share_a_table() -> None:
+    squared = every_square("a", "b", "c")
+    at = next(n for n, one in enumerate(squared) if (one.op, one.card, one.triton) == ("b", "sm90", "3.6.0"))
+    squared[at] = squared[at]._replace(status="ran")
+    text = a_table(squared)
+    headings = re.findall(r"^## (.*)", text, re.MULTILINE)
+    assert headings[-5:] == ["a and 1 more", "b", "What spills", "Why", "The runs"]
+    assert "Ops: `a`, `c`\n" in text and "Ops: `b`\n" in text
+    assert headings.index("The failures it began with") < headings.index("All ops"), "what it is for, first"
+    said = support.marks_of(text)
+    assert {place: mark for place, mark in said.items() if mark != "compiled"} == {("b", "3.6.0", "sm90"): "ran"}
+    assert len(said) == len(squared)
+    [row] = [line for line in text.partition("## All ops")[2].partition("## a")[0].splitlines()
+             if line.startswith("| 3.6.0 |")]
+    assert row.split(" | ")[6] == "1 ran, 2 compiled" and row.count("3 compiled") == len(WHOLE.card) - 1
+
+
+def test_the_picture_shows_each_square_as_a_part_of_its_bar() -> None:
+    said = {("a", "3.6.0", "sm90"): "ran", ("b", "3.6.0", "sm90"): "compiled", ("a", "3.6.0", "sm75"): "around",
+            ("b", "3.6.0", "sm75"): "around"}
+    drawn = ElementTree.fromstring(picture.picture(said, {"sm90": "H100", "sm75": "<T4>"}))
+    titles = [one.text for one in drawn.iter() if one.tag.endswith("title")]
+    assert titles == ["sm90, Triton 3.6.0: 1 ran, 1 compiled", "sm75, Triton 3.6.0: 2 worked around"]
+    bars = [(one.get("class"), float(one.get("width", 0))) for group in drawn.iter() if group.tag.endswith("}g")
+            for one in group if one.tag.endswith("rect")]
+    assert bars == [("ran", picture.WIDE / 2), ("compiled", picture.WIDE / 2), ("worked-around", picture.WIDE)]
+    assert set(picture.COLOURS) == set(STATUSES)
+    assert {one: colours[0] for one, colours in picture.COLOURS.items()} == support.MARKS
+    assert "prefers-color-scheme: dark" in picture.STYLE
+
+
+def test_the_picture_is_that_of_the_table() -> None:
+    drawn = picture.picture(support.marks_of(TABLE.read_text(encoding="utf-8")), support.examples(WHOLE))
+    assert (ROOT / support.PICTURE).read_text(encoding="utf-8") == drawn, "run: python -m matrix report"
 
 
 def test_the_failures_it_began_with_are_rows_whose_evidence_is_there() -> None:

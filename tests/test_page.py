@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,84 @@ def test_every_status_is_explained_and_coloured():
     assert list(MEANS) == list(STATUSES)
     template = Path(matrix.page.__file__).with_name("page.html").read_text(encoding="utf-8")
     assert all(f'[data-status="{status}"]' in template for status in STATUSES)
+
+
+# --- what the page draws: its script, run by node on a document that only remembers ---
+
+DOCUMENT = r"""
+const fs = require('fs'), vm = require('vm');
+class Element {
+  constructor(tag) { this.tag = tag; this.attributes = {}; this.children = []; this.listeners = {}; this.hidden = false; }
+  setAttribute(name, value) { this.attributes[name] = String(value); }
+  append(...children) { this.children.push(...children); }
+  replaceChildren(...children) { this.children = children; }
+  addEventListener(type, listener) { this.listeners[type] = listener; }
+  querySelector() { return null; }
+  querySelectorAll() { return []; }
+  focus() {}
+  get textContent() { return this.children.map(child => child.textContent ?? child).join(' '); }
+  set textContent(text) { this.children = [text]; }
+  all(tag) { return [...(this.tag === tag ? [this] : []), ...this.children.flatMap(child => child.all ? child.all(tag) : [])]; }
+}
+const [html, hashes] = JSON.parse(fs.readFileSync(0, 'utf8')), known = {};
+const get = id => known[id] ??= new Element(id);
+const parts = html.split(/<script[^>]*>/);
+get('data').textContent = parts[1].split('</script>')[0];
+get('choice').elements = Object.fromEntries(['op', 'triton', 'card', 'q'].map(name => [name, { value: '' }]));
+Object.assign(globalThis, { document: { getElementById: get, createElement: tag => new Element(tag) }, location: { hash: '' },
+                            addEventListener: () => {}, FormData: class {} });
+vm.runInThisContext(parts[2].split('</script>')[0]);
+console.log(JSON.stringify(hashes.map(hash => {
+  location.hash = hash;
+  draw();
+  const cells = get('heat').all('td').map(td => td.children[0]?.attributes['aria-label'] ?? td.textContent);
+  const bars = get('heat').all('td').map(td => td.all('i').map(part => [part.attributes['data-status'], part.attributes.style]));
+  return { cells, bars, panel: get('panel').hidden ? '' : get('panel').textContent,
+           links: get('panel').all('a').map(a => a.attributes.href).filter(href => !href.startsWith('#')) };
+})));
+"""
+
+
+def drawn(squares, *hashes):
+    if not shutil.which("node"):
+        pytest.skip("node is not installed")
+    done = subprocess.run(["node", "-e", DOCUMENT], input=json.dumps([page(MATRIX, squares, "today"), hashes]),
+                          capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def square(op, status, *why, calls=2):
+    return Square(op=op, card="sm75", triton="3.2.0", status=status, why=why, evidence="2 of 2", calls=calls)
+
+
+MAP_AT = "bf16-pre-ampere-32: a kernel with 4 warps"
+SEVERAL = [square("a", "ran"), square("b", "ran"), square("conv", "torch path", f"K=64: {MAP_AT}", f"K=128: {MAP_AT}"),
+           square("d", "torch path", f"K=64: {MAP_AT}", "T=1: width: 9 columns")]
+
+
+def test_a_place_of_many_ops_is_a_bar_of_all_of_them():
+    [whole] = drawn(SEVERAL, "#all")
+    at = whole["cells"].index("all ops, Triton 3.2.0, sm75: 2 ran, 2 torch path")
+    assert whole["bars"][at] == [["ran", "flex-grow: 2"], ["torch path", "flex-grow: 2"]]
+    assert "all ops, Triton 3.10.0, gfx942: 4 not run" in whole["cells"]
+
+
+def test_a_text_leaves_the_places_that_have_it():
+    by_op, by_reason, none = drawn(SEVERAL, "#q=CONV", "#q=9%20columns", "#q=nobody")
+    assert [cell for cell in by_op["cells"] if "3.2.0, sm75" in cell] == ["all ops, Triton 3.2.0, sm75: 1 torch path"]
+    assert [cell for cell in by_reason["cells"] if cell] == ["all ops, Triton 3.2.0, sm75: 1 torch path"]
+    assert not any(none["cells"])
+
+
+def test_a_reason_is_told_once_with_all_that_meet_it_and_its_thread():
+    everything, one = drawn(SEVERAL, "#at=/3.2.0/sm75", "#at=d/3.2.0/sm75")
+    assert everything["panel"].count(MAP_AT) == 1 and "3 calls of conv, d" in everything["panel"]
+    assert everything["links"] == ["https://github.com/Lightning-AI/pytorch-lightning/issues/18070"]
+    assert one["panel"].count(MAP_AT) == 1 and "1 call: T=1" in one["panel"]
+
+
+def test_the_page_says_what_its_words_mean_and_leads_back():
+    html = page(MATRIX, SEVERAL, "")
+    assert "<b>gate</b>" in html and "<b>report</b>" in html and 'href="../README.md"' in html
+    assert 'href="#all"' in html and "javascript:" not in html

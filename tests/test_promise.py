@@ -1,6 +1,6 @@
 """README's promise of what stays compatible: public names and their signatures, as tests/promise.txt has them.
 
-    python tests/test_promise.py --write      after a deliberate change, for the diff to be read
+    python -m tests.test_promise --write      after a deliberate change, for the diff to be read
 """
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def grown(before: str, after: str) -> bool:
 def test_what_users_import_stays() -> None:
     before, after = PROMISE.read_text().splitlines(), list(public())
     assert not broken(before, after), "README, 'What stays compatible': a minor release warns first"
-    assert after == before, "grown by addition, as is promised; run: python tests/test_promise.py --write"
+    assert after == before, "grown by addition, as is promised; run: python -m tests.test_promise --write"
 
 
 def test_what_breaks_the_promise() -> None:

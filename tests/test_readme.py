@@ -1,7 +1,7 @@
 """The README tells the truth: its generated parts are what flashlin answers today, its Python runs, its
 settings exist.
 
-After a change of what the planner decides: ``python tests/test_readme.py --write``, and look at the
+After a change of what the planner decides: ``python -m tests.test_readme --write``, and look at the
 difference.
 """
 from __future__ import annotations
@@ -9,20 +9,26 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import InvalidRequirement, Requirement
 
 import flashlin
 from benchmarks import report
+from flashlin.__main__ import parser
 from flashlin.compat import releases
 from flashlin.compat.target import USUAL_CARD, Target, parse
+from flashlin.diagnostics.why import matches
 from flashlin.guards.problem import Plan, Problem
 from flashlin.policy import CHOICES, ELSEWHERE, Policy
+from matrix.__main__ import command_line
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
@@ -106,10 +112,31 @@ def speed() -> str:
     """The table and the plot of benchmarks/report.py; until benchmarks/compare.py has been run, the table of
     an earlier script's records."""
     found = report.records()
-    if not found:
-        return earlier_speed()
     name = report.PLOT.relative_to(README.parent)
-    return f"![the time of flashlin over that of others]({name})\n\n{report.table(found)}"
+    picture = f"![the time of flashlin over that of others]({name})"
+    return f"{picture}\n\n{report.table(found) if found else earlier_speed()}"
+
+
+def earlier() -> list[tuple[dict[str, Any], dict[str, Any], str]]:
+    """(record, row, whose function it is compared with) of benchmarks/results/compare-fla-*.json."""
+    files = sorted((README.parent / "benchmarks" / "results").glob("compare-fla-*.json"))
+    return [(record, row, "fla" if "fla" in row else "mamba_ssm") for record in
+            (json.loads(file.read_text()) for file in files) for row in record["rows"]]
+
+
+def named(row: dict[str, Any]) -> tuple[str, str]:
+    """(op, what is special about its tensors)."""
+    return str(row["op"]), ", channels last" if "channels_last" in row.get("arguments", "") else ""
+
+
+def earlier_plot() -> str:
+    rows = [("".join(named(row)), {"forward": row["ratio_forward"], "both": row["ratio_both"]})
+            for _, row, _ in earlier()]
+    return report.bars(rows, ", ".join(dict.fromkeys(record["device"] for record, _, _ in earlier())))
+
+
+def drawn() -> str:
+    return report.plot(report.records()) or earlier_plot()
 
 
 def earlier_speed() -> str:
@@ -117,25 +144,19 @@ def earlier_speed() -> str:
     lines = ["| op | forward, ms | theirs | ratio | with backward, ms | theirs | ratio | first call, s |",
              "|---" * 8 + "|"]
     said = set()
-    for file in sorted((README.parent / "benchmarks" / "results").glob("compare-fla-*.json")):
-        record = json.loads(file.read_text())
-        for row in record["rows"]:
-            peer = "fla" if "fla" in row else "mamba_ssm"
-            said.add(f"{record['device']}, Triton {record['triton']}, torch {record['torch']}, {peer} "
-                     f"{record[peer]}, {record['date']}, "
-                     f"B={row['B']} T={row['T']} H={row['H']} D={row['D']}")
-            ours, theirs = row["flashlin"], row[peer]
-            mark = "*" if row["guard_off"] is True and theirs.get("both_ms") else ""
-            layout = ", channels last" if "channels_last" in row.get("arguments", "") else ""
-            lines.append(f"| `{row['op']}`{layout} | {ours['forward_ms']:.3f} | {theirs['forward_ms']:.3f} | "
-                         f"{row['ratio_forward']:.2f} "
-                         f"| {ours['both_ms']:.2f} | {theirs['both_ms']:.2f}{mark} "
-                         f"| {row['ratio_both']:.2f} | {record['first_call']['forward_s']:.1f} |")
+    for record, row, peer in earlier():
+        said.add(f"{record['device']}, Triton {record['triton']}, torch {record['torch']}, {peer} "
+                 f"{record[peer]}, {record['date']}, B={row['B']} T={row['T']} H={row['H']} D={row['D']}")
+        ours, theirs, (op, layout) = row["flashlin"], row[peer], named(row)
+        mark = "*" if row["guard_off"] is True and theirs.get("both_ms") else ""
+        lines.append(f"| `{op}`{layout} | {ours['forward_ms']:.3f} | {theirs['forward_ms']:.3f} | "
+                     f"{row['ratio_forward']:.2f} | {ours['both_ms']:.2f} | {theirs['both_ms']:.2f}{mark} "
+                     f"| {row['ratio_both']:.2f} | {record['first_call']['forward_s']:.1f} |")
     shape = ("bfloat16, both in one process: Mamba's scans beside mamba_ssm, all others beside fla; first "
              "call: chunk_simple_gla from empty caches.")
     return "\n".join([*lines, "",
                       f"{shape} *: fla refuses this backward here; its refusal was switched off for the "
-                      "timing.", *sorted(said)])
+                      "timing.", *(f"- {one}" for one in sorted(said))])
 
 
 GENERATED: dict[str, Callable[[], str]] = {"support table": support_table, "error": error_example,
@@ -150,13 +171,12 @@ def between_markers(name: str) -> re.Pattern[str]:
 def test_generated_part_is_current(name: str) -> None:
     found = between_markers(name).search(README.read_text())
     assert found, f"README.md has lost the markers of {name!r}"
-    assert found[2] == GENERATED[name](), "run: python tests/test_readme.py --write"
+    assert found[2] == GENERATED[name](), "run: python -m tests.test_readme --write"
 
 
 def test_the_plot_is_current() -> None:
-    drawn = report.plot(report.records())
-    assert (report.PLOT.read_text() if report.PLOT.exists() else "") == drawn, (
-        "run: python tests/test_readme.py --write")
+    assert (report.PLOT.read_text() if report.PLOT.exists() else "") == drawn(), (
+        "run: python -m tests.test_readme --write")
 
 
 def test_every_setting_and_choice_is_described() -> None:
@@ -185,13 +205,123 @@ def test_files_the_readme_names_exist() -> None:
     assert not [name for name in named if not (README.parent / name).exists()]
 
 
+# --- commands ---
+
+ROOT = README.parent
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md")),
+         *sorted(ROOT.glob(".github/*/*.yml"))]
+PROGRAM = r"(?:[A-Z_]+=\S+ )*(?:pip install|python |flashlin |make |ruff |mypy|pytest |git )"
+QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
+USERS = ("train.py", "program.py")  # files of whoever reads it
+
+
+def commands(text: str) -> list[str]:
+    """What a page tells its readers to type: in blocks without a language, and within lines of text."""
+    text = re.sub(r"^```\w+\n.*?^```\n", "", text, flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    inline = re.findall(rf"`({PROGRAM}[^`\n]*)`", text)
+    return [line for block in blocks for line in block.splitlines() if re.match(PROGRAM, line)] + inline
+
+
+def complaint(line: str) -> str:
+    """Why this command does not work as it is printed, in any shell and in this folder; ``""`` if it does."""
+    if special := re.findall(r"[\[\]*?$(){}~!;]", QUOTED.sub("", line.partition(" #")[0])):
+        return f"a shell takes {special[0]} for something else: quote it"
+    for simple in re.split(r" (?:&&|\|) ", line.replace(" 2>&1", "")):
+        words = shlex.split(simple, comments=True)
+        while re.match(r"[A-Z_]+=", words[0]):
+            words.pop(0)
+        try:
+            if why := JUDGES[words[0]](words[1:]):
+                return why
+        except (KeyError, SystemExit, InvalidRequirement) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def of_pip(words: list[str]) -> str:
+    optional = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    extras = re.findall(r"^(\w+) = \[", optional.partition("\n[")[0], re.MULTILINE)
+    for word in words[1:]:
+        if word.startswith("."):
+            unknown = {name for name in word[1:].strip("[]").split(",") if name} - set(extras)
+            if unknown:
+                return f"no extra is called {', '.join(unknown)}"
+        elif not word.startswith(("-", "https://")):
+            Requirement(word)
+    return ""
+
+
+def of_python(words: list[str]) -> str:
+    if words[:2] == ["-m", "flashlin"]:
+        return of_flashlin(words[2:])
+    if words[:2] == ["-m", "matrix"]:
+        command_line().parse_args(words[2:])
+        return ""
+    if words[:2] == ["-m", "pytest"]:
+        return of_files(words[2:])
+    file = words[1].replace(".", "/") if words[0] == "-m" else words[0]
+    there = [ROOT / f"{file}{ending}" for ending in ("", ".py", "/__main__.py")]
+    return "" if file in USERS or any(path.is_file() for path in there) else f"{file} is not there"
+
+
+def of_flashlin(words: list[str]) -> str:
+    try:  # a name alone is a mention
+        parser().parse_args([*words, "--help"] if len(words) == 1 else words)
+    except SystemExit as ended:
+        return f"SystemExit: {ended.code}" if ended.code else ""
+    return ""
+
+
+def of_make(words: list[str]) -> str:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return "" if set(words) <= set(targets) else f"make has {', '.join(targets)}"
+
+
+def of_files(words: list[str]) -> str:
+    paths = [word.partition("=")[2] or word for word in words if not re.fullmatch(r"-\w+|check", word)]
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    return f"{missing[0]} is not there" if missing else ""
+
+
+JUDGES: dict[str, Callable[[list[str]], str]] = {
+    "pip": of_pip, "python": of_python, "flashlin": of_flashlin, "make": of_make, "pytest": of_files,
+    "ruff": of_files, "mypy": of_files, "git": lambda words: ""}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_work_as_they_are_printed(page: Path) -> None:
+    wrong = {line: why for line in commands(page.read_text(encoding="utf-8")) if (why := complaint(line))}
+    assert not wrong
+
+
+def test_there_are_commands_and_wrong_ones_are_noticed() -> None:
+    found = commands(README.read_text(encoding="utf-8"))
+    assert len(found) > 20 and 'pip install -e ".[matrix]"' in found
+    assert "python -m matrix report" in " ".join(found)
+    for line, why in {"pip install -e .[test,dev]": "quote it", "pip install -e '.[tests]'": "no extra",
+                      "pip install torch --extra-index-url $TORCH_INDEX": "takes $", "make tests": "make has",
+                      "flashlin doctr": "SystemExit", "python -m matrix run --cel 3.6.0 --frd": "SystemExit",
+                      "python examples/train.py": "not there", "ls -l": "KeyError",
+                      "mypy && pytest test": "test is not there", "pip install 'a b'": "InvalidRequirement"
+                      }.items():
+        assert why in complaint(line), line
+
+
+def test_the_symptoms_at_the_top_are_those_of_known_failures() -> None:
+    table = README.read_text(encoding="utf-8").partition("| on the screen |")[2].partition("\n\n")[0]
+    shown = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+    assert len(shown) == 5
+    for symptom in shown:
+        assert [match for match in matches(symptom) if "by the words" not in match.because], symptom
+
+
 def write() -> None:
     text = README.read_text()
     for name, made in GENERATED.items():
         text = between_markers(name).sub(lambda found, made=made: found[1] + made() + found[3], text)  # type: ignore[misc]
     README.write_text(text)
-    if drawn := report.plot(report.records()):
-        report.PLOT.write_text(drawn)
+    report.PLOT.write_text(drawn())
 
 
 if __name__ == "__main__":

@@ -5,15 +5,17 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import flashlin
 from flashlin.compat import releases
-from flashlin.compat.releases import RELEASES, Release, nearest, supported
+from flashlin.compat.releases import RELEASES, Release, in_full, nearest, supported
 from flashlin.compat.target import OLDEST_TRITON, bundled_ptxas, parse, ptxas_path
 from flashlin.compat.versions import release
 from flashlin.diagnostics import machine
@@ -21,7 +23,7 @@ from flashlin.guards import proven
 from flashlin.testing import environments
 from matrix import cells, workflow
 from tests import test_readme
-from tests.machines import ROOT, check, made
+from tests.machines import ROOT, made
 
 VERSION = re.compile(r"[23]\.\d+(\.\d+)?")
 PRETENDED = Release(
@@ -77,6 +79,19 @@ def test_the_environment_that_make_makes_is_a_pair_of_the_table() -> None:
     assert f"pip install triton=={setup_env.TRITON} " in readme
 
 
+@pytest.mark.parametrize(("asked", "found"), [
+    ("3.3", "3.3.1"), ("3.3.0", "3.3.0"), ("3.5", "3.5.1"), ("3.7", "3.7.1"), ("3.9", "3.9.0"),
+    ("3.99.0", "3.99.0"), ("3.4.0.post1", "3.4.0.post1")])
+def test_a_minor_version_is_its_newest_patch(asked: str, found: str) -> None:
+    assert in_full(asked) == found
+
+
+@pytest.mark.parametrize("asked", ["3", "3.10", "2.3.1", "latest", "", "3.2.x"])
+def test_what_is_no_release_is_refused_with_what_there_is(asked: str) -> None:
+    with pytest.raises(ValueError, match=rf"^got '{asked}', need one out of 3\.0, 3\.1, .*, 3\.9, or all three"):
+        in_full(asked)
+
+
 # --- a release more ---
 
 def test_a_new_release_is_known_to_plans(one_more: Release, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +112,9 @@ def test_from_which_card_on_a_new_release_takes_its_second_assembler(monkeypatch
 
 def test_doctor_advises_a_new_release_and_knows_its_torch(one_more: Release) -> None:
     report = flashlin.doctor(op="chunk_simple_gla", target="triton=3.3.0,sm=120,torch=2.98.0")
-    advice = check(report, "upgrade")
-    assert advice.fix == 'pip install "triton==3.98.0"' and "torch 2.98.0 comes with it" in advice.detail
+    assert report.advice is not None and report.advice.command == 'pip install "triton~=3.98.0"'
     found = machine.check_triton(made("triton=3.9.0,sm=90", torch="2.98.0+cu130"))
-    assert [one.fix for one in found if one.name == "pair"] == ['pip install "triton~=3.98.0"']
+    assert [one.status for one in found if one.name == "pair"] == ["worked around"]
 
 
 def test_the_matrix_has_a_cell_of_a_new_release(one_more: Release) -> None:
@@ -112,12 +126,23 @@ def test_the_matrix_has_a_cell_of_a_new_release(one_more: Release) -> None:
 def test_a_new_release_comes_with_its_numpy(one_more: Release, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def installed(wanted: list[str], *rest: object) -> Path:
+    def installed(wanted: list[str], *rest: object, tell: object) -> Path:
         asked.extend(wanted)
         return Path("there")
     monkeypatch.setattr(environments, "installed", installed)
     environments.triton_environment("3.98.0", interpreter=True)
     assert asked == ["triton==3.98.0", "numpy<9"]
+
+
+def test_the_installed_release_is_not_installed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(wanted: list[str], *rest: object) -> Path:
+        raise AssertionError(f"asked for {wanted}")
+    monkeypatch.setattr(environments, "installed", installed)
+    own = version("triton")
+    folder = Path(environments.triton_environment(own)["PYTHONPATH"].split(os.pathsep)[0])
+    assert folder == environments.triton_home(own) and (folder / "triton" / "__init__.py").exists()
+    with pytest.raises(AssertionError, match=r"triton==3\.98\.0"):
+        environments.triton_environment("3.98.0")
 
 
 def test_a_release_that_is_no_gate_has_no_cell(monkeypatch: pytest.MonkeyPatch) -> None:

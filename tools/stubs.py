@@ -9,7 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STUBS = {"flashlin": "flashlin/__init__.pyi", "flashlin.modules": "flashlin/modules/__init__.pyi",
-         "flashlin.mamba": "flashlin/mamba.pyi", "flashlin.serving": "flashlin/serving/__init__.pyi"}
+         "flashlin.ops": "flashlin/ops/__init__.pyi", "flashlin.mamba": "flashlin/mamba.pyi",
+         "flashlin.serving": "flashlin/serving/__init__.pyi"}
 
 
 def stub(package: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from flashlin.compat.versions import affected
+from flashlin.compat.versions import affected, between
 
 GDN = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
 KDA = ("kimi_linear", "glm5_next", "bailing_hybrid")
@@ -43,7 +43,8 @@ class Flaw(NamedTuple):
     beside: (package, fixed_in): these must be there, too, below that release. without: none of these may be.
     broken: one of these must be there and fail to import. card: ``gpu``, ``no gpu``, the id of a known issue,
     or ``""`` for any machine. models: a modeling file of one of these must be loaded, and be bound, in one of
-    ``kernels``, to one of ``bound``, as far as those are named.
+    ``kernels``, to one of ``bound``, as far as those are named. symptoms: what users see printed, as in
+    ``KnownIssue``.
     """
     id: str
     package: str
@@ -62,6 +63,7 @@ class Flaw(NamedTuple):
     models: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
     bound: tuple[str, ...] = ()
+    symptoms: tuple[str, ...] = ()
 
     def here(self, stack: Stack) -> bool:
         """Whether it concerns what is installed on this machine, whatever is loaded."""
@@ -72,6 +74,19 @@ class Flaw(NamedTuple):
                 and (not self.broken or not stack.broken.isdisjoint(self.broken))
                 and (not self.card or self.card in stack.issues
                      or self.card == ("gpu" if stack.gpu else "no gpu")))
+
+    @property
+    def where(self) -> str:
+        """The releases of the package, what must be beside it, and the machines, in words."""
+        cards = {"": "any machine", "gpu": "with a GPU", "no gpu": "without a GPU"}
+        words = (between(self.package, self.since, self.fixed_in),
+                 *(between(name, None, fixed) for name, fixed in self.beside if fixed),
+                 *(f"with {name}" for name, fixed in self.beside if not fixed),
+                 *(f"without {name}" for name in self.without),
+                 f"one of {', '.join(self.broken)} does not import" if self.broken else "",
+                 f"models: {', '.join(self.models)}" if self.models else "",
+                 cards.get(self.card, f"where {self.card} is"))
+        return "; ".join(filter(None, words))
 
     def hits(self, stack: Stack) -> tuple[str, ...]:
         """The loaded models that it concerns, or the package itself; ``()`` if it does not concern this
@@ -97,6 +112,16 @@ _TRIED = "tried with transformers 5.23.0"
 _READ = "read in transformers {}"
 _PATCH = 'flashlin.patch("transformers")'
 
+
+def _forgetful(id: str, models: tuple[str, ...], fixed_in: str | None, source: str) -> Flaw:
+    return Flaw(
+        id=id, package="transformers", models=models, fixed_in=fixed_in, source=source,
+        effect="if a cached prompt goes on with several tokens at once, the state is dropped, with any "
+               "kernel: the result is that of the new tokens alone, or an error",
+        remedy="go on token by token, or run the whole prompt again"
+               + (f', or pip install "transformers>={fixed_in}"' if fixed_in else ""))
+
+
 KNOWN_FLAWS: tuple[Flaw, ...] = (
     # --- slow, or stopped ---
     Flaw(
@@ -104,12 +129,14 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         effect="its Triton kernels cannot start without a GPU (RuntimeError: 0 active drivers), and models "
                "of transformers 5.15 and newer call them on the CPU, too",
         remedy='flashlin.patch("fla", "transformers"), which runs plain torch here',
-        mended_by=("fla",), source="tried with fla 0.6.0"),
+        mended_by=("fla",), symptoms=("RuntimeError: 0 active drivers ([]). There should only be one",),
+        source="tried with fla 0.6.0"),
     Flaw(
         id="fla-gated-backward-hopper", package="fla", always=True, card="hopper-gated-backward-640",
         effect="its gated chunked backward gives wrong gradients on this card with this Triton, which fla "
                "0.6.0 answers with an exception: training Gated DeltaNet stops",
         remedy='flashlin.patch("fla", "transformers"), or Triton 3.7.1', mended_by=("fla",),
+        symptoms=("on Hopper GPUs produces incorrect results for gated chunk_bwd_dqkwg",),
         source=_FLA + "640"),
     Flaw(
         id="decoding-in-torch", package="transformers", always=True, since="5.15.0", fixed_in="5.16.0",
@@ -131,6 +158,7 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         effect='a package that is there and cannot be imported is told as "not installed" (before 5.17 not '
                "at all), and models take their torch functions",
         remedy=f"{_PATCH}, or repair the import that is told above", mended_by=("transformers",),
+        symptoms=("is falling back to its reference PyTorch implementation because",),
         source=_TF + "issues/48718"),
     Flaw(
         id="hub-kernels-out-of-range", package="transformers", always=True, since="5.23.0",
@@ -184,15 +212,36 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
                "their mask knows no documents",
         remedy="one document a row, padded", source=_TRIED),
     Flaw(
+        id="own-mask-packed-attention", package="transformers", fixed_in="5.2.0",
+        models=("bamba", "falcon_h1", "zamba", "zamba2"),
+        effect="if documents are packed, attention looks across them, unless it is flash attention: the "
+               "model makes its mask itself, from attention_mask alone",
+        remedy='one document a row, padded, or pip install "transformers>=5.2"',
+        source="tried with transformers 5.0.0, read in 5.1.0 and 5.2.0"),
+    Flaw(
         id="zamba-packed-convolution", package="transformers", models=("zamba",),
         effect="if documents are packed, only its convolution keeps them apart, its scan does not",
         remedy="one document a row, padded", source=_TRIED),
     # --- wrong where rows are padded or continued ---
+    _forgetful("mamba-continuation", (*MAMBA, "zamba"), None, _TRIED),
+    _forgetful("gdn-continuation", GDN, "5.7.0", "tried with transformers 4.57.6 to 5.8.0, read in 5.7.0"),
+    _forgetful("mamba2-continuation", MAMBA2, "5.13.0",
+               "tried with transformers 4.57.6 to 5.13.0, read in 5.12.0"),
+    _forgetful("lfm-continuation", ("lfm2", "lfm2_moe"), "5.15.0",
+               "tried with transformers 4.57.6 to 5.15.1"),
     Flaw(
-        id="mamba-continuation", package="transformers", models=MAMBA,
-        effect="if a cached prompt goes on with several tokens at once, the state is dropped, with any "
-               "kernel: the result is that of the new tokens alone",
-        remedy="go on token by token, or run the whole prompt again", source=_TRIED),
+        id="bamba-positions", package="transformers", models=("bamba",),
+        effect="if a call goes on from a cache without position_ids, attention counts from 0 again: logits "
+               "are off by 2e-2 (generate hands positions over)",
+        remedy="hand it position_ids", source="tried with transformers 5.15.1 and 5.23.0, read in 5.5.0"),
+    Flaw(
+        id="sum-over-wrong-chunks", package="transformers", fixed_in="5.15.0",
+        models=("zamba2", "nemotron_h"),
+        effect="if the Mamba layers take their torch way and rows are longer than chunk_size, it adds up the "
+               "states of chunks over the wrong axis: logits are off by 1e-3, the gradients of A_log and "
+               "dt_bias by 60 % and more",
+        remedy=f'pip install "transformers>=5.15"; with weights on CUDA also {_PATCH}',
+        source="tried with transformers 4.57.6 to 5.14.1"),
     Flaw(
         id="padding-at-batch-1", package="transformers", fixed_in="5.15.0", models=(*GDN, *MAMBA2),
         effect="if a batch of one row is padded, the padding is not masked and goes into the state",
@@ -210,10 +259,10 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
                "mamba_norm_before_gate says: the loss is off by 5e-2",
         remedy=f"from 5.15 on {_PATCH}", source=_TRIED),
     Flaw(
-        id="mamba2-groups-in-split", package="transformers", since="5.14.0", fixed_in="5.20.0",
+        id="mamba2-groups-in-split", package="transformers", fixed_in="5.20.0",
         models=("mamba2",), kernels=SPLIT, bound=("mamba_ssm", "hub kernels", "flashlin"),
         mended_by=("transformers",), mended_from="5.15.0",
         effect="if n_groups is above 1, the fused kernel, which trains, normalises each group and the "
                "model's own way the whole row: their gradients have nothing in common",
-        remedy=f"from 5.15 on {_PATCH}", source="tried with 5.14.1 and 5.19.0"),
+        remedy=f"from 5.15 on {_PATCH}", source="tried with 4.57.6 to 5.19.0"),
 )

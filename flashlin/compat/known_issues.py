@@ -1,5 +1,5 @@
-"""Known issues as data. Adding one is one ``KnownIssue(...)`` literal in KNOWN_ISSUES; dispatch, doctor and
-the tests read that tuple.
+"""Known issues as data. Adding one is one ``KnownIssue(...)`` literal in KNOWN_ISSUES; dispatch, doctor,
+``flashlin why``, docs/TROUBLESHOOTING.md and the tests read that tuple.
 
 Matched on what a launch is (traits, warps, stages), where it runs (capability, Triton, ptxas) and bounds on
 the problem, never on an op's name. ``remedies`` empty means: told by doctor, never acted upon. An issue with
@@ -11,8 +11,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from flashlin.compat.target import Target
-from flashlin.compat.versions import affected
+from flashlin.compat.target import USUAL_CARD, Target
+from flashlin.compat.versions import affected, between
 
 # Traits that are facts of a tile, not of what is computed: recipes have candidates without them. All are
 # about chunks of 64 tokens.
@@ -30,7 +30,10 @@ class KnownIssue(NamedTuple):
     launch. spared: none of these may be. since, fixed_in: the releases of Triton from .. to (excluded);
     ptxas_since, ptxas_fixed_in: where an assembler decides, those of ptxas. None leaves a side open.
     capabilities: half-open range of (major, minor), by default every card. proof: the test, record or thread
-    behind it. confidence: how sure that makes us."""
+    behind it. confidence: how sure that makes us.
+
+    symptoms: what users see printed, ``...`` for what varies; none where nothing is printed. seen_in: what a
+    traceback also has, where the text alone may be anybody's."""
     id: str
     effect: str
     need: str
@@ -47,6 +50,8 @@ class KnownIssue(NamedTuple):
     min_stages: int = 1
     remedies: tuple[str, ...] = ()
     url: str = ""
+    symptoms: tuple[str, ...] = ()
+    seen_in: str = ""
 
     def here(self, target: Target) -> bool:
         """Whether this machine is one of those affected, whatever is launched."""
@@ -55,6 +60,24 @@ class KnownIssue(NamedTuple):
                 and affected(target.triton, self.since, self.fixed_in)
                 and (self.ptxas_since is self.ptxas_fixed_in is None
                      or affected(target.ptxas, self.ptxas_since, self.ptxas_fixed_in)))
+
+    @property
+    def releases(self) -> str:
+        """Those of Triton, in words."""
+        return between("Triton", self.since, self.fixed_in)
+
+    @property
+    def where(self) -> str:
+        """The cards, the releases and the launches that have it, in words."""
+        low, high = self.capabilities
+        cards = ", ".join(f"{name} (sm{major}{minor})" for (major, minor), (name, _) in USUAL_CARD.items()
+                          if low <= (major, minor) < high) or f"sm{low[0]}{low[1]}"
+        words = ("any NVIDIA card" if (low, high) == (PRE_VOLTA, END) else
+                 "cards before sm70" if low == PRE_VOLTA else cards, self.releases,
+                 self.ptxas_since is self.ptxas_fixed_in is None or between("ptxas", self.ptxas_since,
+                                                                            self.ptxas_fixed_in),
+                 self.min_warps > 1 and f"{self.min_warps} warps or more")
+        return "; ".join(word for word in words if isinstance(word, str))
 
     def hits(self, traits: frozenset[str], num_warps: int, num_stages: int) -> bool:
         """Whether a launch with these facts triggers it."""
@@ -77,10 +100,13 @@ _OUR_TUNER = "flashlin.autotune, or flashlin.patched('triton')"
 _TUNED = frozenset({"autotuned"})  # of no launch: tuning comes before it
 _DOT, _HALF_DOT = frozenset({"dot"}), frozenset({"half_dot"})
 _FOREIGN_DOT = frozenset({"foreign", "half_dot"})  # of other packages' kernels only
+ILLEGAL = "an illegal memory access was encountered"
+_TUNER = 'triton/runtime/autotuner.py", line ..., in '
 
 KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="before-volta", effect="Triton has no code generator for this card",
+        symptoms=("which is too old to be supported by the triton GPU compiler",),
         capabilities=(PRE_VOLTA, VOLTA), need="a card of compute capability 7.0 or newer, or the torch path",
         remedies=("torch_path",), url="https://github.com/triton-lang/triton#compatibility",
         proof="Triton's readme", confidence="documented"),
@@ -88,6 +114,8 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="bf16-pre-ampere-32",
         effect="ptxas: Feature '.bf16' requires .target sm_80 or higher; dots raise IndexError: map::at on "
                "sm_75",
+        symptoms=("Feature '.bf16' requires .target sm_80 or higher",
+                  "Feature 'cvt.bf16.f32' requires .target sm_80 or higher", "IndexError: map::at"),
         fixed_in="3.3.0", capabilities=PRE_AMPERE, traits=frozenset({"bf16"}),
         need="no bf16 tensor in a kernel, or Triton 3.4", remedies=("via_fp32", "torch_path"),
         url="https://github.com/Lightning-AI/pytorch-lightning/issues/18070",
@@ -96,12 +124,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="half-dot-volta-32",
         effect="the compiler aborts: Failed to compute parent layout for slice layout",
+        symptoms=("LLVM ERROR: Failed to compute parent layout for slice layout",),
         since="3.2.0", fixed_in="3.3.0", capabilities=(VOLTA, TURING), traits=_HALF_DOT,
         need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), proof=_PROVEN,
         confidence="compiled"),
     KnownIssue(
         id="mma-to-mma-volta",
         effect="the process aborts: mma -> mma layout conversion is only supported on Ampere",
+        symptoms=("mma -> mma layout conversion is only supported on Ampere",),
         fixed_in="3.2.0", capabilities=(VOLTA, TURING), traits=frozenset({"half_dot", "mixed_sum"}),
         need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=_TRITON + "4492",
         proof=_PROVEN, confidence="compiled"),
@@ -109,6 +139,8 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="v-first-volta",
         effect="Unsupported Shared -> DotOperand[MMAv1] conversion, or an abort (3.2): products with a "
                "state stored [V, K]",
+        symptoms=("Unsupported Shared -> DotOperand[MMAv1] conversion",
+                  "LLVM ERROR: Failed to emit transfer from register to shared"),
         fixed_in="3.3.0", capabilities=(VOLTA, TURING), traits=frozenset({"half_dot", "v_first"}),
         need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), proof=_PROVEN_HERE_ONLY,
         confidence="compiled"),
@@ -116,6 +148,8 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="half-dot-33-pre-ampere",
         effect="'Unsupported conversion from bf16 to f16', 'Unsupported rounding mode for conversion': "
                "every dot on 16-bit operands fails to compile",
+        symptoms=("Unsupported conversion from bf16 to f16", "Unsupported conversion from f16 to f16",
+                  "LLVM ERROR: Unsupported rounding mode for conversion"),
         since="3.3.0", fixed_in="3.4.0", capabilities=PRE_AMPERE, traits=_HALF_DOT,
         need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=_FLA + "458",
         proof=_PROVEN, confidence="compiled"),
@@ -130,22 +164,27 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="tf32-dot-turing-32",
         effect="IndexError: map::at while compiling a dot on fp32 operands with tf32 products",
+        symptoms=("IndexError: map::at",),
         fixed_in="3.3.0", capabilities=(TURING, AMPERE), traits=frozenset({"tf32_dot"}),
         need="input_precision='ieee', as flashlin's own kernels have it, or Triton 3.4",
         remedies=("torch_path",), url=_FLA + "75", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="mma-to-mma-31",
         effect="the process aborts: mma -> mma layout conversion is only supported on Ampere",
+        symptoms=("mma -> mma layout conversion is only supported on Ampere",),
         fixed_in="3.2.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
         need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"),
         url=_TRITON + "4492", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="reshape-outs-32", effect="the process aborts: assertion in LinearLayout::reshapeOuts",
+        symptoms=("mlir::triton::LinearLayout::reshapeOuts",
+                  "Assertion `getTotalOutDimSize() == std::accumulate"),
         since="3.2.0", fixed_in="3.3.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
         need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_FLA + "196",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="stmatrix-33", effect="PassManager::run failed: chooseStMatrixLayoutLeadingOffset",
+        symptoms=("chooseStMatrixLayoutLeadingOffset", "Assertion `instrN >= numColsPerChunk"),
         since="3.3.0", fixed_in="3.4.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
         need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_FLA + "196",
         proof=_PROVEN, confidence="compiled"),
@@ -153,6 +192,8 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="tall-state-32",
         effect="the compiler aborts: 'Failed to emit transfer from register to shared' (3.2), UNREACHABLE "
                "(3.0, 3.1)",
+        symptoms=("LLVM ERROR: Failed to emit transfer from register to shared",
+                  "UNREACHABLE executed at ...Conversion/TritonGPUToLLVM/Utility.h"),
         fixed_in="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"tall_state", "half_dot"}),
         min_warps=4,
         need="at most 2 warps for a state of 64 rows or more beside shorter chunks, or Triton 3.3",
@@ -163,6 +204,8 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="the compiler aborts: chunks of 64 beside a state of fewer than 64 rows ('Failed to emit "
                "transfer from register to shared' in 3.2, UNREACHABLE or a segmentation fault in 3.0 and "
                "3.1); beside fewer columns it compiles, and nobody has run it",
+        symptoms=("LLVM ERROR: Failed to emit transfer from register to shared",
+                  "UNREACHABLE executed at ...Conversion/TritonGPUToLLVM/Utility.h"),
         fixed_in="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_state"}),
         min_warps=4, need="chunks of 32 tokens, or Triton 3.3", remedies=("other_tile", "torch_path"),
         proof=_PROVEN_HERE_ONLY, confidence="compiled"),
@@ -170,6 +213,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="hopper-narrow-state",
         effect="illegal access or silently wrong results: chunks of 64 beside a state of fewer than 64 "
                "columns, with one stage",
+        symptoms=(ILLEGAL,),
         since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_state"}),
         min_warps=4,
         need="chunks of 32 tokens (in 3.6.0 two stages are right, too, and so are few rows; nobody has run "
@@ -179,6 +223,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="hopper-narrow-scores",
         effect="illegal access, with 8 warps results that vary: scores of chunks of 64, fewer than 64 "
                "channels at a time",
+        symptoms=(ILLEGAL,),
         since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_scores"}),
         min_warps=4, need="64 channels at a time, or chunks of 32 tokens",
         remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
@@ -186,40 +231,50 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="hopper-narrow-grads",
         effect="illegal access or silently wrong gradients: 4 warps for a chunk of 64, with fewer than 32 "
                "channels at a time, or fewer than 64 beside more than 32 columns",
+        symptoms=(ILLEGAL,),
         since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_grads"}),
         min_warps=4,
         need="64 channels, 32 beside 32 columns, or chunks of 32 tokens (in 3.6.0 8 warps are right, too)",
         remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
     KnownIssue(
         id="blackwell-unknown-32", effect="the compiler aborts: the architecture is unknown to it",
+        symptoms=('getMMAVersionSafe...Assertion `false && "computeCapability not supported"',
+                  *(f"Value '{sm}' is not defined for option 'gpu-name'"
+                    for sm in ("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"))),
         fixed_in="3.3.0", capabilities=(BLACKWELL, END), need="Triton 3.4", remedies=("torch_path",),
         url=_TRITON + "6120", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="sm120-dot-330", effect="every dot fails to compile",
+        symptoms=('getMMAVersionSafe...Assertion `false && "computeCapability not supported"',),
         since="3.3.0", fixed_in="3.3.1", capabilities=(SM12, END), traits=_DOT, need="Triton 3.3.1",
         remedies=("torch_path",), url=_TRITON + "6120", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="sm103-llvm-33", effect="the compiler aborts: Cannot select",
+        symptoms=("LLVM ERROR: Cannot select: intrinsic %llvm.nvvm.shfl.sync",),
         since="3.3.0", fixed_in="3.4.0", capabilities=(GB300, SM11), traits=_DOT, need="Triton 3.6",
         remedies=("torch_path",), url=_TRITON + "8473", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="sm103-llvm-350", effect="the compiler aborts: Cannot select: tcgen05.wait.st",
+        symptoms=("LLVM ERROR: Cannot select: intrinsic %llvm.nvvm.tcgen05.wait.st",),
         since="3.5.0", fixed_in="3.5.1", capabilities=(GB300, SM11), traits=_DOT, need="Triton 3.6",
         remedies=("torch_path",), url=_TRITON + "8473",
         proof="the thread; seen once with the product of matrix/proofs, and no test has 3.5.0",
         confidence="thread"),
     KnownIssue(
         id="sm103-ptxas", effect="ptxas does not know sm_103",
+        symptoms=("Value 'sm_103a' is not defined for option 'gpu-name'",),
         since="3.3.0", ptxas_fixed_in="12.9", capabilities=(GB300, SM11),
         need="Triton 3.6, or from 3.4 on a ptxas 12.9 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
         url=_TRITON + "8473", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="sm110-ptxas", effect="ptxas does not know sm_110",
+        symptoms=("Value 'sm_110a' is not defined for option 'gpu-name'",),
         since="3.3.0", ptxas_fixed_in="13.0", capabilities=(SM11, SM12),
         need="Triton 3.7, or from 3.5 on a ptxas 13.0 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
         proof=_PROVEN_HERE_ONLY, confidence="compiled"),
     KnownIssue(
         id="sm121-ptxas", effect="ptxas does not know sm_121",
+        symptoms=("Value 'sm_121a' is not defined for option 'gpu-name'",),
         since="3.3.0", ptxas_fixed_in="12.9", capabilities=(SM121, END),
         need="Triton 3.6, or from 3.4 on a ptxas 12.9 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
         url=_TRITON + "10331", proof=_PROVEN, confidence="compiled"),
@@ -227,29 +282,34 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="ptxas-127-32",
         effect="Unsupported .version, or Triton only support CUDA 10.0 or higher: it cannot use an "
                "assembler newer than 12.6",
+        symptoms=("Unsupported .version", "Triton only support CUDA 10.0 or higher"),
         fixed_in="3.3.0", ptxas_since="12.7",
         need="TRITON_PTXAS_PATH unset or at a ptxas 12.6, or Triton 3.3", remedies=("torch_path",),
         proof=_PROVEN_HERE_ONLY, confidence="compiled"),
     KnownIssue(
         id="ptxas-13-34",
         effect="Triton only support CUDA 10.0 or higher: it refuses an assembler of CUDA 13",
+        symptoms=("Triton only support CUDA 10.0 or higher",),
         fixed_in="3.5.0", ptxas_since="13.0", need="TRITON_PTXAS_PATH unset or at a ptxas 12, or Triton 3.5",
         remedies=("torch_path",), proof=_PROVEN_HERE_ONLY, confidence="compiled"),
     KnownIssue(
         id="hoist-tmem-34",
         effect="Failed to hoist tmem_store: a state that takes the difference of two products",
+        symptoms=("UNREACHABLE executed at ...HoistTMEMAlloc.cpp", "Failed to hoist tmem_store"),
         since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL,
         traits=frozenset({"half_dot", "rmw_acc"}), min_warps=4, need="at most 2 warps, or Triton 3.5",
         remedies=("limit_num_warps", "torch_path"), url=_FLA + "607",
         proof=_PROVEN + "; the reverse scan of our own delta rule has it, too", confidence="compiled"),
     KnownIssue(
         id="hoist-tmem-34-tf32", effect="Failed to hoist tmem_store: as hoist-tmem-34, with tf32 products",
+        symptoms=("UNREACHABLE executed at ...HoistTMEMAlloc.cpp", "Failed to hoist tmem_store"),
         since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL,
         traits=frozenset({"tf32_dot", "rmw_acc"}), min_warps=4, need="at most 2 warps, or Triton 3.5",
         remedies=("limit_num_warps",), url=_FLA + "607", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="latencies-35-tf32",
         effect="PassManager::run failed in TritonGPUAssignLatencies: a state in a loop of tf32 products",
+        symptoms=("Pipeline failed while executing [`TritonGPUAssignLatencies`",),
         since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL,
         traits=frozenset({"tf32_dot", "rmw_acc"}), min_warps=4, min_stages=2,
         need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps",),
@@ -258,6 +318,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="dominance-35",
         effect="operand #2 does not dominate this use: a product is added to what the same turn of a short "
                "loop has made",
+        symptoms=("operand #2 does not dominate this use",),
         since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL,
         traits=frozenset({"dot", "fresh_acc"}), min_warps=4, min_stages=2,
         need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps", "torch_path"),
@@ -296,6 +357,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="blackwell-backward-913",
         effect="illegal access, NaN or a hang: backward kernels of other packages with 4 warps and more",
+        symptoms=("Triton Error [CUDA]: misaligned address", ILLEGAL),
         since="3.3.0", capabilities=ON_BLACKWELL, traits=_FOREIGN_DOT, min_warps=4,
         need="2 warps for a kernel that shows it", url=_FLA + "913", proof="threads, also #727 and #1000",
         confidence="thread"),
@@ -315,12 +377,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="hopper-wy-backward-984",
         effect="silently wrong gradients or an illegal access: the delta rule's backward with 4 warps, 64 "
                "tokens",
+        symptoms=(ILLEGAL,),
         since="3.4.0", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
         need="2 warps for that kernel; nobody has tried 3.8 and 3.9", url=_FLA + "984", proof="the thread",
         confidence="thread"),
     KnownIssue(
         id="hopper-32-columns",
         effect="illegal access: kernels of several products with tiles of 32 columns and 4 warps",
+        symptoms=(ILLEGAL,),
         since="3.3.0", fixed_in="3.8.0", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
         need="other tiles, or Triton 3.8", url=_TRITON + "11366",
         proof="the thread, and fla #807 for 3.3 to 3.5", confidence="thread"),
@@ -332,12 +396,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         url=_TRITON + "6124", proof="the thread", confidence="thread"),
     KnownIssue(
         id="hopper-odd-columns-1262", effect="illegal access: 16-bit tiles of an odd number of columns",
+        symptoms=(ILLEGAL,),
         since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.0", capabilities=ON_HOPPER,
         traits=_FOREIGN_DOT, need="an even number of columns, as flashlin pads them, or ptxas 13.0",
         url=_FLA + "1262", proof="the thread", confidence="thread"),
     KnownIssue(
         id="hopper-unit-scale-1262",
         effect="writes out of range: an integer scale of 1, which Triton makes a constant",
+        symptoms=("Invalid __shared__ write", ILLEGAL),
         since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.1", capabilities=ON_HOPPER,
         traits=_FOREIGN_DOT, need="scale=1.0, or ptxas 13.1", url=_FLA + "1262", proof="the thread",
         confidence="thread"),
@@ -351,30 +417,36 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="both-halves-39",
         effect="ptxas: Feature '.bf16' requires .target sm_80 or higher: fp16 values cast to bf16",
+        symptoms=("Feature '.bf16' requires .target sm_80 or higher",),
         since="3.9.0", capabilities=PRE_AMPERE, traits=frozenset({"both_halves"}),
         need="a cast through fp32, or Triton 3.8", remedies=("via_fp32",), proof=_PROVEN_HERE_ONLY,
         confidence="compiled"),
     KnownIssue(
         id="block-pointers-39", effect="NotImplementedError: Block pointers have been removed",
+        symptoms=("Block pointers have been removed",),
         since="3.9.0", traits=frozenset({"make_block_ptr"}), need="pointers and masks, or Triton 3.8",
         url=_TRITON + "10833", proof=_PROVEN + "; builds of main call themselves 3.8.0 and refuse them too",
         confidence="compiled"),
     KnownIssue(
         id="gather-32", effect="AttributeError: triton.language has no gather",
+        symptoms=("module 'triton.language' has no attribute 'gather'",),
         fixed_in="3.3.0", traits=frozenset({"gather"}), need="Triton 3.3", url=_FLA + "329", proof=_PROVEN,
         confidence="compiled"),
     KnownIssue(
         id="descriptors-33", effect="AttributeError: triton.language has no make_tensor_descriptor",
+        symptoms=("module 'triton.language' has no attribute 'make_tensor_descriptor'",),
         fixed_in="3.4.0", traits=frozenset({"make_tensor_descriptor"}), need="Triton 3.4", url=_FLA + "550",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="descriptors-allocator",
         effect="Kernel requires a runtime memory allocation, but no allocator was set",
+        symptoms=("Kernel requires a runtime memory allocation, but no allocator was set",),
         since="3.4.0", capabilities=(HOPPER, END), traits=frozenset({"make_tensor_descriptor"}),
         need="triton.set_allocator(...) before the first launch", url=_TRITON + "10002", proof="the thread",
         confidence="thread"),
     KnownIssue(
         id="bf16-atomics-33", effect="atomic_add does not support bf16",
+        symptoms=("ValueError: atomic_add does not support bf16",),
         fixed_in="3.4.0", traits=frozenset({"atomic_add", "bf16"}), need="sums in fp32, or Triton 3.4",
         url="https://github.com/fla-org/flash-linear-attention/commit/a9dac8b1", proof=_PROVEN,
         confidence="compiled"),
@@ -382,20 +454,27 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="autotune-keys-31",
         effect="IndexError, or silently tuned for the wrong key: a key behind an argument that "
                "configurations give",
+        symptoms=("IndexError: list index out of range",),
+        seen_in=_TUNER + "run",
         fixed_in="3.2.0", traits=_TUNED, need=_OUR_TUNER + ", or Triton 3.2", url=_FLA + "354", proof=_TUNING,
         confidence="ran"),
     KnownIssue(
         id="autotune-unknown-keys-31", effect="ValueError at import: a key is not in list",
+        symptoms=("ValueError: '...' is not in list",),
+        seen_in=_TUNER + "__init__",
         fixed_in="3.2.0", traits=_TUNED, need=_OUR_TUNER + ", or Triton 3.2", proof=_TUNING,
         confidence="ran"),
     KnownIssue(
         id="autotune-unknown-keys-39",
         effect="ValueError at import: key contains names that are not kernel arguments",
+        symptoms=("ValueError: key contains names that are not kernel arguments",),
         since="3.9.0", traits=_TUNED, need=_OUR_TUNER + ", or fla-core 0.6.0", url=_TRITON + "11602",
         proof=_TUNING, confidence="ran"),
     KnownIssue(
         id="autotune-driver-33",
         effect="RuntimeError: 0 active drivers, where a module with a tuned kernel is imported without a GPU",
+        symptoms=("RuntimeError: 0 active drivers ([]). There should only be one",),
+        seen_in=_TUNER + "__init__",
         since="3.2.0", fixed_in="3.4.0", traits=_TUNED, need=_OUR_TUNER, proof=_TUNING, confidence="ran"),
     KnownIssue(
         id="autotune-one-bad-configuration",

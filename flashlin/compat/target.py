@@ -3,12 +3,15 @@ by hand."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashlin.compat.releases import RELEASES, nearest
+from flashlin.compat.releases import RELEASES, nearest, triton_for
 from flashlin.compat.versions import release
 
 if TYPE_CHECKING:
@@ -23,6 +26,32 @@ SHARED_PER_BLOCK = {(7, 0): 98304, (7, 2): 98304, (7, 5): 65536, (8, 0): 166912,
 USUAL_CARD = {(7, 0): ("V100", 80), (7, 5): ("T4", 40), (8, 0): ("A100", 108), (8, 6): ("RTX 3090", 82),
               (8, 9): ("RTX 4090", 128), (9, 0): ("H100", 132), (10, 0): ("B200", 148),
               (10, 3): ("B300", 148), (12, 0): ("RTX 5090", 170)}
+
+
+class Card(NamedTuple):
+    """capability: of an AMD card the numbers of its gfx."""
+    capability: tuple[int, int]
+    sms: int
+    backend: str = "cuda"
+
+    @property
+    def sm(self) -> str:
+        return f"{self.capability[0]}{self.capability[1]}"
+
+
+# By the names people type. The first of a capability is the usual one.
+CARDS: dict[str, Card] = {
+    **{name: Card(capability, sms) for capability, (name, sms) in USUAL_CARD.items()},
+    "RTX 2080 Ti": Card((7, 5), 68), "A30": Card((8, 0), 56), "A10": Card((8, 6), 72),
+    "A40": Card((8, 6), 84), "RTX A6000": Card((8, 6), 84), "RTX 3080": Card((8, 6), 68),
+    "L4": Card((8, 9), 58), "L40": Card((8, 9), 142), "L40S": Card((8, 9), 142),
+    "RTX 4080": Card((8, 9), 76), "H200": Card((9, 0), 132), "H20": Card((9, 0), 78),
+    "H800": Card((9, 0), 132), "GH200": Card((9, 0), 132), "GB200": Card((10, 0), 148),
+    "GB300": Card((10, 3), 148), "RTX 5080": Card((12, 0), 84), "RTX PRO 6000": Card((12, 0), 188),
+    "GB10": Card((12, 1), 48), "MI250": Card((9, 0), 104, "hip"), "MI300": Card((9, 4), 304, "hip"),
+    "MI300X": Card((9, 4), 304, "hip"), "MI325X": Card((9, 4), 304, "hip"),
+    "RX 7900": Card((11, 0), 96, "hip")}
+BEFORE_VOLTA = ((5, 0), (5, 2), (6, 0), (6, 1))  # which Triton has no code for
 OLDEST_TRITON = release(RELEASES[0].version)[:2]
 
 
@@ -69,12 +98,18 @@ def triton_state() -> tuple[str, str]:
     return version, ""
 
 
+def ptxas_variable(triton: str, capability: tuple[int, int]) -> str:
+    """The variable that names the assembler which Triton calls for a card: of a release that has two, each
+    has its own. ``""`` where none does."""
+    known = nearest(triton)
+    second = bool(known.blackwell) and capability >= known.blackwell_from
+    return known.blackwell_path if second else "TRITON_PTXAS_PATH"
+
+
 def ptxas_path(triton: str, capability: tuple[int, int]) -> str:
     """The assembler Triton will call: the environment's, or the one in the wheel. ``""`` where there is
     none."""
-    modern = capability >= nearest(triton).blackwell_from
-    named = os.environ.get("TRITON_PTXAS_BLACKWELL_PATH") if modern else None
-    named = named or os.environ.get("TRITON_PTXAS_PATH")
+    named = os.environ.get(ptxas_variable(triton, capability))
     if named:
         return named
     try:
@@ -82,6 +117,7 @@ def ptxas_path(triton: str, capability: tuple[int, int]) -> str:
     except (Exception, SystemExit):  # triton_state says why; here there is just no assembler
         return ""
     folder = Path(module.__file__ or "").parent / "backends" / "nvidia" / "bin"
+    modern = capability >= nearest(triton).blackwell_from
     names = ("ptxas-blackwell", "ptxas") if modern else ("ptxas",)
     return next((str(folder / name) for name in names if (folder / name).exists()), "")
 
@@ -166,29 +202,86 @@ def _ask(device: torch.device) -> Target:
 
 
 def parse(text: str, *, torch_version: str = "") -> Target:
-    """``"triton=3.2.0,sm=90"`` -> Target. Keys: triton, sm (75, 90, 103 ...), ptxas, shared (bytes), sms,
-    name, torch, backend.
+    """``"H100"``, ``"H100,triton=3.2.0"``, ``"t4,torch=2.6"``, ``"triton=3.2.0,sm=90"`` -> Target.
 
-    Raises ValueError that lists the keys.
+    A card is needed: its name (``CARDS``), its sm (75, 90, 103 ...) or a backend. Other keys are triton,
+    torch, ptxas, shared (bytes), sms and name. Without triton it is the one that the torch was made with,
+    else this machine's.
+
+    Raises ValueError that names what is wrong, and what was probably meant.
     """
-    pairs = {part.partition("=")[0]: part.partition("=")[2] for part in text.split(",") if part}
-    keys = {"triton", "sm", "ptxas", "shared", "sms", "name", "torch", "backend"}
-    if set(pairs) - keys or not all(pairs.values()):
-        raise ValueError(f"target: got {text!r}, need key=value pairs out of {', '.join(sorted(keys))}, for "
-                         "example triton=3.2.0,sm=90")
-    backend = pairs.get("backend", "cuda" if "sm" in pairs else "cpu")
-    if backend not in ("cuda", "hip", "interpreter", "cpu"):
-        raise ValueError(f"target: got backend={backend}, need cuda, hip, interpreter or cpu")
-    digits = pairs.get("sm", "0").removeprefix("sm").strip("_")
-    if not digits.isdigit():
-        raise ValueError(f"target: got sm={pairs['sm']}, need a compute capability such as 90 or 103")
+    pairs: dict[str, str] = {}
+    for part in filter(None, (one.strip() for one in text.split(","))):
+        key, is_pair, value = part.partition("=")
+        key, value = (key.strip().lower(), value.strip()) if is_pair else ("card", part)
+        if key not in KEYS or not value:
+            raise ValueError(f"target: got {part!r}, need key=value pairs out of {', '.join(KEYS)}, or the "
+                             f"name of a card; for example H100,triton=3.2.0{nearest_name(key, KEYS)}")
+        if key in pairs:
+            raise ValueError(f"target: got {key} twice, {pairs[key]} and {value}, need it once")
+        pairs[key] = value
+    if not pairs.keys() & {"card", "sm", "backend"}:
+        raise ValueError(f"target: got {text!r}, need a card, too: its name, or sm=90; for example "
+                         "H100,triton=3.2.0")
+    for key in ("triton", "torch", "ptxas"):
+        if pairs.get(key, "none") != "none" and not release(pairs[key]):
+            raise ValueError(f"target: got {key}={pairs[key]}, need a version such as "
+                             f"{RELEASES[-1].torch[-1] if key == 'torch' else RELEASES[-1].version}")
     for key in ("shared", "sms"):
         if not pairs.get(key, "1").isdigit():
             raise ValueError(f"target: got {key}={pairs[key]}, need a whole number")
-    capability = divmod(int(digits), 10)
-    triton = pairs.get("triton", "") or triton_state()[0]
-    card, sms = USUAL_CARD.get(capability, ("GPU" if "sm" in pairs else "cpu", 64))
-    ptxas = pairs.get("ptxas", bundled_ptxas(triton, capability) if backend == "cuda" else "")
-    shared = {"cuda": shared_per_block(capability), "hip": SHARED_ON_AMD}.get(backend, 1 << 30)
-    return Target(triton, ptxas, pairs.get("torch", torch_version), backend, capability,
-                  pairs.get("name", card), int(pairs.get("shared", shared)), int(pairs.get("sms", sms)))
+    name, card = _card(pairs)
+    torch = pairs.get("torch", torch_version)
+    made_with = nearest(f"{triton_for(torch)}.99").version if triton_for(torch) else ""
+    triton = pairs.get("triton") or made_with or triton_state()[0]
+    triton = "" if triton == "none" else triton
+    ptxas = pairs.get("ptxas", bundled_ptxas(triton, card.capability) if card.backend == "cuda" else "")
+    shared = {"cuda": shared_per_block(card.capability), "hip": SHARED_ON_AMD}.get(card.backend, 1 << 30)
+    return Target(triton, ptxas, torch, card.backend, card.capability, pairs.get("name", name),
+                  int(pairs.get("shared", shared)), int(pairs.get("sms", card.sms)))
+
+
+KEYS = ("card", "sm", "triton", "torch", "ptxas", "shared", "sms", "name", "backend")
+
+
+def nearest_name(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """``"; did you mean sm?"``, or ``""`` where nothing known is like what was given."""
+    close = get_close_matches(given, list(known), 1, cutoff)
+    return f"; did you mean {close[0]}?" if close and close[0] != given else ""
+
+
+def card_named(name: str) -> tuple[str, Card] | None:
+    """The card of that name as people and drivers write it: ``h100``, ``NVIDIA H100 80GB HBM3``."""
+    said = name.lower()
+    known = [card for card in CARDS
+             if re.search(rf"(?<![a-z0-9]){card.lower().replace(' ', '[ _-]*')}(?!\d)", said)]
+    longest = max(known, key=len, default="")
+    return (longest, CARDS[longest]) if longest else None
+
+
+def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
+    """The card that these facts name, and what it is called."""
+    backend, digits = pairs.get("backend", ""), pairs.get("sm", "").removeprefix("sm").strip("_")
+    given = pairs.get("card", "")
+    if re.fullmatch(r"sm_?\d+", given.lower()) and not digits:
+        given, digits = "", given.lower().removeprefix("sm").strip("_")
+    if backend and backend not in ("cuda", "hip", "interpreter", "cpu"):
+        raise ValueError(f"target: got backend={backend}, need cuda, hip, interpreter or cpu")
+    if given.lower() == "cpu":
+        given, backend = "", backend or "cpu"
+    if given:
+        named = card_named(given)
+        if named is None:
+            raise ValueError(f"target: got the card {given!r}, need one of {', '.join(CARDS)}, or another by "
+                             f"its compute capability, as sm=90{nearest_name(given.upper(), CARDS, 0.5)}")
+        if digits and named[1].sm != digits:
+            raise ValueError(f"target: got {given} and sm={digits}, need one of them: {named[0]} is "
+                             f"{f'sm={named[1].sm}' if named[1].backend == 'cuda' else 'an AMD card'}")
+        return named[0], named[1]._replace(backend=backend or named[1].backend)
+    known = {f"{major}{minor}": (major, minor) for major, minor in (*BEFORE_VOLTA, *SHARED_PER_BLOCK)}
+    if digits and digits != "0" and digits not in known and backend in ("", "cuda"):
+        raise ValueError(f"target: got sm={pairs.get('sm', digits)}, need the compute capability of an "
+                         f"NVIDIA card: {', '.join(known)}{nearest_name(digits, known, 0.3)}")
+    capability = divmod(int(digits), 10) if digits.isdigit() else (0, 0)
+    card, sms = USUAL_CARD.get(capability, ("GPU" if digits else "cpu", 64))
+    return card, Card(capability, sms, backend or "cuda")

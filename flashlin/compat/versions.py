@@ -50,5 +50,12 @@ def affected(version: str, since: str | None, fixed_in: str | None) -> bool:
     return here < fix or (here == fix and is_unreleased(version))
 
 
+def between(what: str, since: str | None, fixed_in: str | None) -> str:
+    """The same range in words, ``what`` being a program: "Triton 3.2.0 and newer, before 3.3.0"."""
+    if fixed_in is None:
+        return f"{what} {since} and newer" if since else f"any {what}"
+    return f"{what} {since} and newer, before {fixed_in}" if since else f"{what} before {fixed_in}"
+
+
 def _padded(parts: tuple[int, ...]) -> tuple[int, ...]:
     return (*parts, 0, 0, 0)[:3]

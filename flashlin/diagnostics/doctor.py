@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import flashlin
 from flashlin import dispatch
+from flashlin.compat import releases
 from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import Target, parse
 from flashlin.diagnostics import calls, outlook, quick
+from flashlin.diagnostics.advice import advise
 from flashlin.diagnostics.machine import CHECKS, Machine, attempt, check_policy, checkup, examine
 from flashlin.diagnostics.packages import section
 from flashlin.diagnostics.report import Check, Device, OpPlan, Ran, Report
 from flashlin.dispatch import OPS
-from flashlin.guards.problem import advice, dtype_name
+from flashlin.guards.problem import Plan, Problem, advice, dtype_name
 from flashlin.kernels.families import PUBLIC, family_of
 from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
@@ -46,8 +49,8 @@ def doctor(
             plans for them on the device of its weights. Nothing of it is run or changed.
         run: also run small cases of every op, forward and backward, against the float64 reference, in a child
             process.
-        target: plan for another machine instead: ``"triton=3.2.0,sm=90"`` or a ``Target``. What is installed
-            there is not known.
+        target: plan for another machine instead: ``"H100,triton=3.2.0"``, ``"t4,torch=2.6"`` or a ``Target``.
+            What is installed there beside torch and Triton is not known.
         op: only this op, and no packages.
 
     Raises ValueError for an unknown op or target, for ``run`` with a target, or for a model that is none.
@@ -77,18 +80,17 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
     for where, card in devices.items():
         planned = {name: outlook.typical(name, card, machine.policy) for name in ops}
         rows += [outlook.summary(name, where, planned[name]) if not stopped[name] else
-                 OpPlan(op=name, where=where, path="cannot run", verdict="problem", because=stopped[name],
+                 OpPlan(op=name, where=where, path="cannot run", way="cannot run", verdict="problem",
+                        because=stopped[name],
                         remedy="see the checks", evidence="no record") for name in ops]
         issues += [outlook.issue_row(issue, where,
                                      [plan for plans in planned.values() for plan in plans.values()])
                    for issue in issues_here(card)]
         checks += outlook.unreleased(where, card)
-        if not machine.stops_everything:
-            checks += outlook.upgrade(where, card, planned, machine.policy)
-            if run:
-                device = where.split(", ")[0]
-                ran += [Ran(where=device, **outcome._asdict())
-                        for outcome in quick.watch(device, op, machine.policy)]
+        if run and not machine.stops_everything:
+            device = where.split(", ")[0]
+            ran += [Ran(where=device, **outcome._asdict())
+                    for outcome in quick.watch(device, op, machine.policy)]
     shown = [Device(where=where, sm=card.sm, **{name: getattr(card, name) for name in Device.model_fields
                                                 if name not in ("where", "sm")})
              for where, card in devices.items()]
@@ -104,7 +106,10 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
     if layers is not None:
         known["layers"] = tuple(layers.report(None if target is None else _named(target), machine.policy,
                                               imports))
-    return Report(version=flashlin.__version__, devices=tuple(shown), checks=tuple(checks),
+    advice, error = attempt(advise, machine, ops, checks)
+    if error:
+        checks.append(Check(name="advice", status="could not check", detail=f"could not check: {error}"))
+    return Report(version=flashlin.__version__, devices=tuple(shown), checks=tuple(checks), advice=advice,
                   plans=_merged(rows), issues=tuple(issues), ran=tuple(ran), **known)
 
 
@@ -117,7 +122,12 @@ def _layers(model: Any) -> Any:
 def described(target: Target) -> Machine:
     """A machine that is planned for without being asked."""
     policy, error = attempt(in_force)
-    return Machine(None, "", target.triton, "", {"named": target}, {}, policy or Policy(), error)
+    comes = next((pair.torch for pair in releases.pairs() if pair.triton == target.triton), "")
+    torch = target.torch or comes
+    wheel = SimpleNamespace(__version__=torch, version=SimpleNamespace(cuda=releases.wheels(torch).cuda,
+                                                                       hip=None))
+    return Machine(wheel, "", target.triton, "" if target.triton else "not installed", {"named": target}, {},
+                   policy or Policy(), error)
 
 
 def _named(target: str | Target) -> Target:
@@ -141,6 +151,52 @@ def _merged(rows: list[OpPlan]) -> tuple[OpPlan, ...]:
     for row in sorted(rows, key=lambda row: list(OPS).index(row.op)):
         where.setdefault(row.model_copy(update={"where": ""}), []).append(row.where)
     return tuple(row.model_copy(update={"where": ", ".join(devices)}) for row, devices in where.items())
+
+
+def plan(
+    problem: Problem | str,
+    target: str | Target | None = None,
+    policy: Policy | None = None,
+    *,
+    B: int = 1,
+    T: int | None = None,
+    H: int | None = None,
+    K: int | None = None,
+    V: int | None = None,
+    N: int | None = None,
+    dtype: str | torch.dtype = "bfloat16",
+    varlen: bool = False,
+    needs_grad: bool = True,
+    mode: str | None = None,
+) -> Plan:
+    """How one call would run, as a value: ``dispatch.plan`` of a Problem, or of an op with the words of
+    ``explain``.
+
+    Args:
+        problem: a Problem, which says all about the call, or a public op; then the rest is as in ``explain``.
+        target: a machine as for ``doctor``; None is this one (its first GPU, or its CPU).
+        policy: None is the one in force for an op, and the defaults for a Problem.
+
+    Raises ValueError as ``explain`` does, and TypeError for a Problem with sizes beside it, RuntimeError
+    where this machine cannot be asked. A call that is refused is a Plan, too: ``Plan.refused``.
+    """
+    if isinstance(problem, Problem):
+        beside = [name for name, given, usual in (
+            ("B", B, 1), ("T", T, None), ("H", H, None), ("K", K, None), ("V", V, None), ("N", N, None),
+            ("dtype", dtype, "bfloat16"), ("varlen", varlen, False), ("needs_grad", needs_grad, True),
+            ("mode", mode, None)) if given != usual]
+        if beside:
+            raise TypeError(f"{beside[0]}: got it beside a Problem, which has its own; need the name of an "
+                            "op")
+        return dispatch.plan(problem, _machine_of(target), Policy() if policy is None else policy)
+    op = calls.known(problem)
+    own = OPS[op][1]
+    modes = ("auto", "chunk", "fused_recurrent") if own == "auto" else (own,)
+    if mode is not None and mode not in modes:
+        raise ValueError(f"mode: got {mode!r}, need {' or '.join(map(repr, modes))} for {op}")
+    asked = calls.problem_of(op, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype_name(dtype), varlen=varlen,
+                             needs_grad=needs_grad, mode=mode or own)
+    return dispatch.plan(asked, _machine_of(target), in_force() if policy is None else policy)
 
 
 def explain(
@@ -177,39 +233,34 @@ def explain(
     Raises ValueError for an unknown op, dtype, mode or target, or sizes that the op cannot have, RuntimeError
     where this machine cannot be asked.
     """
-    op = calls.known(op)
-    own = OPS[op][1]
-    modes = ("auto", "chunk", "fused_recurrent") if own == "auto" else (own,)
-    if mode is not None and mode not in modes:
-        raise ValueError(f"mode: got {mode!r}, need {' or '.join(map(repr, modes))} for {op}")
-    problem = calls.problem_of(op, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype_name(dtype), varlen=varlen,
-                               needs_grad=needs_grad, mode=mode or own)
     policy = in_force() if policy is None else policy
-    plan = dispatch.plan(problem, _machine_of(target), policy)
+    made = plan(op, target, policy, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype, varlen=varlen,
+                needs_grad=needs_grad, mode=mode)
+    op = made.asked.op
     axes = ", ".join(f"{axis} {what}" for axis, what in family_of(op).axes.items())
-    lines = [str(plan), "", *([f"Sizes: {axes}."] if axes else [])]
+    lines = [str(made), "", *([f"Sizes: {axes}."] if axes else [])]
     ignored = ", ".join(sorted(policy.ignore)) or "nothing"
     lines.append(f"Policy {policy.policy}, path {policy.path}, ignoring {ignored}.")
-    for reason, remedy in plan.steps:
+    for reason, remedy in made.steps:
         how = ("the usual way" if not reason.forced else "exact" if VARIANTS[remedy].exact
                else "other arithmetic: equal up to rounding, another speed")
         lines.append(f"{reason.code}: {'needs' if reason.forced else 'takes'} {reason.need}; so it "
                      f"{VARIANTS[remedy].means} ({how}).")
-    if plan.refused:
-        lines.append(f"It cannot run. {advice(plan)}.")
+    if made.refused:
+        lines.append(f"It cannot run. {advice(made)}.")
     lines += [f"It may be wrong: {issue.id}, whose check is switched off."
-              for issue in outlook.unguarded(plan)]
+              for issue in outlook.unguarded(made)]
     with_gradients = PUBLIC[op].in_place
     if needs_grad and with_gradients:
         lines.append(f"That is a call without gradients; one with them is {with_gradients}, and copies the "
                      "state.")
-    if not plan.refused:
-        starts = (f": {len(plan.launches)} launches{', backward included' if problem.needs_grad else ''}"
-                  if plan.launches else "")
+    if not made.refused:
+        starts = (f": {len(made.launches)} launches{', backward included' if made.asked.needs_grad else ''}"
+                  if made.launches else "")
         lines.append(
-            f"It runs on the path {outlook.way(plan)}{starts}. Evidence: {outlook.evidence([plan])}.")
-    if outlook.cost(plan):
-        lines.append(f"Its cost: {outlook.cost(plan)}.")
+            f"It runs on the path {outlook.way(made)}{starts}. Evidence: {outlook.evidence([made])}.")
+    if outlook.cost(made):
+        lines.append(f"Its cost: {outlook.cost(made)}.")
     return "\n".join(lines)
 
 
@@ -220,5 +271,5 @@ def _machine_of(target: str | Target | None) -> Target:
     if not machine.targets:
         why = machine.torch_error or "; ".join(f"{name}: {error}" for name, error in machine.lost.items())
         raise RuntimeError(f"target: this machine cannot be asked ({why}); name one, for example "
-                           "triton=3.2.0,sm=90")
+                           "H100,triton=3.2.0")
     return next(iter(machine.targets.values()))

@@ -1,27 +1,41 @@
 """This machine as facts, and doctor's checks on it. Each probe is guarded: what it raises is a result and
 never the end of the report.
 
-Offline and read-only: whether a folder can be written is asked of the system, not tried.
+Offline and read-only: whether a folder can be written is asked of the system, not tried. A new check is a
+function that is named in ``CHECKS``, or with what Triton needs around it in ``surroundings.py``.
 """
 from __future__ import annotations
 
 import os
 import platform
-import shutil
-import subprocess
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import flashlin
 from flashlin import policy
 from flashlin.compat import releases
-from flashlin.compat.target import Target, interpreting, probe, ptxas_path, triton_state
+from flashlin.compat.releases import is_that, triton_for
+from flashlin.compat.target import (
+    Target,
+    bundled_ptxas,
+    interpreting,
+    probe,
+    ptxas_path,
+    ptxas_variable,
+    shared_per_block,
+    triton_state,
+)
 from flashlin.compat.versions import release
+from flashlin.diagnostics import driver as drivers
+from flashlin.diagnostics.driver import Driver
 from flashlin.diagnostics.report import Check
+from flashlin.diagnostics.surroundings import SURROUNDINGS, can_write
 from flashlin.guards import verdicts
 from flashlin.testing import environments
 
@@ -32,9 +46,21 @@ TRITON_NAMES = ("triton", "pytorch-triton", "triton-nightly", "triton-windows", 
 PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 
 
+class Dist(NamedTuple):
+    """What pip knows of an installed package that is torch or Triton, or asks for them. installer: who put it
+    there (``pip``, ``uv``, ``conda``). needs: what it asks of torch and triton."""
+    name: str
+    version: str
+    folder: str = ""
+    installer: str = ""
+    needs: tuple[str, ...] = ()
+
+
 class Machine(NamedTuple):
     """torch: the module, None if unusable (torch_error says why). targets: by device name; lost: devices that
-    could not be asked, and why."""
+    could not be asked, and why. driver: what NVIDIA's says, whatever torch sees. dists: torch, Triton, and
+    who asks for them. python: of this process, ``()`` for a machine that is not asked. foreign: the folder
+    that Triton comes from, where pip has installed none there."""
     torch: Any
     torch_error: str
     triton: str
@@ -43,6 +69,10 @@ class Machine(NamedTuple):
     lost: dict[str, str]
     policy: policy.Policy
     policy_error: str
+    driver: Driver = Driver()
+    dists: tuple[Dist, ...] = ()
+    python: tuple[int, ...] = ()
+    foreign: str = ""
 
     @property
     def on_gpu(self) -> bool:
@@ -62,9 +92,65 @@ class Machine(NamedTuple):
         return [(names[-1], target) for target, names in self.names.items() if target.backend == "cuda"]
 
     @property
+    def known_cards(self) -> list[Target]:
+        """NVIDIA cards: those of torch, else those that only the driver sees."""
+        return [target for _, target in self.cards] or [
+            Target(self.triton, bundled_ptxas(self.triton, card.capability), self.torch_version, "cuda",
+                   card.capability, card.name, shared_per_block(card.capability), 132)
+            for card in dict.fromkeys(self.driver.cards) if card.capability != (0, 0)]
+
+    @property
+    def card_names(self) -> str:
+        return " and ".join(dict.fromkeys([target.name for _, target in self.cards]
+                                          or [card.name for card in self.driver.cards]))
+
+    @property
+    def triton_state(self) -> str:
+        """What is wrong with Triton, in words."""
+        error = self.triton_error
+        return "" if not error else ("Triton is not installed" if error == "not installed"
+                                     else f"Triton does not import: {error.removeprefix('import fails: ')}"
+                                     if error.startswith("import fails") else f"Triton {error}")
+
+    @property
+    def torch_version(self) -> str:
+        """Of a torch that cannot be imported what pip says, ``""`` where there is none."""
+        if self.torch is not None:
+            return str(self.torch.__version__)
+        return next((dist.version for dist in self.dists if dist.name == "torch"), "")
+
+    @property
     def triton_of_torch(self) -> str:
         """The Triton that this torch was made with, see ``triton_for``; ``""`` without torch."""
         return triton_for(self.torch.__version__) if self.torch is not None else ""
+
+    @property
+    def unseen(self) -> bool:
+        """Whether the driver has cards of which torch sees none."""
+        return bool(self.driver.cards and self.torch is not None and not self.on_gpu and not self.lost)
+
+    @property
+    def driver_too_old(self) -> bool:
+        """Whether the driver is older than this torch's CUDA asks for."""
+        built, has = self.torch is not None and self.torch.version.cuda, release(self.driver.version)[:1]
+        return bool(built and has and has[0] < releases.oldest_driver(built))
+
+    @property
+    def uncovered(self) -> list[str]:
+        """Cards that torch sees and has no code for: what is not Triton's fails on them."""
+        asked = getattr(getattr(self.torch, "cuda", None), "get_arch_list", None)
+        code = [divmod(int(arch[3:]), 10) for arch in (asked() if asked else [])
+                if re.fullmatch(r"sm_\d+", arch)]
+        return [f"{target.name} ({target.sm})" for _, target in self.cards
+                if code and not any(major == target.capability[0] and (major, minor) <= target.capability
+                                    for major, minor in code)]
+
+    @property
+    def mixed(self) -> list[str]:
+        """Tritons that pip has put into one folder."""
+        tritons = sorted({(dist.name, dist.folder) for dist in self.dists if dist.name in TRITON_NAMES})
+        folders = [folder for _, folder in tritons]
+        return [name for name, folder in tritons if folders.count(folder) > 1]
 
     @property
     def stops_everything(self) -> str:
@@ -101,8 +187,31 @@ def examine() -> Machine:
                 lost[name] = error
             else:
                 targets[name] = target
+    driver, failed = attempt(drivers.ask)
+    dists, _ = attempt(distributions)
     return Machine(torch, torch_error, triton, triton_error, targets, lost, settings or policy.Policy(),
-                   policy_error)
+                   policy_error, driver=driver or Driver(failed=failed), dists=dists or (),
+                   python=sys.version_info[:2], foreign=attempt(_foreign, dists or ())[0] or "")
+
+
+def _foreign(dists: tuple[Dist, ...]) -> str:
+    spec = find_spec("triton")
+    folder = Path(spec.origin).parent.parent if spec is not None and spec.origin else None
+    homes = [Path(one.folder).resolve() for one in dists if one.name in TRITON_NAMES]
+    return str(folder) if folder is not None and folder.resolve() not in homes else ""
+
+
+def distributions() -> tuple[Dist, ...]:
+    """torch, the Tritons, and packages that ask for a version of one of them, in the order of the path."""
+    found = dict[Dist, None]()
+    for dist in metadata.distributions():
+        name = str(dist.metadata["Name"] or "").lower()
+        needs = tuple(need for need in dist.requires or ()
+                      if re.match(r"(torch|triton)\b(?![-.\w])", need) and re.search(r"[=<>~]", need))
+        if needs or name in ("torch", *TRITON_NAMES):
+            by = (dist.read_text("INSTALLER") or "").strip()
+            found[Dist(name, dist.version, str(dist.locate_file("")), by, needs)] = None
+    return tuple(found)
 
 
 def _torch() -> Any:
@@ -117,26 +226,6 @@ def _devices(torch: Any) -> list[str]:
             in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 
 
-def triton_for(torch_version: str) -> str:
-    """The Triton that torch release was made with: ``3.7.1``, or ``3.8`` for any patch release of it; ``""``
-    for a torch nobody has looked at."""
-    numbers = release(torch_version)[:3]
-    triton = next((one.version for one in releases.RELEASES if numbers in map(release, one.torch)), "")
-    return triton.rpartition(".")[0] if numbers >= release(releases.MINOR_IS_ENOUGH_FROM) else triton
-
-
-def is_that(triton: str, wanted: str) -> bool:
-    """Whether a Triton is the one that ``triton_for`` names."""
-    return bool(wanted) and release(triton)[:wanted.count(".") + 1] == release(wanted)
-
-
-def pip_triton(wanted: str) -> str:
-    """The command that installs the Triton that ``triton_for`` names, any if that is ``""``."""
-    if not wanted:
-        return "pip install triton"
-    return f'pip install "triton=={wanted}"' if wanted.count(".") > 1 else f'pip install "triton~={wanted}.0"'
-
-
 def check_python(machine: Machine) -> Iterator[Check]:
     yield Check(name="flashlin", status="ok",
                 detail=f"{flashlin.__version__}, Python {platform.python_version()}, {platform.platform()}")
@@ -144,12 +233,14 @@ def check_python(machine: Machine) -> Iterator[Check]:
 
 def check_torch(machine: Machine) -> Iterator[Check]:
     if machine.torch is None:
-        yield Check(name="torch", status="problem", detail=f"cannot be used: {machine.torch_error}",
-                    fix='pip install --force-reinstall "torch>=2.4"')
+        yield Check(name="torch", status="problem", detail=f"cannot be used: {machine.torch_error}")
         return
     built = machine.torch.version
     kind = f"CUDA {built.cuda}" if built.cuda else f"ROCm {built.hip}" if built.hip else "CPU build"
     yield Check(name="torch", status="ok", detail=f"{machine.torch.__version__}, {kind}")
+    if machine.uncovered:
+        yield Check(name="torch", status="problem",
+                    detail=f"has no code for {', '.join(machine.uncovered)}: all but Triton's kernels fails")
     for name, error in machine.lost.items():
         yield Check(name=name, status="problem", detail=f"cannot be used: {error}")
 
@@ -157,14 +248,10 @@ def check_torch(machine: Machine) -> Iterator[Check]:
 def check_triton(machine: Machine) -> Iterator[Check]:
     wanted = machine.triton_of_torch
     if machine.triton_error:
-        missing, fix = machine.triton_error == "not installed", pip_triton(wanted)
-        if not missing:
-            fix = fix.replace("install", "install --force-reinstall")
-        elif not machine.on_gpu:
-            fix = ""
-        yield Check(name="triton",
-                    status="degraded" if machine.on_gpu else "ok" if missing else "worked around",
-                    fix=fix, detail=f"{machine.triton_error}; without it every op runs in plain torch")
+        gpu, missing = bool(machine.known_cards), machine.triton_error == "not installed"
+        where = f"not by kernels on your {machine.card_names}: " if gpu else ""
+        yield Check(name="triton", status="degraded" if gpu or not missing else "ok",
+                    detail=f"{where}{machine.triton_state}")
         return
     yield Check(name="triton", status="ok", detail=f"{machine.triton} from {_folder_of('triton')}")
     if not wanted:
@@ -173,89 +260,97 @@ def check_triton(machine: Machine) -> Iterator[Check]:
     if is_that(machine.triton, wanted):
         yield Check(name="pair", status="ok", detail=pair)
     else:
-        yield Check(name="pair", status="worked around", fix=pip_triton(wanted),
+        yield Check(name="pair", status="worked around",
                     detail=f"{pair}, loaded is {machine.triton}: flashlin runs on either, torch.compile may "
                            "not")
 
 
 def check_copies(machine: Machine) -> Iterator[Check]:
     """Two Tritons on the path, and a loaded one that is not the installed one."""
-    copies = sorted({(name, dist.version, str(dist.locate_file(""))) for name in TRITON_NAMES
-                     for dist in metadata.distributions(name=name)})
+    copies = sorted({(one.name, one.version, one.folder) for one in machine.dists
+                     if one.name in TRITON_NAMES})
     if len(copies) > 1:
         listed = ", ".join(f"{name} {version} in {folder}" for name, version, folder in copies)
-        mixed = len(copies) > len({folder for _, _, folder in copies})
-        what = ("their files overwrite each other" if mixed
+        what = ("their files overwrite each other" if machine.mixed
                 else f"the first on the path wins, which is {machine.triton or 'unusable'}")
-        names = " ".join(sorted({name for name, _, _ in copies}))
-        yield Check(name="two Tritons", status="problem" if mixed else "worked around",
-                    detail=f"{listed}: {what}",
-                    fix=f"pip uninstall -y {names} && {pip_triton(machine.triton_of_torch)}")
-    elif copies and machine.triton:
+        yield Check(name="two Tritons", status="problem" if machine.mixed else "worked around",
+                    detail=f"{listed}: {what}")
+    elif shadowed(machine):
         [(_, version, folder)] = copies
-        if release(version) != release(machine.triton):
-            yield Check(name="loaded Triton", status="worked around", detail=(
-                f"loaded is {machine.triton} from {_folder_of('triton')}, installed is {version} in "
-                f"{folder}: "
-                "another folder shadows it, or it was replaced while this process ran"))
+        yield Check(name="loaded Triton", status="worked around", detail=(
+            f"loaded is {machine.triton} from {_folder_of('triton')}, installed is {version} in {folder}: "
+            "another folder shadows it (PYTHONPATH?), or it was replaced while this process ran"))
+
+
+def shadowed(machine: Machine) -> bool:
+    """Whether the Triton that is loaded is not the one that pip would replace."""
+    copies = {(one.version, one.folder) for one in machine.dists if one.name in TRITON_NAMES}
+    return not machine.mixed and bool(machine.triton) and (
+        len(copies) > 1 or any(release(version) != release(machine.triton) for version, _ in copies))
+
+
+def overriding(triton: str, capability: tuple[int, int]) -> str:
+    """The variable by which the environment names the assembler for a card, ``""`` if it does not."""
+    variable = ptxas_variable(triton, capability)
+    return variable if os.environ.get(variable) else ""
 
 
 def check_ptxas(machine: Machine) -> Iterator[Check]:
-    for variable in PTXAS_VARIABLES:
-        path = os.environ.get(variable)
-        if path and not (Path(path).is_file() and os.access(path, os.X_OK)):
-            yield Check(name="ptxas", status="problem" if machine.on_gpu else "worked around",
+    cards = machine.known_cards
+    asked = {ptxas_variable(target.triton, target.capability) for target in cards}
+    for variable in filter(os.environ.get, PTXAS_VARIABLES):
+        path = os.environ[variable]
+        if not (Path(path).is_file() and os.access(path, os.X_OK)):
+            needed = variable in asked
+            yield Check(name="ptxas", status="problem" if needed else "worked around",
                         fix=f"unset {variable}",
                         detail=f"{variable}={path} cannot be executed: Triton fails on it or, from 3.4 on, "
                                "takes its own ptxas instead")
+        if cards and variable not in asked:
+            yield Check(name="ptxas", status="worked around", fix=f"unset {variable}",
+                        detail=f"{variable} has no effect on {machine.card_names} "
+                               f"under triton {machine.triton or 'none'}")
     for where, target in machine.cards:
         if target.triton:
             path = ptxas_path(target.triton, target.capability)
-            source = next((f"by {variable}" for variable in PTXAS_VARIABLES
-                           if os.environ.get(variable) == path), "Triton's own")
+            variable = overriding(target.triton, target.capability)
+            source = f"by {variable}" if variable else "Triton's own"
             yield Check(name="ptxas", status="ok" if target.ptxas else "could not check",
-                        detail=f"{where}: {target.ptxas or 'version unknown'}, {source}, "
+                        detail=f"{where}: {target.ptxas or 'version unknown'}, "
+                               f"{source}, "
                                f"{path or 'not found'}")
 
 
 def check_driver(machine: Machine) -> Iterator[Check]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    """A card that torch does not see is found by its driver."""
+    driver = machine.driver
+    if not driver.cards:
         yield Check(name="driver", status="could not check" if machine.on_gpu else "ok",
-                    detail="nvidia-smi is not there")
+                    detail=driver.failed or "no NVIDIA driver")
         return
-    command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    cards = [line.strip() for line in said.stdout.splitlines()
-             if line.strip()] if said.returncode == 0 else []
-    if not cards:
-        yield Check(name="driver", status="could not check",
-                    detail=f"nvidia-smi: {(said.stdout + said.stderr).strip()[:200] or 'no GPU'}")
+    built = str(machine.torch.version.cuda or "") if machine.torch is not None else ""
+    if not machine.unseen:
+        old = machine.driver_too_old
+        yield Check(name="driver", status="could not check" if old else "ok",
+                    detail=f"{driver}" + (f"; CUDA {built} asks for {releases.oldest_driver(built)} or newer"
+                                          if old else ""))
         return
-    shown = "; ".join(f"{cards.count(card)} x {card.replace(', ', ', driver ')}"
-                      for card in dict.fromkeys(cards))
-    # torch knows of a GPU, or says itself what is wrong
-    if machine.on_gpu or machine.lost or machine.torch is None:
-        yield Check(name="driver", status="ok", detail=shown)
-        return
-    built, hidden, fix = machine.torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"), ""
-    if not built:
-        why, fix = "is a CPU build", "pip install --force-reinstall torch"
-    elif hidden is not None:
-        why = f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden}"
-        fix = "unset CUDA_VISIBLE_DEVICES"
-    else:
-        why = (f"(CUDA {built}) finds none: the driver is too old for it, or does not let this user or "
-               "container in")
-    yield Check(name="driver", status="degraded", fix=fix,
-                detail=f"{shown}; but torch {machine.torch.__version__} {why}: every op runs in plain torch "
-                       "on the CPU")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    why = ("is a CPU build" if not built
+           else f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None
+           else f"(CUDA {built}) needs driver {releases.oldest_driver(built)} or newer"
+           if machine.driver_too_old
+           else f"(CUDA {built}) finds none: the driver does not let this user or container in")
+    yield Check(name="driver", status="degraded", fix="" if hidden is None else "unset CUDA_VISIBLE_DEVICES",
+                detail=f"not on your {machine.card_names} (driver {driver.version or 'unknown'}): torch "
+                       f"{machine.torch.__version__} {why}")
 
 
 def check_policy(machine: Machine) -> Iterator[Check]:
     if machine.policy_error:
+        named = re.search(r"FLASHLIN_[A-Z]+", machine.policy_error)
         yield Check(name="policy", status="problem", detail=machine.policy_error,
-                    fix="unset the variable it names")
+                    fix=f"unset {named[0]}" if named else "")
         return
     values = {**machine.policy._asdict(), "ignore": ",".join(sorted(machine.policy.ignore)) or "nothing"}
     yield Check(name="policy", status="ok",
@@ -274,19 +369,6 @@ def check_interpreter(machine: Machine) -> Iterator[Check]:
         yield Check(name="interpreter", status="worked around", fix="unset TRITON_INTERPRET",
                     detail="TRITON_INTERPRET is set: Triton's kernels run on the CPU, thousands of times "
                            "slower")
-
-
-def check_cache(machine: Machine) -> Iterator[Check]:
-    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
-    if can_write(folder):
-        yield Check(name="cache", status="ok", detail=f"{folder} can be written")
-    else:
-        needed = machine.on_gpu and bool(machine.triton)
-        yield Check(name="cache", status="problem" if needed else "worked around",
-                    fix="export TRITON_CACHE_DIR=(a folder you can write)",
-                    detail=f"{folder} cannot be written, " + ("and Triton compiles into it" if needed
-                                                              else "which matters once Triton compiles"))
 
 
 def check_folders(machine: Machine) -> Iterator[Check]:
@@ -327,12 +409,6 @@ def check_tried(machine: Machine) -> Iterator[Check]:
                                    "used as planned")
 
 
-def can_write(folder: Path) -> bool:
-    """Whether the folder, or the nearest one above it where there is none yet, may be written."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
-    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-
-
 def check_modules(machine: Machine) -> Iterator[Check]:
     """Whether everything public can be imported; without torch nothing can, which is told already."""
     if machine.torch is None:
@@ -350,7 +426,7 @@ def check_modules(machine: Machine) -> Iterator[Check]:
 
 CHECKS: tuple[Callable[[Machine], Iterator[Check]], ...] = (
     check_python, check_torch, check_triton, check_copies, check_ptxas, check_driver, check_policy,
-    check_interpreter, check_cache, check_folders, check_tried, check_modules)
+    check_interpreter, *SURROUNDINGS, check_folders, check_tried, check_modules)
 
 
 def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Check]]]) -> list[Check]:

@@ -1,17 +1,15 @@
-"""What dispatch plans for typical calls on a target: a line per op, the known issues met, the upgrade that
-helps. Pure: asks no machine."""
+"""What dispatch plans for typical calls on a target: a line per op, the known issues met. Pure: asks no
+machine."""
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
+from enum import IntEnum
 from typing import NamedTuple
 
 from flashlin import dispatch
-from flashlin.compat import releases
 from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
-from flashlin.compat.target import Target, bundled_ptxas
+from flashlin.compat.target import Target
 from flashlin.compat.versions import is_unreleased, release
-from flashlin.diagnostics.machine import PTXAS_VARIABLES, is_that, pip_triton, triton_for
 from flashlin.diagnostics.report import STATUSES, Check, Issue, OpPlan, Status
 from flashlin.guards import proven
 from flashlin.guards.family import USES, problem_of
@@ -32,6 +30,20 @@ class Kind(NamedTuple):
     grad: bool
 
 
+class Way(IntEnum):
+    """How far an op's calls are from the plain way, by the worst of them."""
+    KERNELS = 0
+    WARPS = 1
+    PARTS = 2
+    COPIES = 3
+    TORCH = 4
+    REFUSED = 5
+
+
+# What people read: the counts of a report.
+WAYS = {Way.KERNELS: "kernels", Way.WARPS: "fewer warps", Way.PARTS: "batch in parts",
+        Way.COPIES: "fp32 copies", Way.TORCH: "plain torch", Way.REFUSED: "cannot run"}
+REMEDIES = {"limit_num_warps": Way.WARPS, "chunk_batch": Way.PARTS, "via_fp32": Way.COPIES}
 Planned = dict[Kind, Plan]
 ISSUES = {issue.id for issue in KNOWN_ISSUES}
 
@@ -58,7 +70,7 @@ def summary(op: str, where: str, planned: Planned) -> OpPlan:
         told += [(f"may be wrong: {issue.id}, whose check is switched off",
                   "FLASHLIN_POLICY=auto and no FLASHLIN_IGNORE") for issue in unguarded(plan)]
     return OpPlan(op=op, where=where, path=ways(planned),
-                  verdict=min(map(judged, planned.values()), key=STATUSES.index),
+                  way=WAYS[way_of(planned)], verdict=min(map(judged, planned.values()), key=STATUSES.index),
                   because=_once(because for because, _ in told), remedy=_once(remedy for _, remedy in told),
                   cost=_once(filter(None, map(cost, planned.values()))), evidence=evidence(planned.values()))
 
@@ -100,6 +112,14 @@ def way(plan: Plan) -> str:
     return " ".join(["triton",
                      *(variant.note.format(plan.problem)
                        for name, variant in VARIANTS.items() if name in taken and variant.note)])
+
+
+def way_of(planned: Planned) -> Way:
+    """The worst way of the typical calls."""
+    return max(way for plan in planned.values() for way in (
+        Way.REFUSED if plan.refused else Way.TORCH if plan.path == "torch" else Way.KERNELS,
+        *(REMEDIES[remedy] for reason, remedy in plan.steps
+          if reason.forced and remedy in REMEDIES and plan.path == "triton")))
 
 
 def ways(planned: Planned) -> str:
@@ -175,42 +195,8 @@ def unreleased(where: str, target: Target) -> Iterator[Check]:
                 detail=f"{where}: triton {target.triton} is an unreleased build: treated as affected by {by}")
 
 
-def upgrade(where: str, target: Target, planned: dict[str, Planned], policy: Policy) -> Iterator[Check]:
-    """The newer Triton with the fewest ways around: of several such the one made for this torch, else the
-    oldest."""
-    here = {op: burden(plans)
-            for op, plans in planned.items() if any(judged(plan) != "ok" for plan in plans.values())}
-    if target.backend != "cuda" or not here:
-        return
-    best, left = "", here
-    made_for_torch = triton_for(target.torch)
-    versions = [one.version for one in releases.RELEASES if release(one.version) > release(target.triton)]
-    for version in sorted(versions, key=lambda version: not is_that(version, made_for_torch)):
-        ptxas = (target.ptxas if any(map(os.environ.get, PTXAS_VARIABLES))
-                 else bundled_ptxas(version, target.capability))
-        then = {op: burden(typical(op, target._replace(triton=version, ptxas=ptxas), policy)) for op in here}
-        if sum(then.values()) < sum(left.values()):
-            best, left = version, then
-    if not best:
-        return
-    words = []
-    for what, ops in (("clears", [op for op in here if not left[op]]),
-                      ("eases", [op for op in here if 0 < left[op] < here[op]])):
-        names = f" ({', '.join(ops)})" if len(ops) <= 3 < len(here) else ""
-        words += [f"{what} {len(ops)} of {len(here)}{names}"] if ops else []
-    torches = [torch for one in releases.RELEASES for torch in one.torch]
-    comes = next((f"; torch {one} comes with it" for one in torches if is_that(best, triton_for(one))), "")
-    yield Check(name="upgrade", status="worked around", fix=pip_triton(best),
-                detail=f"{where}: of the ops that are worked around, triton {best} "
-                       f"{' and '.join(words)}{comes}")
-
-
-def burden(planned: Planned) -> int:
-    """How far an op's calls are from the plain way: 0 nothing in the way, then fewer warps, fp32 copies or an
-    issue that nothing avoids, plain torch, not at all."""
-    total = 0
-    for plan in planned.values():
-        met = [2 for issue in issues_here(plan.target) if not issue.remedies and meets(issue, plan)]
-        forced = [VARIANTS[remedy].burden for reason, remedy in plan.steps if reason.forced]
-        total += 4 if plan.refused else max([*met, *forced], default=0)
-    return total
+def price(planned: Planned) -> int:
+    """How far an op's calls are from the plain way: of each 0 where nothing is in the way, then fewer warps,
+    fp32 copies, plain torch, not at all."""
+    return sum(4 if plan.refused else max((VARIANTS[remedy].burden for reason, remedy in plan.steps
+                                           if reason.forced), default=0) for plan in planned.values())

@@ -61,8 +61,7 @@ def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT,
                     if progress:
                         progress(at, len(jobs), " ".join(jobs[at]))
                     else:
-                        print(f"flashlin: [{at + 1}/{len(jobs)}] {' '.join(jobs[at])} on {device}",
-                              file=sys.stderr, flush=True)
+                        _show(at, len(jobs), f"{' '.join(jobs[at])} on {device}")
                 elif jobs is not None:
                     first = message["done"] + 1
                     status = "ok" if message["ok"] else _status(blame.of_text(message["detail"]))
@@ -78,6 +77,15 @@ def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT,
             return
     for job in (jobs or [])[first:]:
         yield _outcome(job, "could not check", f"not run: {CHILDREN} child processes ended early", 0.0)
+
+
+def _show(at: int, of: int, what: str) -> None:
+    """A line that a terminal overwrites; of a log every tenth part."""
+    line = f"flashlin: [{at + 1}/{of}] {what}"
+    if sys.stderr.isatty():
+        print(f"\r\x1b[2K{line[:79]}", end="" if at + 1 < of else "\n", file=sys.stderr, flush=True)
+    elif at % max(1, of // 10) == 0 or at + 1 == of:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _status(fault: blame.Fault) -> Status:

@@ -3,16 +3,27 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field, field_validator, model_validator
+
+from flashlin.guards.family import USES
 
 # worked around: something is in the way and costs nothing worth telling. degraded: a GPU that is not used, or
 # used at a price, which is named.
 Status = Literal["ok", "worked around", "degraded", "problem", "could not check"]
 # worst first
 STATUSES: tuple[Status, ...] = ("problem", "degraded", "worked around", "could not check", "ok")
+
+GRADES = {"problem": "broken", "degraded": "degraded"}  # and all else is ok
+COLOURS = {"problem": 31, "broken": 31, "degraded": 33, "worked around": 36, "ok": 32}
+WIDTH = 80  # of the short text
+# What an op's calls take, worst first, as a sentence says it of some calls of some ops.
+PRICES = {"plain torch": "in plain torch", "fp32 copies": "on fp32 copies",
+          "batch in parts": "with their batch in parts", "fewer warps": "with fewer warps"}
 
 # A report is made to be pasted into an issue: whose machine it is, and what identifies it, stays out.
 LEFT_OUT = ((r"(?<![\w.~-])(/home/[^/\s'\":]+|/Users/[^/\s'\":]+|/root\b|[A-Z]:\\Users\\[^\\\s'\"]+)", "~"),
@@ -57,11 +68,12 @@ class Device(Facts):
         gpu = f"{self.name} {self.sm}, "
         card = {"cuda": gpu, "hip": gpu, "interpreter": "Triton's interpreter, "}.get(self.backend, "")
         ptxas = f", ptxas {self.ptxas}" if self.ptxas else ""
-        return f"{self.where}: {card}triton {self.triton or 'none'}{ptxas}, torch {self.torch or 'unknown'}"
+        where = "" if self.where == "named" else f"{self.where}: "
+        return f"{where}{card}triton {self.triton or 'none'}{ptxas}, torch {self.torch or 'unknown'}"
 
 
 class Check(Facts):
-    """fix: a command that repairs it, or ``""``."""
+    """fix: a command that mends this alone, or ``""``; the report's advice has those that matter."""
     name: str
     status: Status
     detail: str
@@ -71,15 +83,28 @@ class Check(Facts):
 class OpPlan(Facts):
     """What dispatch plans for an op's typical calls. where: the devices it holds for. evidence: ``ran``,
     ``compiled``, ``compiled, slow: `` and what spills, ``no record``, and ``plain torch`` or ``interpreter``
-    where no kernel of ours is compiled. cost: of a degraded op, what that takes."""
+    where no kernel of ours is compiled. way: what the worst of them takes, one of ``kernels``, ``fewer warps``,
+    ``batch in parts``, ``fp32 copies``, ``plain torch``, ``cannot run``. cost: of a degraded op, what that
+    takes."""
     op: str
     where: str
     path: str
+    way: str
     verdict: Status
     because: str
     remedy: str
     evidence: str
     cost: str = ""
+
+
+class Advice(Facts):
+    """The one thing to do. command: a line for a shell, ``""`` where none helps. why: what it changes, and
+    what stands in the way of more."""
+    command: str
+    why: str
+
+    def __str__(self) -> str:
+        return " | ".join(filter(None, (self.command, self.why)))
 
 
 class Issue(Facts):
@@ -152,8 +177,8 @@ class Layer(Facts):
 
 
 class Report(Facts):
-    """The whole answer of ``flashlin.doctor()``. Text by ``str``, ``text()`` or ``markdown()``; JSON by
-    ``model_dump_json()``."""
+    """The whole answer of ``flashlin.doctor()``. ``str`` and ``text()`` are short, ``text(verbose=True)`` and
+    ``markdown()`` tell all; JSON by ``model_dump_json()``."""
     version: str
     devices: tuple[Device, ...]
     checks: tuple[Check, ...]
@@ -164,6 +189,7 @@ class Report(Facts):
     bindings: tuple[Binding, ...] = ()
     flaws: tuple[Flaw, ...] = ()
     layers: tuple[Layer, ...] = ()
+    advice: Advice | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -187,27 +213,52 @@ class Report(Facts):
     @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated property
     @property
     def verdict(self) -> str:
-        """One sentence."""
-        stopped = [plan for plan in self.plans if plan.verdict == "problem"]
+        """``ok``, ``degraded`` or ``broken``, and a sentence that says what that comes to."""
+        said = "; and ".join(_few(self._bad())) if self.fails() else self._cost() or self._plain()
+        subject = self._subject()
+        return f"{self.grade}. {subject}{said if subject else re.sub('^every', 'Every', said)}."
+
+    @property
+    def grade(self) -> str:
+        return GRADES.get(self.status, "ok")
+
+    def _subject(self) -> str:
+        """``For an H100 with Triton 3.2.0:``; nothing of this machine, which is examined."""
+        [one, *_] = [*self.devices, None]
+        if one is None or one.where != "named":
+            return ""
+        name = one.name if one.backend in ("cuda", "hip") else f"machine without a GPU ({one.name})"
+        an = "an" if re.match(r"[AEFHILMNORSX](?![a-z])", name) else "a"
+        return f"For {an} {name} with {f'Triton {one.triton}' if one.triton else 'no Triton'}: "
+
+    def _bad(self) -> list[str]:
+        """What does not run, or may be wrong."""
         bad = [f"{check.name}: {check.detail}" for check in self.checks if check.status == "problem"]
         bad += [f"known issue {issue.id} is not worked around"
                 for issue in self.issues if issue.status == "problem"]
         bad += [f"{ran.case} {ran.dtype}: {ran.detail}" for ran in self.ran if ran.status == "problem"]
         bad += [f"{layer.layers} calls {layer.function}: {layer.because}"
                 for layer in self.layers if layer.verdict == "problem"]
+        stopped = [plan for plan in self.plans if plan.verdict == "problem"]
         if stopped:
             why = "" if bad else f" ({stopped[0].because})"
             bad.append(f"{len(stopped)} of {len(self.plans)} ops cannot run, or may be wrong{why}")
-        if bad:
-            more = [f"and {len(bad) - 2} more"] if len(bad) > 2 else []
-            return f"Not everything works here. {'; '.join(bad[:2] + more)}."
-        idle = [f"{check.name}: {check.detail}" for check in self.checks if check.status == "degraded"]
-        slower = [plan for plan in self.plans if plan.verdict == "degraded"]
-        if slower:
-            idle.append(f"{len(slower)} of {len(self.plans)} ops do not always run kernels on the tensors as "
-                        "they are (below, at what cost)")
+        return bad
+
+    def _cost(self) -> str:
+        """What is degraded: a card that is not used, or used at a price; then what calls other packages."""
+        idle = [check.detail for check in self.checks if check.status == "degraded"]
         if idle:
-            return f"Every op runs here, but not all of the GPU is used. {'; '.join(idle)}."
+            return f"every op runs, but {'; and '.join(_few(idle))}"
+        slower = [plan for plan in self.plans if plan.verdict == "degraded"]
+        cards = " and ".join(dict.fromkeys(one.name for one in self.devices
+                                           if one.backend in ("cuda", "hip")))
+        if slower and all(plan.path == "torch" for plan in self.plans):
+            why = list(dict.fromkeys(plan.because for plan in slower))
+            whose = "this" if self._subject() else "your"
+            return f"every op runs, but not by kernels on {whose} {cards}: {'; '.join(why[:2])}"
+        if slower:
+            return f"every op runs, but {self._prices(slower)}"
         others = [f"{layer.layers} calls {layer.function}: {layer.because or layer.cost}"
                   for layer in self.layers if layer.verdict == "degraded"]
         others += [f"{package.name}: {package.imports}"
@@ -215,17 +266,26 @@ class Report(Facts):
         others += [f"{flaw.where}: {flaw.effect}" for flaw in self.flaws if flaw.status == "degraded"]
         others += [f"{one.where}: {one.implementation}, {one.why}"
                    for one in self.bindings if one.status == "degraded"]
-        if others:
-            below = f"; and {len(others) - 1} more below" if len(others) > 1 else ""
-            return ("Every op runs here. What calls other packages may run slowly or stop. "
-                    f"{others[0]}{below}.")
-        around = sum(plan.verdict == "worked around" for plan in self.plans)
+        if not others:
+            return ""
+        below = f"; and {len(others) - 1} more" if len(others) > 1 else ""
+        return f"every op runs, but what calls other packages may run slowly or stop: {others[0]}{below}"
+
+    def _plain(self) -> str:
+        """What is ok, and by what."""
+        around = [plan for plan in self.plans if plan.verdict == "worked around"]
         if around:
-            return (f"Every op runs here, {around} of {len(self.plans)} by a way around a limit of this "
-                    "machine (below). Nothing needs action.")
-        if "worked around" in self._statuses():
-            return "Every op runs here. What is marked below does no harm; nothing needs action."
-        return "Every op runs here. If everything works for you, nothing below needs action."
+            return f"every op runs, {self._prices(around) or 'some by a way around a limit of the machine'}"
+        if not any(one.backend in ("cuda", "hip") for one in self.devices):
+            return "every op runs, in plain torch: there is no GPU to use"
+        return "every op runs kernels on the tensors as they are"
+
+    def _prices(self, plans: list[OpPlan]) -> str:
+        """``some calls of 62 ops on fp32 copies, of 4 in plain torch``."""
+        counts = Counter(plan.way for plan in {plan.op: plan for plan in reversed(plans)}.values())
+        words = [f"of {counts[way]} {'ops ' if not index else ''}{how}"
+                 for index, (way, how) in enumerate((way, how) for way, how in PRICES.items() if counts[way])]
+        return f"some calls {', '.join(words)}" if words else ""
 
     @property
     def exit_code(self) -> int:
@@ -248,6 +308,8 @@ class Report(Facts):
                ("", "layers", "class", "calls", "of", "on", "flashlin's plan", "because", "cost"),
                [(one.verdict, one.layers, one.kind, one.function, one.implementation, one.on, one.path,
                  one.because, one.cost and f"cost: {one.cost}") for one in self.layers])
+        yield ("What to do", ("command", "why"),
+               [(self.advice.command, self.advice.why)] if self.advice is not None else [])
         yield ("Ops", ("", "op", *["where"] * many, "path", "evidence", "because", "remedy", "cost"),
                [(p.verdict, p.op, *[p.where] * many, p.path, p.evidence, p.because, p.remedy,
                  p.cost and f"cost: {p.cost}") for p in self.plans])
@@ -264,7 +326,11 @@ class Report(Facts):
         yield ("Ran here, against the float64 reference", ("", "case", "where", "dtype", "found", "time"),
                [(r.status, r.case, r.where, r.dtype, r.detail, f"{r.seconds:.1f} s") for r in self.ran])
 
-    def text(self) -> str:
+    def text(self, verbose: bool = False, colour: bool = False) -> str:
+        """verbose: every op, check and known issue in wide tables, else what matters, in 80 columns. colour:
+        for a terminal."""
+        if not verbose:
+            return "\n".join(self._short(colour))
         lines = [f"flashlin {self.version}: {self.verdict}", ""]
         lines += [f"  {device}" for device in self.devices]
         for title, _, rows in self._tables():
@@ -272,17 +338,105 @@ class Report(Facts):
                 lines += ["", title, *_aligned(rows)]
         return "\n".join(lines)
 
+    def _short(self, colour: bool) -> Iterator[str]:
+        """What matters, worst first; the advice last, where a terminal leaves the eye."""
+        first = textwrap.wrap(f"flashlin {self.version}: {self.verdict}", WIDTH, max_lines=5,
+                              placeholder=" ...")
+        yield from [first[0].replace(self.grade, _painted(self.grade, self.grade, colour), 1), *first[1:], ""]
+        for device in self.devices:
+            yield from _wrapped(str(device), "  ", "    ")
+        yield from ["", *self._ops(colour)]
+        for title, entries in self._entries():
+            told = [(status, text) for status, text in entries if status != "ok"]
+            if title == "Checks" or told:
+                quiet = len(entries) - len(told)
+                yield f"{title}{f' ({quiet} ok)' if quiet else ''}{':' if told else ''}"
+            told.sort(key=lambda entry: STATUSES.index(entry[0]))
+            for status, text in told[:SHOWN]:
+                [line, *rest] = _wrapped(f"{status}  {text}", "  ", "    ")
+                yield from [line.replace(status, _painted(status, status, colour), 1), *rest]
+            if len(told) > SHOWN:
+                yield f"  and {len(told) - SHOWN} more"
+        if self.advice is not None:
+            yield from ["", *_wrapped(self.advice.why, "To do: ", "  ", lines=3)]
+            if self.advice.command:  # a long one goes on after a backslash, as a shell reads it
+                yield " \\\n    ".join(textwrap.wrap(self.advice.command, WIDTH - 6, initial_indent="  ",
+                                                     break_long_words=False, break_on_hyphens=False))
+        yield from ["", "More: flashlin doctor --verbose, or text(verbose=True)"]
+
+    def _ops(self, colour: bool) -> Iterator[str]:
+        """Ops grouped by what their calls take and why, worst first."""
+        if not self.plans:
+            return
+        groups: dict[tuple[Status, str, str], list[OpPlan]] = {}
+        for plan in self.plans:
+            groups.setdefault((plan.verdict, plan.way, plan.because), []).append(plan)
+        ordered = sorted(groups.items(), key=lambda group: (
+            STATUSES.index(group[0][0]), [*PRICES, group[0][1]].index(group[0][1]), -len(group[1])))
+        yield f"Ops, by the worst of their calls ({', '.join(USES)}):"
+        for (status, way, because), plans in ordered[:SHOWN]:
+            ops = list(dict.fromkeys(plan.op for plan in plans))
+            effect = next((f" ({issue.effect})" for issue in self.issues if issue.id == because), "")
+            why = f": {because}{effect}" if because and status != "ok" else ""
+            [line, *rest] = _wrapped(f"{len(ops)}  {way}{why}", "  ", "    ")
+            yield from [line.replace(way, _painted(way, status, colour), 1), *rest]
+            if len(ordered) > 1 and len(ops) <= len(self.plans) // 2:
+                yield from _wrapped(", ".join(ops), "    ", "    ", lines=1)
+            worst = plans[0].cost.rpartition("; ")[2]  # costs stand in the order of the remedies
+            yield from _wrapped(f"cost: {worst}", "    ", "    ") if worst else ()
+        if len(ordered) > SHOWN:
+            yield f"  {sum(len(plans) for _, plans in ordered[SHOWN:])}  in other ways"
+
+    def _entries(self) -> Iterator[tuple[str, list[tuple[Status, str]]]]:
+        """(title, [(status, text)]) of everything but the ops."""
+        yield ("The model", [(one.verdict, f"{one.layers} calls {one.function}, of {one.implementation}"
+                              + (f": {one.path}" if one.path else "")
+                              + (f"; {one.because}" if one.because else "")) for one in self.layers])
+        yield "Checks", [(one.status, f"{one.name}: {one.detail}") for one in self.checks]
+        yield ("Packages beside flashlin",
+               [*((one.status, f"{one.name} {one.version}: {one.imports}") for one in self.packages),
+                *((one.status, f"{one.where}: {one.kernels} of {one.implementation}, {one.why}")
+                  for one in self.bindings),
+                *((one.status, f"{one.where}: {one.effect}") for one in self.flaws)])
+        yield ("Ran, against the float64 reference",
+               [(one.status, f"{one.case} {one.dtype}: {one.detail}") for one in self.ran])
+
     def markdown(self) -> str:
+        """Tables that an issue shows folded."""
         lines = [f"**flashlin {self.version}: {_cell(self.verdict)}**", "",
                  *(f"- {_cell(str(device))}" for device in self.devices)]
         for title, columns, rows in self._tables():
             if rows:
-                lines += ["", f"### {title}", "", _row(columns), _row("---" for _ in columns),
-                          *(_row(map(_cell, row)) for row in rows)]
+                lines += ["", f"<details><summary>{title} ({len(rows)})</summary>", "", _row(columns),
+                          _row("---" for _ in columns), *(_row(map(_cell, row)) for row in rows),
+                          "", "</details>"]
         return "\n".join(lines)
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown()
+
+    def __repr__(self) -> str:
+        on = "; ".join(str(device) for device in self.devices)
+        return f"<flashlin.Report {self.grade}: {len(self.plans)} ops on {on}>"
 
     def __str__(self) -> str:
         return self.text()
+
+
+SHOWN = 4  # groups of ops, entries of a list
+
+
+def _few(texts: list[str]) -> list[str]:
+    return texts[:2] + ([f"{len(texts) - 2} more"] if len(texts) > 2 else [])
+
+
+def _painted(text: str, status: str, colour: bool) -> str:
+    return f"\x1b[{COLOURS[status]}m{text}\x1b[0m" if colour and status in COLOURS else text
+
+
+def _wrapped(text: str, first: str, then: str, lines: int = 2) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=then, max_lines=lines,
+                         placeholder=" ...", break_on_hyphens=False) or [first]
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

@@ -74,6 +74,8 @@ def _delta(ours: Callable[..., Any]) -> Callable[..., Any]:
             own["cu_seqlens"] = cu_seq_lens_q
         if own["q"].shape[1] > 1:
             told(ours.__name__, own["cu_seqlens"] is not None or seq_idx is not None)
+            if own.get("initial_state") is None:
+                state_dropped(ours.__name__)
             if own["cu_seqlens"] is None and seq_idx is not None and own.get("g") is not None:
                 own["g"] = forgetting(own["g"], seq_idx)
         return ours(**own)
@@ -108,6 +110,8 @@ def mamba_chunk_scan_combined(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
     rows, tokens = own["x"].shape[:2]
     own["seq_idx"] = seq_idx_of(rows, tokens, own.get("seq_idx"), cu_seq_lens_q)
     told("mamba_chunk_scan_combined", own["seq_idx"] is not None or own.get("return_varlen_states", False))
+    if own.get("initial_states") is None:
+        state_dropped("mamba_chunk_scan_combined")
     return ssd.mamba_chunk_scan_combined(**own)
 
 

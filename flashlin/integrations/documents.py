@@ -38,7 +38,7 @@ class _Calls(threading.local):
 _CALLS = _Calls()
 
 
-def watched(forward: Callable[..., Any], *, by_seq_idx: bool, carries_state: bool, attends_across: bool,
+def watched(forward: Callable[..., Any], *, by_seq_idx: bool, attends_across: bool,
             said: set[str]) -> Callable[..., Any]:
     """``forward`` of a model's class, which sees to it that recurrent layers are told where documents begin,
     and remembers what it was given for ``told`` and ``state_dropped``.
@@ -46,7 +46,6 @@ def watched(forward: Callable[..., Any], *, by_seq_idx: bool, carries_state: boo
     by_seq_idx: its layers keep documents apart by seq_idx; then they get one where position_ids alone begin
     again, also where the model around it dropped the keyword. One read from the device for a call with
     position_ids and no mask; none under torch.compile, where the model is called as it is.
-    carries_state: its layers continue from a cached state also when several tokens come.
     attends_across: its attention mixes documents, unless it is flash attention.
     """
     takes_more = by_seq_idx and any(one.kind is one.VAR_KEYWORD
@@ -65,7 +64,7 @@ def watched(forward: Callable[..., Any], *, by_seq_idx: bool, carries_state: boo
         name = next(iter(marks), "")
         if not marks and (seq_idx := _numbered(given, _tokens(args, given))) is not None:
             name, marks = "position_ids", {"seq_idx": seq_idx}
-        goes_on = not carries_state and _goes_on(args, given)
+        goes_on = _goes_on(args, given)
         if not marks and not goes_on:
             return forward(self, *args, **given)
         now = Call(type(self).__name__, name, marks, _tokens(args, given), goes_on, said)
@@ -127,13 +126,13 @@ def told(function: str, marked: bool) -> None:
 
 
 def state_dropped(function: str) -> None:
-    """A function begins at a state of zero. If its model has one in the cache: one warning."""
+    """A function of many tokens begins at a state of zero. If its model has one in the cache: one warning."""
     if torch.compiler.is_compiling():
         return
     call = _CALLS.now
     if call is not None and call.goes_on:
-        _warn(call, f"got several tokens after a cached state, and its layers call {function}, which takes "
-                    "no state: what came before is forgotten. Give it all tokens at once, or one at a time")
+        _warn(call, f"got several tokens after a cached state, and its layers call {function} without "
+                    "it: what came before is forgotten. Give it all tokens at once, or one at a time")
 
 
 def _warn(call: Call, sentence: str) -> None:

@@ -21,7 +21,7 @@ import flashlin
 import flashlin.mamba
 from flashlin.integrations.bindings import named_like
 from flashlin.integrations.calling import by_name
-from flashlin.integrations.patching import Patch, found
+from flashlin.integrations.patching import Patch, comes
 from flashlin.kernels.families import PUBLIC
 
 # Names of flashlin's that mean something else in fla, or that fla has not: mamba_ssm's and causal_conv1d's.
@@ -63,7 +63,7 @@ class FlaPatch(Patch):
     watched = ("fla",)
 
     def begin(self) -> None:
-        if not found("fla"):
+        if not comes("fla"):
             raise ImportError("fla is not installed: pip install flash-linear-attention", name="fla")
         super().begin()
 

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +22,7 @@ from flashlin.integrations.arrivals import watch
 from flashlin.integrations.bindings import Bindings, Replaced
 
 SHOWN = 8  # names in a line of a report
+CARRIERS = {"fla": "unsloth_zoo"}  # who may bring a copy of a package and load it under the package's name
 
 
 class Patch:
@@ -227,12 +230,22 @@ def arrived(module: ModuleType) -> None:
 
 def found(package: str) -> bool:
     """Whether a package is imported or could be, from somewhere; imports nothing."""
-    if sys.modules.get(package) is not None:
-        return True
+    return sys.modules.get(package) is not None or _spec(package) is not None
+
+
+def comes(package: str) -> bool:
+    """Whether a package is ``found``, or another that is found has a copy of it to load under its name."""
+    carrier = _spec(CARRIERS.get(package, ""))
+    folders = carrier.submodule_search_locations if carrier is not None else None
+    return found(package) or any(Path(folder, "_vendored", package, "__init__.py").is_file()
+                                 for folder in folders or ())
+
+
+def _spec(package: str) -> ModuleSpec | None:
     try:
-        return importlib.util.find_spec(package) is not None
+        return importlib.util.find_spec(package)
     except (ImportError, ValueError):
-        return False
+        return None
 
 
 def _from(module: str, name: str) -> Callable[[], Patch]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from flashlin.integrations.bindings import free_variables, is_stand_in
 from flashlin.integrations.patching import found
-from flashlin.integrations.transformers import KERNEL
+from flashlin.integrations.transformers import DISPATCHES, KERNEL, dispatching
 from flashlin.kernels.families import PUBLIC
 
 # The modules in which programs look for a kernel; where one is found twice, transformers asks the first.
@@ -93,9 +93,9 @@ def _names(code: CodeType) -> set[str]:
 
 def _read(attribute: str, value: Any, where: str) -> Iterator[Bound]:
     """What ``attribute`` of a module is, if it is a kernel."""
-    cells, looked = free_variables(_function(value)), True
-    if {"applicable_params", "implementation"} <= set(cells):
-        own = getattr(_function(value), "__wrapped__", None)
+    cells, looked = free_variables(dispatching(value)), True
+    if DISPATCHES <= cells.keys():
+        own = getattr(dispatching(value), "__wrapped__", None)
         kernel = CALLED.get(attribute) or str(cells.get("func_name") or attribute)
         whose = (_whose(value) if _replaced(value) else TORCH if cells["implementation"] is own
                  else _whose(cells["implementation"]))
@@ -119,16 +119,9 @@ def _origin(value: Any) -> tuple[str, str]:
     return str(getattr(inner, "__name__", "")), str(getattr(inner, "__module__", ""))
 
 
-def _function(value: Any) -> Any:
-    """The decorated function that an ``nn.Module`` of ``kernels`` calls; any other value itself."""
-    if hasattr(value, "kernel_layer_name") and not isinstance(value, type):
-        return free_variables(getattr(type(value), "forward", None)).get("func", value)
-    return value
-
-
 def _replaced(value: Any) -> bool:
     """Whether something else is called in place of the decorated function."""
-    return _ours(value) or (_function(value) is not value and "forward" in vars(value))
+    return _ours(value) or (hasattr(value, "kernel_layer_name") and "forward" in vars(value))
 
 
 def _ours(value: Any) -> bool:

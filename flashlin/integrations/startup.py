@@ -23,7 +23,7 @@ from typing import Any
 from flashlin import dispatch
 from flashlin.guards.problem import Plan
 from flashlin.integrations.arrivals import remove, watch
-from flashlin.integrations.patching import PATCHES, Patched, _in_force, found, patch
+from flashlin.integrations.patching import PATCHES, Patched, _in_force, comes, patch
 
 VARIABLE = "FLASHLIN_PATCH"
 INHERITED = Path(__file__).parent / "inherited"
@@ -43,7 +43,7 @@ def names_of(text: str) -> tuple[str, ...]:
 
 def installed() -> tuple[str, ...]:
     """The packages that flashlin has patches for and that are here."""
-    return tuple(filter(found, PATCHES))
+    return tuple(filter(comes, PATCHES))
 
 
 def begin(names: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ def begin(names: Sequence[str]) -> None:
             patch(name)
         elif name in MAY_NOT_LOAD:
             sys.meta_path.insert(0, Before(name))
-        elif not found(name):
+        elif not comes(name):
             patch(name)  # says so
         else:
             _once(name)
@@ -66,10 +66,15 @@ def begin(names: Sequence[str]) -> None:
 
 def _once(name: str) -> None:
     def arrived(module: ModuleType) -> None:
-        if module.__name__ == name:  # the package itself: it is whole
+        # The package itself, which is whole; or a part of one that was not imported, but put there
+        if module.__name__ == name or not _is_being_imported(name):
             end()
             patch(name)
     end = watch([name], arrived)
+
+
+def _is_being_imported(package: str) -> bool:
+    return bool(getattr(getattr(sys.modules.get(package), "__spec__", None), "_initializing", False))
 
 
 class Before:

@@ -20,7 +20,7 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -28,6 +28,12 @@ from flashlin.integrations.bindings import MISSING, free_variables, layers, name
 from flashlin.integrations.patching import Patch, arrived, found
 
 HUB, DYNAMIC = "transformers.integrations.hub_kernels", "transformers.dynamic_module_utils"
+UNSLOTH = "unsloth_zoo.compiler"  # writes modeling files anew
+# Who runs modeling files without Python's import, so that nothing tells when they arrive: the function, and
+# what has the file's module of its result.
+RUNS_FILES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    DYNAMIC: ("get_class_in_module", lambda kind: sys.modules.get(getattr(kind, "__module__", ""))),
+    UNSLOTH: ("create_new_function", lambda module: module)}
 FLAG, LAZY, CONV_CACHE = "is_fast_path_available", "lazy_load_kernel", "_causal_conv1d_cache"
 # kernel -> the names under which modeling files bind it
 NAMES = {
@@ -47,8 +53,10 @@ NAMES = {
     "mamba_inner_fn": ("mamba_inner_fn", "falcon_mamba_inner_fn"),
 }
 KERNEL = {name: kernel for kernel, names in NAMES.items() for name in names}
-# Models whose attention does not look at position_ids, unless it is flash attention
-ATTENDS_ACROSS = ("GraniteMoeHybrid",)
+# Models whose attention does not look at position_ids, unless it is flash attention: these, and up to 5.1 those
+# that make their mask themselves
+DISPATCHES = frozenset({"applicable_params", "implementation"})  # what the decorated function closes over
+ATTENDS_ACROSS, OWN_MASK = ("GraniteMoeHybrid",), "_update_causal_mask"
 OLD = frozenset({FLAG, LAZY})
 OF_INTEREST = {*KERNEL, FLAG, LAZY, CONV_CACHE}
 LAZILY = ("causal-conv1d", "mamba-ssm", "falcon_mamba-ssm")  # what lazy_load_kernel is asked for
@@ -69,14 +77,24 @@ class Decorated(NamedTuple):
 
 def decorated(module: ModuleType) -> Iterator[Decorated]:
     for name, owner in list(vars(module).items()):
-        function = owner
-        if hasattr(type(owner), "kernel_layer_name") and not isinstance(owner, type):
-            function = free_variables(type(owner).forward).get("func")
-        free = free_variables(function)  # none of what is no function: lazy objects load what one asks for
+        function = dispatching(owner)
+        free = free_variables(function)
         kernel = KERNEL.get(free.get("func_name", ""), KERNEL.get(name, ""))
-        if kernel and {"applicable_params", "implementation"} <= free.keys():
+        if kernel and DISPATCHES <= free.keys():
             yield Decorated(name, kernel, owner, free["implementation"],
                             getattr(function, "__wrapped__", None), free.get("package", ""))
+
+
+def dispatching(value: Any) -> Any:
+    """The decorated function that ``value`` calls: that of kernels' module, or inside what unsloth puts around
+    it; ``value`` itself where there is none."""
+    inner = value
+    if hasattr(type(value), "kernel_layer_name") and not isinstance(value, type):
+        inner = free_variables(type(value).forward).get("func")
+    if type(inner) is not FunctionType:  # lazy objects load what one asks for
+        return value
+    inner = inspect.unwrap(inner, stop=lambda one: DISPATCHES <= free_variables(one).keys())
+    return inner if DISPATCHES <= free_variables(inner).keys() else value
 
 
 def reads(module: ModuleType) -> set[str]:
@@ -107,7 +125,7 @@ class TransformersPatch(Patch):
     """See the module. What it cannot do: models compiled or exported before keep what was traced; a
     ``kernelize`` with a mapping of one's own, called later, puts its kernels over flashlin's."""
     package = "transformers"
-    watched = ("transformers", "transformers_modules", "unsloth_compiled_module*")
+    watched = ("transformers", "transformers_modules", "unsloth_compiled_module*", "unsloth_zoo")
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +146,7 @@ class TransformersPatch(Patch):
         super().arrived(module)
 
     def reads(self, name: str) -> bool:
-        return is_modeling(name) or name in (HUB, DYNAMIC)
+        return is_modeling(name) or name == HUB or name in RUNS_FILES
 
     def model(self, model: Any) -> None:
         for name in {type(layer).__module__ for layer in model.modules()}:
@@ -150,8 +168,8 @@ class TransformersPatch(Patch):
         self._done.add(module)
         if module.__name__ == HUB:
             self._see_lazy_loading(module)
-        elif module.__name__ == DYNAMIC:
-            self._see_dynamic(module)
+        elif module.__name__ in RUNS_FILES:
+            self._see_runner(module, *RUNS_FILES[module.__name__])
         else:
             kernels = self._see_decorated(module) or self._see_globals(module)
             if kernels:
@@ -225,32 +243,32 @@ class TransformersPatch(Patch):
                                   f"{HUB}._KERNEL_MODULE_MAPPING")
                 self._lazily[package] = ours
 
-    def _see_dynamic(self, module: ModuleType) -> None:
-        """Files of the hub are run without Python's import, so nothing tells when they arrive."""
-        original = getattr(module, "get_class_in_module", None)
+    def _see_runner(self, module: ModuleType, name: str, module_of: Callable[[Any], Any]) -> None:
+        original = getattr(module, name, None)
         if original is None:
             return
 
-        def get_class_in_module(*args: Any, **options: Any) -> Any:
-            kind = original(*args, **options)
-            file = sys.modules.get(getattr(kind, "__module__", ""))
-            if file is not None and file not in self._done:
+        def run(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            file = module_of(result)
+            if isinstance(file, ModuleType) and file not in self._done:
                 arrived(file)
-            return kind
-        stand_in = named_like(get_class_in_module, original, signature=inspect.signature(original))
-        self.bindings.stand(module, "get_class_in_module", stand_in, "its own, watched for files of the hub")
+            return result
+        stand_in = named_like(run, original, signature=inspect.signature(original))
+        self.bindings.stand(module, name, stand_in, "its own, watched for files that it runs")
 
     def _see_models(self, module: ModuleType, kernels: set[str], *, told: bool) -> None:
         from flashlin.integrations.documents import watched
         kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-        carries = "selective_scan_fn" not in kernels
-        for one in list(vars(module).values()):
-            if isinstance(one, type) and one.__module__ == module.__name__ and issubclass(one, kind):
-                forward = vars(one).get("forward")
-                if isinstance(forward, FunctionType) and not self.bindings.knows(forward):
-                    ours = watched(forward, by_seq_idx=carries and told, carries_state=carries,
-                                   attends_across=one.__name__.startswith(ATTENDS_ACROSS), said=self._said)
-                    self.bindings.stand(one, "forward", ours, "its own forward, told of packed rows")
+        models = [one for one in vars(module).values()
+                  if isinstance(one, type) and one.__module__ == module.__name__ and issubclass(one, kind)]
+        across = any(one.__name__.startswith(ATTENDS_ACROSS) or hasattr(one, OWN_MASK) for one in models)
+        for one in models:
+            forward = vars(one).get("forward")
+            if isinstance(forward, FunctionType) and not self.bindings.knows(forward):
+                ours = watched(forward, by_seq_idx="selective_scan_fn" not in kernels and told,
+                               attends_across=across, said=self._said)
+                self.bindings.stand(one, "forward", ours, "its own forward, told of packed rows")
 
     # --- what constructors wrote ---
 

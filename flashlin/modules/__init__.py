@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashlin.compat.lazy import attach
+from flashlin.compat.lazy import attach, stand_in
 
 _HOME = {
     "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated",
@@ -16,6 +16,14 @@ _HOME = {
     "flashlin.modules.rotary": ("RotaryEmbedding",),
     "flashlin.modules.cross_entropy": ("FusedCrossEntropyLoss", "FusedLinearCrossEntropyLoss"),
 }
+# Modules of fla 0.4 to 0.6 that have a name of ours and are no module here.
+OF_FLA = (
+    "causal_conv1d", "causal_conv1d.ops", "convolution", "conv.causal_conv1d", "conv.short_conv",
+    "conv.triton", "conv.triton.kernels", "conv.triton.ops", "fused_cross_entropy",
+    "fused_cross_entropy.ops", "fused_linear_cross_entropy", "fused_linear_cross_entropy.ops",
+    "fused_norm_gate", "l2norm", "layernorm", "layernorm_gated", "norm.fused_norm_gate", "norm.l2norm",
+    "norm.layernorm", "norm.layernorm_gated", "rotary.ops", "token_shift")
+stand_in(__name__, OF_FLA)
 
 
 def _where() -> Mapping[str, str]:

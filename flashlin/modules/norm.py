@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashlin.compat.lazy import public_of
 from flashlin.guards import scalars
 from flashlin.ops.norm import ACTIVATIONS, group_norm, l2norm, layer_norm, layer_norm_gated, rms_norm, rms_norm_gated
 
@@ -181,3 +182,6 @@ class L2Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return l2norm(x, self.eps, self.output_dtype)
+
+
+__getattr__ = public_of(__name__)  # in fla 0.6 this module has all norms, with linear layers, too

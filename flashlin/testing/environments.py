@@ -3,17 +3,21 @@ one environment.
 
     subprocess.run([sys.executable, ...], env={**os.environ, **triton_environment("3.2.0")})
 
-A release is installed once, without its dependencies, into ``.cache/tritons`` of the working directory (or
-``$FLASHLIN_CACHE``) and put in front of the installed packages by PYTHONPATH. 280 to 1,000 MB each; delete
-the folder to get the space back.
+A release that is not the installed one is installed once, without its dependencies, into ``$FLASHLIN_CACHE``, or
+``flashlin/tritons`` in the user's cache, and put in front of the installed packages by PYTHONPATH. 280 to
+1,000 MB each, which takes minutes and is told on stderr; delete the folder to get the space back.
 """
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from flashlin.compat.child import python
@@ -21,31 +25,61 @@ from flashlin.compat.locks import locked
 from flashlin.compat.releases import nearest
 from flashlin.compat.versions import release
 
+Tell = Callable[[str], None]
+EVERY = 5.0  # seconds between two lines about one download
+
 
 class NotInstallable(RuntimeError):
     """pip could not install that release here: no network, or no wheel for this Python."""
 
 
-def triton_environment(version: str, *, interpreter: bool = False,
-                       cache: Path | None = None) -> dict[str, str]:
-    """Environment variables under which a child of this Python imports Triton ``version``; installs it at the
-    first call.
+def on_stderr(text: str) -> None:
+    print(f"flashlin: {text}", file=sys.stderr, flush=True)
 
-    interpreter: also the newest numpy that this release's interpreter works with.
-    Raises NotInstallable, which quotes pip.
+
+def triton_environment(version: str, *, interpreter: bool = False, cache: Path | None = None,
+                       tell: Tell = on_stderr) -> dict[str, str]:
+    """Environment variables under which a child of this Python imports Triton ``version``; installs it at the
+    first call if it is not here.
+
+    interpreter: also the newest numpy that this release's interpreter works with. tell: takes the lines about
+    a download. Raises NotInstallable, which quotes pip.
     """
-    folders = [installed([f"triton=={version}"], f"triton-{version}", cache)]
+    here = _site(version)
+    wanted = {} if here else {f"triton-{version}": f"triton=={version}"}
     if release(version) < (3, 3) and importlib.util.find_spec("setuptools") is None:
-        folders.append(installed(["setuptools"], "setuptools", cache))
+        wanted["setuptools"] = "setuptools"
     bound = nearest(version).numpy
     if interpreter and bound:
-        folders.append(installed([f"numpy{bound}"], f"numpy{bound}".replace("<", "-below-"), cache))
+        wanted[f"numpy{bound}".replace("<", "-below-")] = f"numpy{bound}"
+    folders = [installed([requirement], name, cache, tell=tell) for name, requirement in wanted.items()]
+    folders += [here] if here else []  # in front, all that is installed would hide those
     paths = [*map(str, folders), os.environ.get("PYTHONPATH")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+def triton_home(version: str, cache: Path | None = None) -> Path:
+    """The folder that holds the package ``triton`` of a release. Raises NotInstallable."""
+    return _site(version) or installed([f"triton=={version}"], f"triton-{version}", cache)
+
+
+def _site(version: str) -> Path | None:
+    """Where this Python has that release already."""
+    try:
+        found = importlib.metadata.distribution("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return Path(str(found.locate_file(""))) if found.version == version else None
+
+
 def cache_folder() -> Path:
-    return Path(os.environ.get("FLASHLIN_CACHE") or Path(".cache", "tritons"))
+    """``$FLASHLIN_CACHE``, or a folder in the user's cache: other projects of the same user find it filled."""
+    if named := os.environ.get("FLASHLIN_CACHE"):
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flashlin", "tritons")
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir(), "flashlin", "tritons")
 
 
 def torch_environment(torch: str, triton: str) -> dict[str, str]:
@@ -76,10 +110,10 @@ def stack_environment(cache: Path | None = None, **versions: str) -> dict[str, s
 
 
 def installed(requirements: list[str], name: str, cache: Path | None = None, *,
-              dependencies: bool = False, source: bool = False) -> Path:
+              dependencies: bool = False, source: bool = False, tell: Tell = on_stderr) -> Path:
     """The folder ``name`` of the cache, filled by pip if it is not there yet. Safe to call from several
     processes at once. source: built here of Python files alone, by packages that would compile CUDA
-    otherwise."""
+    otherwise. tell: takes a line when it begins, every few seconds, and when it is done."""
     home = (cache or cache_folder()).resolve() / name
     if home.exists():
         return home
@@ -92,12 +126,47 @@ def installed(requirements: list[str], name: str, cache: Path | None = None, *,
             options = ["--quiet", "--disable-pip-version-check", "--target", str(fresh),
                        *(["--no-build-isolation"] if source else ["--only-binary", ":all:"]),
                        *([] if dependencies else ["--no-deps"])]
-            ran = subprocess.run(python("pip", "install", *options, *requirements), capture_output=True,
-                                 text=True, check=False, env={**os.environ, **(NO_CUDA if source else {})})
-            if ran.returncode:
-                raise NotInstallable(f"pip install {' '.join(requirements)}: {ran.stderr.strip()[-1000:]}")
+            _pip(python("pip", "install", *options, *requirements), fresh,
+                 {**os.environ, **(NO_CUDA if source else {})}, " ".join(requirements), tell)
             fresh.chmod(0o755)
             fresh.rename(home)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
     return home
+
+
+def _pip(command: list[str], into: Path, environment: dict[str, str], what: str, tell: Tell) -> None:
+    """Run pip, and tell how far it is: by what it has written, since how much that will be only newer ones
+    say. What it downloads lies beside the folder, where there is room for it."""
+    began = time.monotonic()
+    tell(f"fetching {what} into {into.parent}, once")
+    with tempfile.TemporaryDirectory(prefix=".pip-", dir=into.parent) as scratch, \
+            tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, stdin=subprocess.DEVNULL,
+                                   env={**environment, "TMPDIR": scratch})
+        try:
+            while process.poll() is None:
+                try:
+                    process.wait(EVERY)
+                except subprocess.TimeoutExpired:
+                    took = time.monotonic() - began
+                    tell(f"{what}: {_written(Path(scratch), into) / 1e6:.0f} MB so far, {took:.0f} s")
+        finally:  # also where this process is interrupted
+            process.kill()
+            process.wait()
+        if process.returncode:
+            errors.seek(0)
+            raise NotInstallable(f"pip install {what}: {errors.read().strip()[-1000:]}")
+    tell(f"{what}: done, {_written(into) / 1e6:.0f} MB in {time.monotonic() - began:.0f} s")
+
+
+def _written(*folders: Path) -> int:
+    """Bytes of what is in them while somebody else writes there."""
+    size = 0
+    for folder in folders:
+        for path in folder.rglob("*"):
+            try:
+                size += path.lstat().st_size
+            except OSError:  # gone meanwhile
+                continue
+    return size

@@ -6,7 +6,7 @@ without a GPU.
         return scale(x, 2.0), 2 * x          # what came out, and what is right
 
     def test_every_triton(triton_matrix):
-        triton_matrix(example, triton=["3.2.0", "3.6.0", "3.9.0"], sm=[80, 90])
+        triton_matrix(example, triton=["3.2", "3.6", "3.9.0"], sm=[80, 90])
 
 Three layers, each in child processes that have the release: ``import`` (the module of the function),
 ``compile`` (every kernel that the function launches, and every configuration of an autotuned one, to machine
@@ -34,13 +34,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from flashlin.compat.child import python
-from flashlin.compat.releases import supported
-from flashlin.compat.versions import release
-from flashlin.testing.environments import NotInstallable, triton_environment
+from flashlin.compat.releases import in_full, supported
+from flashlin.testing.environments import NotInstallable, Tell, on_stderr, triton_environment
 
 LAYERS = ("import", "compile", "interpret")
 TELLING = re.compile(r"Assertion|LLVM ERROR|UNREACHABLE|[Ee]rror\b|terminate called")
 LONGEST = 500  # characters of a cause
+COUNTED = re.compile(r"(\d+) passed, (\d+) failed, (\d+) skipped")
 
 
 class Order(NamedTuple):
@@ -78,10 +78,11 @@ class Outcome(NamedTuple):
 
 
 class TritonMatrix:
-    """What the fixture hands out. ``properties``: of the test, where the report is kept for the summary."""
+    """What the fixture hands out. ``properties``: of the test, where the report is kept for the summary.
+    ``tell``: takes the lines about a release that is fetched."""
 
-    def __init__(self, properties: list[tuple[str, object]]) -> None:
-        self._properties = properties
+    def __init__(self, properties: list[tuple[str, object]], tell: Tell = on_stderr) -> None:
+        self._properties, self._tell = properties, tell
 
     def __call__(
         self,
@@ -101,7 +102,7 @@ class TritonMatrix:
             function: takes nothing, is at the top level of a module, launches on CPU tensors. For
                 ``interpret`` it returns two things, what came out and what is right: tensors, or tuples,
                 lists or dicts of tensors, compared by ``torch.testing.assert_close``.
-            triton: releases from 3.0.0 on. sm: compute capabilities, 80 or 103. layers: of ``import``,
+            triton: releases from 3.0.0 on; "3.3" is its newest patch. sm: compute capabilities, 80 or 103. layers: of ``import``,
                 ``compile``, ``interpret``.
             timeout: seconds for one kernel, and for one run of the function.
             rtol, atol: how close the numbers must be, both or neither; by default what assert_close has for
@@ -111,9 +112,9 @@ class TritonMatrix:
         fails it. The interpreter computes bfloat16 wrongly: where a kernel touches it, ``interpret`` is
         skipped, and the summary says so. Raises TypeError or ValueError for an argument that cannot be.
         """
+        __tracebackhide__ = True  # a mistake in a call is shown at that call
         module, file, name = _located(function)
-        versions = _several("triton", triton, "a list of releases from 3.0.0 on, such as ['3.2.0', '3.6.0']",
-                            lambda one: isinstance(one, str) and release(one)[:2] >= (3, 0))
+        versions = _releases(triton)
         cards = _several("sm", sm, "a list of compute capabilities from 70 on, such as [80, 90, 103]",
                          lambda one: type(one) is int and one >= 70)
         wanted = _several("layers", layers, f"a list out of {', '.join(LAYERS)}", LAYERS.__contains__)
@@ -128,13 +129,13 @@ class TritonMatrix:
             timeout=timeout, at_once=at_once, rtol=rtol, atol=atol)
         orders = [asked._replace(triton=version) for version in versions]
         with ThreadPoolExecutor(workers) as pool:
-            self._judge(f"{module}.{name}",
-                        [outcome for of_one in pool.map(_visit, orders) for outcome in of_one])
+            visits = pool.map(lambda order: _visit(order, self._tell), orders)
+            self._judge(f"{module}.{name}", [outcome for of_one in visits for outcome in of_one])
 
     def _judge(self, name: str, outcomes: list[Outcome]) -> None:
         counts = Counter(outcome.status if outcome.status in ("ok", "skipped") else "failed"
                          for outcome in outcomes)
-        head = f"{name}: {counts['ok']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
+        head = f"{name}: {_counted(counts['ok'], counts['failed'], counts['skipped'])}"
         skipped = [f"  {outcome}" for outcome in outcomes if outcome.status == "skipped"]
         failed = [f"  {outcome}" for outcome in outcomes if outcome.status not in ("ok", "skipped")]
         self._properties.append(("triton_matrix", "\n".join([head, *skipped])))
@@ -148,22 +149,37 @@ class TritonMatrix:
 def triton_matrix(request: pytest.FixtureRequest) -> TritonMatrix:
     """``triton_matrix(function, triton=[...], sm=[...])``: the kernels that the function launches, under
     those releases, for those GPUs."""
-    return TritonMatrix(request.node.user_properties)
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def tell(text: str) -> None:
+        """Past pytest, which would show it after minutes, and only where the test fails."""
+        if capture is None:
+            return on_stderr(text)
+        with capture.global_and_fixture_disabled():
+            on_stderr(text)
+    return TritonMatrix(request.node.user_properties, tell)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What passed, and what was not looked at. From the reports, which reach this process from pytest-xdist's
-    workers too."""
+    """One for the session: what passed, and what was not looked at. From the reports, which reach this process
+    from pytest-xdist's workers too."""
     reports = [report for with_status in terminalreporter.stats.values()
                for report in with_status if getattr(report, "when", "") == "call"]
     told = [value for report in reports for name, value in report.user_properties if name == "triton_matrix"]
     if told:
+        counts = [sum(map(int, found)) for found in zip(*(COUNTED.findall(one)[0] for one in told), strict=True)]
         terminalreporter.write_sep("-", "Triton matrix")
-        terminalreporter.write_line("\n".join(told))
+        total = [f"all {len(told)}: {_counted(*counts)}"] if len(told) > 1 else []
+        terminalreporter.write_line("\n".join([*told, *total]))
+
+
+def _counted(passed: int, failed: int, skipped: int) -> str:
+    return f"{passed} passed, {failed} failed, {skipped} skipped"
 
 
 def _located(function: Any) -> tuple[str, str, str]:
     """(module, file, name) by which another process finds it."""
+    __tracebackhide__ = True
     if hasattr(function, "arg_names") and hasattr(function, "run"):
         raise TypeError(f"function: got the Triton kernel {getattr(function, '__name__', function)}, need a "
                         "function that launches it")
@@ -183,7 +199,21 @@ def _located(function: Any) -> tuple[str, str, str]:
     return home, file, name
 
 
+def _releases(given: Any) -> list[str]:
+    """In full, so that nothing is fetched under two names, and nothing that is not there."""
+    __tracebackhide__ = True
+    need = "a list of releases from 3.0.0 on, such as ['3.2', '3.6.0']"
+    full = []
+    for one in _several("triton", given, need, lambda one: isinstance(one, str)):
+        try:
+            full.append(in_full(one))
+        except ValueError as error:
+            raise ValueError(f"triton: {error}") from None
+    return list(dict.fromkeys(full))
+
+
 def _several(what: str, given: Any, need: str, right: Callable[[Any], bool]) -> list[Any]:
+    __tracebackhide__ = True
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise TypeError(f"{what}: got {given!r}, need {need}")
     values = list(given)
@@ -193,7 +223,7 @@ def _several(what: str, given: Any, need: str, right: Callable[[Any], bool]) -> 
     return list(dict.fromkeys(values))
 
 
-def _visit(order: Order) -> list[Outcome]:
+def _visit(order: Order, tell: Tell) -> list[Outcome]:
     """One release. Importing and compiling share a child; the interpreter has to be chosen before Triton is
     imported."""
     outcomes: list[Outcome] = []
@@ -202,7 +232,7 @@ def _visit(order: Order) -> list[Outcome]:
         if not wanted or any(outcome.layer == "import" and outcome.status != "ok" for outcome in outcomes):
             continue
         try:
-            environment = triton_environment(order.triton, interpreter="interpret" in wanted)
+            environment = triton_environment(order.triton, interpreter="interpret" in wanted, tell=tell)
         except NotInstallable as error:  # in CI nobody looks at skips
             status = "failed" if os.environ.get("CI") else "skipped"
             return [*outcomes, Outcome(order.triton, "install", status, str(error))]

@@ -50,8 +50,8 @@ STACKS: tuple[Stack, ...] = (
     Stack({"transformers": "5.19.0"}),
     Stack({"transformers": "5.19.0", "kernels": "0.17.2"}),
     Stack({"transformers": "5.15.1"}),
-    Stack({"transformers": "5.14.1"}, plain=True),
-    Stack({"transformers": "4.57.6"}, plain=True),
+    *(Stack({"transformers": version}, plain=True)
+      for version in ("5.14.1", "5.13.0", "5.10.0", "5.8.0", "5.5.0", "5.0.0", "4.57.6")),
     Stack({"transformers": NEWEST, "fla": "0.6.0"}, patches=("fla", "transformers"),
           reference="without fla", only=DELTA),
     *(Stack({"fla": version, "transformers": transformers}, "fla", ("fla",), "interpreter")

@@ -1,0 +1,67 @@
+"""Kernels in Triton's interpreter.
+
+It finds out anew what is built into its language for every call of a jitted function, and which of numpy's dtypes
+is meant for every operation; that sums of integers fit, it checks with five operations more of its own. Here the
+first two are looked up once and the third is numpy's, which takes off more than half of the time (3.7.1). Under
+a release that has other functions for it, tests are only slower.
+"""
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+_is_builtin = tl.core.is_builtin
+_EXACTLY = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+
+
+@cache
+def _builtins(package: Any) -> list[str]:
+    return [name for name, member in inspect.getmembers(package) if _is_builtin(member)]
+
+
+def _patch_builtin(package: Any, *rest: Any) -> None:
+    """Unless the kernel that calls this jitted function has done so."""
+    names = _builtins(package)
+    if names and _is_builtin(getattr(package, names[0])):
+        for name in names:
+            interpreter._patch_attr(package, name, getattr(package, name), *rest)
+
+
+def _remembering(look_up: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
+    known: dict[str, np.dtype] = {}
+
+    def dtype_of(kind: Any) -> np.dtype:
+        element = kind.scalar
+        if element.name not in known:
+            known[element.name] = look_up(element)
+        return known[element.name]
+    return dtype_of
+
+
+def _check_overflow(one: Any, other: Any, operation: Any) -> None:
+    """An index past 2**31, say, is an error, not another index."""
+    kind, name = one.type.scalar, operation.__name__
+    if kind.int_bitwidth < 64:
+        exact = _EXACTLY[name](one.handle.data.astype(np.int64), other.handle.data.astype(np.int64))
+        fits = kind.get_int_min_value() <= exact.min() and exact.max() <= kind.get_int_max_value()
+        assert fits, f"int{kind.int_bitwidth} overflow detected for operation {name}"
+
+
+def _replace(place: Any, name: str, by: Any) -> None:
+    if hasattr(place, name):
+        setattr(place, name, by)
+
+
+if hasattr(interpreter, "_patch_attr"):
+    _replace(interpreter, "_patch_builtin", _patch_builtin)
+if hasattr(interpreter, "_get_np_dtype"):
+    _replace(interpreter, "_get_np_dtype", _remembering(interpreter._get_np_dtype))
+if hasattr(interpreter, "interpreter_semantic"):
+    _replace(interpreter.interpreter_semantic, "binary_op_sanitize_overflow_impl", _check_overflow)

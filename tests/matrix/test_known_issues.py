@@ -18,8 +18,9 @@ import pytest
 from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
 from flashlin.compat.releases import supported
 from flashlin.compat.target import Target, parse, ptxas_version
+from flashlin.diagnostics import why
 from flashlin.testing.compile import Job, Result, compile_launches
-from flashlin.testing.environments import NotInstallable, triton_environment
+from flashlin.testing.environments import NotInstallable, triton_environment, triton_home
 from flashlin.testing.record import Recorded
 
 FOLDER = Path(__file__).resolve().parents[2] / "matrix" / "proofs"
@@ -41,8 +42,7 @@ Measure = Callable[[Cell], Result]
 
 
 def assembler(version: str) -> str:
-    return str(Path(triton_environment(version)["PYTHONPATH"].split(os.pathsep)[0]) / "triton" / "backends"
-               / "nvidia" / "bin" / "ptxas-blackwell")
+    return str(triton_home(version) / "triton" / "backends" / "nvidia" / "bin" / "ptxas-blackwell")
 
 
 def target(cell: Cell) -> Target:
@@ -130,6 +130,7 @@ def what_is_wrong(proof: Any, cell: Cell, result: Result) -> str:
     return "" if explained or (result.ok and not proof.fails(result)) else "it is said not to fail"
 
 
+OTHER_LINE = {"latencies-35-tf32"}  # a Result keeps one line of stderr, and its symptom is in the next
 PROVEN = [issue for issue in KNOWN_ISSUES if issue.id in {proof.issue for proof in table.PROOFS}]
 
 
@@ -144,6 +145,19 @@ def test_an_issue_is_there_where_it_is_said_to_be_and_nowhere_else(issue: KnownI
                 wrong += [f"triton {cell.triton} {cell.ptxas_of} sm_{cell.sm} {cell.launch}: {why}, got "
                           f"{measure(cell)}"] if why else []
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("issue", [issue for issue in PROVEN if issue.symptoms], ids=lambda issue: issue.id)
+def test_what_is_printed_is_among_the_symptoms(issue: KnownIssue, measure: Measure) -> None:
+    """Of this issue, or of another one that hits the same launch; a process that is ended by a signal may
+    have printed nothing."""
+    said = {f"{result.message} {result.cause}".strip() for proof in table.PROOFS if proof.issue == issue.id
+            for cell in cells(proof) for result in [measure(cell)]
+            if proof.fails(result) and not result.ok and hits(issue, cell)} - {"SIGSEGV"}
+    assert said
+    assert issue.id in {match.entry.id for text in said for match in why.matches(text)} | OTHER_LINE
+    unknown = [text for text in said if not any(match.sure for match in why.matches(text))]
+    assert not unknown, "flashlin why does not know what is printed"
 
 
 def test_what_is_said_to_be_compiled_has_a_proof_that_fails_somewhere() -> None:

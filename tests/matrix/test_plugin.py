@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flashlin.testing import plugin
+from flashlin.testing import environments, plugin
 from flashlin.testing.environments import NotInstallable
 from flashlin.testing.plugin import TritonMatrix
 from tests import foreign
@@ -95,6 +95,9 @@ TESTS = """
     def test_newer(triton_matrix):
         import newer
         triton_matrix(newer.function, triton=["3.2.0"])
+
+    def test_misused(triton_matrix):
+        triton_matrix(right, triton=["3.99"])
 """
 NEWER = """
     import triton
@@ -116,7 +119,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         (tests / f"{name}.py").write_text("\n".join(line.removeprefix("    ") for line in text.splitlines()))
     (tests / "foreign_kernels.py").write_text(Path(foreign.__file__).read_text())
     environment = {**os.environ,
-                   "FLASHLIN_CACHE": os.environ.get("FLASHLIN_CACHE") or str(ROOT / ".cache" / "tritons")}
+                   "FLASHLIN_CACHE": str(environments.cache_folder().resolve())}
     command = [sys.executable, "-m", "pytest", "-p", "no:flashlin", "-p", "flashlin.testing.plugin", "-n",
                "2", "--junitxml=found.xml", "."]
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600,
@@ -137,6 +140,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         properties = [str(one.get("value"))
                       for one in case.iter("property") if one.get("name") == "triton_matrix"]
         assert properties[0] in ran.stdout, "the terminal's summary lacks it"
+        assert ran.stdout.count(" Triton matrix -") == 1 and "\nall 7: " in ran.stdout
         return "passed", properties[0]
     return of
 
@@ -176,6 +180,12 @@ def test_a_function_that_launches_nothing_fails(report: Report) -> None:
     assert outcome == "failed" and "launches no Triton kernel when its tensors are on the CPU" in said
 
 
+def test_a_mistake_in_a_call_is_shown_at_that_call(report: Report) -> None:
+    outcome, said = report("test_misused")
+    assert outcome == "failed" and "ValueError: triton: got '3.99', need one out of 3.0, 3.1, " in said
+    assert "test_kernels.py" in said and "plugin.py" not in said
+
+
 def test_a_module_that_does_not_import_is_told_once(report: Report) -> None:
     outcome, said = report("test_newer")
     assert outcome == "failed" and "0 passed, 1 failed" in said
@@ -206,6 +216,8 @@ def test_a_function_that_children_cannot_run_is_refused(function: Any, says: str
 @pytest.mark.parametrize(("options", "says"), [
     ({"triton": "3.2.0"}, "triton: got '3.2.0', need a list"),
     ({"triton": ["3.6.0", "2.3.1"]}, "triton: got '2.3.1', need"),
+    ({"triton": ["3.6", "3.10"]}, "triton: got '3.10', need one out of 3.0, 3.1, 3.2, "),
+    ({"triton": ["latest"]}, "triton: got 'latest', need"),
     ({"triton": []}, "triton: got an empty list"), ({"sm": 90}, "sm: got 90, need a list"),
     ({"sm": ["90"]}, "sm: got '90', need"),
     ({"layers": ["compiling"]}, "layers: got 'compiling', need a list out of import, compile, interpret"),
@@ -228,6 +240,20 @@ def test_a_release_that_cannot_be_installed_skips_and_fails_in_ci(ci: bool,
         TritonMatrix(properties)(top_level, triton=["3.2.0"])
     assert raised.type is (pytest.fail.Exception if ci else pytest.skip.Exception)
     assert properties[0][0] == "triton_matrix"
+
+
+def test_a_minor_version_is_its_newest_patch_and_nothing_is_fetched_twice(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def refused(version: str, **_: Any) -> dict[str, str]:
+        asked.append(version)
+        raise NotInstallable("no network")
+    monkeypatch.setattr(plugin, "triton_environment", refused)
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception):
+        TritonMatrix([])(top_level, triton=["3.3", "3.3.1", "3.2", "3.99.0"])
+    assert sorted(asked) == ["3.2.0", "3.3.1", "3.99.0"]
 
 
 def test_the_plugin_loads_without_torch_and_triton() -> None:

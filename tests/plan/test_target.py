@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from flashlin.compat import target as machine
+from flashlin.compat.releases import RELEASES
 from flashlin.compat.target import (
+    CARDS,
     SHARED_PER_BLOCK,
     USUAL_CARD,
     Target,
     bundled_ptxas,
+    card_named,
     parse,
     pretend,
     probe,
@@ -25,7 +28,9 @@ H100 = Target("3.2.0", "12.4.99", "2.9.0", "cuda", (9, 0), "H100", 232448, 132)
 
 @pytest.mark.parametrize("text",
                          ("triton=3.2.0,sm=90", "sm=sm90,triton=3.2.0", "triton=3.2.0,sm=sm_90,",
-                          "triton=3.2.0,sm=90,backend=cuda"))
+                          "triton=3.2.0,sm=90,backend=cuda", "H100,triton=3.2.0", "h100, triton = 3.2.0",
+                          "sm90,triton=3.2.0", "NVIDIA H100 80GB HBM3,triton=3.2.0", "card=h100,triton=3.2.0",
+                          "H100,sm=90,triton=3.2.0"))
 def test_a_named_target_is_the_usual_card(text: str) -> None:
     assert parse(text, torch_version="2.9.0") == H100
 
@@ -44,34 +49,61 @@ def test_the_last_digit_of_a_capability_is_the_minor_one(sm: str, capability: tu
 
 
 @pytest.mark.parametrize(("text", "backend"),
-                         [("triton=3.6.0", "cpu"), ("", "cpu"), ("backend=interpreter", "interpreter"),
-                          ("backend=hip,sm=90", "hip"), ("sm=90", "cuda")])
-def test_a_backend_follows_from_sm_or_is_given(text: str, backend: str) -> None:
+                         [("cpu,triton=3.6.0", "cpu"), ("backend=cpu", "cpu"),
+                          ("backend=interpreter", "interpreter"), ("backend=hip,sm=94", "hip"),
+                          ("sm=90", "cuda"), ("MI300X", "hip"), ("h200", "cuda")])
+def test_a_backend_follows_from_the_card_or_is_given(text: str, backend: str) -> None:
     found = parse(text)
     assert found.backend == backend and found.sm == ("sm90" if backend == "cuda" else backend)
     assert bool(found.ptxas) <= (backend == "cuda")
 
 
-KEYS = "backend, name, ptxas, sm, sms, shared, torch, triton"
+@pytest.mark.parametrize(("name", "card"), [
+    ("rtx4090", "RTX 4090"), ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("Tesla T4", "T4"), ("l40s", "L40S"),
+    ("NVIDIA L40S", "L40S"), ("NVIDIA A100-SXM4-80GB", "A100"), ("Tesla V100-SXM2-16GB", "V100"),
+    ("AMD Instinct MI300X", "MI300X"), ("NVIDIA H200", "H200"), ("NVIDIA GB200", "GB200"),
+    ("NVIDIA RTX A6000", "RTX A6000"), ("NVIDIA A10G", "A10"), ("GTX 1080", None), ("H1000", None)])
+def test_cards_are_known_as_people_and_drivers_write_them(name: str, card: str | None) -> None:
+    found = card_named(name)
+    assert (found and found[0]) == card
 
 
-@pytest.mark.parametrize("text", ("triton", "triton=", "tritn=3.2.0", "triton=3.2.0,gpu=H100", "=3"))
-def test_what_cannot_be_parsed_is_an_error_that_lists_the_keys(text: str) -> None:
-    with pytest.raises(ValueError) as error:
-        parse(text)
-    listed = ", ".join(sorted(KEYS.split(", ")))
-    assert str(
-        error.value) == f"target: got {text!r}, need key=value pairs out of {listed}, for example triton=3.2.0,sm=90"
+def test_the_usual_cards_are_among_the_known_ones() -> None:
+    assert all(CARDS[name].capability == capability and CARDS[name].sms == sms
+               for capability, (name, sms) in USUAL_CARD.items())
+
+
+@pytest.mark.parametrize(("text", "triton"), [
+    ("t4,torch=2.6", "3.2.0"), ("t4,torch=2.7.1+cu126", "3.3.1"), ("t4,torch=2.14", "3.8.0"),
+    ("t4,torch=2.6,triton=3.3.1", "3.3.1"), ("t4,torch=2.6,triton=none", "")])
+def test_a_torch_brings_the_triton_that_it_was_made_with(text: str, triton: str) -> None:
+    assert parse(text).triton == triton and parse(text).torch == text.split("torch=")[1].split(",")[0]
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("backend=cud", "target: got backend=cud, need cuda, hip, interpreter or cpu"),
-    ("sm=ninety", "target: got sm=ninety, need a compute capability such as 90 or 103"),
-    ("sm=9.0", "target: got sm=9.0, need a compute capability such as 90 or 103")])
-def test_a_wrong_value_is_an_error_that_says_what_is_needed(text: str, message: str) -> None:
+    ("triton=", "got 'triton=', need key=value pairs out of card, sm, triton, torch, ptxas, shared, sms, "
+                "name, backend, or the name of a card; for example H100,triton=3.2.0"),
+    ("tritn=3.2.0,sm=90", "for example H100,triton=3.2.0; did you mean triton?"),
+    ("=3", "need key=value pairs"),
+    ("sm=90,gpu=H100", "got 'gpu=H100', need key=value"),
+    ("triton", "got the card 'triton', need one of V100, T4, A100, "),
+    ("H1000", "as sm=90; did you mean H100?"), ("H10", "did you mean H100?"),
+    ("triton=3.2.0", "got 'triton=3.2.0', need a card, too: its name, or sm=90"),
+    ("", "got '', need a card, too"), ("sm=90,sm=80", "got sm twice, 90 and 80, need it once"),
+    ("H100,A100", "got card twice, H100 and A100, need it once"),
+    ("H100,sm=80", "got H100 and sm=80, need one of them: H100 is sm=90"),
+    ("MI300,sm=90", "need one of them: MI300 is an AMD card"),
+    ("sm=942", "got sm=942, need the compute capability of an NVIDIA card: 50, 52, "),
+    ("sm=95", "120, 121; did you mean 90?"), ("sm=ninety", "got sm=ninety, need the compute capability"),
+    ("sm=9.0", "110, 120, 121; did you mean 90?"),
+    ("H100,triton=latest", "got triton=latest, need a version "),
+    ("H100,torch=stable", f"got torch=stable, need a version such as {RELEASES[-1].torch[-1]}"),
+    ("H100,sms=many", "got sms=many, need a whole number"),
+    ("backend=cud", "got backend=cud, need cuda, hip, interpreter or cpu")])
+def test_what_cannot_be_parsed_is_an_error_that_says_what_is_needed(text: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse(text)
-    assert str(error.value) == message
+    assert str(error.value).startswith("target: got ") and message in str(error.value)
 
 
 def test_a_target_is_shown_in_one_line() -> None:
@@ -100,13 +132,20 @@ def test_the_wheel_brings_its_ptxas(triton: str, capability: tuple[int, int], ve
     assert bundled_ptxas(triton, capability) == version
 
 
-def test_the_environment_names_another_ptxas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_PTXAS_PATH", "/opt/ptxas")
-    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", "/opt/ptxas-blackwell")
-    assert ptxas_path("3.6.0", (9, 0)) == ptxas_path("3.9.0", (8, 0)) == "/opt/ptxas"
-    assert ptxas_path("3.6.0", (10, 0)) == ptxas_path("3.9.0", (9, 0)) == "/opt/ptxas-blackwell"
+@pytest.mark.parametrize(("triton", "capability", "taken"), [
+    ("3.2.0", (10, 0), "PTXAS"), ("3.3.1", (9, 0), "PTXAS"), ("3.3.1", (10, 0), ""),
+    ("3.4.0", (10, 0), "PTXAS"),
+    ("3.5.1", (10, 0), "PTXAS"), ("3.6.0", (9, 0), "PTXAS"), ("3.6.0", (10, 0), "PTXAS_BLACKWELL"),
+    ("3.9.0", (8, 0), "PTXAS"), ("3.9.0", (9, 0), "PTXAS_BLACKWELL")])
+def test_the_environment_names_another_ptxas_of_the_one_that_is_called(
+        triton: str, capability: tuple[int, int], taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # read off each release's backends/nvidia/compiler.py and knobs.py
+    for name in ("PTXAS", "PTXAS_BLACKWELL"):
+        monkeypatch.setenv(f"TRITON_{name}_PATH", f"/opt/{name}")
+    found = ptxas_path(triton, capability)
+    assert found == f"/opt/{taken}" if taken else not found.startswith("/opt/")
     monkeypatch.delenv("TRITON_PTXAS_BLACKWELL_PATH")
-    assert ptxas_path("3.6.0", (10, 0)) == "/opt/ptxas"
+    assert (ptxas_path(triton, capability) == "/opt/PTXAS") == (taken == "PTXAS")
 
 
 def test_a_ptxas_that_cannot_run_has_no_version() -> None:

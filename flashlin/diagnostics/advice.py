@@ -1,0 +1,266 @@
+"""The one advice of a report: the command that repairs a machine, and what it would change.
+
+Which torch and Triton to have is planned, not listed: each pair of ``compat/releases.py`` that this machine
+can have is planned on its cards, and the best one is named. torch's wheels ask for one Triton, so another
+Triton comes by way of another torch. What the checks want set or unset is part of the same command, so one
+step does it all. Pure: asks no machine.
+"""
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from flashlin.compat import releases
+from flashlin.compat.releases import Pair
+from flashlin.compat.target import Target, bundled_ptxas
+from flashlin.compat.versions import release
+from flashlin.diagnostics.machine import TRITON_NAMES, Machine, overriding, shadowed
+from flashlin.diagnostics.outlook import Way, price, typical, way_of
+from flashlin.diagnostics.report import Advice, Check
+from flashlin.policy import Policy
+
+MENDED = {Way.REFUSED: "run", Way.TORCH: "run kernels", Way.COPIES: "run without fp32 copies",
+          Way.PARTS: "run their batch at once", Way.WARPS: "run with all their warps"}
+NO_CODE = "its wheels have no code for"
+INDEX = "https://download.pytorch.org/whl/"
+
+
+def advise(machine: Machine, ops: Sequence[str], checks: Iterable[Check]) -> Advice | None:
+    """None where nothing is to be done."""
+    steps = [check.fix for check in checks if check.fix and check.status in ("problem", "degraded")]
+    install, why = _install(machine, tuple(ops))
+    steps = list(dict.fromkeys([*steps, *install]))
+    return Advice(command=" && ".join(steps), why=why) if steps or why else None
+
+
+class Judged(NamedTuple):
+    """How a pair would do on these cards. prices: of each op, how far its calls are from the plain way.
+    strange: whether torch was made with another Triton. steps: how far from the torch that is there."""
+    prices: tuple[int, ...]
+    strange: bool
+    steps: int
+
+    @property
+    def order(self) -> tuple[int, bool, int]:
+        """Less is better."""
+        return sum(self.prices), self.strange, self.steps
+
+    def no_worse(self, other: Judged) -> bool:
+        """A better sum that some op has to pay for is not better."""
+        return all(mine <= its for mine, its in zip(self.prices, other.prices, strict=True))
+
+
+def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
+    """The commands that install what is best, and what that changes."""
+    if machine.triton_error and machine.foreign:
+        return [], f"{machine.triton_state}; it comes from {machine.foreign}, take that off the path"
+    if shadowed(machine) or any(target.backend == "hip" for target in machine.targets.values()):
+        return [], ""  # pip mends no search path, and on AMD no pair runs kernels
+    cards, here = machine.known_cards, Pair(machine.torch_version, machine.triton)
+    broken = _broken(machine, bool(cards))
+    stay = _judge(here, here, cards, machine.policy, ops)
+    if not broken and not any(stay.prices) and not stay.strange:
+        return [], ""  # nothing is better
+    against = {pair: _against(pair, machine, cards) for pair in _candidates(here, machine)}
+    judge = partial(_judge, here=here, cards=cards, policy=machine.policy, ops=ops)
+    reachable = sorted((pair for pair in against if not against[pair]), key=lambda pair: _steps(pair, here))
+    # the smallest repair, from which it may go on to a better pair in the same step
+    start = stay if not broken or not reachable else judge(reachable[0])
+    best = _best(reachable, judge, start)
+    if best is not None and not broken and judge(best).order[:2] >= start.order[:2]:
+        best = None
+    now = best or (None if broken else here)
+    before = None if broken else here
+    words = [broken] if broken else []
+    if best is not None:
+        strange = (f"torch {here.torch} was made with Triton {releases.triton_for(here.torch)}, not "
+                   f"{here.triton}")
+        words.append(_gain(before, best, cards, machine.policy, ops) or ("" if broken else strange))
+    # what would be better still, and what is in its way
+    limit = stay if now is None else judge(now)
+    blocked = [pair for pair, no in against.items() if no and not any(one.startswith(NO_CODE) for one in no)]
+    held = _best(blocked, judge, limit) if any(limit.prices) else None
+    if held is not None and sum(judge(held).prices) >= sum(limit.prices):
+        held = None
+    if held is not None:
+        words.append(f"with torch {held.torch} {_gain(now, held, cards, machine.policy, ops)}; in its way: "
+                     f"{', '.join(against[held])}")
+    elif broken and best is None:
+        words.append("no torch for this card and driver is known to mend that")
+    return _commands(best, here, machine) if best is not None else [], "; ".join(filter(None, words))
+
+
+def _best(pairs: Iterable[Pair], judge: Callable[[Pair], Judged], start: Judged) -> Pair | None:
+    """The best of those that no op has to pay for, the nearest of equals."""
+    best: tuple[Judged, Pair] | None = None
+    for pair in pairs:
+        its = judge(pair)
+        if its.no_worse(start) and (best is None or its.order < best[0].order):
+            best = its, pair
+        if best is not None and not any(best[0].order[:2]):
+            break  # planning a pair takes a second, and they come nearest first
+    return best and best[1]
+
+
+def _broken(machine: Machine, gpu: bool) -> str:
+    """What of torch and Triton cannot be used, ``""`` where staying is a choice."""
+    if machine.torch is None:
+        return f"torch cannot be used: {machine.torch_error}"
+    if machine.mixed:
+        return f"{' and '.join(machine.mixed)} overwrite each other's files"
+    if machine.triton_error and (gpu or machine.triton_error != "not installed"):
+        return machine.triton_state
+    if machine.unseen:
+        built = machine.torch.version.cuda
+        if not built:
+            return "torch is a CPU build"
+        if machine.driver_too_old:
+            return (f"driver {machine.driver.version} is too old for CUDA {built}, which needs "
+                    f"{releases.oldest_driver(built)}")
+    uncovered = machine.uncovered
+    return f"this torch has no code for {', '.join(uncovered)}" if uncovered else ""
+
+
+def _candidates(here: Pair, machine: Machine) -> list[Pair]:
+    """The last patch release of each minor version of torch, the torch that is there with its Triton, and
+    with a torch that nobody has looked at the Triton that pip says is there."""
+    known = releases.pairs()
+    last = {release(pair.torch)[:2]: pair for pair in known}
+    mine = [pair for pair in known if release(pair.torch) == (*release(here.torch), 0)[:3]]
+    if machine.torch is not None and here.torch and not mine:
+        newest = releases.RELEASES[-1].version
+        mine = [Pair(here.torch, next((one.version for one in machine.dists if one.name == "triton"),
+                                      newest))]
+    return list(dict.fromkeys([*mine, *last.values()]))
+
+
+def _judge(pair: Pair, here: Pair, cards: Sequence[Target], policy: Policy, ops: tuple[str, ...]) -> Judged:
+    made_with = releases.triton_for(pair.torch)
+    strange = bool(made_with and pair.triton) and not releases.is_that(pair.triton, made_with)
+    each = [_prices(_with(card, pair), policy, ops) for card in cards]
+    return Judged(tuple(map(sum, zip(*each, strict=True))) or (0,) * len(ops), strange, _steps(pair, here))
+
+
+def _with(card: Target, pair: Pair) -> Target:
+    if release(pair.triton) == release(card.triton):
+        return card
+    named = overriding(pair.triton, card.capability)
+    return card._replace(triton=pair.triton,
+                         ptxas=card.ptxas if named else bundled_ptxas(pair.triton, card.capability))
+
+
+def _steps(pair: Pair, here: Pair) -> int:
+    """How many releases of torch lie between; older ones are farther than all newer ones."""
+    order = [release(one.torch) for one in releases.pairs()]
+    mine = (*release(here.torch), 0)[:3]
+    if not here.torch:  # none is there: the one for the Triton that is, else the newest
+        mine = next((release(one.torch) for one in reversed(releases.pairs())
+                     if release(one.triton) == release(here.triton)), order[-1])
+    place, its = bisect_left(order, mine), bisect_left(order, release(pair.torch)[:3])
+    return its - place if its >= place else len(order) + place - its
+
+
+@lru_cache(maxsize=256)
+def _prices(target: Target, policy: Policy, ops: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(price(typical(op, target, policy)) for op in ops)
+
+
+def _against(pair: Pair, machine: Machine, cards: Sequence[Target]) -> list[str]:
+    """Why this machine cannot have a pair."""
+    here = release(pair.torch) == (*release(machine.torch_version), 0)[:3] and machine.torch is not None
+    made = releases.wheels(pair.torch)
+    said = []
+    python = next((one.python for one in releases.RELEASES if one.version == pair.triton), "")
+    first, _, last = python.partition(" to ")
+    if python and machine.python and not release(first)[:2] <= machine.python <= release(last)[:2]:
+        said.append(f"it needs Python {first} to {last}")
+    if not here or machine.unseen or machine.uncovered:
+        said += [f"{NO_CODE} {card.sm}" for card in cards
+                 if not made.oldest <= card.capability <= made.newest]
+        driver = release(machine.driver.version)[:1]
+        if cards and driver and driver[0] < releases.oldest_driver(made.cuda):
+            said.append(f"it needs driver {releases.oldest_driver(made.cuda)} or newer")
+    return said + [f"{dist.name} {dist.version} needs {need}" for dist in machine.dists
+                   for need in dist.needs if dist.name not in ("torch", "flashlin")
+                   and _violated(need, pair) and not _violated(need, Pair(machine.torch_version,
+                                                                        machine.triton))]
+
+
+def _violated(need: str, pair: Pair) -> bool:
+    try:
+        wanted = Requirement(need)
+    except InvalidRequirement:
+        return False
+    version = {"torch": pair.torch, "triton": pair.triton}.get(wanted.name, "")
+    if not release(version) or (wanted.marker is not None and not wanted.marker.evaluate({"extra": ""})):
+        return False
+    return not wanted.specifier.contains(".".join(map(str, release(version))), prereleases=True)
+
+
+def _gain(here: Pair | None, then: Pair, cards: Sequence[Target], policy: Policy,
+          ops: tuple[str, ...]) -> str:
+    """``24 of 66 ops would run with all their warps``. here: None where nothing runs kernels now."""
+    better: Counter[Way] = Counter()
+    for op in ops:
+        before = [Way.TORCH if here is None else way_of(typical(op, _with(card, here), policy))
+                  for card in cards]
+        after = [way_of(typical(op, _with(card, then), policy)) for card in cards]
+        gained = [old for old, new in zip(before, after, strict=True) if new < old]
+        if gained:
+            better[max(gained)] += 1
+    return " and ".join(f"{number} of {len(ops)} ops would {MENDED[way]}"
+                        for way, number in sorted(better.items(), reverse=True))
+
+
+def _commands(pair: Pair, here: Pair, machine: Machine) -> list[str]:
+    tool = _tool(machine)
+    commands = [f"pip uninstall -y {' '.join(machine.mixed)}"] if machine.mixed else []
+    same = machine.torch is not None and release(pair.torch) == (*release(here.torch), 0)[:3]
+    wanted = releases.triton_for(pair.torch) or pair.triton
+    exact = f"triton~={wanted}.0" if wanted.count(".") == 1 else f"triton=={wanted}" if wanted else "triton"
+    broken = machine.triton_error not in ("", "not installed")
+    again = tool.install(exact, again=broken or bool(machine.mixed), alone=broken or bool(machine.mixed))
+    if machine.unseen and machine.torch is not None and (not machine.torch.version.cuda):
+        return [*commands, tool.install(f"torch=={pair.torch}", again=True,
+                                        index=INDEX + _tag(releases.wheels(pair.torch).cuda)),
+                *([again] if broken else [])]
+    if same:
+        return [*commands, again]
+    if machine.torch is None and release(pair.torch) == release(here.torch):
+        # what it cannot load is one of its own files, or one of the packages that it comes with
+        missing = "cannot open shared object file" in machine.torch_error
+        local = here.torch.partition("+")[2]
+        return [*commands, tool.install(f"torch=={pair.torch}", again=True, alone=not missing,
+                                        index=INDEX + local if local else "")]
+    installed = next((one.version for one in machine.dists if one.name == "triton"), "")
+    left = broken and releases.is_that(installed, wanted)  # pip sees nothing to do
+    return [*commands, tool.install(f"torch=={pair.torch}", again=machine.torch is None and bool(here.torch)),
+            *([again] if left else [])]
+
+
+def _tag(cuda: str) -> str:
+    return "cu" + "".join(map(str, release(cuda)[:2]))
+
+
+class Tool(NamedTuple):
+    """What installs packages here: ``pip``, ``uv`` or ``conda``, by what installed torch."""
+    name: str
+
+    def install(self, what: str, again: bool = False, alone: bool = False, index: str = "") -> str:
+        if self.name == "conda":
+            flag = " --force-reinstall" if again else ""
+            return f'conda install{flag} "{what.replace("torch==", "pytorch==")}"'
+        flags = [*(["--reinstall" if self.name == "uv" else "--force-reinstall"] if again else []),
+                 *(["--no-deps"] if alone else [])]
+        start = "uv pip install" if self.name == "uv" else "pip install"
+        return " ".join([start, *flags, f'"{what}"', *([f"--index-url {index}"] if index else [])])
+
+
+def _tool(machine: Machine) -> Tool:
+    by = {one.installer for one in machine.dists if one.name in ("torch", *TRITON_NAMES)}
+    return Tool(next((name for name in ("conda", "uv") if name in by), "pip"))

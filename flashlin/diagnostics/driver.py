@@ -1,0 +1,97 @@
+"""The NVIDIA driver and its cards, found without torch: so a card is known that torch does not see.
+
+Cheap, and nothing here can hang: nvidia-smi has seconds, and what it does not tell is read from
+/proc/driver/nvidia. libcuda itself is not called, since its start may wait for a card that has gone.
+"""
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from flashlin.compat.target import card_named
+
+LIMIT = 10.0  # seconds; a driver that is not kept loaded takes two or three for each card
+FIELDS = ("name", "driver_version", "compute_cap", "memory.free", "memory.total", "compute_mode")
+PROC = Path("/proc/driver/nvidia")
+
+
+class Seen(NamedTuple):
+    """A card. capability: (0, 0) where nobody knows it; free, total: MiB of memory, -1 likewise. mode: the
+    compute mode, ``Default`` for most."""
+    name: str
+    capability: tuple[int, int] = (0, 0)
+    free: int = -1
+    total: int = -1
+    mode: str = ""
+
+
+class Driver(NamedTuple):
+    """version: ``""`` where there is none. failed: why nvidia-smi did not answer, if it is there."""
+    version: str = ""
+    cards: tuple[Seen, ...] = ()
+    failed: str = ""
+
+    def __str__(self) -> str:
+        names = [card.name for card in self.cards]
+        shown = "; ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        return f"{shown or 'no card'}, driver {self.version or 'unknown'}"
+
+
+def ask() -> Driver:
+    """Ask nvidia-smi, and where it is missing or fails, the driver's own files."""
+    program = shutil.which("nvidia-smi")
+    failed = "nvidia-smi is not there"
+    if program is not None:
+        # an older driver refuses all for one field that it does not know
+        for fields in (FIELDS, FIELDS[:2]):
+            found, failed = _asked(program, fields)
+            if found.cards:
+                return found
+    return _proc()._replace(failed=failed)
+
+
+def _asked(program: str, fields: tuple[str, ...]) -> tuple[Driver, str]:
+    command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT,
+                              stdin=subprocess.DEVNULL, check=False)
+    except subprocess.TimeoutExpired:
+        return Driver(), f"nvidia-smi gave no answer for {LIMIT:.0f} s"
+    except OSError as error:
+        return Driver(), f"nvidia-smi cannot be started: {error}"
+    rows = [[cell.strip() for cell in line.split(",")] for line in said.stdout.splitlines() if line.strip()]
+    if said.returncode or not rows or any(len(row) != len(fields) for row in rows):
+        return Driver(), f"nvidia-smi: {' '.join((said.stdout + said.stderr).split())[:200] or 'no GPU'}"
+    cards = [dict(zip(fields, row, strict=True)) for row in rows]
+    return Driver(cards[0]["driver_version"], tuple(_seen(card) for card in cards)), ""
+
+
+def _seen(card: dict[str, str]) -> Seen:
+    major, _, minor = card.get("compute_cap", "").partition(".")
+    capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else _by_name(card["name"])
+    free, total = (int(said) if (said := card.get(f"memory.{name}", "")).isdigit() else -1
+                   for name in ("free", "total"))
+    return Seen(card["name"], capability, free, total, card.get("compute_mode", ""))
+
+
+def _by_name(name: str) -> tuple[int, int]:
+    known = card_named(name)
+    return known[1].capability if known else (0, 0)
+
+
+def _proc() -> Driver:
+    """What the kernel's module tells; nothing in a container that has only the devices."""
+    version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _text(PROC / "version"))
+    names = [found[1].strip() for file in sorted(PROC.glob("gpus/*/information"))
+             if (found := re.search(r"Model:(.*)", _text(file)))]
+    return Driver(version[1] if version else "", tuple(Seen(name, _by_name(name)) for name in names))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,190 @@
+"""Doctor's checks of what Triton needs around it, before it compiles anything: a C compiler, Python's
+headers, libcuda, a cache, variables that mean well, room on the card.
+
+What Triton does is read off its ``runtime/build.py`` and ``backends/nvidia/driver.py``. A check that cannot
+be made says so (``machine.checkup``): a tool that is missing, forbidden or slow is no verdict.
+"""
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashlin.diagnostics.report import Check, Status
+
+if TYPE_CHECKING:
+    from flashlin.diagnostics.machine import Machine
+
+LDCONFIG = "/sbin/ldconfig"  # by this path only, as Triton calls it
+LIMIT = 10.0
+# Where installations put the driver's library, if ldconfig has not been told.
+LIBCUDA = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib/wsl/lib",
+           "/usr/local/nvidia/lib64", "/run/opengl-driver/lib", "/usr/local/cuda/compat")
+ROOM = 200  # MiB that kernels of one model may take in the cache
+ELSEWHERE = 'export TRITON_CACHE_DIR="${TMPDIR:-/tmp}/triton-$(id -u)"'
+# How systems install a compiler and Python's headers.
+MANAGERS = {"apt-get": ("apt-get install -y gcc libc6-dev", "apt-get install -y python3-dev"),
+            "dnf": ("dnf install -y gcc", "dnf install -y python3-devel"),
+            "apk": ("apk add gcc musl-dev", "apk add python3-dev")}
+
+
+class Variable(NamedTuple):
+    """What a variable does that is set. unless: the values that do nothing."""
+    effect: str
+    status: Status = "worked around"
+    unless: tuple[str, ...] = ("", "0", "false", "off")
+
+
+VARIABLES = {
+    "CUDA_LAUNCH_BLOCKING": Variable("each launch waits for the one before"),
+    "TRITON_ALWAYS_COMPILE": Variable("every process compiles every kernel again"),
+    "TRITON_KERNEL_OVERRIDE": Variable("kernels are taken from a folder in place of what is compiled",
+                                       "could not check"),
+    "TRITON_DEBUG": Variable("kernels check their assertions, which is slower"),
+    "TRITON_DEFAULT_FP_FUSION": Variable("no multiply-add is fused: slower, and rounded otherwise",
+                                         unless=("", "1", "true", "on")),
+    "DISABLE_PTXAS_OPT": Variable("ptxas does not optimise: kernels are many times slower"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": Variable("the driver allocates each tensor, and waits for the GPU"),
+    "PYTORCH_JIT": Variable("torch.jit is switched off", "ok", unless=("", "1")),
+    "CUDA_VISIBLE_DEVICES": Variable("torch and Triton see these cards only", "ok", unless=())}
+SHOWN = ("TRITON_", "PYTORCH_", "CUDA_", "NVIDIA_VISIBLE_DEVICES", "DISABLE_PTXAS_OPT")
+
+
+def _gravity(machine: Machine, needed: Status = "problem") -> Status:
+    """Without an NVIDIA card nothing is compiled here."""
+    return needed if machine.known_cards else "ok"
+
+
+def check_compiler(machine: Machine) -> Iterator[Check]:
+    """Triton compiles a launcher for each kernel in C."""
+    named = os.environ.get("CC")
+    if named:
+        found = shutil.which(shlex.split(named)[0])
+        yield Check(name="C compiler", status="ok" if found else _gravity(machine),
+                    fix="" if found else "unset CC",
+                    detail=f"{found}, by CC" if found else
+                    f"CC={named} is not there, and Triton calls nothing else")
+        return
+    found = shutil.which("gcc") or shutil.which("clang")
+    yield Check(name="C compiler", status="ok" if found else _gravity(machine),
+                fix="" if found else _install(0),
+                detail=found or "no gcc and no clang on PATH; without CC Triton compiles nothing")
+
+
+def check_headers(machine: Machine) -> Iterator[Check]:
+    """What the launchers include."""
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
+    there = header.is_file()
+    yield Check(name="Python.h", status="ok" if there else _gravity(machine),
+                fix="" if there else _install(1),
+                detail=f"{header}{'' if there else ' is not there, and launchers of kernels include it'}")
+
+
+def _install(which: int) -> str:
+    """The command of this system's package manager."""
+    first = next((commands[which] for name, commands in MANAGERS.items() if shutil.which(name)), "")
+    return f"sudo {first}" if first and os.geteuid() else first
+
+
+def check_libcuda(machine: Machine) -> Iterator[Check]:
+    """Triton links its launchers with the driver's library, which it asks ldconfig for."""
+    if not machine.known_cards:
+        return
+    named = os.environ.get("TRITON_LIBCUDA_PATH")
+    if named:
+        there = (Path(named) / "libcuda.so.1").exists() or (Path(named) / "libcuda.so").exists()
+        missing = "" if there else ": libcuda.so.1 is not there"
+        yield Check(name="libcuda", status="problem" if missing else "ok",
+                    fix="unset TRITON_LIBCUDA_PATH" if missing else "",
+                    detail=f"{named}, by TRITON_LIBCUDA_PATH{missing}")
+        return
+    said = subprocess.run([LDCONFIG, "-p"], capture_output=True, text=True, errors="replace", timeout=LIMIT,
+                          check=False)
+    found = [line.split()[-1] for line in said.stdout.splitlines() if "libcuda.so.1" in line]
+    folders = [str(Path(one).parent) for one in found] or [
+        folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":")
+        if folder and (Path(folder) / "libcuda.so.1").exists()]
+    real = [folder for folder in folders if "stubs" not in Path(folder).parts
+            and (Path(folder) / "libcuda.so.1").exists()]
+    if folders and real == folders:
+        yield Check(name="libcuda", status="ok", detail=f"libcuda.so.1 in {real[0]}")
+        return
+    where = next((folder for folder in [*real, *LIBCUDA] if (Path(folder) / "libcuda.so.1").exists()), "")
+    why = ("ldconfig knows no libcuda.so.1, nor is it on LD_LIBRARY_PATH" if not folders
+           else f"{', '.join(folders)}: a stub, which is for linking only" if any(
+               "stubs" in Path(folder).parts for folder in folders)
+           else f"{', '.join(folders)}: ldconfig names a file that is not there")
+    yield Check(name="libcuda", status="problem",
+                detail=f"{why}{f'; the library is in {where}' if where else ''}",
+                fix=f"export TRITON_LIBCUDA_PATH={shlex.quote(where)}" if where else "")
+
+
+def check_cache(machine: Machine) -> Iterator[Check]:
+    """Where Triton keeps what it has compiled, and loads libraries from."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
+    near = existing(folder)
+    wrong = ("cannot be written" if not can_write(folder)
+             else f"has {_free(near)} MiB left" if _free(near) < ROOM
+             else "does not let libraries be loaded (mounted noexec)"
+             if os.statvfs(near).f_flag & getattr(os, "ST_NOEXEC", 0) else "")
+    if not wrong:
+        yield Check(name="cache", status="ok", detail=f"{folder} can be written")
+        return
+    yield Check(name="cache", status="problem" if machine.known_cards else "worked around", fix=ELSEWHERE,
+                detail=f"{folder} {wrong}, " + ("and Triton compiles into it" if machine.known_cards
+                                                else "which matters once Triton compiles"))
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it where there is none yet."""
+    return next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+
+
+def can_write(folder: Path) -> bool:
+    """Whether the folder may be written, or made."""
+    near = existing(folder)
+    return near.is_dir() and os.access(near, os.W_OK | os.X_OK)
+
+
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free >> 20
+
+
+def check_variables(machine: Machine) -> Iterator[Check]:
+    """What the environment tells torch, CUDA and Triton."""
+    there = sorted(name for name in os.environ if name.startswith(SHOWN))
+    yield Check(name="variables", status="ok", detail=f"set are {', '.join(there)}" if there else
+                "none of Triton's, torch's or CUDA's is set")
+    for name, one in VARIABLES.items():
+        value = os.environ.get(name)
+        matters = one.status == "ok" or machine.known_cards
+        if value is not None and value.lower() not in one.unless and matters:
+            yield Check(name="variables", status=one.status,
+                        fix="" if one.status == "ok" else f"unset {name}",
+                        detail=f"{name}={value}: {one.effect}")
+
+
+def check_card(machine: Machine) -> Iterator[Check]:
+    """Whether there is room on the cards, and whether a second process may come."""
+    for index, card in enumerate(machine.driver.cards):
+        if 0 <= card.free < max(1024, card.total // 50):
+            yield Check(name="memory", status="could not check",
+                        detail=f"GPU {index} ({card.name}) has {card.free} of {card.total} MiB free: what is "
+                               "tried here may fail for that")
+        if card.mode == "Prohibited":
+            yield Check(name="compute mode", status="problem", fix=f"sudo nvidia-smi -i {index} -c DEFAULT",
+                        detail=f"GPU {index} ({card.name}) is closed to programs: compute mode Prohibited")
+        elif card.mode.startswith("Exclusive"):
+            yield Check(name="compute mode", status="could not check",
+                        detail=f"GPU {index} ({card.name}) lets in one process at a time ({card.mode}): "
+                               "flashlin warmup and doctor --run start others")
+
+
+SURROUNDINGS = (check_compiler, check_headers, check_libcuda, check_cache, check_variables, check_card)

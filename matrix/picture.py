@@ -1,0 +1,71 @@
+"""How many ops run where, and how, as one picture in SVG for README and SUPPORT.md: a bar for each card under
+each release, as SUPPORT.md has it. Readable on light and on dark pages."""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from xml.sax.saxutils import escape
+
+from matrix.squares import STATUSES, Status
+
+# Of each status the mark in SUPPORT.md, and its colour on light and on dark pages.
+COLOURS: dict[Status, tuple[str, str, str]] = {
+    "ran": ("ran", "#00705a", "#3fc79a"), "compiled": ("compiled", "#6cc4a8", "#1d7a66"),
+    "worked around": ("around", "#6fa8e8", "#2f6fb5"), "slow": ("compiled, slow", "#b98ae0", "#7d4fae"),
+    "torch path": ("torch", "#e8cf4a", "#8a7500"),
+    "not run": ("not run", "#c9ced6", "#4a525c"), "refused": ("refused", "#f2a65a", "#b86200"),
+    "FAILED": ("**FAILED**", "#b3171f", "#ff6b63")}
+LEFT, TOP, WIDE, HIGH, GAP = 148, 62, 58, 16, 6  # pixels of a bar and what is around it
+
+
+def picture(said: Mapping[tuple[str, str, str], str], examples: Mapping[str, str]) -> str:
+    """said: (op, release, card) -> mark, in the order in which releases and cards are shown. examples: of each
+    card, whose it is."""
+    bars: dict[tuple[str, str], Counter[str]] = {}
+    for (_, triton, card), mark in said.items():
+        bars.setdefault((triton, card), Counter())[mark] += 1
+    tritons, cards = (list(dict.fromkeys(place[axis] for place in bars)) for axis in (0, 1))
+    wide, high = LEFT + len(tritons) * (WIDE + GAP) + 8, TOP + len(cards) * (HIGH + GAP) + 4
+    body = [_text(LEFT, 16, "How many of flashlin's ops run where, and how", 13)]
+    there = [one for one in reversed(STATUSES) if any(bar[COLOURS[one][0]] for bar in bars.values())]
+    for at, one in enumerate(there):
+        body += [_rect(LEFT + 100 * at, 25, 11, 11, one), _text(LEFT + 100 * at + 15, 35, one)]
+    body += [_text(LEFT + at * (WIDE + GAP), TOP - 8, name) for at, name in enumerate(tritons)]
+    for row, card in enumerate(cards):
+        y = TOP + row * (HIGH + GAP)
+        body.append(_text(LEFT - 8, y + HIGH - 4, f"{examples.get(card, '')}  {card}", anchor="end"))
+        for column, triton in enumerate(tritons):
+            counts, x = bars.get((triton, card), Counter()), float(LEFT + column * (WIDE + GAP))
+            told = ", ".join(f"{counts[COLOURS[one][0]]} {one}" for one in there if counts[COLOURS[one][0]])
+            body.append(f"<g><title>{escape(f'{card}, Triton {triton}: {told}')}</title>")
+            for one in there:
+                part = WIDE * counts[COLOURS[one][0]] / max(1, counts.total())
+                body += [_rect(x, y, part, HIGH, one)] if part else []
+                x += part
+            body.append("</g>")
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" '
+        'font-family="sans-serif" font-size="11">', STYLE, f'<rect width="{wide}" height="{high}" class="back"/>',
+        *body, "</svg>", ""])
+
+
+def name(status: Status) -> str:
+    """Of the class in the style."""
+    return status.replace(" ", "-")
+
+
+def _style(at: int, back: str, fore: str) -> str:
+    fills = " ".join(f".{name(one)} {{ fill: {colours[at]} }}" for one, colours in COLOURS.items())
+    return f".back {{ fill: {back} }} text {{ fill: {fore} }} {fills}"
+
+
+STYLE = (f"<style>{_style(1, '#fff', '#1b1f24')}\n@media (prefers-color-scheme: dark) "
+         f"{{ {_style(2, '#14171b', '#e4e8ec')} }}</style>")
+
+
+def _rect(x: float, y: float, wide: float, high: float, status: Status) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high}" class="{name(status)}"/>'
+
+
+def _text(x: float, y: float, text: str, size: int = 11, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>'

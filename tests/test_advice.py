@@ -1,0 +1,430 @@
+"""doctor's advice on simulated machines: after it has been followed, doctor says no worse and advises nothing
+more."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashlin
+from flashlin.diagnostics import machine
+from flashlin.diagnostics.machine import Dist
+from flashlin.diagnostics.report import Advice, Report
+from tests.machines import H200, installed
+from tests.simulated import World
+
+pytestmark = pytest.mark.usefixtures("default_settings", "gpu_surroundings")
+
+VLLM = Dist("vllm", "0.8.5", needs=("torch==2.6.0",))
+SITTING = Dist("transformers", "5.23.0", needs=("torch>=2.4",))
+LIBRARY = "OSError: libcudart.so.12: cannot open shared object file"
+BAD = "import fails: ImportError: undefined symbol"
+
+
+INDEX = "https://download.pytorch.org/whl/"
+UNSET = "unset CUDA_VISIBLE_DEVICES"
+ELSEWHERE = 'export TRITON_CACHE_DIR="${TMPDIR:-/tmp}/triton-$(id -u)"'
+
+# The machine, its grade, the command, the grade after it, and words of the advice.
+MACHINES: dict[str, tuple[World, str, str, str, str]] = {
+    # nothing to do
+    "a laptop": (World(driver=""), "ok", "", "ok", ""),
+    "a laptop without Triton": (World(driver="", triton=""), "ok", "", "ok", ""),
+    "an H200 with 3.6.0": (World(("H200",)), "ok", "", "ok", ""),
+    "an H100 with the newest": (World(("H100",), "2.15.0", "3.9.0"), "ok", "", "ok", ""),
+    "two A100": (World(("A100", "A100"), "2.8.0", "3.4.0"), "ok", "", "ok", ""),
+    "a torch nobody has looked at": (World(("H100",), "2.99.0", "3.9.0"), "ok", "", "ok", ""),
+    "an MI300": (World(("MI300",), driver=""), "degraded", "", "degraded", ""),
+    # fp16 would need copies from 3.3 on, so what bf16 gains is no way out
+    "a T4 with 3.2.0": (World(("T4",), "2.6.0", "3.2.0"), "degraded", "", "degraded", ""),
+    "a T4 with 3.3.1": (World(("T4",), "2.7.1", "3.3.1"), "degraded", "", "degraded", ""),
+    "an H100 and a T4": (World(("H100", "T4"), "2.6.0", "3.2.0"), "degraded", "", "degraded", ""),
+    # a better pair
+    "an H100 with 3.2.0": (
+        World(("H100",), "2.6.0", "3.2.0", others=(SITTING,)),
+        "ok",
+        'pip install "torch==2.7.1"',
+        "ok",
+        "24 of 66 ops would run with all their warps",
+    ),
+    "a V100 with 3.2.0": (
+        World(("V100",), "2.6.0", "3.2.0"),
+        "degraded",
+        'pip install "torch==2.7.1"',
+        "degraded",
+        "34 of 66 ops would run without fp32 copies",
+    ),
+    "a B300 with 3.5.1": (
+        World(("B300",), "2.9.1", "3.5.1"),
+        "degraded",
+        'pip install "torch==2.10.0"',
+        "ok",
+        "66 of 66 ops would run kernels",
+    ),
+    "a torch without code for an RTX 5090": (
+        World(("RTX 5090",), "2.7.0", "3.3.0"),
+        "broken",
+        'pip install "torch==2.8.0"',
+        "ok",
+        "no code for RTX 5090",
+    ),
+    "a torch without code for a B200": (
+        World(("B200",), "2.6.0", "3.2.0"),
+        "broken",
+        'pip install "torch==2.9.1"',
+        "ok",
+        "no code for B200",
+    ),
+    "an H100 with another Triton": (
+        World(("H100",), "2.8.0", "3.6.0"),
+        "ok",
+        'pip install "triton==3.4.0"',
+        "ok",
+        "torch 2.8.0 was made with Triton 3.4.0, not 3.6.0",
+    ),
+    "a T4 with another Triton": (
+        World(("T4",), "2.6.0", "3.3.1"),
+        "degraded",
+        'pip install "torch==2.7.1"',
+        "degraded",
+        "torch 2.6.0 was made with Triton 3.2.0, not 3.3.1",
+    ),
+    # a Triton that cannot be used
+    "an H100 without Triton": (
+        World(("H100",), triton=""),
+        "degraded",
+        'pip install "triton==3.6.0"',
+        "ok",
+        "Triton is not installed; 66 of 66 ops would run kernels",
+    ),
+    "an H100 with a broken Triton": (
+        World(("H100",), triton_error=BAD),
+        "degraded",
+        'pip install --force-reinstall --no-deps "triton==3.6.0"',
+        "ok",
+        "Triton does not import: ImportError: undefined symbol",
+    ),
+    "an H100 with a broken 3.2.0": (
+        World(("H100",), "2.6.0", "3.2.0", triton_error=BAD),
+        "degraded",
+        'pip install "torch==2.7.1"',
+        "ok",
+        "66 of 66 ops would run kernels",
+    ),
+    "a T4 with torch 2.6 alone": (
+        World(("T4",), "2.6.0", ""),
+        "degraded",
+        'pip install "triton==3.2.0"',
+        "degraded",
+        "60 of 66 ops would run kernels",
+    ),
+    "a laptop with a broken Triton": (
+        World(driver="", triton_error=BAD),
+        "degraded",
+        'pip install --force-reinstall --no-deps "triton==3.6.0"',
+        "ok",
+        "import",
+    ),
+    "an H100 with Triton 2": (
+        World(("H100",), "2.10.0", "2.3.1", triton_error="2.3.1 is older than 3.0"),
+        "degraded",
+        'pip install --force-reinstall --no-deps "triton==3.6.0"',
+        "ok",
+        "Triton 2.3.1 is older than 3.0",
+    ),
+    "an unknown torch with a broken Triton": (
+        World(("H100",), "2.99.0", "3.9.0", triton_error=BAD),
+        "degraded",
+        'pip install --force-reinstall --no-deps "triton==3.9.0"',
+        "ok",
+        "",
+    ),
+    "two Tritons in one folder": (
+        World(("H100",), beside=("pytorch-triton",)),
+        "broken",
+        'pip uninstall -y pytorch-triton triton && pip install --force-reinstall --no-deps "triton==3.6.0"',
+        "ok",
+        "overwrite",
+    ),
+    # a torch that cannot be used
+    "an H100 without torch": (
+        World(("H100",), "", ""),
+        "broken",
+        'pip install "torch==2.15.0"',
+        "ok",
+        "torch",
+    ),
+    "a laptop without torch": (
+        World(torch="", triton="", driver=""),
+        "broken",
+        'pip install "torch==2.15.0"',
+        "ok",
+        "torch cannot be used",
+    ),
+    "a broken torch": (
+        World(("H100",), torch_error="ImportError: undefined symbol"),
+        "broken",
+        'pip install --force-reinstall --no-deps "torch==2.10.0"',
+        "ok",
+        "undefined symbol",
+    ),
+    "a broken build for CPUs": (
+        World(torch="2.13.0+cpu", triton="3.7.1", driver="", torch_error="OSError: bad"),
+        "broken",
+        f'pip install --force-reinstall --no-deps "torch==2.13.0" --index-url {INDEX}cpu',
+        "ok",
+        "OSError: bad",
+    ),
+    "a torch without its libraries": (
+        World(("H100",), torch_error=LIBRARY),
+        "broken",
+        'pip install --force-reinstall "torch==2.10.0"',
+        "ok",
+        "libcudart",
+    ),
+    "a torch that is too old": (
+        World(("H100",), "2.1.0", "2.1.0", torch_error="ImportError: torch 2.1.0 is old"),
+        "broken",
+        'pip install --force-reinstall "torch==2.7.1"',
+        "ok",
+        "2.1.0 is old",
+    ),
+    # a card that torch does not see
+    "a CPU build beside an H100": (
+        World(("H100",), "2.13.0+cpu", "3.7.1"),
+        "degraded",
+        f'pip install --force-reinstall "torch==2.13.0" --index-url {INDEX}cu130',
+        "ok",
+        "torch is a CPU build; 66 of 66 ops would run kernels",
+    ),
+    "a CPU build alone beside an H100": (
+        World(("H100",), "2.13.0+cpu", ""),
+        "degraded",
+        f'pip install --force-reinstall "torch==2.13.0" --index-url {INDEX}cu130',
+        "ok",
+        "Triton is not installed",
+    ),
+    "a CPU build beside an old driver": (
+        World(("H100",), "2.13.0+cpu", "3.7.1", driver="535.104"),
+        "degraded",
+        f'pip install --force-reinstall "torch==2.10.0" --index-url {INDEX}cu128',
+        "ok",
+        "CPU build",
+    ),
+    "a CPU build beside a V100": (
+        World(("V100",), "2.13.0+cpu", "3.7.1"),
+        "degraded",
+        f'pip install --force-reinstall "torch==2.10.0" --index-url {INDEX}cu128',
+        "degraded",
+        "CPU build",
+    ),
+    "a driver too old for torch": (
+        World(("H100",), "2.11.0", "3.6.0", driver="535.104"),
+        "degraded",
+        'pip install "torch==2.10.0"',
+        "ok",
+        "driver 535.104 is too old for CUDA 13.0, which needs 580",
+    ),
+    "a hidden H100": (
+        World(("H100",), variables=(("CUDA_VISIBLE_DEVICES", ""),)),
+        "degraded",
+        UNSET,
+        "ok",
+        "",
+    ),
+    "a hidden H100 with 3.2.0": (
+        World(("H100",), "2.6.0", "3.2.0", variables=(("CUDA_VISIBLE_DEVICES", "-1"),)),
+        "degraded",
+        f'{UNSET} && pip install "torch==2.7.1"',
+        "ok",
+        "24 of 66",
+    ),
+    "a CPU build and a hidden H100": (
+        World(("H100",), "2.13.0+cpu", "3.7.1", variables=(("CUDA_VISIBLE_DEVICES", ""),)),
+        "degraded",
+        f'{UNSET} && pip install --force-reinstall "torch==2.13.0" --index-url {INDEX}cu130',
+        "ok",
+        "CPU build",
+    ),
+    # variables
+    "a cache that cannot be written": (
+        World(("H100",), variables=(("TRITON_CACHE_DIR", "/dev/null/cache"),)),
+        "broken",
+        ELSEWHERE,
+        "ok",
+        "",
+    ),
+    "a ptxas that is not there": (
+        World(("H100",), variables=(("TRITON_PTXAS_PATH", "/nowhere/ptxas"),)),
+        "broken",
+        "unset TRITON_PTXAS_PATH",
+        "ok",
+        "",
+    ),
+    "a setting that is none": (
+        World(("H100",), variables=(("FLASHLIN_PATH", "cuda"),)),
+        "broken",
+        "unset FLASHLIN_PATH",
+        "ok",
+        "",
+    ),
+    "much at once": (
+        World(
+            ("H100",),
+            "2.6.0",
+            "3.2.0",
+            triton_error=BAD,
+            variables=(("FLASHLIN_PATH", "cuda"), ("TRITON_CACHE_DIR", "/dev/null/cache")),
+        ),
+        "broken",
+        f'unset FLASHLIN_PATH && {ELSEWHERE} && pip install "torch==2.7.1"',
+        "ok",
+        "Triton does not import",
+    ),
+    "a card that is closed": (
+        World(("H200",), mode="Prohibited"),
+        "broken",
+        "sudo nvidia-smi -i 0 -c DEFAULT",
+        "ok",
+        "",
+    ),
+    "no compiler": (
+        World(("H200",), variables=(("CC", "/nowhere/icx"),)),
+        "broken",
+        "unset CC",
+        "ok",
+        "",
+    ),
+    # what holds a version
+    "vLLM on a B200": (
+        World(("B200",), "2.6.0", "3.2.0", others=(VLLM,)),
+        "broken",
+        "",
+        "broken",
+        "with torch 2.9.1 66 of 66 ops would run kernels; in its way: vllm 0.8.5 needs torch==2.6.0",
+    ),
+    "vLLM on an H100": (
+        World(("H100",), "2.6.0", "3.2.0", others=(VLLM,)),
+        "ok",
+        "",
+        "ok",
+        "in its way: vllm 0.8.5 needs torch==2.6.0",
+    ),
+    "vLLM and a broken Triton": (
+        World(("H100",), "2.6.0", "3.2.0", triton_error=BAD, others=(VLLM,)),
+        "degraded",
+        'pip install --force-reinstall --no-deps "triton==3.2.0"',
+        "ok",
+        "with torch 2.7.1 24 of 66 ops would run with all their warps; in its way: vllm",
+    ),
+    "uv": (
+        World(("H100",), triton_error=BAD, installer="uv"),
+        "degraded",
+        'uv pip install --reinstall --no-deps "triton==3.6.0"',
+        "ok",
+        "",
+    ),
+    "conda": (
+        World(("H100",), "2.6.0", "3.2.0", installer="conda"),
+        "ok",
+        'conda install "pytorch==2.7.1"',
+        "ok",
+        "",
+    ),
+    "an old Python": (
+        World(("B300",), "2.8.0", "3.4.0", python=(3, 9)),
+        "degraded",
+        "",
+        "degraded",
+        "in its way: it needs Python 3.10 to 3.14",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_one_advice_that_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, grade, command, then, words = MACHINES[name]
+    found = world.doctor(monkeypatch)
+    said = found.advice or Advice(command="", why="")
+    assert (found.grade, said.command) == (grade, command) and words in said.why
+    after = world.after(command).doctor(monkeypatch) if command else found
+    assert after.grade == then and GRADES.index(then) <= GRADES.index(grade)
+    assert after.advice is None or not after.advice.command, "a second advice"
+    assert cost(after) <= cost(found), "worse than before"
+
+
+GRADES = ("ok", "degraded", "broken")
+COSTS = ("kernels", "fewer warps", "batch in parts", "fp32 copies", "plain torch", "cannot run")
+
+
+def cost(found: Report) -> int:
+    """How far all ops are from kernels on the tensors as they are."""
+    on_gpu = any(one.backend == "cuda" for one in found.devices)
+    return sum(COSTS.index(plan.way) for plan in found.plans) if on_gpu else len(found.plans) * len(COSTS)
+
+
+# --- what a simulated machine makes of other commands, so that a wrong advice would be seen ---
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("a broken torch", 'pip install "torch>=2.4"'),
+        ("an H100 with a broken Triton", 'pip install "triton==3.6.0"'),
+        ("a CPU build beside an H100", 'pip install "torch==2.13.0"'),
+        ("a torch without its libraries", 'pip install --force-reinstall --no-deps "torch==2.10.0"'),
+        (
+            "a CPU build beside an old driver",
+            f'pip install --force-reinstall "torch==2.13.0" --index-url {INDEX}cu130',
+        ),
+    ],
+)
+def test_what_pip_finds_satisfied_mends_nothing(
+    name: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, grade, *_ = MACHINES[name]
+    left = world.after(command.replace(">=2.4", f"=={world.torch}")).doctor(monkeypatch)
+    assert left.grade == grade and left.advice is not None and left.advice.command
+
+
+def test_what_another_package_needs_is_not_broken() -> None:
+    world, *_ = MACHINES["vLLM on a B200"]
+    with pytest.raises(AssertionError, match="breaks vllm"):
+        world.after('pip install "torch==2.9.1"')
+
+
+def test_an_advice_that_another_pair_would_follow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the advice of before: the next Triton, to which torch 2.6 does not belong
+    world, *_ = MACHINES["a T4 with 3.2.0"]
+    after = world.after('pip install "triton==3.3.1"').doctor(monkeypatch)
+    assert after.advice is not None and after.advice.command
+
+
+def test_a_named_machine_is_advised_by_its_triton() -> None:
+    for target in ("triton=3.3.0,sm=120", "triton=3.3.0,sm=120,torch=2.7.0"):
+        advice = flashlin.doctor(target=target).advice
+        # 3.3.1 would do, but the wheels of the torch that has it have no code for that card
+        assert advice is not None and advice.command == 'pip install "torch==2.8.0"'
+        assert "66 of 66" not in advice.why and "ops would run kernels" in advice.why
+
+
+@pytest.mark.parametrize(
+    "target", [H200, "triton=3.9.0,sm=100", "triton=3.3.1,sm=75", "MI300,triton=3.6.0", "cpu"]
+)
+def test_nothing_is_advised_where_nothing_helps(target: str) -> None:
+    assert flashlin.doctor(target=target).advice is None
+
+
+def test_what_pip_knows_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path, "triton", "3.6.0")
+    info = installed(tmp_path, "vllm", "0.8.5") / "vllm-0.8.5.dist-info"
+    (info / "INSTALLER").write_text("uv\n")
+    with (info / "METADATA").open("a") as file:
+        file.write("Requires-Dist: torch==2.6.0\nRequires-Dist: torchvision==0.21\nRequires-Dist: torch\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert sorted(machine.distributions()) == [
+        Dist("triton", "3.6.0", str(tmp_path)),
+        Dist("vllm", "0.8.5", str(tmp_path), "uv", ("torch==2.6.0",)),
+    ]

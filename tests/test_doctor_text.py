@@ -1,0 +1,105 @@
+"""doctor's short text: what people see is kept in tests/texts, fits a terminal, and says what matters.
+
+After a change of it: ``python -m tests.test_doctor_text --write``, and look at the difference.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashlin.__main__ import coloured
+from flashlin.diagnostics import doctor as diagnosis
+from flashlin.diagnostics import machine, surroundings
+from flashlin.diagnostics.report import Report
+from tests.simulated import World
+
+pytestmark = pytest.mark.usefixtures("default_settings")
+FOLDER = Path(__file__).parent / "texts"
+MACHINES = {
+    "laptop": World(torch="2.13.0+cpu", triton="3.7.1", driver=""),
+    "t4-3.2.0": World(("T4",), "2.6.0", "3.2.0", driver="550.54"),
+    "h100-3.2.0": World(("H100",), "2.6.0", "3.2.0", driver="550.54"),
+    "h200-3.6.0": World(("H200",), "2.11.0", "3.6.0"),
+    "h100-broken": World(
+        ("H100",),
+        "2.10.0",
+        "3.6.0",
+        triton_error="import fails: ImportError: libz3.so",
+        mode="Exclusive_Process",
+    ),
+}
+# What depends on nothing but the machine that is simulated.
+CHECKS = (
+    machine.check_torch,
+    machine.check_triton,
+    machine.check_copies,
+    machine.check_driver,
+    surroundings.check_card,
+)
+
+
+def report(name: str, monkeypatch: pytest.MonkeyPatch) -> Report:
+    monkeypatch.setattr(diagnosis, "CHECKS", CHECKS)
+    return MACHINES[name].doctor(monkeypatch)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_text_is_the_one_that_was_looked_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = report(name, monkeypatch).text()
+    assert text == (FOLDER / f"{name}.txt").read_text(), "run: python -m tests.test_doctor_text --write"
+    lines = text.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+
+
+def test_each_text_is_of_a_machine() -> None:
+    assert {file.stem for file in FOLDER.iterdir()} == set(MACHINES)
+
+
+def test_colour_is_all_that_a_terminal_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = report("h100-broken", monkeypatch)
+    painted = found.text(colour=True)
+    assert re.sub(r"\x1b\[\d+m", "", painted) == found.text() != painted
+    assert "\x1b[33mdegraded\x1b[0m. Every op" in painted
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("out", "variables", "colour"),
+    [
+        (Terminal(), {}, True),
+        (io.StringIO(), {}, False),
+        (None, {}, False),
+        (Terminal(), {"NO_COLOR": "1"}, False),
+        (Terminal(), {"NO_COLOR": ""}, True),
+        (Terminal(), {"TERM": "dumb"}, False),
+    ],
+)
+def test_colour_is_for_terminals_whose_owner_wants_it(
+    out: io.StringIO | None, variables: dict[str, str], colour: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert coloured(out) == colour
+
+
+def write() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in MACHINES:
+            (FOLDER / f"{name}.txt").write_text(report(name, patch).text())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        raise SystemExit(__doc__)
+    write()

@@ -1,0 +1,123 @@
+"""docs/: what is made of tables is what the tables say today, and what people search for is in it."""
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import flashlin
+import flashlin.mamba
+from flashlin.compat import known_failures
+from flashlin.diagnostics import why
+from flashlin.kernels.families import PUBLIC
+from tools import documents, peers
+
+DOCS = documents.DOCS
+
+
+@pytest.mark.parametrize("name", documents.DOCUMENTS)
+def test_a_document_is_current(name: str) -> None:
+    path = DOCS / name
+    found = path.read_text(encoding="utf-8") if path.exists() else ""
+    assert found == documents.DOCUMENTS[name](), "run: python -m tools.documents"
+
+
+def sections(text: str) -> dict[str, str]:
+    return {part.partition("\n")[0]: part for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]}
+
+
+@pytest.mark.parametrize("asked", [
+    "reshapeOuts", "Unsupported conversion", "device-side assert", "invalid argument",
+    "list index out of range", "map::at", "out of resource: shared memory", "PTXASError",
+    "No module named 'selective_scan_cuda'", "0 active drivers", "illegal memory access"])
+def test_a_search_lands_on_a_heading(asked: str) -> None:
+    headings = sections((DOCS / "TROUBLESHOOTING.md").read_text(encoding="utf-8"))
+    assert [heading for heading in headings if asked in heading]
+
+
+def test_every_failure_is_there_with_all_that_it_prints() -> None:
+    parts = sections(documents.troubleshooting())
+    for entry in why.entries():
+        for symptom in entry.symptoms:
+            assert any(symptom in part and f"**{entry.id}**" in part for part in parts.values()), entry.id
+        assert entry.symptoms or f"**{entry.id}**" in parts["Nothing is printed"]
+    headings = [documents.sorting(heading.strip("` ")) for heading in list(parts)[:-2]]
+    assert headings == sorted(headings) and "Nothing is printed" in list(parts)[-2]
+
+
+def test_a_failure_more_makes_the_page_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = documents.troubleshooting()
+    added = known_failures.KNOWN_FAILURES[0]._replace(id="new", symptoms=("never * seen",))
+    monkeypatch.setattr(why, "KNOWN_FAILURES", (*known_failures.KNOWN_FAILURES, added))
+    why.entries.cache_clear()
+    after = documents.troubleshooting()
+    why.entries.cache_clear()
+    assert before != after and "## `never * seen`" in after and "**new**" in after
+
+
+def test_what_markdown_would_eat_is_shown() -> None:
+    assert documents.plain("a <b> __shared__ x*y [c]`") == "a \\<b\\> \\_\\_shared\\_\\_ x\\*y \\[c\\]\\`"
+    assert documents.code("Assertion `x`") == "`` Assertion `x` ``" and documents.code("a|b") == "`a|b`"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    root = documents.ROOT
+    for page in [*DOCS.glob("*.md"), *root.glob("*.md"), *(root / ".github").rglob("*.md")]:
+        for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+    assert Path(DOCS / "TROUBLESHOOTING.md").exists()
+
+
+# --- what other packages have ---
+
+def test_the_record_is_what_the_installed_fla_says() -> None:
+    folder = Path(str(metadata.distribution("fla-core").locate_file("")))
+    version, names = peers.recorded()["fla"]
+    assert metadata.version("fla-core") == version, "run: python -m tools.peers"
+    assert sorted(peers.read("fla", folder)) == names and len(names) > 100
+
+
+def test_the_record_has_all_that_flashlin_says_it_has_of_others() -> None:
+    known = {package: {one.name for one in names} for package, (_, names) in peers.recorded().items()}
+    assert set(flashlin.mamba.__all__) - known["mamba_ssm"] - known["causal_conv1d"] == {
+        "RMSNormGated"}, "mamba_ssm's layers call it so; it is mamba_ssm's RMSNorm"
+    ops = {name for name, op in PUBLIC.items() if name.startswith(("chunk_", "fused_", "parallel_"))}
+    assert ops - known["fla"] == {"chunk_gdn", "fused_recurrent_gdn"}, "names of others there, too"
+
+
+def test_each_kind_of_difference_is_told() -> None:
+    def ours(q: int, scale: float = 1.0, cp_context: object = None, *, chunk_size: int = 64) -> None: ...
+
+    def told(*parameters: tuple[str, str]) -> list[str]:
+        return peers.differences(peers.Theirs("m", "f", parameters), ours)
+    same = (("q", ""), ("scale", "1.0"), ("cp_context", "None"), ("chunk_size", "64"))
+    assert told(*same) == ["`cp_context`: None only"]
+    assert told(*same, ("**kwargs", "")) == told(*same)
+    assert told(("q", ""), ("window", "None"), ("scale", "None"), ("chunk_size", "64")) == [
+        "no `window`", "`scale=1.0`, there `None`", "more: `cp_context`"]
+    assert told(("scale", "1.0"), ("q", ""))[0] == "another order: give arguments by name"
+
+
+# --- who asks, who contributes ---
+
+def test_the_form_for_failures_asks_for_doctor_and_has_fields_that_exist() -> None:
+    folder = documents.ROOT / ".github" / "ISSUE_TEMPLATE"
+    failure = (folder / "failure.yml").read_text(encoding="utf-8")
+    asked = dict(re.findall(r"id: (\w+)\n.*?label: (.*?)\n", failure, re.DOTALL))
+    assert asked["doctor"] == '"What `flashlin doctor --markdown` prints"' and set(asked) >= {"call", "output"}
+    assert failure.count("required: true") == 3
+    yaml = pytest.importorskip("yaml")
+    for file in folder.glob("*.yml"):
+        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for field in loaded.get("body", ()):
+            assert field["type"] in ("markdown", "textarea", "input") and field["attributes"], file.name
+        assert file.name == "config.yml" or {"name", "description", "body"} <= set(loaded)
+
+
+def test_what_contributors_are_told_to_edit_is_there() -> None:
+    text = (documents.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:flashlin|matrix|tests|tools)/[\w./]+)`", text)
+    assert len(paths) > 5 and not [path for path in paths if not (documents.ROOT / path).exists()]
+    assert f"## {flashlin.__version__}" in (documents.ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

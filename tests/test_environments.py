@@ -1,0 +1,73 @@
+"""Other releases beside the installed one: where they are kept, what is told while they are fetched, and that
+nothing half fetched stays. pip is a stand-in here; tests/matrix fetches for real."""
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashlin.testing import environments
+from flashlin.testing.environments import NotInstallable, cache_folder, installed, triton_environment
+
+PIP = """
+import os, sys, time
+from pathlib import Path
+target = Path(sys.argv[sys.argv.index("--target") + 1])
+Path(os.environ["TMPDIR"], "wheel").write_bytes(bytes(3_000_000))
+time.sleep({sleep})
+if {code}:
+    sys.exit("ERROR: No matching distribution")
+(target / "package.py").write_bytes(bytes(2_000_000))
+"""
+
+
+def pip_is(monkeypatch: pytest.MonkeyPatch, code: int = 0, sleep: float = 0.5) -> None:
+    monkeypatch.setattr(environments, "python", lambda *words: [
+        sys.executable, "-c", PIP.format(code=code, sleep=sleep), *words])
+    monkeypatch.setattr(environments, "EVERY", 0.15)
+
+
+def test_how_far_a_download_is_is_told_and_a_second_call_says_nothing(monkeypatch: pytest.MonkeyPatch,
+                                                                      tmp_path: Path) -> None:
+    pip_is(monkeypatch)
+    told: list[str] = []
+    home = installed(["thing==1"], "thing-1", tmp_path, tell=told.append)
+    assert [path.name for path in home.iterdir()] == ["package.py"] and home == tmp_path.resolve() / "thing-1"
+    assert told[0] == f"fetching thing==1 into {tmp_path.resolve()}, once"
+    assert told[1].startswith("thing==1: 3 MB so far, ") and told[-1].startswith("thing==1: done, 2 MB in ")
+    assert installed(["thing==1"], "thing-1", tmp_path, tell=told.append) == home
+    assert told[-1].startswith("thing==1: done")
+
+
+def test_what_fails_leaves_nothing_and_quotes_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pip_is(monkeypatch, code=1, sleep=0)
+    with pytest.raises(NotInstallable, match=r"^pip install thing==1: ERROR: No matching distribution$"):
+        installed(["thing==1"], "thing-1", tmp_path, tell=lambda text: None)
+    assert [path.name for path in tmp_path.iterdir()] == [".thing-1.lock"]
+
+
+def test_in_code_it_is_told_on_stderr(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                      capsys: pytest.CaptureFixture[str]) -> None:
+    pip_is(monkeypatch, sleep=0)
+    found = triton_environment("3.6.0", cache=tmp_path)
+    assert found["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path.resolve() / "triton-3.6.0")
+    shown = capsys.readouterr()
+    assert not shown.out and shown.err.startswith("flashlin: fetching triton==3.6.0 into ")
+
+
+def test_the_cache_is_the_users_and_not_the_projects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLASHLIN_CACHE", "here")
+    assert cache_folder() == Path("here")
+    monkeypatch.delenv("FLASHLIN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "flashlin" / "tritons"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert cache_folder() == tmp_path / ".cache" / "flashlin" / "tritons"
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_folder().parts[-2:] == ("flashlin", "tritons")

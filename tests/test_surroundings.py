@@ -1,0 +1,231 @@
+"""What Triton needs around it: each check passes on a machine that has it, fails on one that has not, and says
+so where it cannot be made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flashlin.diagnostics import surroundings
+from flashlin.diagnostics.driver import Driver, Seen
+from flashlin.diagnostics.machine import Machine, checkup
+from flashlin.diagnostics.report import Check
+from tests.machines import H200, made
+
+pytestmark = pytest.mark.usefixtures("default_settings")
+LAPTOP = made("cpu,triton=3.6.0", cuda=None)
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(surroundings.SHOWN)] + ["CC"]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def program(folder: Path, name: str, text: str = "") -> Path:
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+    return folder / name
+
+
+def only(check: Callable[[Machine], Any], machine: Machine) -> Check:
+    [one] = check(machine)
+    assert isinstance(one, Check)
+    return one
+
+
+# --- the C compiler and its headers ---
+
+
+@pytest.mark.parametrize(
+    ("there", "cc", "status", "said", "fix"),
+    [
+        (("gcc",), None, "ok", "/gcc", ""),
+        (("clang",), None, "ok", "/clang", ""),
+        ((), None, "problem", "no gcc and no clang", ""),
+        (("apt-get",), None, "problem", "no gcc and no clang", "apt-get install -y gcc"),
+        (("gcc",), "icx -O2", "problem", "CC=icx -O2 is not there", "unset CC"),
+        (("icx",), "icx -O2", "ok", "by CC", ""),
+    ],
+)
+def test_the_c_compiler(
+    there: tuple[str, ...],
+    cc: str | None,
+    status: str,
+    said: str,
+    fix: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in there:
+        program(tmp_path, name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if cc:
+        monkeypatch.setenv("CC", cc)
+    one = only(surroundings.check_compiler, made(H200))
+    assert one.status == status and said in one.detail and fix in one.fix and bool(one.fix) == bool(fix)
+    assert only(surroundings.check_compiler, LAPTOP).status == "ok", "nothing is compiled there"
+
+
+def test_the_headers_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surroundings.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    one = only(surroundings.check_headers, made(H200))
+    assert one.status == "problem" and f"{tmp_path}/Python.h is not there" in one.detail
+    (tmp_path / "Python.h").touch()
+    assert only(surroundings.check_headers, made(H200)).status == "ok"
+
+
+# --- libcuda ---
+
+
+@pytest.mark.parametrize(
+    ("listed", "files", "status", "said", "fix"),
+    [
+        ("lib", ("lib",), "ok", "libcuda.so.1 in ", ""),
+        ("", (), "problem", "ldconfig knows no libcuda.so.1", ""),
+        ("", ("usual",), "problem", "the library is in ", "usual"),
+        ("lib", (), "problem", "names a file that is not there", ""),
+        ("stubs", ("stubs",), "problem", "a stub, which is for linking only", ""),
+        ("stubs", ("stubs", "usual"), "problem", "a stub", "usual"),
+    ],
+)
+def test_libcuda(
+    listed: str,
+    files: tuple[str, ...],
+    status: str,
+    said: str,
+    fix: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in files:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "libcuda.so.1").touch()
+    line = f"echo '\tlibcuda.so.1 (libc6,x86-64) => {tmp_path / listed}/libcuda.so.1'" if listed else ""
+    monkeypatch.setattr(surroundings, "LDCONFIG", str(program(tmp_path, "ldconfig", line)))
+    monkeypatch.setattr(surroundings, "LIBCUDA", (str(tmp_path / "usual"),))
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    one = only(surroundings.check_libcuda, made(H200))
+    assert one.status == status and said in one.detail
+    assert one.fix == (f"export TRITON_LIBCUDA_PATH={tmp_path / fix}" if fix else "")
+    assert not list(surroundings.check_libcuda(LAPTOP))
+
+
+def test_libcuda_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
+    one = only(surroundings.check_libcuda, made(H200))
+    assert (one.status, one.fix) == ("problem", "unset TRITON_LIBCUDA_PATH")
+    (tmp_path / "libcuda.so.1").touch()
+    assert only(surroundings.check_libcuda, made(H200)).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (subprocess.TimeoutExpired("ldconfig", 10), "TimeoutExpired"),
+        (PermissionError("denied"), "denied"),
+        (FileNotFoundError("/sbin/ldconfig"), "/sbin/ldconfig"),
+    ],
+)
+def test_a_tool_that_fails_is_no_verdict(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(surroundings.subprocess, "run", fails)
+    [one] = checkup(made(H200), (surroundings.check_libcuda,))
+    assert (one.name, one.status) == ("libcuda", "could not check") and said in one.detail
+
+
+# --- the cache ---
+
+
+@pytest.mark.parametrize(
+    ("free", "flags", "said"),
+    [(50_000, 0, ""), (3, 0, "has 3 MiB left"), (50_000, os.ST_NOEXEC, "mounted noexec")],
+)
+def test_a_cache_that_is_full_or_runs_nothing(
+    free: int, flags: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(surroundings.shutil, "disk_usage", lambda path: SimpleNamespace(free=free << 20))
+    monkeypatch.setattr(surroundings.os, "statvfs", lambda path: SimpleNamespace(f_flag=flags))
+    one = only(surroundings.check_cache, made(H200))
+    assert one.status == ("problem" if said else "ok") and said in one.detail
+    assert one.fix == (surroundings.ELSEWHERE if said else "")
+
+
+def test_the_cache_that_is_advised_can_be_written(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'{surroundings.ELSEWHERE}; mkdir -p "$TRITON_CACHE_DIR"; echo $TRITON_CACHE_DIR'],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert Path(done.stdout.strip()).is_dir() and done.stdout.startswith(str(tmp_path))
+
+
+# --- variables ---
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("CUDA_LAUNCH_BLOCKING", "1", "worked around"),
+        ("CUDA_LAUNCH_BLOCKING", "0", None),
+        ("TRITON_ALWAYS_COMPILE", "1", "worked around"),
+        ("TRITON_KERNEL_OVERRIDE", "1", "could not check"),
+        ("DISABLE_PTXAS_OPT", "1", "worked around"),
+        ("TRITON_DEFAULT_FP_FUSION", "0", "worked around"),
+        ("TRITON_DEFAULT_FP_FUSION", "1", None),
+        ("CUDA_VISIBLE_DEVICES", "0,1", "ok"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "worked around"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "x", None),
+    ],
+)
+def test_variables_that_are_set_are_listed_and_told(
+    name: str, value: str, status: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        only(surroundings.check_variables, made(H200)).detail == "none of Triton's, torch's or CUDA's is set"
+    )
+    monkeypatch.setenv(name, value)
+    first, *told = surroundings.check_variables(made(H200))
+    assert first.detail == f"set are {name}" and first.status == "ok"
+    assert [(one.status, one.detail.partition(":")[0]) for one in told] == (
+        [(status, f"{name}={value}")] if status else []
+    )
+
+
+# --- the card ---
+
+
+@pytest.mark.parametrize(
+    ("card", "name", "status"),
+    [
+        (Seen("H200", (9, 0), 140_000, 143_771, "Default"), "", ""),
+        (Seen("H200"), "", ""),
+        (Seen("H200", (9, 0), 800, 143_771, "Default"), "memory", "could not check"),
+        (Seen("H200", (9, 0), 140_000, 143_771, "Prohibited"), "compute mode", "problem"),
+        (Seen("H200", (9, 0), 140_000, 143_771, "Exclusive_Process"), "compute mode", "could not check"),
+    ],
+)
+def test_room_on_the_card(card: Seen, name: str, status: str) -> None:
+    found = [
+        (one.name, one.status) for one in surroundings.check_card(made(H200, driver=Driver("580", (card,))))
+    ]
+    assert found == ([(name, status)] if name else [])
+
+
+def test_this_machine_can_be_asked() -> None:
+    assert {one.status for one in checkup(LAPTOP, surroundings.SURROUNDINGS)} == {"ok"}
+    assert shutil.which("sh")

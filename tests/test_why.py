@@ -1,0 +1,173 @@
+"""``flashlin why``: each known failure is found by what it prints, inside what people paste, and by nothing
+else's; what is not known is said to be unknown."""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import flashlin
+from flashlin.__main__ import main
+from flashlin.compat.known_failures import KNOWN_FAILURES
+from flashlin.compat.known_flaws import KNOWN_FLAWS
+from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
+from flashlin.compat.target import parse
+from flashlin.diagnostics import why
+from flashlin.diagnostics.why import Entry, entries, matches
+from tests.machines import ROOT, run
+
+EVERY = {entry.id: entry for entry in entries()}
+PRINTED = [(entry, symptom) for entry in EVERY.values() for symptom in entry.symptoms]
+SILENT = re.compile(r"silently|sporadic|vary|differ|values off|no tensor cores|one configuration")
+# A log as torchrun and pytest leave it: ranks in front, colours, the cause long before the exception.
+LOG = """W1123 09:00:01.1 torch/distributed/run.py:793] Setting OMP_NUM_THREADS environment variable to be 1
+\x1b[31m[rank0]: Traceback (most recent call last):
+[rank0]:   File "/home/me/train.py", line 88, in <module>
+[rank0]:     loss = model(tokens).loss
+[rank0]:   File "/opt/conda/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1775, in _call_impl
+[rank0]:     return forward_call(*args, **kwargs)
+[rank0]:            ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+[rank0]:   File "/opt/conda/lib/python3.11/site-packages/fla/ops/simple_gla/chunk.py", line 301, in forward
+[rank0]:     o = chunk_fwd_o(q=q, k=k, v=v, g=g, h=h, scale=scale)
+[rank0]:   File "/opt/conda/lib/python3.11/site-packages/triton/runtime/jit.py", line 623, in run
+[rank0]:     kernel = self.compile(src, target=target, options=options.__dict__)
+{place}[rank0]: {symptom} and more of it\x1b[0m
+E1123 09:00:09.7 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: 1) local_rank: 0
+"""
+
+
+def log(symptom: str, seen_in: str = "") -> str:
+    varying = symptom.replace("...", "STAGE" if "'..." in symptom else
+                              " at 3:4 x::y(int, long)\n[rank0]: /project/lib/")
+    place = f'[rank0]:   File "/opt/conda/lib/python3.11/site-packages/{seen_in}\n'.replace("...", "152")
+    return LOG.format(symptom=varying, place=place if seen_in else "")
+
+
+def ids(found: list[why.Match]) -> set[str]:
+    return {match.entry.id for match in found}
+
+
+@pytest.mark.parametrize(("entry", "symptom"), PRINTED, ids=lambda one: getattr(one, "id", None))
+def test_a_failure_is_found_by_what_it_prints_and_by_nothing_elses(entry: Entry, symptom: str) -> None:
+    found = matches(log(symptom, entry.seen_in))
+    assert all(match.sure and symptom in match.because for match in found)
+    prints_it = {one.id for one, other in PRINTED
+                 if other == symptom and one.seen_in in ("", entry.seen_in) and one.general == entry.general}
+    assert entry.id in ids(found) and ids(found) == prints_it
+
+
+def test_every_table_is_asked_and_every_name_means_one_failure() -> None:
+    every = [one.id for table in (KNOWN_ISSUES, KNOWN_FLAWS, KNOWN_FAILURES) for one in table]
+    assert len(every) == len(set(every)) == len(EVERY) and set(every) == set(EVERY)
+    assert len(set(PRINTED)) == len(PRINTED)
+
+
+@pytest.mark.parametrize("issue", [one for one in KNOWN_ISSUES if not one.symptoms], ids=lambda one: one.id)
+def test_what_prints_nothing_says_so_and_is_found_by_its_words(issue: KnownIssue) -> None:
+    assert SILENT.search(issue.effect)
+    assert issue.id in ids(matches(f"RuntimeError: {issue.effect}")) and issue.id in ids(matches(issue.id))
+
+
+def test_what_many_print_is_told_only_where_nothing_narrower_is_found() -> None:
+    general = {one.id for one in KNOWN_FAILURES if one.general}
+    assert ids(matches("RuntimeError: PassManager::run failed")) == {"compiler-pass-failed"} <= general
+    both = "LLVM ERROR: Unsupported rounding mode for conversion.\nRuntimeError: PassManager::run failed"
+    assert ids(matches(both)) == {"half-dot-33-pre-ampere"}
+
+
+def test_a_text_that_others_print_too_is_sure_only_in_its_place() -> None:
+    [elsewhere] = matches("Traceback (most recent call last):\n  File \"a.py\", line 1\n"
+                          "IndexError: list index out of range")
+    assert elsewhere.entry.id == "autotune-keys-31" and not elsewhere.sure
+    assert "triton/runtime/autotuner.py" in elsewhere.because
+    [there] = matches(log("IndexError: list index out of range", EVERY["autotune-keys-31"].seen_in))
+    assert there.sure
+    # and a place alone is no symptom
+    assert not matches(log("KeyError: 'loss'", EVERY["autotune-keys-31"].seen_in))
+
+
+@pytest.mark.parametrize(("asked", "expected"), [
+    ("reshapeOuts", "reshape-outs-32"), ("map::at", "tf32-dot-turing-32"),
+    ("invalid argument", "grid-axis-65535"), ("device-side assert", "token-out-of-range"),
+    ("list index out of range", "autotune-keys-31"), ("Unsupported conversion", "half-dot-33-pre-ampere"),
+    ("selective_scan_cuda", "mamba-extension-missing"), ("illegal memory access", "hopper-narrow-state")])
+def test_what_people_search_for_is_found_and_called_a_part(asked: str, expected: str) -> None:
+    found = matches(asked)
+    assert expected in ids(found) and not any(match.sure for match in found)
+    assert all("part of what it prints" in match.because for match in found)
+
+
+def test_words_are_told_as_a_guess() -> None:
+    said = flashlin.why("AssertionError: gradients of the delta rule are wrong on Hopper")
+    assert said.startswith("Not sure") and "a guess, by the words" in said
+    assert "hopper-wy-backward-984: " in said
+
+
+@pytest.mark.parametrize("text", [
+    "ValueError: could not broadcast input array from shape (3,) into shape (4,)", "KeyError: 'loss'",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "error", "nan", "",
+    "\x1b[31m\n",     "AssertionError", "the loss is 3.2", "RuntimeError: Triton Error", "sm_80 or higher is what I have"])
+def test_what_nobody_knows_is_said_to_be_unknown_with_what_to_send(text: str) -> None:
+    assert not matches(text)
+    assert flashlin.why(text) == why.UNKNOWN and "doctor --markdown" in why.UNKNOWN
+
+
+def test_an_exception_is_read_with_its_causes() -> None:
+    try:
+        try:
+            raise IndexError("map::at")
+        except IndexError as error:
+            raise RuntimeError("compiling failed") from error
+    except RuntimeError as error:
+        said = flashlin.why(error)
+    assert said.startswith("2 known failures print this") and "V100 (sm70), T4 (sm75)" in said
+    with pytest.raises(TypeError, match="failure: got int, need an exception or a text"):
+        flashlin.why(3)  # type: ignore[arg-type]
+
+
+def test_an_answer_has_all_that_is_asked_for() -> None:
+    said = " ".join(flashlin.why("IndexError: map::at").split())
+    for text in ("where T4 (sm75); Triton before 3.3.0",
+                 "flashlin its ops run on fp32 copies, else in plain torch",
+                 "otherwise no bf16 tensor in a kernel, or Triton 3.4", "known compiled in our tests",
+                 "more https://github.com/fla-org/flash-linear-attention/issues/75"):
+        assert text in said
+    assert max(map(len, flashlin.why("illegal memory access").splitlines())) <= why.WIDTH + 10  # urls
+
+
+def test_our_own_refusals_are_known_by_the_names_in_them() -> None:
+    asked = flashlin.Problem("chunk_gla", "gla", "chunk", 1, 64, 1, 64, 64, 1, "bfloat16")
+    refused = flashlin.plan(asked, parse("triton=3.2.0,sm=75"), flashlin.Policy(policy="strict"))
+    assert "bf16-pre-ampere-32" in ids(matches(str(flashlin.UnsupportedError(refused))))
+
+
+# --- the command ---
+
+def test_the_command_answers_and_its_code_says_whether_anything_is_known(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", "IndexError:", "map::at"]) == 0
+    assert capsys.readouterr().out.startswith("2 known failures print this")
+    assert main(["why", "KeyError: 'loss'"]) == 1
+    assert capsys.readouterr().out == why.UNKNOWN + "\n"
+
+
+def test_a_log_comes_by_standard_input_and_nothing_is_one_line() -> None:
+    command = [sys.executable, "-m", "flashlin", "why"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    piped = subprocess.run(command, input=log("mlir::triton::LinearLayout::reshapeOuts"), text=True, cwd=ROOT,
+                           capture_output=True, timeout=60, env=environment, check=False)
+    assert piped.returncode == 0
+    assert piped.stdout.startswith("One known failure prints this.\n\nreshape-outs-32")
+    nothing = subprocess.run(command, stdin=subprocess.DEVNULL, text=True, cwd=ROOT, capture_output=True,
+                             timeout=60, env=environment, check=False)
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert nothing.stderr.startswith("flashlin why: text: got nothing, need what was printed")
+
+
+def test_it_works_without_torch_and_triton() -> None:
+    done = run("why", "IndexError: map::at",
+               before="import sys; sys.modules['torch'] = sys.modules['triton'] = None")
+    assert done.returncode == 0 and "bf16-pre-ampere-32" in done.stdout

@@ -1,0 +1,1 @@
+"""Scripts for those who work on the project: stubs, documents, the figures of order, make's environment."""

@@ -1,0 +1,112 @@
+"""What is wrong where flashlin itself does not import: python first_aid.py > machine.txt
+
+Alone in a file, for any Python from 3.8 on, with nothing installed: it imports none of what it examines, but
+asks child processes to. Offline and read-only. Where flashlin imports, `flashlin doctor` says more.
+Exit code: 0 if flashlin can be imported, 1 if not.
+"""
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib import metadata
+
+LIMIT = 60  # seconds for an import, 10 for anything else
+# In this order one needs the other; the last is what this is about.
+IMPORTED = ("packaging", "pydantic", "numpy", "torch", "triton", "triton.language", "flashlin",
+            "flashlin.diagnostics.doctor", "flashlin.ops.simple_gla")
+INSTALLED = ("flashlin", "torch", "triton", "pytorch-triton", "triton-nightly", "triton-windows", "packaging",
+             "pydantic", "pydantic-core", "numpy", "flash-linear-attention", "mamba-ssm", "causal-conv1d",
+             "transformers", "vllm")
+VARIABLES = ("FLASHLIN_", "TRITON_", "CUDA_", "PYTORCH_", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH",
+             "LD_PRELOAD", "CONDA_PREFIX", "VIRTUAL_ENV", "CC")
+ASK = """import sys
+import {0}
+root = sys.modules[{0!r}.partition(".")[0]]
+print("found", getattr(root, "__version__", "no version"), "from", getattr(root, "__file__", "no file"))
+"""
+
+
+def said(command: list[str], limit: int = 10) -> tuple[int, str]:
+    """(exit status, the last that it printed), whatever happens to the command."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return 124, f"no answer in {limit} s"
+    except OSError as error:
+        return 127, str(error)
+    return done.returncode, done.stdout.decode(errors="replace").strip()
+
+
+def imported(module: str) -> tuple[bool, str]:
+    """Whether a module can be imported, by a child: it may end the process."""
+    status, text = said([sys.executable, "-c", ASK.format(module)], LIMIT)
+    last = text.splitlines()[-1] if text else ""
+    how = f"ended by signal {-status}" if status < 0 else f"exit code {status}"
+    return status == 0, last if status == 0 else f"{how}: {last}"
+
+
+def versions() -> Iterator[str]:
+    for name in INSTALLED:
+        copies = sorted({(one.version, str(one.locate_file("")))
+                         for one in metadata.distributions(name=name)})
+        for version, folder in copies:
+            yield f"{name} {version} in {folder}" + (f"   (one of {len(copies)})" if copies[1:] else "")
+
+
+def surroundings() -> Iterator[str]:
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    yield f"C compiler: {compiler or 'none, and Triton needs one'}"
+    header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    yield f"Python.h: {header}{'' if os.path.exists(header) else ' is not there, and Triton needs it'}"
+    status, text = said(["/sbin/ldconfig", "-p"])
+    cuda = [line.split()[-1] for line in text.splitlines() if "libcuda.so" in line]
+    yield f"libcuda: {', '.join(cuda) or 'not known to ldconfig' if status == 0 else text}"
+    home = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
+    near = home
+    while not os.path.exists(near):
+        near = os.path.dirname(near) or "."
+    written = "can be written" if os.access(near, os.W_OK) else "CANNOT be written"
+    yield f"Triton's cache: {home} {written}, {shutil.disk_usage(near).free >> 20} MiB free"
+    status, text = said(["nvidia-smi", "--query-gpu=name,driver_version,memory.free,compute_mode",
+                         "--format=csv,noheader"])
+    yield f"NVIDIA: {'; '.join(text.splitlines()) if status == 0 else f'nvidia-smi: {text}'}"
+
+
+def variables() -> Iterator[str]:
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(VARIABLES):
+            yield f"{name}={value}"
+
+
+def hidden(text: str) -> str:
+    """Without home folders and what may be a secret."""
+    text = text.replace(os.path.expanduser("~"), "~")
+    return re.sub(r"(?i)(\w*(?:token|password|secret|api_?key)\w*)=\S+", r"\1=...", text)
+
+
+def main() -> int:
+    fine = True
+    print(f"Python {sys.version.split()[0]}, {platform.platform()}\n\nImports")
+    for module in IMPORTED:
+        good, text = imported(module)
+        fine = fine and (good or not module.startswith("flashlin"))
+        print(hidden(f"  {'ok ' if good else 'BAD'}  {module}: {text}"))
+    for title, lines in (("Installed", versions()), ("What Triton needs", surroundings()),
+                         ("Variables", variables())):
+        print(f"\n{title}")
+        for line in lines:
+            print(hidden(f"  {line}"))
+    print("\nflashlin imports: flashlin doctor says more." if fine else
+          "\nThe first BAD line is what to repair: pip install --force-reinstall --no-deps of that package.")
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
