@@ -15,6 +15,7 @@ import torch
 
 import flashlin
 from flashlin import dispatch, serving
+from flashlin.compat.known_issues import KNOWN_ISSUES
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Plan, UnsupportedError
 from flashlin.kernels.families import PUBLIC
@@ -55,7 +56,9 @@ def is_main(op: str, label: str) -> bool:
     return op in MAIN and MAIN_SHAPES.fullmatch(label) is not None
 
 
-WITHOUT_KERNELS = {"backend", "triton"}  # reasons of a target, that hold for every kernel on it
+# Reasons that hold for every kernel on a target
+WITHOUT_KERNELS = {"backend", "triton", *(issue.id for issue in KNOWN_ISSUES if issue.remedies == ("torch_path",)
+                                          and not issue.traits and issue.min_warps == issue.min_stages == 1)}
 
 
 class _NoKernels(Exception):
