@@ -41,8 +41,8 @@ def failures(matrix: Matrix, state: CellState) -> list[str]:
 
 def write(matrix: Matrix, every: list[CellState], results: Path, table: Path, html: Path,
           check: bool = False) -> int:
-    """Write SUPPORT.md, its picture, the launch table and the page; with check only compare the others. 1 if they were
-    not what they should be."""
+    """Write SUPPORT.md, its picture, the launch table and the page; with check only compare the others. 1 if
+    they were not what they should be."""
     squared = squares(every, gpu_records(results))
     texts = {table: support_table(matrix, every, squared, results), PROVEN: launch_table(every, results)}
     texts[table.parent / PICTURE] = picture(marks_of(texts[table]), examples(matrix))

@@ -166,7 +166,8 @@ def evidence(plans: Iterable[Plan]) -> str:
     if len(levels) == 1:
         told = [words.get(levels[0], levels[0])]
     slow = {(figures.spills, f"slow: {launch.kernel} {figures}") for plan in kernels
-            for launch in plan.launches if (figures := proven.slow_on(plan.target.sm, plan.target.triton).get(launch.config))
+            for launch in plan.launches
+            if (figures := proven.slow_on(plan.target.sm, plan.target.triton).get(launch.config))
             and proven.trust(launch.config, plan.target) != "ran"}
     return ", ".join([*told, *(text for _, text in sorted(slow)[-1:])])
 

@@ -87,11 +87,11 @@ class Job(NamedTuple):
 
 
 class Compiler:
-    """A process that has imported Triton and compiles what it is handed, batch after batch: only its start takes
-    time, about two seconds.
+    """A process that has imported Triton and compiles what it is handed, batch after batch: only its start
+    takes time, about two seconds.
 
-    environment: on top of this process's, as ``triton_environment`` answers. at_once: children at a time, 0 for
-    one per core. timeout: seconds for each.
+    environment: on top of this process's, as ``triton_environment`` answers. at_once: children at a time, 0
+    for one per core. timeout: seconds for each.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None, *, at_once: int = 0,
@@ -104,8 +104,8 @@ class Compiler:
                                          stderr=self._told, text=True, env=os.environ | environment)
 
     def compiling(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Result]]:
-        """(number, result) as they finish. To be read to its end before the next batch. Raises RuntimeError if
-        the process itself cannot run."""
+        """(number, result) as they finish. To be read to its end before the next batch. Raises RuntimeError
+        if the process itself cannot run."""
         assert self._process.stdout
         lines = (json.dumps({**job._asdict(), "launch": job.launch.fields()}) for job in jobs)
         with suppress(BrokenPipeError):  # why it has ended it tells below
