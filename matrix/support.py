@@ -103,7 +103,7 @@ def marks_of(text: str) -> dict[tuple[str, str, str], str]:
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("## "):
-            ops, cards = [name for name in [line.removeprefix("## ")] if name != "All ops"], []
+            ops, cards = [], []
         elif line.startswith(OPS):
             ops = re.findall(r"`(\w+)`", line)
         elif cells[0] == "Triton":

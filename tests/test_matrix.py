@@ -386,7 +386,9 @@ def test_the_picture_shows_each_square_as_a_part_of_its_bar() -> None:
 
 
 def test_the_picture_is_that_of_the_table() -> None:
-    drawn = picture.picture(support.marks_of(TABLE.read_text(encoding="utf-8")), support.examples(WHOLE))
+    said = support.marks_of(TABLE.read_text(encoding="utf-8"))
+    assert {card for _, _, card in said} == {card.name for card in WHOLE.card}
+    drawn = picture.picture(said, support.examples(WHOLE))
     assert (ROOT / support.PICTURE).read_text(encoding="utf-8") == drawn, "run: python -m matrix report"
 
 

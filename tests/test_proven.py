@@ -61,6 +61,21 @@ def test_what_failed_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch, fresh
     assert outlook.evidence([plan]) == "no record"
 
 
+def test_sequences_stay_whole_where_a_kernel_for_parts_failed(monkeypatch: pytest.MonkeyPatch,
+                                                              fresh: Callable[[], None]) -> None:
+    monkeypatch.setattr(proven, "table", dict)
+    long, on = PROBLEM._replace(B=1, N=1, T=32768, H=8, K=128, V=128), parse("triton=3.6.0,sm=90,sms=132")
+    first = dispatch.plan(long, on)
+    carrying = first.launch("carry_decayed")
+    assert first.part and carrying.num_warps == 4
+    bad = {carrying.config: {"3.6.0": {"failed": "sm90"}}}
+    monkeypatch.setattr(proven, "table", lambda: bad)
+    fresh()
+    plan = dispatch.plan(long, on)
+    assert not plan.part and plan.problem.max_warps == 8 and plan.path == "triton"
+    assert [name for _, name in plan.steps] == ["other_tile"]
+
+
 AMPERE, HOPPER = "triton=3.6.0,sm=80", "triton=3.6.0,sm=90"
 TRAINING = PROBLEM._replace(K=128, V=128, needs_grad=True)
 Launches = Callable[[str], dict[str, Launch]]

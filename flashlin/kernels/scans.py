@@ -10,7 +10,7 @@ from flashlin.compat.target import Target
 from flashlin.compat.versions import release
 from flashlin.guards import proven
 from flashlin.guards.family import Recipe
-from flashlin.guards.problem import Launch, Problem
+from flashlin.guards.problem import PARTS, Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, padded
 
 PADDING = 16  # elements, of a row that changes its layout
@@ -77,7 +77,7 @@ def part_length(problem: Problem, target: Target, strips: int, ratio: int) -> in
     """Tokens of the parts that sequences are split into, a multiple of BLOCK; 0 where they are not. strips:
     programs to a head's state. ratio: BY_DECAY or BY_TRANSFER. Of packed sequences nobody knows which are
     long, so what counts is how many tokens there are."""
-    if problem.invariant or problem.batch_part:
+    if problem.invariant or problem.batch_part or PARTS in problem.avoid:
         return 0
     parts = forced_parts
     if not parts:
