@@ -29,7 +29,7 @@ def picture(said: Mapping[tuple[str, str, str], str], examples: Mapping[str, str
     body = [_text(LEFT, 16, "How many of flashlin's ops run where, and how", 13)]
     there = [one for one in reversed(STATUSES) if any(bar[COLOURS[one][0]] for bar in bars.values())]
     for at, one in enumerate(there):
-        body += [_rect(LEFT + 100 * at, 25, 11, 11, one), _text(LEFT + 100 * at + 15, 35, one)]
+        body += [_rect(LEFT + 110 * at, 25, 11, 11, one), _text(LEFT + 110 * at + 15, 35, one)]
     body += [_text(LEFT + at * (WIDE + GAP), TOP - 8, name) for at, name in enumerate(tritons)]
     for row, card in enumerate(cards):
         y = TOP + row * (HIGH + GAP)
