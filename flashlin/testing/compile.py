@@ -13,6 +13,7 @@ import argparse
 import faulthandler
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -43,6 +44,7 @@ NUMBERS: dict[str, Any] = {"i32": 3, "i32:1": 1, "i32:16": 16, "i64": 2**40 + 3,
 TELLING = re.compile(r"Assertion|LLVM ERROR|UNREACHABLE|error:|terminate called|Unsupported")
 MATRIX_INSTRUCTIONS = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 NOT_TRIED = "not tried"
+BUSY, PATIENCE = 0.5, 4  # of a time limit: what must be worked for a verdict, and how long that is waited for
 
 
 class Result(NamedTuple):
@@ -305,14 +307,27 @@ def _verdict(folder: Path, status: int | None) -> Result:
     return result if result.ok else result._replace(cause=cause)
 
 
+def _worked(group: int) -> float:
+    """The seconds that a core has worked for a group of processes; infinitely many where nobody counts."""
+    total, ticks = 0, os.sysconf("SC_CLK_TCK")
+    if not os.path.exists("/proc/self/stat"):
+        return math.inf
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+            total += sum(map(int, fields[11:15])) if int(fields[2]) == group else 0
+    return total / ticks
+
+
 def forked(works: Sequence[Callable[[Path], Result]], at_once: int,
            timeout: float) -> Iterator[tuple[int, Result]]:
     """(number, result) as they finish, each in a child forked from this process, which must not use a GPU: a
-    compiler that aborts ends the child. A work is handed a folder of its own. timeout: seconds for each."""
+    compiler that aborts ends the child. A work is handed a folder of its own. timeout: seconds for each; of
+    one that has not come to work for half of them, because others keep this machine busy, nothing is said."""
     import triton
     room = Path(tempfile.mkdtemp(prefix="flashlin-compile-"))
     waiting = list(enumerate(works))[::-1]
-    running: dict[int, tuple[int, Path, float]] = {}
+    running: dict[int, tuple[int, Path, float, float]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -324,20 +339,25 @@ def forked(works: Sequence[Callable[[Path], Result]], at_once: int,
                     _child(work, folder)
                 with suppress(OSError):  # the child does it too: whoever comes first
                     os.setpgid(child, child)
-                running[child] = (number, folder, time.monotonic())
-            for child, (number, folder, began) in list(running.items()):
+                running[child] = (number, folder, time.monotonic(), timeout)
+            for child, (number, folder, began, limit) in list(running.items()):
                 took = time.monotonic() - began
-                done, code = os.waitpid(child, os.WNOHANG)
-                status: int | None = code
-                if not done and took > timeout:
+                done, status = os.waitpid(child, os.WNOHANG)
+                result: Result | None = None
+                if not done and took > limit:
+                    worked = _worked(child)
+                    if worked < timeout * BUSY and took < timeout * PATIENCE:
+                        running[child] = (number, folder, began, limit + timeout / 4)
+                        continue
                     with suppress(ProcessLookupError):
                         os.killpg(child, signal.SIGKILL)
                     done, _ = os.waitpid(child, 0)
-                    status = None
+                    result = _verdict(folder, None) if worked >= timeout * BUSY else Result(
+                        NOT_TRIED, f"this machine had {worked:.0f} s of work for it in {took:.0f} s")
                 if done:
                     del running[child]
-                    yield number, _verdict(folder, status)._replace(seconds=round(took, 2),
-                                                                    triton=triton.__version__)
+                    result = result or _verdict(folder, status)
+                    yield number, result._replace(seconds=round(took, 2), triton=triton.__version__)
                     shutil.rmtree(folder, ignore_errors=True)
             time.sleep(0.005)
     finally:
