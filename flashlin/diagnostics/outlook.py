@@ -11,9 +11,10 @@ from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
 from flashlin.compat.target import GPUS, Target
 from flashlin.compat.versions import is_unreleased, release
 from flashlin.diagnostics.report import STATUSES, Check, Issue, OpPlan, Status
+from flashlin.guards import proven
 from flashlin.guards.family import USES, problem_of
 from flashlin.guards.problem import Plan, advice
-from flashlin.guards.proven import TRUST, trust
+from flashlin.guards.proven import TRUST
 from flashlin.kernels.families import PUBLIC, family_of
 from flashlin.kernels.families import typical as usual
 from flashlin.kernels.variants import VARIANTS
@@ -151,20 +152,24 @@ def _condition(some: set[Kind], every: set[Kind]) -> str:
 
 def evidence(plans: Iterable[Plan]) -> str:
     """What is behind the plans that start kernels of ours: for each the least that is known of any launch,
-    see ``guards.proven``."""
+    see ``guards.proven``; and which is the slowest of those that are only compiled."""
     kernels = [plan for plan in plans if plan.path == "triton"]
     if not kernels:
         return "plain torch"
     if kernels[0].target.backend == "interpreter":
         return "interpreter"
-    known = [max((trust(launch.config, plan.target) for launch in plan.launches), key=TRUST.index,
+    known = [max((proven.trust(launch.config, plan.target) for launch in plan.launches), key=TRUST.index,
                  default="unknown") for plan in kernels]
     levels = sorted(set(known), key=TRUST.index)
     words = {"unknown": "no record", "failed": "does not hold"}
+    told = [f"{words.get(level, level)} ({known.count(level)} of {len(known)} calls)" for level in levels]
     if len(levels) == 1:
-        return words.get(levels[0], levels[0])
-    return ", ".join(f"{words.get(level, level)} ({known.count(level)} of {len(known)} calls)"
-                     for level in levels)
+        told = [words.get(levels[0], levels[0])]
+    slow = {(figures.spills, f"slow: {launch.kernel} {figures}") for plan in kernels
+            for launch in plan.launches
+            if (figures := proven.slow_on(plan.target.sm, plan.target.triton).get(launch.config))
+            and proven.trust(launch.config, plan.target) != "ran"}
+    return ", ".join([*told, *(text for _, text in sorted(slow)[-1:])])
 
 
 def issue_row(issue: KnownIssue, where: str, plans: list[Plan]) -> Issue:

@@ -83,9 +83,10 @@ class Check(Facts):
 
 class OpPlan(Facts):
     """What dispatch plans for an op's typical calls. where: the devices it holds for. evidence: ``ran``,
-    ``compiled``, ``no record``, and ``plain torch`` or ``interpreter`` where no kernel of ours is compiled.
-    way: what the worst of them takes, one of ``kernels``, ``fewer warps``, ``batch in parts``,
-    ``fp32 copies``, ``plain torch``, ``cannot run``. cost: of a degraded op, what that takes."""
+    ``compiled``, ``compiled, slow: `` and what spills, ``no record``, and ``plain torch`` or ``interpreter``
+    where no kernel of ours is compiled. way: what the worst of them takes, one of ``kernels``, ``fewer warps``,
+    ``batch in parts``, ``fp32 copies``, ``plain torch``, ``cannot run``. cost: of a degraded op, what that
+    takes."""
     op: str
     where: str
     path: str

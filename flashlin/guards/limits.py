@@ -13,7 +13,7 @@ from flashlin.compat.known_issues import TILE_FACTS, KnownIssue, issues_here
 from flashlin.compat.target import GPUS, Target
 from flashlin.compat.versions import release
 from flashlin.guards.family import Family
-from flashlin.guards.problem import Launch, Problem, Reason
+from flashlin.guards.problem import PARTS, Launch, Problem, Reason
 from flashlin.guards.proven import failure, has_run, trust
 from flashlin.policy import Policy
 
@@ -159,8 +159,10 @@ def check_launch_table(draft: Draft) -> Reason | None:
         return None
     for launch in draft.launches:
         if trust(launch.config, draft.target) == "failed":
+            # sequences that are not split need fewer kernels
+            facts = frozenset({PARTS}) if launch.part else frozenset()
             return Reason("launch-table", failure(launch.config, draft.target), "a configuration that holds",
-                          ("limit_num_warps", "torch_path"))
+                          ("other_tile", "limit_num_warps", "torch_path"), avoid=facts)
     return None
 
 

@@ -10,10 +10,12 @@ from flashlin.kernels.configs import Config, over_v, padded, room
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_TRANSFER,
+    calm,
     carry_launch,
     cumsum_launch,
     dot_traits,
     fitting,
+    least_spilled,
     operand_bytes,
     over_tokens,
     part_length,
@@ -23,6 +25,7 @@ from flashlin.kernels.scans import (
 )
 
 
+@calm
 @recurrent.or_token_by_token
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """The inverse of each chunk and the scan; for gradients the scan that rebuilds states, the reverse scan,
@@ -48,8 +51,10 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER)
     deep = scan._replace(num_stages=3)
     states = (deep if scan.num_stages == 2 and target.stages >= 3 and shared(deep) <= target.shared else scan)
-    kernels.append(over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
-                               dots - {"rmw_acc"}, num_warps=1))
+    # a warp waits at no barriers; two have the registers
+    inverses = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
+                            dots - {"rmw_acc"}, num_warps=warps) for warps in (1, 2)]
+    kernels.append(least_spilled(inverses, target))
     if part:
         kernels += [state_launch("delta_alone", states, problem, shared(states), dots, part=part),
                     carry_launch(problem, target, part, transfer=True)]
@@ -65,12 +70,14 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         most = room(target)
         ways = [(strip, num_stages) for strip in (most.columns, most.columns // 2, 16)
                 for num_stages in most.stages]
-        strip, num_stages = next((way for way in ways if finishing(*way) <= target.shared), ways[-1])
-        tile = dict(BT=BT, BK=min(strip, padded(problem.K)), BV=min(strip, padded(problem.V)))
+        grads = [over_tokens("delta_grads", problem, dict(BT=BT, BK=min(strip, padded(problem.K)),
+                                                          BV=min(strip, padded(problem.V))), problem.H,
+                             finishing(strip, num_stages), dots - {"rmw_acc"} | {"mixed_sum"}, num_stages)
+                 for strip, num_stages in ways]
+        fits = [launch for launch in grads if launch.shared <= target.shared]
         kernels += [state_launch("delta_states", states, problem, shared(states), dots, part=part),
                   state_launch("delta_reverse", reverse, problem, shared(reverse) + moved, dots, part=part),
-                  over_tokens("delta_grads", problem, tile, problem.H, finishing(strip, num_stages),
-                              dots - {"rmw_acc"} | {"mixed_sum"}, num_stages)]
+                  least_spilled(fits or grads[-1:], target)]
     return tuple(kernels)
 
 
