@@ -76,7 +76,7 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
         best = None
     now = best or (None if broken else here)
     before = None if broken else here
-    words = [broken] if broken else []
+    words: list[str] = []
     if best is not None:
         strange = (f"torch {here.torch} was made with Triton {releases.triton_for(here.torch)}, not "
                    f"{here.triton}")
@@ -107,23 +107,12 @@ def _best(pairs: Iterable[Pair], judge: Callable[[Pair], Judged], start: Judged)
     return best and best[1]
 
 
-def _broken(machine: Machine, gpu: bool) -> str:
-    """What of torch and Triton cannot be used, ``""`` where staying is a choice."""
-    if machine.torch is None:
-        return f"torch cannot be used: {machine.torch_error}"
-    if machine.mixed:
-        return f"{' and '.join(machine.mixed)} overwrite each other's files"
-    if machine.triton_error and (gpu or machine.triton_error != "not installed"):
-        return machine.triton_state
-    if machine.unseen:
-        built = machine.torch.version.cuda
-        if not built:
-            return "torch is a CPU build"
-        if machine.driver_too_old:
-            return (f"driver {machine.driver.version} is too old for CUDA {built}, which needs "
-                    f"{releases.oldest_driver(built)}")
-    uncovered = machine.uncovered
-    return f"this torch has no code for {', '.join(uncovered)}" if uncovered else ""
+def _broken(machine: Machine, gpu: bool) -> bool:
+    """Whether torch or Triton cannot be used, so that staying is no choice; the checks say why."""
+    cpu_build = machine.torch is not None and not machine.torch.version.cuda
+    return bool(machine.torch is None or machine.mixed or machine.uncovered
+                or machine.triton_error and (gpu or machine.triton_error != "not installed")
+                or machine.unseen and (cpu_build or machine.driver_too_old))
 
 
 def _candidates(here: Pair, machine: Machine) -> list[Pair]:
