@@ -210,7 +210,7 @@ KNOWN_FAILURES: tuple[Failure, ...] = (
     Failure(
         id="cache-closed",
         effect="Triton cannot write what it has compiled",
-        symptoms=("Permission denied: '....triton", "Read-only file system: '....triton"),
+        symptoms=("Permission denied: '.../.triton", "Read-only file system: '.../.triton"),
         where="a home that is read-only, or another user's: containers and clusters",
         here="flashlin doctor finds it before anything is compiled",
         otherwise="TRITON_CACHE_DIR=/tmp/triton, or another folder that can be written",

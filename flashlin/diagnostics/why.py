@@ -30,7 +30,7 @@ CONFIDENCE = {"compiled": "compiled in our tests, where it fails so", "ran": "se
 
 UNKNOWN = """Nothing that flashlin knows prints this, so it may be new. What helps:
 
-  - the lines before it: Triton's compiler says why on stderr, before the exception
+  - the lines before it: Triton's compiler says why on stderr, and first
     (python program.py 2>&1 | flashlin why)
   - flashlin doctor, which examines this machine
   - an issue with the whole output, the call (shapes, dtypes) and what
