@@ -302,8 +302,8 @@ def run_program(patch: str | None, program: str, arguments: list[str], **how: An
     """The program has stdout for itself, and its exit ends this process."""
     startup = load("integrations.startup")
     try:
-        asked = os.environ.get(startup.VARIABLE) if patch is None else patch
-        names = startup.installed() if asked is None else startup.names_of(asked)
+        asked, by = (os.environ.get(startup.VARIABLE), startup.VARIABLE) if patch is None else (patch, "--patch")
+        names = startup.installed() if asked is None else startup.names_of(asked, by)
         if not how["module"] and not os.path.exists(program):
             raise ValueError(f"program: got {program!r}, which does not exist")
         startup.begin(names)

@@ -371,6 +371,12 @@ def test_a_gpu_that_cannot_be_asked_is_a_problem(monkeypatch: pytest.MonkeyPatch
     assert not found.ok and check(found, "cuda:1").status == "problem"
 
 
+def test_a_triton_that_is_newer_than_this_flashlin_is_said_to_be() -> None:
+    one = check(flashlin.doctor(target="H100,triton=9.9", op="rms_norm"), "newer")
+    assert one.status == "could not check" and "triton 9.9 is newer than 3.9.0" in one.detail
+    assert "newer" not in {one.name for one in flashlin.doctor(target="H100,triton=3.9", op="rms_norm").checks}
+
+
 def test_an_unreleased_build_is_treated_as_its_predecessor() -> None:
     one = check(flashlin.doctor(target="triton=3.4.0+git1234,sm=75"), "unreleased")
     assert one.status == "worked around" and "treated as affected by half-dot-33-pre-ampere" in one.detail
