@@ -111,8 +111,8 @@ def _broken(machine: Machine, gpu: bool) -> bool:
     """Whether torch or Triton cannot be used, so that staying is no choice; the checks say why."""
     cpu_build = machine.torch is not None and not machine.torch.version.cuda
     return bool(machine.torch is None or machine.mixed or machine.uncovered
-                or machine.triton_error and (gpu or machine.triton_error != "not installed")
-                or machine.unseen and (cpu_build or machine.driver_too_old))
+                or (machine.triton_error and (gpu or machine.triton_error != "not installed"))
+                or (machine.unseen and (cpu_build or machine.driver_too_old)))
 
 
 def _candidates(here: Pair, machine: Machine) -> list[Pair]:

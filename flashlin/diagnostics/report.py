@@ -270,7 +270,8 @@ class Report(Facts):
         others = [*(f"{layer.layers} calls {layer.function}"
                     for layer in self.layers if layer.verdict == "degraded"),
                   *(package.name for package in self.packages if package.status == "degraded"),
-                  *(one.where for one in (*self.flaws, *self.bindings) if one.status == "degraded")]
+                  *(flaw.where for flaw in self.flaws if flaw.status == "degraded"),
+                  *(one.where for one in self.bindings if one.status == "degraded")]
         what = "; and ".join(_few(list(dict.fromkeys(others))))
         return f"every op runs, but what calls other packages may run slowly or stop: {what}" if what else ""
 
