@@ -74,8 +74,8 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
     best = _best(reachable, judge, start)
     if best is not None and not broken and judge(best).order[:2] >= start.order[:2]:
         best = None
-    now = best or (None if broken else here)
     before = None if broken else here
+    now = best or before
     words: list[str] = []
     if best is not None:
         strange = (f"torch {here.torch} was made with Triton {releases.triton_for(here.torch)}, not "
@@ -85,9 +85,7 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
     limit = stay if now is None else judge(now)
     blocked = [pair for pair, no in against.items() if no and not any(one.startswith(NO_CODE) for one in no)]
     held = _best(blocked, judge, limit) if any(limit.prices) else None
-    if held is not None and sum(judge(held).prices) >= sum(limit.prices):
-        held = None
-    if held is not None:
+    if held is not None and sum(judge(held).prices) < sum(limit.prices):
         words.append(f"with torch {held.torch} {_gain(now, held, cards, machine.policy, ops)}; in its way: "
                      f"{', '.join(against[held])}")
     elif broken and best is None:

@@ -287,9 +287,10 @@ class Report(Facts):
     def _prices(self, plans: list[OpPlan]) -> str:
         """``some calls of 62 ops on fp32 copies, of 4 in plain torch``."""
         counts = Counter(plan.way for plan in {plan.op: plan for plan in reversed(plans)}.values())
-        words = [f"of {counts[way]} {'ops ' if not index else ''}{how}"
-                 for index, (way, how) in enumerate((way, how) for way, how in PRICES.items() if counts[way])]
-        return f"some calls {', '.join(words)}" if words else ""
+        [first, *rest] = [(counts[way], how) for way, how in PRICES.items() if counts[way]] or [(0, "")]
+        ops = "op" if first[0] == 1 else "ops"
+        words = [f"{first[0]} {ops} {first[1]}", *(f"{count} {how}" for count, how in rest)]
+        return f"some calls of {', of '.join(words)}" if first[0] else ""
 
     @property
     def exit_code(self) -> int:
