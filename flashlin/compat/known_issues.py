@@ -182,7 +182,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         url=_TRITON + "4492", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="reshape-outs-32", effect="the process aborts: assertion in LinearLayout::reshapeOuts",
-        symptoms=("mlir::triton::LinearLayout::reshapeOuts",
+        symptoms=("LinearLayout::reshapeOuts",
                   "Assertion `getTotalOutDimSize() == std::accumulate"),
         since="3.2.0", fixed_in="3.3.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
         need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_FLA + "196",

@@ -96,7 +96,8 @@ class Target(NamedTuple):
     def __str__(self) -> str:
         card = f"{self.name} {self.sm}" if self.backend in GPUS else self.name
         ptxas = f", ptxas {self.ptxas}" if self.ptxas else ""
-        return f"{card}, triton {self.triton or 'none'}{ptxas}, torch {self.torch or 'none'}"
+        torch = f", torch {self.torch}" if self.torch else ""
+        return f"{card}, triton {self.triton or 'none'}{ptxas}{torch}"
 
 
 @lru_cache(maxsize=1)
@@ -229,15 +230,16 @@ def parse(text: str, *, torch_version: str = "") -> Target:
     """``"H100"``, ``"H100,triton=3.2.0"``, ``"t4,torch=2.6"``, ``"triton=3.2.0,sm=90"`` -> Target.
 
     A card is needed: its name (``CARDS``), its sm (75, 90, 103 ...), AMD's gfx942 or a backend. Other keys
-    are triton, torch, ptxas, shared (bytes), sms and name. Without triton it is the one that the torch was
-    made with, else this machine's.
+    are triton, torch, ptxas, shared (bytes), sms and name. A triton of two numbers is its newest patch;
+    without one it is the one that the torch was made with, else this machine's.
 
     Raises ValueError that names what is wrong, and what was probably meant.
     """
     pairs: dict[str, str] = {}
-    for part in filter(None, (one.strip() for one in text.split(","))):
+    # as people type it: with spaces in place of commas, and with pip's two signs
+    for part in filter(None, (one.strip() for one in re.split(r",|\s+(?=\w+\s*=)", text))):
         key, is_pair, value = part.partition("=")
-        key, value = (key.strip().lower(), value.strip()) if is_pair else ("card", part)
+        key, value = (key.strip().lower(), value.strip("= ")) if is_pair else ("card", part)
         if key not in KEYS or not value:
             raise ValueError(f"target: got {part!r}, need key=value pairs out of {', '.join(KEYS)}, or the "
                              f"name of a card; for example H100,triton=3.2.0{nearest_name(key, KEYS)}")
@@ -256,8 +258,9 @@ def parse(text: str, *, torch_version: str = "") -> Target:
             raise ValueError(f"target: got {key}={pairs[key]}, need a whole number")
     name, card = _card(pairs)
     torch = pairs.get("torch", torch_version)
-    made_with = nearest(f"{triton_for(torch)}.99").version if triton_for(torch) else ""
-    triton = pairs.get("triton") or made_with or triton_state()[0]
+    said = pairs.get("triton") or triton_for(torch)
+    newest = nearest(f"{said}.99").version  # of a minor release its last patch
+    triton = newest if newest.startswith(f"{said}.") else said or triton_state()[0]
     triton = "" if triton == "none" else triton
     ptxas = pairs.get("ptxas", bundled_ptxas(triton, card.capability) if card.backend == "cuda" else "")
     shared = {"cuda": shared_per_block(card.capability), "hip": SHARED_ON_AMD}.get(card.backend, 1 << 30)
@@ -270,8 +273,18 @@ KEYS = ("card", "sm", "triton", "torch", "ptxas", "shared", "sms", "name", "back
 
 def nearest_name(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """``"; did you mean sm?"``, or ``""`` where nothing known is like what was given."""
-    close = get_close_matches(given, list(known), 1, cutoff)
+    names = {name.lower(): name for name in known}
+    close = [names[name] for name in get_close_matches(given.lower(), names, 1, cutoff)]
     return f"; did you mean {close[0]}?" if close and close[0] != given else ""
+
+
+def one_of(given: str, known: Iterable[str]) -> str:
+    """What an error says is needed in place of an unknown name: all of a few, of many the one that was meant,
+    if there is one."""
+    names = list(known)
+    meant = nearest_name(given, names)
+    listed = ", ".join(names) if len(names) <= 12 or not meant else f"the {len(names)} there are"
+    return f"need one of {listed}{meant}"
 
 
 def card_named(name: str) -> tuple[str, Card] | None:

@@ -339,7 +339,7 @@ def check_driver(machine: Machine) -> Iterator[Check]:
         return
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = ("is a CPU build" if not built
-           else f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None
+           else f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
            else f"(CUDA {built}) needs driver {releases.oldest_driver(built)} or newer"
            if machine.driver_too_old
            else f"(CUDA {built}) finds none: the driver does not let this user or container in")

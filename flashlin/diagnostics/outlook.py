@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from flashlin import dispatch
 from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
+from flashlin.compat.releases import RELEASES
 from flashlin.compat.target import GPUS, Target
 from flashlin.compat.versions import is_unreleased, release
 from flashlin.diagnostics.report import STATUSES, Check, Issue, OpPlan, Status
@@ -184,8 +185,13 @@ def issue_row(issue: KnownIssue, where: str, plans: list[Plan]) -> Issue:
     return Issue(id=issue.id, where=where, status=status, effect=issue.effect, detail=detail, url=issue.url)
 
 
-def unreleased(where: str, target: Target) -> Iterator[Check]:
-    """A nightly or a build from git: which fixes are in it, nobody can say."""
+def unknown(where: str, target: Target) -> Iterator[Check]:
+    """A Triton that is newer than this flashlin; a nightly or a build from git, of which nobody can say which
+    fixes are in it."""
+    if release(target.triton) > release(RELEASES[-1].version):
+        yield Check(name="newer", status="could not check",
+                    detail=f"{where}: triton {target.triton} is newer than {RELEASES[-1].version}, the newest "
+                           "one known here: what fails since then is not planned around")
     if not is_unreleased(target.triton):
         return
     fixed = ".".join(map(str, release(target.triton)))

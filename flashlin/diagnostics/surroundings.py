@@ -64,17 +64,13 @@ def _gravity(machine: Machine, needed: Status = "problem") -> Status:
 def check_compiler(machine: Machine) -> Iterator[Check]:
     """Triton compiles a launcher for each kernel in C."""
     named = os.environ.get("CC")
-    if named:
-        found = shutil.which(shlex.split(named)[0])
-        yield Check(name="C compiler", status="ok" if found else _gravity(machine),
-                    fix="" if found else "unset CC",
-                    detail=f"{found}, by CC" if found else
-                    f"CC={named} is not there, and Triton calls nothing else")
-        return
-    found = shutil.which("gcc") or shutil.which("clang")
+    found = (shutil.which(shlex.split(named)[0]) if named
+             else shutil.which("gcc") or shutil.which("clang"))
     yield Check(name="C compiler", status="ok" if found else _gravity(machine),
-                fix="" if found else _install(0),
-                detail=found or "no gcc and no clang on PATH; without CC Triton compiles nothing")
+                fix="" if found else "unset CC" if named else _install(0),
+                detail=f"{found}{', by CC' if named else ''}" if found else
+                f"CC={named} is not there, and Triton calls nothing else" if named else
+                "no gcc and no clang on PATH; without CC Triton compiles nothing")
 
 
 def check_headers(machine: Machine) -> Iterator[Check]:

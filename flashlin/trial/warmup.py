@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flashlin.compat.target import nearest_name, probe
+from flashlin.compat.target import one_of, probe
 from flashlin.dispatch import OPS
 from flashlin.guards import verdicts
 from flashlin.guards.problem import dtype_name
@@ -74,4 +74,4 @@ def forget(ops: Sequence[str] = ()) -> int:
 def _known(name: str, some: Sequence[str], need: tuple[str, ...]) -> None:
     for one in some:
         if one not in need:
-            raise ValueError(f"{name}: got {one!r}, need one of {', '.join(need)}{nearest_name(one, need)}")
+            raise ValueError(f"{name}: got {one!r}, {one_of(one, need)}")
