@@ -99,10 +99,10 @@ cache, and planning knows from then on what holds on this machine and what does
 not. Useful after an update of Triton or the driver, for a release nobody has
 tried yet, and before a job on many GPUs starts.
 
-An AMD GPU runs plain torch until this has been right there: then the ops, dtypes
-and head sizes that were tried run kernels. Nobody has run them on AMD yet, and a
-kernel that hangs may take the desktop with it: save your work first. It then goes
-one by one, and ends at a hang.
+An AMD GPU runs plain torch until this has been right there: then the ops,
+dtypes and head sizes that were tried run kernels. Nobody has run them on AMD
+yet, and a kernel that hangs may take the desktop with it: save your work first.
+It then goes one by one, and ends at a hang.
 
 Exit code: 0 if all is right, 1 if something is not (it will be planned
 otherwise) or could not be tried, 2 for a mistake in the arguments or a device

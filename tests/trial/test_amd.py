@@ -109,7 +109,7 @@ def test_after_a_hang_nothing_is_tried_and_what_was_found_is_kept(monkeypatch: p
 def test_a_record_that_is_shipped_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashlin.guards import proven
     configs = [one.config for one in planned(policy=TRYING).launches]
-    shipped = {config: {"3.6.0": {"ran": ["gfx942"]}} for config in configs}
+    shipped = {config: {"3.6.0": {"ran": "gfx942"}} for config in configs}
     monkeypatch.setattr(proven, "table", lambda: shipped)
     proven._shipped.cache_clear()
     dispatch.plan.cache_clear()
