@@ -4,6 +4,7 @@ started, and only shapes and dtypes tell which kernels a call needs."""
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,6 +15,7 @@ import torch
 
 import flashlin
 from flashlin import dispatch, serving
+from flashlin.compat.known_issues import KNOWN_ISSUES
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Plan, UnsupportedError
 from flashlin.kernels.families import PUBLIC
@@ -44,7 +46,19 @@ class Seen(NamedTuple):
     launches: tuple[Recorded, ...]
 
 
-WITHOUT_KERNELS = {"backend", "triton"}  # reasons of a target, that hold for every kernel on it
+# Of each chunked family the ops that most models train with, and their labels in 16 bits.
+MAIN = {"chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_rwkv6", "chunk_kda", "chunk_rwkv7",
+        "mamba_chunk_scan_combined", "selective_scan_fn"}
+MAIN_SHAPES = re.compile(r"(bfloat16|float16) (D=(64|128|256)|P=64 N=128|N=16)")
+
+
+def is_main(op: str, label: str) -> bool:
+    return op in MAIN and MAIN_SHAPES.fullmatch(label) is not None
+
+
+# Reasons that hold for every kernel on a target
+WITHOUT_KERNELS = {"backend", "triton", *(issue.id for issue in KNOWN_ISSUES if issue.remedies == ("torch_path",)
+                                          and not issue.traits and issue.min_warps == issue.min_stages == 1)}
 
 
 class _NoKernels(Exception):
@@ -134,7 +148,7 @@ def sequences(
 
 
 # Head sizes by dtype: training in bf16 at every size, fp32 where somebody checks a model, fp16 once.
-SIZES = ((BF16, 128), (BF16, 64), (BF16, 256), (FP16, 128), (FP32, 64), (FP32, 128))
+SIZES = ((BF16, 128), (BF16, 64), (BF16, 256), (FP16, 128), (FP16, 64), (FP16, 256), (FP32, 64), (FP32, 128))
 DTYPES = (BF16, FP16, FP32)
 # Ops over q, k and v, and what else they are always called with: by the op's name, or by that without chunk_
 # and so on.

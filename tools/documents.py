@@ -130,9 +130,13 @@ def migration() -> str:
     lines = [COMING]
     for package, (version, names) in peers.recorded().items():
         mine = peers.ours(package)
-        rows = [(f"`{one.module}.{one.name}`", f"`{THERE[package]}.{one.name}`{composed(mine[one.name])}",
-                 "; ".join(peers.differences(one, mine[one.name])) or "nothing")
-                for one in names if one.name in mine]
+        rows = []
+        for one in names:
+            same = [name for name, ours in mine.items() if one.name in mine and ours is mine[one.name]]
+            here = ", ".join(f"`{THERE[package]}.{name}`" for name in sorted(same, key=one.name.__ne__))
+            if same:
+                rows.append((f"`{one.module}.{one.name}`", here + composed(mine[one.name]),
+                             "; ".join(peers.differences(one, mine[one.name])) or "nothing"))
         lines += [f"## {package} {version}", "", *table(("there", "here", "what differs"), rows), ""]
         missing = sorted({*(one.name for one in names), *UNREAD.get(package, ())} - set(mine))
         lines += [f"Not here, so `flashlin.patch({package!r})` leaves them as they are, and lets those that "

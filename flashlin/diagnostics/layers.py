@@ -12,7 +12,7 @@ from torch import nn
 
 from flashlin import dispatch
 from flashlin.compat.known_issues import KNOWN_ISSUES
-from flashlin.compat.target import Target, probe
+from flashlin.compat.target import GPUS, Target, probe
 from flashlin.diagnostics import calls, outlook
 from flashlin.diagnostics.importing import Tried
 from flashlin.diagnostics.machine import attempt
@@ -199,7 +199,7 @@ def _theirs(one: Bound, op: str | None, here: Target | None, training: bool, why
     """What becomes of a call that does not go through flashlin. Of functions that flashlin has none of nobody
     knows here whether the layer's settings lead to them."""
     if one.implementation == TORCH:
-        gpu = here is not None and here.backend in ("cuda", "hip")
+        gpu = here is not None and here.backend in GPUS
         return ("degraded" if gpu else "ok"), f"the model's own torch function: {why}"
     if here is None:
         return "could not check", why

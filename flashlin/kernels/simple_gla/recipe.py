@@ -8,6 +8,7 @@ from flashlin.kernels.configs import Config, over_k, over_v
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_DECAY,
+    calm,
     carry_launch,
     cumsum_launch,
     dot_traits,
@@ -20,6 +21,7 @@ from flashlin.kernels.scans import (
 )
 
 
+@calm
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Forward's launches, then backward's if gradients are wanted; backward of the token kernel is the
     chunked one."""
