@@ -28,6 +28,8 @@ class Shape(NamedTuple):
         """Of a dimension of ROLES."""
         if dimension.isdigit():
             return int(dimension)
+        if dimension == "2T":  # rows of a delta product's two steps a token
+            return 2 * self.T
         return self.HV or self.H if dimension == "HV" else int(getattr(self, dimension))
 
 
@@ -37,8 +39,13 @@ ROLES: dict[str, tuple[str, torch.dtype]] = {
     "q": ("B T H D", BF16), "k": ("B T H D", BF16), "v": ("B T HV D", BF16), "unit": ("B T H D", BF16),
     "a": ("B T H D", BF16), "b": ("B T H D", BF16), "g": ("B T HV", FP32), "gk": ("B T HV D", FP32),
     "beta": ("B T HV", BF16), "bonus": ("H D", BF16), "state": ("B HV D D", FP32),
+    "erase": ("B T HV D", BF16), "write": ("B T HV D", BF16),
+    "units": ("B 2T H D", BF16), "values": ("B 2T HV D", BF16), "betas": ("B 2T HV", BF16),
     # of Mamba2: one key and query for all heads, of its usual 128 states
     "dt": ("B T H", FP32), "pole": ("H", FP32), "shared": ("B T 1 128", BF16),
+    # of Mamba-3: what is by head before it is by token, and a quarter of the states' pairs turned
+    "steps": ("B H T", FP32), "decays": ("B H T", FP32), "traps": ("B H T", BF16), "bias": ("H 128", FP32),
+    "angles": ("B T H 32", FP32),
     # of Mamba: H channels of D states; channels_last, as a linear layer leaves them
     "channels": ("B H T", BF16), "channels_last": ("B H T", BF16), "poles": ("H D", FP32),
     "columns": ("B D T", BF16), "weights": ("H", FP32),
@@ -76,6 +83,7 @@ class Op(NamedTuple):
 SHAPES = (Shape(4, 4096, 32, 128), Shape(1, 32768, 8, 128), Shape(1, 8192, 32, 128), Shape(1, 8192, 2, 128),
           Shape(8, 1024, 8, 64), Shape(1, 32768, 8, 128, packed=32))
 DECODING = tuple(Shape(B, 1, 16, 128) for B in (1, 32, 128))
+MAMBA3 = "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined"
 MAMBA, MAMBA2 = "mamba_ssm.ops.selective_scan_interface", "mamba_ssm.ops.triton.ssd_combined"
 
 
@@ -97,10 +105,17 @@ OPS: dict[str, list[Op]] = {
     "retention": _both("retention", "q k v"),
     "gla": _both("gla", "q k v g:gk", decoding="q k v gk"),
     "kda": _both("kda", "q k:unit v g:gk beta"),
+    "gdn2": _both("gdn2", "q k:unit v g:gk b:erase w:write"),
+    "comba": _both("comba", "q k:unit v p:unit g beta"),
+    "gated_delta_product": [Op("chunk_gated_delta_product", "fla.ops.gated_delta_product",
+                               "q k:units v:values g beta:betas", SHAPES, options=(("num_householder", 2),))],
     "rwkv6": _both("rwkv6", "r:q k v w:gk u:bonus"),
     "rwkv7": _both("rwkv7", "r:q w:gk k v a b"),
     "mamba2": [Op("mamba_chunk_scan_combined", MAMBA2, "x:v dt A:pole B:shared C:shared",
                   (Shape(8, 2048, 80, 64),), options=(("chunk_size", 256),))],
+    "mamba3": [Op("mamba3_siso_combined", MAMBA3,
+                  "Q:shared K:shared V:v ADT:decays DT:steps Trap:traps Q_bias:bias K_bias:bias "
+                  "Angles:angles D:weights Z:v", (Shape(8, 2048, 32, 64),))],
     "selective_scan": [
         Op("selective_scan_fn", MAMBA,
            f"u:{layout} delta:{layout} A:poles B:columns C:columns D:weights z:{layout} delta_bias:weights",
@@ -140,15 +155,21 @@ def inputs(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Any]:
     def made(role: str) -> torch.Tensor:
         if role in ("unit", "a"):  # a = -key, b = its rate times key
             return key if role == "unit" else -key
+        if role == "units":
+            return F.normalize(drawn(role, shape, device).float(), dim=-1)
+        if role in ("erase", "write"):
+            return drawn(role, shape, device).sigmoid()
         if role == "b":
             return key * torch.rand([*key.shape[:-1], 1], device=device)
         if role in ("g", "gk"):
             return F.logsigmoid(drawn(role, shape, device))
-        if role == "dt":
+        if role in ("dt", "steps"):
             return F.softplus(drawn(role, shape, device) - 2)
+        if role == "decays":  # of a step and a pole
+            return -0.1 * drawn(role, shape, device, torch.rand)
         if role in ("pole", "poles"):
             return -drawn(role, shape, device, torch.rand) - 0.5
-        return drawn(role, shape, device, torch.rand if role == "beta" else torch.randn)
+        return drawn(role, shape, device, torch.rand if role in ("beta", "betas") else torch.randn)
     tensors: dict[str, Any] = {name: made(role).to(ROLES[role][1]).requires_grad_(op.gradients)
                                for name, role in op.roles.items()}
     if shape.packed:

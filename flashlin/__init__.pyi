@@ -33,6 +33,8 @@ from flashlin.modules.norm_linear import RMSNormLinear
 from flashlin.modules.rotary import RotaryEmbedding
 from flashlin.ops.causal_conv1d import causal_conv1d_fn
 from flashlin.ops.causal_conv1d import mamba_causal_conv1d_update
+from flashlin.ops.comba import chunk_comba
+from flashlin.ops.comba import fused_recurrent_comba
 from flashlin.ops.conv import causal_conv1d
 from flashlin.ops.conv import causal_conv1d_update
 from flashlin.ops.cross_entropy import cross_entropy_loss
@@ -42,6 +44,8 @@ from flashlin.ops.delta_rule import delta_rule
 from flashlin.ops.delta_rule import fused_recurrent_delta_rule
 from flashlin.ops.dplr_delta_rule import chunk_dplr_delta_rule
 from flashlin.ops.dplr_delta_rule import fused_recurrent_dplr_delta_rule
+from flashlin.ops.gated_delta_product import chunk_gated_delta_product
+from flashlin.ops.gated_delta_product import fused_recurrent_gated_delta_product
 from flashlin.ops.gated_delta_rule import chunk_gated_delta_rule
 from flashlin.ops.gated_delta_rule import chunk_gdn
 from flashlin.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
@@ -49,6 +53,8 @@ from flashlin.ops.gated_delta_rule import fused_recurrent_gdn
 from flashlin.ops.gated_delta_rule import gated_delta_rule
 from flashlin.ops.gates import fused_gdn_gate
 from flashlin.ops.gates import fused_kda_gate
+from flashlin.ops.gdn2 import chunk_gdn2
+from flashlin.ops.gdn2 import fused_recurrent_gdn2
 from flashlin.ops.gla import chunk_gla
 from flashlin.ops.gla import fused_recurrent_gla
 from flashlin.ops.gla import gla
@@ -65,6 +71,7 @@ from flashlin.ops.linear_attn import chunk_linear_attn
 from flashlin.ops.linear_attn import fused_chunk_linear_attn
 from flashlin.ops.linear_attn import fused_recurrent_linear_attn
 from flashlin.ops.linear_attn import linear_attn
+from flashlin.ops.mamba3 import mamba3_siso_combined
 from flashlin.ops.norm import group_norm
 from flashlin.ops.norm import l2_norm
 from flashlin.ops.norm import l2norm
@@ -148,10 +155,13 @@ __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "check_tokens",
+    "chunk_comba",
     "chunk_delta_rule",
     "chunk_dplr_delta_rule",
+    "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
     "chunk_gdn",
+    "chunk_gdn2",
     "chunk_gla",
     "chunk_hgrn",
     "chunk_iplr_delta_rule",
@@ -176,10 +186,13 @@ __all__ = [
     "fused_kda_gate",
     "fused_linear_cross_entropy_loss",
     "fused_mul_recurrent_rwkv7",
+    "fused_recurrent_comba",
     "fused_recurrent_delta_rule",
     "fused_recurrent_dplr_delta_rule",
+    "fused_recurrent_gated_delta_product",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "fused_recurrent_gdn2",
     "fused_recurrent_gla",
     "fused_recurrent_hgrn",
     "fused_recurrent_iplr_delta_rule",
@@ -206,6 +219,7 @@ __all__ = [
     "layer_norm_swish_gate_linear",
     "layernorm_fn",
     "linear_attn",
+    "mamba3_siso_combined",
     "mamba_causal_conv1d_update",
     "mamba_chunk_scan_combined",
     "mamba_split_conv1d_scan_combined",

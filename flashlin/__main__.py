@@ -14,78 +14,112 @@ from typing import Any, NoReturn
 
 import flashlin
 
-ABOUT = """Linear attention that runs on every Triton, GPU and dtype, and otherwise says what is wrong and what to do.
+ABOUT = """Linear attention that runs on every Triton, GPU and dtype, and otherwise says
+what is wrong and what to do.
 
-  flashlin doctor     what works on this machine, what is worked around, and the command that repairs the rest
+  flashlin doctor     what works on this machine, what is worked around, and
+                      the command that repairs the rest
   flashlin explain    how one call would run, and why
-  flashlin run        a program as it is, its fla, transformers or mamba_ssm through flashlin
-  flashlin warmup     compile and try what this machine will need, before the first real call does
-  flashlin why        what is known of an error that is on the screen, and what to do about it
+  flashlin run        a program as it is, its fla, transformers or mamba_ssm
+                      through flashlin
+  flashlin warmup     compile and try what this machine will need, before the
+                      first real call does
+  flashlin why        what is known of an error that is on the screen, and what
+                      to do about it
   flashlin --version  of flashlin, torch and Triton, in one line
-"""
-DOCTOR = """Says first whether everything works, then what this machine is, what calls of the ops take on it (the plans
-that calls would really follow), what is wrong, and last the one command that repairs or improves it.
-Offline and read-only (--run compiles kernels, and Triton caches them). Works with torch or Triton broken or missing.
-Then what fla, transformers, mamba_ssm, causal_conv1d and kernels are here, as far as they are installed: each is imported in a child process,
-all at the same time, for 60 seconds at most. With --op and --target they are left out.
 
-The first word is the verdict: ok, degraded (every op runs, but the GPU is not used, or at a price), or broken.
-What is listed is
+`flashlin doctor --help` and so on have the options, examples and exit codes.
+"""
+DOCTOR = """Says first whether everything works, then what this machine is, what calls of
+the ops take on it (the plans that calls would really follow), what is wrong,
+and last the one command that repairs or improves it. Offline and read-only, but
+for --run, which compiles kernels. Works with torch or Triton broken or missing.
+
+Of fla, transformers, mamba_ssm, causal_conv1d and kernels it says what is
+installed: each is imported in a child process, all at the same time, for 60
+seconds at most. With --op and --target they are left out.
+
+The first word is the verdict: ok, degraded (every op runs, but the GPU is not
+used, or at a price), or broken. What is listed is
 
   ok               the usual way
-  worked around    something stood in the way, and the way around it costs nothing worth telling
-  degraded         a GPU that is not used, or runs plain torch or fp32 copies; what that costs is told. Another package that cannot be
-                   imported, or what it does slowly, or stops at, here
+  worked around    something stood in the way, and the way around it costs
+                   nothing worth telling
+  degraded         a GPU that is not used, or runs plain torch or fp32 copies,
+                   and what that costs; another package that cannot be
+                   imported, is slow here, or stops
   problem          does not run, or may be wrong
   could not check  nobody knows
 
-Exit code: 0 if every op runs and nothing is known to be wrong (ok, degraded), 1 if not (broken, and with
---fail-on degraded also degraded), 2 for a mistake in the arguments.
+Exit code: 0 if every op runs and nothing is known to be wrong (ok, degraded), 1
+if not (broken, and with --fail-on degraded also degraded), 2 for a mistake in
+the arguments.
 """
 DOCTOR_EXAMPLES = """examples:
-  flashlin doctor                                   this machine
-  flashlin doctor --run                             also run small cases of every op against a float64 reference
-  flashlin doctor --run --op chunk_simple_gla       one op
-  flashlin doctor --verbose                         every op, check and known issue
-  flashlin doctor --target T4,triton=3.2.0          another machine; or t4,torch=2.6, or sm=75,triton=3.2.0
-  flashlin doctor --fail-on degraded                in a job's first line: does this machine run the kernels?
-  flashlin doctor --markdown                        to paste into an issue; nothing in it says whose machine it is
+  flashlin doctor                              this machine
+  flashlin doctor --run                        run small cases of every op, too
+  flashlin doctor --run --op chunk_gla         one op
+  flashlin doctor --verbose                    every op, check and known issue
+  flashlin doctor --target T4,triton=3.2.0     another machine; or t4,torch=2.6,
+                                               or sm=75,triton=3.2.0
+  flashlin doctor --fail-on degraded           in a job's first line: does this
+                                               machine run the kernels?
+  flashlin doctor --markdown                   to paste into an issue; nothing
+                                               in it says whose machine it is
   flashlin doctor --json | jq .status
 """
-EXPLAIN = """The decision trail of one call: what stands against it on a machine, and what is done about it.
-Exit code: 0 if there is an answer, also if it is that the call cannot run; 1 if flashlin cannot be loaded; 2 for a mistake in the arguments.
+EXPLAIN = """The decision trail of one call: what stands against it on a machine, and what is
+done about it. Sizes that are not given are those of the op's typical calls.
+
+Exit code: 0 if there is an answer, also if it is that the call cannot run; 1 if
+flashlin cannot be loaded; 2 for a mistake in the arguments.
 """
 EXPLAIN_EXAMPLES = """examples:
-  flashlin explain chunk_simple_gla                                             on this machine, training, bfloat16
-  flashlin explain chunk_simple_gla --dtype fp16 -B 4 -T 4096 -K 256
-  flashlin explain chunk_simple_gla --target T4,triton=3.3.1                    on another machine
-  flashlin explain simple_gla -T 1 -B 64 --no-grad                              decoding: which mode?
-  flashlin explain mamba_causal_conv1d_update -B 64                             sizes not given are those of the op's typical calls
+  flashlin explain chunk_gla                   training in bfloat16, here
+  flashlin explain chunk_gla --dtype fp16 -B 4 -T 4096 -K 256
+  flashlin explain chunk_gla --target T4,triton=3.3.1
+  flashlin explain simple_gla -T 1 -B 64 --no-grad      decoding: which mode?
 """
-RUN = """Runs a program as `python program.py ...` would, with flashlin in the packages that it imports: their functions are replaced by flashlin's
-before the program's own first line, in the Python processes that it starts, too. At the end stderr says what was replaced and what ran, by which
-kernels. Exit code: the program's; 2 for a mistake in the arguments.
+RUN = """Runs a program as `python program.py ...` would, with flashlin in the packages
+that it imports: their functions are replaced by flashlin's before the program's
+own first line, in the Python processes that it starts, too. At the end stderr
+says what was replaced and what ran, by which kernels.
+
+Exit code: the program's; 2 for a mistake in the arguments.
 """
 RUN_EXAMPLES = """examples:
-  flashlin run train.py --lr 1e-3                                       packages that are installed here and that flashlin knows
-  flashlin run --patch fla,transformers train.py                        these (or FLASHLIN_PATCH=fla,transformers flashlin run train.py)
-  flashlin run -m torch.distributed.run --nproc-per-node 8 train.py     a module, and all that it starts
+  flashlin run train.py --lr 1e-3
+  flashlin run --patch fla,transformers train.py
+  FLASHLIN_PATCH=fla,transformers flashlin run train.py
+  flashlin run -m torch.distributed.run --nproc-per-node 8 train.py
 """
-WARMUP = """Runs a small case of each op on the GPU in child processes, forward and backward, twice, and compares with float64. What is compiled
-stays in Triton's cache, and planning knows from then on what holds on this machine and what does not. Useful after an update of Triton or the
-driver, for a release nobody has tried yet, and before a job on many GPUs starts.
-Exit code: 0 if all is right, 1 if something is not (it will be planned otherwise) or could not be tried, 2 for a mistake in the arguments or a
-device that torch cannot use.
+WARMUP = """Runs a small case of each op on the GPU in child processes, forward and
+backward, twice, and compares with float64. What is compiled stays in Triton's
+cache, and planning knows from then on what holds on this machine and what does
+not. Useful after an update of Triton or the driver, for a release nobody has
+tried yet, and before a job on many GPUs starts.
+
+An AMD GPU runs plain torch until this has been right there: then the ops,
+dtypes and head sizes that were tried run kernels. Nobody has run them on AMD
+yet, and a kernel that hangs may take the desktop with it: save your work first.
+It then goes one by one, and ends at a hang.
+
+Exit code: 0 if all is right, 1 if something is not (it will be planned
+otherwise) or could not be tried, 2 for a mistake in the arguments or a device
+that torch cannot use.
 """
 WARMUP_EXAMPLES = """examples:
-  flashlin warmup                                                       every op in bfloat16, heads of 64 and 128
-  flashlin warmup --op chunk_gated_delta_rule --dtype bf16 --dtype fp32 --head-dim 256
-  flashlin warmup --forget --op chunk_gated_delta_rule                  take back what was found of its kernels here
+  flashlin warmup                    every op in bfloat16, heads of 64 and 128
+  flashlin warmup --op chunk_gla --dtype bf16 --dtype fp32 --head-dim 256
+  flashlin warmup --forget --op chunk_gla     take back what was found of it
 """
-WHY = """Which known failures print this text: the cards and releases that have it, what flashlin does, what to do
-without it, and how sure that is. Reads tables that come with flashlin; asks nobody, starts nothing. Without a text
-it reads standard input, a whole log if need be.
-Exit code: 0 if something is known that prints it or may, 1 if nothing is, 2 for a mistake in the arguments.
+WHY = """Which known failures print this text: the cards and releases that have it, what
+flashlin does, what to do without it, and how sure that is. Reads tables that
+come with flashlin; asks nobody, starts nothing. Without a text it reads
+standard input, a whole log if need be.
+
+Exit code: 0 if something is known that prints it or may, 1 if nothing is, 2 for
+a mistake in the arguments.
 """
 WHY_EXAMPLES = """examples:
   flashlin why "IndexError: map::at"
@@ -119,13 +153,12 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
-    top = Parser(prog="flashlin", description=ABOUT,
-                                  epilog=DOCTOR_EXAMPLES + "\n" + EXPLAIN_EXAMPLES, formatter_class=plain)
+    top = Parser(prog="flashlin", description=ABOUT, formatter_class=plain)
     top.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS,
                      help="versions of flashlin, torch and Triton")
     commands = top.add_subparsers(dest="command", required=True,
                                   metavar="doctor | explain | run | warmup | why")
-    doctor = commands.add_parser("doctor", help="examine this machine", description=DOCTOR,
+    doctor = commands.add_parser("doctor", description=DOCTOR,
                                  epilog=DOCTOR_EXAMPLES, formatter_class=plain)
     doctor.add_argument("--run", action="store_true",
                         help="run small cases of every op, forward and backward, in a child process")
@@ -137,7 +170,7 @@ def parser() -> argparse.ArgumentParser:
     style.add_argument("--verbose", action="store_true", help="every op, check and known issue")
     style.add_argument("--json", action="store_true", help="JSON on stdout")
     style.add_argument("--markdown", action="store_true", help="Markdown on stdout, folded for an issue")
-    explain = commands.add_parser("explain", help="how one call would run, and why", epilog=EXPLAIN_EXAMPLES,
+    explain = commands.add_parser("explain", epilog=EXPLAIN_EXAMPLES,
                                   formatter_class=plain, description=EXPLAIN)
     explain.add_argument("op", help="a public op, such as chunk_simple_gla")
     explain.add_argument("--target", metavar="FACTS", help=TARGET)
@@ -155,15 +188,14 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--ranks", type=int, default=1,
                          help="ranks that share each sequence, T tokens on each (process_group)")
     explain.add_argument("--mode", help="auto, chunk or fused_recurrent, for an op that has the choice")
-    program = commands.add_parser("run", help="run a program with flashlin in the packages that it uses",
-                                  description=RUN, epilog=RUN_EXAMPLES, formatter_class=plain)
+    program = commands.add_parser("run", description=RUN, epilog=RUN_EXAMPLES, formatter_class=plain)
     program.add_argument("--patch", metavar="NAMES",
                          help="packages, separated by commas (default: FLASHLIN_PATCH, else all that are installed)")
     program.add_argument("--quiet", action="store_true", help="say nothing at the end")
     program.add_argument("-m", dest="module", action="store_true", help="the program is the name of a module")
     program.add_argument("program", help="a file, or with -m a module")
     program.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
-    warm = commands.add_parser("warmup", help="compile and try kernels ahead", epilog=WARMUP_EXAMPLES,
+    warm = commands.add_parser("warmup", epilog=WARMUP_EXAMPLES,
                                formatter_class=plain, description=WARMUP)
     warm.add_argument("--op", action="append", default=[], metavar="NAME",
                       help="only this op (repeatable; default: all)")
@@ -178,7 +210,7 @@ def parser() -> argparse.ArgumentParser:
     warm.add_argument("--forget", action="store_true",
                       help="try nothing, and take back what was found on this machine (of --op, or of all)")
     warm.add_argument("--json", action="store_true", help="JSON on stdout")
-    ask = commands.add_parser("why", help="what is known of an error", description=WHY, epilog=WHY_EXAMPLES,
+    ask = commands.add_parser("why", description=WHY, epilog=WHY_EXAMPLES,
                               formatter_class=plain)
     ask.add_argument("text", nargs="*", help="what was printed; standard input if nothing is given")
     return top
@@ -304,8 +336,8 @@ def run_program(patch: str | None, program: str, arguments: list[str], **how: An
     """The program has stdout for itself, and its exit ends this process."""
     startup = load("integrations.startup")
     try:
-        asked = os.environ.get(startup.VARIABLE) if patch is None else patch
-        names = startup.installed() if asked is None else startup.names_of(asked)
+        asked, by = (os.environ.get(startup.VARIABLE), startup.VARIABLE) if patch is None else (patch, "--patch")
+        names = startup.installed() if asked is None else startup.names_of(asked, by)
         if not how["module"] and not os.path.exists(program):
             raise ValueError(f"program: got {program!r}, which does not exist")
         startup.begin(names)

@@ -1,4 +1,4 @@
-"""Mamba and Mamba2 under the names of mamba_ssm and causal_conv1d:
+"""Mamba, Mamba2 and Mamba-3 under the names of mamba_ssm and causal_conv1d:
 ``from flashlin.mamba import causal_conv1d_update, selective_state_update, ...``.
 
 ``causal_conv1d_update``, ``RMSNorm`` and ``LayerNorm`` are theirs, unlike what the package itself has under
@@ -13,6 +13,7 @@ from flashlin.compat.lazy import attach
 
 _WHERE = {"mamba_chunk_scan_combined": "flashlin.ops.ssd",
           "mamba_split_conv1d_scan_combined": "flashlin.ops.ssd",
+          "mamba3_siso_combined": "flashlin.ops.mamba3",
           "selective_state_update": "flashlin.ops.state_update",
           "selective_scan_fn": "flashlin.ops.selective_scan",
           "causal_conv1d_fn": "flashlin.ops.causal_conv1d",

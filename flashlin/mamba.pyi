@@ -7,6 +7,7 @@ from flashlin.ops.add_norm import rms_norm_fn
 from flashlin.ops.causal_conv1d import causal_conv1d_fn
 from flashlin.ops.causal_conv1d import causal_conv1d_update
 from flashlin.ops.causal_conv1d import causal_conv1d_varlen_states
+from flashlin.ops.mamba3 import mamba3_siso_combined
 from flashlin.ops.mamba_inner import mamba_inner_fn
 from flashlin.ops.norm import layernorm_fn
 from flashlin.ops.norm import rmsnorm_fn
@@ -24,6 +25,7 @@ __all__ = [
     "causal_conv1d_varlen_states",
     "layer_norm_fn",
     "layernorm_fn",
+    "mamba3_siso_combined",
     "mamba_chunk_scan_combined",
     "mamba_inner_fn",
     "mamba_split_conv1d_scan_combined",

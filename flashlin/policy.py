@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 CHOICES = {"policy": ("auto", "strict", "off"), "path": ("auto", "triton", "torch"),
-           "tokens": ("async", "sync", "off"), "canary": ("auto", "off"), "debug": ("0", "1"),
+           "tokens": ("async", "sync", "off"), "canary": ("auto", "off", "trial"), "debug": ("0", "1"),
            "autotune": ("timed", "first", "rank0"), "invariant": ("0", "1")}
 SWITCHES = ("debug", "invariant")  # True or False
 # FLASHLIN_HOME, FLASHLIN_CACHE, FLASHLIN_PATCH: guards.verdicts, testing.environments, integrations.startup
@@ -21,10 +21,11 @@ class Policy(NamedTuple):
     path: ``auto``, or insist on ``triton`` or ``torch``. ignore: ids of known issues to disregard.
     tokens: how out-of-range tokens on a GPU are reported (``async``, ``sync``, ``off``). canary: whether
     kernels that nobody has run on such a card under such a Triton are tried in a child process before their
-    first use. debug: also check values, at the price of a sync. autotune: how a configuration of a tuned
-    kernel is found (``flashlin.autotune``: ``timed``, ``first``, ``rank0``). invariant: no choice depends on
-    how many sequences a call has or on how long they are, so that what a row gives does not, either, to the
-    bit; few long sequences then leave most of a card idle.
+    first use; ``trial`` in that child itself, which starts such kernels on AMD, too. debug: also check
+    values, at the price of a sync. autotune: how a configuration of a tuned kernel is found
+    (``flashlin.autotune``: ``timed``, ``first``, ``rank0``). invariant: no choice depends on how many
+    sequences a call has or on how long they are, so that what a row gives does not, either, to the bit; few
+    long sequences then leave most of a card idle.
     """
     policy: str = "auto"
     path: str = "auto"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from matrix import cells, support, workflow
+from matrix import cells, figures, support, workflow
 from matrix import run as runner
 from matrix.results import Cell, Matrix, load_result
 from matrix.squares import CellState, Planned
@@ -46,9 +46,13 @@ def planned(whole: Matrix) -> list[CellState]:
     """What is known of every cell, with the plans of today, which take two minutes."""
     bar, every = Bar(), []
     for cell in whole.cell:
-        bar.cell = cell.triton
-        every.append(CellState(load_result(RESULTS, cell),
-                           runner.plans(cell, whole.card, bar) if "plan" in cell.layers else Planned()))
+        bar.cell, result = cell.triton, load_result(RESULTS, cell)
+        if "plan" in cell.layers:
+            runner.plan_by(result)
+            made = runner.plans(cell, whole.card, bar)
+            every.append(CellState(result, made, plain=runner.plain(result, whole.card)))
+        else:
+            every.append(CellState(result, Planned()))
         bar.close()
     return every
 
@@ -85,6 +89,8 @@ def command_line() -> argparse.ArgumentParser:
     programs.add_argument("--jobs", type=int, default=1, help="processes at a time (default: 1)")
     programs.add_argument("--out", type=Path, default=RESULTS,
                           help="folder of the records (default: matrix/results)")
+    figures_of = commands.add_parser("figures", help="write the figures that main kernels are held to")
+    figures_of.add_argument("--jobs", type=int, default=0, help="compilers at a time (default: one per core)")
     nightly = commands.add_parser("workflow", help="write the releases into matrix/github-workflow.yml")
     nightly.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is stale")
     return parser
@@ -95,6 +101,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.command == "workflow":
         return workflow.write(whole, check=options.check)
+    if options.command == "figures":
+        return figures.write(jobs=options.jobs)
     if options.command == "stacks":
         try:
             chosen_stacks = stacks.by_name(options.stack)

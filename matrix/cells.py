@@ -12,14 +12,18 @@ CARDS = (
     Card(name="sm75", example="T4", kind="gate"),
     Card(name="sm80", example="A100", kind="gate"),
     Card(name="sm86", example="RTX 3090", kind="gate"),
+    Card(name="sm87", example="Orin", kind="gate"),
     Card(name="sm89", example="RTX 4090", kind="gate"),
     Card(name="sm90", example="H100, H200", kind="gate"),
     Card(name="sm100", example="B200", kind="gate"),
     Card(name="sm103", example="B300", kind="gate"),
+    Card(name="sm110", example="Thor", kind="gate"),
     Card(name="sm120", example="RTX 5090", kind="gate"),
+    Card(name="sm121", example="GB10", kind="gate"),
     Card(name="gfx90a", example="MI250", kind="report"),
     Card(name="gfx942", example="MI300", kind="report"),
     Card(name="gfx1100", example="RX 7900", kind="report"),
+    Card(name="gfx1201", example="RX 9070", kind="report"),
 )
 
 

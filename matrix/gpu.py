@@ -26,6 +26,7 @@ from flashlin.testing import cases, compare
 from flashlin.testing.compare import Case
 from flashlin.testing.record import recording, source_hash
 from matrix import record
+from matrix.results import RIGHT, load_gpu
 from matrix.workload import as_in_a_case
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -71,7 +72,7 @@ def work(part: int, of: int, ops: list[str], known: dict[str, Any]) -> None:
     """A worker: its share of the cases, one JSON line each, announced before it starts so that a death names
     its case. Those of which a record knows all that they would start, and that they were right, are left
     out."""
-    flashlin.settings(canary="off")  # this is the trial
+    flashlin.settings(canary="trial")
     torch.set_num_threads(1)  # the references run on the CPU, one worker a core
     # neighbours share kernels, so a worker takes a run of them and compiles each kernel once
     todo = [(case, dtype) for dtype in DTYPES for case in cases.CASES if not ops or case.op in ops]
@@ -137,10 +138,11 @@ def merged(before: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
             "rows": [row for _, row in sorted(every.items())]}
 
 
-def brief(row: dict[str, Any]) -> dict[str, Any]:
+def brief(row: dict[str, Any]) -> dict[str, Any] | list[Any]:
     """A row as a record keeps it: errors to two digits. What is right is bitwise right."""
-    return {name: float(f"{value:.1e}") if isinstance(value, float) else value
-            for name, value in row.items() if name != "bitwise" or not row["ok"]}
+    rounded = {name: float(f"{value:.1e}") if isinstance(value, float) else value
+               for name, value in row.items()}
+    return [rounded[name] for name in RIGHT] if row["ok"] else rounded
 
 
 def main() -> int:
@@ -160,7 +162,7 @@ def main() -> int:
     if arguments.part:
         part, of = arguments.part.split("/")
         work(int(part), int(of), arguments.op,
-             json.loads(arguments.known.read_text()) if arguments.known else {})
+             load_gpu(arguments.known) if arguments.known else {})
         sys.stdout.flush()
         # some pairs of torch and Triton abort while the interpreter is torn down, after all work is done
         os._exit(0)
@@ -168,7 +170,7 @@ def main() -> int:
     before: dict[str, Any] = {}
     place = record.place(arguments.out or Path(), "gpu", card)
     if arguments.out and place.exists() and (arguments.op or arguments.missing):
-        before = json.loads(place.read_text())
+        before = load_gpu(place)
     if not record.made_by(card).items() <= before.items():
         before = {}
     tried = collect(arguments.jobs, arguments.op, arguments.seconds,

@@ -25,9 +25,10 @@ def data(matrix: Matrix, squares: list[Square], date: str) -> dict[str, Any]:
         square = known.get((op, triton, card)) or Square(op=op, card=card, triton=triton, status="not run")
         evidence, *why = (texts.setdefault(text, len(texts)) for text in (square.evidence, *square.why))
         rows.append((STATUSES.index(square.status), square.calls, evidence, why))
-    links = {issue.id: issue.url for issue in KNOWN_ISSUES if issue.url.startswith("https://")}
-    return {"date": date, "links": links, "statuses": [(status, MEANS[status]) for status in STATUSES], "axes": axes,
-            "texts": list(texts), "squares": rows}
+    issues = {issue.id: {"effect": issue.effect, "url": issue.url if issue.url.startswith("https://") else ""}
+              for issue in KNOWN_ISSUES}
+    return {"date": date, "issues": issues, "statuses": [(status, MEANS[status]) for status in STATUSES],
+            "axes": axes, "texts": list(texts), "squares": rows}
 
 
 def page(matrix: Matrix, squares: list[Square], date: str) -> str:

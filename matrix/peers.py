@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +47,8 @@ class Op(NamedTuple):
     kernels/recurrent/inputs.py. delta: the prediction is subtracted (kda, the delta rules). before: the state
     is read before the update (rwkv6). home: module in fla or mamba_ssm. options: keywords it is always called
     with. initial, last: the arguments that bring a state and ask for the last one, empty where there is none.
-    packed: whose ops take cu_seqlens, or what else there is to say of it."""
+    packed: whose ops take cu_seqlens, or what else there is to say of it. steps: rows of k, v and beta for
+    each token."""
     name: str
     home: str
     arguments: str
@@ -56,6 +58,7 @@ class Op(NamedTuple):
     initial: str = "initial_state"
     last: str = "output_final_state"
     packed: str = "both"
+    steps: int = 1
 
 
 def _both(family: str, arguments: str, **facts: Any) -> list[Op]:
@@ -71,6 +74,9 @@ OPS: list[Op] = [
     *_both("lightning_attn", "q k v", options=(("layer_idx", 1), ("num_layers", 4))),
     *_both("delta_rule", "q k v beta", delta=True), *_both("gated_delta_rule", "q k v g beta", delta=True),
     *_both("kda", "q k v g:gk beta", delta=True),
+    *_both("gdn2", "q k v g:gk b:erase w:write", delta=True), *_both("comba", "q k v p g beta", delta=True),
+    Op("chunk_gated_delta_product", "fla.ops.gated_delta_product", "q k v g beta", delta=True,
+       options=(("num_householder", 2),), steps=2),
     Op("chunk_gla", "fla.ops.gla", "q k v g:gk"), Op("fused_recurrent_gla", "fla.ops.gla", "q k v gk"),
     *_both("rwkv6", "r:q k v w:gk u:bonus", before=True), *_both("rwkv7", "r:q w:gk k v a b"),
     Op("fused_mul_recurrent_rwkv7", "fla.ops.rwkv7", "r:q w:gk k v kk a:rate"),
@@ -81,6 +87,9 @@ OPS: list[Op] = [
     Op("mamba_chunk_scan_combined", "mamba_ssm.ops.triton.ssd_combined", "x:v dt A B:k C:q",
        options=(("chunk_size", 64),), initial="initial_states", last="return_final_states",
        packed="see cu_seqlens and seq_idx in the op's own cases"),
+    Op("mamba3_siso_combined", "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined",
+       "Q K V ADT DT Trap Q_bias K_bias Angles", initial="", last="",
+       packed="see cu_seqlens and Input_States in the op's own cases"),
     Op("selective_scan_fn", "mamba_ssm.ops.selective_scan_interface", "u:v delta A B:k C:q", initial="",
        last="return_last_state", packed="none")]
 
@@ -127,6 +136,11 @@ def made(op: Op, sizes: Sizes, dtype: Any, generator: Any) -> dict[str, Any]:
     if "hgrn" in op.name:
         given = {"x": randn(B, T, H * V).to(dtype), "g": F.logsigmoid(randn(B, T, H * V)).to(dtype)}
         state = (state[0], H * V)
+    elif op.name.startswith("mamba3"):
+        given = {**{name: randn(B, T, H, K).to(dtype) for name in "QK"}, "V": randn(B, T, H, V).to(dtype),
+                 "ADT": -torch.rand(B, H, T, generator=generator), "DT": F.softplus(randn(B, H, T) - 2),
+                 "Trap": randn(B, H, T).to(dtype),
+                 **{f"{name}_bias": randn(H, K) / 4 + 1 for name in "QK"}, "Angles": randn(B, T, H, K // 4)}
     elif op.name.startswith("mamba"):
         given = {"x": randn(B, T, H, V).to(dtype), "dt": F.softplus(randn(B, T, H) - 2),
                  "A": -torch.rand(H, generator=generator) - 0.5, "B": randn(B, T, H, K).to(dtype),
@@ -138,10 +152,13 @@ def made(op: Op, sizes: Sizes, dtype: Any, generator: Any) -> dict[str, Any]:
                  "C": randn(B, K, T).to(dtype)}
     else:
         unit = F.normalize(randn(B, T, H, K), dim=-1)
-        every = {"q": randn(B, T, H, K).to(dtype),
-                 "k": (F.normalize(randn(B, T, H, K), dim=-1) if op.delta else randn(B, T, H, K)).to(dtype),
-                 "v": randn(B, T, H, V).to(dtype), "g": F.logsigmoid(randn(B, T, H)),
-                 "gk": F.logsigmoid(randn(B, T, H, K) + 2), "beta": randn(B, T, H).sigmoid().to(dtype),
+        rows = T * op.steps
+        key = randn(B, rows, H, K)
+        key = F.normalize(key, dim=-1) if op.delta else key
+        every = {"q": randn(B, T, H, K).to(dtype), "k": key.to(dtype), "p": (key / 2).to(dtype),
+                 "v": randn(B, rows, H, V).to(dtype), "erase": randn(B, T, H, K).sigmoid().to(dtype),
+                 "write": randn(B, T, H, V).sigmoid().to(dtype), "g": F.logsigmoid(randn(B, T, H)),
+                 "gk": F.logsigmoid(randn(B, T, H, K) + 2), "beta": randn(B, rows, H).sigmoid().to(dtype),
                  "bonus": randn(H, K), "a": -unit.to(dtype),
                  "b": (unit * randn(B, T, H, K).sigmoid()).to(dtype), "kk": unit.to(dtype),
                  "rate": randn(B, T, H, K).sigmoid().to(dtype)}
@@ -160,7 +177,8 @@ def _roles(op: Op) -> dict[str, str]:
 
 def called(function: Callable[..., Any], op: Op, with_state: bool, **tensors: Any) -> Tensors:
     options = {**dict(op.options), **({op.last: True} if op.last else {})}
-    o, ht = function(**tensors, **options)
+    returned = function(**tensors, **options)
+    o, ht = returned if isinstance(returned, tuple) else (returned, None)
     return {"o": o, "ht": ht} if op.last and with_state else {"o": o}
 
 
@@ -169,8 +187,9 @@ def reference(op: Op, with_state: bool, cu_seqlens: Any = None, **tensors: Any) 
     if cu_seqlens is not None:
         parts = []
         for n, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
-            own = {name: x[n:n + 1] if name == "initial_state" else x if name == "u" else x[:, first:end]
-                   for name, x in tensors.items()}
+            rows = {name: op.steps if name in ("k", "v", "beta") else 1 for name in tensors}
+            own = {name: x[n:n + 1] if name == "initial_state" else x if name == "u"
+                   else x[:, first * rows[name]:end * rows[name]] for name, x in tensors.items()}
             parts.append(reference(op, with_state, **own))
         return {name: torch.cat([part[name] for part in parts], 1 if name == "o" else 0) for name in parts[0]}
     o, ht = recurrence(op, by_role(op, tensors))
@@ -196,6 +215,13 @@ def by_role(op: Op, tensors: Tensors) -> Tensors:
         sizes = (*step.shape[:3], k.shape[3])
         return {"q": tensors["C"].mT[:, :, None].expand(sizes), "k": k.expand(sizes), "v": step * u,
                 "gk": step * tensors["A"]}
+    if op.name.startswith("mamba3"):
+        dt, r = tensors["DT"].mT, tensors["Trap"].mT.sigmoid()
+        angles = (math.pi * tensors["Angles"].tanh() * dt[..., None]).cumsum(1)
+        rates = torch.polar(torch.ones_like(angles), angles)
+        q, k = (turned(tensors[name] + tensors[f"{name}_bias"], rates) for name in "QK")
+        return {"q": q, "k": k, "v": tensors["V"], "g": tensors["ADT"].mT, "own": dt * r,
+                "past": dt * (1 - r)}
     if op.name.startswith("mamba"):
         dt = tensors["dt"]
         return {"q": tensors["C"], "k": tensors["B"], "v": tensors["x"] * dt[..., None],
@@ -215,14 +241,24 @@ def by_role(op: Op, tensors: Tensors) -> Tensors:
     return x
 
 
+def turned(x: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
+    """x [B, T, H, K], of which so many pairs as there are rates are complex numbers to multiply by them."""
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous())
+    count = rates.shape[-1]
+    return torch.view_as_real(torch.cat([pairs[..., :count] * rates, pairs[..., count:]], -1)).flatten(-2)
+
+
 def recurrence(op: Op, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B, T, H, V] and the state after the last token."""
     S = x.get("S", x["q"].new_zeros(x["q"].shape[0], *x["q"].shape[2:], x["v"].shape[-1]))
     outputs = []
-    for t in range(x["v"].shape[1]):
-        q, k, v = x["q"][:, t], x["k"][:, t], x["v"][:, t]
+    for row in range(x["v"].shape[1]):
+        t, step = divmod(row, op.steps)
+        q, k, v = x["q"][:, t], x["k"][:, row], x["v"][:, row]
         old = S
-        if "g" in x:
+        if "past" in x and t > 0:
+            S = S + x["past"][:, t, :, None, None] * x["k"][:, t - 1, :, :, None] * x["v"][:, t - 1, :, None]
+        if "g" in x and step == 0:
             S = x["g"][:, t, :, None, None].exp() * S
         if "gk" in x:
             S = x["gk"][:, t, :, :, None].exp() * S
@@ -230,11 +266,16 @@ def recurrence(op: Op, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
             S = x["gv"][:, t, :, None].exp() * S
         if "a" in x:
             S = S + x["b"][:, t, :, :, None] * torch.einsum("bhkv,bhk->bhv", old, x["a"][:, t])[:, :, None, :]
-        if op.delta:
-            v = x["beta"][:, t, :, None] * (v - torch.einsum("bhkv,bhk->bhv", S, k))
+        if "erase" in x:
+            v = x["write"][:, t] * v - torch.einsum("bhkv,bhk->bhv", S, x["erase"][:, t] * k)
+        elif op.delta:
+            seen, by = (old, x["p"][:, t]) if "p" in x else (S, k)
+            v = x["beta"][:, row, :, None] * (v - torch.einsum("bhkv,bhk->bhv", seen, by))
+        v = x["own"][:, t, :, None] * v if "own" in x else v
         S = S + k[..., None] * v[:, :, None, :]
         read = old + (x["bonus"][None] * k)[..., None] * v[:, :, None, :] if op.before else S
-        outputs.append(torch.einsum("bhkv,bhk->bhv", read, q))
+        if step == op.steps - 1:
+            outputs.append(torch.einsum("bhkv,bhk->bhv", read, q))
     return torch.stack(outputs, 1) if outputs else x["v"], S
 
 

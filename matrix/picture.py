@@ -11,7 +11,8 @@ from matrix.squares import STATUSES, Status
 # Of each status the mark in SUPPORT.md, and its colour on light and on dark pages.
 COLOURS: dict[Status, tuple[str, str, str]] = {
     "ran": ("ran", "#00705a", "#3fc79a"), "compiled": ("compiled", "#6cc4a8", "#1d7a66"),
-    "worked around": ("around", "#6fa8e8", "#2f6fb5"), "torch path": ("torch", "#e8cf4a", "#8a7500"),
+    "worked around": ("around", "#6fa8e8", "#2f6fb5"), "slow": ("compiled, slow", "#b98ae0", "#7d4fae"),
+    "compiled only": ("compiled only", "#d9a5b8", "#8a4a64"), "torch path": ("torch", "#e8cf4a", "#8a7500"),
     "not run": ("not run", "#c9ced6", "#4a525c"), "refused": ("refused", "#f2a65a", "#b86200"),
     "FAILED": ("**FAILED**", "#b3171f", "#ff6b63")}
 LEFT, TOP, WIDE, HIGH, GAP = 148, 62, 58, 16, 6  # pixels of a bar and what is around it
@@ -28,7 +29,7 @@ def picture(said: Mapping[tuple[str, str, str], str], examples: Mapping[str, str
     body = [_text(LEFT, 16, "How many of flashlin's ops run where, and how", 13)]
     there = [one for one in reversed(STATUSES) if any(bar[COLOURS[one][0]] for bar in bars.values())]
     for at, one in enumerate(there):
-        body += [_rect(LEFT + 100 * at, 25, 11, 11, one), _text(LEFT + 100 * at + 15, 35, one)]
+        body += [_rect(LEFT + 110 * at, 25, 11, 11, one), _text(LEFT + 110 * at + 15, 35, one)]
     body += [_text(LEFT + at * (WIDE + GAP), TOP - 8, name) for at, name in enumerate(tritons)]
     for row, card in enumerate(cards):
         y = TOP + row * (HIGH + GAP)

@@ -27,7 +27,7 @@ def this_card() -> Target:
 def made_by(card: Target) -> dict[str, Any]:
     """The card and the versions that a record holds for."""
     return {"device": card.name, "capability": list(card.capability), "triton": card.triton,
-            "ptxas": card.ptxas, "torch": card.torch}
+            "ptxas": card.ptxas, "torch": card.torch, **({"arch": card.arch} if card.arch else {})}
 
 
 def version(package: str) -> str:

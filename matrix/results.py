@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from flashlin.compat.target import Target, parse
 from flashlin.compat.versions import release
+from flashlin.guards import proven
 from flashlin.testing.record import Recorded, is_current, source_hash
 
 Kind = Literal["gate", "report"]
@@ -39,8 +40,7 @@ class Card(Facts):
         return self.sm or self.name
 
     def target(self, triton: str, torch: str = "") -> Target:
-        return parse(f"triton={triton},sm={self.sm}" if self.sm
-                     else f"triton={triton},backend=hip,name={self.name}", torch_version=torch)
+        return parse(f"{self.name},triton={triton}", torch_version=torch)
 
 
 class Cell(Facts):
@@ -71,17 +71,34 @@ class Matrix(Facts):
         return tuple(cell for cell in self.cell if not cell.torch)
 
 
+class Figures(NamedTuple):
+    """Of the machine code: see ``testing.compile.Result``."""
+    spills: int
+    registers: int = 0
+    instructions: int = 0
+    local: int = 0
+
+
 class Compiled(Facts):
-    """What came of a launch on a card: see ``testing.compile.Result``."""
+    """What came of a launch on a card: see ``testing.compile.Result``. counted: whether its figures are known
+    (those of verdicts before 2026-11-23 are not); slow: they, where they are (``proven.slow_of``), of what is
+    not very slow the bytes alone. Others are not kept: a checkout has to stay small."""
     status: str = "ok"
     message: str = ""
     cause: str = ""
     shared: int = 0
+    counted: bool = False
+    slow: Figures | None = None
 
     @property
     def refused(self) -> bool:
         """Whether a compiler has said no, as opposed to not having come to an end."""
         return self.status not in ("ok", "timeout")
+
+    @property
+    def remembered(self) -> bool:
+        """Whether a plan that leads elsewhere does so because of it."""
+        return self.refused or self.slow is not None
 
     def why(self, planned_shared: int) -> str:
         """``""`` if it may be launched where the plan reckons with that many bytes of shared memory."""
@@ -151,19 +168,36 @@ def load_result(folder: Path, cell: Cell) -> CellResult:
                       **fields)
 
 
+def slow_by_config(result: CellResult) -> dict[str, dict[str, list[int]]]:
+    """configuration -> card -> what a ``proven.Slow`` has of its worst use, of NVIDIA's cards. Planned or not:
+    what is slow is planned otherwise from then on."""
+    slow: dict[str, dict[str, list[int]]] = {}
+    for tried in result.launches.values():
+        for card, verdict in tried.cards.items():
+            if verdict.slow and card.startswith("sm"):
+                one = proven.slow_of(verdict.slow.registers, verdict.slow.spills) or ()
+                cards = slow.setdefault(tried.config, {})
+                cards[card] = max(cards.get(card, []), [*filter(None, one)])
+    return {config: dict(sorted(cards.items())) for config, cards in slow.items()}
+
+
 def kernel_of(launch: str) -> str:
     return launch.rpartition("-")[0]
 
 
 def _line(launch: str, tried: Tried) -> dict[str, Any]:
-    """Cards of which the same is known stand together. ok: cards -> bytes of shared memory; failed: cards ->
-    what happened."""
+    """Cards of which the same is known stand together. fine: cards -> bytes of shared memory; slow: the same
+    and the figures; ok: of what was not counted; failed: cards -> what happened."""
     alike: dict[str, list[str]] = {}
     for card in sorted(tried.cards, key=_by_number):
         alike.setdefault(tried.cards[card].model_dump_json(exclude_defaults=True), []).append(card)
     verdicts = {" ".join(cards): tried.cards[cards[0]] for cards in alike.values()}
     line = {"config": tried.config, "id": launch.rpartition("-")[2],
-            "ok": {cards: one.shared for cards, one in verdicts.items() if one.status == "ok"},
+            "fine": {cards: one.shared for cards, one in verdicts.items()
+                     if one.status == "ok" and one.counted and not one.slow},
+            "slow": {cards: (one.shared, *filter(None, one.slow)) for cards, one in verdicts.items() if one.slow},
+            "ok": {cards: one.shared for cards, one in verdicts.items()
+                   if one.status == "ok" and not one.counted},
             "failed": {cards: one.model_dump(exclude_defaults=True)
                        for cards, one in verdicts.items() if one.status != "ok"}}
     return {name: value for name, value in line.items() if value}
@@ -171,6 +205,10 @@ def _line(launch: str, tried: Tried) -> dict[str, Any]:
 
 def _tried(line: dict[str, Any]) -> tuple[str, Tried]:
     verdicts = {cards: Compiled(shared=shared) for cards, shared in line.get("ok", {}).items()}
+    verdicts |= {cards: Compiled(shared=shared, counted=True)
+                 for cards, shared in line.get("fine", {}).items()}
+    verdicts |= {cards: Compiled(shared=shared, counted=True, slow=Figures(*figures))
+                 for cards, (shared, *figures) in line.get("slow", {}).items()}
     verdicts |= {cards: Compiled(**fields) for cards, fields in line.get("failed", {}).items()}
     return f"{line['config'].partition(' ')[0]}-{line['id']}", Tried(config=line["config"], cards={
         card: one for cards, one in verdicts.items() for card in cards.split()})
@@ -181,12 +219,23 @@ def _by_number(card: str) -> tuple[bool, int, str]:
     return not card.startswith("sm"), len(card), card
 
 
+# What the record of a GPU keeps of a case that was right, as a list. One that was not is a dict.
+RIGHT = ("op", "case", "dtype", "worst", "rms", "row", "allowed")
+
+
+def load_gpu(path: Path) -> dict[str, Any]:
+    """The record of a GPU, with a dict for each case."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    return {**record, "rows": [{**dict(zip(RIGHT, row, strict=True)), "ok": True} if isinstance(row, list)
+                               else row for row in record.get("rows", ())]}
+
+
 def one_a_line(fields: dict[str, Any]) -> str:
     """JSON in which each entry of a long value has its line, so that a change is a change of lines."""
     def block(value: Any) -> str:
         if isinstance(value, dict):
             entries = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in value.items()]
-        elif isinstance(value, (list, tuple)) and any(isinstance(one, dict) for one in value):
+        elif isinstance(value, (list, tuple)) and any(isinstance(one, (dict, list)) for one in value):
             entries = [json.dumps(one) for one in value]
         else:
             return json.dumps(value)

@@ -22,12 +22,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from flashlin import dispatch
 from flashlin.diagnostics.quick import watch
+from flashlin.guards import proven
 from flashlin.policy import Policy, settings
-from flashlin.testing.compile import NOT_TRIED, Job, compiling
+from flashlin.testing.compile import NOT_TRIED, Job, Result, compiling
 from flashlin.testing.environments import torch_environment, triton_environment
 from flashlin.testing.record import Recorded, source_of
-from matrix.results import Card, Cell, CellResult, Compiled, Layer, Verdict, load_result
+from matrix.results import (
+    Card,
+    Cell,
+    CellResult,
+    Compiled,
+    Figures,
+    Layer,
+    Verdict,
+    load_result,
+    slow_by_config,
+)
 from matrix.squares import CellState, Outcome, Planned
 
 RUNNING: tuple[Layer, ...] = ("interpret", "torch")
@@ -47,7 +59,7 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
     result = load_result(folder, cell)
     result.date, result.torch = datetime.date.today().isoformat(), cell.torch or torch.__version__
     result.python = platform.python_version()
-    planned, untried = Planned(), dict[str, str]()
+    planned, first, untried = Planned(), Planned(), dict[str, str]()
 
     def wanted(layer: Layer) -> bool:
         return layer in cell.layers and (not layers or layer in layers)
@@ -62,21 +74,27 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
         enter("import", lambda: [imports(cell)])
     if wanted("plan") or wanted("compile"):
         began = time.monotonic()
-        planned = plans(cell, cards, progress)
+        plan_by(result)
+        planned, first = plans(cell, cards, progress), plain(result, cards)
         result.layers["plan"] = round(time.monotonic() - began, 1)
-        forget(result, planned, cards)
+        forget(result, planned.beside(first), cards)
         result.save(folder)
         if wanted("compile"):
-            untried = compile_all(result, planned, cards, folder, jobs, timeout, progress)
+            untried = compile_all(result, planned.beside(first), cards, folder, jobs, timeout, progress)
+            while plan_by(result):  # what is slow is planned otherwise, which may be slow, too
+                planned = plans(cell, cards, progress)
+                untried = compile_all(result, planned, cards, folder, jobs, timeout, progress)
+            forget(result, planned.beside(first), cards)
     for layer in RUNNING:
         if wanted(layer):
             enter(layer, partial(cases, cell, layer, progress))
     result.save(folder)
-    return CellState(result, planned, untried)
+    return CellState(result, planned, untried, first)
 
 
-def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: None) -> Planned:
-    """What every call leads to on every card; half a second for each card."""
+def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: None,
+          wanted: Callable[[str, str], bool] = lambda op, label: True) -> Planned:
+    """What every call, or those wanted, leads to on every card; half a second for each card."""
     import torch
 
     from matrix.workload import Seen, calls, seen
@@ -87,15 +105,17 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
         progress("plan", n, len(cards), card.name)
         target = card.target(cell.triton, torch.__version__)
         for call in calls():
+            if not wanted(call.op, call.label):
+                continue
             made, failed = Seen((), ()), ""
             try:
                 made = seen(call, target)
             except Exception as error:  # a call that breaks while it is planned is this row's result
                 failed = f"{type(error).__name__}: {str(error)[:300]}"
             own = [plan for plan in made.plans if plan.asked.op == call.op]
-            # what is refused there can be compiled nevertheless
+            # what nobody has run there is planned as plain torch, and compiled nevertheless
             if target.backend == "hip" and target.triton:
-                with settings(policy="off"):
+                with settings(canary="trial"):
                     made = seen(call, target)
             ids = {identity(launch): launch for launch in made.launches}
             launches.update(ids)
@@ -110,6 +130,31 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
     return Planned(tuple(outcomes), launches, shared)
 
 
+def plan_by(result: CellResult) -> bool:
+    """Let plans of this process know of what is slow under this release what the cell does, instead of what
+    was shipped. Whether that is something else."""
+    triton, slow = result.cell.triton, slow_by_config(result)
+    before = {config: releases[triton].pop("slow", {})
+              for config, releases in proven.table().items() if triton in releases}
+    for config, cards in slow.items():
+        proven.table().setdefault(config, {}).setdefault(triton, {})["slow"] = cards
+    if {config: cards for config, cards in before.items() if cards} == slow:
+        return False
+    for cached in (proven.slow_on, proven._shipped, dispatch.plan):
+        cached.cache_clear()
+    return True
+
+
+def plain(result: CellResult, cards: Sequence[Card]) -> Planned:
+    """The main calls as they would be planned if nothing were known to be slow."""
+    from matrix.workload import is_main
+    plan_by(CellResult(cell=result.cell))
+    try:
+        return plans(result.cell, cards, wanted=is_main)
+    finally:
+        plan_by(result)
+
+
 def identity(launch: Recorded) -> str:
     """The id of what is compiled: the kernel's name and a hash of its source and of all it was specialised
     for. (The plan's estimates are no part of it.)"""
@@ -121,12 +166,12 @@ def identity(launch: Recorded) -> str:
 
 
 def forget(result: CellResult, planned: Planned, cards: Sequence[Card]) -> None:
-    """Drop what is planned no more on these cards, except refusals: what was refused is planned otherwise
-    only as long as that is remembered."""
+    """Drop what is not planned on these cards, except what was refused or is slow: that is planned otherwise
+    only as long as it is remembered."""
     names, places = {card.name for card in cards}, set(planned.places)
     for launch, tried in list(result.launches.items()):
         for card in names & set(tried.cards):
-            if (launch, card) not in places and not tried.cards[card].refused:
+            if (launch, card) not in places and not tried.cards[card].remembered:
                 del tried.cards[card]
         if not tried.cards:
             del result.launches[launch]
@@ -140,7 +185,8 @@ def compile_all(result: CellResult, planned: Planned, cards: Sequence[Card], fol
     names = {card.name: card for card in cards}
     waiting = [place for place in planned.places
                # a busy machine's, perhaps
-               if (known := result.verdict(*place)) is None or known.status == "timeout"]
+               if (known := result.verdict(*place)) is None or known.status == "timeout"
+               or (known.status == "ok" and not known.counted)]
     done, of = len(planned.places) - len(waiting), len(planned.places)
     progress("compile", done, of, "")
     began = saved = time.monotonic()
@@ -162,8 +208,7 @@ def compile_all(result: CellResult, planned: Planned, cards: Sequence[Card], fol
                     untried.setdefault(card, []).append(answer.message)
                     why = f"{NOT_TRIED}: {answer.message}"
                 else:
-                    verdict = Compiled(status=answer.status, message=answer.message[:500],
-                                       cause=answer.cause[:300], shared=answer.shared)
+                    verdict = compiled(answer)
                     result.enter(planned.launches[launch], launch, card, verdict)
                     why = verdict.why(planned.shared[launch, card])
                 progress("compile", done, of, f"{launch} {card} {why or 'ok'}")
@@ -178,6 +223,15 @@ def compile_all(result: CellResult, planned: Planned, cards: Sequence[Card], fol
     left = Counter(card for launch, card in planned.places if result.verdict(launch, card) is None)
     return {card: f"{left[card]} of {every[card]} kernels not tried: {'; '.join(dict.fromkeys(why))}"
             for card, why in untried.items()}
+
+
+def compiled(answer: Result) -> Compiled:
+    slow = proven.slow_of(answer.registers, answer.spills) if answer.ok else None
+    figures = Figures(answer.spills, answer.registers, answer.instructions, answer.local)
+    if slow and not slow.very:
+        figures = Figures(slow.spills)
+    return Compiled(status=answer.status, message=answer.message[:500], cause=answer.cause[:300],
+                    shared=answer.shared, counted=answer.ok, slow=figures if slow else None)
 
 
 IMPORTS = """

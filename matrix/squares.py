@@ -2,26 +2,30 @@
 each card. SUPPORT.md and the page are made of it."""
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+from flashlin.guards.proven import SPILLS
 from flashlin.testing.record import Recorded
-from matrix.results import CellResult, Compiled
+from matrix.results import CellResult, Compiled, Figures, load_gpu
 
 # Of an op on a card under a release, worst first.
-Status = Literal["FAILED", "refused", "not run", "torch path", "worked around", "compiled", "ran"]
-STATUSES: tuple[Status, ...] = ("FAILED", "refused", "not run", "torch path", "worked around", "compiled",
-                                "ran")
+Status = Literal["FAILED", "refused", "not run", "torch path", "compiled only", "slow", "worked around",
+                 "compiled", "ran"]
+STATUSES: tuple[Status, ...] = get_args(Status)
 MEANS: dict[Status, str] = {
     "FAILED": "At least one call raised what was neither planned nor refused, or needs a kernel that does "
               "not compile.",
     "refused": "At least one call is refused before anything is started, with the reason and what to do.",
     "not run": "Nothing is known, or not enough: not every kernel has been tried.",
     "torch path": "At least one call is computed by plain torch: right, but slower than a kernel.",
+    "compiled only": "Every kernel compiles to machine code for this card, and plain torch serves until "
+                     "somebody has run them there, as `flashlin warmup` does for one machine.",
+    "slow": f"Every kernel compiles, but at least one, however it is started, keeps more than {SPILLS:,} "
+            "bytes of a thread in memory for want of registers; nobody has timed it.",
     "worked around": "Kernels do it all, but at least one call had to be planned around a known failure.",
     "compiled": "Every kernel compiles to machine code for this card; no real card has run the cases.",
     "ran": "Every case was right on a real card.",
@@ -57,6 +61,11 @@ class Planned:
         return list(dict.fromkeys((launch, outcome.card) for outcome in self.outcomes
                                   for launch in outcome.launches))
 
+    def beside(self, other: Planned) -> Planned:
+        """Both, for what is compiled."""
+        return Planned((*self.outcomes, *other.outcomes), {**other.launches, **self.launches},
+                       {**other.shared, **self.shared})
+
     @property
     def started(self) -> set[tuple[str, str]]:
         """Those without the ones that no plan leads to."""
@@ -67,13 +76,19 @@ class Planned:
 @dataclass(frozen=True)
 class CellState:
     """A cell: what is known of it and what is planned there. untried: card -> why some of its launches could
-    not be tried."""
+    not be tried. plain: main calls as they would be planned if nothing were known to be slow."""
     result: CellResult
     planned: Planned
     untried: dict[str, str] = field(default_factory=dict)
+    plain: Planned = Planned()
 
     def verdict(self, launch: str, card: str) -> Compiled | None:
         return self.result.verdict(launch, card)
+
+    def slow(self, launch: str, card: str) -> Figures | None:
+        """The figures of a launch that is slow."""
+        tried = self.verdict(launch, card)
+        return tried.slow if tried else None
 
     def why(self, launch: str, card: str) -> str:
         """``""`` of a launch that holds, and of one that was not tried."""
@@ -110,7 +125,7 @@ def _square(op: str, card: str, state: CellState, outcomes: list[Outcome], recor
     status = min((status for (status, _), _ in judged), key=STATUSES.index)
     kernels = {launch for outcome in outcomes for launch in outcome.launches}
     tried = [verdict for launch in kernels if (verdict := state.verdict(launch, card))]
-    if record and status == "compiled":
+    if record and status in ("slow", "compiled"):
         status = "ran"
     why = dict.fromkeys(reason
                         for (its, reasons), _ in judged if its == status or status != "FAILED"
@@ -128,22 +143,28 @@ def _status(outcome: Outcome, state: CellState) -> tuple[Status, list[str]]:
         return "FAILED", [f"{outcome.call}: {outcome.failed}"]
     if outcome.path == "refused":
         return "refused", forced
-    if outcome.path == "torch":
-        return "torch path", forced
     broken = [f"{outcome.call}: {state.planned.launches[launch]}: {why}"
               for launch in outcome.launches if (why := state.why(launch, outcome.card))]
+    tried = all(state.verdict(launch, outcome.card) for launch in outcome.launches)
+    if outcome.path == "torch":
+        all_compile = outcome.launches and tried and not broken
+        return "compiled only" if all_compile else "torch path", forced + broken
     if broken:
         return "FAILED", broken
-    if not all(state.verdict(launch, outcome.card) for launch in outcome.launches):
+    if not tried:
         return "not run", []
+    slow = [f"{outcome.call}: {state.planned.launches[launch].kernel} spills: {one.spills} bytes"
+            for launch in outcome.launches if (one := state.slow(launch, outcome.card))]
+    if slow:
+        return "slow", [*forced, *slow]
     return ("worked around", forced) if outcome.remedies else ("compiled", [])
 
 
 def gpu_files(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Each record of ``python -m matrix.gpu``: its file's name, its card and what it says."""
     for path in sorted(folder.glob("gpu-*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        yield path.name, "sm{}{}".format(*record["capability"]), record
+        record = load_gpu(path)
+        yield path.name, record.get("arch") or "sm{}{}".format(*record["capability"]), record
 
 
 def gpu_records(folder: Path) -> dict[tuple[str, str, str], str]:

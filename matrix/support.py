@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from flashlin.guards import proven
 from flashlin.guards.proven import PROVEN
 from flashlin.testing.record import is_current
-from matrix import markdown, seeds
+from matrix import markdown, seeds, spilling
 from matrix import peer_table as peers
 from matrix.page import page
 from matrix.picture import picture
-from matrix.results import Matrix
+from matrix.results import Matrix, slow_by_config
 from matrix.squares import MEANS, STATUSES, CellState, Square, Status, gpu_files, gpu_records, squares
 from matrix.stacks import table as programs
 
@@ -23,8 +24,8 @@ Grid = dict[tuple[str, str], str]  # (release, card) -> what its square says
 OPS = "Ops: "
 PICTURE = "docs/support.svg"
 MARKS: dict[Status, str] = {"FAILED": "**FAILED**", "refused": "refused", "not run": "not run",
-                            "torch path": "torch", "worked around": "around", "compiled": "compiled",
-                            "ran": "ran"}
+                            "torch path": "torch", "compiled only": "compiled only", "slow": "compiled, slow",
+                            "worked around": "around", "compiled": "compiled", "ran": "ran"}
 
 
 def failures(matrix: Matrix, state: CellState) -> list[str]:
@@ -40,8 +41,8 @@ def failures(matrix: Matrix, state: CellState) -> list[str]:
 
 def write(matrix: Matrix, every: list[CellState], results: Path, table: Path, html: Path,
           check: bool = False) -> int:
-    """Write SUPPORT.md, its picture, the launch table and the page; with check only compare the others. 1 if they were
-    not what they should be."""
+    """Write SUPPORT.md, its picture, the launch table and the page; with check only compare the others. 1 if
+    they were not what they should be."""
     squared = squares(every, gpu_records(results))
     texts = {table: support_table(matrix, every, squared, results), PROVEN: launch_table(every, results)}
     texts[table.parent / PICTURE] = picture(marks_of(texts[table]), examples(matrix))
@@ -63,7 +64,7 @@ def examples(matrix: Matrix) -> dict[str, str]:
     return {card.name: card.example for card in matrix.card}
 
 
-def stale(every: list[CellState], results: Path, table: Path, proven: Path = PROVEN) -> list[str]:
+def stale(every: list[CellState], results: Path, table: Path, launches: Path = PROVEN) -> list[str]:
     """What SUPPORT.md and the launch table say otherwise than ``every`` does, which may be planned for some
     of the cards only; a line each."""
     text = table.read_text(encoding="utf-8")
@@ -76,12 +77,21 @@ def stale(every: list[CellState], results: Path, table: Path, proven: Path = PRO
                   for reason in map(_reason, one.why)
                   if markdown.line(reason, MARKS[one.status]) not in text]
     wrong += [line for line in (*seeds.table(), *peers.table(results), *programs.table(results),
-                                *programs.seeds(results)) if line not in text]
+                                *programs.seeds(results), *spilling.lines(every)) if line not in text]
     planned = {(state.result.cell.triton, outcome.card) for state in every
                for outcome in state.planned.outcomes}
-    then = {(config, triton, level, card)
-            for config, releases in json.loads(proven.read_text(encoding="utf-8")).items()
-            for triton, levels in releases.items() for level, cards in levels.items() for card in cards}
+    shipped = proven.read(launches)
+    then = {(config, triton, level, card) for config, releases in shipped.items()
+            for triton, levels in releases.items() for level in set(levels) - {"slow"}
+            for card in levels[level].split()}
+    for state in every:
+        triton, now = state.result.cell.triton, slow_by_config(state.result)
+        if not state.planned.outcomes:  # a cell whose launches are another's
+            continue
+        was = {config: releases[triton]["slow"] for config, releases in shipped.items()
+               if "slow" in releases.get(triton, ())}
+        wrong += [f"launch table: {config} {triton} slow: {was.get(config)}, now {now.get(config)}"
+                  for config in sorted(was.keys() | now.keys()) if was.get(config) != now.get(config)]
     # what compiles only where it is planned, since only there it is known of all uses
     return wrong + [f"launch table: {' '.join(fact)}" for fact in sorted(launch_facts(every, results) ^ then)
                     if fact[2] != "compiled" or (fact[1], fact[3]) in planned]
@@ -93,7 +103,7 @@ def marks_of(text: str) -> dict[tuple[str, str, str], str]:
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("## "):
-            ops, cards = [name for name in [line.removeprefix("## ")] if name != "All ops"], []
+            ops, cards = [], []
         elif line.startswith(OPS):
             ops = re.findall(r"`(\w+)`", line)
         elif cells[0] == "Triton":
@@ -126,13 +136,25 @@ def launch_facts(every: Iterable[CellState], folder: Path) -> set[Fact]:
 
 
 def launch_table(every: Iterable[CellState], folder: Path) -> str:
-    """JSON: configuration -> release -> ``compiled``, ``failed`` and ``ran``, each the cards of which it is
-    known."""
-    table: dict[str, dict[str, dict[str, list[str]]]] = {}
+    """JSON, see ``guards.proven``: configuration -> releases -> ``compiled``, ``failed`` and ``ran``, each the
+    cards of which it is known, and ``slow``, card -> what a ``proven.Slow`` has."""
+    every, table = list(every), proven.Table()
     for config, triton, level, card in sorted(launch_facts(every, folder)):
-        table.setdefault(config, {}).setdefault(triton, {}).setdefault(level, []).append(card)
-    lines = [f" {json.dumps(config)}: {json.dumps(releases)}" for config, releases in table.items()]
+        levels = table.setdefault(config, {}).setdefault(triton, {})
+        levels[level] = f"{levels[level]} {card}" if level in levels else card
+    for state in every:
+        for config, cards in slow_by_config(state.result).items():
+            table.setdefault(config, {}).setdefault(state.result.cell.triton, {})["slow"] = cards
+    lines = [f" {json.dumps(config)}: {json.dumps(_together(table[config]))}" for config in sorted(table)]
     return "{\n" + ",\n".join(lines) + "\n}\n"  # a line each, so that a change is a change of lines
+
+
+def _together(releases: dict[str, proven.Record]) -> dict[str, proven.Record]:
+    """Releases of which the same is known under one name."""
+    alike: dict[str, list[str]] = {}
+    for triton, record in releases.items():
+        alike.setdefault(json.dumps(record), []).append(triton)
+    return {" ".join(tritons): json.loads(record) for record, tritons in alike.items()}
 
 
 def support_table(matrix: Matrix, every: list[CellState], squared: list[Square], folder: Path) -> str:
@@ -156,6 +178,7 @@ def support_table(matrix: Matrix, every: list[CellState], squared: list[Square],
         others = f" and {len(ops) - 1} more" if len(ops) > 1 else ""
         lines += ["", f"## {ops[0]}{others}", "", OPS + ", ".join(f"`{op}`" for op in ops), "",
                   *_grid(matrix, grids[ops[0]])]
+    lines += ["", *spilling.table(every)]
     lines += ["", "## Why", "", "Reasons behind everything that is not compiled or ran, most frequent first."]
     reasons = Counter((_reason(why), one.status) for one in squared for why in one.why)
     lines += ["", *markdown.table(("reason", "status", "calls"), [

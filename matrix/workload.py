@@ -4,6 +4,7 @@ started, and only shapes and dtypes tell which kernels a call needs."""
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,6 +15,7 @@ import torch
 
 import flashlin
 from flashlin import dispatch, serving
+from flashlin.compat.known_issues import KNOWN_ISSUES
 from flashlin.compat.target import Target
 from flashlin.guards.problem import Plan, UnsupportedError
 from flashlin.kernels.families import PUBLIC
@@ -44,7 +46,19 @@ class Seen(NamedTuple):
     launches: tuple[Recorded, ...]
 
 
-WITHOUT_KERNELS = {"backend", "triton"}  # reasons of a target, that hold for every kernel on it
+# Of each chunked family the ops that most models train with, and their labels in 16 bits.
+MAIN = {"chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_rwkv6", "chunk_kda", "chunk_rwkv7",
+        "mamba_chunk_scan_combined", "selective_scan_fn"}
+MAIN_SHAPES = re.compile(r"(bfloat16|float16) (D=(64|128|256)|P=64 N=128|N=16)")
+
+
+def is_main(op: str, label: str) -> bool:
+    return op in MAIN and MAIN_SHAPES.fullmatch(label) is not None
+
+
+# Reasons that hold for every kernel on a target
+WITHOUT_KERNELS = {"backend", "triton", *(issue.id for issue in KNOWN_ISSUES if issue.remedies == ("torch_path",)
+                                          and not issue.traits and issue.min_warps == issue.min_stages == 1)}
 
 
 class _NoKernels(Exception):
@@ -112,13 +126,15 @@ def sequences(
     **options: Any,
 ) -> dict[str, Any]:
     """Arguments of an op over q, k [B, T, 4, D] and v [B, T, HV, V], V = D if 0. gates: which of g, beta, gk,
-    gv and so on to pass, g_vector being a g for each key channel, and which others like k: a, b, kk. The
+    gv and so on to pass, g_vector being a g for each key channel, and which others like k: a, b, kk, p. The
     gates and states are float32, as layers have them."""
     B, V = 1 if packed else 2, V or D
-    shapes = {"g": (B, T, HV), "beta": (B, T, HV), "gk": (B, T, HV, D), "gv": (B, T, HV, D),
+    rows = T * options.get("num_householder", 1)  # of k, v and beta, in a delta product
+    shapes = {"g": (B, T, HV), "beta": (B, rows, HV), "gk": (B, T, HV, D), "gv": (B, T, HV, D),
               "beta_headwise": (B, T, HV, D), "g_vector": (B, T, HV, D), "w": (B, T, HV, D), "u": (HV, D),
               "A_log": (HV,), "dt_bias": (HV,), "dt_bias_vector": (HV * D,)}
-    given = {"r" if "rwkv" in op else "q": own(B, T, 4, D), "k": own(B, T, 4, D), "v": own(B, T, HV, V)}
+    given = {"r" if "rwkv" in op else "q": own(B, T, 4, D), "k": own(B, rows, 4, D),
+             "v": own(B, rows, HV, V)}
     for gate in gates:
         name = gate.removesuffix("_headwise").removesuffix("_vector")
         given[name] = zeros(*shapes[gate]) if gate in shapes else own(B, T, HV, D)
@@ -132,7 +148,7 @@ def sequences(
 
 
 # Head sizes by dtype: training in bf16 at every size, fp32 where somebody checks a model, fp16 once.
-SIZES = ((BF16, 128), (BF16, 64), (BF16, 256), (FP16, 128), (FP32, 64), (FP32, 128))
+SIZES = ((BF16, 128), (BF16, 64), (BF16, 256), (FP16, 128), (FP16, 64), (FP16, 256), (FP32, 64), (FP32, 128))
 DTYPES = (BF16, FP16, FP32)
 # Ops over q, k and v, and what else they are always called with: by the op's name, or by that without chunk_
 # and so on.
@@ -140,8 +156,10 @@ GATES = {"simple_gla": ("g",), "retention": (), "linear_attn": (), "lightning_at
          "delta_rule": ("beta",), "gated_delta_rule": ("g", "beta"), "gla": ("g_vector",),
          "fused_recurrent_gla": ("gk",), "kda": ("g_vector", "beta"), "rwkv6": ("w", "u"),
          "rwkv7": ("w", "a", "b"), "fused_mul_recurrent_rwkv7": ("w", "kk", "a"),
-         "dplr_delta_rule": ("a", "b", "gk"), "iplr_delta_rule": ("a", "b")}
-OPTIONS: dict[str, dict[str, Any]] = {"linear_attn": {"normalize": False},
+         "dplr_delta_rule": ("a", "b", "gk"), "iplr_delta_rule": ("a", "b"),
+         "gated_delta_product": ("g", "beta"), "gdn2": ("g_vector", "b", "w"), "comba": ("p", "g", "beta")}
+OPTIONS: dict[str, dict[str, Any]] = {"gated_delta_product": {"num_householder": 2},
+                                      "linear_attn": {"normalize": False},
                                       "lightning_attn": {"layer_idx": 1, "num_layers": 4}}
 INSIDE: dict[str, Any] = {"gates": ("g", "beta", "A_log", "dt_bias"), "HV": 8,
                           "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
@@ -179,6 +197,15 @@ def scan_of_mamba2(own: Own, B: int = 2, **special: Any) -> dict[str, Any]:
     return dict(x=own(B, 128, H, P), dt=zeros(B, 128, H), A=zeros(H), B=own(B, 128, 1, N),
                 C=own(B, 128, 1, N), chunk_size=256, D=zeros(H), z=own(B, 128, H, P), dt_bias=zeros(H),
                 initial_states=zeros(B, H, P, N), dt_softplus=True, return_final_states=True, **special)
+
+
+def scan_of_mamba3(own: Own, B: int = 2, **special: Any) -> dict[str, Any]:
+    """As its layer calls it, with what a model in 16 bits computes in float32."""
+    H, P, N, R = 8, 64, 128, 32
+    return dict(Q=own(B, 128, 1, N), K=own(B, 128, 1, N), V=own(B, 128, H, P), ADT=zeros(B, H, 128),
+                DT=zeros(B, H, 128), Trap=own(B, H, 128), Q_bias=zeros(H, N), K_bias=zeros(H, N),
+                Angles=zeros(B, 128, H, R), D=zeros(H), Z=own(B, 128, H, P), return_final_states=True,
+                **special)
 
 
 def layer_of_mamba2(own: Own, **special: Any) -> dict[str, Any]:
@@ -251,6 +278,7 @@ IN_EVERY_DTYPE: tuple[tuple[str, str, Arguments], ...] = (
     ("token_shift", "D=1024", lambda own: dict(x=own(2, 64, 1024))),
     ("chunk_hgrn", "D=1024", lambda own: hgrn(own, 2, 1024)),
     ("mamba_chunk_scan_combined", "P=64 N=128", scan_of_mamba2),
+    ("mamba3_siso_combined", "P=64 N=128", scan_of_mamba3),
     ("selective_state_update", "P=64 N=128", state_update_of_mamba2),
     ("selective_scan_fn", "N=16", lambda own: selective_scan(own, 16)),
     ("causal_conv1d_fn", "W=4, states",
@@ -294,6 +322,8 @@ IN_BFLOAT16: tuple[tuple[str, str, Arguments], ...] = (
      lambda own: scan_of_mamba2(own, 1, cu_seqlens=edges(0, 50, 128), return_varlen_states=True)),
     ("mamba_chunk_scan_combined", "P=64 N=128 numbered",
      lambda own: scan_of_mamba2(own, seq_idx=zeros(2, 128).int())),
+    ("mamba3_siso_combined", "P=64 N=128 packed",
+     lambda own: scan_of_mamba3(own, 1, cu_seqlens=edges(0, 50, 128))),
     ("mamba_split_conv1d_scan_combined", "P=64 N=128",
      lambda own: layer_of_mamba2(own, seq_idx=zeros(2, 128).int())),
     ("mamba_split_conv1d_scan_combined", "P=64 N=128, one sequence", layer_of_mamba2),

@@ -40,7 +40,7 @@ def forget() -> None:
     machine.pretend(None)
     door.replace_starter(None)
     policy._current = None
-    for cached in (dispatch.plan, proven._shipped, verdicts.local, verdicts._tell):
+    for cached in (dispatch.plan, proven._shipped, proven.slow_on, verdicts.local, verdicts._tell):
         cached.cache_clear()
     for kept in (machine._probed, planned._told, verdicts._unwritten, canary._done, canary._settled):
         kept.clear()

@@ -50,13 +50,13 @@ OPTIONS: dict[str, Any] = {
     "inplace_state": False, "cu_seqlens": EDGES, "cu_seqlens_cpu": EDGES, "activation": "silu",
     "backend": "triton", "eps": 1e-6, "prenorm": True, "residual_in_fp32": True, "is_rms_norm": True,
     "num_groups": 2, "group_size": 4, "norm_before_gate": True, "output_dtype": torch.float32,
-    "process_group": None}
+    "process_group": None, "num_householder": 1}
 
 
 def _of_tokens(op: str) -> dict[str, Any]:
-    vectors = "kda" in op or op in ("chunk_gla", "gla")
+    vectors = "kda" in op or "gdn2" in op or op in ("chunk_gla", "gla")
     state = randn(2, H, K, K)
-    return {**{name: randn(VECTORS) for name in ("q", "r", "k", "v", "a", "b", "kk")},
+    return {**{name: randn(VECTORS) for name in ("q", "r", "k", "v", "a", "b", "kk", "p")},
             **{name: -rand(VECTORS) for name in ("gk", "gv", "w")}, "g": -rand(VECTORS if vectors else HEADS),
             "g_gamma": None if op == "fused_chunk_simple_gla" else -rand(H), "beta": rand(HEADS),
             "u": randn(H, K), "A_log": randn(H), "dt_bias": randn(H * K if vectors else H),
@@ -88,6 +88,11 @@ def _special(op: str) -> dict[str, Any]:
             **scan, "zxbcdt": randn(B, T, 2 * H * K + 2 * N + H), "conv1d_weight": randn(H * K + 2 * N, W),
             "conv1d_bias": randn(H * K + 2 * N), "rmsnorm_weight": randn(H * K), "rmsnorm_eps": 1e-6,
             "outproj_weight": randn(5, H * K), "outproj_bias": randn(5), "headdim": K, "ngroups": 1},
+        "mamba3_siso_combined": {
+            **{name: randn(VECTORS) for name in "QKVZ"}, "ADT": -rand(B, H, T), "DT": rand(B, H, T),
+            "Trap": randn(B, H, T), "Q_bias": randn(H, K), "K_bias": randn(H, K), "Angles": randn(B, T, H, 3),
+            "D": randn(H), "return_final_states": True,
+            "Input_States": (randn(2, H, 3), randn(2, H, K, K), randn(2, H, K), randn(2, H, K))},
         "selective_state_update": {
             "state": randn(2, H, K, N), "x": randn(2, H, K), "dt": randn(2, H, K), "A": -rand(H, K, N),
             "B": randn(2, 1, N), "C": randn(2, 1, N), "D": randn(H, K), "z": randn(2, H, K),

@@ -27,7 +27,7 @@ EDGES = (0, 5, 5, 75, 175, 182)  # two of about the same length, an empty one, a
 NUMBERS = [n for n, (first, last) in enumerate(pairwise(EDGES)) for _ in range(first, last)]
 # of the packed ones: the one, and the token of it, that get what is not finite
 SEQUENCE, TOKEN = 2, 66
-GATES = ("g", "gk", "gv", "w", "A")
+GATES = ("g", "gk", "gv", "w", "A", "ADT")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -65,9 +65,9 @@ class Call(NamedTuple):
         for name, letters in self.layouts().items():
             x = torch.randn(self.shape(letters), generator=generator,
                             device="cpu").to(torch.get_default_device())
-            small = name in ("k", "kk", "a", "b", "B") and letters.endswith("K")
-            made[name] = -0.02 * x.abs() if name in GATES else x.sigmoid() if name in ("beta",
-                                                                                       "dt") else 0.3 * x if small else x
+            small = name in ("k", "kk", "a", "b", "B", "p") and letters.endswith("K")
+            made[name] = (-0.02 * x.abs() if name in GATES else x.sigmoid() if name in ("beta", "dt", "DT")
+                          else 0.3 * x if small else x)
         return made
 
     def cotangents(self, seed: int) -> list[torch.Tensor]:
@@ -179,12 +179,29 @@ def losses(logits: torch.Tensor, **extra: Any) -> tuple[torch.Tensor, torch.Tens
     return flashlin.cross_entropy_loss(logits, torch.arange(len(logits)) % logits.shape[1], **extra)
 
 
+def two_steps(op: str) -> Callable[..., Any]:
+    """A delta product that writes two keys a token, k and kk."""
+    def function(q: torch.Tensor, k: torch.Tensor, kk: torch.Tensor, v: torch.Tensor, beta: torch.Tensor,
+                 **rest: Any) -> Any:
+        k, v, beta = (torch.stack(pair, 2).flatten(1, 2)
+                      for pair in ((k, kk), (v, v / 2), (beta, beta / 2)))
+        return getattr(flashlin, op)(q, k, v, beta=beta, num_householder=2, **rest)
+    return function
+
+
+def with_states(**tensors: Any) -> Any:
+    """Mamba-3's scan, whose four states are one argument."""
+    states = tuple(tensors.pop(name) for name in ("angle", "state", "k", "v"))
+    return flashlin.mamba3_siso_combined(**tensors, Input_States=states)
+
+
 LAST = {"output_final_state": True}
 QKV, STATE = "q:BTHK k:BTHK v:BTHV", "initial_state:NHKV"
 SCALAR = f"{QKV} g:BTH {STATE}"
 RULE = f"{QKV} beta:BTH {STATE}"
 GATED = f"{QKV} g:BTH beta:BTH {STATE}"
 PAIR = "a:BTHK b:BTHK"
+ERASING, FED_BACK = f"{QKV} g:BTHK b:BTHK w:BTHV {STATE}", f"{GATED} p:BTHK"
 SEVEN = f"r:BTHK w:BTHK k:BTHK v:BTHV {PAIR} {STATE}"
 SIX = f"r:BTHK k:BTHK v:BTHV w:BTHK u:HK {STATE}"
 LIGHTNING = {**LAST, "layer_idx": 399, "num_layers": 400}  # with weak decays
@@ -215,6 +232,10 @@ CALLS: list[Call] = [
     *_both("fused_mul_recurrent_rwkv7", f"r:BTHK w:BTHK k:BTHK v:BTHV kk:BTHK a:BTHK {STATE}"),
     *_both("fused_recurrent_dplr_delta_rule", f"{QKV} {PAIR} gk:BTHK {STATE}"),
     *_both("fused_recurrent_iplr_delta_rule", f"{QKV} {PAIR} {STATE}"),
+    *_both("chunk_gdn2", ERASING), *_both("fused_recurrent_gdn2", ERASING),
+    *_both("chunk_comba", FED_BACK), *_both("fused_recurrent_comba", FED_BACK),
+    *(call for op in ("chunk_gated_delta_product", "fused_recurrent_gated_delta_product")
+      for call in _both(op, f"{GATED} kk:BTHK", function=two_steps(op))),
     # Other names of the same code, each once. Without a state dg of the first token is rounding, which says
     # nothing.
     Call("fused_recurrent_retention", f"{QKV} {STATE}", BOTH, LAST),
@@ -242,6 +263,10 @@ CALLS: list[Call] = [
          at_once=EDGES[-1], numbered=True),
     Call("mamba_split_conv1d_scan_combined", "zxbcdt:BTZ conv1d_weight:FW conv1d_bias:F dt_bias:H A:H D:HV",
          "BTM", {"chunk_size": 64}, at_once=EDGES[-1], numbered=True),
+    *_both("mamba3_siso_combined",
+           "Q:BTHK K:BTHK V:BTHV ADT:BHT DT:BHT Trap:BHT Q_bias:HK K_bias:HK Angles:BTHR D:H Z:BTHV "
+           "angle:NHR state:NHVK k:NHK v:NHV", "BTHV NHR NHVK NHK NHV", {"return_final_states": True},
+           function=with_states),
     Call("selective_scan_fn", "u:BCT delta:BCT A:CK B:BKT C:BKT D:C z:BCT", "BCT BCK",
          {"delta_softplus": True, "return_last_state": True}),
     Call("selective_state_update", "*state:NHVK *x:BHV *dt:BHV *A:HVK *B:BHK *C:BHK", "BHV NHVK",

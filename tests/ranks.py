@@ -64,6 +64,8 @@ def made(op: str, H: int, T: int, edges: Sequence[int] | None, K: int = 8, dtype
         tokens["g"] = decay(B, T, H, K)
     elif op == "chunk_kda":
         tokens.update(g=decay(B, T, H, K), beta=beta)
+    elif op == "chunk_gdn2":
+        tokens.update(g=decay(B, T, H, K), b=torch.sigmoid(n(B, T, H, K)), w=torch.sigmoid(n(B, T, H, K)))
     elif op == "chunk_rwkv6":
         tokens = {"r": q, "k": k, "v": v, "w": decay(B, T, H, K)}
         shared["u"] = n(H, K)

@@ -28,6 +28,9 @@ UNSET = "unset CUDA_VISIBLE_DEVICES"
 ELSEWHERE = 'export TRITON_CACHE_DIR="${TMPDIR:-/tmp}/triton-$(id -u)"'
 
 # The machine, its grade, the command, the grade after it, and words of the advice.
+ALL = len({plan.op for plan in flashlin.doctor(target="H100,triton=3.6.0").plans})
+EVERY = f"{ALL} of {ALL} ops would run kernels"
+
 MACHINES: dict[str, tuple[World, str, str, str, str]] = {
     # nothing to do
     "a laptop": (World(driver=""), "ok", "", "ok", ""),
@@ -47,35 +50,35 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "ok",
         'pip install "torch==2.7.1"',
         "ok",
-        "24 of 66 ops would run with all their warps",
+        f"25 of {ALL} ops would run with all their warps",
     ),
     "a V100 with 3.2.0": (
         World(("V100",), "2.6.0", "3.2.0"),
         "degraded",
         'pip install "torch==2.7.1"',
         "degraded",
-        "34 of 66 ops would run without fp32 copies",
+        f"37 of {ALL} ops would run without fp32 copies",
     ),
     "a B300 with 3.5.1": (
         World(("B300",), "2.9.1", "3.5.1"),
         "degraded",
         'pip install "torch==2.10.0"',
         "ok",
-        "66 of 66 ops would run kernels",
+        EVERY,
     ),
     "a torch without code for an RTX 5090": (
         World(("RTX 5090",), "2.7.0", "3.3.0"),
         "broken",
         'pip install "torch==2.8.0"',
         "ok",
-        "no code for RTX 5090",
+        EVERY,
     ),
     "a torch without code for a B200": (
         World(("B200",), "2.6.0", "3.2.0"),
         "broken",
         'pip install "torch==2.9.1"',
         "ok",
-        "no code for B200",
+        EVERY,
     ),
     "an H100 with another Triton": (
         World(("H100",), "2.8.0", "3.6.0"),
@@ -97,42 +100,42 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "degraded",
         'pip install "triton==3.6.0"',
         "ok",
-        "Triton is not installed; 66 of 66 ops would run kernels",
+        EVERY,
     ),
     "an H100 with a broken Triton": (
         World(("H100",), triton_error=BAD),
         "degraded",
         'pip install --force-reinstall --no-deps "triton==3.6.0"',
         "ok",
-        "Triton does not import: ImportError: undefined symbol",
+        EVERY,
     ),
     "an H100 with a broken 3.2.0": (
         World(("H100",), "2.6.0", "3.2.0", triton_error=BAD),
         "degraded",
         'pip install "torch==2.7.1"',
         "ok",
-        "66 of 66 ops would run kernels",
+        EVERY,
     ),
     "a T4 with torch 2.6 alone": (
         World(("T4",), "2.6.0", ""),
         "degraded",
         'pip install "triton==3.2.0"',
         "degraded",
-        "60 of 66 ops would run kernels",
+        f"65 of {ALL} ops would run kernels",
     ),
     "a laptop with a broken Triton": (
         World(driver="", triton_error=BAD),
         "degraded",
         'pip install --force-reinstall --no-deps "triton==3.6.0"',
         "ok",
-        "import",
+        "",
     ),
     "an H100 with Triton 2": (
         World(("H100",), "2.10.0", "2.3.1", triton_error="2.3.1 is older than 3.0"),
         "degraded",
         'pip install --force-reinstall --no-deps "triton==3.6.0"',
         "ok",
-        "Triton 2.3.1 is older than 3.0",
+        EVERY,
     ),
     "an unknown torch with a broken Triton": (
         World(("H100",), "2.99.0", "3.9.0", triton_error=BAD),
@@ -146,7 +149,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "broken",
         'pip uninstall -y pytorch-triton triton && pip install --force-reinstall --no-deps "triton==3.6.0"',
         "ok",
-        "overwrite",
+        EVERY,
     ),
     # a torch that cannot be used
     "an H100 without torch": (
@@ -154,42 +157,42 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "broken",
         'pip install "torch==2.15.0"',
         "ok",
-        "torch",
+        EVERY,
     ),
     "a laptop without torch": (
         World(torch="", triton="", driver=""),
         "broken",
         'pip install "torch==2.15.0"',
         "ok",
-        "torch cannot be used",
+        "",
     ),
     "a broken torch": (
         World(("H100",), torch_error="ImportError: undefined symbol"),
         "broken",
         'pip install --force-reinstall --no-deps "torch==2.10.0"',
         "ok",
-        "undefined symbol",
+        EVERY,
     ),
     "a broken build for CPUs": (
         World(torch="2.13.0+cpu", triton="3.7.1", driver="", torch_error="OSError: bad"),
         "broken",
         f'pip install --force-reinstall --no-deps "torch==2.13.0" --index-url {INDEX}cpu',
         "ok",
-        "OSError: bad",
+        "",
     ),
     "a torch without its libraries": (
         World(("H100",), torch_error=LIBRARY),
         "broken",
         'pip install --force-reinstall "torch==2.10.0"',
         "ok",
-        "libcudart",
+        EVERY,
     ),
     "a torch that is too old": (
         World(("H100",), "2.1.0", "2.1.0", torch_error="ImportError: torch 2.1.0 is old"),
         "broken",
         'pip install --force-reinstall "torch==2.7.1"',
         "ok",
-        "2.1.0 is old",
+        EVERY,
     ),
     # a card that torch does not see
     "a CPU build beside an H100": (
@@ -197,35 +200,35 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "degraded",
         f'pip install --force-reinstall "torch==2.13.0" --index-url {INDEX}cu130',
         "ok",
-        "torch is a CPU build; 66 of 66 ops would run kernels",
+        EVERY,
     ),
     "a CPU build alone beside an H100": (
         World(("H100",), "2.13.0+cpu", ""),
         "degraded",
         f'pip install --force-reinstall "torch==2.13.0" --index-url {INDEX}cu130',
         "ok",
-        "Triton is not installed",
+        EVERY,
     ),
     "a CPU build beside an old driver": (
         World(("H100",), "2.13.0+cpu", "3.7.1", driver="535.104"),
         "degraded",
         f'pip install --force-reinstall "torch==2.10.0" --index-url {INDEX}cu128',
         "ok",
-        "CPU build",
+        EVERY,
     ),
     "a CPU build beside a V100": (
         World(("V100",), "2.13.0+cpu", "3.7.1"),
         "degraded",
         f'pip install --force-reinstall "torch==2.10.0" --index-url {INDEX}cu128',
         "degraded",
-        "CPU build",
+        EVERY,
     ),
     "a driver too old for torch": (
         World(("H100",), "2.11.0", "3.6.0", driver="535.104"),
         "degraded",
         'pip install "torch==2.10.0"',
         "ok",
-        "driver 535.104 is too old for CUDA 13.0, which needs 580",
+        EVERY,
     ),
     "a hidden H100": (
         World(("H100",), variables=(("CUDA_VISIBLE_DEVICES", ""),)),
@@ -239,14 +242,14 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "degraded",
         f'{UNSET} && pip install "torch==2.7.1"',
         "ok",
-        "24 of 66",
+        f"25 of {ALL}",
     ),
     "a CPU build and a hidden H100": (
         World(("H100",), "2.13.0+cpu", "3.7.1", variables=(("CUDA_VISIBLE_DEVICES", ""),)),
         "degraded",
         f'{UNSET} && pip install --force-reinstall "torch==2.13.0" --index-url {INDEX}cu130',
         "ok",
-        "CPU build",
+        EVERY,
     ),
     # variables
     "a cache that cannot be written": (
@@ -281,7 +284,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "broken",
         f'unset FLASHLIN_PATH && {ELSEWHERE} && pip install "torch==2.7.1"',
         "ok",
-        "Triton does not import",
+        EVERY,
     ),
     "a card that is closed": (
         World(("H200",), mode="Prohibited"),
@@ -303,7 +306,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "broken",
         "",
         "broken",
-        "with torch 2.9.1 66 of 66 ops would run kernels; in its way: vllm 0.8.5 needs torch==2.6.0",
+        f"with torch 2.9.1 {EVERY}; in its way: vllm 0.8.5 needs torch==2.6.0",
     ),
     "vLLM on an H100": (
         World(("H100",), "2.6.0", "3.2.0", others=(VLLM,)),
@@ -317,7 +320,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "degraded",
         'pip install --force-reinstall --no-deps "triton==3.2.0"',
         "ok",
-        "with torch 2.7.1 24 of 66 ops would run with all their warps; in its way: vllm",
+        f"with torch 2.7.1 25 of {ALL} ops would run with all their warps; in its way: vllm",
     ),
     "uv": (
         World(("H100",), triton_error=BAD, installer="uv"),
@@ -407,7 +410,7 @@ def test_a_named_machine_is_advised_by_its_triton() -> None:
         advice = flashlin.doctor(target=target).advice
         # 3.3.1 would do, but the wheels of the torch that has it have no code for that card
         assert advice is not None and advice.command == 'pip install "torch==2.8.0"'
-        assert "66 of 66" not in advice.why and "ops would run kernels" in advice.why
+        assert f"{ALL} of {ALL}" not in advice.why and "ops would run kernels" in advice.why
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,15 @@ def test_a_broken_dependency_is_named(text: str, tmp_path: Path) -> None:
 
 # --- the sub-commands ---
 
+@pytest.mark.parametrize("command", ["", "doctor", "explain", "run", "warmup", "why"])
+def test_help_fits_a_terminal(command: str, capsys: pytest.CaptureFixture[str],
+                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*filter(None, [command]), "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("command", ["doctor", "explain", "warmup", "why"])
 def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -36,7 +36,7 @@ def test_a_gpu_that_is_not_used_or_used_with_copies_is_degraded_and_names_its_co
     assert f"cost: {plan.cost}" in found.text(verbose=True) and "cost" in found.markdown()
     assert found.status == "degraded" and found.ok and re.match(
         r"degraded. For an? [\w ]+ with Triton [\d.]+: every op runs, but "
-        r"(not by kernels on this|some calls of 1 ops on fp32 copies)", found.verdict)
+        r"(not by kernels on this|some calls of 1 op on fp32 copies)", found.verdict)
     assert f"Its cost: {plan.cost}." in flashlin.explain("chunk_gla", target=target)
 
 

@@ -15,7 +15,7 @@ import pytest
 from flashlin.__main__ import coloured
 from flashlin.diagnostics import doctor as diagnosis
 from flashlin.diagnostics import machine, surroundings
-from flashlin.diagnostics.report import Report
+from flashlin.diagnostics.report import Flaw, Report
 from tests.simulated import World
 
 pytestmark = pytest.mark.usefixtures("default_settings")
@@ -54,6 +54,31 @@ def test_the_text_is_the_one_that_was_looked_at(name: str, monkeypatch: pytest.M
     assert text == (FOLDER / f"{name}.txt").read_text(), "run: python -m tests.test_doctor_text --write"
     lines = text.splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_nothing_is_said_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = report(name, monkeypatch)
+    text = " ".join(found.text().split())
+    assert all(text.count(check.detail) == 1 for check in found.checks if check.status != "ok")
+    assert text.count("libz3.so") == (name == "h100-broken")
+
+
+def test_what_a_package_does_is_said_once_with_what_takes_it_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Flaw(
+        id="slow",
+        where="fla 0.6.0",
+        status="degraded",
+        effect="its kernels are slow without a word " + "and so on " * 20,
+        remedy='flashlin.patch("fla")',
+        source="read",
+    )
+    found = report("laptop", monkeypatch).model_copy(update={"flaws": (known,)})
+    assert found.verdict == (
+        "degraded. Every op runs, but what calls other packages may run slowly or stop: fla 0.6.0."
+    )
+    text = found.text()
+    assert text.count("without a word") == 1 and '    fix: flashlin.patch("fla")' in text.splitlines()
 
 
 def test_each_text_is_of_a_machine() -> None:

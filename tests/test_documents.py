@@ -84,7 +84,19 @@ def test_the_record_has_all_that_flashlin_says_it_has_of_others() -> None:
     assert set(flashlin.mamba.__all__) - known["mamba_ssm"] - known["causal_conv1d"] == {
         "RMSNormGated"}, "mamba_ssm's layers call it so; it is mamba_ssm's RMSNorm"
     ops = {name for name, op in PUBLIC.items() if name.startswith(("chunk_", "fused_", "parallel_"))}
-    assert ops - known["fla"] == {"chunk_gdn", "fused_recurrent_gdn"}, "names of others there, too"
+    assert ops - known["fla"] == {"chunk_gdn", "fused_recurrent_gdn",  # names of others there, too
+                                  "fused_recurrent_gated_delta_product"}, "whose rows fla's layer spreads"
+
+
+def test_every_name_of_others_is_here_or_has_a_reason() -> None:
+    page = (DOCS / "MIGRATION.md").read_text(encoding="utf-8")
+    for package, (_, names) in peers.recorded().items():
+        assert [one.name for one in names if not re.search(rf"[.`]{one.name}`", page)] == [], package
+    assert "`flashlin.chunk_comba` (composed)" in page and "`flashlin.chunk_gla` |" in page
+    assert documents.absent(["Mamba2", "chunk_gsa"]) == [
+        ("`chunk_gsa`", "later", documents.ABSENT[0].why), ("`Mamba2`", "left out", documents.ABSENT[-1].why)]
+    with pytest.raises(SystemExit, match="chunk_of_tomorrow is in none of the rows of ABSENT"):
+        documents.absent(["chunk_of_tomorrow"])
 
 
 def test_each_kind_of_difference_is_told() -> None:

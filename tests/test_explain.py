@@ -34,9 +34,13 @@ SAID: dict[str, dict[str, int]] = {
     "token_shift": dict(B=2, T=64, K=1024), "causal_conv1d_fn": dict(B=2, T=64, K=1024),
     "mamba_causal_conv1d_update": dict(B=2, K=1024), "chunk_hgrn": dict(B=2, T=1024, K=1024),
     "fused_recurrent_hgrn": dict(B=2, T=1, K=1024), "mamba_chunk_scan_combined": SCAN,
-    "mamba_split_conv1d_scan_combined": SCAN, "selective_state_update": dict(B=2),
+    "mamba_split_conv1d_scan_combined": SCAN, "mamba3_siso_combined": SCAN,
+    "selective_state_update": dict(B=2),
     "selective_scan_fn": dict(B=2, T=64, V=1024), "fused_gdn_gate": dict(B=2, T=64, H=32),
     "fused_kda_gate": dict(B=2, T=64, H=32, K=64), "fused_addcmul_rwkv7": dict(B=2, T=64, H=32, K=64),
+    # tokens, of which each has two rows
+    "chunk_gated_delta_product": dict(B=2, T=128, H=4, K=128, V=128),
+    "fused_recurrent_gated_delta_product": dict(B=2, T=128, H=4, K=128, V=128),
     "fused_k_rwkv7": dict(B=2, T=64, H=32, K=64), "gate_output_correction": dict(B=2, T=64, H=32, K=64),
     "rotary_embedding": dict(B=2, T=64, H=8, K=128), "cross_entropy_loss": dict(T=8, K=32000),
     "fused_linear_cross_entropy_loss": dict(T=128, K=32000)}
@@ -175,7 +179,10 @@ def test_plan_obeys_the_policy_in_force_for_an_op_and_is_pure_for_a_problem() ->
 
 
 @pytest.mark.parametrize(("given", "error", "said"), [
-    (dict(problem="chunk_glaa"), ValueError, "did you mean chunk_gla?"),
+    (dict(problem="chunk_glaa"), ValueError, "op: got 'chunk_glaa', need one of the "),
+    (dict(problem="CHUNK_GLA"), ValueError, "there are; did you mean chunk_gla?"),
+    (dict(problem="softmax_of_all"), ValueError, "need one of chunk_simple_gla, fused_recurrent_simple_gla, "),
+    (dict(problem=3), ValueError, "op: got 3, need one of chunk_simple_gla"),
     (dict(problem="chunk_gla", target="H1000"), ValueError, "did you mean H100?"),
     (dict(problem="chunk_gla", dtype="banana"), ValueError, "dtype: got 'banana'"),
     (dict(problem="chunk_gla", mode="auto"), ValueError, "mode: got 'auto'"),

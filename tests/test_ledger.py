@@ -14,7 +14,7 @@ import pytest
 from flashlin.testing.record import Recorded, source_hash, source_of
 from flashlin.testing.source_text import normalised
 from matrix import cells, gpu
-from matrix.results import Cell, CellResult, Compiled, Verdict, load_result, one_a_line
+from matrix.results import Cell, CellResult, Compiled, Figures, Verdict, load_gpu, load_result, one_a_line
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL = Cell(triton="3.6.0", kind="gate")
@@ -152,14 +152,17 @@ def lines(folder: Path) -> list[str]:
 
 
 def test_what_is_kept_comes_back_in_one_order_with_cards_by_verdict(tmp_path: Path) -> None:
-    verdicts = {"sm100": Compiled(shared=2048), "sm75": REFUSED, "gfx90a": Compiled(shared=2048),
-                "sm90": Compiled(shared=2048), "sm80": Compiled()}
+    fine = Compiled(shared=2048, counted=True)
+    slow = Compiled(shared=2048, counted=True, slow=Figures(19104, 32, 6181, 3175))
+    spills = Compiled(shared=2048, counted=True, slow=Figures(1001))
+    verdicts = {"sm89": spills, "sm100": fine, "sm75": REFUSED, "gfx90a": fine, "sm90": fine, "sm80": Compiled(), "sm70": slow}
     result = kept(tmp_path, **verdicts)
     assert load_result(tmp_path, CELL) == result
     at = lines(tmp_path).index('"launches": [')
     assert [json.loads(line.rstrip(",")) for line in lines(tmp_path)[at + 1:-2]] == [
         {"config": "conv_backward_x BT=16 warps=4 stages=1", "id": "a",
-         "ok": {"sm80": 0, "sm90 sm100 gfx90a": 2048},
+         "fine": {"sm90 sm100 gfx90a": 2048}, "slow": {"sm70": [2048, 19104, 32, 6181, 3175], "sm89": [2048, 1001]},
+         "ok": {"sm80": 0},
          "failed": {"sm75": {"status": "abort", "message": "SIGABRT", "cause": "Assertion `x' failed"}}},
         {"config": "gate_cumsum BT=32 warps=4 stages=1", "id": "c", "ok": {"gfx942": 0}},
         {"config": "gate_cumsum BT=64 warps=4 stages=1", "id": "b", "ok": {"sm90": 512}}]
@@ -194,14 +197,21 @@ def test_the_results_are_as_they_would_be_written(tmp_path: Path) -> None:
         assert kept.exists(), f"run: python -m matrix run --cell {cell.name}"
         assert (tmp_path / kept.name).read_text() == kept.read_text()
     for path in (ROOT / "matrix" / "results").glob("gpu-*.json"):
-        record = json.loads(path.read_text())
+        record = load_gpu(path)
         assert one_a_line({**record, "rows": [gpu.brief(row) for row in record["rows"]]}) == path.read_text()
 
 
-def test_a_row_of_a_gpu_says_what_is_worth_knowing() -> None:
-    right = {"op": "a", "ok": True, "bitwise": True, "rms": 0.0027159167}
-    assert gpu.brief(right) == {"op": "a", "ok": True, "rms": 0.0027}
-    assert gpu.brief({**right, "ok": False, "bitwise": False})["bitwise"] is False
+def test_a_row_of_a_gpu_says_what_is_worth_knowing(tmp_path: Path) -> None:
+    right = {"op": "a", "case": "b", "dtype": "float32", "ok": True, "bitwise": True, "worst": "dq",
+             "rms": 0.0027159167, "row": 0.01, "allowed": 0.1}
+    kept = gpu.brief(right)
+    assert kept == ["a", "b", "float32", "dq", 0.0027, 0.01, 0.1]
+    wrong = {**right, "ok": False, "bitwise": False}
+    assert gpu.brief(wrong) == {**wrong, "rms": 0.0027}
+    (tmp_path / "gpu.json").write_text(one_a_line({"rows": [kept, gpu.brief(wrong)]}))
+    first, second = load_gpu(tmp_path / "gpu.json")["rows"]
+    assert first == {name: value for name, value in {**right, "rms": 0.0027}.items() if name != "bitwise"}
+    assert second == gpu.brief(wrong)
 
 
 def test_a_checkout_is_small() -> None:

@@ -14,12 +14,13 @@ import pytest
 from flashlin import dispatch
 from flashlin.compat.releases import supported
 from flashlin.compat.target import parse
+from flashlin.guards import proven
 from flashlin.testing import environments
 from flashlin.testing.compile import NOT_TRIED, Job, Result
 from flashlin.testing.record import Recorded
-from matrix import cells, picture, results, seeds, support, workload
+from matrix import cells, picture, results, seeds, spilling, support, workload
 from matrix import run as matrix
-from matrix.results import Card, Cell, CellResult, Compiled, Matrix, Tried, load_result
+from matrix.results import Card, Cell, CellResult, Compiled, Figures, Matrix, Tried, load_result
 from matrix.squares import STATUSES, CellState, Outcome, Planned, Square, gpu_records, squares
 from tests.share import WHOLE as ALL
 from tests.share import share
@@ -98,6 +99,51 @@ def test_identity_is_what_is_compiled(one_call: list[workload.Call], monkeypatch
     assert matrix.identity(first) != known
 
 
+AMPERE = Card(name="sm80", example="A100", kind="gate")
+
+
+def test_what_compiles_to_slow_code_is_planned_otherwise_in_the_same_run(
+        one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And remembered, or the next plan would go back."""
+    def verdict(job: Job) -> Result:
+        if job.launch.kernel == "simple_gla_dq" and job.launch.num_stages == 2:
+            return Result("ok", shared=1, registers=32, spills=19104, instructions=6181, local=3175)
+        return Result("ok", shared=1, registers=255, spills=1000, instructions=900, local=9)
+    seen, table = list[Job](), proven.Table()
+    monkeypatch.setattr(proven, "table", lambda: table)
+    monkeypatch.setattr(matrix, "compiling", compiler(verdict, seen))
+    found = matrix.run(CELL, (AMPERE,), tmp_path)
+    dq = [job.launch for job in seen if job.launch.kernel == "simple_gla_dq"]
+    assert [(launch.num_warps, launch.num_stages) for launch in dq] == [(4, 2), (8, 2), (8, 1)]
+    assert len(seen) == len(found.result.launches)
+    slow = {tried.config: tried.cards["sm80"].slow for tried in found.result.launches.values()
+            if tried.cards["sm80"].slow}
+    assert slow == dict.fromkeys([dq[0].config, dq[1].config], (19104, 32, 6181, 3175))
+    assert load_result(tmp_path, CELL) == found.result
+    planned = {launch for launch, _ in found.planned.started}
+    assert [matrix.identity(launch) in planned for launch in dq] == [False, False, True]
+    assert table[dq[0].config]["3.6.0"]["slow"] == {"sm80": [19104, 32]}
+    square, = squares([found], {})
+    assert square.status == "compiled"
+    [line] = spilling.lines([found])
+    assert matrix.plain(found.result, (AMPERE,)) == found.plain
+    assert line == f"| 3.6.0 | sm80 | {len(planned)} | 1 → 0 | 1 → 0 | 1 → 0 |"
+    matrix.run(CELL, (AMPERE,), tmp_path)
+    assert len(seen) == len(found.result.launches), "nothing is compiled again"
+
+
+def test_what_was_not_counted_is_compiled_again(
+        one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = list[Job]()
+    monkeypatch.setattr(matrix, "compiling", compiler(fine, seen))
+    matrix.run(CELL, (CARD,), tmp_path)
+    path, first = tmp_path / "triton-3.6.0.json", len(seen)
+    path.write_text(path.read_text().replace('"fine"', '"ok"'))
+    assert not any(one.cards["sm90"].counted for one in load_result(tmp_path, CELL).launches.values())
+    matrix.run(CELL, (CARD,), tmp_path)
+    assert len(seen) == 2 * first and '"ok"' not in path.read_text()
+
+
 def test_a_run_that_is_killed_goes_on_where_it_was(one_call: list[workload.Call],
                                                    monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Job] = []
@@ -157,7 +203,7 @@ def test_what_was_refused_is_remembered_though_it_is_planned_no_more(one_call: l
     again = matrix.run(CELL, (CARD,), tmp_path)
     assert {name: list(one.cards) for name, one in again.result.launches.items()} == {refused: ["sm90"]}
     config = again.result.launches[refused].config
-    assert json.loads(support.launch_table([again], tmp_path)) == {config: {"3.6.0": {"failed": ["sm90"]}}}
+    assert json.loads(support.launch_table([again], tmp_path)) == {config: {"3.6.0": {"failed": "sm90"}}}
     assert "| 0 of 0 | 0 | 1 |" in support.support_table(SMALL, [again], [], tmp_path)
     monkeypatch.setattr(results, "is_current", lambda source, kernel: False)
     assert not matrix.run(CELL, (CARD,), tmp_path).result.launches, "of another source"
@@ -224,7 +270,8 @@ def test_on_amd_the_torch_path_is_taken_and_the_kernels_are_compiled_nevertheles
                                                        for job in seen} >= {"simple_gla_scan",
                                                                             "simple_gla_dk"}
     [square] = squares([found], {})
-    assert square.status == "torch path" and square.evidence == f"{len(seen)} of {len(seen)} kernels compiled"
+    assert square.status == "compiled only"
+    assert square.evidence == f"{len(seen)} of {len(seen)} kernels compiled"
     assert support.launch_table([found], tmp_path) == "{\n\n}\n", "nobody plans with it"
 
 
@@ -254,13 +301,22 @@ def outcome(path: str = "triton", remedies: tuple[str, ...] = (), launches: tupl
     ([outcome(remedies=("limit_num_warps",))], "a record", "worked around"),
     ([outcome("torch", ("torch_path",), ())], "a record", "torch path"),
     ([outcome("refused", (), ())], "", "refused"), ([outcome(launches=("a", "b"))], "", "not run"),
+    # where nobody has run what compiles, on AMD
+    ([outcome("torch", ("torch_path",))], "", "compiled only"),
+    ([outcome("torch", ("torch_path",)), outcome()], "", "compiled only"),
+    ([outcome("torch", ("torch_path",)), outcome("torch", ("torch_path",), ())], "", "torch path"),
+    ([outcome("torch", ("torch_path",), ("a", "b"))], "", "torch path"),
+    ([outcome("torch", ("torch_path",), ("a", "c"))], "", "torch path"),
     ([outcome(launches=("a", "b"))], "a record", "not run"), ([outcome(failed="TypeError")], "", "FAILED"),
     ([outcome(), outcome("torch", ("torch_path",), ())], "", "torch path"),
-    ([outcome(launches=("c",)), outcome()], "", "FAILED")])
+    ([outcome(launches=("c",)), outcome()], "", "FAILED"),
+    ([outcome(launches=("s",)), outcome()], "", "slow"), ([outcome(launches=("s",))], "a record", "ran"),
+    ([outcome(remedies=("limit_num_warps",), launches=("s",))], "", "slow")])
 def test_a_square_is_the_worst_of_its_calls(outcomes: list[Outcome], record: str, status: str) -> None:
     tried = {"a": Tried(config="", cards={"sm90": Compiled()}),
+             "s": Tried(config="", cards={"sm90": Compiled(counted=True, slow=Figures(8, 32, 9, 2))}),
              "c": Tried(config="", cards={"sm90": Compiled(status="exception", message="no")})}
-    planned = Planned(tuple(outcomes), dict.fromkeys("abc", LAUNCH), {(name, "sm90"): 0 for name in "abc"})
+    planned = Planned(tuple(outcomes), dict.fromkeys("abcs", LAUNCH), {(name, "sm90"): 0 for name in "abcs"})
     found = CellState(CellResult(cell=CELL, launches=tried), planned)
     [square] = squares([found], {("op", "sm90", "3.6.0"): record} if record else {})
     assert square.status == status and square.status in STATUSES and square.calls == len(outcomes)
@@ -281,6 +337,10 @@ def test_a_gpu_record_counts_only_where_all_of_an_op_is_right(tmp_path: Path) ->
                                          '[{"op": "a", "ok": true}, {"op": "b", "ok": true}, {"op": "b", '
                                          '"ok": false}]}')
     assert set(gpu_records(tmp_path)) == {("a", "sm90", "3.6.0")}
+    (tmp_path / "gpu-x.json").write_text(
+        '{"arch": "gfx942", "capability": [0, 0], "triton": "3.6.0", "device": "x", "date": "d", '
+        '"rows": [{"op": "a", "ok": true}]}')
+    assert set(gpu_records(tmp_path)) == {("a", "gfx942", "3.6.0")}
 
 
 NOWHERE = Path("nowhere")
@@ -311,7 +371,7 @@ def test_ops_of_which_the_same_is_known_share_a_table() -> None:
     squared[at] = squared[at]._replace(status="ran")
     text = a_table(squared)
     headings = re.findall(r"^## (.*)", text, re.MULTILINE)
-    assert headings[-4:] == ["a and 1 more", "b", "Why", "The runs"]
+    assert headings[-5:] == ["a and 1 more", "b", "What spills", "Why", "The runs"]
     assert "Ops: `a`, `c`\n" in text and "Ops: `b`\n" in text
     assert headings.index("The failures it began with") < headings.index("All ops"), "what it is for, first"
     said = support.marks_of(text)
@@ -319,7 +379,8 @@ def test_ops_of_which_the_same_is_known_share_a_table() -> None:
     assert len(said) == len(squared)
     [row] = [line for line in text.partition("## All ops")[2].partition("## a")[0].splitlines()
              if line.startswith("| 3.6.0 |")]
-    assert row.split(" | ")[6] == "1 ran, 2 compiled" and row.count("3 compiled") == len(WHOLE.card) - 1
+    at = 1 + [card.name for card in WHOLE.card].index("sm90")
+    assert row.split(" | ")[at] == "1 ran, 2 compiled" and row.count("3 compiled") == len(WHOLE.card) - 1
 
 
 def test_the_picture_shows_each_square_as_a_part_of_its_bar() -> None:
@@ -337,7 +398,9 @@ def test_the_picture_shows_each_square_as_a_part_of_its_bar() -> None:
 
 
 def test_the_picture_is_that_of_the_table() -> None:
-    drawn = picture.picture(support.marks_of(TABLE.read_text(encoding="utf-8")), support.examples(WHOLE))
+    said = support.marks_of(TABLE.read_text(encoding="utf-8"))
+    assert {card for _, _, card in said} == {card.name for card in WHOLE.card}
+    drawn = picture.picture(said, support.examples(WHOLE))
     assert (ROOT / support.PICTURE).read_text(encoding="utf-8") == drawn, "run: python -m matrix report"
 
 
@@ -357,9 +420,12 @@ RESULTS, TABLE = ROOT / "matrix" / "results", ROOT / "SUPPORT.md"
 @pytest.fixture(scope="module")
 def some() -> list[CellState]:
     """Every release with a card, each another one; with TEST_WHOLE=1 every release with every card."""
-    return [CellState(load_result(RESULTS, cell),
-                  matrix.plans(cell, share(WHOLE.card, n, len(WHOLE.card)) if "plan" in cell.layers else ()))
-            for n, cell in enumerate(WHOLE.cell)]
+    def state(n: int, cell: Cell) -> CellState:
+        result, cards = load_result(RESULTS, cell), share(WHOLE.card, n, len(WHOLE.card))
+        if "plan" not in cell.layers:
+            return CellState(result, Planned())
+        return CellState(result, matrix.plans(cell, cards), plain=matrix.plain(result, cards))
+    return [state(n, cell) for n, cell in enumerate(WHOLE.cell)]
 
 
 def test_the_support_table_is_current(some: list[CellState], tmp_path: Path) -> None:
@@ -374,9 +440,9 @@ def test_the_support_table_is_current(some: list[CellState], tmp_path: Path) -> 
     ("SUPPORT.md", "| 3.9.0 |", "| 3.9.9 |", ": None, now "),
     ("SUPPORT.md", "| backend | torch |", "| end | torch |", "reason: backend"),
     ("SUPPORT.md", "## Beside fla", "## Beside", "## Beside fla and mamba_ssm"),
-    ("proven.json", '"failed": ["sm70"]', '"failed": ["sm80"]', " 3.0.0 failed sm70"),
-    ("proven.json", '"sm75", ', "", " 3.0.0 compiled sm75"),
-    ("proven.json", '"ran": ["sm90"]', '"ran": []', " 3.6.0 ran sm90")])
+    ("proven.json", '"failed": "sm70"', '"failed": "sm80"', " 3.0.0 failed sm70"),
+    ("proven.json", "sm75 ", "", " 3.0.0 compiled sm75"), ("proven.json", ", 32]", ", 31]", ", now {'sm"),
+    ("proven.json", '"ran": "sm90"', '"ran": ""', " 3.6.0 ran sm90")])
 def test_what_is_not_current_is_noticed(file: str, old: str, new: str, says: str, some: list[CellState],
                                         tmp_path: Path) -> None:
     files = {path.name: tmp_path / path.name for path in (TABLE, support.PROVEN)}

@@ -108,7 +108,7 @@ def test_every_status_is_explained_and_coloured():
 DOCUMENT = r"""
 const fs = require('fs'), vm = require('vm');
 class Element {
-  constructor(tag) { this.tag = tag; this.attributes = {}; this.children = []; this.listeners = {}; this.hidden = false; }
+  constructor(tag) { Object.assign(this, { tag, attributes: {}, children: [], listeners: {}, hidden: false }); }
   setAttribute(name, value) { this.attributes[name] = String(value); }
   append(...children) { this.children.push(...children); }
   replaceChildren(...children) { this.children = children; }
@@ -118,21 +118,25 @@ class Element {
   focus() {}
   get textContent() { return this.children.map(child => child.textContent ?? child).join(' '); }
   set textContent(text) { this.children = [text]; }
-  all(tag) { return [...(this.tag === tag ? [this] : []), ...this.children.flatMap(child => child.all ? child.all(tag) : [])]; }
+  all(tag) {
+    const below = this.children.flatMap(child => child.all ? child.all(tag) : []);
+    return this.tag === tag ? [this, ...below] : below;
+  }
 }
 const [html, hashes] = JSON.parse(fs.readFileSync(0, 'utf8')), known = {};
 const get = id => known[id] ??= new Element(id);
 const parts = html.split(/<script[^>]*>/);
 get('data').textContent = parts[1].split('</script>')[0];
 get('choice').elements = Object.fromEntries(['op', 'triton', 'card', 'q'].map(name => [name, { value: '' }]));
-Object.assign(globalThis, { document: { getElementById: get, createElement: tag => new Element(tag) }, location: { hash: '' },
-                            addEventListener: () => {}, FormData: class {} });
+Object.assign(globalThis, { document: { getElementById: get, createElement: tag => new Element(tag) },
+                            location: { hash: '' }, addEventListener: () => {}, FormData: class {} });
 vm.runInThisContext(parts[2].split('</script>')[0]);
 console.log(JSON.stringify(hashes.map(hash => {
   location.hash = hash;
   draw();
   const cells = get('heat').all('td').map(td => td.children[0]?.attributes['aria-label'] ?? td.textContent);
-  const bars = get('heat').all('td').map(td => td.all('i').map(part => [part.attributes['data-status'], part.attributes.style]));
+  const part = ({ attributes }) => [attributes['data-status'], attributes.style];
+  const bars = get('heat').all('td').map(td => td.all('i').map(part));
   return { cells, bars, panel: get('panel').hidden ? '' : get('panel').textContent,
            links: get('panel').all('a').map(a => a.attributes.href).filter(href => !href.startsWith('#')) };
 })));
@@ -153,8 +157,10 @@ def square(op, status, *why, calls=2):
 
 
 MAP_AT = "bf16-pre-ampere-32: a kernel with 4 warps"
-SEVERAL = [square("a", "ran"), square("b", "ran"), square("conv", "torch path", f"K=64: {MAP_AT}", f"K=128: {MAP_AT}"),
-           square("d", "torch path", f"K=64: {MAP_AT}", "T=1: width: 9 columns")]
+ANOTHER = MAP_AT.replace("a kernel", "another")
+SEVERAL = [square("a", "ran"), square("b", "ran"),
+           square("conv", "torch path", f"K=64: {MAP_AT}", f"K=128: {MAP_AT}"),
+           square("d", "torch path", f"K=64: {ANOTHER}", "T=1: width: 9 columns")]
 
 
 def test_a_place_of_many_ops_is_a_bar_of_all_of_them():
@@ -166,19 +172,47 @@ def test_a_place_of_many_ops_is_a_bar_of_all_of_them():
 
 def test_a_text_leaves_the_places_that_have_it():
     by_op, by_reason, none = drawn(SEVERAL, "#q=CONV", "#q=9%20columns", "#q=nobody")
-    assert [cell for cell in by_op["cells"] if "3.2.0, sm75" in cell] == ["all ops, Triton 3.2.0, sm75: 1 torch path"]
+    of_op = [cell for cell in by_op["cells"] if "3.2.0, sm75" in cell]
+    assert of_op == ["all ops, Triton 3.2.0, sm75: 1 torch path"]
     assert [cell for cell in by_reason["cells"] if cell] == ["all ops, Triton 3.2.0, sm75: 1 torch path"]
     assert not any(none["cells"])
 
 
 def test_a_reason_is_told_once_with_all_that_meet_it_and_its_thread():
     everything, one = drawn(SEVERAL, "#at=/3.2.0/sm75", "#at=d/3.2.0/sm75")
-    assert everything["panel"].count(MAP_AT) == 1 and "3 calls of conv, d" in everything["panel"]
+    assert everything["panel"].count("bf16-pre-ampere-32: ptxas: Feature '.bf16' requires") == 1
+    assert "3 calls of conv, d" in everything["panel"] and "4 warps" not in everything["panel"]
     assert everything["links"] == ["https://github.com/Lightning-AI/pytorch-lightning/issues/18070"]
-    assert one["panel"].count(MAP_AT) == 1 and "1 call: T=1" in one["panel"]
+    assert one["panel"].count(ANOTHER) == 1 and "1 call: T=1" in one["panel"]
 
 
 def test_the_page_says_what_its_words_mean_and_leads_back():
     html = page(MATRIX, SEVERAL, "")
     assert "<b>gate</b>" in html and "<b>report</b>" in html and 'href="../README.md"' in html
     assert 'href="#all"' in html and "javascript:" not in html
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
+
+
+@pytest.mark.skipif(not BROWSER, reason="no chromium is installed: nobody looked at the page")
+def test_a_browser_draws_the_page(tmp_path):
+    """What node's document cannot tell: that a browser runs the script without an error, and shows something.
+    ``build/support.png`` is what it saw."""
+    def looked(html, *options):
+        (tmp_path / "page.html").write_text(html, encoding="utf-8")
+        command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+                   f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,900", *options,
+                   f"{(tmp_path / 'page.html').as_uri()}#at=/3.2.0/sm75"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+    whole = page(MATRIX, SEVERAL, "today")
+    picture = Path(__file__).resolve().parent.parent / "build" / "support.png"
+    picture.parent.mkdir(exist_ok=True)
+    drawn, errors = looked(whole, "--dump-dom", f"--screenshot={picture}")
+    assert not errors and "3 calls of conv, d" in drawn and 'aria-label="all ops, Triton 3.2.0, sm75' in drawn
+    empty, broken = looked(whole.replace("draw();\n</script>", "nothing();\n</script>"), "--dump-dom",
+                           f"--screenshot={tmp_path / 'empty.png'}")
+    assert broken and "3 calls of conv, d" not in empty
+    assert picture.stat().st_size > 2 * (tmp_path / "empty.png").stat().st_size

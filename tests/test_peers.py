@@ -16,8 +16,8 @@ from matrix import peers, record
 
 def test_every_op_over_sequences_is_asked_about() -> None:
     """fused_chunk_ ops are chunk_ ops under another name, Mamba2's layer is its scan among others, and ops by
-    mode are one of the others."""
-    aside = ("fused_chunk_", "mamba_split_")
+    mode are one of the others; fla has no delta product token by token."""
+    aside = ("fused_chunk_", "mamba_split_", "fused_recurrent_gated_delta_product")
     ops = {name for name, (_, mode) in dispatch.OPS.items() if mode in ("chunk", "fused_recurrent")
            and not name.startswith(aside)}
     assert {*ops, "selective_scan_fn"} <= {op.name for op in peers.OPS}
@@ -25,15 +25,19 @@ def test_every_op_over_sequences_is_asked_about() -> None:
 
 @pytest.mark.parametrize("name",
                          ["chunk_rwkv6", "fused_mul_recurrent_rwkv7", "chunk_kda", "fused_recurrent_hgrn",
-                          "mamba_chunk_scan_combined", "selective_scan_fn"])
+                          "mamba_chunk_scan_combined", "selective_scan_fn", "chunk_gated_delta_product",
+                          "chunk_gdn2", "fused_recurrent_comba", "mamba3_siso_combined"])
 def test_the_other_reference_agrees_on_the_cpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Written apart from those the cases use: two derivations of the same recurrence."""
     op = next(op for op in peers.OPS if op.name == name)
     monkeypatch.setitem(peers.SIZES, "CPU", peers.Sizes(T=9, K=8, V=8))
     assert peers.answer("flashlin", op, "CPU") == "right"
     right = getattr(flashlin, name)
-    monkeypatch.setattr(flashlin, name,
-                        lambda *args, **options: tuple(1.1 * x for x in right(*args, **options)))
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        returned = right(*args, **options)
+        return tuple(1.1 * x for x in returned) if isinstance(returned, tuple) else 1.1 * returned
+    monkeypatch.setattr(flashlin, name, wrong)
     assert peers.answer("flashlin", op, "CPU").startswith("wrong: o 0.1")
 
 

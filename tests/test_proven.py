@@ -21,9 +21,9 @@ from matrix.results import Cell, CellResult, Compiled, load_result
 from matrix.squares import CellState, Outcome, Planned
 
 LAUNCH = Launch("scan", (1,), 4, 2, (("BT", 64),), 0, 0, frozenset({"dot", "bf16"}))
-TABLE = {LAUNCH.config: {"3.6.0": {"compiled": ["sm80", "sm90"], "ran": ["sm90"]},
-                         "3.3.0": {"failed": ["sm90"], "compiled": ["sm80"]},
-                         "3.3.1": {"compiled": ["sm90"]}}}
+TABLE = {LAUNCH.config: {"3.6.0": {"compiled": "sm80 sm90", "ran": "sm90"},
+                         "3.3.0": {"failed": "sm90", "compiled": "sm80"},
+                         "3.3.1": {"compiled": "sm90"}}}
 PROBLEM = Problem("chunk_simple_gla", "simple_gla", "chunk", 2, 128, 4, 64, 64, 2, "bfloat16", options=("g",))
 
 
@@ -45,7 +45,7 @@ def plan_on(text: str, policy: Policy = Policy()) -> Plan:
 def test_what_failed_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> None:
     monkeypatch.setattr(proven, "table", dict)
     first = plan_on("triton=3.6.0,sm=90").launches[-1]
-    bad = {first.config: {"3.6.0": {"failed": ["sm90"]}}}
+    bad = {first.config: {"3.6.0": {"failed": "sm90"}}}
     monkeypatch.setattr(proven, "table", lambda: bad)
     fresh()
     plan = plan_on("triton=3.6.0,sm=90")
@@ -61,14 +61,119 @@ def test_what_failed_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch, fresh
     assert outlook.evidence([plan]) == "no record"
 
 
+def test_sequences_stay_whole_where_a_kernel_for_parts_failed(monkeypatch: pytest.MonkeyPatch,
+                                                              fresh: Callable[[], None]) -> None:
+    monkeypatch.setattr(proven, "table", dict)
+    long, on = PROBLEM._replace(B=1, N=1, T=32768, H=8, K=128, V=128), parse("triton=3.6.0,sm=90,sms=132")
+    first = dispatch.plan(long, on)
+    carrying = first.launch("carry_decayed")
+    assert first.part and carrying.num_warps == 4
+    bad = {carrying.config: {"3.6.0": {"failed": "sm90"}}}
+    monkeypatch.setattr(proven, "table", lambda: bad)
+    fresh()
+    plan = dispatch.plan(long, on)
+    assert not plan.part and plan.problem.max_warps == 8 and plan.path == "triton"
+    assert [name for _, name in plan.steps] == ["other_tile"]
+
+
+AMPERE, HOPPER = "triton=3.6.0,sm=80", "triton=3.6.0,sm=90"
+TRAINING = PROBLEM._replace(K=128, V=128, needs_grad=True)
+Launches = Callable[[str], dict[str, Launch]]
+
+
+@pytest.fixture
+def launches_where(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> Callable[..., Launches]:
+    """launches_where(slow, failed)(place): what is planned there by kernel, where these configurations are
+    slow, as in a ``proven.Slow``, and those failed. No plan says a word of it."""
+    def known(slow: dict[str, tuple[int, ...]], failed: tuple[str, ...] = ()) -> Launches:
+        cards = ("sm80", "sm90")
+        table = {config: {"3.6.0": {"slow": dict.fromkeys(cards, figures)}} for config, figures in slow.items()}
+        table |= {config: {"3.6.0": {"failed": "sm80 sm90"}} for config in failed}
+        monkeypatch.setattr(proven, "table", lambda: table)
+        fresh()
+
+        def planned(place: str) -> dict[str, Launch]:
+            plan = dispatch.plan(TRAINING, parse(place), Policy(policy="strict"))
+            assert plan.path == "triton" and not plan.steps
+            return {launch.kernel: launch for launch in plan.launches}
+        return planned
+    return known
+
+
+def how(launch: Launch) -> tuple[int, int, int]:
+    return launch.block("BT"), launch.num_warps, launch.num_stages
+
+
+def test_what_is_slow_has_other_warps_or_stages(launches_where: Callable[..., Launches]) -> None:
+    before = launches_where({})(AMPERE)
+    dq, dk = before["simple_gla_dq"], before["simple_gla_dk"]
+    assert how(dq) == how(dk) == (64, 4, 2)
+    eight = dq._replace(num_warps=8).config
+    after = launches_where({dq.config: (1200,)})(AMPERE)
+    assert how(after["simple_gla_dq"]) == (64, 8, 2) and after["simple_gla_dk"] == dk, "the others as before"
+    after = launches_where({dq.config: (1200,), eight: (1100,)})(AMPERE)
+    assert how(after["simple_gla_dq"]) == (64, 8, 1)
+    after = launches_where({dq.config: (1200,)}, failed=(eight,))(AMPERE)
+    assert how(after["simple_gla_dq"]) == (64, 8, 1), "what failed is no way"
+
+
+def every_way(launch: Launch, spills: int) -> dict[str, tuple[int, ...]]:
+    """A slow launch, less so with fewer warps and stages."""
+    return {launch._replace(num_warps=warps, num_stages=stages).config:
+            (spills + 100 * warps + stages,) for warps in (4, 8) for stages in (1, 2)}
+
+
+def slow_throughout(launches_where: Callable[..., Launches]) -> dict[str, tuple[int, ...]]:
+    """simple_gla_dq, however it is planned, with longer chunks less than with short ones."""
+    slow: dict[str, tuple[int, ...]] = {}
+    for BT, spills in ((64, 20000), (32, 30000), (16, 40000)):
+        dq = launches_where(slow)(AMPERE)["simple_gla_dq"]
+        assert how(dq) == (BT, 4, 2)
+        slow |= every_way(dq, spills)
+    return slow
+
+
+def test_what_is_slow_in_every_way_is_the_least_slow_or_has_shorter_chunks(
+        launches_where: Callable[..., Launches]) -> None:
+    dq = launches_where({})(AMPERE)["simple_gla_dq"]
+    after = launches_where(every_way(dq, 1100))(AMPERE)
+    assert how(after["simple_gla_dq"]) == (64, 4, 1)
+    after = launches_where(every_way(dq, 4100))(AMPERE)
+    assert {after[f"simple_gla_{name}"].block("BT") for name in ("scan", "dq", "dk", "dv")} == {32}
+    least = launches_where(slow_throughout(launches_where))(AMPERE)
+    assert how(least["simple_gla_dq"]) == (64, 4, 1)
+
+
+def test_where_configurations_were_timed_only_what_ptxas_gave_up_is_slow(
+        launches_where: Callable[..., Launches]) -> None:
+    dq = launches_where({})(HOPPER)["simple_gla_dq"]
+    assert launches_where({dq.config: (30000,)})(HOPPER)["simple_gla_dq"] == dq
+    assert launches_where({dq.config: (900, 32)})(HOPPER)["simple_gla_dq"].num_warps == 8
+
+
+@pytest.mark.parametrize("registers, spills, slow", [
+    (255, 1000, None), (255, 1001, "spills 1,001 bytes a thread"), (32, 0, None), (40, 8, None),
+    (32, 8, "spills 8 bytes a thread, given 32 registers")])
+def test_what_is_slow(registers: int, spills: int, slow: str | None) -> None:
+    found = proven.slow_of(registers, spills)
+    assert (str(found) if found else None) == slow
+
+
+def test_doctor_tells_what_spills_most(launches_where: Callable[..., Launches]) -> None:
+    launches_where(slow_throughout(launches_where))
+    plan = dispatch.plan(TRAINING, parse(AMPERE))
+    assert outlook.evidence([plan]) == (
+        "no record, slow: simple_gla_dq spills 20,401 bytes a thread")
+
+
 def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch,
                                               fresh: Callable[[], None]) -> None:
     monkeypatch.setattr(proven, "table", dict)
     plan = plan_on("triton=3.6.0,sm=90")
     configs = [launch.config for launch in plan.launches]
-    everything = {config: {"3.6.0": {"ran": ["sm90"]}} for config in configs}
+    everything = {config: {"3.6.0": {"ran": "sm90"}} for config in configs}
     for table, told in ((everything, "ran"),
-                        ({**everything, configs[-1]: {"3.6.0": {"compiled": ["sm90"]}}}, "compiled"),
+                        ({**everything, configs[-1]: {"3.6.0": {"compiled": "sm90"}}}, "compiled"),
                         ({**everything, configs[-1]: {}}, "no record")):
         monkeypatch.setattr(proven, "table", lambda table=table: table)
         fresh()
@@ -92,8 +197,8 @@ FINE, BAD = Compiled(), Compiled(status="abort")
 
 
 @pytest.mark.parametrize("verdicts, levels", [
-    ({"n1": FINE, "n2": FINE}, {"compiled": ["sm90"]}), ({"n1": FINE, "n2": BAD}, {"failed": ["sm90"]}),
-    ({"n1": FINE}, None), ({"n1": BAD}, {"failed": ["sm90"]})])
+    ({"n1": FINE, "n2": FINE}, {"compiled": "sm90"}), ({"n1": FINE, "n2": BAD}, {"failed": "sm90"}),
+    ({"n1": FINE}, None), ({"n1": BAD}, {"failed": "sm90"})])
 def test_a_configuration_holds_where_every_use_of_it_compiles(verdicts: dict[str, Compiled],
                                                               levels: dict[str, list[str]] | None,
                                                                tmp_path: Path) -> None:
@@ -117,4 +222,4 @@ def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path,
            "configs": {CONFIG: record.source_hash("flashlin.kernels.pieces", "gate_cumsum"),
                        "gate_cumsum BT=32": "flashlin.kernels.pieces:0123"}}
     (tmp_path / "gpu-x.json").write_text(json.dumps(gpu))
-    assert json.loads(support.launch_table([], tmp_path)) == {CONFIG: {"3.6.0": {"ran": ["sm90"]}}}
+    assert json.loads(support.launch_table([], tmp_path)) == {CONFIG: {"3.6.0": {"ran": "sm90"}}}

@@ -135,7 +135,7 @@ def test_a_new_release_comes_with_its_numpy(one_more: Release, monkeypatch: pyte
 
 
 def test_the_installed_release_is_not_installed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def installed(wanted: list[str], *rest: object) -> Path:
+    def installed(wanted: list[str], *rest: object, **how: object) -> Path:
         raise AssertionError(f"asked for {wanted}")
     monkeypatch.setattr(environments, "installed", installed)
     own = version("triton")

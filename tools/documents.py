@@ -4,8 +4,11 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from flashlin.diagnostics.why import Entry, entries
 from matrix.markdown import table
@@ -81,9 +84,44 @@ causal_conv1d are in `flashlin.mamba`. flashlin has no layers and no models; `fr
 - CPU tensors, float32, heads of up to 512, empty sequences in `cu_seqlens` and a batch times heads above
   65,535 run. What each of them does there is a table of
   [SUPPORT.md](../SUPPORT.md#beside-fla-and-mamba_ssm).
+- *(composed)* has no kernels of its own: it is made of others of the table, as its docstring says.
 - Nothing is tuned at the first call, and the same call gives the same bits again.
 - Kernels have no second-order gradients (an error says so); `flashlin.settings(path="torch")` has them.
 """
+
+
+class Absent(NamedTuple):
+    """Names of others that are not here: those in which ``names``, a pattern, is found. when: ``later`` or
+    ``left out``."""
+    names: str
+    when: str
+    why: str
+
+
+LATER, OUT = "later", "left out"
+ABSENT = (
+    Absent("_gsa$", LATER, "two passes of gated linear attention with a softmax over slots between them"),
+    Absent("_abc$", LATER, "the same with gates made of running sums"),
+    Absent("based", LATER, "linear attention of a feature map that squares the size of a head"),
+    Absent("_lightnet$", LATER, "gated linear attention with a decay made of the keys' running logsumexp"),
+    Absent("_precond_", LATER, "the delta rules with a running scale for each key channel"),
+    Absent("_(momentum_delta_rule|gated_oja_rule|cyfa)$", LATER, "nobody has asked yet"),
+    Absent("^fused_chunk_(gla|delta_rule)$", OUT, "they raise there: the kernels of `chunk_` are in their "
+                                                  "place, here as there"),
+    Absent("_(log_linear_attn)$", OUT, "a state for each power of two of tokens is another kind of scan"),
+    Absent("mesa_net", OUT, "solves a linear system for each token"),
+    Absent("_ttt_", OUT, "its state is trained, through a norm: not linear in the state, so no scan here "
+                         "computes it"),
+    Absent("_rwkv4$", OUT, "its successors, RWKV-6 and RWKV-7, are here"),
+    Absent("^parallel_|deltaformer|attnres", OUT, "softmax or sparse attention, over tokens or over layers: "
+                                                  "there is no state to carry"),
+    Absent("Bit|Convolution|MLP|TokenShift", OUT, "layers and modules around plain torch; of TokenShift the "
+                                                  "function is here, `token_shift`"),
+    Absent("KLDiv", OUT, "a loss for distillation, with no recurrence in it"),
+    Absent("^mamba3_", LATER, "Mamba-3 with several inputs a head, and its decoding"),
+    Absent("^Mamba", OUT, "layers, which call the functions above"))
+# What is in files that tools/peers.py does not read.
+UNREAD = {"mamba_ssm": ("mamba3_mimo", "mamba3_siso_step", "mamba3_step_fn")}
 THERE = {"fla": "flashlin", "mamba_ssm": "flashlin.mamba", "causal_conv1d": "flashlin.mamba"}
 
 
@@ -92,14 +130,37 @@ def migration() -> str:
     lines = [COMING]
     for package, (version, names) in peers.recorded().items():
         mine = peers.ours(package)
-        rows = [(f"`{one.module}.{one.name}`", f"`{THERE[package]}.{one.name}`",
-                 "; ".join(peers.differences(one, mine[one.name])) or "nothing")
-                for one in names if one.name in mine]
+        rows = []
+        for one in names:
+            same = [name for name, ours in mine.items() if one.name in mine and ours is mine[one.name]]
+            here = ", ".join(f"`{THERE[package]}.{name}`" for name in sorted(same, key=one.name.__ne__))
+            if same:
+                rows.append((f"`{one.module}.{one.name}`", here + composed(mine[one.name]),
+                             "; ".join(peers.differences(one, mine[one.name])) or "nothing"))
         lines += [f"## {package} {version}", "", *table(("there", "here", "what differs"), rows), ""]
-        missing = sorted(f"`{one.name}`" for one in names if one.name not in mine)
-        lines += [f"Not here: {', '.join(missing)}. `flashlin.patch({package!r})` leaves them as they are, and "
-                  "lets those that call functions of the table call flashlin's.", ""] if missing else []
+        missing = sorted({*(one.name for one in names), *UNREAD.get(package, ())} - set(mine))
+        lines += [f"Not here, so `flashlin.patch({package!r})` leaves them as they are, and lets those that "
+                  "call functions of the table call flashlin's:", "",
+                  *table(("there", "here", "why"), absent(missing)), ""] if missing else []
     return "\n".join(lines)
+
+
+def composed(function: Any) -> str:
+    """Whether its module says that it has no kernels of its own."""
+    said = re.search(r"composed", sys.modules[function.__module__].__doc__ or "", re.IGNORECASE)
+    return " (composed)" if said else ""
+
+
+def absent(names: Iterable[str]) -> list[tuple[str, str, str]]:
+    """A row for each of ABSENT, in its order, that has some of the names. Raises where one has none."""
+    rows: dict[Absent, list[str]] = {}
+    for name in names:
+        first = next((one for one in ABSENT if re.search(one.names, name)), None)
+        if first is None:
+            raise SystemExit(f"tools.documents: {name} is in none of the rows of ABSENT")
+        rows.setdefault(first, []).append(name)
+    return [(", ".join(f"`{name}`" for name in those), one.when, one.why)
+            for one in ABSENT if (those := rows.get(one))]
 
 
 def sorting(symptom: str) -> str:

@@ -85,6 +85,18 @@ def variables() -> Iterator[str]:
             yield f"{name}={value}"
 
 
+def repaired(package: str, text: str) -> str:
+    """The command that mends a package, by what its import said."""
+    if package == "flashlin":
+        return "pip install -e . in flashlin's folder"
+    if f"No module named '{package}'" in text:
+        return f"pip install {package}"
+    known = next((f"{package}=={one.version}" for one in metadata.distributions(name=package)), package)
+    # a library that is missing comes with a package that it needs
+    alone = "" if "cannot open shared object file" in text else " --no-deps"
+    return f'pip install --force-reinstall{alone} "{known}"'
+
+
 def hidden(text: str) -> str:
     """Without home folders and what may be a secret."""
     text = text.replace(os.path.expanduser("~"), "~")
@@ -92,11 +104,12 @@ def hidden(text: str) -> str:
 
 
 def main() -> int:
-    fine = True
+    fine, repair = True, ""
     print(f"Python {sys.version.split()[0]}, {platform.platform()}\n\nImports")
     for module in IMPORTED:
         good, text = imported(module)
         fine = fine and (good or not module.startswith("flashlin"))
+        repair = repair or ("" if good else repaired(module.partition(".")[0], text))
         print(hidden(f"  {'ok ' if good else 'BAD'}  {module}: {text}"))
     for title, lines in (("Installed", versions()), ("What Triton needs", surroundings()),
                          ("Variables", variables())):
@@ -104,7 +117,7 @@ def main() -> int:
         for line in lines:
             print(hidden(f"  {line}"))
     print("\nflashlin imports: flashlin doctor says more." if fine else
-          "\nThe first BAD line is what to repair: pip install --force-reinstall --no-deps of that package.")
+          f"\nThe first BAD line is what to repair: {repair}")
     return 0 if fine else 1
 
 

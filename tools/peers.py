@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +24,12 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "fla": ("fla/ops", "fla/modules"),
     "mamba_ssm": ("mamba_ssm/ops/selective_scan_interface.py", "mamba_ssm/ops/triton/ssd_combined.py",
                   "mamba_ssm/ops/triton/selective_state_update.py", "mamba_ssm/ops/triton/layer_norm.py",
-                  "mamba_ssm/ops/triton/layernorm_gated.py", "mamba_ssm/modules/mamba_simple.py",
+                  "mamba_ssm/ops/triton/layernorm_gated.py",
+                  "mamba_ssm/ops/triton/mamba3/mamba3_siso_combined.py", "mamba_ssm/modules/mamba_simple.py",
                   "mamba_ssm/modules/mamba2.py", "mamba_ssm/modules/mamba3.py"),
     "causal_conv1d": ("causal_conv1d/causal_conv1d_interface.py", "causal_conv1d/causal_conv1d_varlen.py")}
+FAMILIES = "fla/ops"  # in which each folder is one, and exports more than the package hands on
+INTERNAL = re.compile(r"^naive_|_(ref|fwd|bwd|cache)$")  # of what a family exports
 NOT_PUBLIC = ("backends", "ascend", "tilelang", "gluon", "naive", "/cp", "_ref", "/utils")
 LAYERS = ("Mamba", "Mamba2", "Mamba3")
 ONLY_NONE = frozenset({"process_group"})  # ours have them to say that they must be None
@@ -48,17 +52,21 @@ def ours(package: str) -> dict[str, Any]:
 # --- reading sources ---
 
 def read(package: str, folder: Path) -> Iterator[Theirs]:
-    """What the package exports (``__all__`` of its places), and what it defines there under a name of ours."""
+    """What the package exports (``__all__`` of its places and of fla's families), and what it defines there
+    under a name of ours."""
     mine, exported = ours(package), set[str]()
     files = [file for place in PACKAGES[package]
              for file in sorted((folder / place).rglob("*.py") if "." not in place else [folder / place])
              if not any(part in file.as_posix() for part in NOT_PUBLIC)]
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
     for file, tree in trees.items():
-        if file.name == "__init__.py" and file.parent.relative_to(folder).as_posix() in PACKAGES[package]:
+        if file.name != "__init__.py":
+            continue
+        place = file.parent.relative_to(folder)
+        if place.as_posix() in PACKAGES[package] or place.parent.as_posix() == FAMILIES:
             exported |= {name for node in tree.body if isinstance(node, ast.Assign)
                          and ast.unparse(node.targets[0]) == "__all__"
-                         for name in ast.literal_eval(node.value)}
+                         for name in ast.literal_eval(node.value) if not INTERNAL.search(name)}
     for file, tree in trees.items():
         module = ".".join(file.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
         for node in tree.body:

@@ -21,8 +21,8 @@ SURROUNDINGS = re.compile(
     r"error|stale file handle|too many open files"
     r"|resource temporarily unavailable|can't start new thread|busy or unavailable|devices? (?:is|are) "
     r"busy|device is lost|fallen off the bus"
-    r"|no cuda gpus are available|no cuda-capable device|cuda driver version|found no nvidia driver|driver "
-    r"shutting down"
+    r"|no (?:cuda|hip) gpus are available|no (?:cuda|rocm)-capable device|cuda driver version"
+    r"|found no nvidia driver|driver shutting down"
     r"|system not (?:yet )?initialized|uncorrectable ecc|0 active drivers|failed to find c compiler|cannot "
     r"find ptxas"
     r"|linker \S+ not found|failed with error code -15\b|cannot open shared object file", re.I)
@@ -30,7 +30,8 @@ SURROUNDINGS = re.compile(
 ILLEGAL = re.compile(r"illegal memory access|illegal address|misaligned address|illegal "
                      r"instruction|unspecified launch failure|launch failure"
                      r"|device-side assert|invalid program counter|hardware stack error|invalid address "
-                     r"space", re.I)
+                     r"space|memory access fault by GPU|memory_aperture_violation|hipErrorIllegalAddress",
+                     re.I)
 STOPPED = re.compile(r"launch timed out", re.I)  # by the watchdog of a card that also draws a screen
 # Signals that others send: the system when memory or a limit is used up, or a person; and a bus error, which
 # a full disk behind a mapped file makes.

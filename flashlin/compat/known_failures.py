@@ -201,12 +201,28 @@ KNOWN_FAILURES: tuple[Failure, ...] = (
     Failure(
         id="no-libcuda",
         effect="Triton does not find the driver's library",
-        symptoms=("libcuda.so cannot found!",),
+        symptoms=("libcuda.so cannot found!", "libcuda.so.1: cannot open shared object file"),
         where="containers that were started without the GPU; WSL",
         here="FLASHLIN_PATH=torch runs its ops without Triton meanwhile",
         otherwise="docker run --gpus all; or sudo ldconfig; or LD_LIBRARY_PATH at the folder of "
                   "libcuda.so.1",
         source="read in Triton 3.0 to 3.9"),
+    Failure(
+        id="cache-closed",
+        effect="Triton cannot write what it has compiled",
+        symptoms=("Permission denied: '.../.triton", "Read-only file system: '.../.triton"),
+        where="a home that is read-only, or another user's: containers and clusters",
+        here="flashlin doctor finds it before anything is compiled",
+        otherwise="TRITON_CACHE_DIR=/tmp/triton, or another folder that can be written",
+        source="read in Triton 3.0 to 3.9"),
+    Failure(
+        id="torch-without-code",
+        effect="the wheel of torch has no code for this card",
+        symptoms=("no kernel image is available for execution on the device",),
+        where="B200 and RTX 5090 with a torch that is older than they are; old cards with a new torch",
+        here="flashlin doctor names the torch that has code for the card",
+        otherwise="compare torch.cuda.get_arch_list() with the card's sm, and install another torch",
+        source="tests/test_advice.py"),
     Failure(
         id="torch-and-triton-apart",
         effect="torch.compile of this torch asks this Triton for what it no longer has: they are no pair",
@@ -218,6 +234,16 @@ KNOWN_FAILURES: tuple[Failure, ...] = (
         url="https://github.com/NixOS/nixpkgs/issues/432046",
         source="thread"),
     # --- what many failures print ---
+    Failure(
+        id="launcher-does-not-compile",
+        general=True,
+        effect="the C compiler refused the launcher that Triton makes for a kernel, for a reason in the "
+               "lines before: often that Python.h or libcuda is missing",
+        symptoms=("'-lcuda'", "'-l:libcuda.so.1'"),
+        where="any; the lines before decide",
+        here="flashlin doctor looks for all that it needs; FLASHLIN_PATH=torch runs its ops meanwhile",
+        otherwise="read the line that begins with the source's name or with ld, and give that, too",
+        source="Triton 3.0 to 3.9"),
     Failure(
         id="assembler-failed",
         general=True,

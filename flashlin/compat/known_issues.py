@@ -29,8 +29,9 @@ class KnownIssue(NamedTuple):
     """One failure of Triton, ptxas or a kernel. effect: what the user sees. traits: all must be on the
     launch. spared: none of these may be. since, fixed_in: the releases of Triton from .. to (excluded);
     ptxas_since, ptxas_fixed_in: where an assembler decides, those of ptxas. None leaves a side open.
-    capabilities: half-open range of (major, minor), by default every card. proof: the test, record or thread
-    behind it. confidence: how sure that makes us.
+    capabilities: half-open range of (major, minor), by default every card of NVIDIA. amd: in place of those,
+    how names of AMD's architectures begin. proof: the test, record or thread behind it. confidence: how sure
+    that makes us.
 
     symptoms: what users see printed, ``...`` for what varies; none where nothing is printed. seen_in: what a
     traceback also has, where the text alone may be anybody's."""
@@ -44,6 +45,7 @@ class KnownIssue(NamedTuple):
     ptxas_since: str | None = None
     ptxas_fixed_in: str | None = None
     capabilities: tuple[tuple[int, int], tuple[int, int]] = (PRE_VOLTA, END)
+    amd: tuple[str, ...] = ()
     traits: frozenset[str] = frozenset()
     spared: frozenset[str] = frozenset()
     min_warps: int = 1
@@ -56,8 +58,9 @@ class KnownIssue(NamedTuple):
     def here(self, target: Target) -> bool:
         """Whether this machine is one of those affected, whatever is launched."""
         low, high = self.capabilities
-        return (target.backend == "cuda" and low <= target.capability < high
-                and affected(target.triton, self.since, self.fixed_in)
+        card = (target.arch.startswith(self.amd) if self.amd
+                else target.backend == "cuda" and low <= target.capability < high)
+        return (card and affected(target.triton, self.since, self.fixed_in)
                 and (self.ptxas_since is self.ptxas_fixed_in is None
                      or affected(target.ptxas, self.ptxas_since, self.ptxas_fixed_in)))
 
@@ -72,11 +75,13 @@ class KnownIssue(NamedTuple):
         low, high = self.capabilities
         cards = ", ".join(f"{name} (sm{major}{minor})" for (major, minor), (name, _) in USUAL_CARD.items()
                           if low <= (major, minor) < high) or f"sm{low[0]}{low[1]}"
-        words = ("any NVIDIA card" if (low, high) == (PRE_VOLTA, END) else
+        words = (f"AMD's {', '.join(self.amd)}" if self.amd else
+                 "any NVIDIA card" if (low, high) == (PRE_VOLTA, END) else
                  "cards before sm70" if low == PRE_VOLTA else cards, self.releases,
                  self.ptxas_since is self.ptxas_fixed_in is None or between("ptxas", self.ptxas_since,
                                                                             self.ptxas_fixed_in),
-                 self.min_warps > 1 and f"{self.min_warps} warps or more")
+                 self.min_warps > 1 and f"{self.min_warps} warps or more",
+                 bool(self.amd) and self.min_stages > 1 and f"{self.min_stages} stages or more")
         return "; ".join(word for word in words if isinstance(word, str))
 
     def hits(self, traits: frozenset[str], num_warps: int, num_stages: int) -> bool:
@@ -177,7 +182,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         url=_TRITON + "4492", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="reshape-outs-32", effect="the process aborts: assertion in LinearLayout::reshapeOuts",
-        symptoms=("mlir::triton::LinearLayout::reshapeOuts",
+        symptoms=("LinearLayout::reshapeOuts",
                   "Assertion `getTotalOutDimSize() == std::accumulate"),
         since="3.2.0", fixed_in="3.3.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
         need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_FLA + "196",
@@ -450,6 +455,51 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         fixed_in="3.4.0", traits=frozenset({"atomic_add", "bf16"}), need="sums in fp32, or Triton 3.4",
         url="https://github.com/fla-org/flash-linear-attention/commit/a9dac8b1", proof=_PROVEN,
         confidence="compiled"),
+    KnownIssue(
+        id="amd-stages-36",
+        effect="the compiler aborts: operation destroyed but still has uses, in loops of several loads with "
+               "4 stages",
+        symptoms=("LLVM ERROR: operation destroyed but still has uses",),
+        since="3.6.0", amd=("gfx9", "gfx12"), traits=_FOREIGN_DOT, min_stages=4, need="at most 2 stages",
+        url=_TRITON + "9815", proof="the thread (gfx942), and vllm #44973 (gfx90a)", confidence="thread"),
+    KnownIssue(
+        id="amd-stages-hang-36",
+        effect="the compiler does not come to an end: a kernel of several products with 3 stages and more",
+        symptoms=("No available shared memory broadcast block found",),
+        since="3.6.0", amd=("gfx12",), traits=_FOREIGN_DOT, min_stages=3, need="at most 2 stages",
+        url="https://github.com/vllm-project/vllm/issues/45929",
+        proof="the thread (gfx1201; the message is that of vllm, which waits)", confidence="thread"),
+    KnownIssue(
+        id="amd-block-pointers",
+        effect="illegal access, an aperture violation or a hang: a pipelined loop over block pointers",
+        symptoms=("HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION",
+                  "pipeliner doesn't know how to predicate this op"),
+        since="3.5.0", fixed_in="3.9.0", amd=("gfx942", "gfx950"), traits=frozenset({"make_block_ptr"}),
+        min_stages=2, need="one stage, or pointers and masks",
+        url="https://github.com/ROCm/triton/issues/937",
+        proof="the thread, of chunk_delta_h as vllm has it; 3.9 has no block pointers", confidence="thread"),
+    KnownIssue(
+        id="amd-pingpong",
+        effect="silently wrong results: products of large fp32 tiles with 8 warps, whose loads race",
+        amd=("gfx942",), traits=frozenset({"dot", "foreign"}), min_warps=8, min_stages=2,
+        need="TRITON_HIP_USE_BLOCK_PINGPONG=0, or fewer warps (mended in Triton on 2026-09-14)",
+        url=_TRITON + "11696", proof="the thread", confidence="thread"),
+    KnownIssue(
+        id="amd-scratch-38",
+        effect="results vary: what a kernel writes to scratch memory and reads again is read too early",
+        since="3.8.0", fixed_in="3.9.0", amd=("gfx11", "gfx12"),
+        need="a Triton of AMD's that has triton-lang/triton#10906",
+        url="https://github.com/ROCm/triton/pull/967",
+        proof="the thread (gfx1151), which says it of AMD's wheels of 3.8", confidence="thread"),
+    KnownIssue(
+        id="amd-conv-backward-1156",
+        effect="silently wrong gradients, hipErrorIllegalAddress or a hang: backward of the short "
+               "convolution of fla",
+        symptoms=("hipErrorIllegalAddress",),
+        amd=("gfx950",), traits=frozenset({"foreign"}),
+        need="another convolution, such as flashlin's in plain torch", url=_FLA + "1156",
+        proof="the thread: an MI355X with ROCm 7.2, fla 0.4.2 and 0.5.2; its delta rule is right there",
+        confidence="thread"),
     KnownIssue(
         id="autotune-keys-31",
         effect="IndexError, or silently tuned for the wrong key: a key behind an argument that "

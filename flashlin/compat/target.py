@@ -24,15 +24,23 @@ SHARED_PER_BLOCK = {(7, 0): 98304, (7, 2): 98304, (7, 5): 65536, (8, 0): 166912,
                     (11, 0): 232448, (12, 0): 101376, (12, 1): 101376}
 # Multiprocessors of the card most people mean by a capability, for targets that are named rather than probed.
 USUAL_CARD = {(7, 0): ("V100", 80), (7, 5): ("T4", 40), (8, 0): ("A100", 108), (8, 6): ("RTX 3090", 82),
-              (8, 9): ("RTX 4090", 128), (9, 0): ("H100", 132), (10, 0): ("B200", 148),
-              (10, 3): ("B300", 148), (12, 0): ("RTX 5090", 170)}
+              (8, 7): ("Orin", 16), (8, 9): ("RTX 4090", 128), (9, 0): ("H100", 132),
+              (10, 0): ("B200", 148), (10, 3): ("B300", 148), (11, 0): ("Thor", 20),
+              (12, 0): ("RTX 5090", 170), (12, 1): ("GB10", 48)}
+# The same of AMD, by architecture: compute units. What its architectures have in common: bytes of shared
+# memory that a block can have (CDNA 4, gfx950, has more), and stages of a loop, of which compilers fail with
+# more (amd-stages-36).
+USUAL_AMD = {"gfx90a": ("MI250", 104), "gfx942": ("MI300X", 304), "gfx950": ("MI355X", 256),
+             "gfx1100": ("RX 7900", 96), "gfx1201": ("RX 9070", 64)}
+SHARED_ON_AMD, STAGES_ON_AMD = 65536, 2
 
 
 class Card(NamedTuple):
-    """capability: of an AMD card the numbers of its gfx."""
+    """capability: NVIDIA's, arch: AMD's."""
     capability: tuple[int, int]
     sms: int
     backend: str = "cuda"
+    arch: str = ""
 
     @property
     def sm(self) -> str:
@@ -48,9 +56,12 @@ CARDS: dict[str, Card] = {
     "RTX 4080": Card((8, 9), 76), "H200": Card((9, 0), 132), "H20": Card((9, 0), 78),
     "H800": Card((9, 0), 132), "GH200": Card((9, 0), 132), "GB200": Card((10, 0), 148),
     "GB300": Card((10, 3), 148), "RTX 5080": Card((12, 0), 84), "RTX PRO 6000": Card((12, 0), 188),
-    "GB10": Card((12, 1), 48), "MI250": Card((9, 0), 104, "hip"), "MI300": Card((9, 4), 304, "hip"),
-    "MI300X": Card((9, 4), 304, "hip"), "MI325X": Card((9, 4), 304, "hip"),
-    "RX 7900": Card((11, 0), 96, "hip")}
+    **{name: Card((0, 0), units, "hip", arch) for arch, (name, units) in USUAL_AMD.items()},
+    "MI210": Card((0, 0), 104, "hip", "gfx90a"), "MI300": Card((0, 0), 304, "hip", "gfx942"),
+    "MI325X": Card((0, 0), 304, "hip", "gfx942"), "MI350X": Card((0, 0), 256, "hip", "gfx950")}
+# Backends that are a GPU. On the last two plain torch serves.
+GPUS = {"cuda": "an NVIDIA GPU", "hip": "an AMD GPU", "xpu": "an Intel GPU", "mps": "an Apple GPU"}
+BACKENDS = (*GPUS, "interpreter", "cpu")
 BEFORE_VOLTA = ((5, 0), (5, 2), (6, 0), (6, 1))  # which Triton has no code for
 OLDEST_TRITON = release(RELEASES[0].version)[:2]
 
@@ -58,9 +69,9 @@ OLDEST_TRITON = release(RELEASES[0].version)[:2]
 class Target(NamedTuple):
     """A machine. Hashable, and buildable by hand for a machine one does not own.
 
-    triton, ptxas, torch: versions, ``""`` where not installed or not usable. backend: ``cuda``, ``hip``,
-    ``interpreter`` (Triton's interpreter on the CPU) or ``cpu``. capability: (major, minor). shared: bytes of
-    shared memory per block. sms: multiprocessors.
+    triton, ptxas, torch: versions, ``""`` where not installed or not usable. backend: one of ``BACKENDS``,
+    ``interpreter`` is Triton's on the CPU. capability: NVIDIA's (major, minor), elsewhere
+    (0, 0). shared: bytes of shared memory per block. sms: multiprocessors. arch: AMD's, ``gfx942``.
     """
     triton: str
     ptxas: str
@@ -70,15 +81,23 @@ class Target(NamedTuple):
     name: str
     shared: int
     sms: int
+    arch: str = ""
 
     @property
     def sm(self) -> str:
-        return f"sm{self.capability[0]}{self.capability[1]}" if self.backend == "cuda" else self.backend
+        return (f"sm{self.capability[0]}{self.capability[1]}" if self.backend == "cuda"
+                else self.arch or self.backend)
+
+    @property
+    def stages(self) -> int:
+        """The most stages that a recipe may ask for."""
+        return STAGES_ON_AMD if self.backend == "hip" else 3
 
     def __str__(self) -> str:
-        card = f"{self.name} {self.sm}" if self.backend in ("cuda", "hip") else self.name
+        card = f"{self.name} {self.sm}" if self.backend in GPUS else self.name
         ptxas = f", ptxas {self.ptxas}" if self.ptxas else ""
-        return f"{card}, triton {self.triton or 'none'}{ptxas}, torch {self.torch or 'none'}"
+        torch = f", torch {self.torch}" if self.torch else ""
+        return f"{card}, triton {self.triton or 'none'}{ptxas}{torch}"
 
 
 @lru_cache(maxsize=1)
@@ -150,7 +169,9 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
-SHARED_ON_AMD = 65536
+def lanes(arch: str) -> int:
+    """Of a warp on an AMD architecture: 64 on CDNA (gfx9), 32 on RDNA, as everywhere on NVIDIA."""
+    return 64 if arch.startswith("gfx9") else 32
 
 
 def shared_per_block(capability: tuple[int, int]) -> int:
@@ -189,14 +210,18 @@ def _ask(device: torch.device) -> Target:
     triton, _ = triton_state()
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        capability = (int(properties.major), int(properties.minor))
         if torch.version.hip is not None:
-            return Target(triton, "", torch.__version__, "hip", capability, properties.name, SHARED_ON_AMD,
-                          properties.multi_processor_count)
+            arch = str(getattr(properties, "gcnArchName", "")).partition(":")[0]  # gfx942:sramecc+:xnack-
+            return Target(triton, "", torch.__version__, "hip", (0, 0), properties.name, SHARED_ON_AMD,
+                          properties.multi_processor_count, arch)
+        capability = (int(properties.major), int(properties.minor))
         shared = int(getattr(properties, "shared_memory_per_block_optin", 0)) or shared_per_block(capability)
         ptxas = ptxas_version(ptxas_path(triton, capability)) if triton else ""
         return Target(triton, ptxas, torch.__version__, "cuda", capability, properties.name, shared,
                       properties.multi_processor_count)
+    if device.type in GPUS:
+        name = torch.xpu.get_device_properties(device).name if device.type == "xpu" else "Apple GPU"
+        return Target(triton, "", torch.__version__, device.type, (0, 0), name, 1 << 30, 1)
     backend = "interpreter" if device.type == "cpu" and interpreting() and triton else "cpu"
     return Target(triton, "", torch.__version__, backend, (0, 0), device.type, 1 << 30, os.cpu_count() or 1)
 
@@ -204,16 +229,17 @@ def _ask(device: torch.device) -> Target:
 def parse(text: str, *, torch_version: str = "") -> Target:
     """``"H100"``, ``"H100,triton=3.2.0"``, ``"t4,torch=2.6"``, ``"triton=3.2.0,sm=90"`` -> Target.
 
-    A card is needed: its name (``CARDS``), its sm (75, 90, 103 ...) or a backend. Other keys are triton,
-    torch, ptxas, shared (bytes), sms and name. Without triton it is the one that the torch was made with,
-    else this machine's.
+    A card is needed: its name (``CARDS``), its sm (75, 90, 103 ...), AMD's gfx942 or a backend. Other keys
+    are triton, torch, ptxas, shared (bytes), sms and name. A triton of two numbers is its newest patch;
+    without one it is the one that the torch was made with, else this machine's.
 
     Raises ValueError that names what is wrong, and what was probably meant.
     """
     pairs: dict[str, str] = {}
-    for part in filter(None, (one.strip() for one in text.split(","))):
+    # as people type it: with spaces in place of commas, and with pip's two signs
+    for part in filter(None, (one.strip() for one in re.split(r",|\s+(?=\w+\s*=)", text))):
         key, is_pair, value = part.partition("=")
-        key, value = (key.strip().lower(), value.strip()) if is_pair else ("card", part)
+        key, value = (key.strip().lower(), value.strip("= ")) if is_pair else ("card", part)
         if key not in KEYS or not value:
             raise ValueError(f"target: got {part!r}, need key=value pairs out of {', '.join(KEYS)}, or the "
                              f"name of a card; for example H100,triton=3.2.0{nearest_name(key, KEYS)}")
@@ -232,13 +258,14 @@ def parse(text: str, *, torch_version: str = "") -> Target:
             raise ValueError(f"target: got {key}={pairs[key]}, need a whole number")
     name, card = _card(pairs)
     torch = pairs.get("torch", torch_version)
-    made_with = nearest(f"{triton_for(torch)}.99").version if triton_for(torch) else ""
-    triton = pairs.get("triton") or made_with or triton_state()[0]
+    said = pairs.get("triton") or triton_for(torch)
+    newest = nearest(f"{said}.99").version  # of a minor release its last patch
+    triton = newest if newest.startswith(f"{said}.") else said or triton_state()[0]
     triton = "" if triton == "none" else triton
     ptxas = pairs.get("ptxas", bundled_ptxas(triton, card.capability) if card.backend == "cuda" else "")
     shared = {"cuda": shared_per_block(card.capability), "hip": SHARED_ON_AMD}.get(card.backend, 1 << 30)
     return Target(triton, ptxas, torch, card.backend, card.capability, pairs.get("name", name),
-                  int(pairs.get("shared", shared)), int(pairs.get("sms", card.sms)))
+                  int(pairs.get("shared", shared)), int(pairs.get("sms", card.sms)), card.arch)
 
 
 KEYS = ("card", "sm", "triton", "torch", "ptxas", "shared", "sms", "name", "backend")
@@ -246,8 +273,18 @@ KEYS = ("card", "sm", "triton", "torch", "ptxas", "shared", "sms", "name", "back
 
 def nearest_name(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """``"; did you mean sm?"``, or ``""`` where nothing known is like what was given."""
-    close = get_close_matches(given, list(known), 1, cutoff)
+    names = {name.lower(): name for name in known}
+    close = [names[name] for name in get_close_matches(given.lower(), names, 1, cutoff)]
     return f"; did you mean {close[0]}?" if close and close[0] != given else ""
+
+
+def one_of(given: str, known: Iterable[str]) -> str:
+    """What an error says is needed in place of an unknown name: all of a few, of many the one that was meant,
+    if there is one."""
+    names = list(known)
+    meant = nearest_name(given, names)
+    listed = ", ".join(names) if len(names) <= 12 or not meant else f"the {len(names)} there are"
+    return f"need one of {listed}{meant}"
 
 
 def card_named(name: str) -> tuple[str, Card] | None:
@@ -265,23 +302,27 @@ def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
     given = pairs.get("card", "")
     if re.fullmatch(r"sm_?\d+", given.lower()) and not digits:
         given, digits = "", given.lower().removeprefix("sm").strip("_")
-    if backend and backend not in ("cuda", "hip", "interpreter", "cpu"):
-        raise ValueError(f"target: got backend={backend}, need cuda, hip, interpreter or cpu")
+    if backend and backend not in BACKENDS:
+        raise ValueError(f"target: got backend={backend}, need one of {', '.join(BACKENDS)}")
     if given.lower() == "cpu":
         given, backend = "", backend or "cpu"
+    if re.fullmatch(r"gfx\d+[0-9a-f]{2}", given.lower()):
+        name, units = USUAL_AMD.get(given.lower(), ("AMD GPU", 64))
+        return name, Card((0, 0), units, "hip", given.lower())
     if given:
         named = card_named(given)
         if named is None:
+            meant = nearest_name(given.upper(), CARDS, 0.5)
             raise ValueError(f"target: got the card {given!r}, need one of {', '.join(CARDS)}, or another by "
-                             f"its compute capability, as sm=90{nearest_name(given.upper(), CARDS, 0.5)}")
+                             f"its architecture, as gfx942 or as sm=90{meant}")
         if digits and named[1].sm != digits:
-            raise ValueError(f"target: got {given} and sm={digits}, need one of them: {named[0]} is "
-                             f"{f'sm={named[1].sm}' if named[1].backend == 'cuda' else 'an AMD card'}")
+            means = f"sm={named[1].sm}" if named[1].backend == "cuda" else f"{named[1].arch} of AMD"
+            raise ValueError(f"target: got {given} and sm={digits}, need one of them: {named[0]} is {means}")
         return named[0], named[1]._replace(backend=backend or named[1].backend)
     known = {f"{major}{minor}": (major, minor) for major, minor in (*BEFORE_VOLTA, *SHARED_PER_BLOCK)}
     if digits and digits != "0" and digits not in known and backend in ("", "cuda"):
         raise ValueError(f"target: got sm={pairs.get('sm', digits)}, need the compute capability of an "
                          f"NVIDIA card: {', '.join(known)}{nearest_name(digits, known, 0.3)}")
-    capability = divmod(int(digits), 10) if digits.isdigit() else (0, 0)
-    card, sms = USUAL_CARD.get(capability, ("GPU" if digits else "cpu", 64))
+    capability = divmod(int(digits), 10) if digits.isdigit() and backend != "hip" else (0, 0)
+    card, sms = USUAL_CARD.get(capability, ("GPU" if digits or backend in GPUS else "cpu", 64))
     return card, Card(capability, sms, backend or "cuda")

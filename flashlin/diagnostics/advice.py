@@ -74,9 +74,9 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
     best = _best(reachable, judge, start)
     if best is not None and not broken and judge(best).order[:2] >= start.order[:2]:
         best = None
-    now = best or (None if broken else here)
     before = None if broken else here
-    words = [broken] if broken else []
+    now = best or before
+    words: list[str] = []
     if best is not None:
         strange = (f"torch {here.torch} was made with Triton {releases.triton_for(here.torch)}, not "
                    f"{here.triton}")
@@ -85,9 +85,7 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
     limit = stay if now is None else judge(now)
     blocked = [pair for pair, no in against.items() if no and not any(one.startswith(NO_CODE) for one in no)]
     held = _best(blocked, judge, limit) if any(limit.prices) else None
-    if held is not None and sum(judge(held).prices) >= sum(limit.prices):
-        held = None
-    if held is not None:
+    if held is not None and sum(judge(held).prices) < sum(limit.prices):
         words.append(f"with torch {held.torch} {_gain(now, held, cards, machine.policy, ops)}; in its way: "
                      f"{', '.join(against[held])}")
     elif broken and best is None:
@@ -107,23 +105,12 @@ def _best(pairs: Iterable[Pair], judge: Callable[[Pair], Judged], start: Judged)
     return best and best[1]
 
 
-def _broken(machine: Machine, gpu: bool) -> str:
-    """What of torch and Triton cannot be used, ``""`` where staying is a choice."""
-    if machine.torch is None:
-        return f"torch cannot be used: {machine.torch_error}"
-    if machine.mixed:
-        return f"{' and '.join(machine.mixed)} overwrite each other's files"
-    if machine.triton_error and (gpu or machine.triton_error != "not installed"):
-        return machine.triton_state
-    if machine.unseen:
-        built = machine.torch.version.cuda
-        if not built:
-            return "torch is a CPU build"
-        if machine.driver_too_old:
-            return (f"driver {machine.driver.version} is too old for CUDA {built}, which needs "
-                    f"{releases.oldest_driver(built)}")
-    uncovered = machine.uncovered
-    return f"this torch has no code for {', '.join(uncovered)}" if uncovered else ""
+def _broken(machine: Machine, gpu: bool) -> bool:
+    """Whether torch or Triton cannot be used, so that staying is no choice; the checks say why."""
+    cpu_build = machine.torch is not None and not machine.torch.version.cuda
+    return bool(machine.torch is None or machine.mixed or machine.uncovered
+                or (machine.triton_error and (gpu or machine.triton_error != "not installed"))
+                or (machine.unseen and (cpu_build or machine.driver_too_old)))
 
 
 def _candidates(here: Pair, machine: Machine) -> list[Pair]:

@@ -4,7 +4,7 @@ Plain Python: no tensor, no torch, no triton.
 """
 from __future__ import annotations
 
-from flashlin.compat.target import nearest_name
+from flashlin.compat.target import one_of
 from flashlin.guards import family
 from flashlin.guards.family import Sizes
 from flashlin.guards.problem import Problem
@@ -12,10 +12,10 @@ from flashlin.kernels.families import PUBLIC, family_of, typical
 
 
 def known(op: str) -> str:
-    """The op that ``op`` is planned as. Raises ValueError that lists them, the one that was meant last."""
+    """The op that ``op`` is planned as. Raises ValueError with the one that was meant, or all."""
     if op not in PUBLIC:
         ops = sorted(PUBLIC, key=lambda name: bool(PUBLIC[name].planned_as))  # other names come last
-        raise ValueError(f"op: got {op!r}, need one of {', '.join(ops)}{nearest_name(op, ops)}")
+        raise ValueError(f"op: got {op!r}, {one_of(str(op), ops)}")
     return PUBLIC[op].planned_as or op
 
 

@@ -86,7 +86,7 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
         issues += [outlook.issue_row(issue, where,
                                      [plan for plans in planned.values() for plan in plans.values()])
                    for issue in issues_here(card)]
-        checks += outlook.unreleased(where, card)
+        checks += outlook.unknown(where, card)
         if run and not machine.stops_everything:
             device = where.split(", ")[0]
             ran += [Ran(where=device, **outcome._asdict())

@@ -12,7 +12,7 @@ from torch import nn
 
 from flashlin import dispatch
 from flashlin.compat.known_issues import KNOWN_ISSUES
-from flashlin.compat.target import Target, probe
+from flashlin.compat.target import GPUS, Target, probe
 from flashlin.diagnostics import calls, outlook
 from flashlin.diagnostics.importing import Tried
 from flashlin.diagnostics.machine import attempt
@@ -100,7 +100,8 @@ def norm(layer: Any) -> dict[str, int]:
 Reader = Callable[[Any], dict[str, int]]
 # How a layer tells the sizes of an op: by op, or else by the op's family.
 BY_OP: dict[str, Reader] = {"mamba_chunk_scan_combined": mamba2, "mamba_split_conv1d_scan_combined": mamba2,
-                            "selective_scan_fn": mamba, "selective_state_update": state_update,
+                            "mamba3_siso_combined": mamba2, "selective_scan_fn": mamba,
+                            "selective_state_update": state_update,
                             "mamba_causal_conv1d_update": convolution, "rms_norm": norm, "layer_norm": norm,
                             "rms_norm_gated": norm, "layer_norm_gated": norm}
 BY_FAMILY: dict[str, Reader] = {"conv": convolution, "conv_update": convolution, "recurrent": over_heads}
@@ -198,7 +199,7 @@ def _theirs(one: Bound, op: str | None, here: Target | None, training: bool, why
     """What becomes of a call that does not go through flashlin. Of functions that flashlin has none of nobody
     knows here whether the layer's settings lead to them."""
     if one.implementation == TORCH:
-        gpu = here is not None and here.backend in ("cuda", "hip")
+        gpu = here is not None and here.backend in GPUS
         return ("degraded" if gpu else "ok"), f"the model's own torch function: {why}"
     if here is None:
         return "could not check", why

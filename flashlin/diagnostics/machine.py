@@ -222,8 +222,10 @@ def _torch() -> Any:
 
 
 def _devices(torch: Any) -> list[str]:
-    return [f"cuda:{index}" for index
-            in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    kinds = {"cuda": torch.cuda, "xpu": getattr(torch, "xpu", None), "mps": getattr(torch, "mps", None)}
+    return [f"{kind}:{index}" for kind, module in kinds.items() if module is not None
+            and (torch.backends.mps if kind == "mps" else module).is_available()
+            for index in range(module.device_count())]
 
 
 def check_python(machine: Machine) -> Iterator[Check]:
@@ -337,7 +339,7 @@ def check_driver(machine: Machine) -> Iterator[Check]:
         return
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = ("is a CPU build" if not built
-           else f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None
+           else f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
            else f"(CUDA {built}) needs driver {releases.oldest_driver(built)} or newer"
            if machine.driver_too_old
            else f"(CUDA {built}) finds none: the driver does not let this user or container in")
@@ -390,8 +392,10 @@ def check_folders(machine: Machine) -> Iterator[Check]:
 
 def check_tried(machine: Machine) -> Iterator[Check]:
     """What was found out about kernels on this machine, and when."""
-    for where, target in machine.cards:
-        here = verdicts.local(target)
+    for target, names in machine.names.items():
+        if target.backend not in ("cuda", "hip"):
+            continue
+        where, here = names[-1], verdicts.local(target)
         ran = sorted(one.date for one in here.kernels.values() if one.word == "ran")
         when = f", {ran[0]} to {ran[-1]}" if ran else " in trials of this machine's own"
         yield Check(name="tried here", status="ok",

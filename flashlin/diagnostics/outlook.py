@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 from flashlin import dispatch
 from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
-from flashlin.compat.target import Target
+from flashlin.compat.releases import RELEASES
+from flashlin.compat.target import GPUS, Target
 from flashlin.compat.versions import is_unreleased, release
 from flashlin.diagnostics.report import STATUSES, Check, Issue, OpPlan, Status
+from flashlin.guards import proven
 from flashlin.guards.family import USES, problem_of
 from flashlin.guards.problem import Plan, advice
-from flashlin.guards.proven import TRUST, trust
+from flashlin.guards.proven import TRUST
 from flashlin.kernels.families import PUBLIC, family_of
 from flashlin.kernels.families import typical as usual
 from flashlin.kernels.variants import VARIANTS
@@ -91,7 +93,7 @@ def cost(plan: Plan) -> str:
     """What a GPU pays for not running the kernels on the tensors as they are, ``""`` if it does. The last
     costly remedy has the say."""
     costs = [VARIANTS[remedy].cost for _, remedy in plan.steps if VARIANTS[remedy].cost]
-    return costs[-1] if costs and plan.target.backend in ("cuda", "hip") else ""
+    return costs[-1] if costs and plan.target.backend in GPUS else ""
 
 
 def unguarded(plan: Plan) -> list[KnownIssue]:
@@ -151,20 +153,24 @@ def _condition(some: set[Kind], every: set[Kind]) -> str:
 
 def evidence(plans: Iterable[Plan]) -> str:
     """What is behind the plans that start kernels of ours: for each the least that is known of any launch,
-    see ``guards.proven``."""
+    see ``guards.proven``; and which is the slowest of those that are only compiled."""
     kernels = [plan for plan in plans if plan.path == "triton"]
     if not kernels:
         return "plain torch"
     if kernels[0].target.backend == "interpreter":
         return "interpreter"
-    known = [max((trust(launch.config, plan.target) for launch in plan.launches), key=TRUST.index,
+    known = [max((proven.trust(launch.config, plan.target) for launch in plan.launches), key=TRUST.index,
                  default="unknown") for plan in kernels]
     levels = sorted(set(known), key=TRUST.index)
     words = {"unknown": "no record", "failed": "does not hold"}
+    told = [f"{words.get(level, level)} ({known.count(level)} of {len(known)} calls)" for level in levels]
     if len(levels) == 1:
-        return words.get(levels[0], levels[0])
-    return ", ".join(f"{words.get(level, level)} ({known.count(level)} of {len(known)} calls)"
-                     for level in levels)
+        told = [words.get(levels[0], levels[0])]
+    slow = {(figures.spills, f"slow: {launch.kernel} {figures}") for plan in kernels
+            for launch in plan.launches
+            if (figures := proven.slow_on(plan.target.sm, plan.target.triton).get(launch.config))
+            and proven.trust(launch.config, plan.target) != "ran"}
+    return ", ".join([*told, *(text for _, text in sorted(slow)[-1:])])
 
 
 def issue_row(issue: KnownIssue, where: str, plans: list[Plan]) -> Issue:
@@ -179,8 +185,13 @@ def issue_row(issue: KnownIssue, where: str, plans: list[Plan]) -> Issue:
     return Issue(id=issue.id, where=where, status=status, effect=issue.effect, detail=detail, url=issue.url)
 
 
-def unreleased(where: str, target: Target) -> Iterator[Check]:
-    """A nightly or a build from git: which fixes are in it, nobody can say."""
+def unknown(where: str, target: Target) -> Iterator[Check]:
+    """A Triton that is newer than this flashlin; a nightly or a build from git, of which nobody can say which
+    fixes are in it."""
+    if release(target.triton) > release(RELEASES[-1].version):
+        yield Check(name="newer", status="could not check",
+                    detail=f"{where}: triton {target.triton} is newer than {RELEASES[-1].version}, the newest "
+                           "one known here: what fails since then is not planned around")
     if not is_unreleased(target.triton):
         return
     fixed = ".".join(map(str, release(target.triton)))

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from flashlin.compat.known_flaws import KNOWN_FLAWS, Stack
 from flashlin.compat.known_issues import issues_here
+from flashlin.compat.target import GPUS
 from flashlin.compat.versions import affected
 from flashlin.diagnostics.importing import Tried, tried
 from flashlin.diagnostics.machine import Machine, attempt
@@ -59,7 +60,7 @@ def section(machine: Machine, import_all: bool) -> tuple[Section, dict[str, Trie
     is told already."""
     versions = {name: version for name in PACKAGES for version in [version_of(name)] if version}
     calls = calls_of(versions)
-    gpu = any(target.backend in ("cuda", "hip") for target in machine.targets.values())
+    gpu = any(target.backend in GPUS for target in machine.targets.values())
     # before 5.15 transformers imports them only where there is a GPU
     failed = {HOMES.get(one.kernel, "").partition(".")[0] for where, ones in calls.items() for one in ones
               if FILES.fullmatch(where) and one.implementation == TORCH

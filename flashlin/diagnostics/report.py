@@ -6,10 +6,11 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, computed_field, field_validator, model_validator
 
+from flashlin.compat.target import GPUS
 from flashlin.guards.family import USES
 
 # worked around: something is in the way and costs nothing worth telling. degraded: a GPU that is not used, or
@@ -66,7 +67,7 @@ class Device(Facts):
 
     def __str__(self) -> str:
         gpu = f"{self.name} {self.sm}, "
-        card = {"cuda": gpu, "hip": gpu, "interpreter": "Triton's interpreter, "}.get(self.backend, "")
+        card = {**dict.fromkeys(GPUS, gpu), "interpreter": "Triton's interpreter, "}.get(self.backend, "")
         ptxas = f", ptxas {self.ptxas}" if self.ptxas else ""
         where = "" if self.where == "named" else f"{self.where}: "
         return f"{where}{card}triton {self.triton or 'none'}{ptxas}, torch {self.torch or 'unknown'}"
@@ -82,9 +83,10 @@ class Check(Facts):
 
 class OpPlan(Facts):
     """What dispatch plans for an op's typical calls. where: the devices it holds for. evidence: ``ran``,
-    ``compiled``, ``no record``, and ``plain torch`` or ``interpreter`` where no kernel of ours is compiled.
-    way: what the worst of them takes, one of ``kernels``, ``fewer warps``, ``batch in parts``,
-    ``fp32 copies``, ``plain torch``, ``cannot run``. cost: of a degraded op, what that takes."""
+    ``compiled``, ``compiled, slow: `` and what spills, ``no record``, and ``plain torch`` or ``interpreter``
+    where no kernel of ours is compiled. way: what the worst of them takes, one of ``kernels``, ``fewer warps``,
+    ``batch in parts``, ``fp32 copies``, ``plain torch``, ``cannot run``. cost: of a degraded op, what that
+    takes."""
     op: str
     where: str
     path: str
@@ -175,6 +177,14 @@ class Layer(Facts):
     cost: str = ""
 
 
+class Entry(NamedTuple):
+    """A line of the short text."""
+    status: Status
+    name: str
+    text: str
+    fix: str = ""
+
+
 class Report(Facts):
     """The whole answer of ``flashlin.doctor()``. ``str`` and ``text()`` are short, ``text(verbose=True)`` and
     ``markdown()`` tell all; JSON by ``model_dump_json()``."""
@@ -226,8 +236,8 @@ class Report(Facts):
         [one, *_] = [*self.devices, None]
         if one is None or one.where != "named":
             return ""
-        name = one.name if one.backend in ("cuda", "hip") else f"machine without a GPU ({one.name})"
-        an = "an" if re.match(r"[AEFHILMNORSX](?![a-z])", name) else "a"
+        name = one.name if one.backend in GPUS else f"machine without a GPU ({one.name})"
+        an = "an" if re.match(r"[AEFHILMNORSX](?![a-z])|[AEIO][a-z]", name) else "a"
         return f"For {an} {name} with {f'Triton {one.triton}' if one.triton else 'no Triton'}: "
 
     def _bad(self) -> list[str]:
@@ -251,40 +261,38 @@ class Report(Facts):
             return f"every op runs, but {'; and '.join(_few(idle))}"
         slower = [plan for plan in self.plans if plan.verdict == "degraded"]
         cards = " and ".join(dict.fromkeys(one.name for one in self.devices
-                                           if one.backend in ("cuda", "hip")))
+                                           if one.backend in GPUS))
         if slower and all(plan.path == "torch" for plan in self.plans):
             why = list(dict.fromkeys(plan.because for plan in slower))
             whose = "this" if self._subject() else "your"
             return f"every op runs, but not by kernels on {whose} {cards}: {'; '.join(why[:2])}"
         if slower:
             return f"every op runs, but {self._prices(slower)}"
-        others = [f"{layer.layers} calls {layer.function}: {layer.because or layer.cost}"
-                  for layer in self.layers if layer.verdict == "degraded"]
-        others += [f"{package.name}: {package.imports}"
-                   for package in self.packages if package.status == "degraded"]
-        others += [f"{flaw.where}: {flaw.effect}" for flaw in self.flaws if flaw.status == "degraded"]
-        others += [f"{one.where}: {one.implementation}, {one.why}"
-                   for one in self.bindings if one.status == "degraded"]
-        if not others:
-            return ""
-        below = f"; and {len(others) - 1} more" if len(others) > 1 else ""
-        return f"every op runs, but what calls other packages may run slowly or stop: {others[0]}{below}"
+        # the rows say what each of them does
+        others = [*(f"{layer.layers} calls {layer.function}"
+                    for layer in self.layers if layer.verdict == "degraded"),
+                  *(package.name for package in self.packages if package.status == "degraded"),
+                  *(flaw.where for flaw in self.flaws if flaw.status == "degraded"),
+                  *(one.where for one in self.bindings if one.status == "degraded")]
+        what = "; and ".join(_few(list(dict.fromkeys(others))))
+        return f"every op runs, but what calls other packages may run slowly or stop: {what}" if what else ""
 
     def _plain(self) -> str:
         """What is ok, and by what."""
         around = [plan for plan in self.plans if plan.verdict == "worked around"]
         if around:
             return f"every op runs, {self._prices(around) or 'some by a way around a limit of the machine'}"
-        if not any(one.backend in ("cuda", "hip") for one in self.devices):
+        if not any(one.backend in GPUS for one in self.devices):
             return "every op runs, in plain torch: there is no GPU to use"
         return "every op runs kernels on the tensors as they are"
 
     def _prices(self, plans: list[OpPlan]) -> str:
         """``some calls of 62 ops on fp32 copies, of 4 in plain torch``."""
         counts = Counter(plan.way for plan in {plan.op: plan for plan in reversed(plans)}.values())
-        words = [f"of {counts[way]} {'ops ' if not index else ''}{how}"
-                 for index, (way, how) in enumerate((way, how) for way, how in PRICES.items() if counts[way])]
-        return f"some calls {', '.join(words)}" if words else ""
+        [first, *rest] = [(counts[way], how) for way, how in PRICES.items() if counts[way]] or [(0, "")]
+        ops = "op" if first[0] == 1 else "ops"
+        words = [f"{first[0]} {ops} {first[1]}", *(f"{count} {how}" for count, how in rest)]
+        return f"some calls of {', of '.join(words)}" if first[0] else ""
 
     @property
     def exit_code(self) -> int:
@@ -340,24 +348,26 @@ class Report(Facts):
     def _short(self, colour: bool) -> Iterator[str]:
         """What matters, worst first; the advice last, where a terminal leaves the eye."""
         first = textwrap.wrap(f"flashlin {self.version}: {self.verdict}", WIDTH, max_lines=5,
-                              placeholder=" ...")
+                              placeholder=" ...", break_on_hyphens=False)
+        said = " ".join(first)
         yield from [first[0].replace(self.grade, _painted(self.grade, self.grade, colour), 1), *first[1:], ""]
         for device in self.devices:
             yield from _wrapped(str(device), "  ", "    ")
         yield from ["", *self._ops(colour)]
         for title, entries in self._entries():
-            told = [(status, text) for status, text in entries if status != "ok"]
+            quiet = [entry.status for entry in entries].count("ok")
+            told = [entry for entry in entries if entry.status != "ok" and entry.text not in said]
             if title == "Checks" or told:
-                quiet = len(entries) - len(told)
                 yield f"{title}{f' ({quiet} ok)' if quiet else ''}{':' if told else ''}"
-            told.sort(key=lambda entry: STATUSES.index(entry[0]))
-            for status, text in told[:SHOWN]:
-                [line, *rest] = _wrapped(f"{status}  {text}", "  ", "    ")
+            told.sort(key=lambda entry: STATUSES.index(entry.status))
+            for status, name, text, fix in told[:SHOWN]:
+                [line, *rest] = _wrapped(f"{status}  {name}: {text}", "  ", "    ")
                 yield from [line.replace(status, _painted(status, status, colour), 1), *rest]
+                yield from _wrapped(f"fix: {fix}", "    ", "    ") if fix else ()
             if len(told) > SHOWN:
                 yield f"  and {len(told) - SHOWN} more"
         if self.advice is not None:
-            yield from ["", *_wrapped(self.advice.why, "To do: ", "  ", lines=3)]
+            yield from ["", *_wrapped(f"To do: {self.advice.why}", "", "  ", lines=3)]
             if self.advice.command:  # a long one goes on after a backslash, as a shell reads it
                 yield " \\\n    ".join(textwrap.wrap(self.advice.command, WIDTH - 6, initial_indent="  ",
                                                      break_long_words=False, break_on_hyphens=False))
@@ -386,19 +396,19 @@ class Report(Facts):
         if len(ordered) > SHOWN:
             yield f"  {sum(len(plans) for _, plans in ordered[SHOWN:])}  in other ways"
 
-    def _entries(self) -> Iterator[tuple[str, list[tuple[Status, str]]]]:
-        """(title, [(status, text)]) of everything but the ops."""
-        yield ("The model", [(one.verdict, f"{one.layers} calls {one.function}, of {one.implementation}"
-                              + (f": {one.path}" if one.path else "")
-                              + (f"; {one.because}" if one.because else "")) for one in self.layers])
-        yield "Checks", [(one.status, f"{one.name}: {one.detail}") for one in self.checks]
+    def _entries(self) -> Iterator[tuple[str, list[Entry]]]:
+        """(title, entries) of everything but the ops."""
+        yield ("The model", [Entry(one.verdict, one.layers, f"calls {one.function}, of {one.implementation}"
+                                   + (f": {one.path}" if one.path else "")
+                                   + (f"; {one.because}" if one.because else "")) for one in self.layers])
+        yield "Checks", [Entry(one.status, one.name, one.detail) for one in self.checks]
         yield ("Packages beside flashlin",
-               [*((one.status, f"{one.name} {one.version}: {one.imports}") for one in self.packages),
-                *((one.status, f"{one.where}: {one.kernels} of {one.implementation}, {one.why}")
+               [*(Entry(one.status, f"{one.name} {one.version}", one.imports) for one in self.packages),
+                *(Entry(one.status, one.where, f"{one.kernels} of {one.implementation}, {one.why}")
                   for one in self.bindings),
-                *((one.status, f"{one.where}: {one.effect}") for one in self.flaws)])
+                *(Entry(one.status, one.where, one.effect, one.remedy) for one in self.flaws)])
         yield ("Ran, against the float64 reference",
-               [(one.status, f"{one.case} {one.dtype}: {one.detail}") for one in self.ran])
+               [Entry(one.status, f"{one.case} {one.dtype}", one.detail) for one in self.ran])
 
     def markdown(self) -> str:
         """Tables that an issue shows folded."""

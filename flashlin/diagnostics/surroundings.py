@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,17 +64,13 @@ def _gravity(machine: Machine, needed: Status = "problem") -> Status:
 def check_compiler(machine: Machine) -> Iterator[Check]:
     """Triton compiles a launcher for each kernel in C."""
     named = os.environ.get("CC")
-    if named:
-        found = shutil.which(shlex.split(named)[0])
-        yield Check(name="C compiler", status="ok" if found else _gravity(machine),
-                    fix="" if found else "unset CC",
-                    detail=f"{found}, by CC" if found else
-                    f"CC={named} is not there, and Triton calls nothing else")
-        return
-    found = shutil.which("gcc") or shutil.which("clang")
+    found = (shutil.which(shlex.split(named)[0]) if named
+             else shutil.which("gcc") or shutil.which("clang"))
     yield Check(name="C compiler", status="ok" if found else _gravity(machine),
-                fix="" if found else _install(0),
-                detail=found or "no gcc and no clang on PATH; without CC Triton compiles nothing")
+                fix="" if found else "unset CC" if named else _install(0),
+                detail=f"{found}{', by CC' if named else ''}" if found else
+                f"CC={named} is not there, and Triton calls nothing else" if named else
+                "no gcc and no clang on PATH; without CC Triton compiles nothing")
 
 
 def check_headers(machine: Machine) -> Iterator[Check]:
@@ -94,7 +91,7 @@ def _install(which: int) -> str:
 
 def check_libcuda(machine: Machine) -> Iterator[Check]:
     """Triton links its launchers with the driver's library, which it asks ldconfig for."""
-    if not machine.known_cards:
+    if not machine.known_cards or sys.platform != "linux":
         return
     named = os.environ.get("TRITON_LIBCUDA_PATH")
     if named:
@@ -133,7 +130,7 @@ def check_cache(machine: Machine) -> Iterator[Check]:
     wrong = ("cannot be written" if not can_write(folder)
              else f"has {_free(near)} MiB left" if _free(near) < ROOM
              else "does not let libraries be loaded (mounted noexec)"
-             if os.statvfs(near).f_flag & getattr(os, "ST_NOEXEC", 0) else "")
+             if hasattr(os, "statvfs") and os.statvfs(near).f_flag & getattr(os, "ST_NOEXEC", 0) else "")
     if not wrong:
         yield Check(name="cache", status="ok", detail=f"{folder} can be written")
         return

@@ -21,17 +21,20 @@ from flashlin.kernels.variants import VARIANTS
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]{3,}|sm_?\d+|\d+ warps")
 ERROR = re.compile(r"(error|exception|assert\w*|unreachable|fatal)\b", re.IGNORECASE)
+VAGUE = re.compile(r"\w*error$|(triton|with|module|attribute|object)$")
 SHORTEST, MOST = 5, 12  # characters of a part that says anything; answers that anybody reads
-WIDTH = 100
+WIDTH = 80
+ENOUGH = 3  # words in common, below which a guess is none
 CONFIDENCE = {"compiled": "compiled in our tests, where it fails so", "ran": "seen in our own runs",
               "thread": "from the thread; nobody here has run it", "documented": "documented"}
 
-UNKNOWN = """Nothing that flashlin knows prints this, so it may be new. What helps, and whom to tell:
+UNKNOWN = """Nothing that flashlin knows prints this, so it may be new. What helps:
 
-  - the lines before it: Triton's compiler says why on stderr, in lines before the exception
+  - the lines before it: Triton's compiler says why on stderr, and first
     (python program.py 2>&1 | flashlin why)
   - flashlin doctor, which examines this machine
-  - an issue with the whole output, the call (shapes, dtypes) and what `flashlin doctor --markdown` prints"""
+  - an issue with the whole output, the call (shapes, dtypes) and what
+    `flashlin doctor --markdown` prints"""
 
 
 class Entry(NamedTuple):
@@ -82,6 +85,8 @@ def _of_issue(issue: KnownIssue) -> Entry:
                 "place of triton.autotune")
     elif issue.traits & {"foreign", *LACKING}:
         here = "its own kernels do without what triggers it; for kernels of others flashlin doctor tells it"
+    elif issue.amd:
+        here = "on AMD it starts kernels only where flashlin warmup has run them"
     else:
         here = "flashlin doctor tells it; no plan is changed"
     return Entry(
@@ -148,12 +153,12 @@ def _words(text: str) -> list[Match]:
     failure."""
     lines = [line for line in COLOURS.sub("", text).splitlines() if line.strip()]
     line = next((line for line in reversed(lines) if ERROR.search(line)), lines[-1] if lines else "")
-    asked = {word.casefold() for word in WORD.findall(line)} - {"error", "runtimeerror", "triton", "with"}
+    asked = {word for word in WORD.findall(line.casefold()) if not VAGUE.match(word)}
     found = []
     for entry in entries():
-        own = " ".join([entry.id.replace("-", " "), entry.effect, entry.where, *entry.symptoms]).casefold()
-        shared = sorted(word for word in asked if word in own)
-        if len(shared) >= 2 and len(shared) * 3 >= len(asked) * 2:
+        text = " ".join([entry.id.replace("-", " "), entry.effect, entry.where, *entry.symptoms])
+        shared = sorted(asked.intersection(WORD.findall(text.casefold())))
+        if len(shared) >= ENOUGH and len(shared) * 3 >= len(asked) * 2:
             found.append((len(shared), Match(entry, False, f"a guess, by the words {', '.join(shared)}")))
     best = max((count for count, _ in found), default=0)
     return [match for count, match in found if count == best][:MOST]
@@ -185,6 +190,6 @@ def why(failure: BaseException | str) -> str:
     elif len(sure) == 1:
         head = "One known failure prints this."
     else:
-        head = (f"{len(sure)} known failures print this: card and release (where) tell which of them it can "
-                "be.")
+        head = (f"{len(sure)} known failures print this: card and release (where) tell which\n"
+                "of them it can be.")
     return "\n\n".join([head, *map(str, found)])

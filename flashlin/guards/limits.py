@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from flashlin.compat.known_issues import TILE_FACTS, KnownIssue, issues_here
-from flashlin.compat.target import Target
+from flashlin.compat.target import GPUS, Target
 from flashlin.compat.versions import release
 from flashlin.guards.family import Family
-from flashlin.guards.problem import Launch, Problem, Reason
-from flashlin.guards.proven import failure, trust
+from flashlin.guards.problem import PARTS, Launch, Problem, Reason
+from flashlin.guards.proven import failure, has_run, trust
 from flashlin.policy import Policy
 
 
@@ -75,10 +75,8 @@ def check_backend(draft: Draft) -> Reason | None:
     if draft.target.backend == "cpu":
         return Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels",
                       ("torch_path",), forced=False)
-    # whether a user's own kernel runs on AMD is for its author to say
-    if draft.target.backend == "hip" and draft.problem.given is None and draft.policy.policy != "off":
-        return Reason("backend", "an AMD GPU",
-                      "an NVIDIA GPU: nobody has run these kernels on AMD yet (policy=off tries them)",
+    if draft.target.backend in GPUS and draft.target.backend not in ("cuda", "hip"):
+        return Reason("backend", GPUS[draft.target.backend], "an NVIDIA GPU for the Triton kernels",
                       ("torch_path",))
     if not draft.target.triton or release(draft.target.triton)[:2] < (3, 0):
         return Reason("triton", f"Triton {draft.target.triton or 'not usable'}", "Triton 3.0 or newer",
@@ -187,11 +185,27 @@ def check_launch_table(draft: Draft) -> Reason | None:
         return None
     for launch in draft.launches:
         if trust(launch.config, draft.target) == "failed":
+            # sequences that are not split need fewer kernels
+            facts = frozenset({PARTS}) if launch.part else frozenset()
             return Reason("launch-table", failure(launch.config, draft.target), "a configuration that holds",
-                          ("limit_num_warps", "torch_path"))
+                          ("other_tile", "limit_num_warps", "torch_path"), avoid=facts)
     return None
+
+
+def check_has_run(draft: Draft) -> Reason | None:
+    """On AMD only what is known to have run is started, since a kernel that hangs may take the desktop with
+    it. Whether a user's own kernel runs there is for its author to say."""
+    problem, target = draft.problem, draft.target
+    if (target.backend != "hip" or problem.given is not None or draft.policy.policy == "off"
+            or draft.policy.canary == "trial"):
+        return None
+    ops = (problem.op, f"{problem.mode}_{problem.op}")  # the second of an op that chooses its mode
+    if all(has_run(launch.config, ops, problem.dtype, target) for launch in draft.launches):
+        return None
+    return Reason("backend", "an AMD GPU on which these kernels have not run (flashlin warmup tries them)",
+                  "an NVIDIA GPU, or flashlin warmup: see its --help first", ("torch_path",))
 
 
 CHECKS: tuple[Check, ...] = (
     check_ranks, check_path, check_backend, check_mode, check_dtype, check_head_dim, check_family, check_grid,
-    check_offsets, check_shared, check_known_issues, check_launch_table)
+    check_offsets, check_shared, check_known_issues, check_launch_table, check_has_run)

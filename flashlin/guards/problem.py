@@ -22,6 +22,9 @@ def dtype_name(given: object) -> str:
                      f"{', '.join(one for short in DTYPES.values() for one in short)})")
 
 
+PARTS = "parts"  # in Problem.avoid: sequences stay whole
+
+
 class Problem(NamedTuple):
     """A call as facts: ints, bools and strings out of its tensors, never a tensor.
 
@@ -29,10 +32,10 @@ class Problem(NamedTuple):
     until the plan decides (``""`` for ops without modes). N: number of sequences (B unless varlen). dtype:
     torch's name without ``torch.``. options: names of the optional tensors and flags in use, sorted. Remedies
     rewrite mode and the fields from path to avoid. avoid: facts of a tile (``TILE_FACTS``): recipes pass over
-    candidates that have one. invariant: nothing may depend on how many sequences there are, or how long they
-    are. given: set where the kernel is a user's own (``shield``); then B and N are its batch, and T, H, K, V
-    say nothing. ranks: how many share each sequence, of which each has T tokens; over: what they divide
-    between them, ``heads`` or ``tokens``, and ``""`` until the plan decides.
+    candidates that have one; ``PARTS``: they split no sequence. invariant: nothing may depend on how many
+    sequences there are, or how long they are. given: set where the kernel is a user's own (``shield``); then B
+    and N are its batch, and T, H, K, V say nothing. ranks: how many share each sequence, of which each has T
+    tokens; over: what they divide between them, ``heads`` or ``tokens``, and ``""`` until the plan decides.
     """
     op: str
     family: str

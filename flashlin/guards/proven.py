@@ -4,9 +4,10 @@ itself (``guards.verdicts``)."""
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from flashlin.compat import releases
 from flashlin.compat.target import Target
@@ -18,6 +19,32 @@ PROVEN = Path(__file__).parents[1] / "kernels" / "proven.json"
 # it did not hold on this machine. Best first.
 Trust = Literal["ran", "compiled", "unknown", "failed"]
 TRUST: tuple[Trust, ...] = ("ran", "compiled", "unknown", "failed")
+Record = dict[str, Any]  # level -> cards, ``sm80 sm90``; and ``slow`` -> card -> the fields of a Slow
+Table = dict[str, dict[str, Record]]  # configuration -> release
+# Compiled code is slow that keeps more bytes of a thread in memory than SPILLS, or any at all beside GIVEN_UP
+# registers, to which ptxas falls where its allocator finds no way; very slow where it has, or beyond MANY.
+SPILLS, MANY, GIVEN_UP = 1000, 4000, 32
+
+
+class Slow(NamedTuple):
+    """Of a configuration's use that is compiled worst: bytes that a thread stores to and loads from memory for
+    want of registers; how many it has, where ptxas has given up, else 0."""
+    spills: int
+    registers: int = 0
+
+    @property
+    def very(self) -> bool:
+        return self.registers > 0 or self.spills > MANY
+
+    def __str__(self) -> str:
+        return f"spills {self.spills:,} bytes a thread" + (f", given {self.registers} registers" if self.registers
+                                                           else "")
+
+
+def slow_of(registers: int, spills: int) -> Slow | None:
+    """None of what is not slow."""
+    given_up = registers if spills and 0 < registers <= GIVEN_UP else 0
+    return Slow(spills, given_up) if spills > SPILLS or given_up else None
 
 
 def knows(triton: str) -> bool:
@@ -36,6 +63,17 @@ def trust(config: str, target: Target) -> Trust:
     return "ran" if here.word == "ran" else "failed"
 
 
+def has_run(config: str, ops: Collection[str], dtype: str, target: Target) -> bool:
+    """Whether a configuration was right in a record that is shipped for that card and release, or on this
+    very machine, where a trial of one of these ops in that dtype was, too."""
+    here = verdicts.local(target)
+    if config not in here.kernels:
+        return _shipped(config, target.triton, target.sm) == "ran"
+    return here.kernels[config].word == "ran" and any(
+        one.word == "ran" and trial.split(" ")[:2] == [op, dtype]
+        for trial, one in here.trials.items() for op in ops)
+
+
 def failure(config: str, target: Target) -> str:
     """Where and how a configuration that is not trusted failed."""
     here = verdicts.local(target).kernels.get(config)
@@ -45,18 +83,44 @@ def failure(config: str, target: Target) -> str:
             f"({here.said or here.trial}; flashlin warmup --forget takes it back)")
 
 
+@lru_cache(maxsize=256)
+def slow_on(card: str, triton: str, given_up: bool = False) -> dict[str, Slow]:
+    """The configurations that are known to be slow on a card under that release, or others of the same minor
+    version. given_up: only those of which ptxas has given up."""
+    slow = {}
+    for config in table():
+        known = [Slow(*record["slow"][card]) for record in _records(config, triton)
+                 if card in record.get("slow", ())]
+        if known:
+            slow[config] = max(known)
+    return {config: one for config, one in slow.items() if one.registers or not given_up}
+
+
 @lru_cache(maxsize=4096)
 def _shipped(config: str, triton: str, card: str) -> Trust:
-    known = table().get(config, {})
-    if not triton or is_unreleased(triton):
-        return "unknown"
-    records = [known[triton]] if triton in known else [
-        record for version, record in known.items() if release(version)[:2] == release(triton)[:2]]
-    levels = [level for record in records for level in TRUST if card in record.get(level, ())]
+    levels = [level for record in _records(config, triton) for level in TRUST
+              if card in record.get(level, "").split()]
     return "failed" if "failed" in levels else min(levels, key=TRUST.index, default="unknown")
 
 
+def _records(config: str, triton: str) -> list[Record]:
+    """What is shipped of a configuration under that release or, where it was not tried, others of the same
+    minor version."""
+    known = table().get(config, {})
+    if not triton or is_unreleased(triton):
+        return []
+    return [known[triton]] if triton in known else [
+        record for version, record in known.items() if release(version)[:2] == release(triton)[:2]]
+
+
 @lru_cache(maxsize=1)
-def table() -> dict[str, dict[str, dict[str, list[str]]]]:
-    """configuration -> release -> level -> cards. Empty where none was shipped."""
-    return dict(json.loads(PROVEN.read_text(encoding="utf-8"))) if PROVEN.exists() else {}
+def table() -> Table:
+    """The one that is shipped, empty where none was."""
+    return read(PROVEN)
+
+
+def read(path: Path) -> Table:
+    """A table out of its file, where releases of which the same is known stand together: ``3.3.0 3.3.1``."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {config: {triton: dict(record) for together, record in releases.items()
+                     for triton in together.split()} for config, releases in kept.items()}

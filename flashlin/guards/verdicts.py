@@ -189,7 +189,7 @@ def _tell(why: str) -> None:
 
 
 def _file(folder: Path, target: Target) -> Path:
-    facts = (target.triton, target.ptxas, target.torch, target.name, target.capability, _kernels())
+    facts = (target.triton, target.ptxas, target.torch, target.name, target.sm, _kernels())
     return folder / f"launches-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
 
 

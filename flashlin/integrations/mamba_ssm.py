@@ -47,6 +47,7 @@ MAMBA_SSM = Package(
         "mamba_ssm.ops.selective_scan_interface": ours("selective_scan_fn", "mamba_inner_fn"),
         "mamba_ssm.ops.triton.ssd_combined": ours("mamba_chunk_scan_combined",
                                                   "mamba_split_conv1d_scan_combined"),
+        "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined": ours("mamba3_siso_combined"),
         "mamba_ssm.ops.triton.selective_state_update": ours("selective_state_update"),
         "mamba_ssm.ops.triton.layer_norm": ours("layer_norm_fn", "rms_norm_fn"),
         "mamba_ssm.ops.triton.layernorm": ours("layer_norm_fn", "rms_norm_fn"),  # its name before 2.0

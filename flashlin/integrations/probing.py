@@ -27,6 +27,7 @@ HOMES = {
     "chunk_kda": "fla.ops.kda", "fused_recurrent_kda": "fla.ops.kda",
     "mamba_split_conv1d_scan_combined": "mamba_ssm.ops.triton.ssd_combined",
     "mamba_chunk_scan_combined": "mamba_ssm.ops.triton.ssd_combined",
+    "mamba3_siso_combined": "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined",
     "selective_state_update": "mamba_ssm.ops.triton.selective_state_update",
     "selective_scan_fn": "mamba_ssm.ops.selective_scan_interface",
     "mamba_inner_fn": "mamba_ssm.ops.selective_scan_interface",

@@ -32,12 +32,12 @@ SHOWN = 4  # kernels of an op in a line of the summary
 _begun: set[str] = set()
 
 
-def names_of(text: str) -> tuple[str, ...]:
-    """Packages out of ``fla,transformers``. Raises ValueError for one that nobody has a patch for."""
+def names_of(text: str, given_by: str = VARIABLE) -> tuple[str, ...]:
+    """Packages out of ``fla,transformers``. given_by: what an error calls them. Raises ValueError for one that nobody has a patch for."""
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
         if name not in PATCHES:
-            raise ValueError(f"{VARIABLE}: got {name!r}, need some of {', '.join(PATCHES)}")
+            raise ValueError(f"{given_by}: got {name!r}, need some of {', '.join(PATCHES)}")
     return names
 
 

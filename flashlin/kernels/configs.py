@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from flashlin.compat.target import Target
+from flashlin.compat.target import Target, lanes
 
 
 class Config(NamedTuple):
@@ -27,27 +27,47 @@ FORGOTTEN = -126 * math.log(2)
 STATE_TILE = 8192
 
 
+class Room(NamedTuple):
+    """What a scan may take. state: elements of an fp32 state tile; longest: tokens of a chunk of 16-bit
+    operands; stages: best first. columns: of q, k, v and of the state at a time where a program has a chunk
+    to itself."""
+    state: int = STATE_TILE
+    longest: int = BLOCK
+    stages: tuple[int, ...] = (2, 1)
+    columns: int = 64
+
+
+# Nobody has timed AMD's cards. Compiled with Triton 3.6.0 for heads of 128, scans with a stage spill nothing
+# on CDNA (gfx942), whose waves have 64 lanes. On RDNA (gfx1100) they spill 2 to 4 KB a thread; with half the
+# state and chunks of 32 tokens it is 0.5 to 1 KB, with a second stage twice that.
+CDNA, RDNA = Room(), Room(STATE_TILE // 2, 32, (1,), 32)
+
+
+def room(target: Target) -> Room:
+    return CDNA if target.backend != "hip" or lanes(target.arch) == 64 else RDNA
+
+
 def padded(size: int) -> int:
     """The power of two that holds ``size``; at least 16, the smallest side of a dot."""
     return max(16, 1 << (size - 1).bit_length())
 
 
-def strip(full: int, size: int, bytes_each: int) -> int:
+def strip(full: int, size: int, bytes_each: int, target: Target) -> int:
     """How much of the other side goes beside a ``full`` side in one state tile; half as much where dots need
     three tf32 products."""
-    return max(16, min(64, padded(size), STATE_TILE * 2 // bytes_each // full))
+    return max(16, min(64, padded(size), room(target).state * 2 // bytes_each // full))
 
 
 def over_v(K: int, V: int, bytes_each: int, max_warps: int, target: Target) -> Iterator[Config]:
     """Scans that hold all of K and a strip of V: forward and dv."""
     BK = padded(K)
-    yield from _chunks(BK, strip(BK, V, bytes_each), bytes_each, max_warps, target)
+    yield from _chunks(BK, strip(BK, V, bytes_each, target), bytes_each, max_warps, target)
 
 
 def over_k(K: int, V: int, bytes_each: int, max_warps: int, target: Target) -> Iterator[Config]:
     """Scans that hold all of V and a strip of K: dq and dk."""
     BV = padded(V)
-    yield from _chunks(strip(BV, K, bytes_each), BV, bytes_each, max_warps, target)
+    yield from _chunks(strip(BV, K, bytes_each, target), BV, bytes_each, max_warps, target)
 
 
 def _chunks(BK: int, BV: int, bytes_each: int, max_warps: int, target: Target) -> Iterator[Config]:
@@ -56,9 +76,10 @@ def _chunks(BK: int, BV: int, bytes_each: int, max_warps: int, target: Target) -
     # of 32 barely. Beside a strip narrower than 64, chunks of 64 take half the time of chunks of 32 on an
     # H200, where they run at all (benchmarks/results/sweep-*); on other cards nobody has timed them.
     timed = min(BK, BV) >= 64 or (target.backend == "cuda" and (9, 0) <= target.capability < (10, 0))
-    longest = 64 if bytes_each == 2 and max_warps >= 4 and timed else 32
+    most = room(target)
+    longest = most.longest // 2 if bytes_each == 4 else most.longest if max_warps >= 4 and timed else 32
     for BT in (64, 32, 16):
-        for num_stages in (2, 1):
+        for num_stages in most.stages:
             if longest >= BT:
                 yield Config(BT, BK, BV, 4, num_stages)
 

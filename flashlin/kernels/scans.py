@@ -2,16 +2,20 @@
 torch, no triton."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isqrt
 
-from flashlin.compat.target import Target
+from flashlin.compat.known_issues import issues_here
+from flashlin.compat.target import Target, lanes
 from flashlin.compat.versions import release
-from flashlin.guards.problem import Launch, Problem
+from flashlin.guards import proven
+from flashlin.guards.family import Recipe
+from flashlin.guards.problem import PARTS, Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, padded
 
 PADDING = 16  # elements, of a row that changes its layout
 HEADS = 16  # heads per program of the cumulative sum
+LONG = (64, 32)  # tokens of chunks that may be halved where something spills
 # Sequences are split where scans have at most a third (WORTH) of the PROGRAMS that a multiprocessor has under
 # way at a time, into parts of LEAST tokens or more. A chunk of a part costs two passes, a part a step of
 # those that carry states on one after the other. Fastest is as many parts that both take as long: of n chunks
@@ -50,10 +54,15 @@ def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: in
 
 def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
     """An upper estimate of a scan's shared memory: its tiles once per stage, the state and the scores as
-    operands of dots."""
+    operands of dots. On AMD the last stage loads into registers, from which a tile may go where the state
+    does; except for fp32 on RDNA, which has no matrix instructions for it."""
+    registers = target.backend == "hip" and (bytes_each == 2 or lanes(target.arch) == 64)
+    buffers, state = config.num_stages - registers, config.BK * config.BV
+    if registers:
+        state = max(state, config.BT * max(config.BK, config.BV))
     tiles = config.BT * (2 * max(config.BK, config.BV) + min(config.BK, config.BV))
     moved = config.BT * (min(config.BK, config.BV) + PADDING) if moves(target) else 0
-    elements = config.num_stages * tiles + config.BK * config.BV + config.BT * config.BT + moved
+    elements = buffers * tiles + state + config.BT * config.BT + moved
     return tf32_copies(bytes_each, target) * bytes_each * elements
 
 
@@ -73,12 +82,13 @@ def part_length(problem: Problem, target: Target, strips: int, ratio: int) -> in
     """Tokens of the parts that sequences are split into, a multiple of BLOCK; 0 where they are not. strips:
     programs to a head's state. ratio: BY_DECAY or BY_TRANSFER. Of packed sequences nobody knows which are
     long, so what counts is how many tokens there are."""
-    if problem.invariant or problem.batch_part:
+    if problem.invariant or problem.batch_part or PARTS in problem.avoid:
         return 0
     parts = forced_parts
     if not parts:
         programs = problem.H * strips * (1 if problem.varlen else problem.N)
-        room = PROGRAMS * target.sms // max(programs, 1) if target.backend in ("cuda", "hip") else 0
+        # not on AMD: what is started there has run in a trial, whose sequences are too short to be split
+        room = PROGRAMS * target.sms // max(programs, 1) if target.backend == "cuda" else 0
         parts = min(room, problem.T // LEAST, isqrt(ratio * problem.T // BLOCK))
         if parts < WORTH:
             return 0
@@ -117,13 +127,84 @@ def narrow_state(config: Config) -> frozenset[str]:
     return frozenset({"narrow_state"} if config.BT >= 64 > min(config.BK, config.BV) else ())
 
 
+def calm(recipe: Recipe) -> Recipe:
+    """A recipe that leaves out what is known to be slow (``proven.slow_on``), as far as there is anything
+    else: of a slow launch the same tile with other warps and stages; where every way is very slow, all
+    launches of the problem with shorter chunks, which take twice the steps and the memory for states. Of what
+    is slow in every way the least slow."""
+    def calmed(problem: Problem, target: Target) -> tuple[Launch, ...]:
+        slow = slow_here(target)
+        if not slow:
+            return recipe(problem, target)
+
+        def all_spilled(launches: tuple[Launch, ...]) -> int:
+            return sum(spilled(launch, target) for launch in launches)
+
+        def calmest() -> tuple[Launch, ...]:
+            return tuple(least_spilled([launch, *ways(launch, problem)], target)
+                         for launch in recipe(problem, target))
+        best = calmest()
+        for BT in LONG:
+            if not any(launch.config in slow and slow[launch.config].very for launch in best):
+                break
+            problem = problem._replace(avoid=problem.avoid | {_chunks_of(BT)})
+            shorter = calmest()
+            if all_spilled(shorter) < all_spilled(best) and not any(objected(one, target) for one in shorter):
+                best = shorter
+        return best
+    return calmed
+
+
+def ways(launch: Launch, problem: Problem) -> Iterator[Launch]:
+    """The same tile with other warps and stages, where these are for speed alone: less than 4 warps are for
+    other reasons."""
+    if "dot" in launch.traits and launch.num_warps == 4 < problem.max_warps:
+        yield launch._replace(num_warps=8)
+        yield launch._replace(num_warps=8, num_stages=1)
+    if "dot" in launch.traits and launch.num_stages > 1:
+        yield launch._replace(num_stages=1)
+
+
+def least_spilled(launches: Sequence[Launch], target: Target) -> Launch:
+    """The first of these ways to compute the same that is not slow or, if all are, that spills least. After
+    the first, those do not count that planning would reject."""
+    first, *others = launches
+    if not spilled(first, target):
+        return first
+    return min([first, *(other for other in others if not objected(other, target))],
+               key=lambda launch: spilled(launch, target))
+
+
+def spilled(launch: Launch, target: Target) -> int:
+    """Bytes that a thread spills, 0 of a launch that is not known to be slow."""
+    slow = slow_here(target)
+    return slow[launch.config].spills if slow and launch.config in slow else 0
+
+
+def slow_here(target: Target) -> dict[str, proven.Slow]:
+    """On Hopper, where configurations were timed, a configuration is only slow where ptxas has given up."""
+    return proven.slow_on(target.sm, target.triton, (9, 0) <= target.capability < (10, 0))
+
+
+def objected(launch: Launch, target: Target) -> bool:
+    """Whether a check would reject it."""
+    return (launch.shared > target.shared or proven.trust(launch.config, target) == "failed"
+            or any(issue.remedies and issue.hits(launch.traits, launch.num_warps, launch.num_stages)
+                   for issue in issues_here(target)))
+
+
+def _chunks_of(BT: int) -> str:
+    """What to avoid, as facts of a tile are, where chunks are not to be so long."""
+    return f"chunks of {BT}"
+
+
 def fitting(configs: Iterable[Config], shared: Callable[[Config], int], problem: Problem, target: Target,
             facts: Callable[[Config], frozenset[str]] = narrow_state) -> Config:
     """The first candidate whose shared memory fits and that has none of the facts which the problem has to
     avoid; if there is none, the last one, which the checks then refuse."""
     config = None
     for config in configs:
-        if shared(config) <= target.shared and not facts(config) & problem.avoid:
+        if shared(config) <= target.shared and not (facts(config) | {_chunks_of(config.BT)}) & problem.avoid:
             break
     assert config is not None  # a kernel without candidates is a mistake in configs.py
     return config

@@ -9,8 +9,10 @@ from flashlin.kernels.families import PUBLIC
 
 # Modules of fla 0.4 to 0.6 that have a name of ours and are no module here.
 OF_FLA = (
-    "delta_rule.chunk", "delta_rule.fused_recurrent", "gated_delta_rule.chunk",
-    "gated_delta_rule.fused_recurrent", "gated_delta_rule.gate", "generalized_delta_rule",
+    "comba.chunk", "comba.fused_recurrent", "delta_rule.chunk", "delta_rule.fused_recurrent",
+    "gated_delta_product.chunk", "gated_delta_rule.chunk",
+    "gated_delta_rule.fused_recurrent", "gated_delta_rule.gate", "gdn2.chunk", "gdn2.fused_recurrent",
+    "generalized_delta_rule",
     "generalized_delta_rule.dplr", "generalized_delta_rule.dplr.chunk",
     "generalized_delta_rule.dplr.fused_recurrent", "generalized_delta_rule.iplr",
     "generalized_delta_rule.iplr.chunk", "generalized_delta_rule.iplr.fused_recurrent", "gla.chunk",

@@ -130,11 +130,11 @@ def chunk_kda(
     if beta is None:
         raise TypeError("beta: got NoneType, need a tensor of shape [B, T, HV]")
     if return_intermediate_states:
-        return _with_states(request, tensors, chunk_size)
+        return with_states(request, tensors, chunk_size)
     return chunked.run(FAMILY, request, tensors, grouped=True)
 
 
-def _with_states(request: Request, tensors: tuple[Tensor | None, ...],
+def with_states(request: Request, tensors: tuple[Tensor | None, ...],
                  size: int) -> tuple[Tensor, Tensor | None, Tensor]:
     """A call for all first chunks of ``size`` tokens, packed, then one for all second chunks, and so on, each
     beginning with the states that the one before it left."""

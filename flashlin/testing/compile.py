@@ -13,6 +13,7 @@ import argparse
 import faulthandler
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -32,7 +33,9 @@ import torch
 
 from flashlin.compat import blame
 from flashlin.compat.child import python
-from flashlin.compat.target import SHARED_ON_AMD, shared_per_block
+from flashlin.compat.target import SHARED_ON_AMD, lanes, shared_per_block
+from flashlin.guards import proven
+from flashlin.testing.machine_code import loop_of
 from flashlin.testing.record import TYPES, Recorded
 
 DTYPES = {name: dtype for dtype, name in TYPES.items()}
@@ -41,6 +44,7 @@ NUMBERS: dict[str, Any] = {"i32": 3, "i32:1": 1, "i32:16": 16, "i64": 2**40 + 3,
 TELLING = re.compile(r"Assertion|LLVM ERROR|UNREACHABLE|error:|terminate called|Unsupported")
 MATRIX_INSTRUCTIONS = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 NOT_TRIED = "not tried"
+BUSY, PATIENCE = 0.5, 4  # of a time limit: what must be worked for a verdict, and how long that is waited for
 
 
 class Result(NamedTuple):
@@ -49,7 +53,9 @@ class Result(NamedTuple):
     ``not tried``: the machine failed (no room, no memory, a program that is not there, a child that was
     killed), which says nothing of the kernel. message: of the exception; cause: the line of stderr that says
     why. shared, registers, spills: bytes of shared memory, registers a thread, bytes of spill stores and
-    loads. matrix: tensor-core instructions. triton: the release that ran.
+    loads. instructions, local: of the longest loop, see ``testing.machine_code``, where asked for or where
+    the kernel is very slow (``proven.Slow``). matrix: tensor-core instructions. triton: the release that
+    ran.
     """
     status: str
     message: str = ""
@@ -57,6 +63,8 @@ class Result(NamedTuple):
     shared: int = 0
     registers: int = 0
     spills: int = 0
+    instructions: int = 0
+    local: int = 0
     matrix: tuple[str, ...] = ()
     seconds: float = 0.0
     triton: str = ""
@@ -73,17 +81,19 @@ class Result(NamedTuple):
 
 
 class Job(NamedTuple):
-    """sm: compute capability as ptxas writes it: 90, 103; or an AMD architecture: ``gfx942``."""
+    """sm: compute capability as ptxas writes it: 90, 103; or an AMD architecture: ``gfx942``. loop: whether
+    to count the longest loop of whatever it is, which takes half a second."""
     sm: int | str
     launch: Recorded
+    loop: bool = False
 
 
 class Compiler:
-    """A process that has imported Triton and compiles what it is handed, batch after batch: only its start takes
-    time, about two seconds.
+    """A process that has imported Triton and compiles what it is handed, batch after batch: only its start
+    takes time, about two seconds.
 
-    environment: on top of this process's, as ``triton_environment`` answers. at_once: children at a time, 0 for
-    one per core. timeout: seconds for each.
+    environment: on top of this process's, as ``triton_environment`` answers. at_once: children at a time, 0
+    for one per core. timeout: seconds for each.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None, *, at_once: int = 0,
@@ -96,10 +106,10 @@ class Compiler:
                                          stderr=self._told, text=True, env=os.environ | environment)
 
     def compiling(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Result]]:
-        """(number, result) as they finish. To be read to its end before the next batch. Raises RuntimeError if
-        the process itself cannot run."""
+        """(number, result) as they finish. To be read to its end before the next batch. Raises RuntimeError
+        if the process itself cannot run."""
         assert self._process.stdout
-        lines = (json.dumps({"sm": job.sm, "launch": job.launch.fields()}) for job in jobs)
+        lines = (json.dumps({**job._asdict(), "launch": job.launch.fields()}) for job in jobs)
         with suppress(BrokenPipeError):  # why it has ended it tells below
             print(*lines, "", sep="\n", file=self._process.stdin, flush=True)
         for _ in jobs:
@@ -167,7 +177,7 @@ class Driver:
         from triton.backends.compiler import GPUTarget
         if isinstance(self.sm, int):
             return GPUTarget("cuda", self.sm, 32)
-        return GPUTarget("hip", self.sm, 64 if self.sm.startswith("gfx9") else 32)
+        return GPUTarget("hip", self.sm, lanes(self.sm))
 
 
 def argument(kind: str | None) -> Any:
@@ -186,11 +196,12 @@ def _compile(job: Job, folder: Path) -> Result:
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
     return compiled_by(partial(kernel.warmup, *(argument(kind) for _, kind in launch.arguments), grid=(1,),
                                **dict(launch.constants), num_warps=launch.num_warps,
-                               num_stages=launch.num_stages), job.sm, folder)
+                               num_stages=launch.num_stages), job.sm, folder, job.loop)
 
 
-def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path) -> Result:
-    """In the child: what comes out where ``warmup`` has the JIT compile a kernel for ``sm``."""
+def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path, loop: bool = False) -> Result:
+    """In the child: what comes out where ``warmup`` has the JIT compile a kernel for ``sm``. loop: as of a
+    Job."""
     from triton.runtime import driver
     os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
     driver.set_active(Driver(sm))
@@ -217,8 +228,17 @@ def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path) -> Resul
     shared = int(compiled.metadata.shared)
     result = Result("ok", shared=shared, registers=int(registers[1]) if registers else 0, spills=sum(spills),
                     matrix=tuple(sorted(set(MATRIX_INSTRUCTIONS.findall(code)))))
+    slow = proven.slow_of(result.registers, result.spills)
+    if isinstance(sm, int) and (loop or (slow and slow.very)):
+        result = result._replace(**loop_of(compiled.asm["cubin"], disassembler(), folder)._asdict())
     return result if shared <= limit else result._replace(
         status="shared", message=f"{shared} bytes of shared memory, {limit} on {sm}")
+
+
+def disassembler() -> Path:
+    """The one in the wheel of the Triton that is imported; every release has one."""
+    import triton.backends
+    return Path(triton.backends.__path__[0]) / "nvidia" / "bin" / "nvdisasm"
 
 
 def _keep_ptxas_report() -> list[str]:
@@ -287,14 +307,27 @@ def _verdict(folder: Path, status: int | None) -> Result:
     return result if result.ok else result._replace(cause=cause)
 
 
+def _worked(group: int) -> float:
+    """The seconds that a core has worked for a group of processes; infinitely many where nobody counts."""
+    total, ticks = 0, os.sysconf("SC_CLK_TCK")
+    if not os.path.exists("/proc/self/stat"):
+        return math.inf
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+            total += sum(map(int, fields[11:15])) if int(fields[2]) == group else 0
+    return total / ticks
+
+
 def forked(works: Sequence[Callable[[Path], Result]], at_once: int,
            timeout: float) -> Iterator[tuple[int, Result]]:
     """(number, result) as they finish, each in a child forked from this process, which must not use a GPU: a
-    compiler that aborts ends the child. A work is handed a folder of its own. timeout: seconds for each."""
+    compiler that aborts ends the child. A work is handed a folder of its own. timeout: seconds for each; of
+    one that has not come to work for half of them, because others keep this machine busy, nothing is said."""
     import triton
     room = Path(tempfile.mkdtemp(prefix="flashlin-compile-"))
     waiting = list(enumerate(works))[::-1]
-    running: dict[int, tuple[int, Path, float]] = {}
+    running: dict[int, tuple[int, Path, float, float]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -306,20 +339,25 @@ def forked(works: Sequence[Callable[[Path], Result]], at_once: int,
                     _child(work, folder)
                 with suppress(OSError):  # the child does it too: whoever comes first
                     os.setpgid(child, child)
-                running[child] = (number, folder, time.monotonic())
-            for child, (number, folder, began) in list(running.items()):
+                running[child] = (number, folder, time.monotonic(), timeout)
+            for child, (number, folder, began, limit) in list(running.items()):
                 took = time.monotonic() - began
-                done, code = os.waitpid(child, os.WNOHANG)
-                status: int | None = code
-                if not done and took > timeout:
+                done, status = os.waitpid(child, os.WNOHANG)
+                result: Result | None = None
+                if not done and took > limit:
+                    worked = _worked(child)
+                    if worked < timeout * BUSY and took < timeout * PATIENCE:
+                        running[child] = (number, folder, began, limit + timeout / 4)
+                        continue
                     with suppress(ProcessLookupError):
                         os.killpg(child, signal.SIGKILL)
                     done, _ = os.waitpid(child, 0)
-                    status = None
+                    result = _verdict(folder, None) if worked >= timeout * BUSY else Result(
+                        NOT_TRIED, f"this machine had {worked:.0f} s of work for it in {took:.0f} s")
                 if done:
                     del running[child]
-                    yield number, _verdict(folder, status)._replace(seconds=round(took, 2),
-                                                                    triton=triton.__version__)
+                    result = result or _verdict(folder, status)
+                    yield number, result._replace(seconds=round(took, 2), triton=triton.__version__)
                     shutil.rmtree(folder, ignore_errors=True)
             time.sleep(0.005)
     finally:
@@ -355,10 +393,10 @@ def main(arguments: list[str] | None = None) -> None:
     for lines in batches(sys.stdin):
         jobs = []
         for fields in map(json.loads, lines):
-            sm = fields.pop("sm", given.sm)
+            sm, loop = fields.pop("sm", given.sm), fields.pop("loop", False)
             if sm is None:
                 parser.error("--sm is needed where a line does not say")
-            jobs.append(Job(sm, Recorded.from_fields(fields.get("launch", fields))))
+            jobs.append(Job(sm, Recorded.from_fields(fields.get("launch", fields)), loop))
         for module in {job.launch.module for job in jobs}:
             importlib.import_module(module)  # once, before the children
         warm()

@@ -3,9 +3,10 @@ one environment.
 
     subprocess.run([sys.executable, ...], env={**os.environ, **triton_environment("3.2.0")})
 
-A release that is not the installed one is installed once, without its dependencies, into ``$FLASHLIN_CACHE``, or
-``flashlin/tritons`` in the user's cache, and put in front of the installed packages by PYTHONPATH. 280 to
-1,000 MB each, which takes minutes and is told on stderr; delete the folder to get the space back.
+A release that is not the installed one is installed once, without its dependencies, into
+``$FLASHLIN_CACHE``, or ``flashlin/tritons`` in the user's cache, and put in front of the installed packages
+by PYTHONPATH. 280 to 1,000 MB each, which takes minutes and is told on stderr; delete the folder to get the
+space back.
 """
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def _site(version: str) -> Path | None:
 
 
 def cache_folder() -> Path:
-    """``$FLASHLIN_CACHE``, or a folder in the user's cache: other projects of the same user find it filled."""
+    """``$FLASHLIN_CACHE``, or a folder in the user's cache, for all projects of that user."""
     if named := os.environ.get("FLASHLIN_CACHE"):
         return Path(named)
     try:

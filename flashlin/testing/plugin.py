@@ -102,8 +102,8 @@ class TritonMatrix:
             function: takes nothing, is at the top level of a module, launches on CPU tensors. For
                 ``interpret`` it returns two things, what came out and what is right: tensors, or tuples,
                 lists or dicts of tensors, compared by ``torch.testing.assert_close``.
-            triton: releases from 3.0.0 on; "3.3" is its newest patch. sm: compute capabilities, 80 or 103. layers: of ``import``,
-                ``compile``, ``interpret``.
+            triton: releases from 3.0.0 on; "3.3" is its newest patch. sm: compute capabilities, 80 or 103.
+            layers: of ``import``, ``compile``, ``interpret``.
             timeout: seconds for one kernel, and for one run of the function.
             rtol, atol: how close the numbers must be, both or neither; by default what assert_close has for
                 their dtype.
@@ -161,13 +161,14 @@ def triton_matrix(request: pytest.FixtureRequest) -> TritonMatrix:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """One for the session: what passed, and what was not looked at. From the reports, which reach this process
-    from pytest-xdist's workers too."""
+    """One for the session: what passed, and what was not looked at. From the reports, which reach this
+    process from pytest-xdist's workers too."""
     reports = [report for with_status in terminalreporter.stats.values()
                for report in with_status if getattr(report, "when", "") == "call"]
     told = [value for report in reports for name, value in report.user_properties if name == "triton_matrix"]
     if told:
-        counts = [sum(map(int, found)) for found in zip(*(COUNTED.findall(one)[0] for one in told), strict=True)]
+        each = zip(*(COUNTED.findall(one)[0] for one in told), strict=True)
+        counts = [sum(map(int, found)) for found in each]
         terminalreporter.write_sep("-", "Triton matrix")
         total = [f"all {len(told)}: {_counted(*counts)}"] if len(told) > 1 else []
         terminalreporter.write_line("\n".join([*told, *total]))

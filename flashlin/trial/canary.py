@@ -62,7 +62,8 @@ def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
 
 
 def _wanted(target: Target) -> bool:
-    return target.backend == "cuda" and policy.current().canary != "off" and not machine.pretending()
+    """Never on AMD, where that is for the user to begin: see check_has_run."""
+    return target.backend == "cuda" and policy.current().canary == "auto" and not machine.pretending()
 
 
 def _trial(the_plan: Plan) -> run.Trial:

@@ -58,7 +58,7 @@ def attempt(given: argparse.Namespace, say: Any, struck: list[BaseException]) ->
     from flashlin.compat.target import probe
     from flashlin.guards import verdicts
     from flashlin.testing.compare import check
-    policy.settings(canary="off")  # this is the trial
+    policy.settings(canary="trial")
     torch.set_num_threads(1)
     device, dtype = torch.device(given.device), getattr(torch, given.dtype)
     if given.known:

@@ -75,16 +75,19 @@ def run(trials: Sequence[Trial], device: torch.device, target: Target, *, jobs: 
         progress: Callable[[Tried], None] = lambda _: None) -> list[Tried]:
     """Try them, ``jobs`` at a time, and keep what was found for this machine. What lacked memory is asked
     again alone, with a smaller case and after this process has given back what it does not use; what seems to
-    hang, alone and with a longer limit."""
+    hang, alone and with a longer limit, but on AMD, where that may take the desktop with it."""
+    def again(tried: Tried) -> bool:
+        return tried.again and (tried.memory or target.backend != "hip")
+
     def first(trial: Trial) -> Tried:
         tried = _child(trial, device, target, limit)
-        if not tried.again:
+        if not again(tried):
             progress(tried)
         return tried
     with ThreadPoolExecutor(jobs) as pool:
         outcomes = list(pool.map(first, trials))
     for number, one in enumerate(outcomes):
-        if one.again:
+        if again(one):
             if one.memory:
                 _give_back_memory(device)
             outcomes[number] = _child(one.trial, device, target, limit if one.memory else limit * LONGER,
@@ -135,7 +138,7 @@ def _child(trial: Trial, device: torch.device, target: Target, limit: float, sma
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE, text=True, errors="replace",
-                                   start_new_session=True, env={**os.environ, "FLASHLIN_CANARY": "off"})
+                                   start_new_session=True, env={**os.environ, "FLASHLIN_CANARY": "trial"})
     except OSError as error:
         return Tried(trial, "not tried", f"no child could be started: {error}",
                      memory=blame.of_error(error) == "memory")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flashlin.compat.target import nearest_name, probe
+from flashlin.compat.target import one_of, probe
 from flashlin.dispatch import OPS
 from flashlin.guards import verdicts
 from flashlin.guards.problem import dtype_name
@@ -28,6 +28,9 @@ def warmup(ops: Sequence[str] = (), dtypes: Sequence[str] = ("bfloat16",),
            limit: float = LIMIT, progress: Callable[[Tried], None] = lambda _: None) -> tuple[Tried, ...]:
     """Compile and try the kernels of these ops (all by default) on ``device``, and keep the verdicts for this
     machine.
+
+    On AMD, where kernels are started only once they have been right here, it is one child at a time, and none
+    after one that hangs.
 
     jobs: children at a time, 0 for up to 8. limit: seconds for each; one that seems to hang is asked again,
     alone, with twice that. progress is told each result as it comes. Verdicts that cannot be kept (a cache
@@ -49,8 +52,15 @@ def warmup(ops: Sequence[str] = (), dtypes: Sequence[str] = ("bfloat16",),
                            "says more") from error
     todo = [Trial(op, dtype, size) for op in ops or OPS if OPS[op][1] != "auto" for dtype in dtypes
             for size in (head_dims if family_of(op).head_dim else (0,))]
-    return tuple(run(todo, place, target, jobs=jobs or min(8, os.cpu_count() or 1), limit=limit,
-                     progress=progress))
+    if target.backend != "hip":
+        return tuple(run(todo, place, target, jobs=jobs or min(8, os.cpu_count() or 1), limit=limit,
+                         progress=progress))
+    outcomes: list[Tried] = []
+    for trial in todo:  # each is kept before the next begins, since a hang may take the machine with it
+        outcomes += run([trial], place, target, limit=limit, progress=progress)
+        if outcomes[-1].verdict == "hang":
+            break
+    return tuple(outcomes)
 
 
 def forget(ops: Sequence[str] = ()) -> int:
@@ -64,4 +74,4 @@ def forget(ops: Sequence[str] = ()) -> int:
 def _known(name: str, some: Sequence[str], need: tuple[str, ...]) -> None:
     for one in some:
         if one not in need:
-            raise ValueError(f"{name}: got {one!r}, need one of {', '.join(need)}{nearest_name(one, need)}")
+            raise ValueError(f"{name}: got {one!r}, {one_of(one, need)}")

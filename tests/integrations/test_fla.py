@@ -55,7 +55,7 @@ def test_what_flashlin_has_is_replaced_and_the_rest_is_named() -> None:
         kept = {name for name in now if now[name] is theirs[name]}
         assert not kept & set(PUBLIC)
         assert {name for name in kept if name in fla.ops.__all__} <= set(report.left)
-        assert {"chunk_gsa", "chunk_comba"} <= set(report.left)
+        assert {"chunk_gsa", "parallel_based"} <= set(report.left)
         assert "kernels of its own are launched through flashlin.shield" in str(report)
         assert type(sys.modules["fla.ops.gsa.chunk"].chunk_gsa).__name__ == "function"
 
@@ -75,6 +75,7 @@ def test_without_a_gpu_what_flashlin_has_not_says_so() -> None:
 
 
 MODELS = {"GatedDeltaNet": {"num_heads": 2, "head_dim": 16}, "DeltaNet": {"num_heads": 2},
+          "GatedDeltaProduct": {"num_heads": 2, "head_dim": 16}, "Comba": {"num_heads": 2, "head_dim": 16},
           "RetNet": {"num_heads": 2}, "RWKV6": {"num_heads": 2}, "RWKV7": {"head_dim": 16},
           "Mamba2": {"num_heads": 4, "head_dim": 16, "expand": 1, "state_size": 16}}
 
@@ -120,6 +121,19 @@ def test_models_train_and_generate_on_a_cpu(name: str) -> None:
         greedy = net.generate(tokens[:1, :9], max_new_tokens=6, do_sample=False)
         again = net.generate(tokens[:1, :9], max_new_tokens=6, do_sample=False, use_cache=False)
         assert greedy.tolist() == again.tolist()
+
+
+def test_the_layer_of_gdn2_reads_a_prompt_as_it_decodes() -> None:
+    """It has no model. With gradients it goes chunk by chunk, without and for few tokens token by token."""
+    torch.manual_seed(0)
+    layer = fla.layers.GatedDeltaNet2(64, head_dim=16, num_heads=2, num_v_heads=4, layer_idx=0)
+    x = torch.randn(2, 40, 64)
+    with flashlin.patched("fla"):
+        by_chunks = layer(x)[0]
+        by_chunks.square().sum().backward()
+        assert all(p.grad is not None and p.grad.any() for p in layer.parameters())
+        with torch.no_grad():
+            torch.testing.assert_close(layer.eval()(x)[0], by_chunks, rtol=1e-4, atol=1e-5)
 
 
 def test_threads_enter_and_leave_in_any_order() -> None:

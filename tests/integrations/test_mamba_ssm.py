@@ -307,6 +307,29 @@ def test_packed_prompts_of_the_real_mamba2(real: None) -> None:
                 torch.testing.assert_close(after[row:row + 1], longer[:, -1:], rtol=1e-4, atol=1e-5)
 
 
+def test_the_real_mamba3_reads_prompts(real: None) -> None:
+    """Packed like one by one, with gradients for all of it; what it keeps for decoding is what goes on."""
+    with flashlin.patched(*PACKAGES):
+        from mamba_ssm.modules import mamba3 as module
+        torch.manual_seed(0)
+        layer, u = module.Mamba3(32, d_state=16, headdim=8, layer_idx=0), torch.randn(1, 12, 32)
+        y = layer(u, cu_seqlens=torch.tensor([0, 2, 12], dtype=torch.int32))
+        torch.testing.assert_close(y, torch.cat([layer(u[:, :2]), layer(u[:, 2:])], 1), rtol=1e-4, atol=1e-5)
+        grads = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
+        assert all(grad.isfinite().all() and grad.any() for grad in grads)
+        cache = types.SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
+        with torch.no_grad():
+            layer(u[:, :7], inference_params=cache)
+            states = cache.key_value_memory_dict[0]
+            kept = (*states[:2], states[2].squeeze(1), states[3])
+            whole = layer(u)
+
+            def going_on(**given: Any) -> Any:
+                return mamba.mamba3_siso_combined(**{**given, "Input_States": kept})
+            module.mamba3_siso_combined = going_on
+            torch.testing.assert_close(layer(u[:, 7:]), whole[:, 7:], rtol=1e-4, atol=1e-5)
+
+
 def test_the_real_files_above_the_extension(real: None) -> None:
     """Their own functions, whose forward and backward call what stands in for the extensions."""
     torch.manual_seed(0)
@@ -431,6 +454,8 @@ def test_a_package_that_is_absent_has_modules(installation: Make) -> None:
         exec(IMPORTS, names)
         for name in ("mamba_inner_fn", "selective_state_update", "causal_conv1d_fn", "rms_norm_fn"):
             assert names[name] is getattr(mamba, name)
+        third = importlib.import_module("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined")
+        assert third.mamba3_siso_combined is mamba.mamba3_siso_combined
         assert names["gated"] is mamba.RMSNorm and names["RMSNorm"](8)(torch.ones(8)).allclose(torch.ones(8))
         for package, least in (("mamba_ssm", (2, 0, 4)), ("causal_conv1d", (1, 4, 0))):
             spec = importlib.util.find_spec(package)

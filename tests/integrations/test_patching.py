@@ -493,7 +493,7 @@ print(triton.autotune.__module__, os.environ["PYTHONPATH"].count("inherited"))
 
 
 @pytest.mark.parametrize("arguments, said", [
-    (["--patch", "flax", "x.py"], "FLASHLIN_PATCH: got 'flax', need some of triton, fla"),
+    (["--patch", "flax", "x.py"], "--patch: got 'flax', need some of triton, fla"),
     (["nowhere.py"], "program: got 'nowhere.py', which does not exist")])
 def test_run_with_wrong_arguments(arguments: list[str], said: str) -> None:
     done = run(*arguments)

@@ -1,9 +1,9 @@
 """Kernels in Triton's interpreter.
 
-It finds out anew what is built into its language for every call of a jitted function, and which of numpy's dtypes
-is meant for every operation; that sums of integers fit, it checks with five operations more of its own. Here the
-first two are looked up once and the third is numpy's, which takes off more than half of the time (3.7.1). Under
-a release that has other functions for it, tests are only slower.
+It finds out anew what is built into its language for every call of a jitted function, and which of numpy's
+dtypes is meant for every operation; that sums of integers fit, it checks with five operations more of its
+own. Here the first two are looked up once and the third is numpy's, which takes off more than half of the
+time (3.7.1). Under a release that has other functions for it, tests are only slower.
 """
 from __future__ import annotations
 

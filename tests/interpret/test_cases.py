@@ -66,13 +66,15 @@ ONLY = {
     "chunk_rwkv6": "random strong-packed one-token",
     "chunk_kda": "random strong-packed gates-resets grouped v-first one-token",
     "chunk_dplr_delta_rule": "random strong-packed", "chunk_rwkv7": "random",
-    "chunk_iplr_delta_rule": "random", "fused_recurrent_kda": "random resets layer bounded inference pool",
+    "chunk_iplr_delta_rule": "random", "chunk_gdn2": "grouped", "chunk_comba": "resets",
+    "chunk_gated_delta_product": "three", "fused_recurrent_gated_delta_product": "packed",
+    "fused_recurrent_gdn2": "packed", "fused_recurrent_kda": "random resets layer bounded inference pool",
     "fused_recurrent_simple_gla": "random packed reverse odd one-token",
     # simple GLA's kernels
     "fused_recurrent_retention": "random", "fused_recurrent_lightning_attn": "",
     "chunk_lightning_attn": "random", "fused_recurrent_linear_attn": "reverse normalized",
     "selective_scan_fn": "odd-states bare", "mamba_chunk_scan_combined": "forgetting packed",
-    "mamba_split_conv1d_scan_combined": "random"}
+    "mamba_split_conv1d_scan_combined": "random", "mamba3_siso_combined": "odd packed"}
 # Others that take many seconds: sizes of real models, more rows than a card has programs for (test_conv.py
 # has a card of one multiprocessor), segments of the usual length (test_hgrn.py has short ones).
 SLOW = ("causal_conv1d-many-blocks", "group_norm-many-rows", "chunk_simple_gla-K=256,V=256",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,26 @@ def test_how_a_child_ends(work: Callable[[Path], Result], status: str, says: str
     pytest.importorskip("triton")
     [(_, result)] = forked([work], 1, 60)
     assert result.status == status and says in result.message, result
+
+
+def spins(folder: Path) -> Result:
+    while True:
+        pass
+
+
+def waits(folder: Path) -> Result:
+    time.sleep(60)
+    return Result("ok")
+
+
+@pytest.mark.parametrize("work, status, says", [
+    (spins, "timeout", ""), (waits, NOT_TRIED, "this machine had 0 s of work for it in 2 s")])
+def test_who_takes_too_long_is_judged_by_what_was_worked(
+        work: Callable[[Path], Result], status: str, says: str) -> None:
+    """Two compilers at low priority beside other work once took 180 s for what takes two."""
+    pytest.importorskip("triton")
+    [(_, result)] = forked([work], 1, 0.5)
+    assert result.status == status and result.message == says, result
 
 
 class CompilationError(Exception):

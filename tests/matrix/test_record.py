@@ -143,10 +143,14 @@ def test_a_stand_in_driver_is_enough_to_compile(record: Record) -> None:
 
 def test_it_compiles_for_amd_too(gated: Callable[..., None]) -> None:
     pytest.importorskip("triton")
-    with flashlin.settings(policy="off"), recording(parse("triton=3.6.0,backend=hip,name=gfx942")) as found:
-        gated(K=16, V=16)
-    result = compile_launches([Job("gfx942", scan(found))])[0]
-    assert result.ok and 0 < result.shared <= 65536 and result.registers > 0 and not result.matrix, result
+    jobs = []
+    for arch in ("gfx942", "gfx1100"):  # waves of 64 and of 32 lanes
+        with flashlin.settings(canary="trial"), recording(parse(f"{arch},triton=3.6.0")) as found:
+            gated(K=16, V=16)
+        jobs.append(Job(arch, scan(found)))
+    for job, result in zip(jobs, compile_launches(jobs), strict=True):
+        assert result.ok and 0 < result.shared <= job.launch.shared <= 65536, (job, result)
+        assert result.registers > 0 and not result.matrix, result
 
 
 def test_a_kernel_that_does_not_compile_says_why(record: Record) -> None:

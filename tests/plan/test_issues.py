@@ -12,7 +12,7 @@ import pytest
 from packaging.version import Version
 
 from flashlin.compat.known_issues import KNOWN_ISSUES, TILE_FACTS, KnownIssue, issues_here
-from flashlin.compat.target import Target
+from flashlin.compat.target import USUAL_AMD, Target, parse
 from flashlin.guards import limits
 from flashlin.guards.problem import Launch, Plan
 from flashlin.kernels import families
@@ -35,6 +35,9 @@ def before(version: str) -> str:
 
 def afflicted(issue: KnownIssue) -> Target:
     """A machine that has it: the oldest card and Triton of its ranges."""
+    if issue.amd:
+        arch = next(arch for arch in USUAL_AMD if arch.startswith(issue.amd))
+        return parse(f"{arch},triton={issue.since or '3.0.0'}")
     major, minor = issue.capabilities[0]
     return target(issue.since or "3.0.0",
                   10 * major + minor)._replace(ptxas=issue.ptxas_since or "12.8.93")
@@ -74,9 +77,15 @@ def test_a_known_issue_begins_at_since_and_ends_at_fixed_in(issue: KnownIssue) -
 @pytest.mark.parametrize("issue", KNOWN_ISSUES, ids=by_id)
 def test_a_known_issue_keeps_to_its_cards(issue: KnownIssue) -> None:
     on, (low, high) = afflicted(issue), issue.capabilities
+    elsewhere = [on._replace(backend=backend, arch="") for backend in ("cpu", "hip", "interpreter")]
+    assert not any(map(issue.here, elsewhere))
+    if issue.amd:
+        named = {arch for arch in USUAL_AMD if issue.here(on._replace(arch=arch))}
+        assert named and named == {arch for arch in USUAL_AMD if arch.startswith(issue.amd)} != set(USUAL_AMD)
+        assert not any(issue.here(target(on.triton, sm)) for sm in (90, 110, 120))  # gfx90a, gfx11 and gfx12
+        return
     assert issue.here(on._replace(capability=low)) and not issue.here(on._replace(capability=high))
     assert not issue.here(on._replace(capability=(low[0], low[1] - 1)))
-    assert not any(issue.here(on._replace(backend=backend)) for backend in ("cpu", "hip", "interpreter"))
 
 
 @pytest.mark.parametrize("issue", KNOWN_ISSUES, ids=by_id)

@@ -33,7 +33,7 @@ SNAPSHOTS = Path(__file__).with_name("snapshots.json")
 
 RELEASES = tuple(one.version for one in releases.RELEASES)
 BUILDS = ("", "2.3.1", *RELEASES, "3.4.0.dev20250401", "3.6.0+git1a2b3c", "3.7.0rc1")
-CAPABILITIES = (60, 70, 75, 80, 86, 89, 90, 100, 103, 120, 121)
+CAPABILITIES = (60, 70, 75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 # What is asked of every policy is asked of these.
 ENDS = ("", "3.0.0", "3.2.0", "3.3.1", "3.6.0", RELEASES[-1])
 # one in so many problems is asked of a machine; a prime, so that every dtype and size gets its turn
@@ -386,8 +386,9 @@ def test_volta_before_32_cannot_add_products_of_transposed_operands() -> None:
 def test_amd_takes_the_torch_path_unless_checks_are_off() -> None:
     asked, amd = problem("chunk_simple_gla", "bfloat16", 64, 64), parse("triton=3.6.0,backend=hip")
     assert dispatch.plan(asked,
-                         amd).path == "torch" and "policy=off" in str(dispatch.plan(asked, amd).steps[0][0])
+                         amd).path == "torch" and "warmup" in str(dispatch.plan(asked, amd).steps[0][0])
     assert dispatch.plan(asked, amd, Policy(policy="off")).path == "triton"
+    assert dispatch.plan(asked, amd, Policy(canary="trial")).path == "triton"
 
 
 def test_a_batch_of_65538_heads_needs_no_remedy() -> None:

@@ -11,6 +11,7 @@ from flashlin.compat.releases import RELEASES
 from flashlin.compat.target import (
     CARDS,
     SHARED_PER_BLOCK,
+    USUAL_AMD,
     USUAL_CARD,
     Target,
     bundled_ptxas,
@@ -51,11 +52,20 @@ def test_the_last_digit_of_a_capability_is_the_minor_one(sm: str, capability: tu
 @pytest.mark.parametrize(("text", "backend"),
                          [("cpu,triton=3.6.0", "cpu"), ("backend=cpu", "cpu"),
                           ("backend=interpreter", "interpreter"), ("backend=hip,sm=94", "hip"),
-                          ("sm=90", "cuda"), ("MI300X", "hip"), ("h200", "cuda")])
+                          ("sm=90", "cuda"), ("h200", "cuda")])
 def test_a_backend_follows_from_the_card_or_is_given(text: str, backend: str) -> None:
     found = parse(text)
     assert found.backend == backend and found.sm == ("sm90" if backend == "cuda" else backend)
     assert bool(found.ptxas) <= (backend == "cuda")
+
+
+@pytest.mark.parametrize(("text", "name", "arch"), [
+    ("MI300X", "MI300X", "gfx942"), ("AMD Instinct MI210", "MI210", "gfx90a"), ("gfx942", "MI300X", "gfx942"),
+    ("gfx1201,triton=3.6.0", "RX 9070", "gfx1201"), ("card=gfx1036", "AMD GPU", "gfx1036")])
+def test_a_card_of_amd_has_an_architecture_in_place_of_a_capability(text: str, name: str, arch: str) -> None:
+    found = parse(text)
+    assert (found.backend, found.name, found.arch, found.sm) == ("hip", name, arch, arch)
+    assert found.capability == (0, 0) and found.shared == 65536 and found.stages == 2 and not found.ptxas
 
 
 @pytest.mark.parametrize(("name", "card"), [
@@ -71,13 +81,17 @@ def test_cards_are_known_as_people_and_drivers_write_them(name: str, card: str |
 def test_the_usual_cards_are_among_the_known_ones() -> None:
     assert all(CARDS[name].capability == capability and CARDS[name].sms == sms
                for capability, (name, sms) in USUAL_CARD.items())
+    assert all(CARDS[name].arch == arch and CARDS[name].sms == units
+               for arch, (name, units) in USUAL_AMD.items())
 
 
 @pytest.mark.parametrize(("text", "triton"), [
     ("t4,torch=2.6", "3.2.0"), ("t4,torch=2.7.1+cu126", "3.3.1"), ("t4,torch=2.14", "3.8.0"),
-    ("t4,torch=2.6,triton=3.3.1", "3.3.1"), ("t4,torch=2.6,triton=none", "")])
+    ("t4,torch=2.6,triton=3.3.1", "3.3.1"), ("t4,torch=2.6,triton=3.3", "3.3.1"),
+    ("t4,torch=2.6,triton=3.3.0", "3.3.0"), ("t4,torch=2.6 triton==3.2", "3.2.0"),
+    ("t4,torch=2.6,triton=9.9", "9.9"), ("t4,torch=2.6,triton=2.1", "2.1"), ("t4,torch=2.6,triton=none", "")])
 def test_a_torch_brings_the_triton_that_it_was_made_with(text: str, triton: str) -> None:
-    assert parse(text).triton == triton and parse(text).torch == text.split("torch=")[1].split(",")[0]
+    assert parse(text).triton == triton and parse(text).torch == text.split("torch=")[1].replace(" ", ",").split(",")[0]
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -92,14 +106,14 @@ def test_a_torch_brings_the_triton_that_it_was_made_with(text: str, triton: str)
     ("", "got '', need a card, too"), ("sm=90,sm=80", "got sm twice, 90 and 80, need it once"),
     ("H100,A100", "got card twice, H100 and A100, need it once"),
     ("H100,sm=80", "got H100 and sm=80, need one of them: H100 is sm=90"),
-    ("MI300,sm=90", "need one of them: MI300 is an AMD card"),
+    ("MI300,sm=90", "need one of them: MI300 is gfx942 of AMD"),
     ("sm=942", "got sm=942, need the compute capability of an NVIDIA card: 50, 52, "),
     ("sm=95", "120, 121; did you mean 90?"), ("sm=ninety", "got sm=ninety, need the compute capability"),
     ("sm=9.0", "110, 120, 121; did you mean 90?"),
     ("H100,triton=latest", "got triton=latest, need a version "),
     ("H100,torch=stable", f"got torch=stable, need a version such as {RELEASES[-1].torch[-1]}"),
     ("H100,sms=many", "got sms=many, need a whole number"),
-    ("backend=cud", "got backend=cud, need cuda, hip, interpreter or cpu")])
+    ("backend=cud", "got backend=cud, need one of cuda, hip, xpu, mps, interpreter, cpu")])
 def test_what_cannot_be_parsed_is_an_error_that_says_what_is_needed(text: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse(text)
@@ -108,7 +122,7 @@ def test_what_cannot_be_parsed_is_an_error_that_says_what_is_needed(text: str, m
 
 def test_a_target_is_shown_in_one_line() -> None:
     assert str(H100) == "H100 sm90, triton 3.2.0, ptxas 12.4.99, torch 2.9.0"
-    assert str(H100._replace(triton="", ptxas="", torch="")) == "H100 sm90, triton none, torch none"
+    assert str(H100._replace(triton="", ptxas="", torch="")) == "H100 sm90, triton none"
     assert str(parse("backend=cpu,triton=3.6.0,torch=2.9.0")) == "cpu, triton 3.6.0, torch 2.9.0"
 
 
@@ -202,7 +216,12 @@ def test_an_amd_card_is_hip(monkeypatch: pytest.MonkeyPatch) -> None:
     cards(monkeypatch)
     monkeypatch.setattr(torch.version, "hip", "6.2")
     found = probe(torch.device("cuda", 0))
-    assert (found.backend, found.ptxas, found.sm) == ("hip", "", "hip")
+    assert (found.backend, found.ptxas, found.sm, found.capability) == ("hip", "", "hip", (0, 0))
+    card = SimpleNamespace(name="AMD Instinct MI210", multi_processor_count=104,
+                           gcnArchName="gfx90a:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert probe(torch.device("cuda", 1)) == parse("MI210,triton=3.7.1")._replace(
+        name=card.name, torch=torch.__version__, triton=machine.triton_state()[0])
 
 
 def test_pretending_is_for_every_device_and_can_end() -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
-from flashlin.guards.family import Op, over_heads
+from flashlin.guards.family import Op, Sizes, over_heads
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import Config, over_v, padded
+from flashlin.kernels.configs import Config, over_v, padded, room
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_TRANSFER,
+    calm,
     carry_launch,
     cumsum_launch,
     dot_traits,
     fitting,
+    least_spilled,
     operand_bytes,
     over_tokens,
     part_length,
@@ -22,9 +24,8 @@ from flashlin.kernels.scans import (
     tf32_copies,
 )
 
-STRIP = 64  # columns of q, k, v and of the state at a time where a program has a chunk to itself
 
-
+@calm
 @recurrent.or_token_by_token
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """The inverse of each chunk and the scan; for gradients the scan that rebuilds states, the reverse scan,
@@ -49,9 +50,11 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     kernels = [cumsum_launch(problem, BT)] if "g" in problem.options else []
     part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER)
     deep = scan._replace(num_stages=3)
-    states = deep if scan.num_stages == 2 and shared(deep) <= target.shared else scan
-    kernels.append(over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
-                               dots - {"rmw_acc"}, num_warps=1))
+    states = (deep if scan.num_stages == 2 and target.stages >= 3 and shared(deep) <= target.shared else scan)
+    # a warp waits at no barriers; two have the registers
+    inverses = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
+                            dots - {"rmw_acc"}, num_warps=warps) for warps in (1, 2)]
+    kernels.append(least_spilled(inverses, target))
     if part:
         kernels += [state_launch("delta_alone", states, problem, shared(states), dots, part=part),
                     carry_launch(problem, target, part, transfer=True)]
@@ -64,14 +67,23 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         hopper = (9, 0) <= target.capability < (10, 0)
         moved = (4 - bytes_each) * scan.BK * scan.BV if scan.BK >= 256 and hopper else 0
         moved += 2 * scan.BT * scan.BV if bytes_each == 2 and release(target.triton) >= (3, 8) else 0
-        ways = [(strip, num_stages) for strip in (STRIP, STRIP // 2, STRIP // 4) for num_stages in (2, 1)]
-        strip, num_stages = next((way for way in ways if finishing(*way) <= target.shared), ways[-1])
-        tile = dict(BT=BT, BK=min(strip, padded(problem.K)), BV=min(strip, padded(problem.V)))
+        most = room(target)
+        ways = [(strip, num_stages) for strip in (most.columns, most.columns // 2, 16)
+                for num_stages in most.stages]
+        grads = [over_tokens("delta_grads", problem, dict(BT=BT, BK=min(strip, padded(problem.K)),
+                                                          BV=min(strip, padded(problem.V))), problem.H,
+                             finishing(strip, num_stages), dots - {"rmw_acc"} | {"mixed_sum"}, num_stages)
+                 for strip, num_stages in ways]
+        fits = [launch for launch in grads if launch.shared <= target.shared]
         kernels += [state_launch("delta_states", states, problem, shared(states), dots, part=part),
                   state_launch("delta_reverse", reverse, problem, shared(reverse) + moved, dots, part=part),
-                  over_tokens("delta_grads", problem, tile, problem.H, finishing(strip, num_stages),
-                              dots - {"rmw_acc"} | {"mixed_sum"}, num_stages)]
+                  least_spilled(fits or grads[-1:], target)]
     return tuple(kernels)
+
+
+def two_steps(sizes: Sizes) -> Sizes:
+    """The rows of a delta product that takes two steps a token, as fla's layer does unless told otherwise."""
+    return sizes._replace(T=2 * sizes.T)
 
 
 SPECS = (over_heads(
@@ -84,5 +96,8 @@ SPECS = (over_heads(
         Op("fused_recurrent_gated_delta_rule", "gated_delta_rule", "fused_recurrent", ("beta", "delta", "g"),
            family="recurrent"),
         Op("gated_delta_rule", "gated_delta_rule", "auto", ("g",)),
+        Op("chunk_gated_delta_product", "gated_delta_product", "chunk", ("g",), counted=two_steps),
+        Op("fused_recurrent_gated_delta_product", "gated_delta_product", "fused_recurrent",
+           ("beta", "delta", "g"), family="recurrent", counted=two_steps),
         Op("chunk_gdn", "gated_delta_rule", planned_as="chunk_gated_delta_rule"),
         Op("fused_recurrent_gdn", "gated_delta_rule", planned_as="fused_recurrent_gated_delta_rule"))),)

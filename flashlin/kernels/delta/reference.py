@@ -46,3 +46,41 @@ def recurrence(
         S = S + written(k, u)
         return S, scale * read(S, q)
     return token_by_token(step, (q, k, v, beta, g, gk, gv), h0, cu_seqlens)
+
+
+def product(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    num_householder: int,
+    g: torch.Tensor | None = None,
+    h0: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """n steps for each token: S' = e^{g_t} S_{t-1}, then n times S' <- S' + k (beta (v - S'^T k))^T with the
+    next of its k, v and beta; S_t is the last of them and o_t = scale S_t^T q_t.
+
+    q [B, T, H, K]; g [B, T, HV]; k [B, T n, H, K], v [B, T n, HV, V], beta [B, T n, HV], n =
+    ``num_householder`` rows a token. The rest, and what is returned, as ``recurrence``.
+    """
+    n, HV = num_householder, v.shape[2]
+    k = k.repeat_interleave(HV // max(k.shape[2], 1), 2)
+    keys, values, rates = (x.view(x.shape[0], -1, n, *x.shape[2:]).transpose(2, 3) for x in (k, v, beta))
+
+    def step(
+        S: torch.Tensor,
+        q: torch.Tensor,
+        _: torch.Tensor,
+        last: torch.Tensor,
+        g: torch.Tensor | None,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        S = S if g is None else g.exp()[:, None, None] * S
+        for j in range(n):
+            S = S + written(k[:, j], beta[:, j, None] * (v[:, j] - read(S, k[:, j])))
+        return S, scale * read(S, q)
+    return token_by_token(step, (q, q, values[:, :, :, -1], g, keys, values, rates), h0, cu_seqlens)

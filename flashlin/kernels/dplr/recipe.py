@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashlin.compat.target import Target
+from flashlin.compat.target import Target, lanes
 from flashlin.compat.versions import release
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
@@ -14,15 +14,18 @@ from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_TRANSFER,
+    calm,
     carry_launch,
     dot_traits,
     fitting,
+    least_spilled,
     narrow_state,
     operand_bytes,
     over_tokens,
     part_length,
     state_launch,
     tf32_copies,
+    ways,
 )
 
 # Choices, for speed. Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a
@@ -41,11 +44,13 @@ class Strip(NamedTuple):
 
 # Of the gradients in 16 bits, the fastest on an H200 with Triton 3.6.0 (benchmarks/results/kernels-*). It is
 # a choice, too, that releases before TIMED keep to 4 warps (3.2 cannot compile 8 for Hopper:
-# reshape-outs-32).
+# reshape-outs-32), and waves of 64 lanes, of which 8 have too few registers each (0.8 KB a thread spill,
+# compiled for gfx942 with 3.6.0).
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 TIMED = (3, 5)
 
 
+@calm
 @recurrent.or_token_by_token
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Sums, what chunks need, and the scan; for gradients the scan that rebuilds states, the reverse scan,
@@ -68,20 +73,26 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return scanning(config._replace(num_stages=1), 2, 3)
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
     best = OF_TWO if two else OF_ONE
-    warps = min(problem.max_warps, 8 if release(target.triton) >= TIMED else 4)
+    warps = min(problem.max_warps, 8 if release(target.triton) >= TIMED and lanes(target.arch) == 32 else 4)
     strips = [Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)]
     fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps
     if bytes_each == 2 and fits:
-        strips.insert(0, best)
+        strips = [best, *strips, *([] if two else [best._replace(K=32)])]
 
     def finishing(BT: int, strip: Strip) -> int:
         tiles = 4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2
         return size * tiles + 4 * BT ** 2
 
+    def grads(BT: int, strip: Strip) -> Launch:
+        return over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H,
+                           finishing(BT, strip), per_chunk | narrow_grads(BT, strip),
+                           num_warps=strip.num_warps)
+
     def strip_beside(BT: int) -> Strip:
-        good = (strip for strip in strips
-                if finishing(BT, strip) <= target.shared and not narrow_grads(BT, strip) & problem.avoid)
-        return next(good, strips[-1])
+        good = [strip for strip in strips
+                if finishing(BT, strip) <= target.shared and not narrow_grads(BT, strip) & problem.avoid]
+        made = {grads(BT, strip): strip for strip in good or strips[-1:]}
+        return made[least_spilled(list(made), target)]
 
     def facts(config: Config) -> frozenset[str]:
         """The facts of a scan's tile and of the tiles that come with it."""
@@ -95,13 +106,14 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return max(scanning(config), reverse(config) if problem.needs_grad else 0)
     scan = fitting(candidates, shared, problem, target, facts)
     BT = scan.BT
-    preparing = size * 4 * BT * wide + 12 * BT ** 2
+    prepare = [over_tokens("dplr_prepare", problem, dict(BT=BT, BK=width), problem.H,
+                           size * 4 * BT * width + 12 * BT ** 2, per_chunk | narrow_scores(BT, width))
+               for width in (wide, max(16, wide // 2))]
     # tall: the scans multiply what they load, and of that no state is too tall for 4 warps, unless 3.0 and
     # 3.1 pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
     kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
                          -(-problem.H * problem.K // CHANNELS)),
-             over_tokens("dplr_prepare", problem, dict(BT=BT, BK=wide), problem.H, preparing,
-                         per_chunk | narrow_scores(BT, wide))]
+             least_spilled([way for launch in prepare for way in (launch, *ways(launch, problem))], target)]
     part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER)
     single = scan._replace(num_stages=1)
     if part:
@@ -109,12 +121,9 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                     carry_launch(problem, target, part, transfer=True)]
     kernels.append(state_launch("dplr_scan", scan, problem, scanning(scan), dots, scan.num_stages > 1, part))
     if problem.needs_grad:
-        strip = strip_beside(BT)
         kernels += [state_launch("dplr_states", single, problem, scanning(single), dots, False, part),
                   state_launch("dplr_reverse", single, problem, reverse(scan), dots, False, part),
-                  over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H,
-                              finishing(BT, strip), per_chunk | narrow_grads(BT, strip),
-                              num_warps=strip.num_warps)]
+                  grads(BT, strip_beside(BT))]
     return tuple(kernels)
 
 
@@ -138,10 +147,14 @@ SPECS = (over_heads(
         Op("rwkv7", "rwkv7", "auto", ("a", "b")),
         Op("chunk_dplr_delta_rule", "dplr_delta_rule", "chunk", ("a", "b")),
         Op("chunk_iplr_delta_rule", "iplr_delta_rule", "chunk", ("a", "b")),
+        Op("chunk_gdn2", "gdn2", "chunk", ("a", "b")),
+        Op("chunk_comba", "comba", "chunk", ("a", "b")),
         Op("fused_recurrent_rwkv7", "rwkv7", "fused_recurrent", ("a", "b", "gk"), family="recurrent"),
         Op("fused_mul_recurrent_rwkv7", "rwkv7", "fused_recurrent", ("a", "b", "gk", "rate"),
            family="recurrent"),
         Op("fused_recurrent_dplr_delta_rule", "dplr_delta_rule", "fused_recurrent", ("a", "b", "gk"),
            family="recurrent"),
         Op("fused_recurrent_iplr_delta_rule", "iplr_delta_rule", "fused_recurrent", ("a", "b"),
-           family="recurrent"))),)
+           family="recurrent"),
+        Op("fused_recurrent_gdn2", "gdn2", "fused_recurrent", ("a", "b", "gk"), family="recurrent"),
+        Op("fused_recurrent_comba", "comba", "fused_recurrent", ("a", "b", "g"), family="recurrent"))),)

@@ -10,6 +10,7 @@ from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_DECAY,
     PADDING,
+    calm,
     carry_launch,
     dot_traits,
     fitting,
@@ -29,6 +30,7 @@ CHANNELS = 64  # of the sums, a program; they know no heads
 SCORES, GRADS = 64, 32
 
 
+@calm
 @recurrent.or_token_by_token
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Sums, scores and the scan; for gradients the scan that rebuilds states, the reverse scan, and the

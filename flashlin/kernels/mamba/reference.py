@@ -8,6 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flashlin.kernels.spans import spans_of
+
 
 def silu(x: Tensor) -> Tensor:
     return x / (1 + (-x).exp())
@@ -134,3 +136,55 @@ def window(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None,
         y[i] = (windows * weight[:, None]).sum(-1) + (0 if bias is None else bias[:, None])
         after[i] = tokens[:, T:].roll(0 if seqlens is None else turns + T, 1)
     return silu(y) if activated else y, after
+
+
+def trapezoid(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    ADT: Tensor,
+    DT: Tensor,
+    Trap: Tensor,
+    Q_bias: Tensor,
+    K_bias: Tensor,
+    Angles: Tensor,
+    D: Tensor | None = None,
+    Z: Tensor | None = None,
+    states: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    bounds: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(y, angles, states, k, v) of Mamba-3, a step for each token of each sequence:
+
+        theta <- theta + pi tanh(Angles) DT      k, q = (K + K_bias) e^{i theta}, (Q + Q_bias) e^{i theta}
+        S <- e^{ADT} (S + (1 - r) DT v_before k_before^T) + r DT v k^T          r = 1 / (1 + e^{-Trap})
+        y = (S q + D v) silu(Z)
+    where pairs of channels (2 i, 2 i + 1) are complex numbers. Shapes as in ops/mamba3.py.
+    """
+    (b, T, H, P), N, R = V.shape, Q.shape[3], Angles.shape[3]
+    Q, K = (x.repeat_interleave(H // max(x.shape[2], 1), 2) for x in (Q, K))
+    spans = spans_of(b, T, bounds)
+    y, left = torch.zeros_like(V), []
+    for n, (row, first, end) in enumerate(spans):
+        theta, S, k, v = ([x[n] for x in states] if states is not None else
+                          [V.new_zeros(H, *sizes) for sizes in ((R,), (P, N), (N,), (P,))])
+        outputs = []
+        for t in range(first, end):
+            dt, share = DT[row, :, t, None], 1 / (1 + (-Trap[row, :, t, None]).exp())
+            theta = theta + math.pi * Angles[row, t].tanh() * dt
+            S = S + ((1 - share) * dt * v)[:, :, None] * k[:, None, :]
+            k, v = turned(K[row, t] + K_bias, theta), V[row, t]
+            S = ADT[row, :, t].exp()[:, None, None] * S + (share * dt * v)[:, :, None] * k[:, None, :]
+            out = (S * turned(Q[row, t] + Q_bias, theta)[:, None, :]).sum(-1)
+            outputs.append(out if D is None else out + D[:, None] * v)
+        if outputs:
+            y = y.index_put((torch.full((end - first,), row), torch.arange(first, end)), torch.stack(outputs))
+        left.append((theta.remainder(2 * math.pi), S, k, v))
+    angles, S, k, v = (torch.stack(xs) for xs in zip(*left, strict=True))
+    return y if Z is None else y * silu(Z), angles, S, k, v
+
+
+def turned(x: Tensor, theta: Tensor) -> Tensor:
+    """x [H, N], its first pairs as complex numbers times e^{i theta} [H, R]."""
+    R = theta.shape[1]
+    pairs = torch.complex(x[:, :2 * R:2], x[:, 1:2 * R:2]) * torch.polar(torch.ones_like(theta), theta)
+    return torch.cat([torch.view_as_real(pairs).reshape(len(x), 2 * R), x[:, 2 * R:]], 1)

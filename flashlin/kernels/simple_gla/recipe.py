@@ -8,6 +8,7 @@ from flashlin.kernels.configs import Config, over_k, over_v
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_DECAY,
+    calm,
     carry_launch,
     cumsum_launch,
     dot_traits,
@@ -20,6 +21,7 @@ from flashlin.kernels.scans import (
 )
 
 
+@calm
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Forward's launches, then backward's if gradients are wanted; backward of the token kernel is the
     chunked one."""
@@ -74,4 +76,5 @@ SPECS = (over_heads(
         Op("fused_recurrent_lightning_attn", "lightning_attn", "fused_recurrent"),
         Op("mamba_chunk_scan_combined", "ssd", "chunk", _MAMBA, typical=_SCANS),
         Op("mamba_split_conv1d_scan_combined", "ssd", "chunk", _MAMBA,
-           typical={"training": _SCANS["training"]}))),)
+           typical={"training": _SCANS["training"]}),
+        Op("mamba3_siso_combined", "mamba3", "chunk", ("g", "v_first"), typical=_SCANS))),)

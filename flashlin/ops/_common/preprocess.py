@@ -23,6 +23,12 @@ def l2normalized(x: Tensor) -> Tensor:
     return (full * (full.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()).to(x.dtype)
 
 
+def by_value_head(x: Tensor, v: Tensor) -> Tensor:
+    """x [B, T, H, K] as [B, T, HV, K], for value heads of v [B, T, HV, V]: head j is x's j // (HV / H)."""
+    H, HV = x.shape[2], v.shape[2]
+    return x if H == HV else x.repeat_interleave(HV // max(H, 1), 2)
+
+
 def decay_of_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None, bound: float | None = None) -> Tensor:
     """The log decay [B, T, HV] or, with A_log [HV, 1], [B, T, HV, K] of a raw gate, at least float32:
     -exp(A_log) softplus(g + dt_bias), or with a bound bound sigmoid(exp(A_log) (g + dt_bias))."""

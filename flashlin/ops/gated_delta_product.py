@@ -1,0 +1,148 @@
+"""Gated DeltaProduct, several steps of the gated delta rule for each token; mirrors
+``fla.ops.gated_delta_product``.
+
+    S_{t,0} = e^{g_t} S_{t-1}
+    S_{t,j} = S_{t,j-1} + beta_{t,j} k_{t,j} (v_{t,j} - S_{t,j-1}^T k_{t,j})^T        for j = 1 .. n
+    S_t = S_{t,n}        o_t = scale S_t^T q_t
+Source: Siems et al. 2025 (arXiv 2502.10297). Composed: n rows of the gated delta rule (gated_delta_rule.py)
+for each token, of which the first decays and the last is read.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashlin import policy
+from flashlin.guards import scalars
+from flashlin.guards.tensors import check_cu_seqlens, check_floats, check_values, need_tensor
+from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.ops._common import delta, recurrent
+from flashlin.ops._common.chunked import Request
+from flashlin.ops.norm import l2norm
+
+
+def chunk_gated_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    num_householder: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated DeltaProduct, chunk by chunk. Drop-in for
+    ``fla.ops.gated_delta_product.chunk_gated_delta_product``.
+
+    Args:
+        q: [B, T, H, K]; k: [B, T n, H, K]; v: [B, T n, HV, V], HV a multiple of H: value head j reads q and k
+            of head j // (HV / H). Rows t n .. t n + n - 1 of k, v and beta are the steps of token t.
+            bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as torch
+            promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
+        g: [B, T, HV] natural-log decays, normally <= 0, as strong as you like, one for each token; None for
+            none (DeltaProduct).
+        beta: [B, T n, HV].
+        num_householder: n, at least 1.
+        scale: factor on the output; None means K ** -0.5.
+        initial_state: [N, HV, K, V] (N sequences) of any float dtype; gets a gradient.
+        output_final_state: also return the state after each sequence.
+        use_qk_l2norm_in_kernel: divide q and k by their lengths first, ``x rsqrt(sum x^2 + 1e-6)``.
+        cu_seqlens: [N + 1] int32 or int64 on q's device, in tokens: sequence n is rows cu_seqlens[n] ..
+            cu_seqlens[n + 1] of q. Empty ones are fine.
+        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
+        cp_context: must be None: a token's rows are not shared among ranks.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64
+        tensors), or None. Rows that cu_seqlens does not cover are zero, as are their gradients.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
+
+    Differs from fla where fla fails: float32 (there an assertion), several value heads to a head, K above
+    256, any B * H, checked shapes and cu_seqlens, CPU tensors, torch.compile. It costs what the gated delta
+    rule costs for T n tokens; fla's own forward kernels read each token once.
+    """
+    op = "chunk_gated_delta_product"
+    if cp_context is not None:
+        raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: rows of a token are not "
+                         "shared among ranks")
+    n = _checked(q, k, v, g, beta, num_householder)
+    scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    bounds, bounds_cpu = _rows(cu_seqlens, cu_seqlens_cpu, q, n)
+    request = Request(op, scale, initial_state, output_final_state, bounds, bounds_cpu)
+    o, state = delta.run(request, _spread(q, n, n - 1), k, v, beta, None if g is None else _spread(g, n, 0),
+                         l2=False)
+    return o[:, n - 1::n].contiguous(), state
+
+
+def fused_recurrent_gated_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    num_householder: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated DeltaProduct, token by token: for decoding and short inputs. fla has no function of this name:
+    its layer calls ``fused_recurrent_gated_delta_rule`` with rows spread as here.
+
+    Arguments, returns and errors as ``chunk_gated_delta_product``. Everything that is a tensor of floats gets
+    a gradient.
+    """
+    n = _checked(q, k, v, g, beta, num_householder)
+    bounds, _ = _rows(cu_seqlens, None, q, n)
+    inputs = Inputs(_spread(q, n, n - 1), k, v, beta, None if g is None else _spread(g, n, 0),
+                    h0=initial_state, bounds=bounds)
+    flags = recurrent.flags("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    o, state = recurrent.run("fused_recurrent_gated_delta_product", inputs, flags, scale, output_final_state,
+                             called={"beta": "beta"})
+    return o[:, n - 1::n].contiguous(), state
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, num_householder: int) -> int:
+    """n. What belongs together has T or T n rows; the delta rule looks at the rest."""
+    n = scalars.integer("num_householder", num_householder, 1, "an integer of at least 1")
+    check_floats("q", q, "[B, T, H, K]", 4)
+    B, T, H, K = q.shape
+    need_tensor("k", k, (B, T * n, H, K), "[B, T n, H, K]", q.device)
+    need_tensor("v", v, (B, T * n, None, None), "[B, T n, HV, V]", q.device)
+    if v.shape[2] % max(H, 1) or bool(v.shape[2]) != bool(H):
+        raise ValueError(f"v: got {v.shape[2]} heads, need a multiple of the {H} heads of q and k")
+    need_tensor("beta", beta, (B, T * n, v.shape[2]), "[B, T n, HV]", q.device)
+    if g is not None:
+        need_tensor("g", g, (B, T, v.shape[2]), "[B, T, HV]", q.device)
+    return n
+
+
+def _rows(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, q: Tensor,
+          n: int) -> tuple[Tensor | None, Tensor | None]:
+    """Both, checked as edges of tokens, as edges of rows."""
+    if cu_seqlens is None:
+        return None, cu_seqlens_cpu
+    bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape, q.device, policy.current().debug)
+    check_values("cu_seqlens", bounds)
+    return bounds * n, None if cu_seqlens_cpu is None else cu_seqlens_cpu * n
+
+
+def _spread(x: Tensor, n: int, at: int) -> Tensor:
+    """[B, T n, ...]: row ``at`` of each token's n is x's, the others are zeros."""
+    if n == 1:
+        return x
+    nothing = x.new_zeros(()).expand(x.shape)
+    return torch.stack([x if row == at else nothing for row in range(n)], 2).flatten(1, 2)

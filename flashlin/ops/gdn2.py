@@ -1,0 +1,214 @@
+"""Gated DeltaNet 2: Kimi Delta Attention that erases at a rate for each key channel and writes at one for
+each value channel; mirrors ``fla.ops.gdn2``.
+
+    S' = Diag(e^{g_t}) S_{t-1}        S_t = S' + k_t (w_t v_t - S'^T (b_t k_t))^T        o_t = scale S_t^T q_t
+With b = w = beta it is Kimi Delta Attention. Source: Hatamizadeh et al. 2026 (arXiv 2605.22791). Composed:
+the DPLR delta rule (dplr_delta_rule.py), which reads the state before it decays, so with -b k e^g there.
+"""
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashlin.guards import scalars
+from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
+from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.ops._common import chunked, recurrent
+from flashlin.ops._common.chunked import Request, check_options
+from flashlin.ops._common.planned import common_dtype
+from flashlin.ops._common.preprocess import by_value_head, wide
+from flashlin.ops.dplr_delta_rule import FAMILY
+from flashlin.ops.gates import fused_kda_gate
+from flashlin.ops.kda import gate_parameters, with_states
+from flashlin.ops.norm import l2norm
+from flashlin.ops.simple_gla import v_first
+
+
+def chunk_gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cp_context: Any = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
+    process_group: Any = None,
+    **unknown: Any,
+) -> Any:
+    """Gated DeltaNet 2, chunk by chunk. Drop-in for ``fla.ops.gdn2.chunk_gdn2``.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV
+            / H). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
+            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
+        g: [B, T, HV, K] natural-log decays, normally <= 0, as strong as you like; with use_gate_in_kernel the
+            raw gate instead.
+        b: [B, T, HV, K], how much of what k reads is erased, normally in 0 .. 2; w: [B, T, HV, V], how much
+            of v is written, normally in 0 .. 1. Any float dtype.
+        scale: factor on the output; None means K ** -0.5.
+        initial_state: [N, HV, K, V] (N sequences) of any float dtype, [N, HV, V, K] with state_v_first; gets
+            a gradient.
+        output_final_state: also return the state after each sequence.
+        use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
+        use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound lower_bound
+            sigmoid(exp(A_log) (g + dt_bias)). A_log: HV elements, or with a lower_bound None for a factor of
+            1; dt_bias: HV * K elements or None. Both get gradients.
+        lower_bound: below 0. safe_gate: with use_gate_in_kernel it wants a lower_bound of -5 or more, as in
+            fla; nothing here depends on it.
+        return_intermediate_states: also return the states that enter each chunk of 64 tokens. Only under
+            torch.inference_mode(); it then goes chunk by chunk on the host, and with cu_seqlens waits for its
+            values.
+        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
+            1]. Empty ones are fine.
+        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
+        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+        chunk_size: 64, as in fla; the launch table chooses the chunk, which never changes the result beyond
+            rounding. disable_recompute: accepted for compatibility: backward always recomputes.
+        transpose_state_layout: old name of state_v_first.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
+        like initial_state, or None; with return_intermediate_states also h [B, chunks, HV, K, V] in k's
+        dtype, as ``chunk_kda``. Rows that cu_seqlens does not cover are zero, as are their gradients.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
+            run the call.
+
+    Differs from fla where fla fails: strong decays are exact without safe_gate, several value heads to a
+    head, K above 256, any B * H, states of any float dtype, checked cu_seqlens, CPU tensors, torch.compile,
+    and an unknown keyword is an error, as is A_log or dt_bias that nothing would read.
+    """
+    op = "chunk_gdn2"
+    no_unknown(op, unknown)
+    scalars.flags(safe_gate=safe_gate, return_intermediate_states=return_intermediate_states)
+    check_options(chunk_size, (64,))
+    if return_intermediate_states and not torch.is_inference_mode_enabled():
+        raise ValueError("return_intermediate_states: got True, need torch.inference_mode() around it")
+    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
+                      process_group=process_group)
+    gate = Gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate)
+    x = _as_dplr(op, Given(q, k, v, g, b, w), use_qk_l2norm_in_kernel, gate)
+    # two writing vectors have no kernels for several value heads to a head
+    tensors = (by_value_head(x.q, v), x.b, x.v, x.gk, x.a, x.b, None)
+    if return_intermediate_states:
+        return with_states(request, tensors, chunk_size)
+    return chunked.run(FAMILY, request, tensors)
+
+
+def fused_recurrent_gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated DeltaNet 2, token by token: for decoding and short inputs. Drop-in for
+    ``fla.ops.gdn2.fused_recurrent_gdn2``.
+
+    Arguments, returns and errors as ``chunk_gdn2``.
+
+    Differs from fla where fla fails: there nothing gets a gradient, without a word; here everything does,
+    through o and through the final state. A gate without A_log and without a lower_bound is an error (fla
+    takes e for exp(A_log) there, and refuses it chunk by chunk), and so is an unknown keyword. The gates and
+    norms are passes of torch before the one launch.
+    """
+    op = "fused_recurrent_gdn2"
+    no_unknown(op, unknown)
+    gate = Gate(use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    x = _as_dplr(op, Given(q, k, v, g, b, w), use_qk_l2norm_in_kernel, gate)
+    flags = recurrent.flags(state_v_first=v_first(op, state_v_first, transpose_state_layout))
+    return recurrent.run(op, x._replace(h0=initial_state, bounds=cu_seqlens), flags, scale,
+                         output_final_state)
+
+
+class Given(NamedTuple):
+    """The tensors, shaped as in ``chunk_gdn2``."""
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    b: Tensor
+    w: Tensor
+
+
+class Gate(NamedTuple):
+    """What makes decays of a raw g, where ``inside`` says that it is raw."""
+    inside: bool
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    lower_bound: float | None
+    safe: bool = False
+
+
+def _as_dplr(op: str, given: Given, l2: bool, gate: Gate) -> Inputs:
+    """The call as one of the DPLR delta rule, checked, after norms and gates."""
+    q, k, v, g, b, w = given
+    scalars.flags(use_qk_l2norm_in_kernel=l2)
+    check_qkv(q, k, v, grouped=True)
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    for name, x in (("g", g), ("b", b)):
+        need_tensor(name, x, (B, T, HV, K), "[B, T, HV, K]", q.device)
+    need_tensor("w", w, (B, T, HV, V), "[B, T, HV, V]", q.device)
+    g = _decay(op, g, gate)
+    if l2:
+        q, k = l2norm(q), l2norm(k)
+    written = by_value_head(k, v)
+    read = (-wide(b) * written * wide(g).exp()).to(common_dtype(q, k, v))
+    return Inputs(q, k, (wide(w) * v).to(v.dtype), gk=g, a=read, b=written)
+
+
+def _decay(op: str, g: Tensor, gate: Gate) -> Tensor:
+    """g, or the decays that a raw one becomes."""
+    inside, A_log, dt_bias, bound, safe = gate
+    scalars.flags(use_gate_in_kernel=inside)
+    if bound is not None:
+        bound = scalars.number("lower_bound", bound, high=-scalars.ABOVE_ZERO,
+                               need="a number below 0, or None")
+    if not inside:
+        if A_log is not None or dt_bias is not None:
+            raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without "
+                             "use_gate_in_kernel, which alone reads it")
+        return g
+    if safe and (bound is None or bound < -5):
+        raise ValueError(f"lower_bound: got {bound}, need -5 <= lower_bound < 0 with safe_gate and "
+                         "use_gate_in_kernel")
+    if A_log is None and bound is None:
+        raise ValueError(f"{op}: A_log: got None, need a tensor [HV] with use_gate_in_kernel and without "
+                         "lower_bound")
+    A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
+    return fused_kda_gate(g, A_log, dt_bias, bound, wide(g[:0]).dtype)

@@ -1,0 +1,56 @@
+"""Cases of Comba: those of the gated delta rule with a vector p that the state is read with."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashlin.kernels.dplr.reference import fed_back
+from flashlin.kernels.norm.reference import normalise
+from flashlin.testing.cases import delta, sequences
+from flashlin.testing.cases.op import Op
+from flashlin.testing.cases.sequences import L2
+from flashlin.testing.compare import Tensors
+
+# A key with which every token reads what it overwrites, as the DPLR delta rule has it (dplr.py).
+FORGETFUL = {"dbeta": 0.06, "dg": 0.05, "dp": 0.02, "dk": 0.02}
+
+
+def make(dtype: torch.dtype, generator: torch.Generator, *, reads: str = "share", rate: str = "random",
+         gate: str = "random", **facts: Any) -> Tensors:
+    """reads: p is a ``share`` of k, as the layer has it, a vector of length 1 of its ``own``, or ``none``.
+    rate: beta, ``none`` or as for Draw.rates."""
+    made = delta.make(dtype, generator, gate=gate, rate="1" if rate == "none" else rate, **facts)
+    k = made["k"]
+    if rate == "none":
+        del made["beta"]
+    if reads != "none":
+        drawn = torch.randn(k.shape, generator=generator)
+        made["p"] = (F.normalize(drawn, dim=-1) if reads == "own" else k * drawn[..., :1].sigmoid()).to(dtype)
+    return made
+
+
+def _reference(*, use_qk_l2norm_in_kernel: bool = False, **given: Any) -> tuple[Tensor, Tensor]:
+    if use_qk_l2norm_in_kernel and "p" in given:
+        given["p"] = normalise("l2", given["p"], eps=1e-6)[0]
+    return sequences.outputs(fed_back, {}, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **given)
+
+
+_chunk = Op("chunk_comba", make, _reference, {**delta.TOLERANCES, "dp": 0.01})
+_recurrent = _chunk._replace(name="fused_recurrent_comba")
+_small: dict[str, Any] = {"B": 1, "K": 16, "V": 24, "T": 5}
+CASES = [
+    _chunk("random", quick=True, B=1, T=70), _chunk("own", reads="own", K=32, V=32),
+    _chunk("p=None", {"p": None}, reads="none", K=32, V=32, T=70),
+    _chunk("beta=None", {"scale": -0.7}, rate="none", reads="own", K=32, V=32, T=70),
+    _chunk("no-state", state=False, T=64, K=32, V=32), _chunk("packed", edges=(0, 1, 1, 66, 130, 150)),
+    _chunk("odd", K=100, V=36, T=70), _chunk("grouped", H=2, HV=6, K=32, V=40, T=70),
+    _chunk("alike-l2", L2, keys="alike", K=32, V=32),
+    _chunk("one-key", allowed=FORGETFUL, keys="one-key", rate="1", reads="none", options={"p": None}),
+    _chunk("resets", gate="resets", K=32, V=40, B=1), _chunk("g=-inf", gate="-inf", T=20),
+    _chunk("in-parts", gate=sequences.SLOW, K=32, V=40, **sequences.LONG["in-parts"]),
+    _recurrent("random", quick=True, **_small), _recurrent("packed", edges=(0, 0, 3, 5), **_small),
+    _recurrent("grouped-l2", L2, H=1, HV=2, **_small),
+    _recurrent("beta=None", rate="none", reads="own", H=1, HV=2, **_small)]

@@ -1,0 +1,50 @@
+"""What the machine code of a compiled kernel says of its speed: the instructions of its longest loop, and how
+many of them go to local memory, where what no register holds is kept."""
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*);")
+LABEL = re.compile(r"\s*(\.L_\w+):")
+TO = re.compile(r"`\((\.L_\w+)\)")
+LOCAL = re.compile(r"(LDL|STL)\b")
+
+
+class Loop(NamedTuple):
+    """instructions: of the longest loop, what is inside it included, or of the kernel if it has none. local:
+    those of them that load from or store to local memory."""
+    instructions: int = 0
+    local: int = 0
+
+
+def longest_loop(listing: str) -> Loop:
+    """Out of what nvdisasm writes of one kernel. A loop reaches from a label to the last branch back to
+    it."""
+    names, labels, backward = list[str](), dict[str, int](), list[tuple[int, int]]()
+    for line in listing.splitlines():
+        if label := LABEL.match(line):
+            labels[label[1]] = len(names)
+        elif instruction := INSTRUCTION.match(line):
+            target = TO.search(instruction[2])
+            if target and target[1] in labels and instruction[1].startswith("BRA"):
+                backward.append((labels[target[1]], len(names) + 1))
+            names.append(instruction[1])
+    # every kernel ends with a branch to itself
+    loops = [(first, end) for first, end in backward if end - first > 1]
+    first, end = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, len(names)))
+    return Loop(end - first, sum(bool(LOCAL.match(name)) for name in names[first:end]))
+
+
+def loop_of(machine_code: bytes, disassembler: Path, folder: Path) -> Loop:
+    """The longest loop of a kernel's cubin. Nothing where the disassembler does not know the card: that of
+    3.7 and newer knows none before sm_75. Raises OSError where there is no disassembler, and RuntimeError
+    where it fails otherwise."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(machine_code)
+    done = subprocess.run([str(disassembler), "-c", str(cubin)], capture_output=True, text=True, check=False)
+    if done.returncode and "is deprecated" not in done.stderr:
+        raise RuntimeError(f"{disassembler.name} failed: {done.stderr.strip()[-300:]}")
+    return longest_loop(done.stdout) if not done.returncode else Loop()

@@ -1,0 +1,100 @@
+"""What 4 and 8 warps come to on datacentre Blackwell, where known issues keep our scans to 2. Needs no GPU.
+
+    python -m matrix.blackwell_warps [--cell 3.6.0] [--card sm100]     writes blackwell-warps-<card>.json
+
+Each kernel of the chunked families is compiled as it is planned, and with 4 and with 8 warps as it would be
+without these issues: whether it compiles, whether it multiplies by tcgen05, which is what the issues are
+about, and what it spills. A compiler cannot tell whether numbers are right. An owner of such a card can:
+
+    FLASHLIN_IGNORE=<ids> python -m matrix.gpu --out FOLDER
+
+runs every case with 4 warps, twice, against float64; the ids are in the record, by release. Where all is
+right, FLASHLIN_IGNORE=<ids> has the speed at once, and the record, sent in, ends the issue's range at that
+release.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flashlin
+from flashlin.compat.known_issues import issues_here
+from flashlin.compat.target import Target
+from flashlin.testing.compile import Job, compile_launches
+from flashlin.testing.environments import triton_environment
+from flashlin.testing.record import Recorded, recording
+from matrix import cells
+from matrix.results import one_a_line
+
+D, T = 128, 128  # of heads, and tokens
+WARPS = (4, 8)
+
+
+def limiting(target: Target) -> list[str]:
+    """The known issues that take warps away there."""
+    return [issue.id for issue in issues_here(target) if "limit_num_warps" in issue.remedies]
+
+
+def started(target: Target, ignore: list[str]) -> list[Recorded]:
+    """The kernels with products that training would start."""
+    def new(*size: int) -> torch.Tensor:
+        return torch.zeros(1, T, 2, *size, dtype=torch.bfloat16, requires_grad=True)
+    q, of_heads, of_channels, beta = new(D), torch.zeros(1, T, 2), torch.zeros(1, T, 2, D), new()
+    with flashlin.settings(ignore=ignore), recording(target) as launches:
+        for op, rest in (("simple_gla", [of_heads]), ("gated_delta_rule", [of_heads, beta]),
+                         ("gla", [of_channels]), ("kda", [of_channels, beta])):
+            getattr(flashlin, f"chunk_{op}")(q, q, q, *rest)[0].sum().backward()
+    return [launch for launch in launches if "dot" in launch.traits]
+
+
+def of_release(triton: str, card: str) -> list[dict[str, Any]]:
+    """A row for each kernel and number of warps."""
+    target = next(one for one in cells.CARDS if one.name == card).target(triton, torch.__version__)
+    without = started(target, limiting(target))
+    tried = [*started(target, []),
+             *(launch._replace(num_warps=warps) for warps in WARPS for launch in without
+               if launch.num_warps > 1)]
+    jobs = [Job(int(card[2:]), launch) for launch in dict.fromkeys(tried)]
+    return [{"triton": triton, "kernel": job.launch.kernel, "BT": dict(job.launch.constants)["BT"],
+             "warps": job.launch.num_warps, "status": result.status,
+             "tcgen05": "tcgen05.mma" in result.matrix, "spills": result.spills,
+             **({} if result.ok else {"cause": result.cause or result.message})}
+            for job, result in zip(jobs, compile_launches(jobs, triton_environment(triton)), strict=True)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m matrix.blackwell_warps", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cell", action="append", default=[],
+                        help="a Triton release (repeatable; default: all that compile for the card)")
+    parser.add_argument("--card", default="sm100", choices=("sm100", "sm103"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    given = parser.parse_args()
+    place = given.out / f"blackwell-warps-{given.card}.json"
+    known = json.loads(place.read_text()) if place.exists() else {"ignore": {}, "rows": []}
+    for cell in cells.whole().tritons:
+        triton = cell.triton
+        target = next(one for one in cells.CARDS if one.name == given.card).target(triton, torch.__version__)
+        ids = limiting(target)
+        if not ids or (given.cell and triton not in given.cell):
+            continue
+        rows = of_release(triton, given.card)
+        known["ignore"][triton] = ids
+        known["rows"] = [row for row in known["rows"] if row["triton"] != triton] + rows
+        place.write_text(one_a_line({"card": given.card, "dtype": "bfloat16", "head_dim": D, **known}))
+        for warps in sorted({row["warps"] for row in rows}):
+            some = [row for row in rows if row["warps"] == warps]
+            good, by_tcgen05 = (sum(map(one, some)) for one in (lambda row: row["status"] == "ok",
+                                                                lambda row: row["tcgen05"]))
+            print(f"{triton} {warps} warps: {good} of {len(some)} compile, {by_tcgen05} by tcgen05, at most "
+                  f"{max(row['spills'] for row in some)} bytes spilled a thread", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

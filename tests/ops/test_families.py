@@ -1,0 +1,139 @@
+"""The families that are composed of others' kernels: what they are special cases of, decoding from a prompt's
+state, torch.compile, and what their errors say. The cases of testing/cases hold them to float64."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, randn
+
+import flashlin
+from flashlin.testing.cases import CASES
+from flashlin.testing.compare import Case
+
+B, T, H, K, V = 2, 33, 2, 16, 24
+COMPOSED = ("chunk_gated_delta_product", "fused_recurrent_gated_delta_product", "chunk_gdn2",
+            "fused_recurrent_gdn2", "chunk_comba", "fused_recurrent_comba", "mamba3_siso_combined")
+
+
+def drawn() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {"q": randn(B, T, H, K), "k": F.normalize(randn(B, T, H, K), dim=-1), "v": randn(B, T, H, V),
+            "g": F.logsigmoid(randn(B, T, H)), "gk": F.logsigmoid(randn(B, T, H, K)),
+            "beta": torch.rand(B, T, H), "h0": randn(B, H, K, V)}
+
+
+def same(ours: tuple[Tensor, Tensor | None], known: tuple[Tensor, Tensor | None]) -> None:
+    for got, wanted in zip(ours, known, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "fused_recurrent"])
+def test_special_cases_are_other_rules(mode: str) -> None:
+    x, rest = drawn(), {"initial_state": drawn()["h0"], "output_final_state": True}
+    q, k, v, g, gk, beta = (x[name] for name in ("q", "k", "v", "g", "gk", "beta"))
+
+    def op(family: str) -> Any:
+        return getattr(flashlin, f"{mode}_{family}")
+    rule = op("gated_delta_rule")(q, k, v, g=g, beta=beta, **rest)
+    same(op("gated_delta_product")(q, k, v, g, beta, 1, **rest), rule)
+    # p reads before the state decays, the delta rule after
+    same(op("comba")(q=q, k=k, v=v, p=k * g.exp()[..., None], g=g, beta=beta, **rest), rule)
+    rates = beta[..., None].expand_as(k), beta[..., None].expand_as(v)
+    same(op("gdn2")(q, k, v, gk, *rates, **rest), op("kda")(q, k, v, gk, beta, **rest))
+
+
+def test_decoding_goes_on_from_a_prompt() -> None:
+    x = drawn()
+    b, w = torch.rand(B, T, H, K), torch.rand(B, T, H, V)
+    two = {name: x[name].repeat_interleave(2, 1) for name in ("k", "v", "beta")}
+
+    def part(tensors: dict[str, Tensor], at: slice) -> dict[str, Tensor]:
+        return {name: y[:, at] for name, y in tensors.items()}
+    for family, tokens, steps in (("gdn2", {**x, "g": x["gk"], "b": b, "w": w}, {}),
+                                  ("comba", {**x, "p": x["k"] / 2}, {}),
+                                  ("gated_delta_product", x, two)):
+        names = {"gdn2": "qkvgbw", "comba": ("q", "k", "v", "p", "g", "beta"),
+                 "gated_delta_product": ("q", "g")}[family]
+        given = {name: tokens[name] for name in names}
+        more: dict[str, Any] = {"num_householder": 2} if steps else {}
+        chunk, token = (getattr(flashlin, f"{mode}_{family}") for mode in ("chunk", "fused_recurrent"))
+        whole, last = chunk(**given, **steps, **more, output_final_state=True)
+        _, state = chunk(**part(given, slice(0, T - 1)), **part(steps, slice(0, 2 * T - 2)), **more,
+                         output_final_state=True)
+        same(token(**part(given, slice(T - 1, T)), **part(steps, slice(2 * T - 2, 2 * T)), **more,
+                   initial_state=state, output_final_state=True), (whole[:, T - 1:], last))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.op in COMPOSED and case.id == "packed"],
+                         ids=str)
+def test_compiled_in_one_graph(case: Case) -> None:
+    tensors = case.make(torch.float32, torch.Generator().manual_seed(0))
+    leaves = [x.requires_grad_() for x in tensors.values() if x.is_floating_point()]
+    with_gradients = []
+    for call in (case.call, torch.compile(case.call, backend="aot_eager", fullgraph=True)):
+        outputs = list(call(**tensors).values())
+        with_gradients.append([*outputs, *torch.autograd.grad(
+            [x.sin().sum() for x in outputs], leaves, allow_unused=True, materialize_grads=True)])
+    for eager, compiled in zip(*with_gradients, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+
+
+def mamba3(T: int, **changes: Any) -> dict[str, Any]:
+    given = {"Q": randn(1, T, 1, 4), "K": randn(1, T, 1, 4), "V": randn(1, T, 2, 3),
+             "ADT": torch.full((1, 2, T), -0.1), "DT": torch.full((1, 2, T), 0.1), "Trap": randn(1, 2, T),
+             "Q_bias": randn(2, 4), "K_bias": randn(2, 4), "Angles": torch.ones(1, T, 2, 2)}
+    return {**given, **changes}
+
+
+def test_angles_of_long_sequences_keep_their_digits() -> None:
+    """A sum of 100,000 steps has four digits behind the point in float32."""
+    T = 100_000
+    _, angle, *_ = flashlin.mamba3_siso_combined(**mamba3(T), return_final_states=True)
+    step = float(torch.tensor(math.pi) * torch.tensor(1.0).tanh() * torch.tensor(0.1))
+    torch.testing.assert_close(angle.double(), torch.full_like(angle, T * step % math.tau).double(), rtol=0,
+                               atol=1e-5)
+
+
+q, k, v = randn(1, 3, 2, 8), randn(1, 6, 2, 8), randn(1, 6, 2, 5)
+g, beta = randn(1, 3, 2), torch.rand(1, 6, 2)
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("chunk_gated_delta_product", {"num_householder": 3},
+     "k: got shape [1, 6, 2, 8], need [B, T n, H, K] = [1, 9, 2, 8]"),
+    ("chunk_gated_delta_product", {"num_householder": 0}, "num_householder: got 0, need an integer of at"),
+    ("chunk_gated_delta_product", {"g": beta}, "g: got shape [1, 6, 2], need [B, T, HV] = [1, 3, 2]"),
+    ("chunk_gated_delta_product", {"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens: got"),
+    ("chunk_gated_delta_product", {"cp_context": 1}, "cp_context: got int, need None"),
+    ("chunk_gdn2", {"w": g}, "w: got shape [1, 3, 2], need [B, T, HV, V] = [1, 3, 2, 5]"),
+    ("chunk_gdn2", {"chunk_size": 32}, "chunk_size: got 32, need"),
+    ("fused_recurrent_gdn2", {"use_gate_in_kernel": True},
+     "fused_recurrent_gdn2: A_log: got None, need a tensor [HV] with use_gate_in_kernel and without low"),
+    ("chunk_gdn2", {"A_log": randn(2)}, "chunk_gdn2: got A_log without use_gate_in_kernel"),
+    ("chunk_comba", {"p": q[:, :2]}, "p: got shape [1, 2, 2, 8], need [B, T, H, K] = [1, 3, 2, 8]"),
+    ("fused_recurrent_comba", {"beta": randn(1, 3, 2, 5)},
+     "beta: got shape [1, 3, 2, 5], need [B, T, HV] = [1, 3, 2]"),
+    ("mamba3_siso_combined", {"Q": randn(1, 3, 1, 5)},
+     "Q: got shape [1, 3, 1, 5], need [b, T, G, N] with G a divisor"),
+    ("mamba3_siso_combined", {"Angles": randn(1, 3, 2, 3)},
+     "Angles: got shape [1, 3, 2, 3], need [b, T, H, R] with R"),
+    ("mamba3_siso_combined", {"Input_States": (q, q)},
+     "Input_States: got tuple, need (angles [n, H, R], states"),
+    ("mamba3_siso_combined", {"Input_States": (randn(2, 2, 2), q, q, q)},
+     "Input_States: angles: got shape [2, 2, 2], need [n, H, R] = [1, 2, 2]"),
+    ("mamba3_siso_combined", {"cu_seqlens": torch.tensor([0])}, "cu_seqlens: got")]
+
+
+@pytest.mark.parametrize(("op", "change", "text"), WRONG, ids=[f"{op} {text}" for op, _, text in WRONG])
+def test_errors_name_the_argument(op: str, change: dict[str, Any], text: str) -> None:
+    one = {"q": q, "k": k[:, :3], "v": v[:, :3]}
+    right = {"gated_delta_product": {"q": q, "k": k, "v": v, "g": g, "beta": beta, "num_householder": 2},
+             "gdn2": {**one, "g": -q.abs(), "b": q, "w": v[:, :3]},
+             "comba": {**one, "p": q, "g": g, "beta": beta[:, :3]}, "combined": mamba3(3)}
+    given = next(arguments for name, arguments in right.items() if op.endswith(name))
+    getattr(flashlin, op)(**given)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        getattr(flashlin, op)(**{**given, **change})
+    assert str(raised.value).startswith(text)
