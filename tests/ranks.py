@@ -64,6 +64,8 @@ def made(op: str, H: int, T: int, edges: Sequence[int] | None, K: int = 8, dtype
         tokens["g"] = decay(B, T, H, K)
     elif op == "chunk_kda":
         tokens.update(g=decay(B, T, H, K), beta=beta)
+    elif op == "chunk_comba":
+        tokens.update(p=F.normalize(n(B, T, G, K), dim=-1), g=decay(B, T, H), beta=beta)
     elif op == "chunk_gdn2":
         tokens.update(g=decay(B, T, H, K), b=torch.sigmoid(n(B, T, H, K)), w=torch.sigmoid(n(B, T, H, K)))
     elif op == "chunk_rwkv6":

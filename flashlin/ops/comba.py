@@ -6,7 +6,7 @@ p reads the state before it decays. Source: Hu et al. 2025 (arXiv 2506.02475). C
 """
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -34,6 +34,9 @@ def chunk_comba(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    *,
+    cp_context: Any = None,
+    process_group: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Comba, chunk by chunk. Drop-in for ``fla.ops.comba.chunk_comba``.
 
@@ -53,6 +56,7 @@ def chunk_comba(
         cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
             1]. Empty ones are fine.
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
+        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64
@@ -67,7 +71,8 @@ def chunk_comba(
     fla's kernels, its naive_chunk_comba and the paper before.)
     """
     x = _as_dplr(q, k, v, p, g, beta, use_qk_l2norm_in_kernel)
-    request = Request("chunk_comba", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu)
+    request = Request("chunk_comba", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+                      cp_context=cp_context, process_group=process_group)
     decays = x.g[..., None].expand(x.a.shape)
     # two writing vectors have no kernels for several value heads to a head
     return chunked.run(FAMILY, request, (by_value_head(x.q, v), x.b, x.v, decays, x.a, x.b, None))

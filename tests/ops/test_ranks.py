@@ -22,7 +22,8 @@ from tests.share import WHOLE
 
 OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "mamba_chunk_scan_combined",
        "chunk_rwkv7", "chunk_linear_attn", "chunk_delta_rule", "chunk_rwkv6", "chunk_dplr_delta_rule",
-       "chunk_lightning_attn", "chunk_iplr_delta_rule", "chunk_retention", "chunk_gdn2")
+       "chunk_lightning_attn", "chunk_iplr_delta_rule", "chunk_retention", "chunk_gdn2",
+       "chunk_comba")
 WINDOWS = ("causal_conv1d", "token_shift")
 T = 48
 # How many ranks, how many heads, and the edges: with an empty sequence, also where a rank begins, and with

@@ -1,6 +1,8 @@
 """Plans of sequences that several ranks share: which of the two ways, and why."""
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 
 import flashlin
@@ -17,7 +19,11 @@ H100 = parse("triton=3.6.0,sm=90")
 def test_the_ops_that_ranks_share() -> None:
     assert {op.removeprefix("chunk_") for op in SHARED} == {
         "simple_gla", "retention", "linear_attn", "lightning_attn", "delta_rule", "gated_delta_rule", "gla",
-        "rwkv6", "kda", "rwkv7", "dplr_delta_rule", "iplr_delta_rule", "mamba_chunk_scan_combined"}
+        "rwkv6", "kda", "rwkv7", "dplr_delta_rule", "iplr_delta_rule", "gdn2", "comba",
+        "mamba_chunk_scan_combined"}
+    for name, op in PUBLIC.items():
+        if op.mode == "chunk":
+            assert ("process_group" in signature(getattr(flashlin, name)).parameters) == op.takes_ranks, name
 
 
 @pytest.mark.parametrize("policy", ["auto", "strict"])
