@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_qkv, need_tensor
+from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import Request
@@ -37,6 +37,7 @@ def chunk_comba(
     *,
     cp_context: Any = None,
     process_group: Any = None,
+    **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Comba, chunk by chunk. Drop-in for ``fla.ops.comba.chunk_comba``.
 
@@ -70,6 +71,7 @@ def chunk_comba(
     cu_seqlens, CPU tensors, torch.compile. (fla's naive_recurrent_comba reads the state after it decays;
     fla's kernels, its naive_chunk_comba and the paper before.)
     """
+    no_unknown("chunk_comba", unknown)
     x = _as_dplr(q, k, v, p, g, beta, use_qk_l2norm_in_kernel)
     request = Request("chunk_comba", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
@@ -90,6 +92,7 @@ def fused_recurrent_comba(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Comba, token by token: for decoding and short inputs. Drop-in for
     ``fla.ops.comba.fused_recurrent_comba``.
@@ -101,6 +104,7 @@ def fused_recurrent_comba(
     through o and through the final state), several value heads without beta, checked shapes and cu_seqlens,
     CPU tensors.
     """
+    no_unknown("fused_recurrent_comba", unknown)
     x = _as_dplr(q, k, v, p, g, beta, use_qk_l2norm_in_kernel)
     inputs = Inputs(x.q, x.k, x.v, g=x.g, a=x.a, b=x.b, h0=initial_state, bounds=cu_seqlens)
     return recurrent.run("fused_recurrent_comba", inputs, (), scale, output_final_state)

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_cu_seqlens, check_floats, check_values, need_tensor
+from flashlin.guards.tensors import (
+    check_cu_seqlens,
+    check_floats,
+    check_values,
+    need_tensor,
+    no_unknown,
+)
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import delta, recurrent
 from flashlin.ops._common.chunked import Request
@@ -37,6 +43,7 @@ def chunk_gated_delta_product(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: Any = None,
+    **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaProduct, chunk by chunk. Drop-in for
     ``fla.ops.gated_delta_product.chunk_gated_delta_product``.
@@ -72,6 +79,7 @@ def chunk_gated_delta_product(
     rule costs for T n tokens; fla's own forward kernels read each token once.
     """
     op = "chunk_gated_delta_product"
+    no_unknown(op, unknown)
     if cp_context is not None:
         raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: rows of a token are not "
                          "shared among ranks")
@@ -98,6 +106,7 @@ def fused_recurrent_gated_delta_product(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaProduct, token by token: for decoding and short inputs. fla has no function of this name:
     its layer calls ``fused_recurrent_gated_delta_rule`` with rows spread as here.
@@ -105,13 +114,14 @@ def fused_recurrent_gated_delta_product(
     Arguments, returns and errors as ``chunk_gated_delta_product``. Everything that is a tensor of floats gets
     a gradient.
     """
+    op = "fused_recurrent_gated_delta_product"
+    no_unknown(op, unknown)
     n = _checked(q, k, v, g, beta, num_householder)
     bounds, _ = _rows(cu_seqlens, None, q, n)
     inputs = Inputs(_spread(q, n, n - 1), k, v, beta, None if g is None else _spread(g, n, 0),
                     h0=initial_state, bounds=bounds)
     flags = recurrent.flags("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-    o, state = recurrent.run("fused_recurrent_gated_delta_product", inputs, flags, scale, output_final_state,
-                             called={"beta": "beta"})
+    o, state = recurrent.run(op, inputs, flags, scale, output_final_state, called={"beta": "beta"})
     return o[:, n - 1::n].contiguous(), state
 
 

@@ -29,16 +29,17 @@ def make(
     T: int = 70,
     G: int = 1,
     H: int = 2,
-    N: int = 32,
-    P: int = 24,
+    K: int = 32,
+    V: int = 24,
     R: int = 8,
     step: float = -2.0,
     given: Collection[str] = ("D", "Z", *STATES),
     edges: tuple[int, ...] = (),
 ) -> Tensors:
-    """given: of D, Z and states. step: what is added to a step before its softplus."""
+    """K: N of the op, V: its P. given: of D, Z and states. step: what is added to a step before its
+    softplus."""
     b, T, n = extents(b, T, edges)
-    draw = Draw(generator, b=b, T=T, G=G, H=H, N=N, P=P, R=R, n=n)
+    draw = Draw(generator, b=b, T=T, G=G, H=H, N=K, P=V, R=R, n=n)
     DT = F.softplus(draw("b H T") + step)
     made = {"Q": draw("b T G N"), "K": draw("b T G N"), "V": draw("b T H P"), "DT": DT,
             "ADT": -F.softplus(draw("b H T")) * DT, "Trap": draw("b H T"), "Q_bias": draw("H N") / 4 + 1,
@@ -65,6 +66,6 @@ _scan = Op("mamba3_siso_combined", make, reference, TOLERANCES,
 CASES: list[Case] = [
     _scan("random", quick=True), _scan("bare", given=(), T=40), _scan("no-gate", given=("D", *STATES), T=40),
     _scan("groups", G=2, H=4, T=40), _scan("turned", R=16, T=40), _scan("never-turned", R=0, T=40),
-    _scan("odd", N=18, P=20, R=5, T=40), _scan("one-token", T=1), _scan("large-steps", step=2.0, T=40),
+    _scan("odd", K=18, V=20, R=5, T=40), _scan("one-token", T=1), _scan("large-steps", step=2.0, T=40),
     _scan("packed", edges=(0, 1, 1, 40, 66, 80)), _scan("packed-bare", edges=(0, 0, 30, 40), given=("Z",)),
-    _scan("real", b=1, T=70, H=2, N=128, P=64, R=32)]
+    _scan("real", b=1, T=70, H=2, K=128, V=64, R=32)]
