@@ -98,6 +98,12 @@ def test_angles_of_long_sequences_keep_their_digits() -> None:
                                atol=1e-5)
 
 
+def test_mamba3_refuses_unknown_keywords() -> None:
+    """mamba_ssm's function takes none, so Python's own error says it."""
+    with pytest.raises(TypeError, match=r"mamba3_siso_combined.* unexpected keyword argument 'gate'"):
+        flashlin.mamba3_siso_combined(*[None] * 9, gate=None)
+
+
 q, k, v = randn(1, 3, 2, 8), randn(1, 6, 2, 8), randn(1, 6, 2, 5)
 g, beta = randn(1, 3, 2), torch.rand(1, 6, 2)
 WRONG: list[tuple[str, dict[str, Any], str]] = [
