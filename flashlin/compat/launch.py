@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flashlin.compat.direct import Kernel
+
 if TYPE_CHECKING:
     from flashlin.guards.problem import Launch
 
+_kernels: dict[int, Kernel] = {}  # by id, since they keep theirs alive; to hash one takes its source
 Starter = Callable[["Launch", Any, int, dict[str, Any]], None]
 
 
@@ -43,12 +46,15 @@ def with_shared(kernel: Any, arguments: dict[str, Any], shared: dict[str, Any]) 
 
 def _start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
     values = in_order(launch, kernel, arguments)
+    known = _kernels.get(id(kernel))
+    if known is None:
+        known = _kernels[id(kernel)] = Kernel(kernel)
     device = values[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[(programs,)](*values, num_warps=launch.num_warps, num_stages=launch.num_stages)
+            known.start(programs, values, launch.num_warps, launch.num_stages)
     else:
-        kernel[(programs,)](*values, num_warps=launch.num_warps, num_stages=launch.num_stages)
+        known.start(programs, values, launch.num_warps, launch.num_stages)
 
 
 def in_order(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,0 +1,139 @@
+"""Compiled kernels, started without a look at every argument in Python.
+
+Triton's own launch binds, specialises and prints all arguments of every call to find the compiled kernel,
+which takes several times as long as starting it. Here the first start of its kind goes Triton's way,
+``kernel[grid](...)``, and what that returns is kept under all that decided which compiled kernel it was: the
+types and dtypes of the arguments, which pointers and integers are multiples of 16, which integers are 1 or
+need 64 bits, constexprs, warps and stages, debug and instrumentation, the device. Later starts of this kind
+call the compiled kernel's launcher at once. How kernels are compiled is none of this file's business.
+
+What is not plain goes Triton's way each time: launches that hooks watch, arguments of other types than
+``PLAIN`` (subclasses of tensors), kernels that read global values, the interpreter's, and releases of which
+``Release.direct`` does not say that both ways have been compared.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import reduce
+from importlib import import_module
+from operator import attrgetter, itemgetter, or_
+from typing import Any, NamedTuple
+
+import torch
+
+from flashlin.compat.releases import nearest
+from flashlin.compat.versions import is_unreleased, release
+
+TENSORS = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (*TENSORS, int, float, bool, type(None))
+CONSTANTS = (int, float, bool, str, type(None))
+I32, I64 = 2**31, 2**63
+
+Values = tuple[Any, ...]
+_dtype_of, _address_of = attrgetter("dtype"), torch.Tensor.data_ptr
+
+
+class Compiled(NamedTuple):
+    """run: Triton's launcher of it. function: the kernel on its device. metadata: what run takes along.
+    caches: Triton's own, where it was; who changes a kernel's source empties ``device_caches`` of them."""
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    caches: Any
+
+
+class Kind(NamedTuple):
+    """Starts with arguments of the same types. The first four take out of the arguments the tensors, the
+    constexprs, the integers that are specialised, and those of which only the width counts; floats, bools and
+    None are told by their types. compiled: by everything else that tells compiled kernels apart."""
+    tensors: Callable[[Values], Values]
+    constants: Callable[[Values], Values]
+    integers: Callable[[Values], Values]
+    unspecialised: Callable[[Values], Values]
+    compiled: dict[Values, Compiled]
+
+
+class Kernel:
+    """A jitted function, and what has been compiled of it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.triton, self.kernel = import_module("triton"), kernel
+        self.plain = self._is_plain()
+        self.kinds: dict[tuple[type, ...], Kind | None] = {}
+
+    def start(self, programs: int, values: Values, num_warps: int, num_stages: int) -> None:
+        """``kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)``; values: of all
+        parameters, in their order."""
+        triton, kernel, kind = self.triton, self.kernel, self._kind(values) if self.plain else None
+        if kind is None or self._watched():
+            kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)
+            return
+        driver, knobs, tensors = triton.runtime.driver.active, triton.knobs, kind.tensors(values)
+        device = driver.get_current_device()
+        apart = reduce(or_, map(_address_of, tensors), 0) % 16  # 0 where all are aligned, as nearly always
+        key = (device, num_warps, num_stages, kernel.debug, knobs.runtime.debug,
+               knobs.compilation.instrumentation_mode, *map(_dtype_of, tensors), kind.constants(values),
+               *[(n == 1, n % 16 == 0, -I32 <= n < I32 or _wide(n)) for n in kind.integers(values)],
+               *[-I32 <= n < I32 or _wide(n) for n in kind.unspecialised(values)],
+               apart and tuple([_address_of(x) % 16 == 0 for x in tensors]))
+        found = kind.compiled.get(key)
+        if found is not None and found.caches is kernel.device_caches.get(device):
+            found.run(programs, 1, 1, driver.get_current_stream(device), found.function, found.metadata, None,
+                      None, None, *values)
+            return
+        made = kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)
+        # None where a hook of the compiler's declined; a value that may change is compared on each start
+        if (type(made) is triton.compiler.CompiledKernel and made.metadata.target.backend == "cuda"
+                and not kernel.used_global_vals):
+            kind.compiled[key] = Compiled(made.run, made.function, made.packed_metadata,
+                                          kernel.device_caches[device])
+
+    def _kind(self, values: Values) -> Kind | None:
+        types = tuple(map(type, values))
+        try:
+            return self.kinds[types]
+        except KeyError:
+            kind = self.kinds[types] = self._new_kind(types)
+            return kind
+
+    def _new_kind(self, types: tuple[type, ...]) -> Kind | None:
+        """None for types that go Triton's way."""
+        there = list(zip(self.kernel.params, types, strict=True))
+        if not all(kind in (CONSTANTS if parameter.is_constexpr else PLAIN) for parameter, kind in there):
+            return None
+        of_all = [(at, parameter, kind) for at, (parameter, kind) in enumerate(there)]
+        varying = [(at, parameter, kind) for at, parameter, kind in of_all if not parameter.is_constexpr]
+        return Kind(_taking(at for at, _, kind in varying if kind in TENSORS),
+                    _taking(at for at, parameter, _ in of_all if parameter.is_constexpr),
+                    _taking(at for at, parameter, kind in varying
+                            if kind is int and not parameter.do_not_specialize),
+                    _taking(at for at, parameter, kind in varying
+                            if kind is int and parameter.do_not_specialize), {})
+
+    def _is_plain(self) -> bool:
+        """Whether it may ever be started directly, on this release."""
+        here = self.triton.__version__
+        known = nearest(here)
+        compared = known.direct and release(known.version)[:2] == release(here)[:2]
+        return compared and not is_unreleased(here) and type(self.kernel) is self.triton.JITFunction
+
+    def _watched(self) -> bool:
+        """Whether somebody wants to see this launch, or changes what it compiles to."""
+        kernel, runtime = self.kernel, self.triton.knobs.runtime
+        # a chain of hooks is always there, and mostly empty
+        return bool(kernel.pre_run_hooks or runtime.add_stages_inspection_hook is not None
+                    or getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
+                    or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook))
+
+
+def _wide(n: int) -> str:
+    """The type of an integer that 32 bits do not hold."""
+    return "i64" if n < I64 else "u64"
+
+
+def _taking(places: Iterable[int]) -> Callable[[Values], Values]:
+    """Takes these places out of a tuple."""
+    at = tuple(places)
+    if len(at) > 1:
+        return itemgetter(*at)
+    return lambda values: tuple([values[place] for place in at])
