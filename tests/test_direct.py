@@ -1,4 +1,4 @@
-"""Compiled kernels started directly: the same kernels with the same arguments as by Triton's own launch, on a
+"""Compiled kernels started directly: the same ones with the same arguments as by Triton's own launch, on a
 card that is not there. Kernels that really run are in tests/gpu/test_launch.py."""
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 import flashlin
+from benchmarks.pretended import Driver, Started, pretended
 from flashlin.compat import launch, releases
 from flashlin.compat import target as machine
 from flashlin.compat.direct import Kernel
@@ -25,7 +26,6 @@ from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case
 from flashlin.testing.environments import NotInstallable, triton_environment
 from matrix.workload import as_in_a_case
-from tests.fake_driver import Driver, Started, pretended
 from tests.share import WHOLE, share
 
 LISTS = 200 if WHOLE else 60
@@ -50,7 +50,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     for kernel in (example, with_a_global):
         kernel.device_caches.clear()
     monkeypatch.setattr(launch, "_kernels", {})
-    with pretended() as fake:
+    with pretended(Driver()) as fake:
         yield fake
 
 
@@ -78,7 +78,7 @@ def tensor(chance: random.Random) -> Any:
     place = chance.choice((0, 0, 16, 8, 4, 32)) + (chance.choice((0, 1)) if dtype.itemsize == 1 else 0)
     x = BYTES[place:place + 64].view(dtype)
     kind = chance.choice(("tensor", "tensor", "tensor", "parameter", "none"))
-    return None if kind == "none" else torch.nn.Parameter(x, requires_grad=False) if kind == "parameter" else x
+    return {"none": None, "tensor": x, "parameter": torch.nn.Parameter(x, requires_grad=False)}[kind]
 
 
 def integer(chance: random.Random) -> int:
@@ -243,7 +243,7 @@ def test_releases_that_nobody_has_compared_go_tritons_way(version: str, card: Dr
 
 def test_other_cards_go_tritons_way(card: Driver, theirs: list[Any]) -> None:
     made = Kernel(example)
-    card.get_current_target = lambda: triton.backends.compiler.GPUTarget("hip", "gfx942", 64)  # type: ignore[method-assign]
+    card.target = triton.backends.compiler.GPUTarget("hip", "gfx942", 64)
     assert repeated(card, theirs, made) == 2
 
 
@@ -264,7 +264,8 @@ def test_an_error_leaves_nothing_behind(card: Driver, theirs: list[Any]) -> None
     assert not card.started
 
 
-@pytest.mark.parametrize("case", share([case for case in CASES if case.quick], 0, 12), ids=lambda case: f"{case.op} {case.id}")
+@pytest.mark.parametrize("case", share([case for case in CASES if case.quick], 0, 12),
+                         ids=lambda case: f"{case.op} {case.id}")
 def test_ops_start_what_tritons_launch_would(case: Case, card: Driver, theirs: list[Any]) -> None:
     def both(planned: launch.Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         launch._start(planned, kernel, programs, arguments)

@@ -14,7 +14,7 @@ What is not plain goes Triton's way each time: launches that hooks watch, argume
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import reduce
+from functools import cache, reduce
 from importlib import import_module
 from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
@@ -34,12 +34,20 @@ _dtype_of, _address_of = attrgetter("dtype"), torch.Tensor.data_ptr
 
 
 class Compiled(NamedTuple):
-    """run: Triton's launcher of it. function: the kernel on its device. metadata: what run takes along.
-    caches: Triton's own, where it was; who changes a kernel's source empties ``device_caches`` of them."""
+    """A compiled kernel on a device. run: Triton's launcher of it. function: its handle there. metadata: what
+    run takes along. of: the jitted function. caches: Triton's of that, where it was found; who changes a
+    source empties them. switches: see ``_switches``."""
     run: Callable[..., None]
     function: Any
     metadata: Any
+    of: Any
     caches: Any
+    switches: tuple[Any, ...]
+
+    def is_current(self, device: int) -> bool:
+        """Whether Triton's launch would still find it, and nobody wants to see that launch."""
+        return (self.caches is self.of.device_caches.get(device) and self.switches == _switches(self.of)
+                and not _watched(self.of))
 
 
 class Kind(NamedTuple):
@@ -57,36 +65,37 @@ class Kernel:
     """A jitted function, and what has been compiled of it."""
 
     def __init__(self, kernel: Any) -> None:
-        self.triton, self.kernel = import_module("triton"), kernel
+        self.kernel, self.kinds = kernel, dict[tuple[type, ...], "Kind | None"]()
         self.plain = self._is_plain()
-        self.kinds: dict[tuple[type, ...], Kind | None] = {}
 
-    def start(self, programs: int, values: Values, num_warps: int, num_stages: int) -> None:
+    def start(self, programs: int, values: Values, num_warps: int, num_stages: int) -> Compiled | None:
         """``kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)``; values: of all
-        parameters, in their order."""
-        triton, kernel, kind = self.triton, self.kernel, self._kind(values) if self.plain else None
-        if kind is None or self._watched():
+        parameters, in their order. Returns what the next start of this kind will use, None if it will go
+        Triton's way."""
+        kernel, kind = self.kernel, self._kind(values) if self.plain else None
+        if kind is None:
             kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)
-            return
-        driver, knobs, tensors = triton.runtime.driver.active, triton.knobs, kind.tensors(values)
+            return None
+        driver, tensors = triton_module().runtime.driver.active, kind.tensors(values)
         device = driver.get_current_device()
         apart = reduce(or_, map(_address_of, tensors), 0) % 16  # 0 where all are aligned, as nearly always
-        key = (device, num_warps, num_stages, kernel.debug, knobs.runtime.debug,
-               knobs.compilation.instrumentation_mode, *map(_dtype_of, tensors), kind.constants(values),
+        key = (device, num_warps, num_stages, *map(_dtype_of, tensors), kind.constants(values),
                *[(n == 1, n % 16 == 0, -I32 <= n < I32 or _wide(n)) for n in kind.integers(values)],
                *[-I32 <= n < I32 or _wide(n) for n in kind.unspecialised(values)],
                apart and tuple([_address_of(x) % 16 == 0 for x in tensors]))
         found = kind.compiled.get(key)
-        if found is not None and found.caches is kernel.device_caches.get(device):
+        if found is not None and found.is_current(device):
             found.run(programs, 1, 1, driver.get_current_stream(device), found.function, found.metadata, None,
                       None, None, *values)
-            return
+            return found
         made = kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)
-        # None where a hook of the compiler's declined; a value that may change is compared on each start
-        if (type(made) is triton.compiler.CompiledKernel and made.metadata.target.backend == "cuda"
-                and not kernel.used_global_vals):
-            kind.compiled[key] = Compiled(made.run, made.function, made.packed_metadata,
-                                          kernel.device_caches[device])
+        # made is None where a hook of the compiler's declined; values that may change are compared each time
+        if (type(made) is not triton_module().compiler.CompiledKernel or kernel.used_global_vals
+                or made.metadata.target.backend != "cuda" or _watched(kernel)):
+            return None
+        found = kind.compiled[key] = Compiled(made.run, made.function, made.packed_metadata, kernel,
+                                              kernel.device_caches[device], _switches(kernel))
+        return found
 
     def _kind(self, values: Values) -> Kind | None:
         types = tuple(map(type, values))
@@ -112,18 +121,31 @@ class Kernel:
 
     def _is_plain(self) -> bool:
         """Whether it may ever be started directly, on this release."""
-        here = self.triton.__version__
+        here = triton_module().__version__
         known = nearest(here)
         compared = known.direct and release(known.version)[:2] == release(here)[:2]
-        return compared and not is_unreleased(here) and type(self.kernel) is self.triton.JITFunction
+        return compared and not is_unreleased(here) and type(self.kernel) is triton_module().JITFunction
 
-    def _watched(self) -> bool:
-        """Whether somebody wants to see this launch, or changes what it compiles to."""
-        kernel, runtime = self.kernel, self.triton.knobs.runtime
-        # a chain of hooks is always there, and mostly empty
-        return bool(kernel.pre_run_hooks or runtime.add_stages_inspection_hook is not None
-                    or getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
-                    or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook))
+
+@cache
+def triton_module() -> Any:
+    """Triton, which is imported when it is needed."""
+    return import_module("triton")
+
+
+def _switches(kernel: Any) -> tuple[Any, ...]:
+    """What decides on each launch how it would be compiled, besides its arguments."""
+    knobs = triton_module().knobs
+    return kernel.debug, knobs.runtime.debug, knobs.compilation.instrumentation_mode
+
+
+def _watched(kernel: Any) -> bool:
+    """Whether somebody wants to see a launch, or changes what it compiles to."""
+    runtime = triton_module().knobs.runtime
+    # a chain of hooks is always there, and mostly empty
+    return bool(kernel.pre_run_hooks or runtime.add_stages_inspection_hook is not None
+                or getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
+                or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook))
 
 
 def _wide(n: int) -> str:

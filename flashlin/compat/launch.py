@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -52,9 +54,11 @@ def _start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]
     device = values[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            known.start(programs, values, launch.num_warps, launch.num_stages)
+            compiled = known.start(programs, values, launch.num_warps, launch.num_stages)
     else:
-        known.start(programs, values, launch.num_warps, launch.num_stages)
+        compiled = known.start(programs, values, launch.num_warps, launch.num_stages)
+    if _notes.starts is not None:
+        _notes.starts.append((compiled, programs, values))
 
 
 def in_order(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
@@ -96,6 +100,30 @@ def _reader(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[An
 
 
 _starter: Starter = _start
+
+
+def is_replaced() -> bool:
+    """Whether somebody else sees every start."""
+    return _starter is not _start
+
+
+class _Notes(threading.local):
+    """starts: where this thread notes what it starts."""
+    starts: list[Any] | None = None
+
+
+_notes = _Notes()
+
+
+@contextmanager
+def noting(starts: list[Any]) -> Iterator[None]:
+    """Meanwhile every start of this thread that is not replaced is added to the list, as (compiled, None if
+    Triton found it; programs; the arguments in their order)."""
+    _notes.starts = starts
+    try:
+        yield
+    finally:
+        _notes.starts = None
 
 
 def replace_starter(starter: Starter | None) -> None:

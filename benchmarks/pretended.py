@@ -1,4 +1,4 @@
-"""A card that is not there, for Triton: its launch runs as on a GPU, and what it would start is written down."""
+"""A card that is not there, for Triton: its launch runs as on a GPU, and what it would start is noted."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.device, self.streams, self.started = 0, {0: 7, 1: 8}, list[Started]()
-        self.utils = self
+        self.target, self.utils = GPUTarget("cuda", 90, 32), self
         self.launcher_cls = self._launcher
 
     def get_current_device(self) -> int:
@@ -37,7 +37,7 @@ class Driver:
         return self.streams[device]
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 232448}
@@ -56,25 +56,28 @@ class Driver:
         return launch
 
 
-def compiled(src: Any, target: Any, options: dict[str, Any]) -> Any:
-    """In place of ``triton.compiler.compile``: a compiled kernel of its own, in which there is no code."""
-    kernel = CompiledKernel.__new__(CompiledKernel)
-    kernel.src, kernel.hash, kernel.name = src, src.hash(), src.fn.__name__  # the hash finds global values
-    kernel.metadata = SimpleNamespace(shared=0, num_warps=options["num_warps"], target=target, name=kernel.name)
-    kernel.packed_metadata = object()
-    kernel.kernel, kernel.metadata_group = b"", {}
-    kernel.module = kernel.function = kernel._run = None
-    return kernel
-
-
 @contextmanager
-def pretended() -> Iterator[Driver]:
-    """Triton launches on this driver and compiles nothing."""
-    fake, compiler = Driver(), triton.compiler.compile
-    before = driver._active
+def pretended(fake: Any) -> Iterator[Any]:
+    """Triton launches on this driver, and compiles nothing: each compiled kernel is one without code."""
+    functions = set[Any]()
+
+    def compiled(src: Any, target: Any, options: dict[str, Any]) -> Any:
+        functions.add(src.fn)
+        kernel = CompiledKernel.__new__(CompiledKernel)
+        kernel.src, kernel.name = src, src.fn.__name__
+        kernel.hash = src.hash()  # which finds global values
+        kernel.metadata = SimpleNamespace(shared=0, num_warps=options["num_warps"], target=target,
+                                          name=kernel.name)
+        kernel.packed_metadata = object()
+        kernel.kernel, kernel.metadata_group = b"", {}
+        kernel.module = kernel.function = kernel._run = None
+        return kernel
+    before, compiler = driver._active, triton.compiler.compile
     driver.set_active(fake)
     triton.compiler.compile = compiled
     try:
         yield fake
     finally:
         driver._active, triton.compiler.compile = before, compiler
+        for function in functions:
+            function.device_caches.clear()
