@@ -3,11 +3,11 @@ and decoding.
 
     python -m benchmarks.host [--op chunk_kda] [--profile 20] [--out FILE]
 
-In microseconds and in *bare launches*: one Triton launch of a kernel with eight tensors, timed in turn with the
-calls. On a GPU they are real, handed to a card that is kept busy. Elsewhere an H200 is pretended
-(benchmarks/pretended.py), on which starting a compiled kernel is free, calls as well as bare launches, so there
-the ratio is not the GPU's. ``ordinary``: without what calls like earlier ones leave out (ops/_common/seen.py,
-ops/_common/repeated.py, compat/direct.py). profile: so many lines of where a call's time goes.
+In microseconds and in *bare launches*: one Triton launch of a kernel with eight tensors, timed in turn with
+the calls. On a GPU they are real, handed to a card that is kept busy. Elsewhere an H200 is pretended
+(benchmarks/pretended.py), on which starting what is compiled takes no time, for calls and bare launches
+alike, so there the ratio is not the GPU's. ``ordinary``: without what calls like earlier ones leave out
+(ops/_common/seen.py, ops/_common/repeated.py, compat/direct.py). profile: so many lines of where a call's time goes.
 """
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -29,10 +30,9 @@ import flashlin
 from benchmarks import timing
 from benchmarks.calls import Shape, find, runs
 from benchmarks.pretended import Driver, pretended
-from flashlin.compat import launch
+from flashlin.compat import direct, launch
 from flashlin.compat import target as machine
-from flashlin.compat.direct import Kernel
-from flashlin.ops._common import repeated, seen
+from flashlin.ops._common import chunked, recurrent, repeated
 
 OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_simple_gla",
        "fused_recurrent_gated_delta_rule", "fused_recurrent_kda")
@@ -50,20 +50,12 @@ def calls(op: str, device: str) -> dict[str, Callable[[], Any]]:
 @contextmanager
 def ordinary() -> Iterator[None]:
     """Every call is checked, planned and started as the first one."""
-    kept = seen.seen, repeated._facts, Kernel._is_plain
-    seen_by = [module for module in (flashlin.ops._common.chunked, flashlin.ops._common.recurrent)]
-    try:
-        for module in seen_by:
-            module.seen = lambda facts, given: None  # type: ignore[attr-defined]
-        repeated._facts = lambda *facts: None
-        Kernel._is_plain = lambda kernel: False  # type: ignore[method-assign]
-        launch._kernels.clear()
+    with (mock.patch.object(chunked, "seen", lambda *call: None),
+          mock.patch.object(recurrent, "seen", lambda *call: None),
+          mock.patch.object(repeated, "_facts", lambda *call: None),
+          mock.patch.object(direct, "possible", lambda: False),
+          mock.patch.object(launch, "_kernels", {})):
         yield
-    finally:
-        for module in seen_by:
-            module.seen = kept[0]  # type: ignore[attr-defined]
-        repeated._facts, Kernel._is_plain = kept[1:]  # type: ignore[method-assign]
-        launch._kernels.clear()
 
 
 def microseconds(call: Callable[[], Any]) -> float:
@@ -98,7 +90,7 @@ def profile(call: Callable[[], Any], lines: int) -> None:
         call()
     profiler = cProfile.Profile()
     profiler.enable()
-    for _ in range(CALLS * 10):
+    for _ in range(many := 10 * CALLS):
         call()
     profiler.disable()
     stats: Any = pstats.Stats(profiler)
@@ -106,7 +98,7 @@ def profile(call: Callable[[], Any], lines: int) -> None:
                   reverse=True)
     for own, whole, times, (path, line, name) in rows[:lines]:
         where = "/".join(Path(path).parts[-2:])
-        print(f"{own * 1e5 / CALLS:8.2f} {whole * 1e5 / CALLS:8.2f} {times / CALLS / 10:5.1f}  {where}:{line} {name}")
+        print(f"{own * 1e6 / many:8.2f} {whole * 1e6 / many:8.2f} {times / many:5.1f}  {where}:{line} {name}")
 
 
 def main() -> None:

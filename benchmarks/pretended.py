@@ -45,12 +45,15 @@ class Driver:
     def load_binary(self, *kernel: Any) -> tuple[object, object, int, int, int]:
         return object(), object(), 32, 0, 1024
 
+    def launched(self, one: Started) -> None:
+        self.started.append(one)
+
     def _launcher(self, src: Any, metadata: Any) -> Any:
         def launch(x: int, y: int, z: int, stream: int, function: object, packed: object, described: Any,
                    enter: Any, leave: Any, *arguments: Any) -> None:
             if enter is not None:
                 enter(described)
-            self.started.append(Started(src, (x, y, z), stream, function, packed, arguments))
+            self.launched(Started(src, (x, y, z), stream, function, packed, arguments))
             if leave is not None:
                 leave(described)
         return launch

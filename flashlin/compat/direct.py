@@ -36,19 +36,14 @@ _dtype_of, _address_of = attrgetter("dtype"), torch.Tensor.data_ptr
 class Compiled(NamedTuple):
     """A compiled kernel on a device. run: Triton's launcher of it. function: its handle there. metadata: what
     run takes along. of: the jitted function. caches: Triton's of that, where it was found; who changes a
-    source empties them. switches: see ``_switches``."""
+    source empties them. debug, switches: the function's and Triton's settings at that time."""
     run: Callable[..., None]
     function: Any
     metadata: Any
     of: Any
     caches: Any
+    debug: Any
     switches: tuple[Any, ...]
-
-    def is_current(self, device: int) -> bool:
-        """Whether Triton's launch would still find it, and nobody wants to see that launch."""
-        return (self.caches is self.of.device_caches.get(device) and self.switches == _switches(self.of)
-                and not _watched(self.of))
-
 
 class Kind(NamedTuple):
     """Starts with arguments of the same types. The first four take out of the arguments the tensors, the
@@ -66,14 +61,14 @@ class Kernel:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.kinds = kernel, dict[tuple[type, ...], "Kind | None"]()
-        self.plain = self._is_plain()
+        self.plain = possible() and type(kernel) is triton_module().JITFunction
 
     def start(self, programs: int, values: Values, num_warps: int, num_stages: int) -> Compiled | None:
         """``kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)``; values: of all
         parameters, in their order. Returns what the next start of this kind will use, None if it will go
         Triton's way."""
         kernel, kind = self.kernel, self._kind(values) if self.plain else None
-        if kind is None:
+        if kind is None or watched():
             kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)
             return None
         driver, tensors = triton_module().runtime.driver.active, kind.tensors(values)
@@ -84,17 +79,17 @@ class Kernel:
                *[-I32 <= n < I32 or _wide(n) for n in kind.unspecialised(values)],
                apart and tuple([_address_of(x) % 16 == 0 for x in tensors]))
         found = kind.compiled.get(key)
-        if found is not None and found.is_current(device):
+        if found is not None and current([found], device):
             found.run(programs, 1, 1, driver.get_current_stream(device), found.function, found.metadata, None,
                       None, None, *values)
             return found
         made = kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)
         # made is None where a hook of the compiler's declined; values that may change are compared each time
         if (type(made) is not triton_module().compiler.CompiledKernel or kernel.used_global_vals
-                or made.metadata.target.backend != "cuda" or _watched(kernel)):
+                or made.metadata.target.backend != "cuda" or kernel.pre_run_hooks):
             return None
         found = kind.compiled[key] = Compiled(made.run, made.function, made.packed_metadata, kernel,
-                                              kernel.device_caches[device], _switches(kernel))
+                                              kernel.device_caches[device], kernel.debug, _switches())
         return found
 
     def _kind(self, values: Values) -> Kind | None:
@@ -119,13 +114,6 @@ class Kernel:
                     _taking(at for at, parameter, kind in varying
                             if kind is int and parameter.do_not_specialize), {})
 
-    def _is_plain(self) -> bool:
-        """Whether it may ever be started directly, on this release."""
-        here = triton_module().__version__
-        known = nearest(here)
-        compared = known.direct and release(known.version)[:2] == release(here)[:2]
-        return compared and not is_unreleased(here) and type(self.kernel) is triton_module().JITFunction
-
 
 @cache
 def triton_module() -> Any:
@@ -133,17 +121,39 @@ def triton_module() -> Any:
     return import_module("triton")
 
 
-def _switches(kernel: Any) -> tuple[Any, ...]:
-    """What decides on each launch how it would be compiled, besides its arguments."""
+def possible() -> bool:
+    """Whether kernels may be started directly on this release."""
+    return _compared(triton_module().__version__)
+
+
+@cache
+def _compared(version: str) -> bool:
+    known = nearest(version)
+    return known.direct and release(known.version)[:2] == release(version)[:2] and not is_unreleased(version)
+
+
+def current(compiled: Iterable[Compiled], device: int) -> bool:
+    """Whether Triton's launch would still find these on the device, and nothing more would happen."""
+    switches = _switches()
+    for one in compiled:
+        kernel = one.of
+        if (one.caches is not kernel.device_caches.get(device) or one.switches != switches
+                or one.debug != kernel.debug or kernel.pre_run_hooks):
+            return False
+    return True
+
+
+def _switches() -> tuple[Any, ...]:
+    """Settings of Triton's that decide on each launch how it would be compiled."""
     knobs = triton_module().knobs
-    return kernel.debug, knobs.runtime.debug, knobs.compilation.instrumentation_mode
+    return knobs.runtime.debug, knobs.compilation.instrumentation_mode
 
 
-def _watched(kernel: Any) -> bool:
-    """Whether somebody wants to see a launch, or changes what it compiles to."""
+def watched() -> bool:
+    """Whether somebody wants to see every launch, or changes what they compile to."""
     runtime = triton_module().knobs.runtime
     # a chain of hooks is always there, and mostly empty
-    return bool(kernel.pre_run_hooks or runtime.add_stages_inspection_hook is not None
+    return bool(runtime.add_stages_inspection_hook is not None
                 or getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
                 or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook))
 

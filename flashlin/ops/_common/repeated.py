@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flashlin.compat import launch
-from flashlin.compat.direct import Compiled, triton_module
+from flashlin.compat.direct import Compiled, current, possible, triton_module, watched
 from flashlin.guards.problem import Plan
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -56,6 +56,7 @@ class Recipe(NamedTuple):
     """plan: which it is a run of. results: sizes and dtypes of the buffers that torch is to see. scratch:
     where the others are in one of ``size`` bytes. returned: what is, with places for tensors."""
     plan: Plan
+    compiled: tuple[Compiled, ...]
     results: tuple[tuple[torch.Size, torch.dtype], ...]
     scratch: tuple[int, ...]
     size: int
@@ -78,8 +79,7 @@ def run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | Non
     recipe = _recipes.get(facts)
     if isinstance(recipe, Recipe):
         device = triton_module().runtime.driver.active.get_current_device()
-        if recipe.plan is plan and all(
-                step.compiled.is_current(device) for step in recipe.steps if isinstance(step, Start)):
+        if recipe.plan is plan and current(recipe.compiled, device):
             made = _again(recipe, tensors, addresses, device)
             if made is not None:
                 return made
@@ -97,9 +97,10 @@ def run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | Non
 def _facts(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int],
            others: tuple[Any, ...]) -> Any:
     """What decides what a run does; None where it has to be an ordinary one."""
+    if not possible() or watched() or launch.is_replaced() or torch._C._len_torch_dispatch_stack():
+        return None
     there = [address for address in addresses if address]
-    # of two tensors at one address nobody could tell later which one was meant
-    if launch.is_replaced() or torch._C._len_torch_dispatch_stack() or len(set(there)) < len(there):
+    if len(set(there)) < len(there):  # nobody could tell later which of two tensors was meant
         return None
     found: list[Any] = []
     for x, address in zip(tensors, addresses, strict=True):
@@ -226,13 +227,13 @@ def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], 
             steps.append(Write(step.function, tree_map(placed, step.arguments),
                                tree_map(placed, step.keywords)))
             continue
-        compiled, programs, values = step
-        if compiled is None:
+        used, programs, values = step
+        if used is None:
             return None
         # a tensor of nothing has no address, and stays a 0
         pointers = [(at, *pointer(x)) for at, x in enumerate(values)
                     if isinstance(x, Tensor) and x.data_ptr()]
-        steps.append(Start(compiled, programs, tuple([0 if isinstance(x, Tensor) else x for x in values]),
+        steps.append(Start(used, programs, tuple([0 if isinstance(x, Tensor) else x for x in values]),
                            tuple(pointers)))
     if not all(x.is_contiguous() for x in results) or any(x.data_ptr() % ALIGNED for x in watch.buffers):
         return None
@@ -240,6 +241,9 @@ def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], 
     for x in scratch:
         offsets.append(size)
         size += -(-x.untyped_storage().nbytes() // APART) * APART
-    return Recipe(plan, tuple([(x.shape, x.dtype) for x in results]), tuple(offsets), size, tuple(steps),
-                  {name: placed(x) for name, x in returned.items()} if isinstance(returned, dict)
-                  else tuple(map(placed, returned)))
+    compiled = tuple([step.compiled for step in steps if isinstance(step, Start)])
+    places: Any = tuple(map(placed, returned.values() if isinstance(returned, dict) else returned))
+    if isinstance(returned, dict):
+        places = dict(zip(returned, places, strict=True))
+    return Recipe(plan, compiled, tuple([(x.shape, x.dtype) for x in results]), tuple(offsets), size,
+                  tuple(steps), places)
