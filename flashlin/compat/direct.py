@@ -86,7 +86,7 @@ class Kernel:
         made = kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)
         # made is None where a hook of the compiler's declined; values that may change are compared each time
         if (type(made) is not triton_module().compiler.CompiledKernel or kernel.used_global_vals
-                or made.metadata.target.backend != "cuda" or kernel.pre_run_hooks):
+                or made.metadata.target.backend != "cuda"):
             return None
         found = kind.compiled[key] = Compiled(made.run, made.function, made.packed_metadata, kernel,
                                               kernel.device_caches[device], kernel.debug, _switches())

@@ -53,8 +53,9 @@ class Write(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """plan: which it is a run of. results: sizes and dtypes of the buffers that torch is to see. scratch:
-    where the others are in one of ``size`` bytes. returned: what is, with places for tensors."""
+    """plan: which it is a run of, kept so that no other one gets its id. compiled: what it starts. results:
+    sizes and dtypes of the buffers that torch is to see. scratch: where the others are in one of ``size``
+    bytes. returned: what is, with places for tensors."""
     plan: Plan
     compiled: tuple[Compiled, ...]
     results: tuple[tuple[torch.Size, torch.dtype], ...]
@@ -72,14 +73,12 @@ def run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | Non
         *arguments: Any) -> Any:
     """``function(plan, *arguments)``. tensors: all that are among the arguments. others: whatever else is
     there."""
-    addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    facts = _facts(function, plan, tensors, addresses, others)
-    if facts is None:
+    if (found := _facts(function, plan, tensors, others)) is None:
         return function(plan, *arguments)
+    facts, addresses, device = found
     recipe = _recipes.get(facts)
     if isinstance(recipe, Recipe):
-        device = triton_module().runtime.driver.active.get_current_device()
-        if recipe.plan is plan and current(recipe.compiled, device):
+        if current(recipe.compiled, device):
             made = _again(recipe, tensors, addresses, device)
             if made is not None:
                 return made
@@ -94,23 +93,26 @@ def run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | Non
     return function(plan, *arguments)
 
 
-def _facts(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int],
-           others: tuple[Any, ...]) -> Any:
-    """What decides what a run does; None where it has to be an ordinary one."""
+def _facts(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None],
+           others: tuple[Any, ...]) -> tuple[Any, list[int], int] | None:
+    """What decides what a run does, the tensors' addresses (0 for None), and the current device; None for a
+    run that has to be an ordinary one."""
     if not possible() or watched() or launch.is_replaced() or torch._C._len_torch_dispatch_stack():
         return None
-    there = [address for address in addresses if address]
-    if len(set(there)) < len(there):  # nobody could tell later which of two tensors was meant
-        return None
-    found: list[Any] = []
-    for x, address in zip(tensors, addresses, strict=True):
+    device = triton_module().runtime.driver.active.get_current_device()
+    facts, addresses = list[Any](), list[int]()
+    for x in tensors:
         if x is None:
-            found.append(None)
-        elif type(x) in PLAIN and address:
-            found.append((x.dtype, x.shape, x.stride(), x.device, address % ALIGNED))
-        else:
+            facts.append(None)
+            addresses.append(0)
+            continue
+        address, on = x.data_ptr(), x.device
+        # at one address nobody could tell later which of two tensors was meant; a tensor of nothing has none
+        if not address or address in addresses or type(x) not in PLAIN or on.index not in (None, device):
             return None
-    return function, id(plan), others, torch.get_float32_matmul_precision(), *found
+        facts.append((x.dtype, x.shape, x.stride(), on, address % ALIGNED))
+        addresses.append(address)
+    return (function, id(plan), others, torch.get_float32_matmul_precision(), *facts), addresses, device
 
 
 def _again(recipe: Recipe, tensors: Sequence[Tensor | None], addresses: list[int], device: int) -> Any:

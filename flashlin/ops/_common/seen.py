@@ -34,10 +34,10 @@ def facts_of(tensors: Sequence[Any], *others: Any) -> Any:
         return None
     try:
         found = [None if x is None else (x.dtype, x.shape, x.stride(), x.device, x.requires_grad)
-                 for x in tensors if x is None or type(x) in PLAIN]
+                 for x in tensors if x is None or (type(x) in PLAIN and x.layout is torch.strided)]
         facts = torch.is_grad_enabled(), *found, *others, *map(type, others)
         hash(facts)
-    except (RuntimeError, TypeError):  # a sparse tensor has no strides, a list no hash
+    except (RuntimeError, TypeError):  # a nested tensor has no shape, a list no hash
         return None
     return facts if len(found) == len(tensors) else None
 
