@@ -2,16 +2,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flashlin.compat.direct import Kernel
+
 if TYPE_CHECKING:
     from flashlin.guards.problem import Launch
 
+_kernels: dict[int, Kernel] = {}  # by id, since they keep theirs alive; to hash one takes its source
 Starter = Callable[["Launch", Any, int, dict[str, Any]], None]
 
 
@@ -43,12 +48,17 @@ def with_shared(kernel: Any, arguments: dict[str, Any], shared: dict[str, Any]) 
 
 def _start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
     values = in_order(launch, kernel, arguments)
+    known = _kernels.get(id(kernel))
+    if known is None:
+        known = _kernels[id(kernel)] = Kernel(kernel)
     device = values[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[(programs,)](*values, num_warps=launch.num_warps, num_stages=launch.num_stages)
+            compiled = known.start(programs, values, launch.num_warps, launch.num_stages)
     else:
-        kernel[(programs,)](*values, num_warps=launch.num_warps, num_stages=launch.num_stages)
+        compiled = known.start(programs, values, launch.num_warps, launch.num_stages)
+    if _notes.starts is not None:
+        _notes.starts.append((compiled, programs, values))
 
 
 def in_order(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
@@ -90,6 +100,30 @@ def _reader(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[An
 
 
 _starter: Starter = _start
+
+
+def is_replaced() -> bool:
+    """Whether somebody else sees every start."""
+    return _starter is not _start
+
+
+class _Notes(threading.local):
+    """starts: where this thread notes what it starts."""
+    starts: list[Any] | None = None
+
+
+_notes = _Notes()
+
+
+@contextmanager
+def noting(starts: list[Any]) -> Iterator[None]:
+    """Meanwhile every start of this thread that is not replaced is added to the list, as (compiled, None if
+    Triton found it; programs; the arguments in their order)."""
+    _notes.starts = starts
+    try:
+        yield
+    finally:
+        _notes.starts = None
 
 
 def replace_starter(starter: Starter | None) -> None:

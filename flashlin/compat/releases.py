@@ -20,6 +20,8 @@ class Release(NamedTuple):
     blackwell_path: the variable that names another second one; ``""`` where a shell can set none.
     torch: the torch releases made with it (Requires-Dist of their wheels on PyPI).
     numpy: the bound that its interpreter needs, if any: with numpy 2, 3.0 and 3.1 lose writes silently.
+    direct: whether compiled kernels are started as its launch would start them, but without it
+        (compat/direct.py): only where both ways have been compared.
     gate: whether it has a cell of the matrix, in which nothing may fail. A release that a patch release soon
         followed has none; it is here because people have it installed.
     """
@@ -31,6 +33,7 @@ class Release(NamedTuple):
     blackwell_path: str = "TRITON_PTXAS_BLACKWELL_PATH"
     torch: tuple[str, ...] = ()
     numpy: str = ""
+    direct: bool = False
     gate: bool = True
 
 
@@ -47,9 +50,11 @@ RELEASES: tuple[Release, ...] = (
     Release("3.5.0", "12.8.93", "3.10 to 3.14", torch=("2.9.0",), numpy="<2.3", gate=False),
     Release("3.5.1", "12.8.93", "3.10 to 3.14", torch=("2.9.1",), numpy="<2.3"),
     Release("3.6.0", "12.8.93", "3.10 to 3.14", blackwell="12.9.86",
-            torch=("2.10.0", "2.11.0"), numpy="<2.3"),
-    Release("3.7.0", "12.8.93", "3.10 to 3.14", blackwell="13.1.80", torch=("2.12.0",), gate=False),
-    Release("3.7.1", "12.8.93", "3.10 to 3.14", blackwell="13.1.80", torch=("2.12.1", "2.13.0")),
+            torch=("2.10.0", "2.11.0"), numpy="<2.3", direct=True),
+    Release("3.7.0", "12.8.93", "3.10 to 3.14", blackwell="13.1.80", torch=("2.12.0",),
+            direct=True, gate=False),
+    Release("3.7.1", "12.8.93", "3.10 to 3.14", blackwell="13.1.80", torch=("2.12.1", "2.13.0"),
+            direct=True),
     Release("3.8.0", "12.9.86", "3.10 to 3.14", blackwell="13.3.33", torch=("2.14.0", "2.14.1")),
     Release("3.9.0", "12.9.86", "3.11 to 3.15", blackwell="13.4.59", blackwell_from=(9, 0),
             torch=("2.15.0",)),

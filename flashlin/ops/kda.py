@@ -117,7 +117,8 @@ def chunk_kda(
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
                       process_group=process_group)
-    check_qkv(q, k, v, grouped=True)
+    if use_gate_in_kernel or use_beta_sigmoid_in_kernel or use_qk_l2norm_in_kernel:
+        check_qkv(q, k, v, grouped=True)
     if use_gate_in_kernel:
         A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
         g = fused_kda_gate(g, A_log, dt_bias, lower_bound, wide(g[:0]).dtype)

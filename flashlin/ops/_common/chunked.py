@@ -27,7 +27,7 @@ from flashlin.guards.limits import FEW_TOKENS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, check_values, need_tensor
 from flashlin.kernels.chunked import Scalars
-from flashlin.ops._common import sequences
+from flashlin.ops._common import repeated, sequences
 from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
 from flashlin.ops._common.planned import (
     as_planned,
@@ -37,6 +37,7 @@ from flashlin.ops._common.planned import (
     planned,
     wants_grad,
 )
+from flashlin.ops._common.seen import facts_of, see, seen
 
 if TYPE_CHECKING:
     from flashlin.ops._common.ranks import Shard
@@ -106,7 +107,7 @@ class Chunked:
         return problem_of(self, how.call, x, x.bounds, how.needs_grad, how.mode, how.state_v_first)
 
     def forward(self, plan: Plan, x: Any, how: Scalars) -> Any:
-        return kernels(self.name, "forward").run(plan, x, how)
+        return repeated.run(kernels(self.name, "forward").run, plan, x, (how,), (x, how))
 
     def on_torch(self, x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         x = x._replace(h0=x.h0.mT) if how.state_v_first and x.h0 is not None else x
@@ -119,8 +120,10 @@ class Chunked:
 
     def backward(self, plan: Plan, x: Any, y: Any, grads: Any, how: Scalars,
                  wanted: frozenset[str]) -> Gradients:
-        gradients: Gradients = kernels(self.name, "backward").run(
-            plan, x, how, *sequences.contiguous(grads, x.v), wanted, *y[2:])
+        do, dht = sequences.contiguous(grads, x.v)
+        gradients: Gradients = repeated.run(
+            kernels(self.name, "backward").run, plan, (*x, do, dht, *y[2:]), (how, wanted),
+            (x, how, do, dht, wanted, *y[2:]))
         return gradients
 
 
@@ -156,6 +159,13 @@ def run(
     arguments = tuple(family.arguments.values())
     q, k, v = tensors[:3]
     op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode, reverse, *_ = request
+    given = (*tensors, h0, cu_seqlens)
+    # values of cu_seqlens are no facts, and a shard's states come from others
+    facts = None if shard is not None or cu_seqlens is not None or cu_seqlens_cpu is not None else facts_of(
+        given, op, scale, has_ht, state_v_first, mode, reverse, out_dtype)
+    if (known := seen(facts, given)) is not None:
+        o, ht = family.operator(*known)
+        return o, ht if has_ht else None
     has_ht, reverse = scalars.flag("output_final_state", has_ht), scalars.flag("reverse", reverse)
     state_v_first = scalars.flag("state_v_first", state_v_first)
     first = called.get("q", "q")
@@ -178,19 +188,22 @@ def run(
     scale = K ** -0.5 if scale is None else scalars.number("scale", scale)
     if scale < 0:  # some kernels keep the scale in an exponent
         tensors, scale = (-q, *tensors[1:]), -scale
+    if q is not tensors[0] or reverse:  # kernels get more than casts of what was given
+        facts = None
     # wide tensors are not multiplied with the others
     dtype = common_dtype(q, *[x for argument, x in zip(arguments, tensors, strict=True) if not argument.wide])
-    given: list[Tensor | None] = []
+    cast: list[Tensor | None] = []
     for argument, x in zip(arguments, tensors, strict=True):
         if x is not None:
-            x = x.detach() if argument.constant else x
+            if argument.constant and x.requires_grad:
+                x, facts = x.detach(), None
             x = x.flip(1) if reverse and "T" in argument.shape else x
             x = x if argument.wide or x.dtype == dtype else x.to(dtype)
-        given.append(x)
+        cast.append(x)
     if reverse and bounds is not None:
         bounds, h0 = T - bounds.flip(0), None if h0 is None else h0.flip(0)
     out_dtype = out_dtype or v.dtype
-    x = family.operator.tensors(*given, h0, bounds)
+    x = family.operator.tensors(*cast, h0, bounds)
     how = Scalars(scale, has_ht, state_v_first, out_dtype, mode, wants_grad(*x), op)
     plan, path, dot = sequences.way(family.problem, x, how, family.name, mode, state_v_first)
     # Traced, a loop over chunks would be unrolled, and bounds cannot be read: then plain torch, too, runs
@@ -199,7 +212,7 @@ def run(
     if path == "torch" and not inside and shard is None:
         o, ht = family.on_torch(x, how)
     else:
-        o, ht = on_kernels(family, plan, x, how, dot, shard)
+        o, ht = on_kernels(family, plan, x, how, dot, shard, facts, given)
     if reverse:
         o, ht = o.flip(1), ht if bounds is None or not has_ht else ht.flip(0)
     return o.to(out_dtype), ht if has_ht else None
@@ -217,9 +230,11 @@ def check_beside(family: Chunked, tensors: Sequence[Tensor | None], called: Mapp
 
 
 def on_kernels(family: Chunked, plan: Plan | None, x: Any, how: Scalars, dot: str,
-               shard: Shard | None = None) -> tuple[Tensor, Tensor]:
+               shard: Shard | None = None, facts: Any = None,
+               given: tuple[Tensor | None, ...] = ()) -> tuple[Tensor, Tensor]:
     """(o, final state) by the family's operator, of tensors as its kernels take them. Odd head sizes would
-    make every row of a tile misaligned (and crash some ptxas, fla #1262): they are padded with zeros."""
+    make every row of a tile misaligned (and crash some ptxas, fla #1262): they are padded with zeros. facts:
+    of the given tensors (seen.py), None where x is more than casts of these."""
     K, V = x.q.shape[3], x.v.shape[3]
     pads = {"K": -K % 8, "V": -V % 8} if K % 8 or V % 8 else {}
     wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
@@ -236,6 +251,8 @@ def on_kernels(family: Chunked, plan: Plan | None, x: Any, how: Scalars, dot: st
     if (out_dtype := dtype_as_planned(how.out_dtype, dot)) != how.out_dtype:
         how = how._replace(out_dtype=out_dtype)
     if shard is None:
+        if not pads:
+            see(facts, plan, given, operands, how)
         o, ht = family.operator(plan, operands, how)
     else:
         from flashlin.ops._common import across

@@ -33,8 +33,8 @@ FAMILY = Chunked("delta", inputs.Inputs, {
 def run(request: Request, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None = None, *,
         l2: bool) -> tuple[Tensor, Tensor | None]:
     """Both chunked ops. beta and g are what the recurrence uses, after any sigmoid or gate."""
-    check_qkv(q, k, v, grouped=True)
     scalars.flags(use_qk_l2norm_in_kernel=l2)
     if l2:
+        check_qkv(q, k, v, grouped=True)
         q, k = l2norm(q), l2norm(k)
     return chunked.run(FAMILY, request, (q, k, v, beta, g), grouped=True)

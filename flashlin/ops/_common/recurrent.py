@@ -33,7 +33,7 @@ from flashlin.kernels.gla.inputs import Inputs as GLAInputs
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import kept
-from flashlin.ops._common import sequences
+from flashlin.ops._common import repeated, sequences
 from flashlin.ops._common.operator import Operator, Traced, kernels, writing_operator
 from flashlin.ops._common.planned import (
     as_planned,
@@ -44,6 +44,7 @@ from flashlin.ops._common.planned import (
 )
 from flashlin.ops._common.pool import taken
 from flashlin.ops._common.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
+from flashlin.ops._common.seen import facts_of, see, seen
 
 LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
 SHAPES = {"g": ("B", "T", "HV"), "gamma": ("HV",), "gk": ("B", "T", "HV", "K"), "gv": ("B", "T", "HV", "V"),
@@ -93,13 +94,21 @@ def run(
     """(o in v's dtype, final state or None). x.bounds: cu_seqlens as the user gave them. in_place or indices:
     states are read from and written back to x.h0, which is what comes back as the final state. called: what
     the op calls those inputs that it must have."""
+    # values of cu_seqlens are no facts, and who overwrites states is checked each time
+    given = x
+    facts = None if in_place is not False or indices is not None or x.bounds is not None else facts_of(
+        x, op, flags, scale, has_ht)
+    if (known := seen(facts, x)) is not None:
+        o, ht = OPERATOR(*known)
+        return o, ht if has_ht else None
     has_ht, in_place = scalars.flag("output_final_state", has_ht), scalars.flag("inplace_state", in_place)
     x = _checked(x, flags, indices, in_place, called)
     scale = x.q.shape[3] ** -0.5 if scale is None else scalars.number("scale", scale)
     common, out_dtype = common_dtype(x.v, x.q, x.k, x.a, x.b), x.v.dtype
     x = x._replace(**{name: y.to(common) for name in ("q", "k", "v", "a", "b")
                       if (y := getattr(x, name)) is not None and y.dtype != common})
-    x = x if x.gamma is None else x._replace(gamma=x.gamma.detach())  # a constant, on every path
+    if x.gamma is not None and x.gamma.requires_grad:
+        x, facts = x._replace(gamma=x.gamma.detach()), None  # a constant, on every path
     how = Scalars(scale, has_ht, out_dtype, " ".join(flags), wants_grad(*x), op)
     if indices is not None or in_place:
         if how.needs_grad:
@@ -111,6 +120,7 @@ def run(
     plan, path, dot = sequences.way(problem_of, x, how, "recurrent", "fused_recurrent")
     if path == "torch" or how.needs_grad:
         x, how = prepared(x, how)
+        facts = None  # kernels get more than casts of what was given
     # Traced, a loop over tokens or chunks would be unrolled, and bounds cannot be read: then plain torch,
     # too, runs inside of the operator.
     inside = plan is None and (x.q.shape[1] > 1 or x.bounds is not None)
@@ -120,6 +130,7 @@ def run(
         x = _loadable(x, dot, how.needs_grad)
         if (dtype := dtype_as_planned(out_dtype, dot)) != out_dtype:
             how = how._replace(out_dtype=dtype)
+        see(facts, plan, given, x, how)
         o, ht = OPERATOR(plan, x, how)
     return o.to(out_dtype), ht if has_ht else None
 
@@ -263,7 +274,8 @@ def _in_place_by_copies(x: Inputs, how: Scalars, indices: Tensor | None) -> Tens
 
 
 def _forward(plan: Plan, x: Inputs, how: Scalars) -> Any:
-    return kernels("recurrent", "forward").run(plan, x, how.words, how.scale, how.has_ht, how.out_dtype)
+    return repeated.run(kernels("recurrent", "forward").run, plan, x, (how,),
+                        (x, how.words, how.scale, how.has_ht, how.out_dtype))
 
 
 def _empty(x: Inputs, how: Scalars) -> Outputs:
@@ -277,8 +289,9 @@ def _empty(x: Inputs, how: Scalars) -> Outputs:
 
 def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Any:
     together = {"q", "k"} if x.a is None else {"q", "k", "a", "b"}  # what the kernel always writes
-    return kernels("recurrent", "backward").run(plan, x, y.states, how.words, how.scale,
-                                                *sequences.contiguous(grads, x.v), wanted | together)
+    do, dht = sequences.contiguous(grads, x.v)
+    return repeated.run(kernels("recurrent", "backward").run, plan, (*x, y.states, do, dht), (how, wanted),
+                        (x, y.states, how.words, how.scale, do, dht, wanted | together))
 
 
 OPERATOR = Operator(

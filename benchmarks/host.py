@@ -1,0 +1,150 @@
+"""What the host does for a call before the card has anything to do: chunk by chunk forward and with backward,
+and decoding.
+
+    python -m benchmarks.host [--op chunk_kda] [--profile 20] [--out FILE]
+
+In microseconds and in *bare launches*: one Triton launch of a kernel with eight tensors, timed in turn with
+the calls. On a GPU they are real, handed to a card that is kept busy. Elsewhere an H200 is pretended
+(benchmarks/pretended.py), on which starting what is compiled takes no time, for calls and bare launches
+alike, so there the ratio is not the GPU's. ``ordinary``: without what calls like earlier ones leave out
+(ops/_common/seen.py, ops/_common/repeated.py, compat/direct.py). profile: so many lines of where a call's time goes.
+"""
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+
+import flashlin
+from benchmarks import timing
+from benchmarks.calls import Shape, find, runs
+from benchmarks.pretended import Driver, pretended
+from flashlin.compat import direct, launch
+from flashlin.compat import target as machine
+from flashlin.ops._common import chunked, recurrent, repeated
+
+OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_simple_gla",
+       "fused_recurrent_gated_delta_rule", "fused_recurrent_kda")
+CHUNKED, DECODED = Shape(2, 64, 2, 64), Shape(2, 1, 2, 64)  # small: on a CPU torch's own work is no host time
+ROUNDS, CALLS = 15, 100
+
+
+def calls(op: str, device: str) -> dict[str, Callable[[], Any]]:
+    """By name what is timed of an op."""
+    shape = DECODED if "recurrent" in op else CHUNKED
+    return {f"{op} {what}": call
+            for what, call in runs(getattr(flashlin, op), find(op), shape, device).items()}
+
+
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """Every call is checked, planned and started as the first one."""
+    with (mock.patch.object(chunked, "seen", lambda *call: None),
+          mock.patch.object(recurrent, "seen", lambda *call: None),
+          mock.patch.object(repeated, "_facts", lambda *call: None),
+          mock.patch.object(direct, "possible", lambda: False),
+          mock.patch.object(launch, "_kernels", {})):
+        yield
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """Of this thread, for a call."""
+    if torch.cuda.is_available():
+        return timing.hosted(call, timing.QUEUED) or float("nan")
+    began = time.thread_time()
+    for _ in range(CALLS):
+        call()
+    return 1e6 * (time.thread_time() - began) / CALLS
+
+
+def measured(timed: dict[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
+    """By name microseconds and bare launches, the least of rounds in which all take turns."""
+    tensors = [torch.zeros(128, device="cuda" if torch.cuda.is_available() else "cpu") for _ in range(8)]
+    every = {"bare": lambda: timing.bare[(1,)](*tensors, N=128), **timed}
+    taken: dict[str, list[float]] = {name: [] for name in every}
+    for call in every.values():
+        for _ in range(4):
+            call()
+    for _ in range(ROUNDS):
+        for name, call in every.items():
+            taken[name].append(microseconds(call))
+    ratios = {name: statistics.median(a / b for a, b in zip(taken[name], taken["bare"], strict=True))
+              for name in every}
+    return {name: {"us": round(min(taken[name]), 1), "launches": round(ratios[name], 2)} for name in every}
+
+
+def profile(call: Callable[[], Any], lines: int) -> None:
+    """Prints the functions in which a call's time is spent, in microseconds of a profiled call."""
+    for _ in range(4):
+        call()
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(many := 10 * CALLS):
+        call()
+    profiler.disable()
+    stats: Any = pstats.Stats(profiler)
+    rows = sorted(((own, whole, times, place) for place, (_, times, own, whole, _) in stats.stats.items()),
+                  reverse=True)
+    for own, whole, times, (path, line, name) in rows[:lines]:
+        where = "/".join(Path(path).parts[-2:])
+        print(f"{own * 1e6 / many:8.2f} {whole * 1e6 / many:8.2f} {times / many:5.1f}  {where}:{line} {name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", action="append", choices=OPS)
+    parser.add_argument("--profile", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    real = torch.cuda.is_available()
+    device = "cuda" if real else "cpu"
+    if not real:
+        torch.set_num_threads(1)
+        machine.pretend(machine.parse(f"triton={triton.__version__},sm=90,sms=132"))
+    found = {}
+    with nullcontext() if real else pretended(Idle()), flashlin.settings(canary="off"):
+        timed = {name: call for op in chosen.op or OPS for name, call in calls(op, device).items()}
+        if chosen.profile:
+            for name, call in timed.items():
+                print(name)
+                profile(call, chosen.profile)
+            return
+        found["now"] = measured(timed)
+        with ordinary():
+            found["ordinary"] = measured(timed)
+    for name, now in found["now"].items():
+        before = found["ordinary"][name]
+        print(f"{name:45} {now['us']:8.1f} us {now['launches']:6.2f} bare    ordinary {before['us']:8.1f} us "
+              f"{before['launches']:6.2f}")
+    if chosen.out:
+        facts = {"device": torch.cuda.get_device_name() if real else "none: pretended",
+                 "triton": triton.__version__, "torch": torch.__version__}
+        chosen.out.write_text(json.dumps(facts | found, indent=1) + "\n")
+
+
+class Idle(Driver):
+    """A card on which starting a kernel takes no time."""
+
+    def _launcher(self, src: Any, metadata: Any) -> Any:
+        def start(*arguments: Any) -> None:
+            _, enter, leave = arguments[6:9]
+            for hook in (enter, leave):
+                if hook is not None:
+                    hook(None)
+        return start
+
+
+if __name__ == "__main__":
+    main()

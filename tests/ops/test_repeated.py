@@ -1,0 +1,480 @@
+"""Runs that are made again start the same kernels on the same data as ordinary ones: on a card that is not
+there, where what a kernel would write is a name for what it read."""
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.utils.flop_counter import FlopCounterMode
+
+import flashlin
+from benchmarks.pretended import Driver, Started, pretended
+from flashlin.compat import launch
+from flashlin.compat import target as machine
+from flashlin.guards.problem import Launch
+from flashlin.ops._common import chunked, repeated
+from flashlin.testing.cases import CASES
+from flashlin.testing.compare import Case
+from matrix.workload import as_in_a_case
+from tests.share import share
+
+# Composed: kernels of theirs read what torch made of others' results, which nobody has written here.
+COMPOSED = ("comba", "gdn2", "product")
+REPEATED = [case for case in CASES if case.op.startswith(("chunk_", "fused_recurrent_", "fused_chunk_"))
+            and not any(name in case.op for name in ("conv", *COMPOSED)) and case.id != "normalized"]
+
+
+class Memory(Driver):
+    """A card whose kernels leave behind, wherever one of their pointers points, a name made of the kernel,
+    its grid, its numbers and what was to be found at each pointer. read: what kernels found, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[int, int] = {}
+        self.fresh: list[torch.Tensor] = []
+        self.read: list[Any] = []
+
+    def begin(self) -> None:
+        """Another call: what kernels have written is forgotten."""
+        self.names.clear(), self.fresh.clear(), self.read.clear()
+
+    def started_with(self, x: torch.Tensor) -> bool:
+        """Whether some kernel had a pointer to x."""
+        return x.data_ptr() in self.names
+
+    def made(self, x: torch.Tensor) -> torch.Tensor:
+        """A new buffer, perhaps where one lay that torch made, a kernel read, and nobody holds any more."""
+        begin = x.untyped_storage().data_ptr()
+        for address in [one for one in self.names if begin <= one < begin + x.untyped_storage().nbytes()]:
+            del self.names[address]
+        self.fresh.append(x)
+        return x
+
+    def found(self, address: int) -> Any:
+        if address in self.names:
+            return self.names[address]
+        for x in self.fresh:
+            begin = x.untyped_storage().data_ptr()
+            if begin <= address < begin + x.untyped_storage().nbytes():
+                return "nothing"
+        return ctypes.string_at(address, 8) if address else "no address"
+
+    def launched(self, one: Started) -> None:
+        kinds = map(str, one.compiled.signature.values())
+        given = enumerate(zip(kinds, one.arguments, strict=True))
+        places = {at: value if isinstance(value, int) else value.data_ptr()
+                  for at, (kind, value) in given if kind[0] == "*"}
+        seen = tuple(self.found(places[at]) if at in places else repr(value)
+                     for at, value in enumerate(one.arguments))
+        self.read.append((one.compiled.fn.__name__, id(one.compiled), one.grid, one.stream, seen))
+        for at, address in places.items():
+            self.names[address] = hash((self.read[-1], at))
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(repeated, "_recipes", {})
+    fake = Memory()
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any, **options: Any) -> Any:
+            return fake.made(function(*arguments, **options))
+        return made
+    for home, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(home, name, noting(getattr(home, name)))
+    machine.pretend(machine.parse(f"triton={triton.__version__},sm=90"))
+    with pretended(fake), flashlin.settings(canary="off"):
+        yield fake
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The recipes of runs that were made again."""
+    seen, function = list[Any](), repeated._again
+
+    def noting(recipe: Any, *rest: Any) -> Any:
+        seen.append(recipe)
+        return function(recipe, *rest)
+    monkeypatch.setattr(repeated, "_again", noting)
+    return seen
+
+
+@pytest.mark.parametrize("case", share(REPEATED, 0, 12), ids=lambda case: f"{case.op} {case.id}")
+def test_cases_read_the_same_each_time(case: Case, card: Memory, again: list[Any]) -> None:
+    chance, elsewhere, before = random.Random(0), list[Any](), None
+    for number in range(5):
+        elsewhere.append([torch.zeros(chance.randrange(1, 9000)) for _ in range(20)])
+        card.begin()
+        again.clear()
+        as_in_a_case(case, torch.bfloat16, gradients=True)
+        assert before is None or card.read == before
+        before = list(card.read)
+        assert not again or number > 1
+    # HGRN and what overwrites states are run the ordinary way
+    assert again or "hgrn" in case.op or case.id.startswith(("pool", "in-place"))
+
+
+# --- what makes a run an ordinary one ---
+
+OP = "chunk_gated_delta_rule"
+
+
+def leaves(dtype: torch.dtype = torch.bfloat16, T: int = 40) -> dict[str, torch.Tensor]:
+    x = {name: torch.randn(2, T, 2, 16).to(dtype) for name in ("q", "k", "v")}
+    return {**x, "g": -torch.rand(2, T, 2), "beta": torch.rand(2, T, 2).to(dtype)}
+
+
+def runs(again: list[Any], times: int = 4, **change: Any) -> int:
+    """How many of so many calls, forward alone, are made again."""
+    again.clear()
+    for _ in range(times):
+        getattr(flashlin, OP)(**{**leaves(), **change})
+    return len(again)
+
+
+def test_the_third_run_is_the_first_that_is_made_again(card: Memory, again: list[Any]) -> None:
+    assert [runs(again, 1) for _ in range(4)] == [0, 0, 1, 1]
+
+
+def beside(x: torch.Tensor) -> torch.Tensor:
+    """The same at an address that is no multiple of 16."""
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    return moved.copy_(x)
+
+
+def test_other_facts_are_another_run(card: Memory, again: list[Any]) -> None:
+    assert runs(again) == 2
+    for change in (leaves(T=41), leaves(torch.float16), {"v": beside(leaves()["v"])}, {"scale": 0.5},
+                   {"output_final_state": True}, {"initial_state": torch.zeros(2, 2, 16, 16)}):
+        assert [runs(again, 1, **change) for _ in range(3)] == [0, 0, 1], change.keys()
+    assert runs(again) == 4
+
+
+def test_a_tensor_given_twice_is_another_call(card: Memory, again: list[Any]) -> None:
+    x = leaves()
+    assert runs(again, q=x["q"], k=x["q"]) == 2
+    assert runs(again) == 2 and runs(again, q=x["q"], k=x["q"]) == 4
+
+
+def test_other_tensors_at_one_address_are_told_apart_by_nobody(card: Memory, again: list[Any]) -> None:
+    q = torch.randn(2, 40, 2, 16).bfloat16()
+    assert runs(again, q=q, v=q.flatten()[:1280].view(2, 40, 2, 8)) == 0
+
+
+def test_slices_of_one_tensor_are_told_apart(card: Memory, again: list[Any]) -> None:
+    """Kernels get copies of the first kind; the second they read where they lie."""
+    q, k, v = torch.randn(2, 40, 2, 48).bfloat16().split(16, -1)
+    assert runs(again, q=q, k=k, v=v) == 2
+    q, k, v = torch.randn(3, 2, 40, 2, 16).bfloat16()
+    other = torch.randn(2, 40, 2, 16).bfloat16()
+    assert runs(again, q=q, k=k, v=v) == 4  # the same facts as the leaves', which were seen when copied
+    card.begin()
+    getattr(flashlin, OP)(**{**leaves(), "q": q, "k": other, "v": v})
+    assert card.started_with(other) and not card.started_with(k)
+
+
+def test_who_watches_sees_ordinary_runs(card: Memory, again: list[Any],
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs(again) == 2
+    seen: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [seen.append])
+        assert runs(again) == 0 and len(seen) == 12
+    assert runs(again) == 4
+    launch.replace_starter(lambda *start: seen.append(start))
+    assert runs(again) == 0
+    launch.replace_starter(None)
+    with FlopCounterMode(display=False):
+        assert runs(again) == 0
+    assert runs(again) == 4
+
+
+def test_settings_are_obeyed(card: Memory, again: list[Any]) -> None:
+    assert runs(again) == 2
+    with flashlin.settings(path="torch"):
+        assert runs(again) == 0
+    with flashlin.settings(invariant=True):  # another plan, if of the same kernels
+        assert [runs(again, 1) for _ in range(3)] == [0, 0, 1]
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert [runs(again, 1) for _ in range(3)] == [0, 0, 1]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert runs(again) == 4
+
+
+def test_a_changed_source_is_compiled_again(card: Memory, again: list[Any]) -> None:
+    assert runs(again) == 2
+    [recipe, _] = again
+    recipe.compiled[0].of.device_caches.clear()
+    assert [runs(again, 1) for _ in range(3)] == [0, 0, 0]
+    assert runs(again) == 4 and again[0].compiled != recipe.compiled
+
+
+def test_a_run_in_which_torch_computes_stays_ordinary(card: Memory, again: list[Any]) -> None:
+    """Two value heads to each of q's: their gradients are added up."""
+    for _ in range(4):
+        x = {**leaves(), "v": torch.randn(2, 40, 4, 16).bfloat16(), "g": -torch.rand(2, 40, 4),
+             "beta": torch.rand(2, 40, 4)}
+        x = {name: t.requires_grad_() for name, t in x.items()}
+        again.clear()
+        getattr(flashlin, OP)(**x)[0].sum().backward()
+    assert len(again) == 1
+
+
+def test_nothing_given_is_kept_alive(card: Memory, again: list[Any]) -> None:
+    x = leaves()
+    kept = [weakref.ref(t) for t in x.values()]
+    for _ in range(4):
+        o = getattr(flashlin, OP)(**x)[0]
+    kept.append(weakref.ref(o))
+    del x, o
+    card.begin()
+    again.clear()
+    gc.collect()
+    assert not [one for one in kept if one() is not None]
+
+
+def test_results_are_new_each_time(card: Memory, again: list[Any]) -> None:
+    x = leaves()
+    outputs = [getattr(flashlin, OP)(**x)[0] for _ in range(6)]
+    assert len(again) == 4 and len({o.data_ptr() for o in outputs}) == 6
+
+
+# --- runs of a test's own ---
+
+class Own(torch.Tensor):
+    pass
+
+
+@triton.jit
+def toy(x, o, n, BT: tl.constexpr):
+    tl.store(o, tl.load(x))
+
+
+@triton.jit
+def toy_with_a_global(x, o, n, BT: tl.constexpr):
+    tl.store(o, tl.load(x) + LIMIT)
+
+
+LIMIT = tl.constexpr(3)
+PLAN: Any = SimpleNamespace()
+LAUNCH = Launch("toy", (1,), 1, 1, (("BT", 16),), 0, 0, frozenset())
+X = torch.arange(16.0)
+
+
+def moved(x: torch.Tensor, o: torch.Tensor, n: int = 1, kernel: Any = toy) -> None:
+    launch.start(LAUNCH, kernel, 1, dict(x=x, o=o, n=n))
+
+
+def one_result(plan: Any, x: torch.Tensor, n: int = 1) -> tuple[torch.Tensor]:
+    """Through two buffers of scratch, each of which has to have room of its own."""
+    first, second, o = torch.empty(100), torch.empty(7, dtype=torch.float64), torch.empty_like(x)
+    for a, b in ((x, first), (first[3:], second), (second, o)):
+        moved(a, b, n)
+    return (o,)
+
+
+def another_result(plan: Any, x: torch.Tensor, n: int = 1) -> tuple[torch.Tensor]:
+    moved(x, o := torch.empty(3))
+    return (o,)
+
+
+def computed(plan: Any, x: torch.Tensor) -> tuple[torch.Tensor]:
+    moved(doubled := 2 * x, o := torch.empty_like(x))
+    return (o + doubled.sum(),)
+
+
+def written(plan: Any, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    moved(x, o := torch.empty_like(x))
+    o.fill_(5)
+    return {"o": o, "none": None}
+
+
+def sliced(plan: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+    moved(x[4:], o := torch.empty(3))
+    return (o,)
+
+
+def with_a_global(plan: Any, x: torch.Tensor) -> tuple[torch.Tensor]:
+    moved(x, o := torch.empty_like(x), kernel=toy_with_a_global)
+    return (o,)
+
+
+def made_again(again: list[Any], function: Any, *arguments: Any, times: int = 3) -> int:
+    """How often, of so many runs that return what an ordinary one does."""
+    again.clear()
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    for _ in range(times):
+        got = repeated.run(function, PLAN, tensors, tuple(set(arguments) - set(tensors)), arguments)
+        expected = function(PLAN, *arguments)
+        values = [made.values() if isinstance(made, dict) else made for made in (got, expected)]
+        pairs = zip(*values, strict=True)
+        assert type(got) is type(expected)
+        assert all(a is b is None or (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
+    return len(again)
+
+
+def test_scratch_has_room_for_all(card: Memory, again: list[Any]) -> None:
+    assert made_again(again, one_result, X, 7) == 1
+    [recipe] = again
+    assert (recipe.scratch, recipe.size) == ((0, 512), 640)
+    assert [len(step.pointers) for step in recipe.steps] == [2, 2, 2]
+    card.begin()
+    one_result(PLAN, X, 7)
+    read = list(card.read)
+    card.begin()
+    repeated.run(one_result, PLAN, [X], (7,), (X, 7))
+    assert card.read == read and len(again) == 2
+
+
+def test_a_run_is_told_by_all_that_decides_it(card: Memory, again: list[Any]) -> None:
+    for arguments in ((X, 7), (X, 8), (X[:8], 7), (X[:8].double(), 7), (X.view(4, 4), 7), (X[::2], 7)):
+        assert [made_again(again, one_result, *arguments, times=1) for _ in range(3)] == [0, 0, 1]
+    assert [made_again(again, another_result, X, 7, times=1) for _ in range(3)] == [0, 0, 1]
+
+
+def test_tensors_of_nothing_and_of_other_classes_make_ordinary_runs(card: Memory, again: list[Any]) -> None:
+    assert made_again(again, one_result, X[:0], 7, times=5) == 0
+    assert made_again(again, one_result, X.as_subclass(Own), 7, times=5) == 0
+
+
+def test_what_torch_computes_is_not_made_again(card: Memory, again: list[Any]) -> None:
+    assert made_again(again, computed, X, times=5) == 0
+
+
+def test_what_torch_writes_is(card: Memory, again: list[Any]) -> None:
+    assert made_again(again, written, X, times=5) == 3
+    assert bool((repeated.run(written, PLAN, [X], (), (X,))["o"] == 5).all())
+
+
+def test_a_slice_is_found_again_if_there_is_one_tensor_that_it_is_of(card: Memory, again: list[Any]) -> None:
+    assert made_again(again, sliced, X, torch.zeros(3)) == 1
+    assert made_again(again, sliced, X[:8], X[8:]) == 0
+
+
+def test_kernels_that_go_tritons_way_are_not_started_again(card: Memory, again: list[Any]) -> None:
+    assert made_again(again, with_a_global, X, times=5) == 0
+
+
+def test_memory_that_lies_elsewhere_makes_an_ordinary_run(card: Memory, again: list[Any],
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    assert made_again(again, one_result, X, 7) == 1
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: empty(
+        sizes[0] + 1 if isinstance(sizes[0], int) else sizes[0].numel() + 1, **options)[1:])
+    started = len(card.read)
+    repeated.run(one_result, PLAN, [X], (7,), (X, 7))
+    assert len(card.read) == started + 3  # and none of a run that was begun and given up
+
+
+def test_releases_that_nobody_has_compared_are_not_even_asked(card: Memory, again: list[Any],
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.2.0")
+    with monkeypatch.context() as patch:
+        patch.delattr(triton, "knobs")  # which that one has not got
+        assert made_again(again, one_result, X, 7, times=5) == 0
+
+
+def test_another_device_than_the_current_one_makes_ordinary_runs(card: Memory) -> None:
+    class There:
+        device, shape, dtype = torch.device("cuda", 1), torch.Size([1]), torch.float32
+        data_ptr = stride = lambda self: 16
+    with mock.patch.object(repeated, "PLAIN", (There,)):
+        there: Any = [There()]
+        assert repeated._facts(one_result, PLAN, there, ()) is None
+        card.device = 1
+        assert repeated._facts(one_result, PLAN, there, ()) is not None
+
+
+# --- calls like an earlier one ---
+
+def test_a_wrong_argument_is_still_an_error_after_a_right_one(card: Memory) -> None:
+    for _ in range(3):
+        getattr(flashlin, OP)(**leaves(), scale=1.0)
+    wrong = leaves()
+    for change, says in ((dict(v=wrong["v"][:, 1:]), "v: got shape"), (dict(g=wrong["g"].long()), "g: got"),
+                         (dict(beta=None), "beta: got"), (dict(scale="1"), "scale: got"),
+                         (dict(scale=True), "scale: got"),
+                         (dict(output_final_state=[]), "output_final_state"),
+                         (dict(q=wrong["q"].to_sparse()), "q: got"),
+                         (dict(initial_state=torch.zeros(1, 2, 16, 16)), "initial_state: got"),
+                         (dict(k=wrong["k"].to("meta")), "k: got device")):
+        with pytest.raises((TypeError, ValueError), match=says):
+            getattr(flashlin, OP)(**{**leaves(), **change})
+
+
+def test_checks_are_not_repeated_for_the_same_facts(card: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr(chunked, "check_qkv", lambda *tensors: checked.append(tensors))
+    for _ in range(3):
+        getattr(flashlin, OP)(**leaves())
+    assert len(checked) == 1
+    getattr(flashlin, OP)(**leaves(T=41))
+    with torch.no_grad():
+        getattr(flashlin, OP)(**leaves())
+    getattr(flashlin, OP)(**{name: x.requires_grad_() for name, x in leaves().items()})
+    assert len(checked) == 4
+
+
+def test_a_subclass_is_checked_each_time(card: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr(chunked, "check_qkv", lambda *tensors: checked.append(tensors))
+    for _ in range(3):
+        getattr(flashlin, OP)(**{**leaves(), "k": leaves()["k"].as_subclass(Own)})
+    assert len(checked) == 3
+
+
+def test_a_tensor_without_strides_is_no_view_of_one_element(card: Memory) -> None:
+    one = torch.zeros((), dtype=torch.bfloat16).expand(2, 40, 2, 16)
+    for _ in range(2):
+        getattr(flashlin, OP)(**{**leaves(), "q": one})
+    with pytest.raises(TypeError, match="q: got a sparse"):
+        getattr(flashlin, OP)(**{**leaves(), "q": one.contiguous().to_sparse()})
+    with pytest.raises(TypeError, match="q: got a nested"):
+        getattr(flashlin, OP)(**{**leaves(), "q": torch.nested.nested_tensor([one[0], one[1]])})
+
+
+MORE_THAN_CASTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "reverse": ("fused_recurrent_simple_gla", {"reverse": True}),
+    "negative scale": ("chunk_simple_gla", {"scale": -0.5}),
+    "odd": ("chunk_simple_gla", {"v": torch.randn(2, 40, 2, 13).bfloat16()}),
+    "a constant": ("chunk_simple_gla", {"g": None, "g_gamma": -torch.rand(2)})}
+
+
+@pytest.mark.parametrize("name", MORE_THAN_CASTS)
+def test_kernels_get_the_same_where_they_get_more_than_casts(name: str, card: Memory) -> None:
+    op, change = MORE_THAN_CASTS[name]
+    x = {**{key: value for key, value in leaves().items() if key != "beta"}, **change}
+    x = {key: t.requires_grad_() if isinstance(t, torch.Tensor) else t for key, t in x.items()}
+    read = []
+    for _ in range(4):
+        card.begin()
+        o, _ = getattr(flashlin, op)(**x)
+        gradients = torch.autograd.grad(o, [x["q"], x["k"], x["v"]], torch.ones_like(o), allow_unused=True)
+        read.append((list(card.read), [gradient is None for gradient in gradients], o.shape, o.dtype))
+        if name == "a constant":
+            o, _ = getattr(flashlin, op)(**x)
+            assert torch.autograd.grad(o.sum(), x["g_gamma"], allow_unused=True) == (None,)
+    assert read[0][0] and all(one == read[0] for one in read)
+
+
+def test_edges_are_looked_at_each_time(card: Memory) -> None:
+    x = {name: t.flatten(0, 1)[None] for name, t in leaves().items()}
+    for edges in ([0, 30, 80], [0, 30, 80], [0, 30, 80]):
+        getattr(flashlin, OP)(**x, cu_seqlens=torch.tensor(edges))
+    with pytest.raises(ValueError, match="cu_seqlens: got 30 after 40"):
+        getattr(flashlin, OP)(**x, cu_seqlens=torch.tensor([0, 40, 30, 80]))
+    with pytest.raises(ValueError, match="cu_seqlens: got a last value of 79"):
+        getattr(flashlin, OP)(**x, cu_seqlens=torch.tensor([0, 30, 79]))
