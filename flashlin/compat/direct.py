@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashlin.compat.releases import nearest
+from flashlin.compat.target import interpreting
 from flashlin.compat.versions import is_unreleased, release
 
 TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -129,7 +130,8 @@ def possible() -> bool:
 @cache
 def _compared(version: str) -> bool:
     known = nearest(version)
-    return known.direct and release(known.version)[:2] == release(version)[:2] and not is_unreleased(version)
+    return (known.direct and release(known.version)[:2] == release(version)[:2] and not is_unreleased(version)
+            and not interpreting())
 
 
 def current(compiled: Iterable[Compiled], device: int) -> bool:

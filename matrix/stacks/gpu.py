@@ -6,14 +6,16 @@ Needs fla, and transformers for the models. First ``--warm`` processes fill Trit
 (``matrix/warming.py``), then each program has one, alone, which measures and is held to ``--seconds``.
 ``--device cpu --small`` tries the script itself.
 
-Errors: RMS ratio beside flashlin in float32, of the output and of all gradients, ratio: patched / raw, whose
-worst may be 1.2. Times: medians of CUDA events, raw and patched in turn.
+Errors: RMS ratio beside flashlin in float32, of the output and of all gradients, over ``INPUTS`` draws, since
+one tells little of a parameter with an element a head; ratio: patched / raw, whose worst may be 1.2. Times:
+medians of CUDA events, raw and patched in turn.
 """
 from __future__ import annotations
 
 import argparse
 import json
 import logging
+import math
 import statistics
 import sys
 import time
@@ -31,7 +33,7 @@ from torch import nn
 import flashlin
 from matrix import record, warming
 
-ROUNDS, STEPS = 5, 20
+ROUNDS, STEPS, INPUTS = 5, 20, 8
 ALLOWED = 1.2
 VOCABULARY = 2048
 Tensors = dict[str, torch.Tensor]
@@ -111,35 +113,40 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], Callable[[Size], nn.Module]]] = {
 
 
 def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype, rounds: int = ROUNDS,
-             steps: int = STEPS) -> dict[str, Any]:
+             steps: int = STEPS, inputs: int = INPUTS) -> dict[str, Any]:
     """Everything of one program."""
     patches, build = PROGRAMS[name]
     torch.manual_seed(0)
     whole = build(size).to(device)
     layered, rows = not hasattr(whole.inner, "config"), (size.B, size.T)
-    x = (torch.randn(*rows, size.D, device=device) if layered
-         else torch.randint(0, VOCABULARY, rows, device=device))
-    pull = torch.randn(*rows, size.D if layered else VOCABULARY, device=device)
     state = {key: value.clone() for key, value in whole.state_dict().items()}
     ways: dict[str, Block] = {"raw": nullcontext, "patched": partial(flashlin.patched, *patches)}
-    with ways["patched"]():
-        want = both(whole, x, pull)
-    whole, x = whole.to(dtype), x.to(dtype) if layered else x
-    runs: dict[str, Callable[[], Tensors]] = {"forward": partial(forward, whole, x),
-                                              "both": partial(both, whole, x, pull.to(dtype))}
+    drawn, wanted = list[tuple[torch.Tensor, torch.Tensor]](), list[Tensors]()
+    for _ in range(inputs):
+        x = (torch.randn(*rows, size.D, device=device) if layered
+             else torch.randint(0, VOCABULARY, rows, device=device))
+        pull = torch.randn(*rows, size.D if layered else VOCABULARY, device=device)
+        with ways["patched"]():
+            wanted.append(both(whole, x, pull))
+        drawn.append((x.to(dtype) if layered else x, pull.to(dtype)))
+    whole = whole.to(dtype)
+    runs: dict[str, Callable[..., Tensors]] = {"forward": partial(forward, whole), "both": partial(both, whole)}
     found: dict[str, Any] = {way: {} for way in ways}
     errors: dict[str, dict[str, float]] = {way: {} for way in ways}
     for way, block in ways.items():
         for what, run in runs.items():
+            squares: dict[str, list[float]] = {}
             try:
                 with block():
-                    tensors = run()
+                    for given, want in zip(drawn, wanted, strict=True):
+                        for key, tensor in run(*given).items():
+                            squares.setdefault(key, []).append(ratio(tensor, want[key]) ** 2)
             except Exception as error:  # whatever is raised is the answer
                 found[way][what] = record.raised(error).removeprefix("error: ")
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
             else:
-                errors[way] |= {key: ratio(one, want[key]) for key, one in tensors.items()}
+                errors[way] |= {key: math.sqrt(statistics.fmean(of)) for key, of in squares.items()}
         found[way]["output"] = errors[way].get("output")
         found[way]["gradient"] = max((one for key, one in errors[way].items() if key != "output"),
                                      default=None)
@@ -149,14 +156,14 @@ def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype, ro
         found["ratio"], found["at"] = max(compared)
     for what, run in runs.items():
         blocks = {way: block for way, block in ways.items() if what not in found[way]}
-        for way, taken in timed(run, blocks, device, rounds).items():
+        for way, taken in timed(partial(run, *drawn[0]), blocks, device, rounds).items():
             found[way][what] = taken
-    found["losses"] = {way: trained(build(size), state, x, block, device, dtype, steps)
+    found["losses"] = {way: trained(build(size), state, drawn[0][0], block, device, dtype, steps)
                        for way, block in ways.items() if isinstance(found[way]["both"], float)}
     return found
 
 
-def forward(whole: nn.Module, x: torch.Tensor) -> Tensors:
+def forward(whole: nn.Module, x: torch.Tensor, _: torch.Tensor) -> Tensors:
     with torch.no_grad():
         return {"output": whole(x)}
 
@@ -241,8 +248,8 @@ def main() -> int:
     options.add_argument("--device", default="cuda")
     options.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
     options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
-    options.add_argument("--only", default="", help="programs whose names begin so; the record in --out, if "
-                         "made by these versions, keeps the others")
+    options.add_argument("--only", default="", help="programs whose names begin so, by commas; the record in "
+                         "--out, if made by these versions, keeps the others")
     options.add_argument("--seconds", type=float, default=100, help="for each process")
     options.add_argument("--warm", type=int, default=16 if torch.cuda.is_available() else 0, metavar="N",
                          help="so many processes fill Triton's cache before")
@@ -253,13 +260,13 @@ def main() -> int:
     device = torch.device(given.device)
     dtype = torch.bfloat16 if given.dtype == "bf16" else torch.float16
     size = SMALL if given.small else Size()
-    names = [name for name in PROGRAMS if name.startswith(given.only)]
+    names = [name for name in PROGRAMS if name.startswith(tuple(given.only.split(",")))]
     if given.one or given.fill:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
         if given.fill:
             warming.walk(names, given.fill,
-                         lambda name: measured(name, size, device, dtype, rounds=1, steps=1))
+                         lambda name: measured(name, size, device, dtype, rounds=1, steps=1, inputs=1))
         else:
             warming.hurry()
             print(json.dumps(measured(given.one, size, device, dtype)))
