@@ -33,7 +33,7 @@ import flashlin
 from flashlin.testing.compare import Tensors, judge
 from matrix import record
 
-AT_ONCE, SECONDS = 8, 45  # processes, and how long each may take
+AT_ONCE, SECONDS = 8, 120  # processes, and how long each may take
 STEPS = 9  # tokens of a generation after its prompt
 VOCABULARY = 50
 # RMS ratios: on a CPU, where all is plain torch, rounding to bf16 alone gives these layers up to 0.009 and,
@@ -129,11 +129,12 @@ def generated(layer: nn.Module, x: torch.Tensor) -> Tensors:
     return {"o": torch.cat([layer(piece, past_key_values=cache, use_cache=True)[0] for piece in pieces], 1)}
 
 
-def compared(ours: Tensors, right: Tensors) -> str:
-    def allowed(name: str, x: torch.Tensor) -> float:
-        return FP32 if x.dtype == torch.float32 else OUTPUT if name == "o" else GRADIENT
+def compared(ours: Tensors, right: Tensors, dtype: torch.dtype) -> str:
+    """dtype: what was computed in, whatever that of a gradient."""
+    def allowed(name: str) -> float:
+        return FP32 if dtype == torch.float32 else OUTPUT if name == "o" else GRADIENT
     missing = torch.empty(0)
-    return record.told((judge(name, (one := ours.get(name, missing)), x, allowed(name, one))
+    return record.told((judge(name, ours.get(name, missing), x, allowed(name))
                         for name, x in right.items()), " off by ")
 
 
@@ -143,7 +144,7 @@ def training(name: str, where: Where, side: str) -> str:
     with SIDES[side]():
         ours = trained(made, x, do)
     with plain():
-        return compared(ours, trained(made.float(), x.float(), do.float()))
+        return compared(ours, trained(made.float(), x.float(), do.float()), where.dtype)
 
 
 def generation(name: str, where: Where, side: str) -> str:
@@ -151,7 +152,7 @@ def generation(name: str, where: Where, side: str) -> str:
     with SIDES[side]():
         ours = generated(made, x)
     with plain(), torch.no_grad():
-        return compared(ours, {"o": made.float()(x.float())[0]})
+        return compared(ours, {"o": made.float()(x.float())[0]}, where.dtype)
 
 
 def many_rows(where: Where, side: str) -> str:
@@ -167,7 +168,7 @@ def many_rows(where: Where, side: str) -> str:
     with plain():
         right = trained(made.float(), x[rows].float(), do[rows].float())
     return compared({name: ours[name][rows] for name in ("o", "dx")},
-                    {name: right[name] for name in ("o", "dx")})
+                    {name: right[name] for name in ("o", "dx")}, where.dtype)
 
 
 def long_row(where: Where, side: str) -> str:
@@ -187,7 +188,7 @@ def long_row(where: Where, side: str) -> str:
         ours = both(inputs, do)
     with plain():
         right = both({name: x[:, :, last].float() for name, x in inputs.items()}, do[:, :, last].float())
-    return compared({name: x[:, :, last] for name, x in ours.items()}, right)
+    return compared({name: x[:, :, last] for name, x in ours.items()}, right, where.dtype)
 
 
 def _embedded(where: Where) -> tuple[nn.Sequential, torch.Tensor]:
@@ -221,7 +222,7 @@ def tokens_in_range(where: Where, side: str) -> str:
         ours = model(tokens)
     with torch.no_grad():
         x = model[0](tokens).float()
-    return compared({"o": ours}, {"o": F.rms_norm(x, (64,), eps=1e-5)})
+    return compared({"o": ours}, {"o": F.rms_norm(x, (64,), eps=1e-5)}, where.dtype)
 
 
 Part = Callable[[Where, str], str]

@@ -62,10 +62,12 @@ def test_every_weight_of_a_patched_layer_has_a_gradient(name: str) -> None:
 
 def test_what_is_off_or_missing_is_told() -> None:
     right = {"o": torch.randn(4, 8), "dx": torch.randn(4, 8)}
-    assert seeds.compared(right, right) == "right"
-    assert seeds.compared({**right, "dx": 1.01 * right["dx"]}, right) == "wrong: dx off by 0.01"
-    assert seeds.compared({"o": right["o"]}, right) == "wrong: dx off by inf"
-    assert seeds.compared({name: x.bfloat16() for name, x in right.items()}, right) == "right"
+    assert seeds.compared(right, right, torch.float32) == "right"
+    assert seeds.compared({**right, "dx": 1.01 * right["dx"]}, right, torch.float32) == "wrong: dx off by 0.01"
+    assert seeds.compared({"o": right["o"]}, right, torch.bfloat16) == "wrong: dx off by inf"
+    rounded = {name: x.bfloat16() for name, x in right.items()}
+    assert seeds.compared(rounded, right, torch.float32) != "right"
+    assert seeds.compared({"o": rounded["o"], "dx": 1.01 * right["dx"]}, right, torch.bfloat16) == "right"
 
 
 def test_the_long_row_is_planned_for_the_cards_of_the_field() -> None:
