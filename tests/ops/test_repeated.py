@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -478,3 +480,27 @@ def test_edges_are_looked_at_each_time(card: Memory) -> None:
         getattr(flashlin, OP)(**x, cu_seqlens=torch.tensor([0, 40, 30, 80]))
     with pytest.raises(ValueError, match="cu_seqlens: got a last value of 79"):
         getattr(flashlin, OP)(**x, cu_seqlens=torch.tensor([0, 30, 79]))
+
+
+SLOW_TO_IMPORT = """
+import sys
+import torch, triton, flashlin
+from benchmarks.host import Idle
+from benchmarks.pretended import pretended
+from flashlin.compat import target
+from flashlin.ops._common import repeated
+target.pretend(target.parse(f"triton={triton.__version__},sm=90"))
+x = [torch.randn(1, 64, 1, 16).bfloat16() for _ in "qkv"]
+with pretended(Idle()), flashlin.settings(canary="off"):
+    for _ in range(4):
+        flashlin.chunk_retention(*x)
+assert any(isinstance(one, repeated.Recipe) for one in repeated._recipes.values())
+print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
+"""
+
+
+def test_watching_a_run_imports_no_compiler() -> None:
+    """Torch would to trace around the watch, and the second call would take seconds."""
+    done = subprocess.run([sys.executable, "-c", SLOW_TO_IMPORT], capture_output=True, text=True, timeout=100,
+                          check=False)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr[-2000:]

@@ -162,6 +162,11 @@ class _Watch(TorchDispatchMode):
         self.plain = True
         self.stored = {_storage_of(x) for x in tensors if x is not None}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler to do so, which takes a second or two."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         if function in MAKING:
