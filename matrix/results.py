@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -150,10 +151,8 @@ class CellResult(Facts):
         fresh = folder / f".{self.cell.name}.json"
         kernels = {name: self.kernels[name]
                    for name in sorted({kernel_of(launch) for launch in self.launches})}
-        lines = sorted((_line(launch, tried) for launch, tried in self.launches.items()),
-                       key=lambda line: (line["config"], line["id"]))
         fields = self.model_dump(exclude_defaults=True, exclude={"cell", "kernels", "launches"})
-        fresh.write_text(one_a_line({**fields, "kernels": kernels, "launches": lines}), encoding="utf-8")
+        fresh.write_text(one_a_line({**fields, "kernels": kernels, "launches": _lines(self.launches)}), encoding="utf-8")
         os.replace(fresh, folder / f"{self.cell.name}.json")
 
 
@@ -162,7 +161,7 @@ def load_result(folder: Path, cell: Cell) -> CellResult:
     path = folder / f"{cell.name}.json"
     fields = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     kernels = {name: source for name, source in fields.pop("kernels", {}).items() if is_current(source, name)}
-    tried = dict(_tried(line) for line in fields.pop("launches", ()))
+    tried = dict(one for line in fields.pop("launches", ()) for one in _tried(line))
     return CellResult(cell=cell, kernels=kernels,
                       launches={name: one for name, one in tried.items() if kernel_of(name) in kernels},
                       **fields)
@@ -185,33 +184,45 @@ def kernel_of(launch: str) -> str:
     return launch.rpartition("-")[0]
 
 
-def _line(launch: str, tried: Tried) -> dict[str, Any]:
+def _lines(launches: Mapping[str, Tried]) -> list[dict[str, Any]]:
+    """A line for each configuration: by ids, without the kernel's name, what is known of all of these."""
+    alike: dict[str, dict[str, list[str]]] = {}
+    for launch, tried in sorted(launches.items()):
+        known = alike.setdefault(tried.config, {})
+        known.setdefault(json.dumps(_known(tried.cards)), []).append(launch.rpartition("-")[2])
+    return [{"config": config, **{" ".join(ids): json.loads(one) for one, ids in known.items()}}
+            for config, known in sorted(alike.items())]
+
+
+def _known(of: Mapping[str, Compiled]) -> dict[str, Any]:
     """Cards of which the same is known stand together. fine: cards -> bytes of shared memory; slow: the same
     and the figures; ok: of what was not counted; failed: cards -> what happened."""
     alike: dict[str, list[str]] = {}
-    for card in sorted(tried.cards, key=_by_number):
-        alike.setdefault(tried.cards[card].model_dump_json(exclude_defaults=True), []).append(card)
-    verdicts = {" ".join(cards): tried.cards[cards[0]] for cards in alike.values()}
-    line = {"config": tried.config, "id": launch.rpartition("-")[2],
-            "fine": {cards: one.shared for cards, one in verdicts.items()
-                     if one.status == "ok" and one.counted and not one.slow},
-            "slow": {cards: (one.shared, *filter(None, one.slow)) for cards, one in verdicts.items() if one.slow},
-            "ok": {cards: one.shared for cards, one in verdicts.items()
-                   if one.status == "ok" and not one.counted},
-            "failed": {cards: one.model_dump(exclude_defaults=True)
-                       for cards, one in verdicts.items() if one.status != "ok"}}
-    return {name: value for name, value in line.items() if value}
+    for card in sorted(of, key=_by_number):
+        alike.setdefault(of[card].model_dump_json(exclude_defaults=True), []).append(card)
+    verdicts = {" ".join(cards): of[cards[0]] for cards in alike.values()}
+    known = {"fine": {cards: one.shared for cards, one in verdicts.items()
+                      if one.status == "ok" and one.counted and not one.slow},
+             "slow": {cards: (one.shared, *filter(None, one.slow)) for cards, one in verdicts.items() if one.slow},
+             "ok": {cards: one.shared for cards, one in verdicts.items()
+                    if one.status == "ok" and not one.counted},
+             "failed": {cards: one.model_dump(exclude_defaults=True)
+                        for cards, one in verdicts.items() if one.status != "ok"}}
+    return {name: value for name, value in known.items() if value}
 
 
-def _tried(line: dict[str, Any]) -> tuple[str, Tried]:
-    verdicts = {cards: Compiled(shared=shared) for cards, shared in line.get("ok", {}).items()}
-    verdicts |= {cards: Compiled(shared=shared, counted=True)
-                 for cards, shared in line.get("fine", {}).items()}
-    verdicts |= {cards: Compiled(shared=shared, counted=True, slow=Figures(*figures))
-                 for cards, (shared, *figures) in line.get("slow", {}).items()}
-    verdicts |= {cards: Compiled(**fields) for cards, fields in line.get("failed", {}).items()}
-    return f"{line['config'].partition(' ')[0]}-{line['id']}", Tried(config=line["config"], cards={
-        card: one for cards, one in verdicts.items() for card in cards.split()})
+def _tried(line: dict[str, Any]) -> Iterator[tuple[str, Tried]]:
+    config = line.pop("config")
+    for ids, known in line.items():
+        verdicts = {cards: Compiled(shared=shared) for cards, shared in known.get("ok", {}).items()}
+        verdicts |= {cards: Compiled(shared=shared, counted=True)
+                     for cards, shared in known.get("fine", {}).items()}
+        verdicts |= {cards: Compiled(shared=shared, counted=True, slow=Figures(*figures))
+                     for cards, (shared, *figures) in known.get("slow", {}).items()}
+        verdicts |= {cards: Compiled(**fields) for cards, fields in known.get("failed", {}).items()}
+        for name in ids.split():
+            yield f"{config.partition(' ')[0]}-{name}", Tried(config=config, cards={
+                card: one for cards, one in verdicts.items() for card in cards.split()})
 
 
 def _by_number(card: str) -> tuple[bool, int, str]:

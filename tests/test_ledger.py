@@ -160,12 +160,12 @@ def test_what_is_kept_comes_back_in_one_order_with_cards_by_verdict(tmp_path: Pa
     assert load_result(tmp_path, CELL) == result
     at = lines(tmp_path).index('"launches": [')
     assert [json.loads(line.rstrip(",")) for line in lines(tmp_path)[at + 1:-2]] == [
-        {"config": "conv_backward_x BT=16 warps=4 stages=1", "id": "a",
-         "fine": {"sm90 sm100 gfx90a": 2048}, "slow": {"sm70": [2048, 19104, 32, 6181, 3175], "sm89": [2048, 1001]},
-         "ok": {"sm80": 0},
-         "failed": {"sm75": {"status": "abort", "message": "SIGABRT", "cause": "Assertion `x' failed"}}},
-        {"config": "gate_cumsum BT=32 warps=4 stages=1", "id": "c", "ok": {"gfx942": 0}},
-        {"config": "gate_cumsum BT=64 warps=4 stages=1", "id": "b", "ok": {"sm90": 512}}]
+        {"config": "conv_backward_x BT=16 warps=4 stages=1", "a": {
+            "fine": {"sm90 sm100 gfx90a": 2048},
+            "slow": {"sm70": [2048, 19104, 32, 6181, 3175], "sm89": [2048, 1001]}, "ok": {"sm80": 0},
+            "failed": {"sm75": {"status": "abort", "message": "SIGABRT", "cause": "Assertion `x' failed"}}}},
+        {"config": "gate_cumsum BT=32 warps=4 stages=1", "c": {"ok": {"gfx942": 0}}},
+        {"config": "gate_cumsum BT=64 warps=4 stages=1", "b": {"ok": {"sm90": 512}}}]
     before = lines(tmp_path)
     kept(tmp_path, **dict(reversed(verdicts.items())))
     assert lines(tmp_path) == before, "in whatever order it was found"
