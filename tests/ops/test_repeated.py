@@ -202,6 +202,16 @@ def test_who_watches_sees_ordinary_runs(card: Memory, again: list[Any],
     assert runs(again) == 4
 
 
+def test_a_remedy_is_gone_with_its_plan(card: Memory, again: list[Any]) -> None:
+    """A T4 computes bfloat16 in float32; what the same call is here owes nothing to that."""
+    machine.pretend(machine.parse(f"triton={triton.__version__},sm=75"))
+    x = leaves()
+    for _ in range(3):
+        assert getattr(flashlin, OP)(**x)[0].dtype == torch.bfloat16 and not card.started_with(x["v"])
+    machine.pretend(machine.parse(f"triton={triton.__version__},sm=90"))
+    assert getattr(flashlin, OP)(**x)[0].dtype == torch.bfloat16 and card.started_with(x["v"])
+
+
 def test_settings_are_obeyed(card: Memory, again: list[Any]) -> None:
     assert runs(again) == 2
     with flashlin.settings(path="torch"):

@@ -62,8 +62,9 @@ def seen(facts: Any, given: Sequence[Tensor | None]) -> tuple[Plan, Sequence[Ten
 def see(facts: Any, plan: Plan | None, given: Sequence[Tensor | None], taken: Sequence[Tensor | None],
         how: Any) -> None:
     """A call with such facts is about to start its kernels. taken: the given tensors, of which some were cast
-    or made contiguous, and nothing else was done to any."""
-    if facts is None or plan is None:
+    or made contiguous, and nothing else was done to any. Where a remedy changes what kernels compute in,
+    another plan may not."""
+    if facts is None or plan is None or plan.problem.dot != "native":
         return
     if len(_seen) >= MOST:
         _seen.clear()
