@@ -53,7 +53,7 @@ used, or at a price), or broken. What is listed is
 
 Exit code: 0 if every op runs and nothing is known to be wrong (ok, degraded), 1
 if not (broken, and with --fail-on degraded also degraded), 2 for a mistake in
-the arguments.
+the arguments or output that cannot be written.
 """
 DOCTOR_EXAMPLES = """examples:
   flashlin doctor                              this machine
@@ -72,7 +72,8 @@ EXPLAIN = """The decision trail of one call: what stands against it on a machine
 done about it. Sizes that are not given are those of the op's typical calls.
 
 Exit code: 0 if there is an answer, also if it is that the call cannot run; 1 if
-flashlin cannot be loaded; 2 for a mistake in the arguments.
+flashlin cannot be loaded; 2 for a mistake in the arguments or output that
+cannot be written.
 """
 EXPLAIN_EXAMPLES = """examples:
   flashlin explain chunk_gla                   training in bfloat16, here
@@ -105,8 +106,8 @@ yet, and a kernel that hangs may take the desktop with it: save your work first.
 It then goes one by one, and ends at a hang.
 
 Exit code: 0 if all is right, 1 if something is not (it will be planned
-otherwise) or could not be tried, 2 for a mistake in the arguments or a device
-that torch cannot use.
+otherwise) or could not be tried, 2 for a mistake in the arguments, a device
+that torch cannot use or output that cannot be written.
 """
 WARMUP_EXAMPLES = """examples:
   flashlin warmup                    every op in bfloat16, heads of 64 and 128
@@ -119,7 +120,7 @@ come with flashlin; asks nobody, starts nothing. Without a text it reads
 standard input, a whole log if need be.
 
 Exit code: 0 if something is known that prints it or may, 1 if nothing is, 2 for
-a mistake in the arguments.
+a mistake in the arguments or output that cannot be written.
 """
 WHY_EXAMPLES = """examples:
   flashlin why "IndexError: map::at"
@@ -264,11 +265,15 @@ def main(argv: list[str] | None = None) -> int:
             command = arguments.pop("command")
             code = report(command, arguments) if command in COMMANDS else None
         finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # whoever read this has seen enough, as with any other program in a pipe
+            if sys.stdout is not None:  # as after >&-
+                sys.stdout.flush()
+    except OSError as error:  # of stdout: what commands raise is told in ``report``
         # for what is still in the buffer when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        if isinstance(error, BrokenPipeError):  # whoever read this has seen enough, as with any other program
+            return 141
+        print(f"flashlin: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        return 2
     return run_program(**arguments) if code is None else code  # pipes that break in there are the program's
 
 
@@ -279,7 +284,7 @@ def report(command: str, arguments: dict[str, Any]) -> int:
     except (ValueError, RuntimeError, OSError, Unloadable) as error:
         print(f"flashlin {command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, Unloadable) else 2
-    encoding = sys.stdout.encoding or "utf-8"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding))
     return code
 

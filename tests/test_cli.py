@@ -33,6 +33,28 @@ def test_a_pipe_that_nobody_reads_ends_it_quietly(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(("arguments", "unbuffered"), [
+    (["doctor", "--target", H200], ""), (["doctor", "--target", H200], "1"), (["why", "reshapeOuts"], ""),
+    (["--help"], "")])
+def test_a_full_disk_is_one_line(arguments: list[str], unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "flashlin", *arguments], stdout=full,
+                              stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT, check=False,
+                              env={**CLEAN, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered})
+    assert (done.returncode, done.stderr) == (
+        2, "flashlin: cannot write to standard output: No space left on device\n")
+
+
+def test_no_standard_output_at_all_leaves_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import sys; print('lost'); sys.exit(7)")
+    for arguments, code in ((["why", "reshapeOuts"], 0), (["run", "--quiet", f"{tmp_path}/program.py"], 7)):
+        done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "flashlin", *arguments],
+                              stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT, check=False,
+                              env={**CLEAN, "PYTHONPATH": str(ROOT)})
+        assert (done.returncode, done.stderr) == (code, "")
+
+
 # --- versions ---
 
 def test_the_version_is_one_line(tmp_path: Path) -> None:
