@@ -7,8 +7,8 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -136,23 +136,42 @@ class Parser(argparse.ArgumentParser):
     """Says which command or option was meant."""
 
     def error(self, message: str) -> NoReturn:
-        wrong = re.search(r"invalid choice: '([^']+)'|unrecognized arguments: (\S+)", message)
-        if wrong:
-            from difflib import get_close_matches
+        wrong = re.search(r"invalid choice: '([^']+)'", message)
+        super().error(message + (nearest(wrong[1], COMMANDS | {"run": None}) if wrong else ""))
 
-            options = [option for one in self.everybody() for option in one._option_string_actions]
-            given = wrong[1] or wrong[2].partition("=")[0]
-            close = get_close_matches(given, options if wrong[2] else COMMANDS | {"run": None}, 1)
-            message += f"; did you mean {close[0]}?" if close else ""
-        super().error(message)
+    def parsed(self, argv: list[str] | None) -> dict[str, Any]:
+        """The arguments. Where one is unknown, the error names the option of that command that was meant."""
+        known, unknown = self.parse_known_args(argv)
+        if unknown:
+            options = [option for one in self.chosen(known.command) for option in one._option_string_actions]
+            given = unknown[0].partition("=")[0]
+            meant = nearest(given, options)
+            if not meant and "--target" in options and names_a_machine(unknown[0]):
+                meant = f"; did you mean --target {unknown[0]}?"
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return vars(known)
 
-    def everybody(self) -> list[argparse.ArgumentParser]:
-        """This one and those of its commands."""
-        return [self, *(one for action in self._actions if isinstance(action, argparse._SubParsersAction)
-                        for one in action.choices.values())]
+    def chosen(self, command: str) -> list[argparse.ArgumentParser]:
+        """This one and that of the command."""
+        return [self, *(action.choices[command] for action in self._actions
+                        if isinstance(action, argparse._SubParsersAction))]
 
 
-def parser() -> argparse.ArgumentParser:
+def nearest(given: str, known: Iterable[str]) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(given, known, 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def names_a_machine(given: str) -> bool:
+    """``H100``, ``t4,triton=3.2.0``, ``sm90``, ``sm=90,triton=3.2.0``."""
+    with suppress(Unloadable):
+        return bool(re.match(r"sm[_=]?\d", given) or load("compat.target").card_named(given))
+    return False
+
+
+def parser() -> Parser:
     plain = argparse.RawDescriptionHelpFormatter
     top = Parser(prog="flashlin", description=ABOUT, formatter_class=plain)
     top.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS,
@@ -261,7 +280,7 @@ def load(module: str) -> Any:
 def main(argv: list[str] | None = None) -> int:
     try:
         try:
-            arguments = vars(parser().parse_args(argv))
+            arguments = parser().parsed(argv)
             command = arguments.pop("command")
             code = report(command, arguments) if command in COMMANDS else None
         finally:
