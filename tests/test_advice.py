@@ -306,7 +306,8 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "broken",
         "",
         "broken",
-        f"with torch 2.9.1, all {ALL} ops would run as Triton kernels; in its way: vllm 0.8.5 needs torch==2.6.0",
+        f"with torch 2.9.1, all {ALL} ops would run as Triton kernels; in its way: vllm 0.8.5 needs "
+        "torch==2.6.0",
     ),
     "vLLM on an H100": (
         World(("H100",), "2.6.0", "3.2.0", others=(VLLM,)),

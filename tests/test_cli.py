@@ -49,7 +49,8 @@ def test_a_full_disk_is_one_line(arguments: list[str], unbuffered: str) -> None:
 def test_no_standard_output_at_all_leaves_the_exit_code(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import sys; print('lost'); sys.exit(7)")
     for arguments, code in ((["why", "reshapeOuts"], 0), (["run", "--quiet", f"{tmp_path}/program.py"], 7)):
-        done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "flashlin", *arguments],
+        command = [sys.executable, "-m", "flashlin", *arguments]
+        done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command],
                               stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT, check=False,
                               env={**CLEAN, "PYTHONPATH": str(ROOT)})
         assert (done.returncode, done.stderr) == (code, "")

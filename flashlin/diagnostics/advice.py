@@ -192,7 +192,8 @@ def _violated(need: str, pair: Pair) -> bool:
 
 def _gain(here: Pair | None, then: Pair, cards: Sequence[Target], policy: Policy, ops: tuple[str, ...],
           would: str = "") -> str:
-    """``24 of 66 ops run without fp32 copies``, or ``would run``. here: None where nothing runs kernels now."""
+    """``24 of 66 ops run without fp32 copies``, or ``would run``. here: None where nothing runs kernels
+    now."""
     better: Counter[Way] = Counter()
     for op in ops:
         before = [Way.TORCH if here is None else way_of(typical(op, _with(card, here), policy))
@@ -201,8 +202,8 @@ def _gain(here: Pair | None, then: Pair, cards: Sequence[Target], policy: Policy
         gained = [old for old, new in zip(before, after, strict=True) if new < old]
         if gained:
             better[max(gained)] += 1
-    every = len(ops)
-    return " and ".join(f"{f'all {every}' if number == every else f'{number} of {every}'} ops {would}{MENDED[way]}"
+    counts = {len(ops): f"all {len(ops)}"}
+    return " and ".join(f"{counts.get(number, f'{number} of {len(ops)}')} ops {would}{MENDED[way]}"
                         for way, number in sorted(better.items(), reverse=True))
 
 
