@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from typing import Any, NoReturn
@@ -137,38 +137,27 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']+)'", message)
-        super().error(message + (nearest(wrong[1], COMMANDS | {"run": None}) if wrong else ""))
+        super().error(message + (meant(wrong[1], [*COMMANDS, "run"]) if wrong else ""))
 
     def parsed(self, argv: list[str] | None) -> dict[str, Any]:
         """The arguments. Where one is unknown, the error names the option of that command that was meant."""
         known, unknown = self.parse_known_args(argv)
         if unknown:
-            options = [option for one in self.chosen(known.command) for option in one._option_string_actions]
-            given = unknown[0].partition("=")[0]
-            meant = nearest(given, options)
-            if not meant and "--target" in options and names_a_machine(unknown[0]):
-                meant = f"; did you mean --target {unknown[0]}?"
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+            [commands] = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
+            options = [*self._option_string_actions, *commands.choices[known.command]._option_string_actions]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant(unknown[0], options)}")
         return vars(known)
 
-    def chosen(self, command: str) -> list[argparse.ArgumentParser]:
-        """This one and that of the command."""
-        return [self, *(action.choices[command] for action in self._actions
-                        if isinstance(action, argparse._SubParsersAction))]
 
-
-def nearest(given: str, known: Iterable[str]) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(given, known, 1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def names_a_machine(given: str) -> bool:
-    """``H100``, ``t4,triton=3.2.0``, ``sm90``, ``sm=90,triton=3.2.0``."""
+def meant(given: str, known: list[str]) -> str:
+    """``; did you mean --target H100?``, of what is like something known, or is a machine and --target known;
+    else nothing."""
     with suppress(Unloadable):
-        return bool(re.match(r"sm[_=]?\d", given) or load("compat.target").card_named(given))
-    return False
+        target = load("compat.target")
+        machine = "--target" in known and (re.match(r"sm[_=]?\d", given) or target.card_named(given))
+        like = target.nearest_name(given.partition("=")[0], known)
+        return str(like or (f"; did you mean --target {given}?" if machine else ""))
+    return ""
 
 
 def parser() -> Parser:
