@@ -177,10 +177,9 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
     # --- wrong where a tensor is used again ---
     Flaw(
         id="rwkv7-input-overwritten", package="fla", since="0.2.0", card="gpu", mended_by=("fla",),
-        effect="if the input of an RWKV-7 layer, or of fused_addcmul_rwkv7, is read again after backward (by "
-               "another layer, or the next step), it holds gradients: backward writes that of hidden_states "
-               "over hidden_states",
-        remedy='flashlin.patch("fla"), or hand it hidden_states.clone()',
+        effect="if an RWKV-7 layer's input is read again after backward, it holds gradients: "
+               "fused_addcmul_rwkv7 writes them over it",
+        remedy='flashlin.patch("fla"), or hand the layer a clone()',
         source="seen on an H200 with fla 0.6.0, read in 0.2.0, 0.4.2 and 0.5.2"),
     # --- wrong where documents are packed into a row ---
     Flaw(
