@@ -35,8 +35,7 @@ def test_a_pipe_that_nobody_reads_ends_it_quietly(arguments: list[str]) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize(("arguments", "unbuffered"), [
-    (["doctor", "--target", H200], ""), (["doctor", "--target", H200], "1"), (["why", "reshapeOuts"], ""),
-    (["--help"], "")])
+    (["doctor", "--target", H200], ""), (["why", "reshapeOuts"], "1"), (["--help"], "")])
 def test_a_full_disk_is_one_line(arguments: list[str], unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "flashlin", *arguments], stdout=full,
