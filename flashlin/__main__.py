@@ -8,7 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -53,7 +53,7 @@ used, or at a price), or broken. What is listed is
 
 Exit code: 0 if every op runs and nothing is known to be wrong (ok, degraded), 1
 if not (broken, and with --fail-on degraded also degraded), 2 for a mistake in
-the arguments.
+the arguments or output that cannot be written.
 """
 DOCTOR_EXAMPLES = """examples:
   flashlin doctor                              this machine
@@ -72,7 +72,8 @@ EXPLAIN = """The decision trail of one call: what stands against it on a machine
 done about it. Sizes that are not given are those of the op's typical calls.
 
 Exit code: 0 if there is an answer, also if it is that the call cannot run; 1 if
-flashlin cannot be loaded; 2 for a mistake in the arguments.
+flashlin cannot be loaded; 2 for a mistake in the arguments or output that
+cannot be written.
 """
 EXPLAIN_EXAMPLES = """examples:
   flashlin explain chunk_gla                   training in bfloat16, here
@@ -105,8 +106,8 @@ yet, and a kernel that hangs may take the desktop with it: save your work first.
 It then goes one by one, and ends at a hang.
 
 Exit code: 0 if all is right, 1 if something is not (it will be planned
-otherwise) or could not be tried, 2 for a mistake in the arguments or a device
-that torch cannot use.
+otherwise) or could not be tried, 2 for a mistake in the arguments, a device
+that torch cannot use or output that cannot be written.
 """
 WARMUP_EXAMPLES = """examples:
   flashlin warmup                    every op in bfloat16, heads of 64 and 128
@@ -119,7 +120,7 @@ come with flashlin; asks nobody, starts nothing. Without a text it reads
 standard input, a whole log if need be.
 
 Exit code: 0 if something is known that prints it or may, 1 if nothing is, 2 for
-a mistake in the arguments.
+a mistake in the arguments or output that cannot be written.
 """
 WHY_EXAMPLES = """examples:
   flashlin why "IndexError: map::at"
@@ -135,23 +136,31 @@ class Parser(argparse.ArgumentParser):
     """Says which command or option was meant."""
 
     def error(self, message: str) -> NoReturn:
-        wrong = re.search(r"invalid choice: '([^']+)'|unrecognized arguments: (\S+)", message)
-        if wrong:
-            from difflib import get_close_matches
+        wrong = re.search(r"invalid choice: '([^']+)'", message)
+        super().error(message + (meant(wrong[1], [*COMMANDS, "run"]) if wrong else ""))
 
-            options = [option for one in self.everybody() for option in one._option_string_actions]
-            given = wrong[1] or wrong[2].partition("=")[0]
-            close = get_close_matches(given, options if wrong[2] else COMMANDS | {"run": None}, 1)
-            message += f"; did you mean {close[0]}?" if close else ""
-        super().error(message)
-
-    def everybody(self) -> list[argparse.ArgumentParser]:
-        """This one and those of its commands."""
-        return [self, *(one for action in self._actions if isinstance(action, argparse._SubParsersAction)
-                        for one in action.choices.values())]
+    def parsed(self, argv: list[str] | None) -> dict[str, Any]:
+        """The arguments. Where one is unknown, the error names the option of that command that was meant."""
+        known, unknown = self.parse_known_args(argv)
+        if unknown:
+            [commands] = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
+            options = [*self._option_string_actions, *commands.choices[known.command]._option_string_actions]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant(unknown[0], options)}")
+        return vars(known)
 
 
-def parser() -> argparse.ArgumentParser:
+def meant(given: str, known: list[str]) -> str:
+    """``; did you mean --target H100?``, of what is like something known, or is a machine and --target known;
+    else nothing."""
+    with suppress(Unloadable):
+        target = load("compat.target")
+        machine = "--target" in known and (re.match(r"sm[_=]?\d", given) or target.card_named(given))
+        like = target.nearest_name(given.partition("=")[0], known)
+        return str(like or (f"; did you mean --target {given}?" if machine else ""))
+    return ""
+
+
+def parser() -> Parser:
     plain = argparse.RawDescriptionHelpFormatter
     top = Parser(prog="flashlin", description=ABOUT, formatter_class=plain)
     top.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS,
@@ -260,15 +269,19 @@ def load(module: str) -> Any:
 def main(argv: list[str] | None = None) -> int:
     try:
         try:
-            arguments = vars(parser().parse_args(argv))
+            arguments = parser().parsed(argv)
             command = arguments.pop("command")
             code = report(command, arguments) if command in COMMANDS else None
         finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # whoever read this has seen enough, as with any other program in a pipe
+            if sys.stdout is not None:  # as after >&-
+                sys.stdout.flush()
+    except OSError as error:  # of stdout: what commands raise is told in ``report``
         # for what is still in the buffer when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        if isinstance(error, BrokenPipeError):  # whoever read this has seen enough, as with any other program
+            return 141
+        print(f"flashlin: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        return 2
     return run_program(**arguments) if code is None else code  # pipes that break in there are the program's
 
 
@@ -279,7 +292,7 @@ def report(command: str, arguments: dict[str, Any]) -> int:
     except (ValueError, RuntimeError, OSError, Unloadable) as error:
         print(f"flashlin {command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, Unloadable) else 2
-    encoding = sys.stdout.encoding or "utf-8"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding))
     return code
 

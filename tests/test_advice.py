@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import flashlin
-from flashlin.diagnostics import machine
+from flashlin.diagnostics import machine, surroundings
 from flashlin.diagnostics.machine import Dist
 from flashlin.diagnostics.report import Advice, Report
 from tests.machines import H200, installed
@@ -25,11 +25,11 @@ BAD = "import fails: ImportError: undefined symbol"
 
 INDEX = "https://download.pytorch.org/whl/"
 UNSET = "unset CUDA_VISIBLE_DEVICES"
-ELSEWHERE = 'export TRITON_CACHE_DIR="${TMPDIR:-/tmp}/triton-$(id -u)"'
+ELSEWHERE = surroundings.elsewhere()
 
 # The machine, its grade, the command, the grade after it, and words of the advice.
 ALL = len({plan.op for plan in flashlin.doctor(target="H100,triton=3.6.0").plans})
-EVERY = f"{ALL} of {ALL} ops would run kernels"
+EVERY = f"this makes all {ALL} ops run as Triton kernels"
 
 MACHINES: dict[str, tuple[World, str, str, str, str]] = {
     # nothing to do
@@ -50,14 +50,14 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "ok",
         'pip install "torch==2.7.1"',
         "ok",
-        f"25 of {ALL} ops would run with all their warps",
+        f"this makes 25 of {ALL} ops run with their usual number of warps",
     ),
     "a V100 with 3.2.0": (
         World(("V100",), "2.6.0", "3.2.0"),
         "degraded",
         'pip install "torch==2.7.1"',
         "degraded",
-        f"37 of {ALL} ops would run without fp32 copies",
+        f"this makes 37 of {ALL} ops run without fp32 copies",
     ),
     "a B300 with 3.5.1": (
         World(("B300",), "2.9.1", "3.5.1"),
@@ -121,7 +121,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "degraded",
         'pip install "triton==3.2.0"',
         "degraded",
-        f"65 of {ALL} ops would run kernels",
+        f"this makes 65 of {ALL} ops run as Triton kernels",
     ),
     "a laptop with a broken Triton": (
         World(driver="", triton_error=BAD),
@@ -306,7 +306,8 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "broken",
         "",
         "broken",
-        f"with torch 2.9.1 {EVERY}; in its way: vllm 0.8.5 needs torch==2.6.0",
+        f"with torch 2.9.1, all {ALL} ops would run as Triton kernels; in its way: vllm 0.8.5 needs "
+        "torch==2.6.0",
     ),
     "vLLM on an H100": (
         World(("H100",), "2.6.0", "3.2.0", others=(VLLM,)),
@@ -320,7 +321,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "degraded",
         'pip install --force-reinstall --no-deps "triton==3.2.0"',
         "ok",
-        f"with torch 2.7.1 25 of {ALL} ops would run with all their warps; in its way: vllm",
+        f"with torch 2.7.1, 25 of {ALL} ops would run with their usual number of warps; in its way: vllm",
     ),
     "uv": (
         World(("H100",), triton_error=BAD, installer="uv"),
@@ -410,7 +411,7 @@ def test_a_named_machine_is_advised_by_its_triton() -> None:
         advice = flashlin.doctor(target=target).advice
         # 3.3.1 would do, but the wheels of the torch that has it have no code for that card
         assert advice is not None and advice.command == 'pip install "torch==2.8.0"'
-        assert f"{ALL} of {ALL}" not in advice.why and "ops would run kernels" in advice.why
+        assert f"all {ALL}" not in advice.why and "ops run as Triton kernels" in advice.why
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,28 @@ def test_a_pipe_that_nobody_reads_ends_it_quietly(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(("arguments", "unbuffered"), [
+    (["doctor", "--target", H200], ""), (["why", "reshapeOuts"], "1"), (["--help"], "")])
+def test_a_full_disk_is_one_line(arguments: list[str], unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "flashlin", *arguments], stdout=full,
+                              stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT, check=False,
+                              env={**CLEAN, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered})
+    assert (done.returncode, done.stderr) == (
+        2, "flashlin: cannot write to standard output: No space left on device\n")
+
+
+def test_no_standard_output_at_all_leaves_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import sys; print('lost'); sys.exit(7)")
+    for arguments, code in ((["why", "reshapeOuts"], 0), (["run", "--quiet", f"{tmp_path}/program.py"], 7)):
+        command = [sys.executable, "-m", "flashlin", *arguments]
+        done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command],
+                              stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT, check=False,
+                              env={**CLEAN, "PYTHONPATH": str(ROOT)})
+        assert (done.returncode, done.stderr) == (code, "")
+
+
 # --- versions ---
 
 def test_the_version_is_one_line(tmp_path: Path) -> None:
@@ -149,14 +171,18 @@ def test_short_names_of_dtypes_reach_every_command(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("arguments", "meant"), [
     (["docter"], "doctor"), (["warm-up"], "warmup"), (["doctor", "--markdwn"], "--markdown"),
-    (["explain", "chunk_gla", "--varln"], "--varlen")])
+    (["explain", "chunk_gla", "--varln"], "--varlen"), (["doctor", "H100"], "--target H100"),
+    (["doctor", "--verbose", "t4,triton=3.2.0"], "--target t4,triton=3.2.0"),
+    (["explain", "chunk_gla", "sm90"], "--target sm90")])
 def test_what_was_meant_is_named(arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
 
 
-def test_what_is_like_nothing_names_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", ["xyzzy", "doctor xyzzy", "warmup H100"])
+def test_what_is_like_nothing_of_a_command_names_nothing(arguments: str,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["xyzzy"])
+        main(arguments.split())
     assert "did you mean" not in capsys.readouterr().err

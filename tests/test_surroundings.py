@@ -160,18 +160,19 @@ def test_a_cache_that_is_full_or_runs_nothing(
     monkeypatch.setattr(surroundings.os, "statvfs", lambda path: SimpleNamespace(f_flag=flags))
     one = only(surroundings.check_cache, made(H200))
     assert one.status == ("problem" if said else "ok") and said in one.detail
-    assert one.fix == (surroundings.ELSEWHERE if said else "")
+    assert one.fix == (surroundings.elsewhere() if said else "")
 
 
-def test_the_cache_that_is_advised_can_be_written(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["sh", "-c", f'{surroundings.ELSEWHERE}; mkdir -p "$TRITON_CACHE_DIR"; echo $TRITON_CACHE_DIR'],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
-    assert Path(done.stdout.strip()).is_dir() and done.stdout.startswith(str(tmp_path))
+@pytest.mark.parametrize("shell", [one for one in ("sh", "bash", "zsh", "fish") if shutil.which(one)])
+@pytest.mark.parametrize("given", [True, False], ids=["TMPDIR", "none"])
+def test_the_cache_that_is_advised_can_be_written(
+    given: bool, shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path) if given else "")
+    advised = surroundings.elsewhere()
+    assert "${" not in advised, "fish knows none"
+    said = subprocess.check_output([shell, "-c", f'{advised} && sh -c "env"'], text=True).splitlines()
+    assert f"TRITON_CACHE_DIR={tmp_path if given else '/tmp'}/triton-{os.getuid()}" in said
 
 
 # --- variables ---

@@ -174,6 +174,13 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
                "torch way, which keeps a tensor for each pair of tokens; it is told once, when the model is "
                "built",
         remedy='pip install "transformers>=5.15", and then ' + _PATCH, source=_READ.format("5.14.1")),
+    # --- wrong where a tensor is used again ---
+    Flaw(
+        id="rwkv7-input-overwritten", package="fla", since="0.2.0", card="gpu", mended_by=("fla",),
+        effect="if an RWKV-7 layer's input is read again after backward, it holds gradients: "
+               "fused_addcmul_rwkv7 writes them over it",
+        remedy='flashlin.patch("fla"), or hand the layer a clone()',
+        source="seen on an H200 with fla 0.6.0, read in 0.2.0, 0.4.2 and 0.5.2"),
     # --- wrong where documents are packed into a row ---
     Flaw(
         id="packing-ignored", package="transformers", since="5.15.0", fixed_in="5.20.0",

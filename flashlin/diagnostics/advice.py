@@ -24,8 +24,8 @@ from flashlin.diagnostics.outlook import Way, price, typical, way_of
 from flashlin.diagnostics.report import Advice, Check
 from flashlin.policy import Policy
 
-MENDED = {Way.REFUSED: "run", Way.TORCH: "run kernels", Way.COPIES: "run without fp32 copies",
-          Way.PARTS: "run their batch at once", Way.WARPS: "run with all their warps"}
+MENDED = {Way.REFUSED: "run", Way.TORCH: "run as Triton kernels", Way.COPIES: "run without fp32 copies",
+          Way.PARTS: "run their batch at once", Way.WARPS: "run with their usual number of warps"}
 NO_CODE = "its wheels have no code for"
 INDEX = "https://download.pytorch.org/whl/"
 
@@ -80,14 +80,15 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
     if best is not None:
         strange = (f"torch {here.torch} was made with Triton {releases.triton_for(here.torch)}, not "
                    f"{here.triton}")
-        words.append(_gain(before, best, cards, machine.policy, ops) or ("" if broken else strange))
+        gain = _gain(before, best, cards, machine.policy, ops)
+        words.append(f"this makes {gain}" if gain else "" if broken else strange)
     # what would be better still, and what is in its way
     limit = stay if now is None else judge(now)
     blocked = [pair for pair, no in against.items() if no and not any(one.startswith(NO_CODE) for one in no)]
     held = _best(blocked, judge, limit) if any(limit.prices) else None
     if held is not None and sum(judge(held).prices) < sum(limit.prices):
-        words.append(f"with torch {held.torch} {_gain(now, held, cards, machine.policy, ops)}; in its way: "
-                     f"{', '.join(against[held])}")
+        words.append(f"with torch {held.torch}, {_gain(now, held, cards, machine.policy, ops, 'would ')}; in "
+                     f"its way: {', '.join(against[held])}")
     elif broken and best is None:
         words.append("no torch for this card and driver is known to mend that")
     return _commands(best, here, machine) if best is not None else [], "; ".join(filter(None, words))
@@ -189,9 +190,10 @@ def _violated(need: str, pair: Pair) -> bool:
     return not wanted.specifier.contains(".".join(map(str, release(version))), prereleases=True)
 
 
-def _gain(here: Pair | None, then: Pair, cards: Sequence[Target], policy: Policy,
-          ops: tuple[str, ...]) -> str:
-    """``24 of 66 ops would run with all their warps``. here: None where nothing runs kernels now."""
+def _gain(here: Pair | None, then: Pair, cards: Sequence[Target], policy: Policy, ops: tuple[str, ...],
+          would: str = "") -> str:
+    """``24 of 66 ops run without fp32 copies``, or ``would run``. here: None where nothing runs kernels
+    now."""
     better: Counter[Way] = Counter()
     for op in ops:
         before = [Way.TORCH if here is None else way_of(typical(op, _with(card, here), policy))
@@ -200,7 +202,8 @@ def _gain(here: Pair | None, then: Pair, cards: Sequence[Target], policy: Policy
         gained = [old for old, new in zip(before, after, strict=True) if new < old]
         if gained:
             better[max(gained)] += 1
-    return " and ".join(f"{number} of {len(ops)} ops would {MENDED[way]}"
+    counts = {len(ops): f"all {len(ops)}"}
+    return " and ".join(f"{counts.get(number, f'{number} of {len(ops)}')} ops {would}{MENDED[way]}"
                         for way, number in sorted(better.items(), reverse=True))
 
 

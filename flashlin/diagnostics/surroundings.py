@@ -27,7 +27,6 @@ LIMIT = 10.0
 LIBCUDA = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib/wsl/lib",
            "/usr/local/nvidia/lib64", "/run/opengl-driver/lib", "/usr/local/cuda/compat")
 ROOM = 200  # MiB that kernels of one model may take in the cache
-ELSEWHERE = 'export TRITON_CACHE_DIR="${TMPDIR:-/tmp}/triton-$(id -u)"'
 # How systems install a compiler and Python's headers.
 MANAGERS = {"apt-get": ("apt-get install -y gcc libc6-dev", "apt-get install -y python3-dev"),
             "dnf": ("dnf install -y gcc", "dnf install -y python3-devel"),
@@ -134,9 +133,14 @@ def check_cache(machine: Machine) -> Iterator[Check]:
     if not wrong:
         yield Check(name="cache", status="ok", detail=f"{folder} can be written")
         return
-    yield Check(name="cache", status="problem" if machine.known_cards else "worked around", fix=ELSEWHERE,
+    yield Check(name="cache", status="problem" if machine.known_cards else "worked around", fix=elsewhere(),
                 detail=f"{folder} {wrong}, " + ("and Triton compiles into it" if machine.known_cards
                                                 else "which matters once Triton compiles"))
+
+
+def elsewhere() -> str:
+    """For any shell, fish, too, which knows no ``${TMPDIR:-/tmp}``; and a report says no names of users."""
+    return f'export TRITON_CACHE_DIR="{"$TMPDIR" if os.environ.get("TMPDIR") else "/tmp"}/triton-$(id -u)"'
 
 
 def existing(folder: Path) -> Path:

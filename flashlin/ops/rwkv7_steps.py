@@ -32,7 +32,8 @@ def fused_addcmul_rwkv7(hidden_states: Tensor, delta: Tensor, xr: Tensor, xw: Te
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
             run the call.
 
-    Differs from fla: no argument is ever written to, and fp16 tensors are computed with in float32, too.
+    Differs from fla: no argument is ever written to, where fla's backward writes the gradient of
+    hidden_states over hidden_states; and fp16 tensors are computed with in float32, too.
     """
     check_rows("hidden_states", hidden_states, "[B, T, D]", 3)
     D = hidden_states.shape[2]

@@ -8,7 +8,8 @@ Needs fla, and transformers for the models. First ``--warm`` processes fill Trit
 
 Errors: RMS ratio beside flashlin in float32, of the output and of all gradients, over ``INPUTS`` draws, since
 one tells little of a parameter with an element a head; ratio: patched / raw, whose worst may be 1.2. Times:
-medians of CUDA events, raw and patched in turn.
+medians of CUDA events, raw and patched in turn. Every backward has inputs of its own, since fla's RWKV-7
+writes to them.
 """
 from __future__ import annotations
 
@@ -129,6 +130,7 @@ def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype, ro
         with ways["patched"]():
             wanted.append(both(whole, x, pull))
         drawn.append((x.to(dtype) if layered else x, pull.to(dtype)))
+    whole.zero_grad(set_to_none=True)  # which ``to`` would round in place, and ``wanted`` has them
     whole = whole.to(dtype)
     runs: dict[str, Callable[..., Tensors]] = {"forward": partial(forward, whole), "both": partial(both, whole)}
     found: dict[str, Any] = {way: {} for way in ways}
@@ -170,8 +172,8 @@ def forward(whole: nn.Module, x: torch.Tensor, _: torch.Tensor) -> Tensors:
 
 def both(whole: nn.Module, x: torch.Tensor, pull: torch.Tensor) -> Tensors:
     whole.zero_grad(set_to_none=True)
-    output = whole(x)
-    output.backward(pull)
+    output = whole(x.clone())
+    output.backward(pull.clone())
     return {"output": output.detach(),
             **{key: one.grad for key, one in whole.named_parameters() if one.grad is not None}}
 
@@ -217,7 +219,7 @@ def trained(whole: nn.Module, state: Tensors, x: torch.Tensor, block: Block, dev
     with block():
         for _ in range(steps):
             with torch.autocast(device.type, dtype):
-                output = whole(x).float()
+                output = whole(x.clone()).float()
                 if target is None:
                     target = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(device)
                 loss = (output - target).pow(2).mean()

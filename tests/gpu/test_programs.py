@@ -18,16 +18,22 @@ import fla.layers
 
 BF16 = torch.bfloat16
 REFUSAL = "on Hopper GPUs produces incorrect results"  # fla's, of Triton 3.4 to 3.7.0, in gated backwards
-OWN: dict[str, Callable[[], Any]] = {
+WHERE = seeds.Where(torch.device("cuda"), BF16, small=False)
+Build = Callable[[], Any]
+OWN: dict[str, Build] = {
     "ABC": lambda: fla.layers.ABCAttention(hidden_size=256, num_heads=4, num_slots=32, layer_idx=0),
-    "Comba": lambda: fla.layers.Comba(hidden_size=256, num_heads=4, head_dim=64, layer_idx=0),
     "GatedSlotAttention": lambda: fla.layers.GatedSlotAttention(hidden_size=256, num_heads=4, num_slots=32,
                                                                 layer_idx=0)}
+GATED: dict[str, Build] = {
+    "Comba": lambda: fla.layers.Comba(hidden_size=256, num_heads=4, head_dim=64, layer_idx=0),
+    # the layer of tests/integrations/test_seeds.py, whose kernels are compiled once for both
+    "GatedDeltaNet": lambda: seeds.layer("GatedDeltaNet", WHERE)}
 
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
-    with seeds.quick():
+    """Without trials in child processes, which would compile it all twice to know what is tested here."""
+    with seeds.quick(), flashlin.settings(canary="off"):
         yield
 
 
@@ -45,8 +51,7 @@ def trained(layer: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", OWN)
 def test_what_flashlin_has_not_runs_as_raw_under_shield(name: str) -> None:
     torch.manual_seed(0)
-    layer = OWN[name]().to("cuda", BF16)
-    x = torch.randn(2, 300, 256, device="cuda", dtype=BF16)
+    layer, x = OWN[name]().to(WHERE.device, BF16), WHERE.drawn(*WHERE.rows)
     try:
         raw = trained(copy.deepcopy(layer), x)
     except RuntimeError as error:
@@ -61,11 +66,11 @@ def test_what_flashlin_has_not_runs_as_raw_under_shield(name: str) -> None:
         assert difference < 2e-2, (key, float(difference))
 
 
-def test_a_layer_of_gated_delta_net_trains_where_raw_refuses() -> None:
+@pytest.mark.parametrize("name", GATED)
+def test_a_gated_layer_trains_where_raw_refuses(name: str) -> None:
     """Triton 3.4 to 3.7.0 on Hopper: raw raises in backward; elsewhere the two agree."""
     torch.manual_seed(0)
-    layer = fla.layers.GatedDeltaNet(hidden_size=512, num_heads=4, head_dim=128, layer_idx=0).to("cuda", BF16)
-    x = torch.randn(2, 512, 512, device="cuda", dtype=BF16)
+    layer, x = GATED[name]().to(WHERE.device, BF16), WHERE.drawn(*WHERE.rows)
     with flashlin.patched("fla"):
         ours = trained(layer, x)
     assert all(value.isfinite().all() for value in ours.values())

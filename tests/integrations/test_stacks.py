@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 import flashlin.mamba
 from matrix.record import Child
-from matrix.stacks import records, run, seeds, table, verdicts, ways
+from matrix.stacks import gpu, records, run, seeds, table, verdicts, ways
 from matrix.stacks.models import MODELS, known
 from matrix.stacks.verdicts import Answer, Outcome, error, outcome
 from matrix.stacks.versions import STACKS
@@ -189,3 +190,54 @@ def test_a_quick_tuner_takes_the_first_configuration_that_fits() -> None:
             tuner.run(n)
     assert tried == 2 * [1, 2, 4, 4]  # the last is the call itself
     assert "_bench" in vars(Autotuner) and Autotuner._bench.__qualname__ == "Autotuner._bench"
+
+
+class Overwriting(torch.autograd.Function):
+    """x * weight, whose backward writes over both of what it was given, as fla's RWKV-7 over its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.given = x, weight.to(x.dtype)
+        return x * weight.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.given
+        dweight = (x * dy).sum((0, 1)).float()
+        x.fill_(7.0)
+        dx = dy * weight
+        dy.fill_(7.0)
+        return dx, dweight
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, width))
+        self.seen = list[torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.clone())
+        out: torch.Tensor = Overwriting.apply(x, self.weight)
+        return out
+
+
+def test_a_backward_that_overwrites_its_input_spoils_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, ratio = set[torch.dtype](), gpu.ratio
+
+    def seen(one: torch.Tensor, want: torch.Tensor) -> float:
+        wanted.add(want.dtype)
+        return ratio(one, want)
+    monkeypatch.setattr(gpu, "ratio", seen)
+    monkeypatch.setattr(gpu, "PROGRAMS", {"Scaled": (("triton",), lambda size: gpu.Whole(Scaled(size.D)))})
+    found = gpu.measured("Scaled", gpu.SMALL, torch.device("cpu"), torch.bfloat16, 1, 3, 2)
+    assert wanted == {torch.float32}
+    for way in ("raw", "patched"):
+        assert found[way]["output"] < 0.01 and found[way]["gradient"] < 0.01, found
+    assert found["ratio"] == 1 and found["losses"]["raw"] == found["losses"]["patched"]
+
+
+def test_every_step_of_a_training_sees_the_same_input() -> None:
+    layer, x = Scaled(8), torch.randn(2, 3, 8)
+    gpu.trained(layer, dict(layer.state_dict()), x, nullcontext, torch.device("cpu"), torch.bfloat16, 3)
+    assert len(layer.seen) == 3 and all(torch.equal(one, x) for one in layer.seen)

@@ -60,7 +60,8 @@ def test_a_gate_keeps_its_digits_far_from_zero(at: float) -> None:
 
 
 def test_gradients_of_some_outputs_and_for_some_tensors() -> None:
-    """A mix of which only two outputs are used; and parameters, or all but parameters, that want none."""
+    """A mix of which only two outputs are used; and parameters, or all but parameters, that want none. What
+    was given is left as it was, where fla's backward writes to it."""
     generator = torch.Generator().manual_seed(0)
     h, delta = (torch.randn(2, 7, 12, generator=generator) for _ in range(2))
     xs = [torch.randn(12, generator=generator) for _ in range(6)]
@@ -71,6 +72,7 @@ def test_gradients_of_some_outputs_and_for_some_tensors() -> None:
             loss = found[0].square().sum() + found[5].sin().sum()  # type: ignore[union-attr]
             got = torch.autograd.grad(loss, [leaves[at] for at in wanted], allow_unused=True,
                                       materialize_grads=True)
+        assert all(map(torch.equal, leaves, (h, delta, *xs)))
         doubles = [x.detach().double().requires_grad_() for x in leaves]
         y = reference.mix(*doubles)
         expected = torch.autograd.grad(y[0].square().sum() + y[5].sin().sum(), [doubles[at] for at in wanted],

@@ -115,6 +115,16 @@ h.contiguous(), d.contiguous(), *[mu.contiguous()] * 5), strict=True):
     torch.testing.assert_close(flashlin.gate_output_correction(h, heads, heads, u, heads, d), expected)
 
 
+def test_backward_writes_to_no_argument_of_rwkv7() -> None:
+    """fla's writes the gradient of hidden_states over hidden_states."""
+    h, delta, mu = randn(2, 5, 12, grad=True), randn(2, 5, 12, grad=True), randn(12, grad=True)
+    given = [x.detach().clone() for x in (h, delta, mu)]
+    for _ in range(2):
+        found = flashlin.fused_addcmul_rwkv7(h, delta, mu, mu, mu, mu, mu, mu)
+        torch.stack([y for y in found if y is not None]).square().sum().backward()
+        assert all(map(torch.equal, (h, delta, mu), given))
+
+
 def test_gradients_are_those_of_differences() -> None:
     generator = torch.Generator().manual_seed(0)
 
