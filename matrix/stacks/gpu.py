@@ -133,7 +133,7 @@ def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype, ro
     whole.zero_grad(set_to_none=True)  # which ``to`` would round in place, and ``wanted`` has them
     whole = whole.to(dtype)
     runs: dict[str, Callable[..., Tensors]] = {"forward": partial(forward, whole), "both": partial(both, whole)}
-    found: dict[str, Any] = {way: {} for way in ways}
+    found: dict[str, Any] = {"inputs": inputs, **{way: {} for way in ways}}
     errors: dict[str, dict[str, float]] = {way: {} for way in ways}
     for way, block in ways.items():
         for what, run in runs.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +41,49 @@ def table(folder: Path) -> list[str]:
             *markdown.table(("answer", "quantity", "where"), _reasons(records))]
 
 
+def on_gpus(folder: Path) -> list[str]:
+    """Programs of realistic size on GPUs; no lines without a record."""
+    return _by_gpu(
+        folder, "stacks-gpu-*.json", "Real programs on GPUs",
+        "Layers and models of realistic size in bf16, raw / patched, made by `python -m matrix.stacks.gpu`. "
+        "Errors are RMS ratios beside flashlin in float32 over so many inputs, of the output and of the worst "
+        "gradient; *worst ratio* is the patched error over the raw one, of whichever tensor has the largest, "
+        "and may be 1.2.",
+        ("program", "forward, ms", "with backward, ms", "error of the output", "of a gradient", "worst ratio",
+         "inputs", "loss after 20 steps"),
+        lambda record: [_measured(name, one) for name, one in record["programs"].items()])
+
+
 def seeds(folder: Path) -> list[str]:
     """The programs that flashlin began with, on GPUs; no lines without a record."""
+    return _by_gpu(
+        folder, "seeds-*.json", "Programs it began with",
+        "fla's layers and functions as they are and under `flashlin.patched(\"fla\")`, made by "
+        "`python -m matrix.stacks.seeds`. *right* is within bounds of float32 in plain torch, or the error "
+        "that was asked for. What a program does second meets what the first has left behind.",
+        ("program", "what it does", "raw", "patched"),
+        lambda record: [(row["program"], row["part"], row["raw"], row["patched"]) for row in record["rows"]])
+
+
+def _by_gpu(folder: Path, pattern: str, title: str, said: str, head: tuple[str, ...],
+            rows: Callable[[dict[str, Any]], list[tuple[str, ...]]]) -> list[str]:
     lines: list[str] = []
-    for path in sorted(folder.glob("seeds-*.json")):
+    for path in sorted(folder.glob(pattern)):
         record = json.loads(path.read_text(encoding="utf-8"))
         lines += ["", f"### {record['device']}, Triton {record['triton']}", "",
                   f"fla {record['fla']}, torch {record['torch']}, {record['date']}.", "",
-                  *markdown.table(("program", "what it does", "raw", "patched"),
-                                  [(row["program"], row["part"], row["raw"], row["patched"])
-                                   for row in record["rows"]])]
-    return lines and ["", "## Programs it began with", "",
-                      "fla's layers and functions as they are and under `flashlin.patched(\"fla\")`, made by "
-                      "`python -m matrix.stacks.seeds`. *right* is within bounds of float32 in plain torch, "
-                      "or the error that was asked for. What a program does second meets what the first has "
-                      "left behind.", *lines]
+                  *markdown.table(head, rows(record))]
+    return lines and ["", f"## {title}", "", said, *lines]
+
+
+def _measured(name: str, found: dict[str, Any]) -> tuple[str, ...]:
+    def both(of: Callable[[str], Any], form: str) -> str:
+        return " / ".join(format(one, form) if isinstance(one, float) else "error" if isinstance(one, str) else "-"
+                          for one in map(of, ("raw", "patched")))
+    ratio = f"{found['ratio']:.2f} `{found['at'].removeprefix('inner.')}`" if "ratio" in found else "-"
+    return (name, both(lambda way: found[way]["forward"], ".2f"), both(lambda way: found[way]["both"], ".2f"),
+            both(lambda way: found[way]["output"], ".1e"), both(lambda way: found[way]["gradient"], ".1e"),
+            ratio, str(found.get("inputs", 1)), both(lambda way: (found["losses"].get(way) or [None])[-1], ".4f"))
 
 
 def _of_record(record: dict[str, Any]) -> Iterable[str]:
