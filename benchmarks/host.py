@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import datetime
 import json
 import pstats
 import statistics
@@ -130,7 +131,8 @@ def main() -> None:
               f"{before['launches']:6.2f}")
     if chosen.out:
         facts = {"device": torch.cuda.get_device_name() if real else "none: pretended",
-                 "triton": triton.__version__, "torch": torch.__version__}
+                 "triton": triton.__version__, "torch": torch.__version__,
+                 "date": datetime.date.today().isoformat()}
         chosen.out.write_text(json.dumps(facts | found, indent=1) + "\n")
 
 

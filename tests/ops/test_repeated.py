@@ -403,7 +403,7 @@ def test_another_device_than_the_current_one_makes_ordinary_runs(card: Memory) -
     class There:
         device, shape, dtype = torch.device("cuda", 1), torch.Size([1]), torch.float32
         data_ptr = stride = lambda self: 16
-    with mock.patch.object(repeated, "PLAIN", (There,)):
+    with mock.patch.object(repeated, "TENSORS", (There,)):
         there: Any = [There()]
         assert repeated._facts(one_result, PLAN, there, ()) is None
         card.device = 1

@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flashlin.compat import launch
-from flashlin.compat.direct import Compiled, current, possible, triton_module, watched
+from flashlin.compat.direct import TENSORS, Compiled, current, possible, triton_module, watched
 from flashlin.guards.problem import Plan
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 MOST = 4096  # runs that are kept, as many as plans
 ALIGNED = 16  # bytes that every buffer begins at a multiple of, which kernels may have been compiled for
 APART = 128  # bytes that scratch buffers begin at multiples of
@@ -107,7 +106,7 @@ def _facts(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | 
             addresses.append(0)
             continue
         address, on = x.data_ptr(), x.device
-        if not address or type(x) not in PLAIN or on.index not in (None, device):  # one of nothing has none
+        if not address or type(x) not in TENSORS or on.index not in (None, device):  # one of nothing has none
             return None
         look = x.dtype, x.shape, x.stride(), on, address % ALIGNED
         same = addresses.index(address) if address in addresses else None

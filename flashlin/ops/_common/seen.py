@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashlin.compat.direct import TENSORS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.ops._common.planned import planned
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 MOST = 4096  # calls that are kept, as many as plans
 
 _seen: dict[Any, Seen] = {}
@@ -34,7 +34,7 @@ def facts_of(tensors: Sequence[Any], *others: Any) -> Any:
         return None
     try:
         found = [None if x is None else (x.dtype, x.shape, x.stride(), x.device, x.requires_grad)
-                 for x in tensors if x is None or (type(x) in PLAIN and x.layout is torch.strided)]
+                 for x in tensors if x is None or (type(x) in TENSORS and x.layout is torch.strided)]
         facts = torch.is_grad_enabled(), *found, *others, *map(type, others)
         hash(facts)
     except (RuntimeError, TypeError):  # a nested tensor has no shape, a list no hash
