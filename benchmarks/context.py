@@ -4,7 +4,8 @@
     python -m benchmarks.context --ranks 2 --tokens 2048 --heads 4 --head-dim 32     without a GPU, by gloo
 
 A process for each rank; a time is the slowest rank's, memory the peak of the fullest one. "heads" is a share
-of the heads each (an all-to-all), "tokens" states from rank to rank; what planning chooses is marked with *.
+of the heads each (an all-to-all), "tokens" states from rank to rank; `flashlin.explain(op, ranks=)` says which
+of the two a call takes. The README's table is made of the records (benchmarks/report.py).
 """
 from __future__ import annotations
 
@@ -72,33 +73,24 @@ def rank_of(rank: int, folder: str, given: Namespace) -> None:
 
 def of_op(name: str, given: Namespace, device: str) -> dict[str, dict[str, Any]]:
     """What each way takes, forward, and with all gradients ("both")."""
-    op, best, found = find(name), chosen(name, given), {}
-    for way in ("one device", "heads", "tokens"):
+    op, found = find(name), {}
+    one_key = "mamba" in name  # for all heads, which ranks cannot divide
+    for way in ("one device", *(() if one_key else ("heads",)), "tokens"):
         size = 1 if way == "one device" else given.ranks
-        if way == "heads" != best:
-            continue
         function, shape = getattr(flashlin, name), Shape(1, given.tokens // size, given.heads, given.head_dim)
         if size > 1:
             function = partial(function, process_group=dist.group.WORLD)
         limits.forced_over = way if size > 1 else ""
         dispatch.plan.cache_clear()
         calls = runs(function, op, shape, device) if size > 1 or dist.get_rank() == 0 else None
-        found[way + "*" * (way == best)] = {
-            what: taken(None if calls is None else calls[what], device, size == 1)
-            for what in ("forward", "both")}
+        found[way] = {what: taken(None if calls is None else calls[what], device, size == 1)
+                      for what in ("forward", "both")}
         del calls
         if device != "cpu":
             torch.cuda.empty_cache()
     limits.forced_over = ""
     dispatch.plan.cache_clear()
     return found
-
-
-def chosen(name: str, given: Namespace) -> str:
-    """What planning chooses."""
-    plan = flashlin.plan(name, T=given.tokens // given.ranks, H=given.heads, K=given.head_dim,
-                         V=given.head_dim, ranks=given.ranks)
-    return "tokens" if "mamba" in name else plan.problem.over  # one key for all heads
 
 
 def taken(call: Callable[[], Any] | None, device: str, alone: bool) -> dict[str, Any]:

@@ -54,6 +54,31 @@ def pairs(record: Record) -> list[Pair]:
             for pair in [one for one in beside if one.other in ran] or beside[:1]]
 
 
+def over_ranks(folder: Path = RESULTS) -> str:
+    """A table of each record of benchmarks/context.py: one GPU that has the whole sequence, and several."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("context-*.json")):
+        of = json.loads(path.read_text(encoding="utf-8"))
+        ranks = path.name.split("-")[1]
+        ways = {"one device": "one GPU", "tokens": f"{ranks} GPUs, states", "heads": f"{ranks} GPUs, all-to-all"}
+        columns = ("op", *(f"{words}: {what}" for words in ways.values()
+                           for what in ("forward, ms", "with backward, ms", "peak, MiB")))
+        lines += [f"{of['tokens']:,} tokens, {of['heads']} heads of {of['head_dim']}, {of['dtype']}; "
+                  f"{ranks} x {of['device']}, Triton {of['triton']}, torch {of['torch']}, {of['date']}:", "",
+                  *markdown.table(columns, [
+                      (f"`{op}`", *(cell for way in ways for cell in _of_ranks(row.get(way))))
+                      for op, row in of["rows"].items()]), ""]
+    return "\n".join(lines).rstrip()
+
+
+def _of_ranks(figures: Record | None) -> tuple[str, ...]:
+    if figures is None:
+        return (NONE,) * 3
+    both = figures["both"]
+    return *(one["failed"] if "failed" in one else f"{one['ms']:.1f}" for one in (figures["forward"], both)), (
+        NONE if "failed" in both else f"{both['peak_mib']:,}")
+
+
 COLUMNS = ("op", "B x T x H x D", "beside", "forward, ms", "ratio", "of the floor", "host",
            "with backward, ms", "ratio", "of the floor", "host", "memory, MB")
 

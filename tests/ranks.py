@@ -6,7 +6,8 @@ import json
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flashlin
+from flashlin import dispatch
+from flashlin.guards import limits
 
 Job = Callable[[Any], None]
 SECONDS = 60  # how long ranks wait for each other
@@ -130,6 +133,18 @@ def close(found: Tensor, right: Tensor, bound: float, name: str) -> None:
     """As far as bound times the largest of them."""
     torch.testing.assert_close(found, right, rtol=bound, atol=bound * float(right.abs().max()),
                                msg=lambda text: f"{name}: {text}")
+
+
+@contextmanager
+def divided(way: str) -> Iterator[None]:
+    """Calls over several ranks go this way, "heads" (where they can) or "tokens"."""
+    limits.forced_over = way
+    dispatch.plan.cache_clear()
+    try:
+        yield
+    finally:
+        limits.forced_over = ""
+        dispatch.plan.cache_clear()
 
 
 def equal_one(call: Call, group: Any, **ranks: Any) -> None:

@@ -160,7 +160,7 @@ def earlier_speed() -> str:
 
 
 GENERATED: dict[str, Callable[[], str]] = {"support table": support_table, "error": error_example,
-                                           "speed": speed}
+                                           "speed": speed, "ranks": report.over_ranks}
 
 
 def between_markers(name: str) -> re.Pattern[str]:

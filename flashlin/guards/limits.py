@@ -35,30 +35,36 @@ MAX_HEAD_DIM = 512
 # Up to here a token-by-token kernel without gradients beats the chunked one: it is one short launch, and a
 # chunk would be mostly padding.
 FEW_TOKENS = 16
-# What ranks divide, whatever suits them: "tokens", or "" to choose. For tests and benchmarks, which forget
-# plans (dispatch.plan has a cache) when they change it.
+# What ranks divide, whatever suits them: "heads" (where they can), "tokens", or "" to choose. For tests and
+# benchmarks, which forget plans (dispatch.plan has a cache) when they change it.
 forced_over = ""
 # Options of calls whose ranks cannot have a share of the heads each, whatever their number.
 UNSHARED = {"own_edges": "of packed sequences each knows its own edges alone",
             "few_qk_heads": "heads of q and k that they do not divide"}
+# Families whose tokens do more to a state than let it decay: ranks in the middle of a sequence make a K x K
+# matrix of that, which takes another pass, in float32.
+TRANSFERRED = ("delta", "dplr")
 
 
 def check_ranks(draft: Draft) -> Reason | None:
     problem = draft.problem
     if problem.ranks == 1 or problem.over:
         return None
-    got = f"each sequence on {problem.ranks} ranks, {problem.T} tokens on each"
-    for option, why in UNSHARED.items():
-        if option in problem.options:
-            return Reason("ranks", f"{got}, and {why}", "states carried from rank to rank", ("carry_states",),
-                          forced=False)
-    if forced_over == "tokens":
-        return Reason("ranks", f"{got}, and states asked for", "states carried from rank to rank",
-                      ("carry_states",), forced=False)
+    got = f"each sequence on {problem.ranks} ranks, {problem.T} tokens on each, and "
+    whys = [why for option, why in UNSHARED.items() if option in problem.options]
     if problem.H % problem.ranks:
-        return Reason("ranks", f"{got}, and {problem.H} heads, which {problem.ranks} does not divide",
-                      "states carried from rank to rank", ("carry_states",), forced=False)
-    return Reason("ranks", f"{got}, and {problem.H} heads, which {problem.ranks} divides",
+        whys.append(f"{problem.H} heads, which {problem.ranks} does not divide")
+    if not whys and forced_over != "heads":
+        if forced_over == "tokens":
+            whys.append("states asked for")
+        elif problem.family not in TRANSFERRED:
+            whys.append("states that only decay on the way")
+        elif problem.ranks == 2:
+            whys.append("no rank between two others")
+    if whys:
+        return Reason("ranks", got + whys[0], "states carried from rank to rank", ("carry_states",),
+                      forced=False)
+    return Reason("ranks", f"{got}{problem.H} heads, which {problem.ranks} divides",
                   f"whole sequences of {problem.H // problem.ranks} heads on each", ("share_heads",),
                   forced=False)
 

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 import flashlin
 from flashlin import dispatch
-from tests.ranks import Job, computed, equal_one, made, model_equals_one, of_rank, run_jobs, together
+from tests.ranks import Job, computed, divided, equal_one, made, model_equals_one, of_rank, run_jobs, together
 from tests.share import WHOLE
 
 OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "mamba_chunk_scan_combined",
@@ -67,16 +68,18 @@ def with_fla_context(op: str, group: Any) -> None:
 def in_setting(op: str, setting: str, group: Any) -> None:
     _, H, edges = SETTINGS[setting]
     plans: list[Any] = []
-    with dispatch.watching(plans.append):
+    by_heads = setting.endswith("heads")
+    with dispatch.watching(plans.append), divided("heads") if by_heads else nullcontext():
         equal_one(made(op, H, T, edges), group)
     over = {plan.problem.over for plan in plans if plan.asked.ranks > 1}
-    by_heads = setting == "two ranks, heads" and "mamba" not in op
-    assert op in WINDOWS or over == {"heads" if by_heads else "tokens"}
+    assert op in WINDOWS or over == {"heads" if by_heads and "mamba" not in op else "tokens"}
 
 
 def groups_of_heads(group: Any) -> None:
-    """Four value heads to two of q and k, on two ranks by heads, on four by states."""
-    equal_one(made("chunk_gated_delta_rule", 4, T, [0, 9, T], G=2), group)
+    """Four value heads to two of q and k: on two ranks both ways, on four only by states."""
+    for way in ("heads", "tokens"):
+        with divided(way):
+            equal_one(made("chunk_gated_delta_rule", 4, T, [0, 9, T], G=2), group)
 
 
 def alone(group: Any) -> None:

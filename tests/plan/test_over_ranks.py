@@ -10,6 +10,8 @@ from flashlin import dispatch
 from flashlin.compat.target import parse
 from flashlin.guards import limits
 from flashlin.kernels.families import PUBLIC
+from flashlin.ops import dplr_delta_rule, gla, simple_gla
+from flashlin.ops._common import delta
 from flashlin.policy import Policy
 
 SHARED = [name for name, op in PUBLIC.items() if op.takes_ranks]
@@ -28,18 +30,29 @@ def test_the_ops_that_ranks_share() -> None:
 
 @pytest.mark.parametrize("policy", ["auto", "strict"])
 @pytest.mark.parametrize("op", SHARED)
-def test_heads_that_divide_are_shared_and_others_carry_states(op: str, policy: str) -> None:
-    heads, tokens = (flashlin.plan(op, H100, Policy(policy=policy), T=4096, H=H, ranks=4) for H in (16, 6))
-    assert (heads.problem.over, heads.problem.T, heads.problem.H) == ("heads", 4 * 4096, 4)
-    assert (tokens.problem.over, tokens.problem.T, tokens.problem.H) == ("tokens", 4096, 6)
+def test_states_are_carried_but_for_matrices_of_heads_that_divide(op: str, policy: str) -> None:
+    four, six, two = (flashlin.plan(op, H100, Policy(policy=policy), T=4096, H=H, ranks=ranks)
+                      for H, ranks in ((16, 4), (6, 4), (16, 2)))
+    for plan, H in ((two, 16), (six, 6)):
+        assert (plan.problem.over, plan.problem.T, plan.problem.H) == ("tokens", 4096, H)
     # what runs is what would run of such a call on one rank, and nothing is announced
-    for plan in (heads, tokens):
+    for plan in (four, six, two):
         alone = dispatch.plan(plan.problem._replace(ranks=1, over=""), H100, Policy(policy=policy))
         assert plan.launches == alone.launches and plan.path == "triton" and not dispatch.inexact_steps(plan)
-    [(reason, remedy)] = [step for step in heads.steps if step[0].code == "ranks"]
-    assert remedy == "share_heads" and str(reason) == (
-        "ranks: each sequence on 4 ranks, 4096 tokens on each, and 16 heads, which 4 divides, need whole "
-        "sequences of 4 heads on each")
+    [(reason, remedy)] = [step for step in four.steps if step[0].code == "ranks"]
+    if four.problem.family in limits.TRANSFERRED:
+        assert (four.problem.over, four.problem.T, four.problem.H) == ("heads", 4 * 4096, 4)
+        assert remedy == "share_heads" and str(reason) == (
+            "ranks: each sequence on 4 ranks, 4096 tokens on each, and 16 heads, which 4 divides, need whole "
+            "sequences of 4 heads on each")
+        assert "no rank between two others" in str(two)
+    else:
+        assert four.problem.over == "tokens" and remedy == "carry_states"
+        assert "states that only decay on the way" in str(four)
+
+
+def test_the_families_with_a_matrix_are_those_that_give_no_decays() -> None:
+    assert {one.FAMILY.name for one in (simple_gla, delta, gla, dplr_delta_rule) if one.FAMILY.decays is None} == set(limits.TRANSFERRED)
 
 
 @pytest.mark.parametrize("option", limits.UNSHARED)
