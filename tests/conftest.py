@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 import flashlin
 from flashlin import dispatch, policy
@@ -183,3 +184,26 @@ def call_gated(
                                   g=leaf(B, T, H, dtype=others), initial_state=leaf(N, H, K, V, dtype=others),
                                   output_final_state=True, cu_seqlens=cu_seqlens)
     torch.autograd.backward([o, ht], [torch.zeros_like(o), torch.zeros_like(ht)])
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, home: Any, name: str) -> list[Any]:
+    """The first arguments of every call of home.name from now on."""
+    seen, function = list[Any](), getattr(home, name)
+
+    def noting(first: Any, *rest: Any, **options: Any) -> Any:
+        seen.append(first)
+        return function(first, *rest, **options)
+    monkeypatch.setattr(home, name, noting)
+    return seen
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kernels that Triton's own launch has started."""
+    return noted(monkeypatch, triton.JITFunction, "run")
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The recipes of runs that were made again."""
+    return noted(monkeypatch, repeated, "_again")

@@ -54,18 +54,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         yield fake
 
 
-@pytest.fixture
-def theirs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The kernels that Triton's own launch has started."""
-    seen, run = list[Any](), triton.JITFunction.run
-
-    def counted(kernel: Any, *arguments: Any, **options: Any) -> Any:
-        seen.append(kernel)
-        return run(kernel, *arguments, **options)
-    monkeypatch.setattr(triton.JITFunction, "run", counted)
-    return seen
-
-
 BYTES = torch.zeros(4096, dtype=torch.uint8)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.uint8, torch.float8_e4m3fn)
 INTEGERS = (0, 1, -1, 2, 15, 16, 17, 48, -16, 2**31 - 1, 2**31, -2**31, -2**31 - 1, -2**31 - 16, 2**32, 2**40,

@@ -51,19 +51,14 @@ def check_ranks(draft: Draft) -> Reason | None:
     if problem.ranks == 1 or problem.over:
         return None
     got = f"each sequence on {problem.ranks} ranks, {problem.T} tokens on each, and "
-    whys = [why for option, why in UNSHARED.items() if option in problem.options]
-    if problem.H % problem.ranks:
-        whys.append(f"{problem.H} heads, which {problem.ranks} does not divide")
-    if not whys and forced_over != "heads":
-        if forced_over == "tokens":
-            whys.append("states asked for")
-        elif problem.family not in TRANSFERRED:
-            whys.append("states that only decay on the way")
-        elif problem.ranks == 2:
-            whys.append("no rank between two others")
-    if whys:
-        return Reason("ranks", got + whys[0], "states carried from rank to rank", ("carry_states",),
-                      forced=False)
+    whys = {**{why: option in problem.options for option, why in UNSHARED.items()},
+            f"{problem.H} heads, which {problem.ranks} does not divide": problem.H % problem.ranks,
+            "states asked for": forced_over == "tokens",
+            "states that only decay on the way": problem.family not in TRANSFERRED and not forced_over,
+            "no rank between two others": problem.ranks == 2 and not forced_over}
+    for why, holds in whys.items():
+        if holds:
+            return Reason("ranks", got + why, "states carried from rank to rank", ("carry_states",), forced=False)
     return Reason("ranks", f"{got}{problem.H} heads, which {problem.ranks} divides",
                   f"whole sequences of {problem.H // problem.ranks} heads on each", ("share_heads",),
                   forced=False)

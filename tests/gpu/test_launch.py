@@ -14,7 +14,6 @@ import triton.language as tl
 import flashlin
 from benchmarks.host import ordinary
 from flashlin.compat.direct import Kernel
-from flashlin.ops._common import repeated
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case
 from tests.share import share
@@ -30,30 +29,6 @@ def scaled(x, o, n, m, T, f, N: tl.constexpr):
     at = tl.program_id(0) * N + tl.arange(0, N)
     y = tl.load(x + at).to(tl.float32) * f + (n % 7) + (m % 5) + (T % 3)
     tl.store(o + at, y.to(o.dtype.element_ty))
-
-
-@pytest.fixture
-def theirs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The kernels that Triton's own launch has started."""
-    seen, run = list[Any](), triton.JITFunction.run
-
-    def counted(kernel: Any, *arguments: Any, **options: Any) -> Any:
-        seen.append(kernel)
-        return run(kernel, *arguments, **options)
-    monkeypatch.setattr(triton.JITFunction, "run", counted)
-    return seen
-
-
-@pytest.fixture
-def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The recipes of runs that were made again."""
-    seen, function = list[Any](), repeated._again
-
-    def noting(recipe: Any, *rest: Any) -> Any:
-        seen.append(recipe)
-        return function(recipe, *rest)
-    monkeypatch.setattr(repeated, "_again", noting)
-    return seen
 
 
 # --- compiled kernels ---

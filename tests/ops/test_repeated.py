@@ -100,18 +100,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
         yield fake
 
 
-@pytest.fixture
-def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The recipes of runs that were made again."""
-    seen, function = list[Any](), repeated._again
-
-    def noting(recipe: Any, *rest: Any) -> Any:
-        seen.append(recipe)
-        return function(recipe, *rest)
-    monkeypatch.setattr(repeated, "_again", noting)
-    return seen
-
-
 @pytest.mark.parametrize("case", share(REPEATED, 0, 12), ids=lambda case: f"{case.op} {case.id}")
 def test_cases_read_the_same_each_time(case: Case, card: Memory, again: list[Any]) -> None:
     chance, elsewhere, before = random.Random(0), list[Any](), None
