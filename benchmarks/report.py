@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
@@ -14,6 +15,7 @@ from matrix import markdown
 
 RESULTS = Path(__file__).parent / "results"
 PLOT = Path(__file__).parents[1] / "docs" / "speed.svg"
+CURVES = PLOT.with_name("training.svg")
 PLOTTED = ("4x4096x32x128", "1x32768x8x128", "8x2048x80x64", "8x2048x4096x16")
 NONE = "-"
 Record = dict[str, Any]
@@ -195,11 +197,49 @@ def bars(rows: Sequence[tuple[str, dict[str, float]]], device: str) -> str:
             + _text(left + 150 * at + 16, 36, NAMES[what]) for at, what in enumerate(FILLS)]
     line = (f'<line x1="{left + UNIT}" y1="{TOP - 8}" x2="{left + UNIT}" y2="{y}" class="theirs" '
             'stroke-dasharray="3 3"/>' + _text(left + UNIT + 4, TOP - 6, "theirs"))
-    wide, high = left + 2 * UNIT + 50, y + 8
+    title = _text(left, 16, f"flashlin's time over theirs, {device}", size=13)
+    return _svg(left + 2 * UNIT + 50, y + 8, [title, *keys, line, *body])
+
+
+SMOOTH, WIDE, HIGH_UP = 20, 640, 300  # steps of a mean; pixels of the field
+WAYS = {"float32": ("#777", "float32, flashlin"), "fla": ("#d1812f", "bf16, fla"),
+        "flashlin": ("#3b76af", "bf16, flashlin")}
+
+
+def curves(folder: Path = RESULTS) -> str:
+    """The newest record of benchmarks/training.py, in SVG; ``""`` without any."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("training-*.json"))]
+    if not found:
+        return ""
+    of = max(found, key=lambda one: str(one["date"]))
+    means = {way: [fmean(losses[max(at - SMOOTH + 1, 0):at + 1]) for at in range(len(losses))]
+             for way, losses in of["losses"].items()}
+    low, high = (of_all(of_all(one) for one in means.values()) for of_all in (min, max))
+    left, body = 50, list[str]()
+
+    def y_of(loss: float) -> float:
+        return TOP + HIGH_UP * (high - loss) / (high - low or 1)
+    for part in range(5):
+        loss, step = low + part * (high - low) / 4, part * of["steps"] // 4
+        body += [_text(left - 6, y_of(loss) + 4, f"{loss:.2f}", anchor="end"),
+                 _text(left + WIDE * part / 4, TOP + HIGH_UP + 18, str(step), anchor="middle")]
+    for at, (way, (colour, name)) in enumerate((way, told) for way, told in WAYS.items() if way in means):
+        points = " ".join(f"{left + WIDE * step / max(of['steps'] - 1, 1):.1f},{y_of(loss):.1f}"
+                          for step, loss in [*enumerate(means[way])][::5])
+        width = 5 - 1.5 * at  # they lie on each other: the first is the widest
+        body += [f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}"/>',
+                 f'<rect x="{left + 210 * at}" y="26" width="11" height="11" fill="{colour}"/>',
+                 _text(left + 210 * at + 16, 36, f"{name}: {means[way][-1]:.3f} at the end")]
+    title = (f"loss of a small Gated DeltaNet, mean of {SMOOTH} steps; {of['device']}, Triton {of['triton']}, "
+             f"fla {of['fla']}" + (", its refusal switched off" if of["refused"] else ""))
+    return _svg(left + WIDE + 20, TOP + HIGH_UP + 30, [_text(left, 16, title), *body])
+
+
+def _svg(wide: float, high: float, body: Sequence[str]) -> str:
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" '
         'font-family="sans-serif" font-size="11">', STYLE, f'<rect width="{wide}" height="{high}" class="back"/>',
-        _text(left, 16, f"flashlin's time over theirs, {device}", size=13), *keys, line, *body, "</svg>", ""])
+        *body, "</svg>", ""])
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11) -> str:

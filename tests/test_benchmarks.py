@@ -18,7 +18,7 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 import flashlin
-from benchmarks import calls, compare, first, report, timing
+from benchmarks import calls, compare, first, report, timing, training
 from benchmarks.calls import OPS, Shape, find
 from benchmarks.winners import Winners
 from matrix import warming
@@ -252,6 +252,46 @@ def test_a_bar_is_as_long_as_the_ratio() -> None:
     assert sorted(bars) == [11.0, 11.0, 0.5 * report.UNIT, 2 * report.UNIT]
     assert "0.50</text>" in drawn and "2.00</text>" in drawn
     assert report.plot([]) == ""
+
+
+def test_several_gpus_stand_beside_one(tmp_path: Path) -> None:
+    def taken(ms: float) -> dict[str, Any]:
+        return {"forward": {"ms": ms, "peak_mib": 900}, "both": {"ms": 4 * ms, "peak_mib": 1800}}
+    rows = {"chunk_kda": {"one device": {**taken(1), "both": {"failed": "no memory"}}, "heads": taken(2.25),
+                          "tokens": taken(0.5)},
+            "mamba": {"one device": taken(1), "tokens": taken(3)}}
+    facts = {**RECORD, "date": "today", "tokens": 4096, "heads": 16, "head_dim": 64, "dtype": "bfloat16"}
+    assert report.over_ranks(tmp_path) == ""
+    (tmp_path / "context-2-card.json").write_text(json.dumps({**facts, "rows": rows}))
+    lines = report.over_ranks(tmp_path).splitlines()
+    assert lines[0] == "4,096 tokens, 16 heads of 64, bfloat16; 2 x A card, Triton 3.6.0, torch 2.11, today:"
+    assert lines[4:] == [
+        "| `chunk_kda` | 1.0 | no memory | - | 0.5 | 2.0 | 1,800 | 2.2 | 9.0 | 1,800 |",
+        "| `mamba` | 1.0 | 4.0 | 1,800 | 3.0 | 12.0 | 1,800 | - | - | - |"]
+
+
+def test_curves_are_means_of_the_newest_record(tmp_path: Path) -> None:
+    assert report.curves(tmp_path) == ""
+    facts = {**RECORD, "steps": 41, "refused": True}
+    for date, end in (("2026-01-02", 1.0), ("2026-01-01", 9.0)):
+        losses = {"flashlin": [5.0] * 21 + [end] * 20, "float32": [5.0] * 41}
+        (tmp_path / f"training-{date}.json").write_text(json.dumps({**facts, "date": date, "losses": losses}))
+    drawn = report.curves(tmp_path)
+    lines = [line.get("points", "") for line in ElementTree.fromstring(drawn).iter()
+             if line.tag.endswith("polyline")]
+    assert "bf16, flashlin: 1.000 at the end" in drawn and "its refusal switched off" in drawn
+    assert "bf16, fla:" not in drawn and len(lines) == 2
+    bottom, top = report.TOP + report.HIGH_UP, report.TOP
+    assert lines[1].startswith(f"50.0,{top:.1f} ") and lines[1].endswith(f",{bottom:.1f}")
+    assert lines[0].endswith(f"{50 + report.WIDE:.1f},{top:.1f}")
+
+
+def test_a_small_model_is_trained_from_the_same_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fla.layers")
+    size = training.Size(2, 64, 1, 32, 2, 16)
+    ours, exact = (training.trained(way, size, 3, torch.device("cpu")) for way in ("flashlin", "float32"))
+    assert ours != exact and ours == pytest.approx(exact, rel=0.01)
+    assert exact[-1] < exact[0]
 
 
 # -- winners

@@ -174,8 +174,12 @@ def test_generated_part_is_current(name: str) -> None:
     assert found[2] == GENERATED[name](), "run: python -m tests.test_readme --write"
 
 
-def test_the_plot_is_current() -> None:
-    assert (report.PLOT.read_text() if report.PLOT.exists() else "") == drawn(), (
+PICTURES = {report.PLOT: drawn, report.CURVES: report.curves}
+
+
+@pytest.mark.parametrize("place", PICTURES)
+def test_a_picture_is_current(place: Path) -> None:
+    assert (place.read_text() if place.exists() else "") == PICTURES[place](), (
         "run: python -m tests.test_readme --write")
 
 
@@ -321,7 +325,9 @@ def write() -> None:
     for name, made in GENERATED.items():
         text = between_markers(name).sub(lambda found, made=made: found[1] + made() + found[3], text)  # type: ignore[misc]
     README.write_text(text)
-    report.PLOT.write_text(drawn())
+    for place, made in PICTURES.items():
+        if picture := made():
+            place.write_text(picture)
 
 
 if __name__ == "__main__":
