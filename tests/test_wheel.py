@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ folder = sys.argv[1]  # setuptools puts arguments of its own there
 build_meta.build_sdist(folder)
 build_meta.build_wheel(folder)
 """
+HOME = "https://example.org/somebody/flashlin"
 CALL = """
 import sys
 import torch, flashlin
@@ -59,7 +61,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("flashlin", "matrix", "benchmarks", "tests", "tools"):
         shutil.copytree(ROOT / folder, source / folder,
                         ignore=shutil.ignore_patterns("__pycache__", "results"))
-    do([sys.executable, "-c", BUILD, str(archives)], source)
+    do([sys.executable, "-c", BUILD, str(archives)], source, PROJECT_URL=f"{HOME}/")
     return archives
 
 
@@ -90,9 +92,23 @@ def test_an_archive_holds_the_package_and_nothing_of_the_repository(kind: str, b
     assert {"flashlin/py.typed", "flashlin/kernels/proven.json"} <= data
     assert {name for name in names if name.startswith("flashlin/")} == sources | data
     metadata = {f"flashlin-{flashlin.__version__}.dist-info", "flashlin.egg-info"}
-    project = {"LICENSE", "PKG-INFO", "README.md", "MANIFEST.in", "pyproject.toml", "setup.cfg"}
+    project = {"LICENSE", "PKG-INFO", "README.md", "MANIFEST.in", "pyproject.toml", "setup.cfg", "setup.py"}
     beside = {name.split("/")[0] for name in names} - {"flashlin"} - metadata
     assert beside <= (project if kind == "*.tar.gz" else set())
+
+
+def test_links_of_the_metadata_lead_to_the_project(built: Path) -> None:
+    [archive] = built.glob("*.whl")
+    with zipfile.ZipFile(archive) as opened:
+        text = opened.read(f"flashlin-{flashlin.__version__}.dist-info/METADATA").decode()
+    head, readme = text.split("\n\n", 1)
+    assert f"Project-URL: Homepage, {HOME}\n" in head and f"Project-URL: Issues, {HOME}/issues\n" in head
+    places = re.findall(r"(!?)\[[^\]]*\]\(([^)#\s]+)[^)\s]*\)", readme)
+    own = [(kind, place.removeprefix(HOME)) for kind, place in places if place.startswith(HOME)]
+    assert own and all(place.startswith("http") for _, place in places)
+    for picture, place in own:
+        path = place.removeprefix(f"/{'raw' if picture else 'blob'}/v{flashlin.__version__}/")
+        assert (ROOT / path).exists(), place
 
 
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
