@@ -1,176 +1,143 @@
-"""Time tiles, warps and stages of the scalar-decay kernels on this GPU: what flashlin/kernels/configs.py is
-picked from.
+"""Time warps and stages of every kernel that an op starts: what configurations in the recipes are picked from.
 
-    python -m benchmarks.sweep --out benchmarks/results/ [--head-dim 128] [--dtype bfloat16] [--jobs 14]
+    python -m benchmarks.sweep --op kda --out benchmarks/results [--shape 4x4096x32x128] [--jobs 14]
 
-First every configuration is compiled in parallel processes, then timed one by one, each kernel in a process
-of its own: one that faults ends that process only, and the next one goes on behind it. Each must repeat
-itself to the bit and agree with the default.
+All configurations are compiled first, by several processes. Then each kernel has a process of its own, so that
+a configuration that faults takes no other kernel's times along. A configuration counts if it repeats itself to
+the bit and leaves in every tensor what the planned one does, to a hundredth of the tensor's norm.
 """
 from __future__ import annotations
 
 import argparse
-import datetime
-import itertools
 import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-KERNELS = ("simple_gla_scan", "simple_gla_dq", "simple_gla_dk", "simple_gla_dv")
+import torch
 
+import flashlin
+from benchmarks import timing
+from benchmarks.calls import OPS, Op, Shape, cases, runs
+from flashlin.compat import launch as door
+from matrix import record, warming
 
-def grid(kernel: str, head_dim: int) -> list[tuple[int, int, int, int]]:
-    """(BT, strip, warps, stages)"""
-    if head_dim > 256:
-        return list(itertools.product((16, 32, 64), (16, 32), (2, 4, 8), (1, 2)))
-    strips = [size for size in (16, 32, 64, 128) if 2048 <= size * head_dim <= 16384]
-    return list(itertools.product((32, 64) if head_dim > 128 else (32, 64, 128), strips, (4, 8), (1, 2, 3)))
+WARPS, STAGES, ROUNDS, FAR = (2, 4, 8), (1, 2, 3), 5, 1e-2
 
 
-def captured(head_dim: int, dtype: str, B: int, T: int, H: int) -> dict[str, Any]:
-    """Arguments of each kernel as the op starts it, by name."""
-    import torch
+class Start(NamedTuple):
+    """A kernel as the op starts it, with the tensors of that call."""
+    launch: Any
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
 
-    import flashlin
-    from flashlin.compat import launch
-    found: dict[str, Any] = {}
+    def run(self, warps: int, stages: int) -> None:
+        launch = self.launch._replace(num_warps=warps, num_stages=stages)
+        door._starter(launch, self.kernel, self.programs, self.arguments)
 
-    def keep(facts: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        found[facts.kernel] = (kernel, arguments)
-        launch._start(facts, kernel, programs, arguments)
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(B, T, H, head_dim, device="cuda", dtype=getattr(torch, dtype), requires_grad=True)
-               for _ in range(3))
-    g = torch.nn.functional.logsigmoid(torch.randn(B, T, H, device="cuda")).requires_grad_()
-    launch.replace_starter(keep)
-    o, _ = flashlin.chunk_simple_gla(q, k, v, g)
-    o.backward(torch.randn_like(o))
-    launch.replace_starter(None)
+
+def captured(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Start]:
+    """The kernels of a forward with backward, by name; of one that is started twice the first time."""
+    found: dict[str, Start] = {}
+    before = door._starter
+
+    def keep(launch: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        found.setdefault(launch.kernel, Start(launch, kernel, programs, arguments))
+        before(launch, kernel, programs, arguments)
+    door.replace_starter(keep)
+    try:
+        runs(getattr(flashlin, op.name), op, shape, device)["both"]()
+    finally:
+        door.replace_starter(before)
     return found
 
 
-def output(kernel: str, arguments: dict[str, Any]) -> Any:
-    return arguments["o" if kernel == "simple_gla_scan" else kernel.removeprefix("simple_gla_")]
+def configurations(start: Start) -> Iterator[tuple[int, int]]:
+    """(warps, stages), the planned ones first."""
+    planned = start.launch.num_warps, start.launch.num_stages
+    yield planned
+    for warps in WARPS:
+        for stages in STAGES:
+            if (warps, stages) != planned:
+                yield warps, stages
 
 
-def run(kernel: str, found: dict[str, Any], config: tuple[int, int, int, int], head_dim: int) -> Any:
-    """A function that starts that configuration once."""
-    import torch
-    function, arguments = found[kernel]
-    BT, strip, warps, stages = config
-    over_v = kernel in ("simple_gla_scan", "simple_gla_dv")
-    N, H = arguments["N"], arguments["H"]
-    full = 1 << (head_dim - 1).bit_length()
-    tile = dict(BT=BT, BK=full if over_v else strip, BV=strip if over_v else full)
-    strips = -(-head_dim // strip)
-    q = arguments["k" if kernel == "simple_gla_dq" else "q"]
-    if not over_v:  # scratch sized for this configuration
-        parts = torch.zeros(*q.shape[:3], strips, device="cuda")
-        slots = q.shape[0] * q.shape[1] // BT + N + 1
-        states = torch.zeros(slots, q.shape[2], head_dim, head_dim, device="cuda", dtype=q.dtype)
-        scratch = {"a": parts} if kernel == "simple_gla_dq" else {"b": parts, "c": torch.empty_like(parts)}
-        arguments = {**arguments, "states": states, **scratch}
-    return lambda: function[(N * H * strips,)](**arguments, **tile, num_warps=warps, num_stages=stages)
+def timed(start: Start) -> Iterator[dict[str, Any]]:
+    """A row for each configuration."""
+    tensors = {name: x for name, x in start.arguments.items() if isinstance(x, torch.Tensor)}
+    before = {name: x.clone() for name, x in tensors.items()}
 
-
-def worker(options: argparse.Namespace) -> None:
-    import torch
-    from triton.testing import do_bench
-    torch.set_num_threads(1)
-    found = captured(options.head_dim, options.dtype, options.batch, options.length, options.heads)
-    configs = grid(options.kernel, options.head_dim)
-    wanted = [output(options.kernel, found[options.kernel][1])]
-    truth = [x.clone() for x in wanted]
-    part, of = options.compile.split("/") if options.compile else ("0", "1")
-    for index in range(int(part) + options.skip, len(configs), int(of)):
-        print(json.dumps({"starting": index}), flush=True)
-        row: dict[str, Any] = {"kernel": options.kernel, "config": configs[index]}
+    def left(warps: int, stages: int) -> dict[str, torch.Tensor]:
+        for name, x in tensors.items():
+            x.copy_(before[name])
+        start.run(warps, stages)
+        return {name: x.clone() for name, x in tensors.items()}
+    right: dict[str, torch.Tensor] = {}
+    for warps, stages in configurations(start):
+        row: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
         try:
-            start = run(options.kernel, found, configs[index], options.head_dim)
-            start()
-            torch.cuda.synchronize()
-            if not options.compile:
-                once = [x.clone() for x in wanted]
-                start()
-                error = max(((a.float() - b.float()).norm() / b.float().norm()).item()
-                            for a, b in zip(once, truth, strict=True))
-                same = all(torch.equal(a, b) for a, b in zip(once, wanted, strict=True))
-                row |= {"ms": do_bench(start, warmup=5, rep=30, return_mode="median"), "error": error,
-                        "bitwise": same}
-        except Exception as error:  # out of resources, a failing compile: this configuration's result
-            row["failed"] = f"{type(error).__name__}: {str(error)[:120]}"
-            if "illegal" in str(error) or "launch failure" in str(error):
-                print(json.dumps(row), flush=True)
-                sys.exit(3)
-        print(json.dumps(row), flush=True)
+            once, again = left(warps, stages), left(warps, stages)
+        except Exception as error:  # it does not compile, or leaves no room: its row says so
+            yield {**row, "failed": record.raised(error)}
+            continue
+        right = right or once
+        wrong = [name for name, x in once.items() if not same(x, again[name])]
+        wrong += [name for name, x in once.items() if far(x, right[name])]
+        taken = timing.compared({"it": lambda: start.run(warps, stages)}, ROUNDS)["it"]  # noqa: B023
+        yield {**row, **({"wrong": sorted(set(wrong))} if wrong else {}),
+               **({"failed": taken["failed"]} if "failed" in taken else
+                  {"us": round(1e3 * taken["device_ms"]["median"], 1)})}
+
+
+def same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return bool((x.view(torch.uint8) == y.view(torch.uint8)).all())
+
+
+def far(x: torch.Tensor, right: torch.Tensor) -> bool:
+    if not x.is_floating_point():
+        return not torch.equal(x, right)
+    kept = torch.isfinite(right)
+    x, right = x[kept].float(), right[kept].float()
+    return not bool((x - right).norm() <= FAR * right.norm())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--jobs", type=int, default=14)
-    for hidden in ("--kernel", "--compile"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
-    parser.add_argument("--skip", type=int, default=0, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.kernel:
-        return worker(options)
-    facts = ["--out", str(options.out), "--head-dim", str(options.head_dim), "--dtype", options.dtype]
-    small = ["--batch", "1", "--length", "256", "--heads", "16"]
-    compiling = [subprocess.Popen([sys.executable, __file__, *facts, *small, "--kernel", kernel, "--compile",
-                                   f"{part}/{max(1, options.jobs // 4)}"],
-                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                 for kernel in KERNELS for part in range(max(1, options.jobs // 4))]
-    for process in compiling:
-        process.wait()
-    rows: list[dict[str, Any]] = []
-    real = ["--batch", str(options.batch), "--length", str(options.length), "--heads", str(options.heads)]
-    for kernel in KERNELS:
-        skip = 0
-        while True:
-            ran = subprocess.run([sys.executable, __file__, *facts, *real, "--kernel", kernel, "--skip",
-                                  str(skip)], capture_output=True, text=True,
-                                 check=False)
-            lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
-            rows += [line for line in lines if "kernel" in line]
-            reached = max((line["starting"] for line in lines if "starting" in line), default=skip)
-            if ran.returncode == 0:
-                break
-            if not any("starting" in line for line in lines):
-                rows.append({"kernel": kernel, "failed": ran.stderr[-300:]})
-                break
-            if "starting" in lines[-1]:
-                rows.append({"kernel": kernel, "config": grid(kernel, options.head_dim)[reached],
-                             "failed": f"process ended with {ran.returncode}"})
-            skip = reached + 1
-    import torch
-    import triton
-    record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__,
-              "torch": torch.__version__, "date": datetime.date.today().isoformat(),
-              "head_dim": options.head_dim, "dtype": options.dtype, "B": options.batch, "T": options.length,
-              "H": options.heads, "rows": rows}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"sweep-D{options.head_dim}-{options.dtype}-triton-{triton.__version__}.json").write_text(
-        json.dumps(record) + "\n")
-    for kernel in KERNELS:
-        timed = sorted((row for row in rows if row["kernel"] == kernel and "ms" in row),
-                       key=lambda row: row["ms"])
-        broken = [row for row in rows if row["kernel"] == kernel and "ms" not in row]
-        print(f"{kernel}: {len(timed)} timed, {len(broken)} failed")
-        for row in timed[:8]:
-            print(f"   {row['ms']:.3f} ms  BT, strip, warps, stages = {row['config']}  error "
-                  f"{row['error']:.1e} bitwise {row['bitwise']}")
-        for row in broken[:3]:
-            print("  ", row.get("config"), row["failed"])
-        wrong = [row for row in timed if not row["error"] <= 0.02 or not row["bitwise"]]
-        print("   wrong:", [(row["config"], round(row["error"], 3), row["bitwise"]) for row in wrong][:10])
+    options = record.parser(__doc__)
+    options.add_argument("--op", required=True, choices=OPS)
+    options.add_argument("--shape", default="4x4096x32x128")
+    options.add_argument("--jobs", type=int, default=14, help="processes that compile")
+    options.add_argument("--seconds", type=float, default=120, help="for compiling, and for each kernel")
+    options.add_argument("--kernel", help=argparse.SUPPRESS)
+    options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
+    given = options.parse_args()
+    flashlin.settings(canary="off")
+    op, shape = next(iter(cases(given.op, shape=given.shape).values()))
+    if given.fill:
+        def compile_one(item: str) -> None:
+            name, warps, stages = item.split()
+            starts[name].run(int(warps), int(stages))
+        with warming.claiming(given.fill):
+            starts = captured(op, shape)
+        warming.walk([f"{name} {warps} {stages}" for name, start in starts.items()
+                      for warps, stages in configurations(start)], given.fill, compile_one)
+        return
+    starts = captured(op, shape)
+    if given.kernel:
+        for row in timed(starts[given.kernel]):
+            print(json.dumps(row), flush=True)
+        return
+    same_call = ["--op", given.op, "--shape", given.shape]
+    print(warming.fill("benchmarks.sweep", *same_call, processes=given.jobs, seconds=given.seconds), flush=True)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name in starts:
+        child = record.child("benchmarks.sweep", *same_call, "--kernel", name, seconds=given.seconds)
+        rows[name] = child.said + ([{"failed": child.died}] if child.ending else [])
+        best = min((row for row in rows[name] if "us" in row and "wrong" not in row), key=lambda row: row["us"],
+                   default=None)
+        print(f"{name:24} planned {rows[name][0]}  best {best}", flush=True)
+        if given.out:
+            record.write(given.out, f"sweep-{given.op}-{given.shape}", record.this_card(), op=op.name,
+                         shape=given.shape, dtype="bfloat16", kernels=rows)
 
 
 if __name__ == "__main__":
