@@ -146,7 +146,7 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor, Tensor | None]:
     (b, channels, T), N = x.u.shape, x.A.shape[1]
     return (torch.empty_like(x.u), x.A.new_empty(b, channels, N),
-            x.A.new_empty(b, kept(T), N, channels) if how.needs_grad else None)
+            x.A.new_empty(b, kept(T), channels, N) if how.needs_grad else None)
 
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,

@@ -22,16 +22,38 @@ from flashlin.kernels.selective.forward import (
     LOG2_E,
     arguments,
     loaded,
+    pairs,
     per_channel,
     place,
+    quartet,
     step_size,
-    token,
+    tile,
 )
 from flashlin.kernels.selective.recipe import SEGMENT
 
 
-@triton.jit(do_not_specialize=["T", "b_count", "u_b", "u_t", "s_b", "s_t", "B_b", "B_g", "B_t", "C_b", "C_g",
-                               "C_t", "z_b", "z_t", "y_b", "y_t", "o_b", "o_t"])
+@triton.jit
+def advanced(h, rates, step, x, B):
+    """The state after a token."""
+    return tl.exp2(step[None, :] * rates) * h + x[None, :] * B[:, None]
+
+
+@triton.jit
+def walked(dh, of_A, h, rates, step, x, p, B, C, before):
+    """A token backwards, from the gradient of the state that it leaves to that of the one it found:
+    (gradient, dA so far; h . C, dh . B, w . A; dB, dC). before, h: the state before and after it."""
+    y = tl.sum(h * C[:, None], 0)
+    of_C = tl.sum(h * p[None, :], 1)
+    dh += C[:, None] * p[None, :]
+    along_B = tl.sum(dh * B[:, None], 0)
+    of_B = tl.sum(dh * x[None, :], 1)
+    dh *= tl.exp2(step[None, :] * rates)
+    w = dh * before
+    of_A += w * step[None, :]
+    return dh, of_A, y, along_B, tl.sum(w * rates, 0), of_B, of_C
+
+
+@triton.jit
 def selective_backward(
     dy,  # [b, D, T]
     u,  # [b, D, T]
@@ -42,7 +64,7 @@ def selective_backward(
     skip,  # [D] or None
     z,  # [b, D, T] or None
     bias,  # [D] or None
-    states,  # [b, kept, N, D], fp32
+    states,  # [b, kept, D, N], fp32
     dlast,  # [b, D, N], fp32, or None
     du,  # [b, D, T]
     ddelta,  # [b, D, T]
@@ -84,6 +106,7 @@ def selective_backward(
     SEGMENT: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
+    BT: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
     """du, ddelta, dz [b, D, T]; for each row of the batch dA [b, D, N], dskip and dbias [b, D]; for each
@@ -104,80 +127,95 @@ def selective_backward(
     if z is not None:
         z += b * z_b + d * z_d
     partial = ((strip * b_count + b) * G + g) * T * N + n
-    states += (b * ((T - 1) // SEGMENT) - 1) * (N * D) + n[:, None] * D + d[None, :]
-    scratch += tl.program_id(0).to(tl.int64) * (SEGMENT * BN * BD) + tl.arange(0,
-                                                                               BN)[:, None] * BD + tl.arange(
-                                                                                   0, BD)[None, :]
+    states += (b * ((T - 1) // SEGMENT) - 1) * (D * N) + state
+    scratch += tl.program_id(0).to(tl.int64) * (SEGMENT * BN * BD) + tl.arange(
+        0, BD)[None, :] * BN + tl.arange(0, BN)[:, None]
     dh = tl.zeros([BN, BD], dtype=tl.float32)
     if dlast is not None:
         dh = loaded(dlast + b * (D * N) + state, whole)
     of_A = tl.zeros([BN, BD], dtype=tl.float32)
-    of_skip = tl.zeros([BD], dtype=tl.float32)
-    of_bias = tl.zeros([BD], dtype=tl.float32)
+    of_skip = tl.zeros([BD, BT], dtype=tl.float32)
+    of_bias = tl.zeros([BD, BT], dtype=tl.float32)
+    at = tl.arange(0, BT)
     segments = (T + SEGMENT - 1) // SEGMENT
     for back in range(segments):
         i0 = (segments - 1 - back) * SEGMENT
-        tokens = tl.minimum(SEGMENT, T - i0)
+        tiles = (tl.minimum(SEGMENT, T - i0) + BT - 1) // BT
         h = tl.zeros([BN, BD], dtype=tl.float32)
         if i0 > 0:
             h = loaded(states + (i0 // SEGMENT).to(tl.int64) * (N * D), whole)
-        u1, raw1, B1, _, _ = token(
-            u=u, delta=delta, B=B, C=B, z=None, t=i0, T=T, u_t=u_t,
-            s_t=s_t, B_t=B_t, C_t=B_t, z_t=0, here=here, there=there)
-        u2, raw2, B2, _, _ = token(
-            u=u, delta=delta, B=B, C=B, z=None, t=i0 + 1, T=T, u_t=u_t,
-            s_t=s_t, B_t=B_t, C_t=B_t, z_t=0, here=here, there=there)
-        for i in range(tokens):
-            b_u, raw, b_B = u1, raw1, B1
-            u1, raw1, B1 = u2, raw2, B2
-            u2, raw2, B2, _, _ = token(
-                u=u, delta=delta, B=B, C=B, z=None, t=i0 + i + 2, T=T, u_t=u_t,
-                s_t=s_t, B_t=B_t, C_t=B_t, z_t=0, here=here, there=there)
-            tl.store(scratch + i * (BN * BD), h)
-            _, step = step_size(raw, b_bias, SOFTPLUS)
-            h = tl.exp2(step[None, :] * rates) * h + (step * b_u)[None, :] * b_B[:, None]
+        for i in range(tiles):
+            t = i0 + i * BT
+            known = here[:, None] & (t + at < T)[None, :]
+            read = there[:, None] & (t + at < T)[None, :]
+            to = scratch + i * (BT * BN * BD)
+            b_u = tile(u, t, known, u_t, BT).to(tl.float32)
+            b_B = tile(B, t, read, B_t, BT)
+            _, step = step_size(tile(delta, t, known, s_t, BT).to(tl.float32), b_bias[:, None], SOFTPLUS)
+            s0, s1, s2, s3 = pairs(step, BD)
+            x0, x1, x2, x3 = pairs(step * b_u, BD)
+            B0, B1, B2, B3 = pairs(b_B.to(tl.float32), BN)
+            tl.store(to + 0 * (BN * BD), h)
+            h = advanced(h, rates, s0, x0, B0)
+            tl.store(to + 1 * (BN * BD), h)
+            h = advanced(h, rates, s1, x1, B1)
+            tl.store(to + 2 * (BN * BD), h)
+            h = advanced(h, rates, s2, x2, B2)
+            tl.store(to + 3 * (BN * BD), h)
+            h = advanced(h, rates, s3, x3, B3)
         tl.debug_barrier()  # other threads may read what this one wrote
-        final = i0 + tokens - 1
-        u1, raw1, B1, C1, z1 = token(
-            u=u, delta=delta, B=B, C=C, z=z, t=final, T=T, u_t=u_t,
-            s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
-        dy1 = loaded(dy + final.to(tl.int64) * y_t, here)
-        for j in range(tokens):
-            i = tokens - 1 - j
-            t = (i0 + i).to(tl.int64)
-            b_u, raw, b_B, b_C, b_z, p = u1, raw1, B1, C1, z1, dy1
-            u1, raw1, B1, C1, z1 = token(
-                u=u, delta=delta, B=B, C=C, z=z, t=tl.maximum(i0 + i - 1, 0), T=T,
-                u_t=u_t, s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
-            dy1 = loaded(dy + tl.maximum(t - 1, 0) * y_t, here)
-            before = tl.load(scratch + i * (BN * BD))
-            raw, step = step_size(raw, b_bias, SOFTPLUS)
-            a = tl.exp2(step[None, :] * rates)
-            decayed = a * before
-            h = decayed + (step * b_u)[None, :] * b_B[:, None]
+        for j in range(tiles):
+            i = tiles - 1 - j
+            t = i0 + i * BT
+            known = here[:, None] & (t + at < T)[None, :]
+            read = there[:, None] & (t + at < T)[None, :]
+            b_u = tile(u, t, known, u_t, BT).to(tl.float32)
+            p = tile(dy, t, known, y_t, BT).to(tl.float32)
+            b_B = tile(B, t, read, B_t, BT)
+            b_C = tile(C, t, read, C_t, BT)
+            raw, step = step_size(tile(delta, t, known, s_t, BT).to(tl.float32), b_bias[:, None], SOFTPLUS)
+            step = tl.where(known, step, 0.0)
+            slope = p
             if z is not None:
+                b_z = tile(z, t, known, z_t, BT).to(tl.float32)
                 on = tl.sigmoid(b_z)
-                b_dz = p * (tl.sum(h * b_C[:, None], 0) + b_skip * b_u) * on * (1 + b_z * (1 - on))
-                tl.store(dz + outputs + t * o_t, b_dz.to(dz.dtype.element_ty), mask=here)
+                slope = p * on * (1 + b_z * (1 - on))
                 p *= b_z * on
-            tl.store(dC + partial + t * N, tl.sum(h * p[None, :], 1), mask=there)
-            dh += b_C[:, None] * p[None, :]
-            of_skip += p * b_u
-            along_B = tl.sum(dh * b_B[:, None], 0)
-            tl.store(du + outputs + t * o_t, (b_skip * p + step * along_B).to(du.dtype.element_ty), mask=here)
-            tl.store(dB + partial + t * N, tl.sum(dh * (step * b_u)[None, :], 1), mask=there)
-            w = dh * decayed
-            of_A += w * step[None, :]
-            b_ds = b_u * along_B + tl.sum(w * rates, 0) * (1 / LOG2_E)
+            s0, s1, s2, s3 = pairs(step, BD)
+            x0, x1, x2, x3 = pairs(step * b_u, BD)
+            p0, p1, p2, p3 = pairs(p, BD)
+            B0, B1, B2, B3 = pairs(b_B.to(tl.float32), BN)
+            C0, C1, C2, C3 = pairs(b_C.to(tl.float32), BN)
+            of = scratch + i * (BT * BN * BD)
+            h3 = tl.load(of + 3 * (BN * BD))
+            h2 = tl.load(of + 2 * (BN * BD))
+            h1 = tl.load(of + BN * BD)
+            h0 = tl.load(of)
+            dh, of_A, y3, b3, w3, dB3, dC3 = walked(dh, of_A, h, rates, s3, x3, p3, B3, C=C3, before=h3)
+            dh, of_A, y2, b2, w2, dB2, dC2 = walked(dh, of_A, h3, rates, s2, x2, p2, B2, C=C2, before=h2)
+            dh, of_A, y1, b1, w1, dB1, dC1 = walked(dh, of_A, h2, rates, s1, x1, p1, B1, C=C1, before=h1)
+            dh, of_A, y0, b0, w0, dB0, dC0 = walked(dh, of_A, h1, rates, s0, x0, p0, B0, C=C0, before=h0)
+            h = h0
+            places = (t + at).to(tl.int64)
+            tl.store(dB + partial[:, None] + places[None, :] * N, quartet(dB0, dB1, dB2, dB3, BN), mask=read)
+            tl.store(dC + partial[:, None] + places[None, :] * N, quartet(dC0, dC1, dC2, dC3, BN), mask=read)
+            to = outputs[:, None] + places[None, :] * o_t
+            if z is not None:
+                b_dz = (quartet(y0, y1, y2, y3, BD) + b_skip[:, None] * b_u) * slope
+                tl.store(dz + to, b_dz.to(dz.dtype.element_ty), mask=known)
+            along_B = quartet(b0, b1, b2, b3, BD)
+            b_du = b_skip[:, None] * p + step * along_B
+            tl.store(du + to, b_du.to(du.dtype.element_ty), mask=known)
+            b_ds = b_u * along_B + quartet(w0, w1, w2, w3, BD) * (1 / LOG2_E)
             if SOFTPLUS:
                 b_ds *= tl.sigmoid(raw)
-            of_bias += b_ds
-            tl.store(ddelta + outputs + t * o_t, b_ds.to(ddelta.dtype.element_ty), mask=here)
-            dh *= a
+            tl.store(ddelta + to, b_ds.to(ddelta.dtype.element_ty), mask=known)
+            of_skip += p * b_u
+            of_bias += tl.where(known, b_ds, 0.0)
         tl.debug_barrier()  # before the next segment's states take the place of these
     tl.store(dA + b * (D * N) + state, of_A, mask=whole)
-    tl.store(dskip + b * D + d, of_skip, mask=here)
-    tl.store(dbias + b * D + d, of_bias, mask=here)
+    tl.store(dskip + b * D + d, tl.sum(of_skip, 1), mask=here)
+    tl.store(dbias + b * D + d, tl.sum(of_bias, 1), mask=here)
 
 
 def run(

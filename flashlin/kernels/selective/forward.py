@@ -50,30 +50,49 @@ def per_channel(x, d, here, BD: tl.constexpr):
 
 
 @triton.jit
-def token(
-    u,  # places of the channels, [BD]
-    delta,  # of the channels, [BD]
-    B,  # of the states, [BN]
-    C,  # of the states, [BN]
-    z,  # of the channels, [BD], or None
-    t,  # this token
-    T,  # how many there are
-    u_t,  # strides of tokens: u
-    s_t,  # delta
-    B_t,  # B
-    C_t,  # C
-    z_t,  # z
-    here,  # [BD]: which channels there are
-    there,  # [BN]: which states there are
-):
-    """(u, delta, B, C, z) in fp32 of token t, or past the end of the last token. Without z zeros stand for
-    it, which nobody reads."""
-    t = tl.minimum(t, T - 1).to(tl.int64)
-    b_u = loaded(u + t * u_t, here)
-    b_z = b_u * 0
-    if z is not None:
-        b_z = loaded(z + t * z_t, here)
-    return b_u, loaded(delta + t * s_t, here), loaded(B + t * B_t, there), loaded(C + t * C_t, there), b_z
+def tile(x, t, known, x_t, TOKENS: tl.constexpr):
+    """[rows, TOKENS] from token t on, in the dtype it has, zeros where nothing is known. x: places of the rows,
+    [rows]; known: [rows, TOKENS]; x_t: stride of tokens."""
+    return tl.load(x[:, None] + (t + tl.arange(0, TOKENS)).to(tl.int64)[None, :] * x_t, mask=known, other=0.0)
+
+
+@triton.jit
+def pairs(x, ROWS: tl.constexpr):
+    """The 4 columns of x [ROWS, 4]."""
+    even, odd = tl.split(tl.reshape(x, [ROWS, 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def columns(x, ROWS: tl.constexpr):
+    """The 8 columns of x [ROWS, 8], in fp32."""
+    even, odd = tl.split(tl.reshape(x.to(tl.float32), [ROWS, 4, 2]))
+    x0, x2, x4, x6 = pairs(even, ROWS)
+    x1, x3, x5, x7 = pairs(odd, ROWS)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def quartet(x0, x1, x2, x3, ROWS: tl.constexpr):
+    """[ROWS, 4] of these columns."""
+    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), [ROWS, 4])
+
+
+@triton.jit
+def joined(x0, x1, x2, x3, x4, x5, x6, x7, ROWS: tl.constexpr):
+    """[ROWS, 8] of these columns."""
+    even = tl.join(tl.join(x0, x4), tl.join(x2, x6))
+    odd = tl.join(tl.join(x1, x5), tl.join(x3, x7))
+    return tl.reshape(tl.join(even, odd), [ROWS, 8])
+
+
+@triton.jit
+def after(h, rates, step, x, B, C):
+    """(the state after a token, what C reads of it)."""
+    h = tl.exp2(step[None, :] * rates) * h + x[None, :] * B[:, None]
+    return h, tl.sum(h * C[:, None], 0)
 
 
 @triton.jit
@@ -86,8 +105,7 @@ def step_size(raw, bias, SOFTPLUS: tl.constexpr):
     return raw, step
 
 
-@triton.jit(do_not_specialize=["T", "u_b", "u_t", "s_b", "s_t", "B_b", "B_g", "B_t", "C_b", "C_g", "C_t",
-                               "z_b", "z_t", "y_b", "y_t"])
+@triton.jit
 def selective_forward(
     u,  # [b, D, T]
     delta,  # [b, D, T]
@@ -98,7 +116,7 @@ def selective_forward(
     z,  # [b, D, T] or None
     bias,  # [D] or None
     y,  # [b, D, T]
-    states,  # [b, kept, N, D], fp32, or None
+    states,  # [b, kept, D, N], fp32, or None
     last,  # [b, D, N], fp32, or None
     T,  # tokens
     u_b,  # strides of u: by row
@@ -127,9 +145,10 @@ def selective_forward(
     SEGMENT: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
+    BT: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """y, and states [b, kept, N, D] and last [b, D, N] in fp32 where they are wanted. A program: a strip of
+    """y, and states [b, kept, D, N] and last [b, D, N] in fp32 where they are wanted. A program: a strip of
     BD channels of a row of the batch, with all their states."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
@@ -143,36 +162,48 @@ def selective_forward(
     y += b * y_b + d * y_d
     if z is not None:
         z += b * z_b + d * z_d
-    u1, raw1, B1, C1, z1 = token(
-        u=u, delta=delta, B=B, C=C, z=z, t=0, T=T, u_t=u_t,
-        s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
-    u2, raw2, B2, C2, z2 = token(
-        u=u, delta=delta, B=B, C=C, z=z, t=1, T=T, u_t=u_t,
-        s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
-    u3, raw3, B3, C3, z3 = token(
-        u=u, delta=delta, B=B, C=C, z=z, t=2, T=T, u_t=u_t,
-        s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
     if states is not None:
-        states += b * ((T - 1) // SEGMENT) * (N * D) + n[:, None] * D + d[None, :]
+        states += b * ((T - 1) // SEGMENT) * (D * N) + d[None, :] * N + n[:, None]
     h = tl.zeros([BN, BD], dtype=tl.float32)
-    for t in range(T):
+    at = tl.arange(0, BT)
+    known = here[:, None] & (at < T)[None, :]
+    read = there[:, None] & (at < T)[None, :]
+    next_u, next_s = tile(u, 0, known, u_t, BT), tile(delta, 0, known, s_t, BT)
+    next_B, next_C = tile(B, 0, read, B_t, BT), tile(C, 0, read, C_t, BT)
+    next_z = next_u
+    if z is not None:
+        next_z = tile(z, 0, known, z_t, BT)
+    for t in range(0, T, BT):
         if states is not None:
             if (t > 0) & (t % SEGMENT == 0):
                 tl.store(states, h, mask=whole)
                 states += N * D
-        b_u, raw, b_B, b_C, b_z = u1, raw1, B1, C1, z1
-        u1, raw1, B1, C1, z1 = u2, raw2, B2, C2, z2
-        u2, raw2, B2, C2, z2 = u3, raw3, B3, C3, z3
-        u3, raw3, B3, C3, z3 = token(
-            u=u, delta=delta, B=B, C=C, z=z, t=t + 3, T=T, u_t=u_t,
-            s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
-        _, step = step_size(raw, b_bias, SOFTPLUS)
-        h = tl.exp2(step[None, :] * rates) * h + (step * b_u)[None, :] * b_B[:, None]
-        b_y = tl.sum(h * b_C[:, None], 0) + b_skip * b_u
+        known = here[:, None] & (t + at < T)[None, :]
+        b_u, b_z, b_B, b_C = next_u.to(tl.float32), next_z.to(tl.float32), next_B, next_C
+        _, step = step_size(next_s.to(tl.float32), b_bias[:, None], SOFTPLUS)
+        later = here[:, None] & (t + BT + at < T)[None, :]
+        read = there[:, None] & (t + BT + at < T)[None, :]
+        next_u, next_s = tile(u, t + BT, later, u_t, BT), tile(delta, t + BT, later, s_t, BT)
+        next_B, next_C = tile(B, t + BT, read, B_t, BT), tile(C, t + BT, read, C_t, BT)
+        if z is not None:
+            next_z = tile(z, t + BT, later, z_t, BT)
+        step = tl.where(known, step, 0.0)  # past the end the state stays as it is
+        s0, s1, s2, s3, s4, s5, s6, s7 = columns(step, BD)
+        x0, x1, x2, x3, x4, x5, x6, x7 = columns(step * b_u, BD)
+        B0, B1, B2, B3, B4, B5, B6, B7 = columns(b_B, BN)
+        C0, C1, C2, C3, C4, C5, C6, C7 = columns(b_C, BN)
+        h, y0 = after(h, rates, s0, x0, B0, C0)
+        h, y1 = after(h, rates, s1, x1, B1, C1)
+        h, y2 = after(h, rates, s2, x2, B2, C2)
+        h, y3 = after(h, rates, s3, x3, B3, C3)
+        h, y4 = after(h, rates, s4, x4, B4, C4)
+        h, y5 = after(h, rates, s5, x5, B5, C5)
+        h, y6 = after(h, rates, s6, x6, B6, C6)
+        h, y7 = after(h, rates, s7, x7, B7, C7)
+        b_y = joined(y0, y1, y2, y3, y4, y5, y6, y7, BD) + b_skip[:, None] * b_u
         if z is not None:
             b_y *= b_z * tl.sigmoid(b_z)
-        tl.store(y, b_y.to(y.dtype.element_ty), mask=here)
-        y += y_t
+        tl.store(y[:, None] + (t + at).to(tl.int64)[None, :] * y_t, b_y.to(y.dtype.element_ty), mask=known)
     if last is not None:
         tl.store(last + (b * D + d[None, :]) * N + n[:, None], h, mask=whole)
 
@@ -198,7 +229,7 @@ def run(
     N = A.shape[1]
     y, last = torch.empty_like(u), u.new_empty(b, channels, N, dtype=torch.float32)
     needs_grad = len(plan.launches) > 1
-    states = u.new_empty(b, kept(T), N, channels, dtype=torch.float32) if needs_grad else None
+    states = u.new_empty(b, kept(T), channels, N, dtype=torch.float32) if needs_grad else None
     if T == 0:
         return y, last.zero_(), states
     if last.numel():
