@@ -134,8 +134,8 @@ def selective_backward(
     if dlast is not None:
         dh = loaded(dlast + b * (D * N) + state, whole)
     of_A = tl.zeros([BN, BD], dtype=tl.float32)
-    of_skip = tl.zeros([BD, BT], dtype=tl.float32)
-    of_bias = tl.zeros([BD, BT], dtype=tl.float32)
+    of_skip = tl.zeros([BD], dtype=tl.float32)
+    of_bias = tl.zeros([BD], dtype=tl.float32)
     at = tl.arange(0, BT)
     segments = (T + SEGMENT - 1) // SEGMENT
     for back in range(segments):
@@ -169,6 +169,11 @@ def selective_backward(
             t = i0 + i * BT
             known = here[:, None] & (t + at < T)[None, :]
             read = there[:, None] & (t + at < T)[None, :]
+            of = scratch + i * (BT * BN * BD)
+            h3 = tl.load(of + 3 * (BN * BD))
+            h2 = tl.load(of + 2 * (BN * BD))
+            h1 = tl.load(of + BN * BD)
+            h0 = tl.load(of)
             b_u = tile(u, t, known, u_t, BT).to(tl.float32)
             p = tile(dy, t, known, y_t, BT).to(tl.float32)
             b_B = tile(B, t, read, B_t, BT)
@@ -186,11 +191,6 @@ def selective_backward(
             p0, p1, p2, p3 = pairs(p, BD)
             B0, B1, B2, B3 = pairs(b_B.to(tl.float32), BN)
             C0, C1, C2, C3 = pairs(b_C.to(tl.float32), BN)
-            of = scratch + i * (BT * BN * BD)
-            h3 = tl.load(of + 3 * (BN * BD))
-            h2 = tl.load(of + 2 * (BN * BD))
-            h1 = tl.load(of + BN * BD)
-            h0 = tl.load(of)
             dh, of_A, y3, b3, w3, dB3, dC3 = walked(dh, of_A, h, rates, s3, x3, p3, B3, C=C3, before=h3)
             dh, of_A, y2, b2, w2, dB2, dC2 = walked(dh, of_A, h3, rates, s2, x2, p2, B2, C=C2, before=h2)
             dh, of_A, y1, b1, w1, dB1, dC1 = walked(dh, of_A, h2, rates, s1, x1, p1, B1, C=C1, before=h1)
@@ -210,12 +210,12 @@ def selective_backward(
             if SOFTPLUS:
                 b_ds *= tl.sigmoid(raw)
             tl.store(ddelta + to, b_ds.to(ddelta.dtype.element_ty), mask=known)
-            of_skip += p * b_u
-            of_bias += tl.where(known, b_ds, 0.0)
+            of_skip += tl.sum(p * b_u, 1)
+            of_bias += tl.sum(tl.where(known, b_ds, 0.0), 1)
         tl.debug_barrier()  # before the next segment's states take the place of these
     tl.store(dA + b * (D * N) + state, of_A, mask=whole)
-    tl.store(dskip + b * D + d, tl.sum(of_skip, 1), mask=here)
-    tl.store(dbias + b * D + d, tl.sum(of_bias, 1), mask=here)
+    tl.store(dskip + b * D + d, of_skip, mask=here)
+    tl.store(dbias + b * D + d, of_bias, mask=here)
 
 
 def run(
